@@ -75,7 +75,7 @@ EVERYTHING_UNUSED = {
     "async_updates": {"delay_steps": 3},
     "optimizer_cpu_offload": True,
     "load_balance": {"pipeline": True},
-    "precision": {"policy": "fp32", "fp32_matmul": "tf32", "adaptive": {"tolerance": 0.1}},
+    "precision": {"policy": "fp32", "fp32_matmul": "tf32"},
     "schedule": {"cooldown_fraction": 0.3},
 }
 
@@ -89,7 +89,6 @@ def test_what_has_no_effect_is_said_with_what_it_needs():
         "gradient_sync.powersgd_rank (needs kind powersgd)",
         "load_balance.pipeline true (needs a pipeline)",
         "optimizer_cpu_offload (needs an accelerator)",
-        "precision.adaptive.tolerance (needs kind rules or bandit)",
         "precision.fp32_matmul tf32 (needs an accelerator)",
         "schedule.cooldown_fraction (needs kind wsd)",
     ]

@@ -39,17 +39,44 @@ class PackedRows:
         self._file_starts = np.cumsum([0] + [f["rows"] for f in files])
         self._offsets = _map(folder / "offsets.bin", np.dtype(np.int64), (self.num_rows + 1,))
         self._lengths = _map(folder / "lengths.bin", np.dtype(np.uint32), (index["num_pieces"],))
+        self.sources: dict[str, int] = index.get("sources", {"": self.num_rows})
+        """The number of rows of each source, in the order of the rows."""
+        self.has_scores: bool = index.get("has_scores", False)
 
-    def gather(self, rows: np.ndarray) -> TokenBatch:
-        """The given rows as a batch, in the given order."""
-        shape = (len(rows), self.seq_len)
+    def row_lengths(self) -> np.ndarray:
+        """Tokens of each row without padding, [rows] int32."""
+        ends = np.cumsum(self._lengths, dtype=np.int64)[self._offsets[1:] - 1]
+        return np.diff(ends, prepend=0).astype(np.int32)
+
+    def row_scores(self) -> np.ndarray:
+        """The score of each row, [rows] float32. Raises `ArtifactError` if they were packed without scores."""
+        if not self.has_scores:
+            raise ArtifactError(
+                f"{self.folder}: the rows have no scores; run the pack stage again with this curriculum"
+            )
+        return _map(self.folder / "scores.bin", np.dtype(np.float32), (self.num_rows,))
+
+    def source_rows(self, name: str) -> np.ndarray:
+        """The rows of one source, [N] int64."""
+        first = 0
+        for source, num_rows in self.sources.items():
+            if source == name:
+                return np.arange(first, first + num_rows)
+            first += num_rows
+        raise KeyError(name)
+
+    def gather(self, rows: np.ndarray, num_tokens: int = 0) -> TokenBatch:
+        """The given rows as a batch, in the given order. num_tokens: how many of each row, which must include all that
+        are not padding; 0 for whole rows.
+        """
+        shape = (len(rows), num_tokens or self.seq_len)
         tokens, targets = np.empty(shape, dtype=np.int64), np.ones(shape, dtype=bool)
         positions, segments = np.zeros(shape, dtype=np.int64), np.full(shape, -1, dtype=np.int32)
         for place, row in enumerate(rows.tolist()):
             file = int(np.searchsorted(self._file_starts, row, side="right")) - 1
-            tokens[place] = self._tokens[file][row - self._file_starts[file]]
+            tokens[place] = self._tokens[file][row - self._file_starts[file], : shape[1]]
             if self._masks:
-                targets[place] = self._masks[file][row - self._file_starts[file]]
+                targets[place] = self._masks[file][row - self._file_starts[file], : shape[1]]
             lengths = self.piece_lengths(row)
             used = int(lengths.sum())
             begins = np.cumsum(lengths) - lengths

@@ -7,17 +7,21 @@ A shard folder holds rows of `seq_len` tokens, filled with whole sequences where
     mask-00000.bin    [rows, seq_len] uint8, only when a sequence came with a loss mask: 1 where the token is a target
     lengths.bin       uint32, the lengths of the pieces, row after row
     offsets.bin       int64 [rows + 1], where each row's pieces start in lengths.bin
+    scores.bin        float32 [rows], only when sequences came with scores: the mean over the tokens of the row
 
 A sequence longer than a row is cut into pieces that overlap by one token: the last token of a piece is the first of the
-next, so every token but a sequence's first is predicted exactly once. Memory is bounded by about 30 bytes a piece: the
-tokens wait in a spool file while the rows are planned.
+next, so every token but a sequence's first is predicted exactly once. Chunks overlap by more: the tokens that an
+earlier chunk has too are context in the later one, without a label. Sequences of different sources never share a row,
+and the rows of a source follow one another. Memory is bounded by about 40 bytes a piece: the tokens wait in a spool
+file while the rows are planned.
 """
 
 import json
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 import numpy as np
 
@@ -30,6 +34,19 @@ INDEX = "index.json"
 
 TokenIds = Sequence[int] | np.ndarray
 LossMask = Sequence[int] | np.ndarray
+MAX_SOURCES = 2**16
+
+
+class TokenSequence(NamedTuple):
+    """What `pack` packs: the tokens of a document or a conversation."""
+
+    ids: TokenIds
+    mask: LossMask | None = None
+    """1 where the token is a target; None if every token is."""
+    source: str = ""
+    """Sequences of different sources never share a row."""
+    score: float | None = None
+    """How difficult or how good it is; of all sequences or of none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,11 +55,22 @@ class PackConfig:
 
     seq_len: int = 512
     """Tokens in a row."""
-    mode: Literal["best_fit", "one_per_row"] = "best_fit"
-    """`best_fit` packs several sequences into a row; `one_per_row` pads each."""
-    long_documents: Literal["split", "skip"] = "split"
-    """`split` divides documents that are longer than a row and truncates conversations; `skip` drops and counts
-    both."""
+    mode: Literal["best_fit", "one_per_row", "length_buckets"] = "best_fit"
+    """`best_fit` packs several sequences into a row; `one_per_row` pads each; `length_buckets` makes batches of single
+    sequences of similar length, padded to the longest, as many as fit into `batch_tokens`."""
+    long_documents: Literal["split", "chunk", "skip"] = "split"
+    """What happens to documents that are longer than a row: `split` divides them; `chunk` divides them into chunks of
+    `seq_len` tokens that overlap; both truncate conversations. `skip` drops and counts documents and conversations."""
+    chunk_overlap: int = constant(50)
+    """`chunk`: tokens that a chunk repeats from the one before it, as context."""
+    min_chunk_tokens: int = constant(256)
+    """`chunk`: shortest chunk. If less is left of a document, its last chunk begins earlier and repeats more."""
+    count_overlap: bool = constant(False)
+    """`chunk`: whether repeated tokens count in the loss again."""
+    group_by: Literal["none", "kind", "source"] = constant("none")
+    """Whether only documents of the same kind, or of the same source, share a row; `batching.mixture` asks for it."""
+    score: str = constant("")
+    """The score that is stored with each row (`row_labels.row_score`); `batching.curriculum` asks for it."""
     shard_bytes: int = constant(256 * 2**20)
     """Size at which a shard file is closed."""
 
@@ -51,6 +79,19 @@ class PackConfig:
             raise ConfigError(f"seq_len: {self.seq_len} leaves nothing to predict; choose 2 or more")
         if self.shard_bytes < 1:
             raise ConfigError(f"shard_bytes: {self.shard_bytes} is not positive; for example 268435456")
+        if self.long_documents == "chunk":
+            self._check_chunks()
+
+    def _check_chunks(self) -> None:
+        if not 1 <= self.chunk_overlap < self.seq_len:
+            raise ConfigError(
+                f"chunk_overlap: must be from 1 to {self.seq_len - 1} (pack.seq_len - 1), got {self.chunk_overlap}"
+            )
+        if not self.chunk_overlap < self.min_chunk_tokens <= self.seq_len:
+            raise ConfigError(
+                f"min_chunk_tokens: must be above chunk_overlap ({self.chunk_overlap}) and at most pack.seq_len "
+                f"({self.seq_len}), got {self.min_chunk_tokens}; chunks of 512 tokens are usual"
+            )
 
 
 @dataclass(kw_only=True)
@@ -72,7 +113,7 @@ class PackReport:
 
 
 def pack(
-    sequences: Iterable[tuple[TokenIds, LossMask | None]],
+    sequences: Iterable[TokenSequence | tuple[TokenIds, LossMask | None]],
     folder: Path,
     config: PackConfig,
     *,
@@ -91,13 +132,14 @@ def pack(
         folder.mkdir(parents=True, exist_ok=True)
         spool = _Spool(folder, np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32))
         try:
-            for ids, mask in sequences:
-                _add(spool, ids, mask, config, report, vocab_size=vocab_size, eos_id=eos_id)
+            for sequence in sequences:
+                whole = sequence if isinstance(sequence, TokenSequence) else TokenSequence(*sequence)
+                _add(spool, whole, config, report, vocab_size=vocab_size, eos_id=eos_id)
             spool.finish()
             if not spool.lengths:
                 raise DataError(f"{folder}: there is nothing to pack; {_why_empty(report)}")
             lengths = np.array(spool.lengths, dtype=np.int64)
-            rows = best_fit(lengths, config.seq_len) if config.mode == "best_fit" else np.arange(len(lengths))
+            rows = _assign_rows(lengths, spool, config)
             _write_rows(spool, lengths, rows, folder, config, report, vocab_size=vocab_size, eos_id=eos_id)
         finally:
             spool.remove()
@@ -140,6 +182,20 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     return row_of
 
 
+def _assign_rows(lengths: np.ndarray, spool: "_Spool", config: PackConfig) -> np.ndarray:
+    """The row of each piece [N] int64; the rows of a source follow one another, in the order of the sources."""
+    row_of = np.empty(len(lengths), dtype=np.int64)
+    piece_sources = np.frombuffer(spool.piece_sources, dtype=np.uint16)
+    num_rows = 0
+    for source, number in spool.source_numbers.items():
+        chosen = np.flatnonzero(piece_sources == number)
+        rows = best_fit(lengths[chosen], config.seq_len) if config.mode == "best_fit" else np.arange(len(chosen))
+        row_of[chosen] = num_rows + rows
+        spool.source_rows[source] = int(rows.max()) + 1
+        num_rows += spool.source_rows[source]
+    return row_of
+
+
 class _Spool:
     """Tokens and masks of the pieces in files, one after another, until their rows are known."""
 
@@ -147,10 +203,25 @@ class _Spool:
         self.dtype = dtype
         self.lengths: list[int] = []
         self.has_mask = False
+        self.source_numbers: dict[str, int] = {}
+        self.source_rows: dict[str, int] = {}
+        """The number of rows of each source, once they are assigned."""
+        self.piece_sources = array("H")
+        self.scores = array("f")
         self._paths = [folder / "spool-tokens.tmp", folder / "spool-mask.tmp"]
         self._files: list[BinaryIO] = [open(path, "wb", buffering=2**20) for path in self._paths]  # noqa: SIM115
 
-    def add(self, ids: np.ndarray, mask: np.ndarray | None) -> None:
+    def add(self, ids: np.ndarray, mask: np.ndarray | None, source: str, score: float | None) -> None:
+        number = self.source_numbers.setdefault(source, len(self.source_numbers))
+        if number == MAX_SOURCES:
+            raise DataError(
+                f"the documents come from more than {MAX_SOURCES:,} sources; set pack.group_by to kind or none"
+            )
+        if len(self.scores) != (0 if score is None else len(self.lengths)):
+            raise ValueError("only some of the sequences have a score")
+        if score is not None:
+            self.scores.append(score)
+        self.piece_sources.append(number)
         self.lengths.append(len(ids))
         self.has_mask |= mask is not None
         self._files[0].write(ids.astype(self.dtype).tobytes())
@@ -175,11 +246,10 @@ class _Spool:
 
 
 def _add(
-    spool: _Spool, ids: TokenIds, mask: LossMask | None, config: PackConfig, report: PackReport, *,
-    vocab_size: int, eos_id: int,
-) -> None:  # fmt: skip
-    tokens = np.ascontiguousarray(ids, dtype=np.int64)
-    targets = None if mask is None else np.asarray(mask, dtype=np.uint8)
+    spool: _Spool, sequence: TokenSequence, config: PackConfig, report: PackReport, *, vocab_size: int, eos_id: int
+) -> None:
+    tokens = np.ascontiguousarray(sequence.ids, dtype=np.int64)
+    targets = None if sequence.mask is None else np.asarray(sequence.mask, dtype=np.uint8)
     if targets is not None and len(targets) != len(tokens):
         raise ValueError(f"sequence {report.num_sequences}: {len(tokens)} tokens but {len(targets)} mask values")
     if len(tokens) and int(tokens.view(np.uint64).max()) >= vocab_size:  # a negative id is a huge one
@@ -194,13 +264,47 @@ def _add(
         if config.long_documents == "skip":
             return report.skip("longer than a row")
         report.num_cut += 1
-    for start, end in pieces(len(tokens), config.seq_len):
-        if targets is not None and not targets[start + 1 : end].any():
+    for start, end, num_repeated in _cuts(len(tokens), config):
+        piece_targets = _piece_targets(targets, start, end, 0 if config.count_overlap else num_repeated)
+        if piece_targets is not None and not piece_targets[1:].any():
             report.skip("piece without a target")
             continue
-        spool.add(tokens[start:end], None if targets is None else targets[start:end])
-        report.num_targets += end - start - 1 if targets is None else int(targets[start + 1 : end].sum())
+        spool.add(tokens[start:end], piece_targets, sequence.source, sequence.score)
+        report.num_targets += end - start - 1 if piece_targets is None else int(piece_targets[1:].sum())
     return None
+
+
+def _cuts(length: int, config: PackConfig) -> Iterator[tuple[int, int, int]]:
+    """`[start, end)` of each piece, and how many of its first tokens the pieces before it have."""
+    if config.long_documents == "chunk":
+        cuts = chunks(length, config.seq_len, overlap=config.chunk_overlap, min_tokens=config.min_chunk_tokens)
+    else:
+        cuts = pieces(length, config.seq_len)
+    before = 0
+    for start, end in cuts:
+        yield start, end, before - start
+        before = end
+
+
+def _piece_targets(targets: np.ndarray | None, start: int, end: int, num_repeated: int) -> np.ndarray | None:
+    """The loss mask of a piece. The first token of a piece is never a target, so one that is repeated needs none."""
+    if num_repeated <= 1:
+        return None if targets is None else targets[start:end]
+    piece_targets = np.ones(end - start, dtype=np.uint8) if targets is None else targets[start:end].copy()
+    piece_targets[:num_repeated] = 0
+    return piece_targets
+
+
+def chunks(length: int, chunk_len: int, *, overlap: int, min_tokens: int) -> Iterator[tuple[int, int]]:
+    """Where to divide a sequence: `[start, end)` of chunks of `chunk_len` tokens of which each repeats `overlap` tokens
+    of the one before. A last chunk that would have fewer than `min_tokens` begins earlier and repeats more, so that no
+    token is lost. A sequence that is not longer than a chunk is one, however short.
+    """
+    start, end = 0, min(length, chunk_len)
+    yield start, end
+    while end < length:
+        start, end = end - overlap, min(length, end - overlap + chunk_len)
+        yield min(start, end - min_tokens), end
 
 
 def pieces(length: int, seq_len: int) -> Iterator[tuple[int, int]]:
@@ -232,9 +336,16 @@ def _write_rows(
     offsets.tofile(folder / "offsets.bin")
     report.num_rows, report.num_pieces, report.num_tokens = num_rows, len(lengths), int(lengths.sum())
     report.fill = report.num_tokens / (num_rows * config.seq_len)
+    further: dict[str, Any] = {}
+    if list(spool.source_rows) != [""]:
+        further["sources"] = spool.source_rows
+    if spool.scores:
+        totals = np.bincount(rows, weights=lengths * np.frombuffer(spool.scores, dtype=np.float32))
+        (totals / np.bincount(rows, weights=lengths)).astype(np.float32).tofile(folder / "scores.bin")
+        further["has_scores"] = True
     index = {
         "format": FORMAT, "seq_len": config.seq_len, "vocab_size": vocab_size, "eos_id": eos_id,
-        "dtype": spool.dtype.name, "has_mask": spool.has_mask, "files": files, **asdict(report),
+        "dtype": spool.dtype.name, "has_mask": spool.has_mask, "files": files, **asdict(report), **further,
     }  # fmt: skip
     write_atomic(folder / INDEX, json.dumps(index, indent=1))
 

@@ -62,6 +62,8 @@ class SourceConfig:
         "auto", "text", "messages", "sharegpt", "question_answer", "instruction", "prompt_completion", "preference"
     ] = "auto"
     """Type of all records; `auto` recognizes it from the fields of each. docs/data.md lists the fields of each type."""
+    keep_fields: tuple[str, ...] = ()
+    """Further fields of a record that its document keeps, such as a score."""
     schema: str = ""
     """JSON Schema file that every record must satisfy, in addition to the fields of its type."""
     on_bad_record: Literal["error", "skip"] = "error"
@@ -247,7 +249,7 @@ def _records(
     def choose(names: Sequence[str]) -> list[str]:
         if config.schema:
             return list(names)
-        known = {config.text_field, *FIELDS, *_DOCUMENT_FIELDS, *config.fields.values()}
+        known = {config.text_field, *config.keep_fields, *FIELDS, *_DOCUMENT_FIELDS, *config.fields.values()}
         mapped = {*names, *(name for name, own in config.fields.items() if own in names)}
         is_known = config.text_field in mapped or record_type(mapped)
         return [name for name in names if name in known] if is_known else list(names)
@@ -331,6 +333,7 @@ def _document(
     if not text or not text.strip():
         report.skip("empty text", where)
         return None
+    meta |= {name: record[name] for name in config.keep_fields if name in record and name not in meta}
     document = Document(id=where, text=text, kind=kind, split="open", source=source, meta=meta)
     return _Unsplit(document.map_text(_encodable))
 

@@ -16,14 +16,13 @@ from modelwright.core.progress import Progress
 from modelwright.core.rundir import RunDir, StageDir
 
 if TYPE_CHECKING:
-    from modelwright.data.loader import PackedLoader
     from modelwright.pipeline.config import RunConfig
     from modelwright.pipeline.report.blocks import Fact, Section
     from modelwright.pipeline.report.run_data import RunData, StageData
     from modelwright.pipeline.stages.rows import RowSet
     from modelwright.plan.estimate import StageEstimate
     from modelwright.train.config import TrainConfig
-    from modelwright.train.objective import Objective
+    from modelwright.train.objective import BatchSource, Objective
 
 FORMAT_VERSION = 1
 """Raised when the meaning of any artifact changes: every stage of an older run is then made again."""
@@ -96,7 +95,7 @@ class StageInputs:
     config: "RunConfig"
     training: "TrainConfig"
     """Settings of the stage."""
-    loader: "PackedLoader"
+    loader: "BatchSource"
     """Batches of the stage's rows."""
     parents: Mapping[str, Path]
     """The artifacts that the stage reads, by stage name: a reference model, for example."""

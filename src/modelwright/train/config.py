@@ -29,6 +29,7 @@ from modelwright.core.compatibility import (
 )
 from modelwright.core.config import constant, dump, only_for, unused_settings
 from modelwright.core.errors import ConfigError
+from modelwright.data.batching.config import BatchingConfig
 from modelwright.memory.config import ActivationCheckpointingConfig
 from modelwright.optim.build import OptimizerKind
 from modelwright.optim.clip import AdaptiveClipConfig
@@ -155,7 +156,7 @@ class TrainConfig(SharedTrainConfig):
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay rates of the optimizer's moments."""
-    adam_eps: float = 1e-8
+    adam_eps: float = constant(1e-8)
     """AdamW's epsilon."""
     weight_decay: float = 0.1
     """Decoupled weight decay of matrices; norms do not decay."""
@@ -164,6 +165,7 @@ class TrainConfig(SharedTrainConfig):
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     eval_every_steps: int = 100
     """Steps between validations; 0 only at the end."""
+    batching: BatchingConfig = field(default_factory=BatchingConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -177,6 +179,8 @@ class TrainConfig(SharedTrainConfig):
         for name in ("weight_decay", "max_grad_norm", "eval_every_steps"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}: must not be negative, got {getattr(self, name)}; 0 disables it")
+        if self.batching.mixture.update == "heldout_loss" and not self.eval_every_steps:
+            raise ConfigError("batching.mixture.update: acts at evaluations; set eval_every_steps above 0")
         if self.adaptive_clip.kind != "none" and not self.max_grad_norm:
             raise ConfigError(
                 f"adaptive_clip.kind: {self.adaptive_clip.kind} needs a max_grad_norm above 0 as its floor"
@@ -293,6 +297,8 @@ class TrainConfig(SharedTrainConfig):
         }
         if not (self.optimizer_in_backward and self.max_grad_norm):
             del result["optimizer_in_backward"]  # the same weights, to the last bit
+        if self.batching == BatchingConfig():
+            del result["batching"]  # as before there were any of its settings
         return result
 
 

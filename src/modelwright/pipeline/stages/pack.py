@@ -1,6 +1,7 @@
 """pack: kept documents to rows of tokens, training and held-out, for each set of rows (`rows.py`)."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from modelwright.core.config import dump
@@ -28,18 +29,40 @@ def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
     """Artifact: a folder for each set of rows. Facts: one packing report per folder, `pairs/<split>` on how the
     conversations fitted into the rows, and `pretrain_kinds`."""
     tokenizer_from = tokenizer_stage(config)
+    settings = with_labels(config)
     further = [rows.name for rows in row_sets(config)[2:]]
     return Stage(
         name=PACK.name,
         title=PACK.title,
-        settings=dump(config.section(PACK)) | ({"rows": further} if further else {}),
+        settings=dump(settings) | _label_settings(settings) | ({"rows": further} if further else {}),
         parents=(CLEAN.name, tokenizer_from),
-        run=lambda context: _run(context, config, Tokenizer.load(context.parents[tokenizer_from])),
+        run=lambda context: _run(context, config, settings, Tokenizer.load(context.parents[tokenizer_from])),
         version=2,
     )
 
 
-def _run(context: StageContext, config: RunConfig, tokenizer: Tokenizer) -> None:
+def with_labels(config: RunConfig) -> PackConfig:
+    """The settings of packing, with the labels of rows that the trainings of the run ask for. Raises `ConfigError` if
+    they ask for different ones.
+    """
+    wanted = [config.section(stage).batching for stage in config.trainings]
+    scores = sorted({batching.curriculum.score for batching in wanted} - {""})
+    groups = sorted({batching.mixture.group_by for batching in wanted} - {"none"})
+    for setting, names in (("curriculum.by", scores), ("mixture.weights", groups)):
+        if len(names) > 1:
+            raise ConfigError(
+                f"batching.{setting}: the training stages need rows by {' and by '.join(names)}; choose one for all"
+            )
+    return replace(config.section(PACK), score=scores[0] if scores else "", group_by=groups[0] if groups else "none")
+
+
+def _label_settings(config: PackConfig) -> dict[str, str]:
+    """The labels of rows that are not the default, for the digest."""
+    labels = {"score": config.score, "group_by": config.group_by}
+    return {name: value for name, value in labels.items() if value not in ("", "none")}
+
+
+def _run(context: StageContext, config: RunConfig, settings: PackConfig, tokenizer: Tokenizer) -> None:
     clean, facts = context.parents[CLEAN.name], context.output.facts
     kinds = pretraining_kinds(clean)
     facts["pretrain_kinds"] = list(kinds)
@@ -50,7 +73,7 @@ def _run(context: StageContext, config: RunConfig, tokenizer: Tokenizer) -> None
     job = PackJob(
         context=context,
         config=config,
-        settings=config.section(PACK),
+        settings=settings,
         tokenizer=tokenizer,
         clean=clean,
         text_kinds=kinds,

@@ -4,6 +4,7 @@ The stage `pack` makes both for every run, and the further sets that a run's tra
 its artifact with the rows of each split; a split without documents has no folder.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import chain
@@ -12,14 +13,15 @@ from typing import Any
 
 from modelwright.core.errors import ConfigError, DataError
 from modelwright.data.clean import read_kept
-from modelwright.data.document import Kind, Split
+from modelwright.data.document import Document, Kind, Split
 from modelwright.data.fit import ConversationFit
-from modelwright.data.pack import LossMask, PackConfig, TokenIds, pack
+from modelwright.data.pack import PackConfig, TokenSequence, pack
+from modelwright.data.row_labels import row_score, row_source
 from modelwright.data.tokenizer import Tokenizer
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.stage import StageContext
 
-Sequences = Iterator[tuple[TokenIds, LossMask | None]]
+Sequences = Iterator[TokenSequence]
 SHOWN_EVERY = 256
 TEXT_KINDS: tuple[Kind, ...] = ("prose", "code")
 ROW_LEN_STEP = 64
@@ -44,10 +46,10 @@ class PackJob:
         if no sequence is left to pack.
         """
         sequences = _counted(sequences, self.context, f"pack {name}")
-        first: list[tuple[TokenIds, LossMask | None]] = []
+        first: list[TokenSequence] = []
         for sequence in sequences:
             first.append(sequence)
-            if self.settings.long_documents == "split" or len(sequence[0]) <= self.settings.seq_len:
+            if self.settings.long_documents != "skip" or len(sequence.ids) <= self.settings.seq_len:
                 break
         else:
             return {}
@@ -58,6 +60,10 @@ class PackJob:
         )  # fmt: skip
         output.facts[name] = asdict(report)
         return output.facts[name]
+
+    def labels(self, document: Document) -> tuple[str, float | None]:
+        """What is stored with the rows of a document: its source and its score."""
+        return row_source(document, self.settings.group_by), row_score(document, self.settings.score)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -78,15 +84,24 @@ class RowSet:
 
 def _pack_text(job: PackJob, split: Split) -> None:
     """Begin token, text, end token."""
-    texts = (document.text for document in read_kept(job.clean, split=split) if document.kind in job.text_kinds)
-    encoded = job.tokenizer.encode_documents(texts, num_threads=job.config.hardware.num_threads)
-    job.pack(f"{TEXT_ROWS.name}/{split}", ((ids, None) for ids in encoded))
+    labels: deque[tuple[str, float | None]] = deque()
+
+    def texts() -> Iterator[str]:
+        for document in read_kept(job.clean, split=split):
+            if document.kind in job.text_kinds:
+                labels.append(job.labels(document))
+                yield document.text
+
+    # Documents are encoded some blocks ahead; their labels wait in the same order.
+    encoded = job.tokenizer.encode_documents(texts(), num_threads=job.config.hardware.num_threads)
+    job.pack(f"{TEXT_ROWS.name}/{split}", (TokenSequence(ids, None, *labels.popleft()) for ids in encoded))
 
 
 def _pack_chats(job: PackJob, split: Split) -> None:
     """Rendered chats; the targets are what the assistant says, with the token that ends it."""
     name, facts = f"{CHAT_ROWS.name}/{split}", job.context.output.facts
-    fit = ConversationFit(seq_len=job.settings.seq_len, overlong=job.settings.long_documents)
+    overlong = "skip" if job.settings.long_documents == "skip" else "split"
+    fit = ConversationFit(seq_len=job.settings.seq_len, overlong=overlong)
     report = job.pack(name, _conversations(job, split, fit))
     if not fit.num_conversations:
         return
@@ -105,8 +120,10 @@ def _conversations(job: PackJob, split: Split, fit: ConversationFit) -> Sequence
             sequences = job.tokenizer.encode_training_chats(document.messages)
         except DataError as error:
             raise DataError(f"{document.id}: {error}") from None
-        fitted = (fit.fit(ids, mask, stop_ids=job.tokenizer.stop_ids) for ids, mask in sequences)
-        yield from filter(None, fitted)
+        labels = job.labels(document)
+        for ids, mask in sequences:
+            if fitted := fit.fit(ids, mask, stop_ids=job.tokenizer.stop_ids):
+                yield TokenSequence(*fitted, *labels)
 
 
 def _tell_overlong(job: PackJob, fit: ConversationFit) -> None:

@@ -5,6 +5,7 @@ tokenizer in the Hugging Face layout.
 import json
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from modelwright.core.progress import SilentProgress
 from modelwright.core.rundir import RunDir
 from modelwright.core.seeds import derive_seed
 from modelwright.data.batch import TokenBatch
+from modelwright.data.batching.loader import PlannedLoader, build_loader
 from modelwright.data.loader import PackedLoader, PackedRows
 from modelwright.data.tokenizer import Tokenizer
 from modelwright.model.decoder import Decoder
@@ -37,8 +39,11 @@ from modelwright.train.build import train
 from modelwright.train.config import TrainConfig
 from modelwright.train.evaluation import HeldoutBatches
 from modelwright.train.job import TrainJob
-from modelwright.train.objective import Objective
+from modelwright.train.objective import BatchSource, Objective
+from modelwright.train.row_losses import stored_row_losses
+from modelwright.train.runtime import TechniqueBuilder
 from modelwright.train.state import TrainResult, load_best
+from modelwright.train.techniques.heldout_mixture import heldout_mixture
 
 MANY_EPOCHS = 4.0
 """Up to here repeated text is worth almost as much as new text (Muennighoff et al. 2023, section 6)."""
@@ -148,7 +153,17 @@ def _learn(context: StageContext, config: RunConfig, spec: StageSpec, model: Dec
     packed, world = PackedRows(rows), context.ranks.world
     num_copies = training.num_copies(config.parallel.axes(world.size))
     batch_rows = training.batch_rows(packed.seq_len, num_copies=num_copies)
-    loader = PackedLoader(packed, batch_rows=batch_rows, seed=derive_seed(config.seed, name, "order"))
+    judge = Path(training.batching.curriculum.model)
+    loader = build_loader(
+        packed,
+        training.batching,
+        batch_rows=batch_rows,
+        by_tokens=config.section(PACK).mode == "length_buckets",
+        seed=derive_seed(config.seed, name, "order"),
+        num_steps_of=training.resolve_num_steps,
+        row_losses=lambda: stored_row_losses(packed, judge, context.folder.path, world),
+    )
+    objective = spec.objective(StageInputs(config=config, training=training, loader=loader, parents=context.parents))
     num_steps = training.resolve_num_steps(loader.num_batches_per_epoch)
     if note := _repeats(name, num_steps * batch_rows, packed.num_rows):
         context.progress.note(note)
@@ -156,9 +171,7 @@ def _learn(context: StageContext, config: RunConfig, spec: StageSpec, model: Dec
     result = train(
         TrainJob(
             model=model,
-            objective=spec.objective(
-                StageInputs(config=config, training=training, loader=loader, parents=context.parents)
-            ),
+            objective=objective,
             config=training,
             num_steps=num_steps,
             stage=context.folder,
@@ -169,6 +182,7 @@ def _learn(context: StageContext, config: RunConfig, spec: StageSpec, model: Dec
             peak_flops=peak_flops(context, config, training),
             parallel=config.parallel,
             restart=context.restart,
+            techniques=_mixture_techniques(loader, objective, config, training, rows, batch_rows=microbatch_rows),
         ),
         world,
         context.progress,
@@ -204,6 +218,45 @@ def heldout_sample(folder: Path, config: RunConfig, *, batch_rows: int) -> Seque
     return [loader.batch(number) for number in range(max(1, requested // batch_rows))]
 
 
+def _mixture_techniques(
+    loader: BatchSource,
+    objective: Objective,
+    config: RunConfig,
+    training: TrainConfig,
+    rows: Path,
+    *,
+    batch_rows: int,
+) -> list[TechniqueBuilder]:
+    """What changes the shares of the sources while the stage trains."""
+    if not isinstance(loader, PlannedLoader) or training.batching.mixture.update != "heldout_loss":
+        return []
+    build = partial(
+        heldout_mixture,
+        training.batching.mixture,
+        mixture=loader.mixture,
+        objective=objective,
+        heldout=heldout_by_source(rows.parent / "heldout", config, batch_rows=batch_rows),
+        every=training.eval_every_steps,
+    )
+    return [build]
+
+
+def heldout_by_source(folder: Path, config: RunConfig, *, batch_rows: int) -> dict[str, Sequence[TokenBatch]]:
+    """Held-out batches of each source, for a mixture: the first of them on disk, equally many tokens of each, together
+    about `config.validation_tokens`.
+    """
+    if not folder.is_dir():
+        return {}
+    packed = PackedRows(folder)
+    tokens = config.validation_tokens or packed.num_rows * packed.seq_len
+    most = max(1, tokens // packed.seq_len // len(packed.sources))
+    chosen = {name: packed.source_rows(name)[:most] for name in packed.sources}
+    return {
+        name: [packed.gather(own[first : first + batch_rows]) for first in range(0, len(own), batch_rows)]
+        for name, own in chosen.items()
+    }
+
+
 def _take_best(model: Decoder, context: StageContext, training: TrainConfig, result: TrainResult) -> int:
     """Restore the weights with the lowest held-out loss if they are not the last; returns their step."""
     better = training.keep_best and 0 < result.best.step < result.num_steps and result.best.loss < result.heldout_loss
@@ -217,7 +270,7 @@ def _take_best(model: Decoder, context: StageContext, training: TrainConfig, res
 
 
 def _facts(
-    result: TrainResult, model: Decoder, num_steps: int, loader: PackedLoader, taken: int, context: StageContext
+    result: TrainResult, model: Decoder, num_steps: int, loader: BatchSource, taken: int, context: StageContext
 ) -> dict[str, Any]:
     return {
         "num_steps": num_steps,

@@ -1,0 +1,61 @@
+"""The loss of a given model on each packed row: measured once, kept in a file, for a curriculum by loss."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from modelwright.core.errors import ConfigError
+from modelwright.core.seeds import derive_seed
+from modelwright.data.batch import IGNORED
+from modelwright.data.loader import PackedRows
+from modelwright.model.decoder import Decoder
+from modelwright.model.hf import load_model
+from modelwright.ops.cross_entropy import token_log_probs
+from modelwright.parallel.mesh import World
+from modelwright.train.objective import forward
+
+ROWS_AT_ONCE = 8
+
+
+def stored_row_losses(rows: PackedRows, model_folder: Path, folder: Path, world: World) -> np.ndarray:
+    """The mean loss of the labels of each row in nats, [rows] float32, under the model of a Hugging Face folder.
+
+    The first rank measures them, unless a file in `folder`, which all ranks see, has them already. All ranks call it.
+    Raises `ConfigError` if the model has another vocabulary, `ModelError` if it cannot be read.
+    """
+    weights = sorted(model_folder.glob("*.safetensors"))
+    stamp = [f"{path.name}:{path.stat().st_size}:{path.stat().st_mtime_ns}" for path in weights]
+    key = derive_seed(0, str(model_folder.resolve()), *stamp, rows.num_rows, rows.num_tokens, rows.num_targets)
+    path = folder / f"row-losses-{key:016x}.npy"
+    if world.is_first and not path.exists():
+        model = load_model(model_folder)
+        if model.config.vocab_size < rows.vocab_size:
+            raise ConfigError(
+                f"batching.curriculum.by: {model_folder} has a vocabulary of {model.config.vocab_size}, the rows "
+                f"one of {rows.vocab_size}; choose a model with the tokenizer of this run"
+            )
+        losses = row_losses(model.to(world.device), rows, world.device)
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial")
+        with open(partial, "wb") as file:
+            np.save(file, losses, allow_pickle=False)
+        partial.rename(path)
+    world.barrier()
+    return np.load(path, allow_pickle=False)
+
+
+@torch.no_grad()
+def row_losses(model: Decoder, rows: PackedRows, device: torch.device) -> np.ndarray:
+    """The mean loss of the labels of each row, [rows] float32; 0 for a row without labels."""
+    model.eval()
+    losses = np.empty(rows.num_rows, dtype=np.float32)
+    order, lengths = np.argsort(rows.row_lengths(), kind="stable"), rows.row_lengths()
+    for first in range(0, rows.num_rows, ROWS_AT_ONCE):
+        chosen = order[first : first + ROWS_AT_ONCE]
+        batch = rows.gather(chosen, int(lengths[chosen].max())).to(device)
+        hidden_BTD = forward(model, batch)
+        log_probs_N = token_log_probs(hidden_BTD.flatten(0, 1), model.head_weight, batch.labels_BT.flatten())
+        counts_B = (batch.labels_BT != IGNORED).sum(dim=1).clamp(min=1)
+        losses[chosen] = (-log_probs_N.view_as(batch.labels_BT).sum(dim=1) / counts_B).cpu().numpy()
+    return losses
