@@ -46,7 +46,7 @@ class CurriculumConfig:
 class MixtureConfig:
     """Shares of sources among the rows of every batch. Without these settings, rows are read once per epoch."""
 
-    weights: dict[str, float] = field(default_factory=dict[str, float])
+    weights: dict[str, float] = field(default_factory=dict[str, float], hash=False)
     """Weight of each source by name: of each kind (`prose`, `code`), or of each file and corpus as in the documents'
     `source`; {} takes the sources' sizes in tokens. Rows of different sources are packed apart."""
     temperature: float = 1.0
