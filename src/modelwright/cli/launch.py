@@ -48,6 +48,11 @@ def is_started() -> bool:
     return "WORLD_SIZE" in os.environ
 
 
+def is_first() -> bool:
+    """Whether this process is alone or the first of several."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def write_exit_report(folder: str, text: str, exit_code: int) -> int:
     """Write this process's exit report unless the processes that would read it are gone; returns the exit code."""
     words = ExitReport(rank=int(os.environ.get("RANK", "0")), time_s=time.time(), exit_code=exit_code, text=text)

@@ -11,7 +11,7 @@ from dataclasses import fields
 from typing import Any
 
 from modelwright.cli.display import choose_display, duration
-from modelwright.cli.launch import is_started, supervise
+from modelwright.cli.launch import is_first, is_started, supervise
 from modelwright.cli.overrides import read_overrides, split_settings
 from modelwright.cli.parsers import new_parser
 from modelwright.core.errors import ConfigError
@@ -170,7 +170,7 @@ def _run(words: Sequence[str], line: Sequence[str], hosts: Any) -> int:
     started = time.monotonic()
     display = choose_display(sys.stderr)
     try:
-        for note in request.notes:
+        for note in request.notes if is_first() else ():
             display.note(note)
         done = execute(
             request.config,
