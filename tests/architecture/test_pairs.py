@@ -148,6 +148,7 @@ WITHIN_A_SWITCH = {
     "sparse_updates.use_feedback": "how units are chosen",
     "batch_selection.dense_fraction": "when rows begin to be chosen",
     "checkpoint_every_minutes": "another unit for the checkpoints",
+    "batching": "the order of rows, which the loader of a stage gives and no step knows",
 }
 """Settings, or groups of them, that a switch of the list brings with it, and why they need no switch of their own."""
 

@@ -57,7 +57,8 @@ def test_sources_with_scores_train_from_records_to_a_model(
         "--pack.mode", "length_buckets", "--pack.long_documents", "chunk", "--pack.seq_len", "256",
         "--model.max_seq_len", "256", "--pretrain.batch_tokens", "1024", "--pretrain.batching.curriculum.by", "level",
         "--pretrain.batching.mixture.update", "heldout_loss", "--pretrain.eval_every_steps", "2",
-        "--clean.quality.limits", "{max_top_ngram_fraction: 1, min_stop_word_fraction: 0, max_compression_ratio: 1, max_misordered_fraction: 1}",
+        "--clean.quality.limits.max_top_ngram_fraction", "1", "--clean.quality.limits.min_stop_word_fraction", "0",
+        "--clean.quality.limits.max_compression_ratio", "1", "--clean.quality.limits.max_misordered_fraction", "1",
         "--clean.duplicates.min_jaccard", "0.99",
     )  # fmt: skip
     assert run.returncode == 0, run.stderr

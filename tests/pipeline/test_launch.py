@@ -178,10 +178,11 @@ def test_a_process_lost_in_preparation_comes_back(tmp_path: Path, small_words: S
 
 
 def test_a_process_lost_in_training_comes_back(run: Path) -> None:
-    words = ("run", str(run), "--stages", "pretrain", "--pretrain.num_steps=40")
-    process = start("launch", "--nproc", "2", *words)
-    metrics = run / "pretrain" / "metrics.jsonl"
+    lengths = ("--pretrain.num_steps=40", "--pretrain.checkpoint_every_steps=5")
+    process = start("launch", "--nproc", "2", "run", str(run), "--stages", "pretrain", *lengths)
+    metrics, checkpoints = run / "pretrain" / "metrics.jsonl", run / "pretrain" / "checkpoints"
     wait_until(process, lambda: metrics.exists() and metrics.read_bytes().count(b"\n") > 20)
+    wait_until(process, lambda: any(checkpoints.glob("step-*/manifest.json")))
     os.kill(workers(process)[0], signal.SIGKILL)
     code, errors = finish(process)
     assert code == 0, errors
