@@ -56,6 +56,22 @@ def only_for(setting: str, *values: object) -> Mapping[str, Any]:
     return {"only_for": (setting, values)}
 
 
+_WORDS_FOR_NONE = ("[]", "", "none", "off", "false")
+"""What a user writes for an empty list; YAML reads `off` as false."""
+
+
+def word_for_none() -> Mapping[str, Any]:
+    """The metadata of a dataclass field with a list that words such as `none` and `off` leave empty."""
+    return {"word_for_none": True}
+
+
+def _without_word_for_none(field: dataclasses.Field[Any], value: Any) -> Any:
+    """An empty list in place of one of the words, alone or as the only entry, if the field takes them."""
+    word = cast(list[Any], value)[0] if isinstance(value, list) and len(cast(list[Any], value)) == 1 else value
+    is_none = word is None or (isinstance(word, (str, bool)) and str(word).lower() in _WORDS_FOR_NONE)
+    return [] if field.metadata.get("word_for_none") and is_none else value
+
+
 def unused_settings(config: Any, path: str = "") -> list[str]:
     """The settings that differ from their defaults and belong to a choice that was not made (`only_for`), each with the
     choice that they need.
@@ -105,7 +121,8 @@ def parse(cls: type[C], data: Any, path: str = "", *, constants: bool = False) -
         if key not in fields:
             raise ConfigError(_unknown_key(_join(path, str(key)), str(key), list(fields)))
     given = [name for name in fields if name in settings]
-    values = {name: _convert(hints[name], settings[name], _join(path, name), constants) for name in given}
+    plain = {name: _without_word_for_none(fields[name], settings[name]) for name in given}
+    values = {name: _convert(hints[name], plain[name], _join(path, name), constants) for name in given}
     for name, field in fields.items():
         has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
         if name not in values and not has_default:

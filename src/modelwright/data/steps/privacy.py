@@ -5,43 +5,28 @@
 """
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import phonenumbers
 
+from modelwright.core.config import word_for_none
 from modelwright.core.errors import ConfigError
 from modelwright.data.document import Document
 from modelwright.data.personal_data.find import find
 from modelwright.data.personal_data.pattern import KINDS
 
 _MARKERS = {kind: kind.upper() for kind in KINDS}
-_NOTHING = ("[]", "", "none", "off", "false")
-"""Words for an empty list on the command line; YAML reads `off` as false."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrivacyConfig:
     """Detection of personal data and secrets."""
 
-    replace: tuple[str, ...] = KINDS
+    replace: tuple[str, ...] = field(default=KINDS, metadata=word_for_none())
     """Kinds of values that are replaced: email, phone, ip, card, iban, national_id, credentials and secret; none for
     no replacement."""
     phone_regions: tuple[str, ...] = ("US", "GB", "DE", "FR", "ES", "IT", "CN", "JP", "IN", "BR")
     """Countries (ISO 3166) whose national phone numbers are recognized; international ones (`+49 ...`) always are."""
-
-    @classmethod
-    def expand(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Read one of the words for nothing as an empty list."""
-        kinds = data.get("replace", KINDS)
-        kinds = kinds[0] if isinstance(kinds, list) and len(kinds) == 1 else kinds
-        is_nothing = kinds is None or (isinstance(kinds, (str, bool)) and str(kinds).lower() in _NOTHING)
-        return {**data, "replace": []} if is_nothing else data
-
-    @classmethod
-    def compact(cls, data: dict[str, Any]) -> dict[str, Any]:
-        return data
 
     def __post_init__(self) -> None:
         for kind in self.replace:
