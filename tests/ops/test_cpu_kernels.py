@@ -285,25 +285,6 @@ def test_a_kernel_is_used_if_no_case_is_slower():
     assert not kernels_for("unknown")
 
 
-@needs_kernels
-def test_few_elements_are_pytorchs_in_inference_mode_unless_decode_is_used(monkeypatch):
-    called = []
-    monkeypatch.setattr(cpu_kernels, "_call", lambda name, *arguments: called.append(name))
-    few, many = torch.ones(1, 8), torch.ones(1, cpu_kernels.FEW_ELEMENTS + 1)
-    for names, x, calls in (
-        ("decode,gated_activation", few, 1),
-        ("gated_activation", few, 0),
-        ("gated_activation", many, 1),
-    ):
-        monkeypatch.setenv(cpu_kernels.SWITCH, names)
-        called.clear()
-        with torch.inference_mode():
-            swiglu(x, x)
-        assert len(called) == calls
-        swiglu(x, x)
-        assert len(called) == calls + 1
-
-
 @pytest.mark.skipif(not has_compiler(), reason="needs a C++ compiler")
 def test_processes_that_build_at_once_leave_one_library(tmp_path):
     code = "from modelwright.ops import cpu_kernels; assert cpu_kernels.kernels() is not None"

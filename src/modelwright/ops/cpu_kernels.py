@@ -31,8 +31,6 @@ SWITCH = "MODELWRIGHT_CPU_KERNELS"
 BLOCK = 64
 HEAD_DIM_STEP = 16
 """Widths of heads are multiples of it, which is one of every processor's vectors."""
-FEW_ELEMENTS = 16_384
-"""Up to so many, in inference mode, a kernel's call costs as much as its work: a decode step of 16 requests."""
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 """The formats that kernels read and write."""
 Argument = Tensor | int | float | bool
@@ -119,14 +117,6 @@ def take(kernel: Kernel, *tensors: Tensor) -> bool:
         and not torch.compiler.is_compiling()
         and kernel in used()
     )
-
-
-def take_elements(kernel: Kernel, *tensors: Tensor) -> bool:
-    """`take` for a kernel that PyTorch's few calls may beat at few elements: then `decode` has to be used, too."""
-    if not take(kernel, *tensors):  # also while code is traced, where the mode cannot be asked for
-        return False
-    is_few = torch.is_inference_mode_enabled() and tensors[0].numel() <= FEW_ELEMENTS
-    return not is_few or "decode" in used()
 
 
 def take_heads(x: Tensor) -> bool:

@@ -85,7 +85,7 @@ def apply_rope(x_BTHd: Tensor, cos_BT1r: Tensor, sin_BT1r: Tensor) -> Tensor:
         return torch.cat((apply_rope(turned, cos_BT1r, sin_BT1r), rest), dim=-1)
     tables = (cos_BT1r, sin_BT1r)
     whole = cos_BT1r.shape[:2] == x_BTHd.shape[:2] and all(table.is_contiguous() for table in tables)
-    if whole and cpu_kernels.take_elements("rotary", x_BTHd, *tables):
+    if whole and cpu_kernels.take("rotary", x_BTHd, *tables):
         return _Rotate.apply(x_BTHd, *tables)  # type: ignore[return-value]
     swapped = x_BTHd.roll(x_BTHd.shape[-1] // 2, dims=-1)
     return torch.addcmul(x_BTHd * cos_BT1r, swapped, sin_BT1r).to(x_BTHd.dtype)

@@ -14,7 +14,7 @@ def swiglu(gate: Tensor, up: Tensor, *, in_fp32: bool = False) -> Tensor:
 
     Differentiable; once, where there is a kernel.
     """
-    if gate.dtype == up.dtype and cpu_kernels.take_elements("gated_activation", gate, up):
+    if gate.dtype == up.dtype and cpu_kernels.take("gated_activation", gate, up):
         return _SwiGlu.apply(gate.contiguous(), up.contiguous())  # type: ignore[return-value]
     return swiglu_naive(gate, up, in_fp32=in_fp32)
 
