@@ -67,9 +67,12 @@ def word_for_none() -> Mapping[str, Any]:
 
 def _without_word_for_none(field: dataclasses.Field[Any], value: Any) -> Any:
     """An empty list in place of one of the words, alone or as the only entry, if the field takes them."""
-    word = cast(list[Any], value)[0] if isinstance(value, list) and len(cast(list[Any], value)) == 1 else value
+    entries: list[Any] = cast(list[Any], value) if isinstance(value, list) else [value]
+    word = entries[0] if len(entries) == 1 else ()
     is_none = word is None or (isinstance(word, (str, bool)) and str(word).lower() in _WORDS_FOR_NONE)
-    return [] if field.metadata.get("word_for_none") and is_none else value
+    if field.metadata.get("word_for_none") and is_none:
+        return []
+    return cast(Any, value)
 
 
 def unused_settings(config: Any, path: str = "") -> list[str]:
