@@ -64,7 +64,7 @@ def update_after_backward(world: World) -> dict[str, Tensor]:
             for parameter, gradient in zip(parameters, own, strict=True):
                 if parameter.grad is None:  # backward does not reach all of them
                     parameter.grad = gradient
-            mine = strategy.reduce_gradients(keep)
+            mine = [view.tensor for view in strategy.reduce_gradients(keep)]
             norms.append(strategy.grad_norm(mine))
             for part in mine:
                 part.mul_(min(1.0, MAX_NORM / norms[-1]))

@@ -72,7 +72,7 @@ def test_wrong_settings_are_refused(wrong: dict[str, Any]) -> None:
 def run(folder: Path, strengths: list[float], *, stop: int = 0) -> list[float]:
     config = AugmentationStrengthConfig(relative=True, high_loss=0.999, low_loss=0.9, window=3)
     technique = augmentation_strength(config, strengths.append)
-    techniques = [technique, *tiny_run.watching(stop=tiny_run.StopAfter(stop))]
+    techniques = [tiny_run.always(technique), *tiny_run.watching(stop=tiny_run.StopAfter(stop))]
     tiny_run.run(folder, techniques=techniques)
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
