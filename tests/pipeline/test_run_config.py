@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from modelwright.core.config import dump, save_yaml
+from modelwright.core.config import dump, load_yaml, save_yaml
 from modelwright.core.errors import ConfigError
 from modelwright.pipeline.run_config import parse_run
 from modelwright.pipeline.stages.pretrain import PRETRAIN
 from modelwright.pipeline.stages.sft import SFT
-from modelwright.recipes.load import load
+from modelwright.recipes.load import load, recipe_file
 from modelwright.train.config import TrainConfig
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
@@ -68,13 +68,23 @@ def test_the_section_of_a_stage_that_is_left_out_is_checked_and_ignored(inside: 
 
 def test_a_stage_that_is_added_to_a_run_says_whose_settings_it_takes(tmp_path: Path) -> None:
     part = ("clean", "tokenize", "pack")
-    save_yaml(tmp_path / "config.yaml", load("tiny", {}, str(tmp_path), part).config)
+    save_yaml(tmp_path / "config.yaml", parse_run({**load_yaml(recipe_file("tiny")), "stages": part}))
     added = load(str(tmp_path), {}, only=("pretrain",))
     assert added.config.section("pretrain").num_steps == 0
     assert [note.partition(":")[0] for note in added.notes] == ["pretrain"]
     again = load("tiny", {}, str(tmp_path), ("pretrain",))
     assert (again.config.section("pretrain").num_steps, again.notes) == (40, [])
     assert load(str(tmp_path), {}, only=part).notes == []
+
+
+def test_a_run_that_began_with_a_part_of_a_recipe_goes_on_with_its_settings(tmp_path: Path) -> None:
+    """Also after it was worked on again in between, which writes its config.yaml anew."""
+    for target, only in (("tiny", ("clean", "tokenize", "pack")), (str(tmp_path), ("clean",)), (str(tmp_path), ())):
+        request = load(target, {}, str(tmp_path), only)
+        assert request.notes == []
+        save_yaml(tmp_path / "config.yaml", request.config)
+    added = load(str(tmp_path), {}, only=("pretrain",))
+    assert (added.config.section("pretrain").num_steps, added.notes) == (40, [])
 
 
 def test_an_inherited_setting_of_a_stage_that_is_left_out_disturbs_nobody() -> None:

@@ -58,7 +58,7 @@ class FeedForwardConfig:
     """The gated feed-forward layer."""
 
     activation: Activation = "silu"
-    """Of the gate: SwiGLU or GeGLU (Shazeer 2020)."""
+    """Activation of the gate: SwiGLU or GeGLU (Shazeer 2020)."""
     bias: bool = False
     """Biases of all three projections."""
 

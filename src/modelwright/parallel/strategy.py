@@ -124,7 +124,7 @@ class Replica:
     finish_gradients: Callable[[], None] = lambda: None
     """Called when all gradients are ready, to sum those of a parameter that several pipeline stages hold."""
     names: dict[Tensor, str] = field(init=False)
-    """Of the trainable parameters, in the model's order."""
+    """Names of the trainable parameters, in the model's order."""
     num_holders: list[int] = field(init=False)
     """For each parameter, how many ranks hold each of its elements."""
     views: dict[Tensor, TensorView] = field(init=False)

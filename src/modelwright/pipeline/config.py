@@ -61,6 +61,9 @@ class RunConfig:
     serve: ServeConfig = field(default_factory=ServeConfig)
     sections: Mapping[str, Any]
     """The settings of each stage that has any, by the stage's name."""
+    further_sections: Mapping[str, Any] = field(default_factory=dict[str, Any], compare=False)
+    """Plain sections of stages that the run does not have, kept for when such a stage is added to it: those of a recipe
+    of which `--stages` chose a part."""
 
     def __post_init__(self) -> None:
         if not self.name or "/" in self.name or self.name.startswith(".") or not self.name.isprintable():
@@ -84,14 +87,15 @@ class RunConfig:
         """The settings as YAML holds them: a section for each stage beside what all share, without what a training
         stage inherits from `training`.
         """
-        shared = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "sections"}
+        apart = ("sections", "further_sections")
+        shared = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in apart}
         plain: dict[str, Any] = {
             name: self.stage_names if name == "stages" else dump(value) for name, value in shared.items()
         }
         sections = {name: dump(section) for name, section in self.sections.items()}
         for stage in self.trainings:
             sections[stage.name] = _own_settings(sections[stage.name], plain["training"])
-        return plain | sections
+        return plain | sections | dict(self.further_sections)
 
     @property
     def stage_names(self) -> list[str]:

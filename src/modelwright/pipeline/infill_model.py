@@ -13,7 +13,7 @@ from modelwright.infer.sequence import SamplingParams
 from modelwright.model.hf import load_model
 
 _TEMPERATURE, _TOP_P = 0.8, 0.95
-"""Of the text that fills gaps: nucleus sampling (Holtzman et al. 2020), cooler than the model."""
+"""How text that fills gaps is sampled: nucleus sampling (Holtzman et al. 2020), cooler than the model."""
 _SCORE_TOKENS = 2_048
 
 
@@ -52,7 +52,7 @@ class InfillModel:
         return [self._log_prob(sequence) for sequence in sequences]
 
     def _log_prob(self, sequence: Scored) -> float:
-        """Of one sequence alone, so that rounding is the same whatever else is scored."""
+        """Log-probability of one sequence, computed alone so that rounding is the same whatever else is scored."""
         nats = sequence_nats(
             self._model,
             [sequence],

@@ -30,7 +30,7 @@ def run_schema() -> type:
         if one.name == "stages":
             default = tuple(stage.name for stage in STAGES if not stage.is_implied)
             common.append(("stages", tuple[names, ...], field(default=default, metadata={"doc": docs["stages"]})))
-        elif one.name != "sections":
+        elif one.name not in ("sections", "further_sections"):
             common.append((one.name, hints[one.name], _documented(one, docs.get(one.name, ""))))
     own = [(stage.name, stage.config, field(default_factory=stage.config)) for stage in known_stages() if stage.config]
     return make_dataclass("Run", [*common, *own], frozen=True, kw_only=True)

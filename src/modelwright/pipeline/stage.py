@@ -166,7 +166,7 @@ class StageSpec:
     time_weight: float = 1.0
     """Share of the time budget (`--minutes`) that a training stage gets, relative to the other training stages."""
     follows: str = ""
-    """Of a stage from another package: the stage that it comes after in the pipeline's order."""
+    """The stage after which a stage from another package comes in the pipeline's order."""
 
     @property
     def is_implied(self) -> bool:

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,8 @@ def load(target: str, overrides: Mapping[str, Any], run_dir: str = "", only: Seq
         data["stages"] = select_stages(only, previous.stage_names if previous else ())
     origin = ", ".join([origin, *given_names(os.environ)])
     config = parse_run(data)
+    if only or folder:
+        config = replace(config, further_sections={name: data[name] for name in left_out(data, config)})
     notes = []
     if not only and (unused := left_out({**own, **overrides}, config)):
         notes.append(f"{', '.join(unused)}: ignored, because the run has no such stage")

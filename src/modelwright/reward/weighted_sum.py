@@ -104,7 +104,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _deviation(values: Sequence[float]) -> float:
-    """Of the sample, as TRL logs it: with n - 1; 0 for one value."""
+    """Sample standard deviation (divisor n - 1), as TRL logs it; 0 for one value."""
     if len(values) < 2:
         return 0.0 if values else math.nan
     mean = _mean(values)

@@ -37,9 +37,9 @@ class Update:
     weights: Mapping[str, float]
     """The normalizers of the terms."""
     model_flops: float = 0.0
-    """Of forward and backward of the global batch."""
+    """FLOPs of forward and backward of the global batch."""
     grad_norm: float = math.nan
-    """Of the whole model's gradient, before clipping; known once the finite check has acted, which is first."""
+    """Norm of the whole model's gradient, before clipping; known once the finite check has acted, which is first."""
     skip_reason: str = ""
     """Why this step changes nothing, or ""; the first reason counts."""
     metrics: dict[str, float] = field(default_factory=dict[str, float])

@@ -20,7 +20,7 @@ from modelwright.core.errors import ConfigError
 
 _BUCKETS = 2**18
 _HEAD_CHARS = 4000
-"""Of longer texts only the beginning is read."""
+"""Characters at the beginning of a text that are read; the rest of a longer one is not."""
 _FOLDS = 5
 _RARE = 0.01
 """A form with a smaller share of the trusted documents is one that the trusted text does not have."""

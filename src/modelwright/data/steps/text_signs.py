@@ -117,7 +117,7 @@ def function_word_share(words: Sequence[str]) -> tuple[float, str]:
 
 
 def misordered_share(words: Sequence[str], language: str) -> float:
-    """Of the articles and the like, those whose next word cannot follow them; one such slip does not count."""
+    """Fraction of articles and similar words that the next word cannot follow; one such slip does not count."""
     num_pairs = num_wrong = 0
     for starts, followers in _MISORDERED.get(language, ()):
         pairs = [after for before, after in pairwise(words) if before in starts]
@@ -127,18 +127,18 @@ def misordered_share(words: Sequence[str], language: str) -> float:
 
 
 def sorted_share(words: Sequence[str]) -> float:
-    """Of the pairs of neighboring different words, those in alphabetical order: half in prose, all in a word list."""
+    """Fraction of pairs of different neighboring words in alphabetical order: half in prose, 1 in a word list."""
     pairs = [(first, second) for first, second in pairwise(words) if first != second]
     return sum(first < second for first, second in pairs) / max(1, len(pairs))
 
 
 def broken_word_share(text: str, num_words: int) -> float:
-    """Of the words, those with digits or exclamation marks between their letters, as a bad scan has them."""
+    """Fraction of words with digits or exclamation marks between their letters, as in a bad scan."""
     return sum(_BROKEN_WORD.search(part) is not None for part in text.split()) / max(1, num_words)
 
 
 def record_share(lines: Sequence[str]) -> float:
-    """Of the characters, those in lines of records, such as of a log: at least three parts of such a line hold digits,
+    """Fraction of characters in lines of records, such as those of a log: at least three parts of such a line hold digits,
     and these are more than a third of all its parts.
     """
     records = sum(len(line) for line in lines if _is_record(line))
@@ -146,17 +146,17 @@ def record_share(lines: Sequence[str]) -> float:
 
 
 def code_share(lines: Sequence[str]) -> float:
-    """Of the lines, those that look like statements of a programming language."""
+    """Fraction of lines that look like statements of a programming language."""
     return sum(_CODE_LINE.fullmatch(line) is not None for line in lines) / max(1, len(lines))
 
 
 def error_share(lines: Sequence[str]) -> float:
-    """Of the lines, those that hold a status of HTTP for an error, such as "404 Not Found", and hardly more."""
+    """Fraction of lines that consist of little more than an HTTP error status, such as "404 Not Found"."""
     return sum(_ERROR_LINE.fullmatch(line) is not None for line in lines) / max(1, len(lines))
 
 
 def cut_end_share(text: str) -> float:
-    """Of the two ends of a text, those in the middle of a sentence, as far as letters and punctuation tell: it begins
+    """Fraction of the two ends of a text that are inside a sentence, as far as letters and punctuation tell: it begins
     with a lower-case letter (of Latin script), or does not end with punctuation.
     """
     stripped = text.strip()

@@ -27,8 +27,8 @@ SHAPE_DEFAULTS: Mapping[str, Any] = {
     "tie_word_embeddings": False,
     "initializer_range": 0.02,
 }
-"""Of settings that a `config.json` lacks, in most types; 0 heads are as many as query heads, a head width of 0 is that
-of the model divided by them."""
+"""Values of settings that a `config.json` lacks, in most types. 0 key/value heads stand for as many as query heads, a
+head width of 0 for the model width divided by the query heads."""
 
 ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 
