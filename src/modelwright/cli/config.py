@@ -123,8 +123,8 @@ def markdown() -> str:
         "",
         "The section of a stage has the stage's name. A run has the sections of its own stages only: one that only "
         "fine-tunes writes no section for pretraining. The section of a stage that a run does not have is checked and "
-        "then ignored, with a note. A run that `--stages` began with a part of a recipe keeps the recipe's other sections "
-        "for when their stages are added.",
+        "then ignored, with a note. A run that `--stages` began with a part of a recipe keeps the recipe's other "
+        "sections for when their stages are added.",
     ]
     known, section = {setting.key for setting in run_settings()}, ""
     for setting in run_settings():

@@ -138,8 +138,8 @@ def broken_word_share(text: str, num_words: int) -> float:
 
 
 def record_share(lines: Sequence[str]) -> float:
-    """Fraction of characters in lines of records, such as those of a log: at least three parts of such a line hold digits,
-    and these are more than a third of all its parts.
+    """Fraction of characters in lines of records, such as those of a log: at least three parts of such a line hold
+    digits, and these are more than a third of all its parts.
     """
     records = sum(len(line) for line in lines if _is_record(line))
     return records / max(1, sum(map(len, lines)))
