@@ -11,8 +11,10 @@ import yaml
 
 from modelwright.core.errors import ConfigError
 from modelwright.core.records import column, read_records
+from modelwright.core.rundir import RunDir
 from modelwright.data.loader import PackedRows
 from modelwright.pipeline.stages.pack import with_labels
+from modelwright.pipeline.stages.pretrain import PRETRAIN
 from modelwright.recipes.load import load
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
@@ -83,3 +85,17 @@ def test_trainings_that_need_different_rows_are_refused(tmp_path: Path) -> None:
         with_labels(
             config(pretrain={"mixture": {"weights": {"code": 2.0}}}, sft={"mixture": {"weights": {"a.txt": 2.0}}})
         )
+
+
+def test_the_weights_that_judge_difficulty_are_in_the_digest(tmp_path: Path) -> None:
+    """So a stage that was cut off never goes on with an order by other losses."""
+    judge = tmp_path / "judge"
+    config = load("tiny", {"pretrain": {"batching": {"curriculum": {"by": f"loss:{judge}"}}}}).config
+    with pytest.raises(ConfigError, match=r"^pretrain\.batching\.curriculum\.by: .*judge is not a folder"):
+        PRETRAIN.build(config, RunDir(tmp_path / "run"), ())
+    judge.mkdir()
+    settings = []
+    for weights in (b"first", b"the second"):
+        (judge / "model.safetensors").write_bytes(weights)
+        settings.append(PRETRAIN.build(config, RunDir(tmp_path / "run"), ()).settings)
+    assert settings[0] != settings[1]

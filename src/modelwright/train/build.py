@@ -212,6 +212,7 @@ def build_step(job: TrainJob, global_mesh: Mesh, session: Session, on_exit: Exit
         note=session.note,
         anomalies=session.anomalies,
         memory=session.memory,
+        alive=session.watchdog.alive,
         on_exit=on_exit,
     )
     techniques = build_techniques(job, run)

@@ -57,6 +57,8 @@ class Runtime:
     anomalies: AnomalyLog | None
     """The list of events that a person should look at; on the first rank only, and None for a step that is traced."""
     memory: StepMemory
+    alive: Callable[[], None]
+    """Tells the watchdog that this process is not stuck; for techniques that work for long between two steps."""
     on_exit: ExitStack
     """Closed when the run under this layout ends, also after an error."""
     chosen: list[Strategy] = field(default_factory=list[Strategy])

@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from modelwright.core.artifacts import verify_if_artifact
-from modelwright.core.errors import ConfigError, ModelError
+from modelwright.core.errors import ModelError
 from modelwright.core.rundir import RunDir
 from modelwright.data.tokenizer import Tokenizer
 from modelwright.model.hf import load_model, stored_dtype
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimates import fixed_estimate
 from modelwright.pipeline.stage import Rates, Stage, StageContext, StageSpec
-from modelwright.pipeline.stages.model_folder import save_model_folder
+from modelwright.pipeline.stages.model_folder import folder_fingerprint, save_model_folder
 from modelwright.plan.estimate import StageEstimate
 
 
@@ -21,7 +21,7 @@ def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
     return Stage(
         name=INIT.name,
         title=INIT.title,
-        settings={"files": _fingerprint(folder)},
+        settings={"files": folder_fingerprint(folder, "init_from")},
         parents=(),
         run=lambda context: _run(context, folder),
     )
@@ -39,14 +39,6 @@ def _run(context: StageContext, folder: Path) -> None:
     save_model_folder(model, tokenizer, context.output.path)
     context.output.facts |= {"folder": str(folder), "num_parameters": model.config.num_parameters}
     context.progress.end()
-
-
-def _fingerprint(folder: Path) -> list[list[str | int]]:
-    """Name, size and time of each file that matters."""
-    if not folder.is_dir():
-        raise ConfigError(f"init_from: {folder} is not a folder; give a Hugging Face model folder on disk")
-    files = sorted(path for path in folder.iterdir() if path.suffix in (".json", ".safetensors", ".jinja"))
-    return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
 
 
 def _estimate(config: RunConfig, run: RunDir, rates: Rates) -> StageEstimate:

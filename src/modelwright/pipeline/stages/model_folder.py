@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from modelwright.core.artifacts import write_atomic
+from modelwright.core.errors import ConfigError
 from modelwright.data.tokenizer import Tokenizer
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import save_model
@@ -19,3 +20,13 @@ def save_model_folder(model: Decoder, tokenizer: Tokenizer, folder: Path) -> Non
     settings = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     settings["eos_token_id"] = list(tokenizer.stop_ids)
     write_atomic(path, json.dumps(settings, indent=2) + "\n")
+
+
+def folder_fingerprint(folder: Path, setting: str) -> list[list[str | int]]:
+    """Name, size and modification time of each file of a model folder that decides what the model computes. setting:
+    names the folder. Raises `ConfigError` if there is no such folder.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"{setting}: {folder} is not a folder; give a Hugging Face model folder on disk")
+    files = sorted(path for path in folder.iterdir() if path.suffix in (".json", ".safetensors", ".jinja"))
+    return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]

@@ -30,7 +30,7 @@ from modelwright.pipeline.report.learning import training_section
 from modelwright.pipeline.report.run_data import RunData, StageData
 from modelwright.pipeline.resolve import product_rate
 from modelwright.pipeline.stage import Rates, Stage, StageContext, StageInputs, StageSpec, no_facts
-from modelwright.pipeline.stages.model_folder import save_model_folder
+from modelwright.pipeline.stages.model_folder import folder_fingerprint, save_model_folder
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.rows import RowSet
 from modelwright.pipeline.stages.stage_inputs import model_before, tokenizer_stage
@@ -103,6 +103,8 @@ def _stage(config: RunConfig, spec: StageSpec) -> Stage:
         "seed": derive_seed(config.seed, name),
         "validation_tokens": config.validation_tokens,
     }
+    if judge := training.batching.curriculum.model:
+        settings["curriculum_model"] = folder_fingerprint(Path(judge), f"{name}.batching.curriculum.by")
     if not before:
         settings["model"] = dump(config.model)
     return Stage(

@@ -52,13 +52,12 @@ class HeldoutMixture:
 
     def evaluate(self) -> dict[str, float]:
         """The held-out loss of each source, all terms together."""
-        with self.run.formats.evaluating():
-            return {
-                name: sum(self._losses(self.heldout[name]).values()) for name in self.mixture.names
-            }  # in the same order on all ranks
+        with self.run.formats.evaluating(), self.run.memory.resting():
+            # All ranks evaluate the sources in the same order.
+            return {name: sum(self._losses(self.heldout[name]).values()) for name in self.mixture.names}
 
     def _losses(self, batches: Sequence[Batch]) -> dict[str, float]:
-        return heldout_losses(self.run.executor, self.objective, batches, self.run.global_mesh, alive=lambda: None)
+        return heldout_losses(self.run.executor, self.objective, batches, self.run.global_mesh, alive=self.run.alive)
 
     def summary(self) -> dict[str, Any]:
         """The last shares and held-out losses by source."""
