@@ -12,10 +12,15 @@ from modelwright.ops import cpu_kernels
 def swiglu(gate: Tensor, up: Tensor, *, in_fp32: bool = False) -> Tensor:
     """gate * sigmoid(gate) * up, in the format of `up`; in_fp32: the activation is not computed in a narrower format.
 
-    Differentiable; once, where there is a kernel.
+    Differentiable; once, where there is a kernel. Without gradients it is computed step by step where there is none, for
+    the same reason as in `gated_gelu`.
     """
     if gate.dtype == up.dtype and cpu_kernels.take("gated_activation", gate, up):
         return _SwiGlu.apply(gate.contiguous(), up.contiguous())  # type: ignore[return-value]
+    if not torch.is_grad_enabled():
+        wide = gate.float() if gate.dtype.itemsize < 4 else gate
+        activated = wide / (1.0 + (-wide).exp())
+        return ((activated if in_fp32 else activated.to(gate.dtype)) * up).to(up.dtype)
     return swiglu_naive(gate, up, in_fp32=in_fp32)
 
 
@@ -27,13 +32,20 @@ def swiglu_naive(gate: Tensor, up: Tensor, *, in_fp32: bool = False) -> Tensor:
 def gated_gelu(gate: Tensor, up: Tensor, *, by_tanh: bool, in_fp32: bool = False) -> Tensor:
     """gelu(gate) * up (GeGLU), in the format of `up`; by_tanh: gelu by its approximation by a tanh.
 
-    Without gradients the approximation is computed step by step: PyTorch's operator on a CPU rounds the last elements
+    Without gradients it is computed step by step: PyTorch's operator on a CPU rounds the last elements
     of a tensor differently, so that a row's result would depend on the number of rows.
     """
     gate = gate.float() if in_fp32 else gate
-    if by_tanh and not torch.is_grad_enabled():
-        return (gelu_tanh_naive(gate) * up).to(up.dtype)
+    if not torch.is_grad_enabled():
+        wide = gate.float() if gate.dtype.itemsize < 4 else gate
+        activated = gelu_tanh_naive(wide) if by_tanh else gelu_naive(wide)
+        return (activated.to(gate.dtype) * up).to(up.dtype)
     return (F.gelu(gate, approximate="tanh" if by_tanh else "none") * up).to(up.dtype)
+
+
+def gelu_naive(x: Tensor) -> Tensor:
+    """The definition: x times the standard normal distribution function."""
+    return 0.5 * x * (1.0 + (x * math.sqrt(0.5)).erf())
 
 
 def gelu_tanh_naive(x: Tensor) -> Tensor:
