@@ -12,8 +12,8 @@ from modelwright.ops import cpu_kernels
 def swiglu(gate: Tensor, up: Tensor, *, in_fp32: bool = False) -> Tensor:
     """gate * sigmoid(gate) * up, in the format of `up`; in_fp32: the activation is not computed in a narrower format.
 
-    Differentiable; once, where there is a kernel. Without a kernel and without gradients it is computed step by step, for
-    the same reason as in `gated_gelu`.
+    Differentiable; once, where there is a kernel. Where there is none, it is computed step by step while no gradients
+    are needed, for the same reason as in `gated_gelu`.
     """
     if gate.dtype == up.dtype and cpu_kernels.take("gated_activation", gate, up):
         return _SwiGlu.apply(gate.contiguous(), up.contiguous())  # type: ignore[return-value]
