@@ -6,7 +6,7 @@ out. A training stage inherits from the section `training`.
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, Field, field, fields, make_dataclass
+from dataclasses import MISSING, Field, field, fields, make_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast, get_type_hints
 
@@ -60,10 +60,13 @@ def parse_run(data: Mapping[str, Any]) -> RunConfig:
 
 
 def read_run_config(path: Path) -> RunConfig:
-    """The configuration in a YAML file. Raises `ConfigError` that names the file."""
+    """The configuration in a run's YAML file, with its sections of stages that the run does not have. Raises
+    `ConfigError` that names the file.
+    """
     data = load_yaml(path)
     try:
-        return parse_run(data)
+        config = parse_run(data)
+        return replace(config, further_sections={name: data[name] for name in left_out(data, config)})
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
 
