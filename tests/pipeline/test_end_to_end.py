@@ -12,6 +12,11 @@ import pytest
 
 from modelwright.core.artifacts import read_manifest
 from modelwright.core.config import load_yaml
+from modelwright.core.records import read_records
+from modelwright.core.rundir import RunDir
+from modelwright.pipeline.report.closing import closing_lines
+from modelwright.pipeline.run_config import read_run_config
+from modelwright.pipeline.text_samples import FILE
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 CHROMIUM = Path("/usr/bin/chromium")
@@ -30,7 +35,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, command: Command, small_words:
 def words_of(done: subprocess.CompletedProcess[str], name: str) -> str:
     """What the summary says after `name`."""
     lines = [line.split(None, 1) for line in done.stdout.splitlines()]
-    return next((parts[1] for parts in lines if parts[0] == name), "")
+    return next((parts[1] for parts in lines if parts and parts[0] == name), "")
 
 
 def test_every_stage_left_a_whole_artifact(run: Path) -> None:
@@ -67,6 +72,16 @@ def test_the_resolved_config_holds_no_wish(run: Path) -> None:
     assert config["training"]["precision"]["fp32_matmul"] == "default"
     assert config["serve"]["int8"]["backend"] == "int_mm"
     assert "precision" not in config["pretrain"]
+
+
+def test_training_shows_a_sample_and_the_end_shows_the_figures(run: Path) -> None:
+    config = read_run_config(run / "config.yaml")
+    for stage in config.trainings:
+        (sample,) = read_records(run / stage.name / FILE)
+        assert sample["step"] == config.section(stage).num_steps
+    lines = closing_lines(config, RunDir(run))
+    assert any(line.startswith("Bits per byte") for line in lines)
+    assert any(line.startswith("What does `len` do? ▸") for line in lines)
 
 
 def test_a_changed_setting_runs_only_what_depends_on_it(run: Path, inside: Command) -> None:

@@ -15,7 +15,7 @@ from modelwright.core.progress import Progress
 
 LINE_EVERY_S = 10.0
 RATE_WINDOW_S = 20.0
-_FIRST = ("loss", "mfu")
+_FIRST = ("loss", "bits_per_byte", "mfu")
 
 
 def choose_display(stream: TextIO) -> Progress:

@@ -238,9 +238,12 @@ def _summary(done: Any, request: Any, wall_s: float) -> str:
         lines.append(f"  ran      {', '.join(ran)}")
     if skipped:
         lines.append(f"  kept     {', '.join(skipped)}")
+    if ran and done.lines:
+        lines += ["", *(f"  {line}" for line in done.lines), ""]
     if done.report:
         lines.append(f"  report   {done.report}")
     if done.has_model:
         lines.append(f"  chat     modelwright chat {request.run.path}")
         lines.append(f"  serve    modelwright serve {request.run.path}")
+        lines.append("  next     modelwright run quickstart --name mine --data.sources FOLDER    trains on your text")
     return "\n".join(lines)

@@ -24,6 +24,7 @@ from modelwright.pipeline.kernel_choice import kernels_of_run
 from modelwright.pipeline.preflight import check_training, prefix_errors
 from modelwright.pipeline.process_group import RunGroup, as_lost_peer, join_ranks, shared_rows, use_threads
 from modelwright.pipeline.redact import redact_words
+from modelwright.pipeline.report.closing import closing_lines
 from modelwright.pipeline.resolve import check_device, resolve, resolve_model, resolve_paths, resolved_device
 from modelwright.pipeline.run_config import read_run_config
 from modelwright.pipeline.run_identity import check_same_run
@@ -43,12 +44,14 @@ class RunResult:
     """How a run ended: the result of each stage; `is_first` on the process that may print.
 
     report: the page about these stages; None if the stage `report` is not one of those that are finished now
+    lines: the figures of the finished stages, for the terminal
     """
 
     outcomes: Sequence[Outcome]
     is_first: bool
     has_model: bool
     report: Path | None = None
+    lines: Sequence[str] = ()
 
 
 def execute(
@@ -111,7 +114,13 @@ def execute(
             )
         has_model = any(run.stage(name).artifact.is_dir() for name in config.model_names)
         has_report = any(outcome.stage == REPORT.name for outcome in outcomes)
-        return RunResult(outcomes, ranks.rank == 0, has_model, run.report if has_report else None)
+        return RunResult(
+            outcomes,
+            ranks.rank == 0,
+            has_model,
+            report=run.report if has_report else None,
+            lines=closing_lines(config, run) if ranks.rank == 0 else (),
+        )
 
 
 def check_request(

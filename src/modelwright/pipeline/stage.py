@@ -125,6 +125,11 @@ def no_facts(data: "RunData", stage: "StageData") -> "Sequence[Fact]":
     return ()
 
 
+def no_lines(data: "RunData", stage: "StageData") -> Sequence[str]:
+    """`StageSpec.closing` of a stage that adds nothing to its figures."""
+    return ()
+
+
 def no_warnings(stage: "StageData") -> Sequence[str]:
     """`StageSpec.warnings` of a stage about whose result nobody has to be warned."""
     return ()
@@ -155,6 +160,8 @@ class StageSpec:
     """The section of the report about the finished stage."""
     headline: "Callable[[RunData, StageData], Sequence[Fact]]" = no_facts
     """Figures of the finished stage at the top of the report."""
+    closing: "Callable[[RunData, StageData], Sequence[str]]" = no_lines
+    """Lines that the terminal shows when the run ends, after the figures of `headline`."""
     warnings: "Callable[[StageData], Sequence[str]]" = no_warnings
     """What the top of the report warns about in the finished stage."""
     model_title: str = ""

@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 import urllib.request
@@ -30,6 +31,7 @@ from modelwright.model.hf import load_config
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimates import fixed_estimate
 from modelwright.pipeline.report.results import serving_section
+from modelwright.pipeline.report.run_data import RunData, StageData
 from modelwright.pipeline.stage import Rates, Stage, StageContext, StageSpec
 from modelwright.pipeline.stages.clean import CLEAN
 from modelwright.pipeline.stages.stage_inputs import final_model, needed_model
@@ -37,6 +39,8 @@ from modelwright.plan.estimate import StageEstimate
 from modelwright.serve.config import ServeConfig
 
 ANSWERS = "answers.json"
+NUM_SHOWN, LINE_LEN = 3, 100
+"""How many answers the terminal shows when a run ends, and characters of each."""
 GREETING = "Hello! What can you do?"
 """Asked when there is no held-out question, or none that fits."""
 
@@ -313,6 +317,12 @@ def _estimate(config: RunConfig, run: RunDir, rates: Rates) -> StageEstimate:
     return fixed_estimate(SERVE_CHECK.name, seconds=20.0, library_bytes=70 * 2**20)
 
 
+def _closing(data: RunData, stage: StageData) -> Sequence[str]:
+    """The first answers, each cut to a line."""
+    answers = stage.json(ANSWERS).get("answers", [])[:NUM_SHOWN]
+    return [f"{one['question']} ▸ {textwrap.shorten(one['answer'], LINE_LEN, placeholder=' …')}" for one in answers]
+
+
 SERVE_CHECK = StageSpec(
     name="serve_check",
     title="Serving and asking",
@@ -321,4 +331,5 @@ SERVE_CHECK = StageSpec(
     build=_build,
     estimate=_estimate,
     report=serving_section,
+    closing=_closing,
 )

@@ -4,7 +4,9 @@ tokenizer in the Hugging Face layout.
 
 import json
 import math
+import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,8 +34,9 @@ from modelwright.pipeline.resolve import product_rate
 from modelwright.pipeline.stage import Rates, Stage, StageContext, StageInputs, StageSpec, no_facts
 from modelwright.pipeline.stages.model_folder import folder_fingerprint, save_model_folder
 from modelwright.pipeline.stages.pack import PACK
-from modelwright.pipeline.stages.rows import RowSet
+from modelwright.pipeline.stages.rows import TEXT_ROWS, RowSet
 from modelwright.pipeline.stages.stage_inputs import model_before, tokenizer_stage
+from modelwright.pipeline.text_samples import first_prompt, sample_block, text_samples
 from modelwright.plan.estimate import StageEstimate, training_stage
 from modelwright.train.build import train
 from modelwright.train.config import TrainConfig
@@ -41,8 +44,9 @@ from modelwright.train.evaluation import HeldoutBatches
 from modelwright.train.job import TrainJob
 from modelwright.train.objective import BatchSource, Objective
 from modelwright.train.row_losses import stored_row_losses
-from modelwright.train.runtime import TechniqueBuilder
+from modelwright.train.runtime import TechniqueBuilder, observer
 from modelwright.train.state import TrainResult, load_best
+from modelwright.train.technique import StepInfo
 from modelwright.train.techniques.heldout_mixture import heldout_mixture
 
 MANY_EPOCHS = 4.0
@@ -74,7 +78,8 @@ def training_spec(
     """
 
     def report(data: RunData, stage: StageData) -> Section:
-        return training_section(stage, data.config.section(name), report_title)
+        section = training_section(stage, data.config.section(name), report_title)
+        return replace(section, blocks=[*sample_block(stage.folder.path), *section.blocks])
 
     spec = StageSpec(
         name=name,
@@ -170,6 +175,8 @@ def _learn(context: StageContext, config: RunConfig, spec: StageSpec, model: Dec
     if note := _repeats(name, num_steps * batch_rows, packed.num_rows):
         context.progress.note(note)
     microbatch_rows = max(1, batch_rows // (training.gradient_accumulation_steps * num_copies))
+    heldout = heldout_sample(rows.parent / "heldout", config, batch_rows=microbatch_rows)
+    tokenizer = Tokenizer.load(context.parents[tokenizer_stage(config)])
     result = train(
         TrainJob(
             model=model,
@@ -180,11 +187,15 @@ def _learn(context: StageContext, config: RunConfig, spec: StageSpec, model: Dec
             seed=derive_seed(config.seed, name),
             name=name,
             input_digest=context.digest,
-            heldout=heldout_sample(rows.parent / "heldout", config, batch_rows=microbatch_rows),
+            heldout=heldout,
             peak_flops=peak_flops(context, config, training),
             parallel=config.parallel,
             restart=context.restart,
-            techniques=_mixture_techniques(loader, objective, config, training, rows, batch_rows=microbatch_rows),
+            techniques=[
+                *_mixture_techniques(loader, objective, config, training, rows, batch_rows=microbatch_rows),
+                text_samples(context.folder.path, tokenizer, first_prompt(heldout)),
+                *_bits_per_byte(context, config, spec),
+            ],
         ),
         world,
         context.progress,
@@ -194,6 +205,19 @@ def _learn(context: StageContext, config: RunConfig, spec: StageSpec, model: Dec
     context.progress.note(_summary(name, num_steps, result, used_share))
     taken = _take_best(model, context, training, result)
     return _facts(result, model, num_steps, loader, taken, context) | peaks
+
+
+def _bits_per_byte(context: StageContext, config: RunConfig, spec: StageSpec) -> list[TechniqueBuilder]:
+    """Shows the loss of text as bits per byte too, which does not depend on the tokenizer."""
+    by_kind = read_manifest(context.parents[tokenizer_stage(config)]).facts.get("bytes_per_token")
+    if spec.rows is not TEXT_ROWS or not by_kind:
+        return []
+    bits_per_nat = 1 / math.log(2) / statistics.mean(by_kind.values())
+
+    def show(info: StepInfo) -> None:
+        context.progress.advance(info.step, bits_per_byte=info.loss * bits_per_nat)
+
+    return [observer("bits_per_byte", show)]
 
 
 def _repeats(name: str, num_read: int, num_rows: int) -> str:

@@ -1,0 +1,103 @@
+"""Shows while a model trains how it continues one fixed prompt, about once a minute, and keeps that for the report."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from torch.distributed.tensor import DTensor
+
+from modelwright.core.errors import writing
+from modelwright.core.records import json_line, read_records
+from modelwright.data.batch import IGNORED, TokenBatch
+from modelwright.data.tokenizer import Tokenizer
+from modelwright.infer.engine import EngineConfig
+from modelwright.infer.generate import generate
+from modelwright.infer.sequence import SamplingParams
+from modelwright.pipeline.report.blocks import Samples, TextSample
+from modelwright.train.runtime import Runtime, TechniqueBuilder
+from modelwright.train.technique import StepInfo, Technique
+
+FILE = "samples.jsonl"
+EVERY_S = 60.0
+NUM_PROMPT_TOKENS = 16
+SAMPLING = SamplingParams(max_tokens=40, temperature=0.7, top_p=0.9, seed=1)
+"""One seed for all samples, so that only the weights differ between two of them."""
+NUM_SHOWN = 6
+
+
+def first_prompt(heldout: Sequence[TokenBatch]) -> list[int]:
+    """The beginning of the first held-out row: what precedes its first target, such as a question with its template, or
+    its first tokens if every token is a target. Empty if nothing is held out.
+    """
+    if not heldout:
+        return []
+    batch = heldout[0]
+    targets = (batch.labels_BT[0] != IGNORED).nonzero().flatten().tolist()
+    first = targets[0] + 1 if targets and targets[0] else NUM_PROMPT_TOKENS
+    in_first_document = int((batch.segments_BT[0] == batch.segments_BT[0, 0]).sum())
+    return batch.input_ids_BT[0, : min(first, in_first_document)].tolist()
+
+
+def text_samples(folder: Path, tokenizer: Tokenizer, prompt: Sequence[int]) -> TechniqueBuilder:
+    """A technique that shows how the model continues `prompt` and appends it to `samples.jsonl` in `folder`."""
+    return partial(_build, folder=folder, tokenizer=tokenizer, prompt=prompt)
+
+
+def _build(
+    run: Runtime,
+    *,
+    folder: Path,
+    tokenizer: Tokenizer,
+    prompt: Sequence[int],
+    clock: Callable[[], float] = time.monotonic,
+) -> Technique | None:
+    """None where there is nothing to continue, where another rank does it, and where this rank has a part of the model
+    only. Training does not depend on a sample.
+    """
+    model = run.model
+    is_whole = len(model.blocks) == model.config.num_layers
+    is_divided = any(isinstance(one, DTensor) for one in model.parameters())
+    if not (prompt and run.world.is_first and is_whole) or is_divided or len(prompt) >= model.config.max_seq_len:
+        return None
+    params = [SAMPLING]
+    config = EngineConfig(max_num_seqs=1, kv_cache_tokens=model.config.max_seq_len)
+    last = clock()
+
+    def on_step_end(info: StepInfo) -> None:
+        nonlocal last
+        if clock() - last < EVERY_S and info.step < run.num_steps:
+            return
+        with run.formats.evaluating(), run.memory.resting():
+            (completion,) = generate(model, [prompt], params, config)
+        run.alive()
+        # A model may have rows beyond the tokenizer's vocabulary, which are hardly trained and mean nothing.
+        text = tokenizer.decode([one for one in completion.token_ids if one < tokenizer.vocab_size])
+        run.note(f"step {info.step:,}: {_one_line(tokenizer.decode(prompt))} ▸ {_one_line(text)}")
+        with writing(folder), open(folder / FILE, "a", encoding="utf-8") as file:
+            file.write(json_line({"step": info.step, "loss": info.loss, "text": text}))
+        last = clock()
+
+    return Technique(name="text_samples", on_step_end=on_step_end)
+
+
+def sample_block(folder: Path) -> list[Samples]:
+    """What the report shows of the samples of a stage: at most six, from the first to the last; none without samples.
+    A step that was repeated after a crash counts once.
+    """
+    records = list({record["step"]: record for record in read_records(folder / FILE)}.values())
+    records.sort(key=lambda record: record["step"])
+    if not records:
+        return []
+    num_shown = min(NUM_SHOWN, len(records))
+    places = [math.ceil(place * (len(records) - 1) / max(1, num_shown - 1)) for place in range(num_shown)]
+    items = [
+        TextSample(f"Step {records[place]['step']:,}", records[place]["text"], f"loss {records[place]['loss']:.2f}")
+        for place in places
+    ]
+    return [Samples(items, title="One beginning, continued while the model learned")]
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
