@@ -50,7 +50,7 @@ from modelwright.core.rundir import StageDir
 from modelwright.data.batch import IGNORED, TokenBatch
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
-from modelwright.objectives.pretrain import Pretrain
+from modelwright.objectives.next_token import NextToken
 from modelwright.parallel.mesh import single
 from modelwright.precision.policy import PrecisionConfig
 from modelwright.train import build
@@ -170,7 +170,7 @@ def train(size: str, *, arena: bool, num_steps: int) -> Meter:
         build.train(
             TrainJob(
                 model=model,
-                objective=Pretrain(rows),
+                objective=NextToken(rows),
                 config=config,
                 num_steps=num_steps + 1,
                 stage=StageDir(Path(folder)),

@@ -37,7 +37,7 @@ from modelwright.core.rundir import StageDir
 from modelwright.data.batch import IGNORED, TokenBatch
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
-from modelwright.objectives.pretrain import Pretrain
+from modelwright.objectives.next_token import NextToken
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.elastic import (
     LaunchConfig,
@@ -123,7 +123,7 @@ def run(folder: Path, num_steps: int, world: World, *, layout: ParallelConfig, s
     result = train(
         TrainJob(
             model=model,
-            objective=Pretrain(rows),
+            objective=NextToken(rows),
             config=parse(TrainConfig, settings, constants=True),
             num_steps=num_steps,
             stage=StageDir(folder),

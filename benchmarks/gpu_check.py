@@ -29,7 +29,7 @@ from modelwright.core.seeds import derive_seed
 from modelwright.data.batch import IGNORED, TokenBatch
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
-from modelwright.objectives.pretrain import Pretrain
+from modelwright.objectives.next_token import NextToken
 from modelwright.ops.lowp_linear import E4M3, GRIDS, Recipe
 from modelwright.ops.matmul_rates import matmul_rate
 from modelwright.ops.quantize import fp8_kernel
@@ -222,7 +222,7 @@ def train_once(
         train(
             TrainJob(
                 model=model,
-                objective=Pretrain(source),
+                objective=NextToken(source),
                 config=config,
                 num_steps=config.num_steps,
                 stage=StageDir(Path(folder)),

@@ -32,7 +32,7 @@ from modelwright.core.rundir import StageDir
 from modelwright.data.batch import IGNORED, TokenBatch
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
-from modelwright.objectives.pretrain import Pretrain
+from modelwright.objectives.next_token import NextToken
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import join_world, single
 from modelwright.train.build import train
@@ -154,7 +154,7 @@ def train_once(case: Case, compute: str, num_steps: int, folder: Path, *, layout
         train(
             TrainJob(
                 model=model,
-                objective=Pretrain(Rows()),
+                objective=NextToken(Rows()),
                 config=config,
                 num_steps=num_steps,
                 stage=StageDir(folder),

@@ -29,12 +29,12 @@ from modelwright.data.loader import PackedRows
 from modelwright.data.pack import PackConfig, pack
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import load_model, save_model
-from modelwright.objectives.pretrain import Pretrain
+from modelwright.objectives.next_token import NextToken
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import build_mesh, single
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.recipes.load import RECIPES, recipe
-from modelwright.train.evaluation import heldout_losses
+from modelwright.train.evaluation import evaluate_heldout
 from modelwright.train.runner import WholeModel
 from modelwright_claims.results import circumstances, machine_slug
 from modelwright_claims.workbench import read_text
@@ -144,14 +144,14 @@ def work(name: str, task: Task, out: Path) -> None:
     rows = PackedRows(task.folder / "heldout")
     alone = build_mesh(single(task.device), ParallelConfig())
     runner = WholeModel(model, alone.context, scatters_each=False)
-    losses = heldout_losses(runner, Pretrain(loader(task)), list(rows.batches(8))[:16], alone, alive=lambda: None)
+    heldout = evaluate_heldout(runner, NextToken(loader(task)), list(rows.batches(8))[:16], alone, alive=lambda: None)
     measured = {
         "tokens_per_s": trained.clock.tokens_per_s,
         "tokens_per_cpu_s": trained.clock.tokens_per_cpu_s,
         "peak_bytes": device_bytes or use.peak_bytes,
         "peak_bytes_above_start": device_bytes or use.peak_bytes - before,
         "first_loss": trained.first_loss,
-        "heldout_loss": losses["loss"],
+        "heldout_loss": heldout.loss,
         "step_ends_s": [end - trained.clock.ends[0] for end in trained.clock.ends],
     }
     (out / "measured.json").write_text(json.dumps(measured))

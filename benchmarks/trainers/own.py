@@ -10,7 +10,7 @@ from modelwright.core.progress import SilentProgress
 from modelwright.core.rundir import StageDir
 from modelwright.data.loader import PackedLoader, PackedRows
 from modelwright.model.hf import load_model, save_model
-from modelwright.objectives.pretrain import Pretrain
+from modelwright.objectives.next_token import NextToken
 from modelwright.optim.schedule import ScheduleConfig
 from modelwright.parallel.mesh import single
 from modelwright.precision.policy import PrecisionConfig
@@ -60,10 +60,10 @@ def write_batches(task: Task) -> None:
 
 def run(task: Task, out: Path) -> Trained:
     model = load_model(task.folder / "model").to(task.device)
-    objective = Pretrain(loader(task))
+    objective = NextToken(loader(task))
     batch = objective.source.batch(0).to(task.device)
     with torch.no_grad():
-        first_loss = float(objective.losses(forward(model, batch), batch, model)["loss"]) / batch.num_targets
+        first_loss = float(objective.losses(forward(model, batch), batch, model).losses["loss"]) / batch.num_targets
     clock = StepClock(task)
     config = TrainConfig(
         num_steps=task.num_steps,

@@ -21,11 +21,11 @@ from modelwright.core.seeds import derive_seed
 from modelwright.data.batch import IGNORED, TokenBatch
 from modelwright.data.loader import PackedLoader
 from modelwright.model.decoder import Decoder
-from modelwright.objectives.pretrain import Pretrain
+from modelwright.objectives.next_token import NextToken
 from modelwright.parallel.mesh import single
 from modelwright.train.build import train
 from modelwright.train.job import TrainJob, all_reduce_by
-from modelwright.train.objective import Objective, forward
+from modelwright.train.objective import Objective, Terms, forward
 from modelwright_claims import workbench
 from modelwright_claims.accumulation_pace import measure_pace, say_pace
 from modelwright_claims.claim import Claim, Conditions, Figure, Measurement, Samples, Setting, Verdict
@@ -48,14 +48,14 @@ class ExactNextToken(Objective):
     source: PackedLoader
 
     def batches(self, model: Decoder, *, first: int, rank: int, world_size: int) -> Iterator[TokenBatch]:
-        return Pretrain(self.source).batches(model, first=first, rank=rank, world_size=world_size)
+        return NextToken(self.source).batches(model, first=first, rank=rank, world_size=world_size)
 
     def weights(self, batch: TokenBatch) -> Mapping[str, Tensor]:
-        return Pretrain(self.source).weights(batch)
+        return NextToken(self.source).weights(batch)
 
-    def losses(self, output: Tensor, batch: TokenBatch, model: Decoder) -> Mapping[str, Tensor]:
+    def losses(self, output: Tensor, batch: TokenBatch, model: Decoder) -> Terms:
         logits_NV, labels_N = model.logits(output).flatten(0, 1), batch.labels_BT.flatten()
-        return {"loss": F.cross_entropy(logits_NV, labels_N, ignore_index=IGNORED, reduction="sum")}
+        return Terms({"loss": F.cross_entropy(logits_NV, labels_N, ignore_index=IGNORED, reduction="sum")})
 
 
 @dataclass
@@ -87,7 +87,7 @@ def measure(setting: Setting) -> Measurement:
         shares[kind] = loader.batch(0).num_targets / size.batch_tokens
         model = Decoder(size.model_config(text.vocab_size))
         model.init_weights(derive_seed(SEED, "weights"))
-        errors[f"loop, FP32, {kind}"] = errors_of_loop(setting, size, model, Pretrain(loader))
+        errors[f"loop, FP32, {kind}"] = errors_of_loop(setting, size, model, NextToken(loader))
         model = model.double()
         exact = ExactNextToken(loader)
         errors[f"loop, FP64, {kind}"] = errors_of_loop(setting, size, model, exact)
@@ -148,7 +148,7 @@ def mean_of_means_gradient(model: Decoder, objective: Objective, num_microbatche
     batch = next(objective.batches(model, first=0, rank=0, world_size=1))
     model.zero_grad()
     for part in batch.split(num_microbatches):
-        loss = objective.losses(forward(model, part), part, model)["loss"]
+        loss = objective.losses(forward(model, part), part, model).losses["loss"]
         (loss / objective.weights(part)["loss"] / num_microbatches).backward()
     gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     model.zero_grad()

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from modelwright.data.batch import TokenBatch
 from modelwright.model.decoder import Decoder
-from modelwright.objectives.pretrain import Pretrain
+from modelwright.objectives.next_token import NextToken
 from modelwright.parallel.mesh import single
 from modelwright.train.job import all_reduce_by
-from modelwright.train.objective import Objective
+from modelwright.train.objective import Objective, Terms
 from modelwright_claims import stability_bench as bench
 from modelwright_claims import workbench
 from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict
@@ -70,7 +70,7 @@ ARMS: dict[str, dict[str, Any]] = {
 class OneOfMany(Objective):
     """An objective whose batches are one process's part of larger ones; evaluation stays as it is."""
 
-    inner: Pretrain
+    inner: NextToken
 
     def batches(self, model: Decoder, *, first: int, rank: int, world_size: int) -> Iterator[TokenBatch]:
         return self.inner.batches(model, first=first, rank=rank, world_size=world_size)
@@ -79,7 +79,7 @@ class OneOfMany(Objective):
         copies = COPIES if torch.is_grad_enabled() else 1.0
         return {name: copies * weight for name, weight in self.inner.weights(batch).items()}
 
-    def losses(self, output: Tensor, batch: TokenBatch, model: Decoder) -> Mapping[str, Tensor]:
+    def losses(self, output: Tensor, batch: TokenBatch, model: Decoder) -> Terms:
         return self.inner.losses(output, batch, model)
 
 

@@ -28,7 +28,7 @@ from modelwright.core.rundir import StageDir
 from modelwright.data.batch import IGNORED, TokenBatch
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
-from modelwright.objectives.pretrain import Pretrain
+from modelwright.objectives.next_token import NextToken
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, join_world
 from modelwright.train import build
@@ -228,7 +228,7 @@ def _train(probe: Probe, world: World, meter: Meter, folder: Path) -> None:
         build.train(
             TrainJob(
                 model=model,
-                objective=Pretrain(rows),
+                objective=NextToken(rows),
                 config=probe.train,
                 num_steps=probe.num_steps + 1,
                 stage=StageDir(folder),

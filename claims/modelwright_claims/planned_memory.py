@@ -18,7 +18,7 @@ from modelwright.memory.disk import DiskStore
 from modelwright.memory.lifetimes import MemoryTimeline
 from modelwright.memory.step_arena import plan_arena
 from modelwright.model.config import ModelConfig
-from modelwright.objectives.pretrain import Pretrain
+from modelwright.objectives.next_token import NextToken
 from modelwright.plan.catalog import MODELS
 from modelwright.plan.doctor import measure_rates
 from modelwright.plan.memory_plan import MORE_COMPUTE, OffloadTarget, plan_step
@@ -64,7 +64,7 @@ class Case:
         return Probe(model=self.model, train=train, seq_len=self.model.max_seq_len, count_flops=count_flops)
 
     def trace(self) -> MemoryTimeline:
-        return trace_step(self.model, self.settings, Pretrain, seq_len=self.model.max_seq_len)
+        return trace_step(self.model, self.settings, NextToken, seq_len=self.model.max_seq_len)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,8 +154,8 @@ def planned_case(*, quick: bool) -> Case:
 def measured_pair(setting: Setting, case: Case) -> Pair:
     """Alternately, in processes of their own."""
     seq_len = case.model.max_seq_len
-    plan = plan_step(case.model, case.settings, Pretrain, seq_len=seq_len, arena=True)
-    moving = plan_step(case.model, case.settings, Pretrain, seq_len=seq_len, arena=True, elsewhere=disk(setting, case))
+    plan = plan_step(case.model, case.settings, NextToken, seq_len=seq_len, arena=True)
+    moving = plan_step(case.model, case.settings, NextToken, seq_len=seq_len, arena=True, elsewhere=disk(setting, case))
     sides = {"before": case.settings, "after": plan.train}
     if moving.moved_bytes:
         sides["on_disk"] = moving.train

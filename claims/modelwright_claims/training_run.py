@@ -31,7 +31,7 @@ from modelwright.data.batch import TokenBatch
 from modelwright.data.loader import PackedLoader, PackedRows
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
-from modelwright.objectives.pretrain import Pretrain
+from modelwright.objectives.next_token import NextToken
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, join_world, single
 from modelwright.train.build import train
@@ -241,7 +241,7 @@ def train_once(
     begin: Path | None = None,
     keep: Path | None = None,
     stage: Path | None = None,
-    wrap: Callable[[Pretrain], Objective] = lambda objective: objective,
+    wrap: Callable[[NextToken], Objective] = lambda objective: objective,
     strategy: StrategyFactory = configured_strategy,
 ) -> Outcome:
     """Train as one rank of a run. stage: folder that all ranks share; wrap: changes the objective of training."""
@@ -279,10 +279,10 @@ def _objective(setting: Setting, run: Run) -> Any:
             seed=run.seed,
             vocab_size=vocab_size,
         )
-        return Pretrain(stream)
+        return NextToken(stream)
     order = "order" if run.start_from is None else "order of more training"
     loader = PackedLoader(rows_of("prose"), batch_rows=size.batch_rows, seed=derive_seed(run.seed, order))
-    return WildBatches(Pretrain(loader), run.wild, vocab_size, run.seed) if run.wild else Pretrain(loader)
+    return WildBatches(NextToken(loader), run.wild, vocab_size, run.seed) if run.wild else NextToken(loader)
 
 
 def heldout_batches(setting: Setting, run: Run, kind: TextKind = "prose") -> list[TokenBatch]:

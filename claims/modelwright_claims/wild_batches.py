@@ -12,8 +12,8 @@ from torch import Tensor
 from modelwright.core.seeds import derive_seed
 from modelwright.data.batch import IGNORED, TokenBatch
 from modelwright.model.decoder import Decoder
-from modelwright.objectives.pretrain import Pretrain
-from modelwright.train.objective import Objective
+from modelwright.objectives.next_token import NextToken
+from modelwright.train.objective import Objective, Terms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Wild:
 class WildBatches(Objective):
     """An objective with wild batches in training; evaluation stays as it is."""
 
-    inner: Pretrain
+    inner: NextToken
     wild: Wild
     vocab_size: int
     seed: int
@@ -47,9 +47,10 @@ class WildBatches(Objective):
     def weights(self, batch: TokenBatch) -> Mapping[str, Tensor]:
         return self.inner.weights(batch)
 
-    def losses(self, output: Tensor, batch: TokenBatch, model: Decoder) -> Mapping[str, Tensor]:
+    def losses(self, output: Tensor, batch: TokenBatch, model: Decoder) -> Terms:
         factor = self.wild.factor if self.is_wild and torch.is_grad_enabled() else 1.0
-        return {name: factor * loss for name, loss in self.inner.losses(output, batch, model).items()}
+        losses = self.inner.losses(output, batch, model).losses
+        return Terms({name: factor * loss for name, loss in losses.items()})
 
     def _spoil(self, batch: TokenBatch, number: int) -> TokenBatch:
         draw = torch.Generator().manual_seed(derive_seed(self.seed, "wild", number))

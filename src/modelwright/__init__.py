@@ -10,7 +10,7 @@
 >>> from modelwright.data.batch import TokenBatch
 >>> from modelwright.model.config import ModelConfig
 >>> from modelwright.model.decoder import Decoder
->>> from modelwright.objectives.pretrain import Pretrain
+>>> from modelwright.objectives.next_token import NextToken
 >>> from modelwright.precision.policy import PrecisionConfig
 >>> from modelwright.train.config import TrainConfig
 
@@ -35,7 +35,7 @@
 ... )
 >>> with tempfile.TemporaryDirectory() as folder:
 ...     job = TrainJob(
-...         model=model, objective=Pretrain(Counting()), config=config, stage=StageDir(Path(folder)), num_steps=30
+...         model=model, objective=NextToken(Counting()), config=config, stage=StageDir(Path(folder)), num_steps=30
 ...     )
 ...     result = train_model(job)
 >>> result.num_steps, result.loss < 1.0

@@ -25,10 +25,10 @@ from modelwright.core.compatibility import EQUAL_REPLICAS, SYNCHRONOUS_UPDATES, 
 from modelwright.core.errors import ConfigError, Stopped
 from modelwright.data.batch import TokenBatch
 from modelwright.model.decoder import Decoder
-from modelwright.objectives.pretrain import Pretrain
+from modelwright.objectives.next_token import NextToken
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World
-from modelwright.train.objective import Objective
+from modelwright.train.objective import Objective, Terms
 from modelwright.train.runtime import Runtime, TechniqueBuilder
 from modelwright.train.technique import StepInfo, Technique, Update
 
@@ -91,7 +91,7 @@ class WeightAverage:
 class Reweighted(Objective):
     """Weighs each row by a running mean of its past losses: a loss with a memory."""
 
-    inner: Pretrain
+    inner: NextToken
     mean: float = 4.0
 
     def batches(self, model: Decoder, *, first: int, rank: int, world_size: int) -> Iterator[TokenBatch]:
@@ -100,12 +100,12 @@ class Reweighted(Objective):
     def weights(self, batch: TokenBatch) -> Mapping[str, Tensor]:
         return self.inner.weights(batch)
 
-    def losses(self, output: Tensor, batch: TokenBatch, model: Decoder) -> Mapping[str, Tensor]:
-        loss = self.inner.losses(output, batch, model)["loss"]
+    def losses(self, output: Tensor, batch: TokenBatch, model: Decoder) -> Terms:
+        loss = self.inner.losses(output, batch, model).losses["loss"]
         if output.requires_grad:
             loss, mean = loss * self.mean, float(loss.detach()) / max(1, batch.num_targets)
             self.mean = 0.9 * self.mean + 0.1 * mean
-        return {"loss": loss}
+        return Terms({"loss": loss})
 
     def state_dict(self) -> dict[str, Any]:
         return {"mean": self.mean}
@@ -118,7 +118,7 @@ def run(folder: Path, *, stop: int = 0, noise: float = 0.01) -> dict[str, Tensor
     model, average = tiny_run.tiny_model(), WeightAverage()
     techniques: list[TechniqueBuilder] = [GradientNoise(noise), average] if noise else []
     techniques += tiny_run.watching(stop=tiny_run.StopAfter(stop))
-    tiny_run.run(folder, model=model, objective=Reweighted(Pretrain(tiny_run.Rows())), techniques=techniques)
+    tiny_run.run(folder, model=model, objective=Reweighted(NextToken(tiny_run.Rows())), techniques=techniques)
     averages = {f"average/{name}": tensor for name, tensor in average.whole.items()}
     return {name: weight.clone() for name, weight in model.state_dict().items()} | averages
 

@@ -29,7 +29,7 @@ from modelwright.core.errors import ConfigError
 from modelwright.data.batch import TokenBatch
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
-from modelwright.objectives.pretrain import Pretrain
+from modelwright.objectives.next_token import NextToken
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, single
 from modelwright.precision.apply import fp32_products
@@ -256,7 +256,7 @@ def train(switches: Sequence[str], layout: str, folder: Path, world: World) -> N
         folder,
         config,
         model=model,
-        objective=Pretrain(Rows()),
+        objective=NextToken(Rows()),
         world=world,
         parallel=parse(ParallelConfig, LAYOUTS.get(layout, {})),
         heldout=[batch(9)] if config.eval_every_steps else [],

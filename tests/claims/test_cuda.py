@@ -11,7 +11,7 @@ from modelwright.data.batch import IGNORED, TokenBatch
 from modelwright.model.attention import packed_attend
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
-from modelwright.objectives.pretrain import Pretrain
+from modelwright.objectives.next_token import NextToken
 from modelwright.ops.cross_entropy import linear_cross_entropy, linear_cross_entropy_naive
 from modelwright.parallel.mesh import single
 from modelwright.precision.policy import PrecisionConfig
@@ -62,7 +62,7 @@ def losses_on(device: str, folder: Path, **changes) -> list[float]:
     train(
         TrainJob(
             model=model,
-            objective=Pretrain(Source()),
+            objective=NextToken(Source()),
             config=config,
             num_steps=8,
             stage=StageDir(folder),

@@ -9,7 +9,7 @@ from modelwright.compress.compare import Agreement, SpeedPair
 from modelwright.core.progress import SilentProgress
 from modelwright.data.loader import PackedLoader
 from modelwright.model.decoder import Decoder
-from modelwright.objectives.pretrain import Pretrain
+from modelwright.objectives.next_token import NextToken
 from modelwright_claims import bf16_mixed, gradient_accumulation, int8, packing, warmup_cosine, workbench
 from modelwright_claims.claim import Measurement, Setting, Verdict
 from modelwright_claims.fp32_baseline import NO_ONEDNN
@@ -61,7 +61,7 @@ def test_the_definition_of_the_loss_is_the_objective_s(setting):
     loader = PackedLoader(rows, batch_rows=4, seed=0)
     model = Decoder(SIZE.model_config(64))
     model.init_weights(seed=0)
-    exact, fused = gradient_accumulation.ExactNextToken(loader), Pretrain(loader)
+    exact, fused = gradient_accumulation.ExactNextToken(loader), NextToken(loader)
     left, right = (gradient_accumulation.whole_batch_gradient(model, objective) for objective in (exact, fused))
     assert gradient_accumulation.relative_error(left, right) < 1e-5
 

@@ -10,7 +10,7 @@ from modelwright.core.errors import ConfigError, ModelwrightError
 from modelwright.core.progress import SilentProgress
 from modelwright.data.batch import IGNORED
 from modelwright.data.loader import PackedLoader
-from modelwright.objectives.pretrain import Pretrain
+from modelwright.objectives.next_token import NextToken
 from modelwright_claims import training_run
 from modelwright_claims.claim import Setting
 from modelwright_claims.launch import run_ranks
@@ -115,7 +115,7 @@ def test_wild_batches_are_wild_in_training_only_and_the_same_every_time(setting)
     assert [loss > 10 * losses[0] for loss in losses] == [False, True] * 3
     assert all(loss < 2 * calm.curve[0][1] for _, loss in once.curve)
     rows = packed_rows(setting, seq_len=32, mode="best_fit", split="train")
-    plain = Pretrain(PackedLoader(rows, batch_rows=8, seed=0))
+    plain = NextToken(PackedLoader(rows, batch_rows=8, seed=0))
     spoiled = WildBatches(plain, wild, 64, seed=0).batches(None, first=1, rank=0, world_size=1)  # pyright: ignore
     batch, untouched = next(spoiled), next(plain.batches(None, first=1, rank=0, world_size=1))  # pyright: ignore
     assert batch.num_targets == untouched.num_targets

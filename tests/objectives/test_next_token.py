@@ -8,8 +8,7 @@ from modelwright.core.errors import DataError
 from modelwright.data.batch import IGNORED, TokenBatch
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
-from modelwright.objectives.pretrain import Pretrain
-from modelwright.objectives.sft import Sft
+from modelwright.objectives.next_token import NextToken
 from modelwright.train.objective import forward
 
 CONFIG = ModelConfig(
@@ -48,10 +47,11 @@ def model():
     return decoder
 
 
-@pytest.mark.parametrize("objective", [Pretrain(Conversations(), chunk_tokens=5), Sft(Conversations(), chunk_tokens=5)])
-def test_losses_and_gradients_equal_plain_cross_entropy(model, objective):
+@pytest.mark.parametrize("answers_only", [False, True])
+def test_losses_and_gradients_equal_plain_cross_entropy(model, answers_only):
+    objective = NextToken(Conversations(), chunk_tokens=5, answers_only=answers_only)
     batch = next(objective.batches(model, first=2, rank=0, world_size=1))
-    ours = objective.losses(forward(model, batch), batch, model)["loss"]
+    ours = objective.losses(forward(model, batch), batch, model).losses["loss"]
     ours.backward()
     gradients = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
@@ -63,16 +63,16 @@ def test_losses_and_gradients_equal_plain_cross_entropy(model, objective):
         torch.testing.assert_close(gradient, parameter.grad, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", [Pretrain, Sft])
-def test_weights_and_losses_add_up_over_parts_and_ranks(model, kind):
-    objective = kind(Conversations())
+@pytest.mark.parametrize("answers_only", [False, True])
+def test_weights_and_losses_add_up_over_parts_and_ranks(model, answers_only):
+    objective = NextToken(Conversations(), answers_only=answers_only)
     whole = next(objective.batches(model, first=1, rank=0, world_size=1))
     ranks = [next(objective.batches(model, first=1, rank=rank, world_size=2)) for rank in range(2)]
     for parts in (whole.split(4), ranks):
         weight = sum(objective.weights(part)["loss"] for part in parts)
         assert weight == objective.weights(whole)["loss"] == whole.num_targets
-        total = sum(objective.losses(forward(model, part), part, model)["loss"] for part in parts)
-        torch.testing.assert_close(total, objective.losses(forward(model, whole), whole, model)["loss"])
+        total = sum(objective.losses(forward(model, part), part, model).losses["loss"] for part in parts)
+        torch.testing.assert_close(total, objective.losses(forward(model, whole), whole, model).losses["loss"])
 
 
 def test_sft_learns_nothing_from_questions(model):
@@ -83,11 +83,12 @@ def test_sft_learns_nothing_from_questions(model):
 
 
 def test_sft_refuses_shards_that_lost_their_mask(model):
+    objective = NextToken(Conversations(answers_only=False), answers_only=True)
     with pytest.raises(DataError, match="loss mask"):
-        next(Sft(Conversations(answers_only=False)).batches(model, first=0, rank=0, world_size=1))
+        next(objective.batches(model, first=0, rank=0, world_size=1))
 
 
 def test_batches_go_on_from_any_number(model):
-    batches = Pretrain(Conversations()).batches(model, first=5, rank=0, world_size=1)
+    batches = NextToken(Conversations()).batches(model, first=5, rank=0, world_size=1)
     for index in (5, 6, 7):
         assert torch.equal(next(batches).input_ids_BT, Conversations().batch(index).input_ids_BT)

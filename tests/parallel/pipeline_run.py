@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from modelwright.data.batch import TokenBatch
 from modelwright.model.decoder import Decoder
-from modelwright.objectives.pretrain import Pretrain
+from modelwright.objectives.next_token import NextToken
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World
 
@@ -86,7 +86,7 @@ def run_case(case: Case, folder: Path, world=None) -> None:
     """Train and leave metrics.jsonl and, of every rank, the whole final weights."""
     model = tiny_model(tied=case.tied, num_layers=case.num_layers)
     rows = RaggedRows(tuple(map(int, case.rows.split("+"))))
-    objective = Pretrain(rows)
+    objective = NextToken(rows)
     if case.exact:
         model, objective = model.double(), tiny.Float64Objective(rows)
     config = tiny.settings(

@@ -35,6 +35,19 @@ def loss_and_gradients(model: Decoder, hidden: Tensor, labels: Tensor) -> Result
     return {"loss": loss.detach(), "hidden": hidden.grad, "head": gradient}
 
 
+def log_probs_and_gradients(model: Decoder, hidden: Tensor, labels: Tensor) -> Results:
+    """Log-probabilities and entropies of the tokens, with their gradients in hidden states and head."""
+    hidden = hidden.clone().requires_grad_()
+    log_probs, entropies = model.token_log_probs_and_entropies(hidden, labels, chunk_tokens=CHUNK)
+    factors = torch.randn(2, *labels.shape, generator=torch.Generator().manual_seed(7))
+    (log_probs * factors[0] + entropies * factors[1]).sum().backward()
+    weight = model.head_weight
+    assert weight.grad is not None
+    assert hidden.grad is not None
+    gradient = weight.grad.full_tensor() if isinstance(weight.grad, DTensor) else weight.grad
+    return {"log_probs": log_probs.detach(), "entropies": entropies.detach(), "hidden": hidden.grad, "head": gradient}
+
+
 def losses(make: Callable[[], Decoder]) -> Results:
     """`loss_and_gradients` in several circumstances; `make` gives a fresh float32 model."""
     labels = rows().labels_BT
@@ -50,7 +63,8 @@ def losses(make: Callable[[], Decoder]) -> Results:
         model.ends.head_dtype = torch.bfloat16 if is_bf16 else None
         found = loss_and_gradients(model, hidden_states(), chosen)
         results |= {f"{name}/{key}": value for key, value in found.items()}
-    return results
+    found = log_probs_and_gradients(make(), hidden_states(), labels)
+    return results | {f"tokens/{key}": value for key, value in found.items()}
 
 
 def shared_losses(world: World) -> Results:
@@ -73,6 +87,13 @@ def expected():
 def test_loss_and_gradients_are_those_of_the_whole_head(expected, ranks, labels, result):
     found = ranks[0][f"{labels}/{result}"]
     torch.testing.assert_close(found, expected[f"{labels}/{result}"], **TOLERANCES["fp32_gradient"])
+
+
+@pytest.mark.parametrize("result", ["log_probs", "entropies", "hidden", "head"])
+def test_log_probs_and_gradients_are_those_of_the_whole_head(expected, ranks, result):
+    torch.testing.assert_close(
+        ranks[0][f"tokens/{result}"], expected[f"tokens/{result}"], **TOLERANCES["fp32_gradient"]
+    )
 
 
 @pytest.mark.parametrize("result", ["loss", "hidden", "head"])

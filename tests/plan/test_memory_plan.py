@@ -17,7 +17,7 @@ from modelwright.memory import step_arena_build
 from modelwright.memory.lifetimes import Lifetime, MemoryTimeline
 from modelwright.memory.step_arena import plan_arena
 from modelwright.model.config import ModelConfig
-from modelwright.objectives.pretrain import Pretrain
+from modelwright.objectives.next_token import NextToken
 from modelwright.plan import memory_plan
 from modelwright.plan.catalog import MODELS
 from modelwright.plan.format_memory import Known, heap_lines, plan_text
@@ -74,7 +74,7 @@ def plans_share_traces(monkeypatch):
 
 
 def trace(train: TrainConfig, *, model: ModelConfig = SHAPE, fake: bool = True) -> MemoryTimeline:
-    return trace_once(model, train, Pretrain, seq_len=model.max_seq_len, fake=fake)
+    return trace_once(model, train, NextToken, seq_len=model.max_seq_len, fake=fake)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -120,7 +120,7 @@ PLANNED = settings(batch_tokens=1024)
 @pytest.fixture(scope="module")
 def plan() -> StepPlan:
     """The plan of `PLANNED`, which several tests compare with others."""
-    return plan_step(SMALL, PLANNED, Pretrain, seq_len=128)
+    return plan_step(SMALL, PLANNED, NextToken, seq_len=128)
 
 
 def test_a_plan_takes_less_memory_for_a_bounded_share_of_compute(plan):
@@ -136,7 +136,7 @@ def test_a_plan_takes_less_memory_for_a_bounded_share_of_compute(plan):
 def test_a_plan_in_training_as_it_is_takes_what_was_predicted():
     """In the heap that keeps freed memory and has gaps: the plan holds with the arena that it proposes."""
     case = Case(model=planned_memory.base(num_layers=2), rows=4, train={})
-    plan = plan_step(case.model, case.settings, Pretrain, seq_len=512, arena=True)
+    plan = plan_step(case.model, case.settings, NextToken, seq_len=512, arena=True)
     assert plan.settings(case.settings)["step_arena"] is True
     measured = planned_memory._in_training(case, plan.train)
     assert plan.after.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.1)
@@ -145,7 +145,7 @@ def test_a_plan_in_training_as_it_is_takes_what_was_predicted():
 def test_an_arena_goes_with_changes_and_with_budgets():
     train = settings(batch_tokens=16, max_grad_norm=1.0)
     for budget, wanted in ((0, {}), (2**30, {"step_arena": True})):
-        plan = plan_step(SMALL, train, Pretrain, seq_len=16, budget_bytes=budget, arena=True)
+        plan = plan_step(SMALL, train, NextToken, seq_len=16, budget_bytes=budget, arena=True)
         assert plan.settings(train) == wanted
 
 
@@ -172,22 +172,22 @@ def test_what_is_said_of_gaps(monkeypatch, capsys, tmp_path):
 def test_nothing_is_computed_again_where_that_frees_nothing():
     """A short row and clipping: gradients and states hold the peak, whatever blocks keep."""
     train = settings(batch_tokens=16, max_grad_norm=1.0)
-    plan = plan_step(SMALL, train, Pretrain, seq_len=16)
+    plan = plan_step(SMALL, train, NextToken, seq_len=16)
     assert (plan.more_flops, plan.settings(train)) == (0.0, {})
     assert plan.after.peak_bytes == plan.before.peak_bytes
 
 
 def test_a_plan_holds_its_budget_with_as_little_as_that_takes():
     train = settings(batch_tokens=1024)
-    lowest = plan_step(SMALL, train, Pretrain, seq_len=128, more_compute=1.0)
+    lowest = plan_step(SMALL, train, NextToken, seq_len=128, more_compute=1.0)
     before = lowest.before.peak_bytes
     budget = (before + lowest.after.peak_bytes) // 2
-    plan = plan_step(SMALL, train, Pretrain, seq_len=128, budget_bytes=budget)
+    plan = plan_step(SMALL, train, NextToken, seq_len=128, budget_bytes=budget)
     assert plan.after.peak_bytes <= budget
     assert plan.more_flops < lowest.more_flops
     with pytest.raises(ConfigError, match="budget: "):
-        plan_step(SMALL, train, Pretrain, seq_len=128, budget_bytes=lowest.after.peak_bytes // 2)
-    assert plan_step(SMALL, train, Pretrain, seq_len=128, budget_bytes=before).train == train
+        plan_step(SMALL, train, NextToken, seq_len=128, budget_bytes=lowest.after.peak_bytes // 2)
+    assert plan_step(SMALL, train, NextToken, seq_len=128, budget_bytes=before).train == train
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_a_plan_holds_its_budget_with_as_little_as_that_takes():
 )
 def test_a_plan_is_the_same_whatever_blocks_keep_as_configured(plan, mode):
     train = settings(batch_tokens=1024, activation_checkpointing=mode)
-    found = plan_step(SMALL, train, Pretrain, seq_len=128)
+    found = plan_step(SMALL, train, NextToken, seq_len=128)
     assert found.train == plan.train
     assert (found.after.peak_bytes, found.more_flops) == (plan.after.peak_bytes, plan.more_flops)
     assert found.before.peak_bytes == trace(train, model=SMALL).peak_bytes
@@ -218,7 +218,7 @@ def test_peaks_that_do_not_fall_along_the_candidates(monkeypatch, budget, peak):
         return MemoryTimeline(lifetimes=(block,), length=1)
 
     monkeypatch.setattr(memory_plan, "trace_step", traced)
-    plan = lambda: plan_step(SMALL, train, Pretrain, seq_len=128, budget_bytes=budget, more_compute=1.0)  # noqa: E731
+    plan = lambda: plan_step(SMALL, train, NextToken, seq_len=128, budget_bytes=budget, more_compute=1.0)  # noqa: E731
     if peak:
         assert plan().after.peak_bytes == peak
     else:
@@ -233,7 +233,7 @@ def test_a_plan_lets_activations_wait_elsewhere_where_that_is_cheaper():
     cheap, dear = (OffloadTarget(tier="disk", flops_per_byte=cost) for cost in (1.0, 1e9))
     budget = before * 3 // 4
     moved, again = (
-        plan_step(SMALL, train, Pretrain, seq_len=128, budget_bytes=budget, elsewhere=one) for one in (cheap, dear)
+        plan_step(SMALL, train, NextToken, seq_len=128, budget_bytes=budget, elsewhere=one) for one in (cheap, dear)
     )
     assert max(moved.after.peak_bytes, again.after.peak_bytes) <= budget
     assert (moved.more_flops, moved.moved_bytes > 0) == (0.0, True)
@@ -243,14 +243,14 @@ def test_a_plan_lets_activations_wait_elsewhere_where_that_is_cheaper():
 
 def test_clipping_keeps_updates_after_backward():
     clipped = settings(max_grad_norm=1.0, batch_tokens=128)
-    plan = plan_step(replace(SHAPE, num_layers=1), clipped, Pretrain, seq_len=128)
+    plan = plan_step(replace(SHAPE, num_layers=1), clipped, NextToken, seq_len=128)
     assert not plan.train.optimizer_in_backward
 
 
 def test_a_model_that_no_machine_here_could_hold_is_traced():
     """Two layers of the widest published: 6 GB of weights, and nothing of that is allocated."""
     model = replace(MODELS["gpt3-175b"], num_layers=2)
-    found = trace_step(model, settings(batch_tokens=2048), Pretrain, seq_len=2048)
+    found = trace_step(model, settings(batch_tokens=2048), NextToken, seq_len=2048)
     assert found.by_kind(0)["weights"] == 4 * model.num_parameters
     assert found.peak_bytes > 16 * model.num_parameters
 

@@ -18,7 +18,7 @@ from modelwright.core.progress import SilentProgress
 from modelwright.core.records import column, read_records
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
-from modelwright.objectives.pretrain import Pretrain
+from modelwright.objectives.next_token import NextToken
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, single
 from modelwright.train.technique import StepInfo
@@ -73,7 +73,7 @@ def under_limit(folder: Path, margin: int, num_microbatches: int, num_rows: int,
         step_arena=arena,
     )
     rows = RandomRows(num_rows, BATCH_TOKENS // num_rows, SHAPE.vocab_size)
-    arguments = {"objective": Pretrain(rows), "model": model, "heldout": [], "world": single()}
+    arguments = {"objective": NextToken(rows), "model": model, "heldout": [], "world": single()}
     tiny_run.run(folder, config, techniques=tiny_run.watching(lift=LiftLimit()), **arguments)
     records = read_records(folder / "metrics.jsonl")
     parts = [value for _, value in column(records, "num_microbatches")]
@@ -95,12 +95,12 @@ def on_ranks(world: World, folder: Path) -> dict[str, Ended]:
     ended = {}
     rigid = {"overlap": (ParallelConfig(shared_memory=False), True), "tensor": (ParallelConfig(tensor=2), False)}
     for name, (layout, overlap) in rigid.items():
-        full = tiny_run.Full(Pretrain(tiny_run.Rows()), 0, 100, 1)
+        full = tiny_run.Full(NextToken(tiny_run.Rows()), 0, 100, 1)
         ended[f"{name}-full"] = run_on_rank(folder / f"{name}-full", full, layout, world, 0, overlap=overlap)
     cases = [("whole", 100, 0), ("full", 1, 0), ("never", 0, 0), ("twice", 1, 8), ("twice", 100, 0)]
     for name, layout in {"one-copy": ParallelConfig(), "copies": ParallelConfig(shared_memory=False)}.items():
         for what, most_rows, stop in cases:
-            full = tiny_run.Full(Pretrain(tiny_run.Rows()), 5, 100, most_rows if world.rank == 1 else 100)
+            full = tiny_run.Full(NextToken(tiny_run.Rows()), 5, 100, most_rows if world.rank == 1 else 100)
             ended[f"{name}-{what}"] = run_on_rank(folder / f"{name}-{what}", full, layout, world, stop)
     return ended
 

@@ -20,7 +20,7 @@ from modelwright.infer.generate import generate
 from modelwright.infer.sequence import SamplingParams
 from modelwright.model.decoder import Decoder
 from modelwright.train.frozen_model import FrozenModel
-from modelwright.train.objective import Objective
+from modelwright.train.objective import Objective, Terms
 
 PROMPT_LEN = 4
 
@@ -73,11 +73,11 @@ class Ppo(Objective):
     def weights(self, batch: TokenBatch) -> Mapping[str, Tensor]:
         return {"policy": (batch.labels_BT != IGNORED).sum()}
 
-    def losses(self, output: Tensor, batch: TokenBatch, model: Decoder) -> Mapping[str, Tensor]:
+    def losses(self, output: Tensor, batch: TokenBatch, model: Decoder) -> Terms:
         ratio_BT = (label_log_probs(output, batch, model) - batch.extras["old_log_probs_BT"]).exp()
         advantages_B1 = batch.extras["advantages_B"][:, None]
         gain_BT = torch.minimum(ratio_BT * advantages_B1, ratio_BT.clamp(0.8, 1.2) * advantages_B1)
-        return {"policy": -(gain_BT * (batch.labels_BT != IGNORED)).sum()}
+        return Terms({"policy": -(gain_BT * (batch.labels_BT != IGNORED)).sum()})
 
     def state_dict(self) -> dict[str, Any]:
         return {"rows": dict(self.rollout)}
@@ -91,25 +91,33 @@ class Dpo(Objective):
     """Direct preference optimization (Rafailov et al. 2023): of two neighboring rows the first is the better one."""
 
     needs = frozenset({WHOLE_ROWS})
+    metric_names = ("accuracy", "margin")
     reference: FrozenModel
     beta: float = 0.5
     source: tiny_run.Rows = field(default_factory=tiny_run.Rows)
 
     def batches(self, model: Decoder, *, first: int, rank: int, world_size: int) -> Iterator[TokenBatch]:
         for step in itertools.count(first):
-            rows = self.source.batch(step, rank=rank, world_size=world_size)
-            pairs = TokenBatch(**{**vars(rows), "group_size": 2})
-            log_probs_B = self.reference.log_probs(pairs, num_parts=2).double().sum(dim=1)
-            yield TokenBatch(**{**vars(pairs), "extras": {"reference_log_probs_B": log_probs_B}})
+            yield self.prepare(self.source.batch(step, rank=rank, world_size=world_size), model)
+
+    def prepare(self, batch: TokenBatch, model: Decoder) -> TokenBatch:
+        pairs = TokenBatch(**{**vars(batch), "group_size": 2})
+        log_probs_B = self.reference.log_probs(pairs, num_parts=2).double().sum(dim=1)
+        return TokenBatch(**{**vars(pairs), "extras": {"reference_log_probs_B": log_probs_B}})
 
     def weights(self, batch: TokenBatch) -> Mapping[str, Tensor]:
         return {"preference": (batch.labels_BT != IGNORED).any(dim=1).view(-1, 2).any(dim=1).sum()}
 
-    def losses(self, output: Tensor, batch: TokenBatch, model: Decoder) -> Mapping[str, Tensor]:
+    def losses(self, output: Tensor, batch: TokenBatch, model: Decoder) -> Terms:
         policy_B = label_log_probs(output, batch, model).sum(dim=1)
         chosen_P, rejected_P = (policy_B - batch.extras["reference_log_probs_B"]).view(-1, 2).unbind(1)
         counts_P = (batch.labels_BT != IGNORED).any(dim=1).view(-1, 2).any(dim=1)
-        return {"preference": -(F.logsigmoid(self.beta * (chosen_P - rejected_P)) * counts_P).sum()}
+        margins_P, num_pairs = self.beta * (chosen_P - rejected_P), counts_P.sum()
+        metrics = {
+            "accuracy": (((margins_P > 0) * counts_P).sum(), num_pairs),
+            "margin": ((margins_P.detach() * counts_P).sum(), num_pairs),
+        }
+        return Terms({"preference": -(F.logsigmoid(margins_P) * counts_P).sum()}, metrics)
 
 
 @dataclass
@@ -130,13 +138,13 @@ class Distillation(Objective):
         num_tokens = (batch.segments_BT >= 0).sum()
         return {"kl": num_tokens, "hidden": num_tokens * batch.extras["hidden_BTD"].shape[-1]}
 
-    def losses(self, output: Tensor, batch: TokenBatch, model: Decoder) -> Mapping[str, Tensor]:
+    def losses(self, output: Tensor, batch: TokenBatch, model: Decoder) -> Terms:
         real_BT = batch.segments_BT >= 0
         student_BTV = F.log_softmax(model.logits(output) / self.temperature, dim=-1)
         teacher_BTV = F.log_softmax(batch.extras["logits_BTV"] / self.temperature, dim=-1)
         kl_BT = F.kl_div(student_BTV, teacher_BTV, log_target=True, reduction="none").sum(-1) * self.temperature**2
         distance_BT = (output - batch.extras["hidden_BTD"]).square().sum(-1)
-        return {"kl": (kl_BT * real_BT).sum(), "hidden": (distance_BT * real_BT).sum()}
+        return Terms({"kl": (kl_BT * real_BT).sum(), "hidden": (distance_BT * real_BT).sum()})
 
 
 @dataclass
@@ -165,9 +173,9 @@ class Replay(Objective):
     def weights(self, batch: TokenBatch) -> Mapping[str, Tensor]:
         return {"loss": ((batch.labels_BT != IGNORED).sum(dim=1) * batch.extras["weights_B"]).sum()}
 
-    def losses(self, output: Tensor, batch: TokenBatch, model: Decoder) -> Mapping[str, Tensor]:
+    def losses(self, output: Tensor, batch: TokenBatch, model: Decoder) -> Terms:
         nll_B = -label_log_probs(output, batch, model).sum(dim=1)
-        return {"loss": (nll_B * batch.extras["weights_B"]).sum()}
+        return Terms({"loss": (nll_B * batch.extras["weights_B"]).sum()})
 
     def state_dict(self) -> dict[str, Any]:
         return {"rows": dict(self.reservoir)}

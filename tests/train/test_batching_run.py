@@ -22,7 +22,7 @@ from modelwright.data.loader import PackedRows
 from modelwright.data.pack import PackConfig, TokenSequence, pack
 from modelwright.model.attention import packed_attend
 from modelwright.model.hf import save_model
-from modelwright.objectives.pretrain import Pretrain
+from modelwright.objectives.next_token import NextToken
 from modelwright.parallel.mesh import World, single
 from modelwright.train.row_losses import stored_row_losses
 from modelwright.train.techniques.heldout_mixture import heldout_mixture
@@ -67,7 +67,7 @@ def run(folder: Path, rows: Path, *, world: World | None = None, stop_after: int
         return planned(index)
 
     loader.global_rows = global_rows  # type: ignore[method-assign]
-    objective = Pretrain(loader)
+    objective = NextToken(loader)
     heldout = {name: [data.gather(data.source_rows(name)[:8])] for name in data.sources}
     build = partial(
         heldout_mixture, parse(BatchingConfig, BATCHING).mixture, mixture=loader.mixture, objective=objective,
@@ -174,7 +174,7 @@ def test_a_source_without_held_out_rows_is_refused(rows) -> None:
     assert isinstance(loader, PlannedLoader)
     with pytest.raises(ConfigError, match="has no held-out rows to measure its loss on"):
         heldout_mixture(
-            MixtureConfig(update="heldout_loss"), None, mixture=loader.mixture, objective=Pretrain(loader), heldout={},
+            MixtureConfig(update="heldout_loss"), None, mixture=loader.mixture, objective=NextToken(loader), heldout={},
             every=3,
         )  # fmt: skip # pyright: ignore[reportArgumentType]
     with pytest.raises(ConfigError, match="acts at evaluations; set eval_every_steps above 0"):
@@ -188,9 +188,9 @@ def test_losses_of_rows_are_measured_once_and_kept(rows, tmp_path) -> None:
     losses = stored_row_losses(data, tmp_path / "model", tmp_path / "kept", single())
     for row in (0, 17, data.num_rows - 1):
         batch = data.gather(np.array([row]))
-        objective = Pretrain(None)  # type: ignore[arg-type]
+        objective = NextToken(None)  # type: ignore[arg-type]
         hidden = model(batch.input_ids_BT, batch.positions_BT, packed_attend(batch.segments_BT))
-        naive = objective.losses(hidden, batch, model)["loss"] / batch.num_targets
+        naive = objective.losses(hidden, batch, model).losses["loss"] / batch.num_targets
         assert losses[row] == pytest.approx(naive.item(), rel=1e-5)
     (kept,) = (tmp_path / "kept").iterdir()
     changed = kept.stat().st_mtime_ns

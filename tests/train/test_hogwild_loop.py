@@ -14,7 +14,7 @@ from distributed import run_distributed, start_distributed
 from modelwright.core.errors import ModelwrightError
 from modelwright.core.records import column, read_records
 from modelwright.data.batch import TokenBatch
-from modelwright.objectives.pretrain import Pretrain
+from modelwright.objectives.next_token import NextToken
 from modelwright.parallel.mesh import World
 
 NUM_STEPS, DIE_AT, EVERY, LOST = 60, 33, 20, 3
@@ -42,7 +42,7 @@ def train(world: World, folder: Path, die_at: int) -> tuple[dict[str, torch.Tens
         num_steps=NUM_STEPS, eval_every_steps=EVERY, checkpoint_every_steps=EVERY, async_updates={"mode": "hogwild"}
     )
     try:
-        tiny_run.run(folder, config, objective=Pretrain(rows), model=model, world=world)
+        tiny_run.run(folder, config, objective=NextToken(rows), model=model, world=world)
     except ModelwrightError as error:
         print(error, flush=True)
         os._exit(LOST)  # the process group cannot be taken down with a member gone

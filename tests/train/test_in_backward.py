@@ -11,10 +11,10 @@ from torch import Tensor
 from modelwright.core.errors import ConfigError, ModelwrightError, Stopped
 from modelwright.core.records import column, read_records
 from modelwright.data.batch import IGNORED
-from modelwright.objectives.pretrain import Pretrain
+from modelwright.objectives.next_token import NextToken
 from modelwright.ops.total_norm import total_norm
 from modelwright.optim.build import build_optimizer
-from modelwright.train.objective import Objective, forward
+from modelwright.train.objective import Objective, Terms, forward
 
 UNCLIPPED = {"max_grad_norm": 0.0, "eval_every_steps": 0}
 BY_LAST_NORM = {"optimizer_in_backward": True, "max_grad_norm": 0.5, "eval_every_steps": 0}
@@ -32,7 +32,7 @@ CASES = {
 class Spoiled(Objective):
     """The tiny objective, with something done to the losses of one batch, the first time that it comes or each time."""
 
-    inner: Pretrain
+    inner: NextToken
     batch: int
     spoil: Callable[[Tensor], Tensor]
     once: bool = False
@@ -46,12 +46,12 @@ class Spoiled(Objective):
     def weights(self, batch) -> Mapping[str, Tensor]:
         return self.inner.weights(batch)
 
-    def losses(self, output, batch, model) -> Mapping[str, Tensor]:
-        losses = self.inner.losses(output, batch, model)
+    def losses(self, output, batch, model) -> Terms:
+        terms = self.inner.losses(output, batch, model)
         if self.number != self.batch:
-            return losses
+            return terms
         self.batch = -1 if self.once else self.batch
-        return {name: self.spoil(value) for name, value in losses.items()}
+        return Terms({name: self.spoil(value) for name, value in terms.losses.items()})
 
 
 def equal(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:
@@ -99,10 +99,10 @@ def test_clipping_by_the_last_norm_against_its_definition(tiny, tmp_path):
     tiny.run(tmp_path, config, model=model, heldout=[])
 
     optimizer = build_optimizer(twin, learning_rate=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
-    objective, last_norm, num_clipped = Pretrain(tiny.Rows()), 0.0, 0
+    objective, last_norm, num_clipped = NextToken(tiny.Rows()), 0.0, 0
     for number in range(5):
         batch = tiny.Rows().batch(number)
-        loss = objective.losses(forward(twin, batch), batch, twin)["loss"] / objective.weights(batch)["loss"]
+        loss = objective.losses(forward(twin, batch), batch, twin).losses["loss"] / objective.weights(batch)["loss"]
         loss.backward()
         gradients = [p.grad for p in twin.parameters()]
         norm, factor = float(total_norm(gradients)), min(1.0, 0.5 / (last_norm + 1e-6)) if last_norm else 1.0
@@ -118,7 +118,7 @@ def test_clipping_by_the_last_norm_against_its_definition(tiny, tmp_path):
 
 def test_a_loss_that_is_not_finite_is_skipped_as_in_the_ordinary_way(tiny, tmp_path):
     for name, more in (("after", {}), ("within", {"optimizer_in_backward": True})):
-        spoiled = Spoiled(Pretrain(tiny.Rows()), 5, lambda loss: loss * torch.nan)
+        spoiled = Spoiled(NextToken(tiny.Rows()), 5, lambda loss: loss * torch.nan)
         result = tiny.run(tmp_path / name, tiny.settings(**UNCLIPPED, **more), objective=spoiled, heldout=[])
         assert result.summary_of("finite_check")["num_skipped"] == 1
     assert equal(tiny.final_weights(tmp_path / "after"), tiny.final_weights(tmp_path / "within"))
@@ -129,7 +129,7 @@ def test_a_step_that_ran_out_of_memory_before_any_weight_changed_is_made_again(t
         return tiny.flows_back(loss, lambda gradient: torch.empty(2**60))  # far more than any machine has
 
     for name, more in (("after", {}), ("within", {"optimizer_in_backward": True})):
-        spoiled = Spoiled(Pretrain(tiny.Rows()), 5, no_memory, once=True)
+        spoiled = Spoiled(NextToken(tiny.Rows()), 5, no_memory, once=True)
         result = tiny.run(tmp_path / name, tiny.settings(**UNCLIPPED, **more), objective=spoiled, heldout=[])
         assert (name, result.summary_of("finite_check")["num_skipped"]) == (name, 0)
     assert equal(tiny.final_weights(tmp_path / "after"), tiny.final_weights(tmp_path / "within"))
@@ -137,7 +137,7 @@ def test_a_step_that_ran_out_of_memory_before_any_weight_changed_is_made_again(t
 
 def test_a_gradient_that_is_not_finite_ends_the_run(tiny, tmp_path):
     overflow = partial(tiny.flows_back, change=lambda gradient: gradient * torch.inf)
-    spoiled = Spoiled(Pretrain(tiny.Rows()), 5, overflow)
+    spoiled = Spoiled(NextToken(tiny.Rows()), 5, overflow)
     config = tiny.settings(**UNCLIPPED, optimizer_in_backward=True)
     with pytest.raises(ModelwrightError, match="was not finite after other weights had been updated"):
         tiny.run(tmp_path, config, objective=spoiled, heldout=[])
@@ -175,7 +175,7 @@ def test_a_batch_without_a_label_moves_no_weight(tiny, tmp_path, mode):
         settings["optimizer_in_backward"] = mode != "none"
         settings |= {"max_grad_norm": 0.0 if mode != "clip_by_last_norm" else 0.5, "schedule": {"kind": "constant"}}
         model, folder = tiny.tiny_model(), tmp_path / str(num_steps)
-        tiny.run(folder, tiny.settings(**settings), model=model, objective=Pretrain(Unlabeled()), heldout=[])
+        tiny.run(folder, tiny.settings(**settings), model=model, objective=NextToken(Unlabeled()), heldout=[])
         ends.append(model.state_dict())
     assert equal(*ends)
     records = read_records(next(folder.rglob("metrics.jsonl")))

@@ -13,9 +13,9 @@ from modelwright.core.errors import ArtifactError, ModelwrightError, Stopped
 from modelwright.core.records import column, read_records
 from modelwright.core.rundir import StageDir
 from modelwright.data.batch import IGNORED
-from modelwright.objectives.pretrain import Pretrain
+from modelwright.objectives.next_token import NextToken
 from modelwright.precision import apply
-from modelwright.train.objective import forward
+from modelwright.train.objective import Terms, forward
 from modelwright.train.state import load_best
 from modelwright.train.techniques.adaptive_precision import AdaptivePrecision
 from tolerances import TOLERANCES
@@ -138,7 +138,7 @@ def test_resume_is_bit_identical_with_other_microbatches_refused_for_other_input
     with pytest.raises(Stopped, match="step 5 of 12"):
         tiny.run(tmp_path / "cut", techniques=tiny.watching(spy=Spy(stop)))
     spy = Spy()
-    result = tiny.run(tmp_path / "cut", objective=Pretrain(rows), techniques=tiny.watching(spy=spy))
+    result = tiny.run(tmp_path / "cut", objective=NextToken(rows), techniques=tiny.watching(spy=spy))
     assert rows.calls == list(range(5, 12))
     assert equal(tiny.final_weights(tmp_path / "whole"), tiny.final_weights(tmp_path / "cut"))
     whole, cut = (column(read_records(tmp_path / name / "metrics.jsonl"), "loss") for name in ("whole", "cut"))
@@ -165,7 +165,7 @@ def test_stop_before_an_evaluation_evaluates_after_resume(tiny, tmp_path):
 def test_finished_run_does_nothing_again(tiny, tmp_path):
     first = tiny.run(tmp_path)
     model, rows = tiny.tiny_model(), tiny.Rows()
-    again = tiny.run(tmp_path, objective=Pretrain(rows), model=model)
+    again = tiny.run(tmp_path, objective=NextToken(rows), model=model)
     assert rows.calls == []
     assert again == first
     assert equal(model.state_dict(), tiny.final_weights(tmp_path))
@@ -179,12 +179,12 @@ def test_best_weights_can_be_loaded(tiny, tmp_path):
     assert equal(model.state_dict(), tiny.final_weights(tmp_path, result.best.step))
 
 
-class Poisoned(Pretrain):
+class Poisoned(NextToken):
     """Gives infinite losses in some batches."""
 
     def losses(self, output, batch, model):
         bad = math.inf if self.source.calls[-1] in (3, 4) else 1.0
-        return {"loss": super().losses(output, batch, model)["loss"] * bad}
+        return Terms({"loss": super().losses(output, batch, model).losses["loss"] * bad})
 
 
 def test_a_step_that_is_not_finite_is_skipped(tiny, tmp_path):

@@ -12,7 +12,7 @@ from modelwright.core.errors import ConfigError, Stopped
 from modelwright.core.records import column, read_records
 from modelwright.memory import step_arena_build, step_arena_runtime
 from modelwright.memory.step_arena_runtime import StepAllocator
-from modelwright.objectives.pretrain import Pretrain
+from modelwright.objectives.next_token import NextToken
 from wired_cases import COPIES, Runs, case, values, weights
 
 pytestmark = pytest.mark.skipif(
@@ -80,7 +80,7 @@ def test_a_run_that_stops_and_goes_on(tiny, tmp_path):
 def test_a_step_made_again_in_smaller_microbatches(tiny, tmp_path, batch):
     """While steps are recorded, and while they are replayed; new records follow."""
     for folder, arena in (("without", False), ("with", True)):
-        objective = tiny.Full(Pretrain(tiny.Rows()), batch, batch, most_rows=2)
+        objective = tiny.Full(NextToken(tiny.Rows()), batch, batch, most_rows=2)
         tiny.run(tmp_path / folder, tiny.settings(step_arena=arena, **STEPS), objective=objective)
     assert_same(tiny, tmp_path / "without", tmp_path / "with")
     replayed = [step for step, _ in served(tmp_path / "with")]

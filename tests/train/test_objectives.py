@@ -25,7 +25,7 @@ from modelwright.model.decoder import Decoder, FeedForward
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, single
 from modelwright.train.frozen_model import FrozenModel
-from modelwright.train.objective import Objective
+from modelwright.train.objective import Objective, Terms
 from modelwright.train.technique import Technique, Update
 
 NAMES = ("Ppo", "Dpo", "Distillation", "Replay")
@@ -58,13 +58,16 @@ def train(
     stop: int = 0,
     fp64: bool = True,
 ) -> dict[str, Tensor]:
-    """Train six steps; the final weights by name, and the gradients of each update under `step/position`."""
+    """Train six steps; the final weights by name, the gradients of each update under `step/position`, and the
+    objective's metrics under `name, step`."""
     torch.set_num_threads(1)
     dtype = torch.float64 if fp64 else torch.float32
     model, objective, found = tiny_run.tiny_model(dtype), make(name, world, dtype), {}
 
     def keep(update: Update) -> None:
         found.update({f"{update.step}/{i}": gradient.clone() for i, gradient in enumerate(update.tensors)})
+        for metric in objective.metric_names:
+            found[f"{metric}, {update.step}"] = torch.tensor(update.metrics[metric], dtype=torch.float64)
 
     techniques = [
         tiny_run.always(Technique(name="keep", on_gradients=keep)),
@@ -297,7 +300,7 @@ class WithPenalty(tiny_run.Float64Objective):
 
     def losses(self, output, batch, model):
         sums = torch.stack([block.ffn.sums.pop() for block in model.blocks.values()])
-        return {**super().losses(output, batch, model), "penalty": 0.3 * sums.sum()}
+        return Terms({**super().losses(output, batch, model).losses, "penalty": 0.3 * sums.sum()})
 
 
 def penalize(world: World, folder: Path, *, changes: Any = NONE, parallel: Any = NONE, naive: bool = False) -> Any:

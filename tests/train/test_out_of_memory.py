@@ -15,7 +15,7 @@ import torch
 from distributed import run_distributed
 from modelwright.core.errors import ModelwrightError
 from modelwright.core.records import column, read_records
-from modelwright.objectives.pretrain import Pretrain
+from modelwright.objectives.next_token import NextToken
 from modelwright.ops import cpu_kernels
 from modelwright.parallel.mesh import single
 from modelwright.train.techniques.out_of_memory import RetryOutOfMemory, is_out_of_memory
@@ -212,7 +212,7 @@ def test_memory_that_runs_out_once_with_another_number_of_rows_at_every_step(tin
     """Parts of more than three rows do not fit: the first step halves twice, and no later one fails."""
     settings = tiny.settings(eval_every_steps=0, load_balance={"tokens": balance})
     for name, most_rows in {"free": 100, "full": 3}.items():
-        objective = tiny.Full(Pretrain(SomeRows(tiny.Rows())), 0, 100, most_rows)
+        objective = tiny.Full(NextToken(SomeRows(tiny.Rows())), 0, 100, most_rows)
         tiny.run(tmp_path / name, settings, objective=objective, heldout=[])
     free, full = (read_records(tmp_path / name / "metrics.jsonl") for name in ("free", "full"))
     assert column(full, "out_of_memory") == [(1, 2.0)]

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from modelwright.core.errors import ConfigError, Stopped
 from modelwright.core.records import column, read_records
 from modelwright.data.batch import IGNORED
-from modelwright.objectives.pretrain import Pretrain
+from modelwright.objectives.next_token import NextToken
 from modelwright.ops.flop_counter import Executed
 from modelwright.optim.sparse import BatchSelectionConfig
 from modelwright.train.flops import attention_flops, dense_flops, head_flops
@@ -219,7 +219,9 @@ def check_gradient_is_that_of(rows: list[int], sparse: dict[str, Any], tiny, tmp
         strategy=all_reduce_by(chosen),
         settings={"num_steps": 1, "gradient_accumulation_steps": 2},
     )
-    run(tiny, tmp_path / "2", {}, strategy=all_reduce_by(given), objective=Pretrain(Given()), settings={"num_steps": 1})
+    run(
+        tiny, tmp_path / "2", {}, strategy=all_reduce_by(given), objective=NextToken(Given()), settings={"num_steps": 1}
+    )
     for ours, theirs in zip(chosen.kept[0], given.kept[0], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 

@@ -11,9 +11,9 @@ import torch
 
 from modelwright.core.errors import ConfigError, Stopped
 from modelwright.core.records import column, read_records
-from modelwright.objectives.pretrain import Pretrain
+from modelwright.objectives.next_token import NextToken
 from modelwright.train.config import TrainConfig
-from modelwright.train.objective import Objective
+from modelwright.train.objective import Objective, Terms
 from modelwright.train.technique import LOSS_SPIKE, NOT_FINITE, Update
 from modelwright.train.techniques.loss_spikes import LossSpikeConfig, LossSpikes
 
@@ -132,7 +132,7 @@ def test_where_a_run_may_go_back_to_is_part_of_what_it_is():
 class Bad(Objective):
     """The tiny objective; the losses of some batches count a hundredfold."""
 
-    inner: Pretrain
+    inner: NextToken
     bad: tuple[int, ...]
     factor: float = 1.0
 
@@ -146,7 +146,8 @@ class Bad(Objective):
         return self.inner.weights(batch)
 
     def losses(self, output, batch, model):
-        return {name: loss * self.factor for name, loss in self.inner.losses(output, batch, model).items()}
+        losses = self.inner.losses(output, batch, model).losses
+        return Terms({name: loss * self.factor for name, loss in losses.items()})
 
 
 @dataclass
@@ -167,7 +168,7 @@ BACK = {"num_sigmas": 6.0, "window_steps": 6, "rollback_after": 2, "rollback_win
 def train(tiny, folder, bad=(7, 8), *, model=None, techniques=None, **spike_settings):
     config = tiny.settings(num_steps=16, eval_every_steps=0, keep_last=1, loss_spikes={**BACK, **spike_settings},
                                schedule={"kind": "constant", "warmup_fraction": 0.0})  # fmt: skip
-    objective = Bad(Pretrain(tiny.Rows()), bad)
+    objective = Bad(NextToken(tiny.Rows()), bad)
     return tiny.run(folder, config, objective=objective, model=model, techniques=techniques or [])
 
 
@@ -199,10 +200,10 @@ def _twin(tiny, model) -> None:
     optimizer = build_optimizer(
         model, "adamw", learning_rate=1e-2, betas=config.betas, eps=config.adam_eps, weight_decay=config.weight_decay
     )
-    objective = Pretrain(tiny.Rows())
+    objective = NextToken(tiny.Rows())
     for number in [*range(6), *range(9, 16)]:
         batch = tiny.Rows().batch(number)
-        loss = objective.losses(forward(model, batch), batch, model)["loss"] / objective.weights(batch)["loss"]
+        loss = objective.losses(forward(model, batch), batch, model).losses["loss"] / objective.weights(batch)["loss"]
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -18,13 +18,13 @@ from modelwright.core.rundir import StageDir
 from modelwright.data.batch import IGNORED, TokenBatch
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
-from modelwright.objectives.pretrain import Pretrain
+from modelwright.objectives.next_token import NextToken
 from modelwright.parallel.mesh import World, single
 from modelwright.train.build import train
 from modelwright.train.checkpoint import writer
 from modelwright.train.config import TrainConfig
 from modelwright.train.job import TrainJob
-from modelwright.train.objective import Objective
+from modelwright.train.objective import Objective, Terms
 from modelwright.train.runtime import TechniqueBuilder
 from modelwright.train.state import TrainResult
 from modelwright.train.technique import StepInfo, Technique
@@ -85,7 +85,7 @@ class Float64Objective(Objective):
     source: Rows
 
     def batches(self, model, *, first, rank, world_size):
-        return Pretrain(self.source).batches(model, first=first, rank=rank, world_size=world_size)
+        return NextToken(self.source).batches(model, first=first, rank=rank, world_size=world_size)
 
     def weights(self, batch):
         return {"nll": (batch.labels_BT != IGNORED).sum(), "norm": (batch.segments_BT >= 0).sum() * 0.5}
@@ -94,7 +94,7 @@ class Float64Objective(Objective):
         nll = F.cross_entropy(
             model.logits(output).flatten(0, 1), batch.labels_BT.flatten(), ignore_index=IGNORED, reduction="sum"
         )
-        return {"nll": nll, "norm": 0.01 * (output.square().mean(-1) * (batch.segments_BT >= 0)).sum()}
+        return Terms({"nll": nll, "norm": 0.01 * (output.square().mean(-1) * (batch.segments_BT >= 0)).sum()})
 
 
 class _Changed(torch.autograd.Function):
@@ -117,7 +117,7 @@ def flows_back(value: torch.Tensor, change: Callable[[torch.Tensor], torch.Tenso
 class Full(Objective):
     """An objective that, in batches `first` to `last`, cannot learn parts of more than `most_rows` rows: no memory."""
 
-    inner: Pretrain
+    inner: NextToken
     first: int
     last: int
     most_rows: int
@@ -193,7 +193,7 @@ def run(
     arguments |= {"heldout": [Rows().batch(900), Rows(num_rows=3).batch(901), Rows().batch(902)]} | more
     job = TrainJob(
         model=tiny_model() if model is None else model,
-        objective=Pretrain(Rows()) if objective is None else objective,
+        objective=NextToken(Rows()) if objective is None else objective,
         config=config,
         num_steps=config.resolve_num_steps(5),
         stage=StageDir(folder),

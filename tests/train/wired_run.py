@@ -23,10 +23,10 @@ from modelwright.core.errors import ModelwrightError
 from modelwright.core.progress import SilentProgress
 from modelwright.data.batch import TokenBatch
 from modelwright.model.decoder import Decoder
-from modelwright.objectives.pretrain import Pretrain
+from modelwright.objectives.next_token import NextToken
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World
-from modelwright.train.objective import Objective
+from modelwright.train.objective import Objective, Terms
 from modelwright.train.technique import StepInfo
 
 FACTORS = {"wild": 1000.0, "nan": float("nan"), "overflow": 0.0}
@@ -77,7 +77,7 @@ class Mishap:
 class Wild(Objective):
     """The tiny objective, with losses `factor` times as large in some batches; 0: with gradients that overflow."""
 
-    inner: Pretrain
+    inner: NextToken
     wild_batches: range
     factor: float
     is_wild: bool = False
@@ -92,18 +92,18 @@ class Wild(Objective):
         return self.inner.weights(batch)
 
     def losses(self, output, batch, model):
-        losses = self.inner.losses(output, batch, model)
+        losses = self.inner.losses(output, batch, model).losses
         if self.is_wild and not self.factor:
             overflow = partial(tiny_run.flows_back, change=lambda gradient: gradient * torch.inf)
-            return {name: overflow(value) for name, value in losses.items()}
-        return {name: value * (self.factor if self.is_wild else 1.0) for name, value in losses.items()}
+            return Terms({name: overflow(value) for name, value in losses.items()})
+        return Terms({name: value * (self.factor if self.is_wild else 1.0) for name, value in losses.items()})
 
 
 def run_case(folder: Path, case: dict[str, Any], world: World) -> None:
     model, notes = Decoder(parse(type(tiny_run.SHAPE), vars(tiny_run.SHAPE) | case.get("shape", {}))), Notes()
     model.init_weights(0)
     mishap = NOTHING | case.get("mishap", {})
-    objective: Any = Pretrain(tiny_run.Rows())
+    objective: Any = NextToken(tiny_run.Rows())
     if mishap["kind"] in FACTORS and (mishap["kind"] != "overflow" or world.rank == mishap["rank"]):
         wild = range(mishap["step"], max(mishap["step"], mishap["last"]) + 1)
         objective = Wild(objective, wild, FACTORS[mishap["kind"]])

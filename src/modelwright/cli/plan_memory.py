@@ -61,7 +61,7 @@ def batch_tokens(text: str, seq_len: int) -> int:
 def show(options: argparse.Namespace, number: Callable[[str, str], float]) -> int:
     """Print the timeline and the plan. Raises `ConfigError` for a budget that cannot be held."""
     from modelwright.cli.display import choose_display
-    from modelwright.objectives.pretrain import Pretrain
+    from modelwright.objectives.next_token import NextToken
     from modelwright.pipeline.report.memory_page import memory_page
     from modelwright.plan.format_memory import Known, plan_data, plan_text
     from modelwright.plan.measured import error_text, heap_gap_text, measured_errors
@@ -78,7 +78,7 @@ def show(options: argparse.Namespace, number: Callable[[str, str], float]) -> in
     plan = plan_step(
         model,
         train,
-        Pretrain,
+        NextToken,
         seq_len=seq_len,
         budget_bytes=int(number(options.budget, "--budget")) if options.budget else 0,
         more_compute=options.max_recompute,

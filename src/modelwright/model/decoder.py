@@ -18,10 +18,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from modelwright.model.config import Activation, ModelConfig
-from modelwright.ops.cross_entropy import LossOfLogits, linear_cross_entropy, soft_cap_logits, soft_capped, softmax_loss
+from modelwright.ops.cross_entropy import (
+    CHUNK_TOKENS,
+    LossOfLogits,
+    linear_cross_entropy,
+    soft_cap_logits,
+    soft_capped,
+    softmax_loss,
+)
 from modelwright.ops.norm import rms_norm
 from modelwright.ops.rope import apply_rope, document_lengths, rope_tables, scaled_rope_tables
 from modelwright.ops.swiglu import gated_gelu, swiglu
+from modelwright.ops.token_log_probs import LinearHead, token_log_probs, token_log_probs_and_entropies
 
 
 class AttentionSpec(NamedTuple):
@@ -55,6 +63,8 @@ Attend = Callable[[AttentionSpec, Tensor, Tensor, Tensor], Tensor]
 the head width."""
 Product = Callable[[Tensor, Tensor], Tensor]
 """`(x [..., I], weight [O, I]) -> [..., O]`."""
+HEAD_METHODS = ("cross_entropy", "logits", "token_log_probs", "token_log_probs_and_entropies", "head_output")
+"""Methods of `Decoder` that read parameters at the end of the model outside `forward`."""
 
 
 class Linear(nn.Linear):
@@ -215,6 +225,8 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleDict({str(layer): Block(config, layer) for layer in range(config.num_layers)})
         self.norm = RMSNorm(config.model_dim, config)
         self.head = None if config.tie_embeddings else Linear(config.model_dim, config.vocab_size)
+        self.heads = nn.ModuleDict()
+        """Further modules that read hidden states: those of the objective in training (`Objective.own_modules`)."""
 
     @property
     def head_weight(self) -> Tensor:
@@ -279,6 +291,34 @@ class Decoder(nn.Module):
             compute=self.ends.head_dtype,
             in_fp32=self.ends.loss_in_fp32,
         )
+
+    def token_log_probs(self, hidden_BTD: Tensor, labels_BT: Tensor, *, chunk_tokens: int = CHUNK_TOKENS) -> Tensor:
+        """log p(label) of every token in nats [B, T], in FP32 at least, with gradients; 0 where the label is -100.
+        Logits exist for at most `chunk_tokens` tokens at a time.
+        """
+        hidden_ND, labels_N = hidden_BTD.flatten(0, 1), labels_BT.flatten()
+        found_N = token_log_probs(hidden_ND, self.linear_head(), labels_N, chunk_tokens=chunk_tokens)
+        return found_N.view_as(labels_BT).clone()  # FSDP hooks into what comes out, which must not be a view
+
+    def token_log_probs_and_entropies(
+        self, hidden_BTD: Tensor, labels_BT: Tensor, *, chunk_tokens: int = CHUNK_TOKENS
+    ) -> tuple[Tensor, Tensor]:
+        """`token_log_probs`, and the entropy of the distribution at every token, [B, T] each."""
+        hidden_ND, labels_N = hidden_BTD.flatten(0, 1), labels_BT.flatten()
+        log_probs_N, entropies_N = token_log_probs_and_entropies(
+            hidden_ND, self.linear_head(), labels_N, chunk_tokens=chunk_tokens
+        )
+        return log_probs_N.view_as(labels_BT).clone(), entropies_N.view_as(labels_BT).clone()
+
+    def linear_head(self) -> LinearHead:
+        """The output projection, for `ops/token_log_probs.py`; valid within the methods of `HEAD_METHODS`, for which
+        FSDP gathers it.
+        """
+        return LinearHead(weight_UD=self.head_weight, soft_cap=self.config.logit_soft_cap, compute=self.ends.head_dtype)
+
+    def head_output(self, name: str, hidden_BTD: Tensor) -> Tensor:
+        """What one of `heads` makes of hidden states."""
+        return self.heads[name](hidden_BTD).clone()
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
         """Logits [..., V]. Training calls `cross_entropy` instead."""

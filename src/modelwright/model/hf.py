@@ -41,14 +41,50 @@ def save_model(
     weights keep their number format. Raises `StorageError` if writing fails.
     """
     special = {"bos_token_id": bos_id, "eos_token_id": eos_id, "pad_token_id": pad_id}
-    weights = hf_weights(model, types)
-    dtype = str(model.head_weight.dtype).removeprefix("torch.")
-    config = {**hf_config(model.config, types), **special, "dtype": dtype}
+    files = {"generation_config.json": special, "config.json": {**hf_config(model.config, types), **special}}
+    _save_folder(model, folder, hf_weights(model, types), files)
+
+
+def save_sequence_classifier(
+    model: Decoder,
+    folder: Path,
+    *,
+    head: str,
+    label: str,
+    eos_id: int,
+    pad_id: int,
+    types: Sequence[HfType] = HF_TYPES,
+) -> None:
+    """Write the decoder with one of its `heads`, a product of the last token's hidden state with `weight` [1, D], as a
+    sequence classification with one label. `AutoModelForSequenceClassification` loads it and gives the same scores.
+
+    pad_id: a token that no sequence ends with; `transformers` pools at the last token that is another one. Raises
+    `StorageError` if writing fails.
+    """
+    weights = {name: tensor for name, tensor in hf_weights(model, types).items() if not name.startswith("lm_head.")}
+    weights["score.weight"] = model.heads[head].get_parameter("weight").detach().contiguous()
+    plain = hf_config(model.config, types)
+    config = {
+        **plain,
+        "architectures": [name.replace("ForCausalLM", "ForSequenceClassification") for name in plain["architectures"]],
+        "id2label": {"0": label},
+        "label2id": {label: 0},
+        "eos_token_id": eos_id,
+        "pad_token_id": pad_id,
+    }
+    _save_folder(model, folder, weights, {"config.json": config})
+
+
+def _save_folder(
+    model: Decoder, folder: Path, weights: dict[str, Tensor], files: Mapping[str, Mapping[str, Any]]
+) -> None:
+    dtype = {"dtype": str(model.head_weight.dtype).removeprefix("torch.")}
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         _save_tensors(folder / WEIGHTS, weights)
-    write_atomic(folder / "generation_config.json", json.dumps(special, indent=2) + "\n")
-    write_atomic(folder / "config.json", json.dumps(config, indent=2) + "\n")
+    for name, settings in files.items():
+        text = json.dumps({**settings, **(dtype if name == "config.json" else {})}, indent=2)
+        write_atomic(folder / name, text + "\n")
 
 
 def load_model(folder: Path, *, dtype: torch.dtype = torch.float32, types: Sequence[HfType] = HF_TYPES) -> Decoder:
@@ -189,9 +225,11 @@ def config_from_hf(
 
 
 def hf_tensors(model: Decoder, chosen: HfType) -> dict[str, list[str]]:
-    """The names of this project's parameters that each tensor of a folder holds, by rows."""
+    """The names of this project's parameters that each tensor of a folder holds, by rows; without `Decoder.heads`."""
     tensors: dict[str, list[str]] = {}
     for name, _ in model.named_parameters():
+        if name.startswith("heads."):
+            continue  # not part of a language model
         tensors.setdefault(hf_name(name, chosen), []).append(name)
     return tensors
 

@@ -1,15 +1,48 @@
-"""Next-token cross-entropy over packed rows: what pretraining and SFT share.
+"""Next-token cross-entropy over packed rows: the objective of pretraining and of supervised fine-tuning."""
 
-Source of the loss: negative log-likelihood in nats, summed over predicted tokens; the loop divides by their number.
-"""
-
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from torch import Tensor
 
+from modelwright.core.errors import DataError
 from modelwright.data.batch import IGNORED, TokenBatch
 from modelwright.model.decoder import Decoder
-from modelwright.train.objective import BatchSource
+from modelwright.ops.cross_entropy import CHUNK_TOKENS
+from modelwright.train.objective import BatchSource, Objective, Terms
+
+
+@dataclass(frozen=True)
+class NextToken(Objective):
+    """Every label of the batch counts the same; one term, `loss`, in nats per predicted token.
+
+    In fine-tuning the labels are the tokens of answers, and questions are context. Long answers then count more than
+    short ones, which a mean of per-example means would not do.
+    """
+
+    source: BatchSource
+    chunk_tokens: int = CHUNK_TOKENS
+    """Number of tokens whose logits exist at a time."""
+    answers_only: bool = False
+    """Whether the rows have labels only in answers: a first batch that predicts every token is refused."""
+
+    def batches(self, model: Decoder, *, first: int, rank: int, world_size: int) -> Iterator[TokenBatch]:
+        """Raises `DataError` if questions are predicted although only answers are to be learned: the loss mask was lost
+        on the way.
+        """
+        batches = numbered_batches(self.source, first=first, rank=rank, world_size=world_size)
+        if self.answers_only:
+            batch = next(batches)
+            _require_mask(batch)
+            yield batch
+        yield from batches
+
+    def weights(self, batch: TokenBatch) -> Mapping[str, Tensor]:
+        return {"loss": num_targets(batch)}
+
+    def losses(self, output: Tensor, batch: TokenBatch, model: Decoder) -> Terms:
+        """Tokens without a label skip the head."""
+        return Terms({"loss": model.cross_entropy(output, batch.labels_BT, chunk_tokens=self.chunk_tokens)})
 
 
 def numbered_batches(source: BatchSource, *, first: int, rank: int, world_size: int) -> Iterator[TokenBatch]:
@@ -25,8 +58,10 @@ def num_targets(batch: TokenBatch) -> Tensor:
     return (batch.labels_BT != IGNORED).sum()
 
 
-def next_token_loss(hidden_BTD: Tensor, batch: TokenBatch, model: Decoder, *, chunk_tokens: int) -> Tensor:
-    """Sum of the negative log-likelihoods of the labels; logits never exist for more than `chunk_tokens` tokens at a
-    time. Tokens without a label skip the head.
-    """
-    return model.cross_entropy(hidden_BTD, batch.labels_BT, chunk_tokens=chunk_tokens)
+def _require_mask(batch: TokenBatch) -> None:
+    real_BT = batch.segments_BT >= 0
+    num_predictable = int(real_BT.sum()) - int(((batch.positions_BT == 0) & real_BT).sum())
+    if 0 < num_predictable <= int(num_targets(batch)):
+        raise DataError(
+            "every token in the shards is marked as an answer; pack the conversations again with their loss mask"
+        )

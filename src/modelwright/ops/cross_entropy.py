@@ -2,7 +2,7 @@
 
 A vocabulary of 12,000 makes the logits the largest tensor of a small model's step. Here they exist for one chunk of
 tokens at a time, and both gradients are computed while the chunk is still in the cache, so nothing is computed twice.
-Tokens whose label is ignored cost nothing.
+Tokens whose label is ignored cost nothing. The log-probability of each token is in `token_log_probs.py`.
 
 Legend: N flattened tokens, D model width, V vocabulary, C tokens of one chunk.
 """
@@ -83,26 +83,6 @@ def linear_cross_entropy_naive(
     return F.cross_entropy(logits_NV, labels_N, ignore_index=ignore_index, reduction="sum")
 
 
-@torch.no_grad()
-def token_log_probs(
-    hidden_ND: Tensor,
-    weight_VD: Tensor,
-    labels_N: Tensor,
-    *,
-    chunk_tokens: int = CHUNK_TOKENS,
-    ignore_index: int = -100,
-    logits_of: Callable[[Tensor], Tensor] = lambda products: products,
-) -> Tensor:
-    """log p(label) of every token, FP32 [N], 0 where the label is ignored. logits_of: of the products with the weight.
-    No gradient.
-    """
-    result_N = torch.zeros(labels_N.shape, dtype=torch.float32, device=hidden_ND.device)
-    for kept_C in _chunks(labels_N, ignore_index, chunk_tokens):
-        logits_CV = logits_of(product(hidden_ND[kept_C], weight_VD.to(hidden_ND.dtype).T).float())
-        result_N[kept_C] = -F.cross_entropy(logits_CV, labels_N[kept_C], reduction="none")
-    return result_N
-
-
 class _LinearCrossEntropy(torch.autograd.Function):
     """Computes the gradients together with the sum; backward only scales them."""
 
@@ -113,7 +93,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         loss = torch.zeros((), dtype=torch.float32, device=hidden_ND.device)
         scores_in = torch.float32 if in_fp32 else compute
-        for kept_C in _chunks(labels_N, ignore_index, chunk_tokens):
+        for kept_C in kept_chunks(labels_N, ignore_index, chunk_tokens):
             hidden_CD = hidden_ND[kept_C].to(compute)
             chunk_loss, grad_logits_CV = loss_of_logits(product(hidden_CD, weight.T).to(scores_in), labels_N[kept_C])
             loss += chunk_loss
@@ -121,7 +101,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if grad_hidden_ND is not None:
                 grad_hidden_ND[kept_C] = product(grad_logits_CV, weight).to(grad_hidden_ND.dtype)
             if grad_weight_VD is not None:
-                _add_product(grad_weight_VD, grad_logits_CV.T, hidden_CD)
+                add_product(grad_weight_VD, grad_logits_CV.T, hidden_CD)
             del grad_logits_CV  # or the next chunk's logits would be made beside it
         ctx.save_for_backward(grad_hidden_ND, grad_weight_VD)
         ctx.weight_dtype, ctx.chunk_tokens = weight_VD.dtype, chunk_tokens
@@ -148,7 +128,7 @@ def _times(x_ND: Tensor, factor: Tensor, chunk_tokens: int) -> Tensor:
     return result_ND
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total += left @ right, with `total` in FP32 whatever the format of the factors."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
@@ -156,7 +136,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total += product(left, right)
 
 
-def _chunks(labels_N: Tensor, ignore_index: int, chunk_tokens: int) -> Iterator[slice | Tensor]:
+def kept_chunks(labels_N: Tensor, ignore_index: int, chunk_tokens: int) -> Iterator[slice | Tensor]:
     """Indices of the tokens that count, `chunk_tokens` at a time; slices (no copy) if all of them do."""
     kept = labels_N != ignore_index
     if bool(kept.all()):

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
-from modelwright.model.decoder import Block, Decoder, Linear
+from modelwright.model.decoder import HEAD_METHODS, Block, Decoder, Linear
 from modelwright.parallel.config import ZeroStage
 
 
@@ -42,7 +42,7 @@ def shard_states(
     for module in sharded_modules(model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
-    for method in ("cross_entropy", "logits"):
+    for method in HEAD_METHODS:
         register_fsdp_forward_method(model, method)
     return model
 

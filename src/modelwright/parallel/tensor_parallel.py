@@ -13,16 +13,17 @@ an embedding takes, and one without a final norm returns, `stage_tokens` of each
 Legend: B rows, T tokens of a row, S tokens of a row on this rank, D model width.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
+from torch.func import functional_call
 
 from modelwright.core.errors import ConfigError
 from modelwright.model.config import ModelConfig
@@ -54,10 +55,15 @@ def shard_layers(model: Decoder, tensor: DeviceMesh, *, sequence_parallel: bool)
         _replace(model.embedding, forward=partial(_embed, layers, model.embedding))
     if model.head is not None:
         layers.place(model.head, Shard(0))
+    for module in model.heads.modules():
+        for name, _ in list(module.named_parameters(recurse=False)):
+            layers.place(module, Replicate(), name)
     _replace(
         model,
+        head_output=partial(_head_output, model),
         cross_entropy=partial(vocab_parallel.cross_entropy, model, layers.axis),
         logits=partial(vocab_parallel.logits, model, layers.axis),
+        linear_head=partial(vocab_parallel.linear_head, model, layers.axis),
     )
     return model
 
@@ -99,7 +105,7 @@ class _Layers:
     axis: World
     sequence_parallel: bool
 
-    def place(self, module: nn.Linear | nn.Embedding | RMSNorm, placement: Placement, name: str = "weight") -> None:
+    def place(self, module: nn.Module, placement: Placement, name: str = "weight") -> None:
         """Make the module's parameter a DTensor that shares no memory with the whole one."""
         whole = module.get_parameter(name)
         piece = distribute_tensor(whole.detach(), self.mesh, [placement], src_data_rank=None).clone()
@@ -179,7 +185,7 @@ def _share_norm(layers: _Layers, norm: RMSNorm, *, partial_over_axis: bool) -> N
     _replace(norm, forward=partial(_norm, norm, Partial() if partial_over_axis else Replicate()))
 
 
-def _replace(module: nn.Module, **methods: Callable[..., Tensor]) -> None:
+def _replace(module: nn.Module, **methods: Callable[..., Any]) -> None:
     for name, method in methods.items():
         setattr(module, name, method)
 
@@ -209,6 +215,13 @@ def _norm(norm: RMSNorm, gradient: Placement, x: Tensor) -> Tensor:
 
 def _embed(layers: _Layers, embedding: nn.Embedding, tokens_BT: Tensor) -> Tensor:
     return layers.summed(vocab_parallel.embed(_local(embedding), tokens_BT, embedding.num_embeddings, layers.axis))
+
+
+def _head_output(model: Decoder, name: str, hidden_BTD: Tensor) -> Tensor:
+    """`Decoder.head_output`, which every rank computes alike."""
+    parameters = cast(Iterator[tuple[str, DTensor]], model.heads[name].named_parameters())
+    whole = {key: parameter.to_local() for key, parameter in parameters}
+    return functional_call(model.heads[name], whole, (hidden_BTD,)).clone()
 
 
 def _local(module: nn.Module, gradient: Placement | None = None, *, name: str = "weight") -> Tensor:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from modelwright.model.decoder import Decoder
 from modelwright.ops.cross_entropy import linear_cross_entropy
+from modelwright.ops.token_log_probs import LinearHead
 from modelwright.parallel.mesh import World
 from modelwright.parallel.tp_collectives import enter, gathered, with_gradient
 
@@ -49,6 +50,20 @@ def cross_entropy(model: Decoder, axis: World, hidden_BTD: Tensor, labels_BT: Te
         loss_of_logits=model.capped(softmax),
         compute=model.ends.head_dtype,
         in_fp32=model.ends.loss_in_fp32,
+    )
+
+
+def linear_head(model: Decoder, axis: World) -> LinearHead:
+    """`Decoder.linear_head` of the rows on this rank. Log-probabilities, entropies and their gradients are complete on
+    each rank.
+    """
+    return LinearHead(
+        weight_UD=_head_piece(model),
+        soft_cap=model.config.logit_soft_cap,
+        compute=model.ends.head_dtype,
+        first_row=own_rows(model.config.vocab_size, axis.size, axis.rank).start,
+        enter=partial(enter, axis=axis),
+        gather=axis.all_gather,
     )
 
 

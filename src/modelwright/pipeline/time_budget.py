@@ -19,7 +19,7 @@ from modelwright.core.rundir import RunDir, StageDir
 from modelwright.core.seeds import derive_seed
 from modelwright.data.batch import TokenBatch
 from modelwright.model.hf import load_model
-from modelwright.objectives.pretrain import Pretrain
+from modelwright.objectives.next_token import NextToken
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.process_group import RunGroup, use_threads
 from modelwright.pipeline.resolve import resolve, resolve_model, resolve_paths
@@ -113,7 +113,7 @@ def step_seconds(config: RunConfig, stage: StageSpec, folder: Path, ranks: RunGr
     train(
         TrainJob(
             model=load_model(Path(config.init_from)) if config.init_from else fresh_model(config),
-            objective=Pretrain(RandomRows(config, training)),
+            objective=NextToken(RandomRows(config, training)),
             config=replace(
                 training,
                 num_steps=num_steps,

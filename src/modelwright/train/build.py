@@ -32,6 +32,7 @@ from modelwright.train.monitors.recovery_time import recovery_time
 from modelwright.train.monitors.replica_check import replica_check
 from modelwright.train.monitors.stragglers import straggler_monitor
 from modelwright.train.monitors.watchdog import Watchdog
+from modelwright.train.own_modules import attach_modules
 from modelwright.train.parallelize import activation_pass, parallelize, remove_passes
 from modelwright.train.runner import Executor, MicrobatchRunner
 from modelwright.train.runtime import Runtime, TechniqueBuilder
@@ -127,6 +128,7 @@ def train(job: TrainJob, world: World = ALONE, progress: Progress = SILENT) -> T
     progress = progress if world.is_first else SilentProgress()
     progress.begin(job.name, job.num_steps, "steps")
     _note_unused(job, world, progress)
+    attach_modules(job.model, job.objective, job.seed)
     if not is_deferred(job.model):
         job.model.to(world.device)
     try:

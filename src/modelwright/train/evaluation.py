@@ -1,9 +1,10 @@
-"""Held-out evaluation inside a run: the objective's own losses, over a whole set, shared among the ranks."""
+"""Held-out evaluation inside a run: the objective's losses and metrics over a whole set, shared among the ranks."""
 
 # PyTorch leaves the types of tolist, split and backward open.
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import overload
 
 import numpy as np
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor
 
 from modelwright.data.loader import PackedRows
+from modelwright.model.decoder import Decoder
 from modelwright.parallel.mesh import Mesh
-from modelwright.train.objective import Batch, Objective
+from modelwright.train.objective import Batch, Objective, TermSums
 from modelwright.train.runner import Executor
 
 
@@ -41,33 +43,82 @@ class HeldoutBatches(Sequence[Batch]):
         return self.rows.gather(np.arange(first, min(first + self.batch_rows, self.rows.num_rows)))
 
 
+@dataclass(frozen=True)
+class HeldoutResult:
+    """What an objective makes of a held-out set."""
+
+    losses: Mapping[str, float]
+    """Each loss term over all batches, divided by its weight over all batches; 0 if nothing counts."""
+    metrics: Mapping[str, float]
+    """The objective's figures over all batches."""
+
+    def as_record(self) -> dict[str, float]:
+        """Loss terms as `heldout_loss/<name>` if there are several, metrics as `heldout/<name>`."""
+        losses = self.losses if len(self.losses) > 1 else {}
+        terms = {f"heldout_loss/{name}": value for name, value in losses.items()}
+        return terms | {f"heldout/{name}": value for name, value in self.metrics.items()}
+
+    @property
+    def loss(self) -> float:
+        """The sum of all terms."""
+        return sum(self.losses.values())
+
+
 @torch.no_grad()
-def heldout_losses(
+def evaluate_heldout(
     executor: Executor, objective: Objective, batches: Sequence[Batch], mesh: Mesh, *, alive: Callable[[], None]
-) -> dict[str, float]:
-    """Each loss term over all batches, divided by its weight over all batches; 0 if nothing counts.
+) -> HeldoutResult:
+    """Losses and metrics of the objective over all batches.
 
     Replica r takes batches r, r + replicas, ...; every rank gets the result. The model is left in training mode. alive:
     called before each batch.
     """
-    names = list(objective.weights(batches[0]))
-    sums = torch.zeros(2, len(names), dtype=torch.float64, device=mesh.world.device)
     copies, model = mesh.data, executor.model
+    totals = _Totals(objective, model, mesh)
     model.eval()
     for first in range(0, len(batches), copies.size):
         alive()
         counts = first + copies.rank < len(batches)  # all copies take part in every round: layers may be gathered
-        batch = batches[first + copies.rank if counts else first].to(mesh.world.device)
-
-        def add_losses(output: Tensor, part: Batch, counts: bool = counts) -> Tensor:
-            losses = objective.losses(output, part, model)
-            terms = torch.stack([losses[name] for name in names])
-            sums[0] += terms * (counts and mesh.tensor.is_first)
-            return terms.sum()
-
-        executor.evaluate([batch], add_losses)
-        weights = objective.weights(batch)
-        sums[1] += torch.stack([weights[name] for name in names]) * (counts and mesh.speaks_for_rows)
+        batch = objective.prepare(batches[first + copies.rank if counts else first].to(mesh.world.device), model)
+        totals.begin(batch, counts=counts)
+        executor.evaluate([batch], totals.add)
     model.train()
-    total, weight = mesh.world.all_reduce_sum(sums).tolist()
-    return {name: total[i] / weight[i] if weight[i] > 0 else 0.0 for i, name in enumerate(names)}
+    return totals.result()
+
+
+class _Totals:
+    """Adds up losses, metrics and weights over batches, and then over the ranks."""
+
+    def __init__(self, objective: Objective, model: Decoder, mesh: Mesh) -> None:
+        self.objective = objective
+        self.model = model
+        self.mesh = mesh
+        self.sums = TermSums({}, (), mesh.world.device)
+        self.weights = torch.zeros(0, dtype=torch.float64, device=mesh.world.device)
+        self.counts = True
+
+    def begin(self, batch: Batch, *, counts: bool) -> None:
+        """Called before the losses of each batch. counts: false for a batch that another rank counts."""
+        self.counts = counts
+        weights = self.objective.weights(batch)
+        if not self.sums.factors:
+            self.sums = TermSums(dict.fromkeys(weights, 1.0), self.objective.metric_names, self.mesh.world.device)
+            self.weights = self.weights.new_zeros(len(weights))
+        self.weights += torch.stack([weights[name] for name in self.sums.factors]) * (
+            counts and self.mesh.speaks_for_rows
+        )
+
+    def add(self, output: Tensor, part: Batch) -> Tensor:
+        """A `LossFn`."""
+        terms = self.objective.losses(output, part, self.model)
+        return self.sums.add(terms, counts=self.counts and self.mesh.tensor.is_first).sum()
+
+    def result(self) -> HeldoutResult:
+        """Over all ranks, which call this together."""
+        message = torch.cat([self.sums.vector, self.weights])
+        totals = self.mesh.world.all_reduce_sum(message).tolist()
+        losses, metrics = self.sums.read(totals[: len(self.sums.vector)])
+        weights = dict(zip(losses, totals[len(self.sums.vector) :], strict=True))
+        return HeldoutResult(
+            {name: loss / weights[name] if weights[name] > 0 else 0.0 for name, loss in losses.items()}, metrics
+        )

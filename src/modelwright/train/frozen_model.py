@@ -47,28 +47,18 @@ class FrozenModel:
         return self._outputs(batch, num_parts, lambda hidden_BTD, part: hidden_BTD)
 
     def logits(self, batch: Batch, *, num_parts: int = 1) -> Tensor:
-        """log p(label) of every token, [B, T] in FP32 at least; 0 where the label is ignored. Logits exist for at most
-        `chunk_tokens` tokens at a time.
-        """
+        """Logits of every token, [B, T, V]."""
         return self._outputs(batch, num_parts, lambda hidden_BTD, part: self.executor.model.logits(hidden_BTD))
 
     def log_probs(self, batch: Batch, *, num_parts: int = 1, chunk_tokens: int = CHUNK_TOKENS) -> Tensor:
-        """log p(label) of every token, [B, T] in FP32 at least; 0 where the label is ignored. Logits stand for
-        `chunk_tokens` tokens at most."""
+        """log p(label) of every token, [B, T] in FP32 at least; 0 where the label is ignored. Logits exist for at most
+        `chunk_tokens` tokens at a time.
+        """
 
         def log_probs(hidden_BTD: Tensor, part: Batch) -> Tensor:
-            chunks = zip(
-                hidden_BTD.flatten(0, 1).split(chunk_tokens), part.labels_BT.flatten().split(chunk_tokens), strict=True
-            )
-            result = [self._chunk_log_probs(hidden_CD, labels_C) for hidden_CD, labels_C in chunks]
-            return torch.cat(result).view_as(part.labels_BT)
+            return self.executor.model.token_log_probs(hidden_BTD, part.labels_BT, chunk_tokens=chunk_tokens)
 
         return self._outputs(batch, num_parts, log_probs)
-
-    def _chunk_log_probs(self, hidden_CD: Tensor, labels_C: Tensor) -> Tensor:
-        logits_CV = self.executor.model.logits(hidden_CD)
-        logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
-        return -torch.nn.functional.cross_entropy(logits_CV, labels_C, reduction="none")  # ignores labels of -100
 
     @torch.no_grad()
     def _outputs(self, batch: Batch, num_parts: int, output_of: Callable[[Tensor, Batch], Tensor]) -> Tensor:

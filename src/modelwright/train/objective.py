@@ -4,25 +4,88 @@ An objective returns sums and the weights that normalize them; the training step
 that any number of microbatches and ranks gives the gradient of the whole batch.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from modelwright.data.batch import TokenBatch
 from modelwright.model.attention import packed_attend
+from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 
 Batch = TokenBatch
 """What the loop splits, moves and runs the model on: rows, named extra tensors, and groups that nothing cuts."""
 
 
-class Objective(Protocol):
-    """What is learned. needs: properties of a run that it relies on (`core/compatibility.py`), such as whole rows on
-    every rank.
+Metric = tuple[Tensor, Tensor]
+"""A sum and the count that it is divided by, scalars without gradient on the device of the batch."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What an objective makes of one microbatch."""
+
+    losses: Mapping[str, Tensor]
+    """Un-normalized sums, scalars, under the keys of `Objective.weights`."""
+    metrics: Mapping[str, Metric] = field(default_factory=dict[str, Metric])
+    """Figures for the record, under `Objective.metric_names`. Sums and counts are added up over microbatches and ranks
+    and divided once; a figure whose count is 0 is left out of the record."""
+
+
+class TermSums:
+    """Adds up the terms of microbatches, and afterwards of ranks: loss terms, then the sum and count of each metric.
+
+    factors: what each loss term is multiplied by. names: of the metrics.
     """
 
+    def __init__(self, factors: Mapping[str, float], names: Sequence[str], device: torch.device) -> None:
+        self.factors = factors
+        self.names = names
+        self.vector = torch.zeros(len(factors) + 2 * len(names), dtype=torch.float64, device=device)
+        """What ranks add up."""
+        self.losses, self._metrics = self.vector[: len(factors)], self.vector[len(factors) :]
+
+    def add(self, terms: Terms, *, counts: bool = True) -> Tensor:
+        """The loss terms times their factors, [terms], with gradients. counts: false to leave them out of the sums."""
+        losses = torch.stack([terms.losses[name] * factor for name, factor in self.factors.items()])
+        self.losses.add_(losses.detach(), alpha=float(counts))
+        if set(terms.metrics) != set(self.names):
+            raise ValueError(
+                f"the metrics {sorted(terms.metrics)} are not those that metric_names declares, {sorted(self.names)}"
+            )
+        if self.names:
+            parts = [part.detach().double() for name in self.names for part in terms.metrics[name]]
+            self._metrics.add_(torch.stack(parts), alpha=float(counts))
+        return losses
+
+    def read(self, totals: Sequence[float]) -> tuple[dict[str, float], dict[str, float]]:
+        """The losses and the metrics from `vector`, added up over the ranks."""
+        losses, rest = dict(zip(self.factors, totals, strict=False)), totals[len(self.factors) :]
+        pairs = zip(self.names, rest[::2], rest[1::2], strict=True)
+        return losses, {name: total / count for name, total, count in pairs if count}
+
+
+class Objective(Protocol):
+    """What is learned."""
+
     needs: ClassVar[frozenset[str]] = frozenset()
+    """Properties of a run that it relies on (`core/compatibility.py`), such as whole rows on every rank."""
+
+    metric_names: ClassVar[Sequence[str]] = ()
+    """Names of the figures that `losses` returns beside the terms, the same in every batch: ranks that do not compute
+    the loss have to know them too."""
+
+    def own_modules(self, config: ModelConfig) -> Mapping[str, nn.Module]:
+        """Modules of this objective that are trained with a model of this shape: a value head, a reward head.
+
+        They become `model.heads`, where the optimizer, the layout and checkpoints treat them as parameters of the
+        model; `losses` calls them by `model.head_output(name, hidden)`. Initial values may be drawn from PyTorch's
+        default generator, which is seeded. They may have parameters but no buffers.
+        """
+        return {}
 
     def batches(self, model: Decoder, *, first: int, rank: int, world_size: int) -> Iterator[Batch]:
         """This rank's rows of the global batches `first`, `first + 1`, ..., without end.
@@ -33,12 +96,18 @@ class Objective(Protocol):
         """
         ...
 
+    def prepare(self, batch: Batch, model: Decoder) -> Batch:
+        """Held-out rows with the extras that `losses` reads, such as a reference model's log-probabilities. `batches`
+        yields rows that have them. Called on all ranks together, without gradients.
+        """
+        return batch
+
     def weights(self, batch: Batch) -> Mapping[str, Tensor]:
         """How much each loss term counts in this batch, from masks only; adds up over parts of a batch."""
         ...
 
-    def losses(self, output: Tensor, batch: Batch, model: Decoder) -> Mapping[str, Tensor]:
-        """Un-normalized sums, scalars, under the keys of `weights`; `output` is the hidden states [B, T, D]."""
+    def losses(self, output: Tensor, batch: Batch, model: Decoder) -> Terms:
+        """The loss terms and metrics of one microbatch; `output` is the hidden states [B, T, D]."""
         ...
 
     def state_dict(self) -> dict[str, Any]:

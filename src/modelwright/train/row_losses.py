@@ -11,7 +11,6 @@ from modelwright.data.batch import IGNORED
 from modelwright.data.loader import PackedRows
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import load_model
-from modelwright.ops.cross_entropy import token_log_probs
 from modelwright.parallel.mesh import World
 from modelwright.train.objective import forward
 
@@ -55,7 +54,7 @@ def row_losses(model: Decoder, rows: PackedRows, device: torch.device) -> np.nda
         chosen = order[first : first + ROWS_AT_ONCE]
         batch = rows.gather(chosen, int(lengths[chosen].max())).to(device)
         hidden_BTD = forward(model, batch)
-        log_probs_N = token_log_probs(hidden_BTD.flatten(0, 1), model.head_weight, batch.labels_BT.flatten())
+        log_probs_BT = model.token_log_probs(hidden_BTD, batch.labels_BT)
         counts_B = (batch.labels_BT != IGNORED).sum(dim=1).clamp(min=1)
-        losses[chosen] = (-log_probs_N.view_as(batch.labels_BT).sum(dim=1) / counts_B).cpu().numpy()
+        losses[chosen] = (-log_probs_BT.sum(dim=1) / counts_B).cpu().numpy()
     return losses

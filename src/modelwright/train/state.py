@@ -14,7 +14,8 @@ from modelwright.train.checkpoint.files import Best, read_weights
 class TrainResult:
     """The result of a run. The model holds the last weights; `load_best` restores the best ones.
 
-    loss: of the last step; heldout_loss: at the last evaluation, nan without held-out batches; best: lowest held-out
+    loss: of the last step; heldout_loss: at the last evaluation, nan without held-out batches; heldout_metrics: the
+    objective's figures at that evaluation; best: lowest held-out
     loss and its step (0: none); num_tokens: trained on, without padding; train_time_s: spent in steps, over all starts;
     model_flops: of forward and backward passes; mfu: in [0, 1], 0 without a peak rate; peak_flops: of one rank, the
     given one or that of the fastest step; bytes_sent: by this rank since this start, as in `StepInfo`; summaries: from
@@ -31,6 +32,7 @@ class TrainResult:
     mfu: float
     bytes_sent: int | None
     peak_flops: float = 0.0
+    heldout_metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     summaries: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
 
     def summary_of(self, technique: str) -> Mapping[str, Any]:
@@ -49,6 +51,7 @@ class TrainState:
     model_flops: float = 0.0
     evaluated_step: int = 0
     heldout_loss: float = math.nan
+    heldout_metrics: dict[str, float] = field(default_factory=dict[str, float])
     best_step: int = 0
     best_loss: float = math.inf
 

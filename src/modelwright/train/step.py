@@ -9,12 +9,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from modelwright.core.seeds import derive_seed
 from modelwright.train.batch_stream import BatchStream
-from modelwright.train.objective import Batch, Objective
+from modelwright.train.objective import Batch, Objective, TermSums
 from modelwright.train.runtime import Runtime
 from modelwright.train.seeding import seed_generators
 from modelwright.train.technique import StepInfo, Technique, Update
@@ -50,7 +49,7 @@ class TrainStep:
         # The normalizers of all loss terms must be known before the first backward.
         weights, work = self.count(batch)
         with timer.measure("compute_s"):
-            losses = self.forward_backward(batch, weights, seed_everything)
+            losses, metrics = self.forward_backward(batch, weights, seed_everything)
         with timer.measure("comm_s"):
             gradients = strategy.reduce_gradients(run.scaler.unscale)
 
@@ -61,7 +60,7 @@ class TrainStep:
             losses=losses,
             weights=weights,
             model_flops=work.model_flops,
-            metrics={"executed_flops": work.executed_flops},
+            metrics={"executed_flops": work.executed_flops, **metrics},
         )
         for technique in self.techniques:
             technique.on_gradients(update)
@@ -81,34 +80,33 @@ class TrainStep:
         sums = mesh.world.sums([count * mesh.speaks_for_rows for count in counts])
         return dict(zip(weights, sums, strict=False)), Work.of(shape, sums[len(weights) :])
 
-    def forward_backward(self, batch: Batch, weights: Mapping[str, float], seed_everything: Any) -> dict[str, float]:
-        """Leave this rank's share of the global gradient in `.grad`; return each loss term of the global batch. A batch
-        that does not fit into memory on some rank is repeated on all, in smaller microbatches.
+    def forward_backward(
+        self, batch: Batch, weights: Mapping[str, float], seed_everything: Any
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        """Leave this rank's share of the global gradient in `.grad`; return each loss term and each metric of the
+        global batch. A batch that does not fit into memory on some rank is repeated on all, in smaller microbatches.
         """
         run, mesh, is_empty = self.run, self.run.mesh, not any(weights.values())
         scale = {name: 1.0 / weight if weight > 0 else 0.0 for name, weight in weights.items()}
-        sums = torch.zeros(len(scale), dtype=torch.float64, device=mesh.world.device)
+        sums = TermSums(scale, self.objective.metric_names, mesh.world.device)
 
         def begin() -> None:
             seed_everything()
-            sums.zero_()
+            sums.vector.zero_()
 
         def loss_fn(output: Tensor, microbatch: Batch) -> Tensor:
-            terms = self.objective.losses(output, microbatch, run.model)
-            normalized = torch.stack([terms[name] * scale[name] for name in scale])
-            sums.add_(normalized.detach())
-            return normalized.sum() * run.scaler.value
+            return sums.add(self.objective.losses(output, microbatch, run.model)).sum() * run.scaler.value
 
-        before_last_backward = partial(run.strategy.before_last_backward, sums, is_empty=is_empty)
+        before_last_backward = partial(run.strategy.before_last_backward, sums.losses, is_empty=is_empty)
         while True:
             fits = run.runner.train(batch, loss_fn, begin=begin, before_last_backward=before_last_backward)
-            sums *= mesh.tensor.is_first  # ranks of the tensor axis compute the same losses
+            sums.vector *= mesh.tensor.is_first  # ranks of the tensor axis compute the same losses
             outcome = vote(
-                mesh.world, sums, out_of_memory=not fits, skipped_last=self.skipped_last, own=self.own_requests()
+                mesh.world, sums.vector, out_of_memory=not fits, skipped_last=self.skipped_last, own=self.own_requests()
             )
             if not outcome.out_of_memory:
                 self.requests = outcome.requests
-                return dict(zip(scale, outcome.losses, strict=True))
+                return sums.read(outcome.sums)
             run.runner.shrink_microbatches()
             self.abandon()
 

@@ -10,7 +10,7 @@ from modelwright.core.records import Recorder
 from modelwright.parallel.mesh import World
 from modelwright.parallel.traffic import Traffic
 from modelwright.train.checkpoint.manager import CheckpointManager
-from modelwright.train.evaluation import heldout_losses
+from modelwright.train.evaluation import evaluate_heldout
 from modelwright.train.job import Session, StepParts, TrainJob
 from modelwright.train.state import TrainResult, TrainState
 from modelwright.train.technique import Relayout, Rollback, StepInfo
@@ -167,19 +167,19 @@ class Trainer:
         return self.state.step == self.job.num_steps or (every > 0 and self.state.step % every == 0)
 
     def evaluate(self) -> None:
-        """Held-out losses over the whole set; records the best so far."""
+        """Held-out losses and metrics over the whole set; records the best so far."""
         started = time.perf_counter()
         run, alive = self.parts.run, self.session.watchdog.alive
         with run.formats.evaluating(), self.session.memory.resting():
-            losses = heldout_losses(run.executor, self.job.objective, self.job.heldout, run.global_mesh, alive=alive)
-        loss = sum(losses.values())
+            result = evaluate_heldout(run.executor, self.job.objective, self.job.heldout, run.global_mesh, alive=alive)
+        loss = result.loss
         self.state.evaluated_step, self.state.heldout_loss = self.state.step, loss
+        self.state.heldout_metrics = dict(result.metrics)
         if loss < self.state.best_loss:
             self.state.best_step, self.state.best_loss = self.state.step, loss
         if self.recorder is not None:
-            terms = {f"heldout_loss/{name}": value for name, value in losses.items()} if len(losses) > 1 else {}
             took_s = time.perf_counter() - started
-            self.recorder.write(self.state.step, heldout_loss=loss, eval_time_s=took_s, **terms)
+            self.recorder.write(self.state.step, heldout_loss=loss, eval_time_s=took_s, **result.as_record())
         self.session.progress.advance(self.state.step, heldout_loss=loss)
 
     def result(self) -> TrainResult:
@@ -188,6 +188,7 @@ class Trainer:
             num_steps=self.state.step,
             loss=self.state.loss,
             heldout_loss=self.state.heldout_loss,
+            heldout_metrics=self.state.heldout_metrics,
             best=self.checkpoints.best(),
             num_tokens=self.state.num_tokens,
             train_time_s=self.state.train_time_s,

@@ -33,19 +33,19 @@ class Requests:
 class Vote:
     """The outcome, the same on all ranks."""
 
-    losses: Sequence[float]
-    """Each loss term, summed over the ranks."""
+    sums: Sequence[float]
+    """The given sums, over all ranks."""
     out_of_memory: bool
     """Whether the batch did not fit into some rank's memory, so that the step is repeated."""
     requests: Requests
 
 
-def vote(world: World, losses: Tensor, *, out_of_memory: bool, skipped_last: bool, own: Requests) -> Vote:
+def vote(world: World, sums: Tensor, *, out_of_memory: bool, skipped_last: bool, own: Requests) -> Vote:
     """One all-reduce with a few numbers for each rank; on an accelerator the only wait for the host in a step that
     clips by a norm known to all ranks.
 
-    losses: this rank's share of each term, FP64 [terms]. skipped_last: whether this rank skipped the last update; ranks
-    that disagree have different weights, which raises `ModelwrightError`.
+    sums: this rank's share of what is added up over the ranks, such as the loss terms, FP64 [N]. skipped_last: whether
+    this rank skipped the last update; ranks that disagree have different weights, which raises `ModelwrightError`.
     """
     flags = [
         out_of_memory,
@@ -56,11 +56,11 @@ def vote(world: World, losses: Tensor, *, out_of_memory: bool, skipped_last: boo
     ]
     numbers = [float(flag) for flag in flags]
     if world.size == 1:
-        sums: list[float] = [*losses.tolist(), *numbers]  # pyright: ignore[reportUnknownMemberType]
+        totals: list[float] = [*sums.tolist(), *numbers]  # pyright: ignore[reportUnknownMemberType]
     else:
-        message = torch.cat([losses, torch.tensor(numbers, dtype=losses.dtype, device=losses.device)])
-        sums = world.all_reduce_sum(message).tolist()  # pyright: ignore[reportUnknownMemberType]
-    full, skipped, minutes, failed, *counts = sums[len(losses) :]
+        message = torch.cat([sums, torch.tensor(numbers, dtype=sums.dtype, device=sums.device)])
+        totals = world.all_reduce_sum(message).tolist()  # pyright: ignore[reportUnknownMemberType]
+    full, skipped, minutes, failed, *counts = totals[len(sums) :]
     if skipped not in (0.0, world.size):
         raise ModelwrightError(
             f"{skipped:.0f} of {world.size} ranks skipped the last update and the others did not: memory or network "
@@ -68,4 +68,4 @@ def vote(world: World, losses: Tensor, *, out_of_memory: bool, skipped_last: boo
         )
     stop = next((int(number) for number, count in zip(STOP_SIGNALS, counts, strict=True) if count), 0)
     requests = Requests(stop=stop, minutes_due=minutes > 0, writer_failed=failed > 0)
-    return Vote(losses=sums[: len(losses)], out_of_memory=full > 0, requests=requests)
+    return Vote(sums=totals[: len(sums)], out_of_memory=full > 0, requests=requests)

@@ -23,7 +23,7 @@ from modelwright.pipeline.stages.stage_inputs import needed_start
 from modelwright.pipeline.stages.training import training_spec
 from modelwright.plan.estimate import StageEstimate
 from modelwright.train.config import TrainConfig
-from modelwright.train.objective import BatchSource, Objective
+from modelwright.train.objective import BatchSource, Objective, Terms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,11 +50,11 @@ class Smoothed(Objective):
     def weights(self, batch: TokenBatch) -> Mapping[str, Tensor]:
         return {"loss": (batch.labels_BT != IGNORED).sum()}
 
-    def losses(self, output: Tensor, batch: TokenBatch, model: Decoder) -> Mapping[str, Tensor]:
+    def losses(self, output: Tensor, batch: TokenBatch, model: Decoder) -> Terms:
         loss = torch.nn.functional.cross_entropy(
             model.logits(output).transpose(1, 2), batch.labels_BT, label_smoothing=self.smoothing, reduction="sum"
         )
-        return {"loss": loss}
+        return Terms({"loss": loss})
 
 
 def pack_reversed(job: PackJob, split: Split) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from modelwright.core.errors import ConfigError
 from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import HEAD_METHODS, Decoder
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.pipeline.partition import flop_costs, split_layers
 
@@ -87,8 +87,9 @@ def check_blocks(part: Decoder, config: ParallelConfig) -> None:
 
 
 def cut(model: Decoder, layers: range, *, is_first: bool, is_last: bool) -> Decoder:
-    """The part of `model` with these layers, modules shared; a last part of a tied model has the embedding for its
-    head."""
+    """The part of `model` with these layers, modules shared; the last part has the heads, for which a tied model needs
+    its embedding.
+    """
     needs_embedding = is_first or (is_last and model.config.tie_embeddings)
     blocks = {str(layer): model.blocks[str(layer)] for layer in layers}
     return _assemble(
@@ -97,6 +98,7 @@ def cut(model: Decoder, layers: range, *, is_first: bool, is_last: bool) -> Deco
         blocks=blocks,
         norm=model.norm if is_last else None,
         head=model.head if is_last else None,
+        heads=model.heads if is_last else nn.ModuleDict(),
     )
 
 
@@ -111,8 +113,9 @@ def join(parts: Sequence[Decoder]) -> Decoder:
         blocks={name: block for part in parts for name, block in part.blocks.items()},
         norm=last.norm,
         head=last.head,
+        heads=last.heads,
     )
-    for method in ("cross_entropy", "logits"):  # passes may have changed what they do for the part
+    for method in HEAD_METHODS:  # passes may have changed what they do for the part
         joined.__dict__[method] = getattr(last, method)
     return joined
 
@@ -124,6 +127,7 @@ def _assemble(
     blocks: dict[str, nn.Module],
     norm: nn.Module | None,
     head: nn.Module | None,
+    heads: nn.Module,
 ) -> Decoder:
     """A decoder of these modules, in the whole model's order of names."""
     part = Decoder.__new__(Decoder)
@@ -131,7 +135,7 @@ def _assemble(
     part.config = model.config
     part.ends = model.ends
     part.stored = model.stored
-    ends = {"embedding": embedding, "blocks": nn.ModuleDict(blocks), "norm": norm, "head": head}
+    ends = {"embedding": embedding, "blocks": nn.ModuleDict(blocks), "norm": norm, "head": head, "heads": heads}
     for name, module in ends.items():
         setattr(part, name, module)
     return part

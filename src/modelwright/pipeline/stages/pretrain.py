@@ -1,6 +1,6 @@
 """pretrain: next-token prediction on prose and code, from random weights."""
 
-from modelwright.objectives.pretrain import Pretrain
+from modelwright.objectives.next_token import NextToken
 from modelwright.pipeline.report.learning import training_facts
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.rows import TEXT_ROWS
@@ -12,7 +12,7 @@ PRETRAIN = training_spec(
     title="Pretraining",
     report_title="Pretraining",
     model_title="pretrained",
-    objective=lambda inputs: Pretrain(inputs.loader),
+    objective=lambda inputs: NextToken(inputs.loader),
     rows=TEXT_ROWS,
     needs=lambda config: (PACK.name,),
     headline=training_facts,

@@ -1,6 +1,6 @@
 """sft: fine-tuning on question/answer pairs; without any, the model is passed on unchanged."""
 
-from modelwright.objectives.sft import Sft
+from modelwright.objectives.next_token import NextToken
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.rows import CHAT_ROWS
 from modelwright.pipeline.stages.stage_inputs import needed_start
@@ -11,7 +11,7 @@ SFT = training_spec(
     title="Fine-tuning on questions and answers",
     report_title="Fine-tuning",
     model_title="fine-tuned",
-    objective=lambda inputs: Sft(inputs.loader),
+    objective=lambda inputs: NextToken(inputs.loader, answers_only=True),
     rows=CHAT_ROWS,
     needs=lambda config: (PACK.name, *needed_start(config, "sft")),
 )

@@ -326,7 +326,7 @@ class TrialLoss:
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.world.device)
 
         def loss_of(output: Tensor, microbatch: Batch) -> Tensor:
-            terms = self.objective.losses(output, microbatch, model)
+            terms = self.objective.losses(output, microbatch, model).losses
             loss = torch.stack([terms[name] * scale[name] for name in scale]).sum()
             total.add_(loss * self.mesh.tensor.is_first)
             return loss

@@ -20,8 +20,8 @@ from modelwright.data.batch import IGNORED, TokenBatch
 from modelwright.model.attention import masked_attend
 from modelwright.model.decoder import Attend, Block, Decoder
 from modelwright.ops.attention_received import received_attention
-from modelwright.ops.cross_entropy import token_log_probs
 from modelwright.ops.flop_counter import Executed
+from modelwright.ops.token_log_probs import LinearHead, token_log_probs
 from modelwright.optim.sparse import BatchSelectionConfig
 from modelwright.train.flops import all_attention_flops, attention_flops, head_flops
 
@@ -121,10 +121,12 @@ class BatchSelector:
         inputs = (batch.input_ids_BT, batch.positions_BT, attend)
         hidden_BTD = functional_call(self.model, dict(weights), inputs) if weights else self.model(*inputs)
         head = "embedding.weight" if self.model.head is None else "head.weight"
-        head_VD = weights.get(head, self.model.head_weight)
-        found_N = token_log_probs(
-            hidden_BTD.flatten(0, 1), head_VD, batch.labels_BT.flatten(), logits_of=self.model.cap
+        projection = LinearHead(
+            weight_UD=weights.get(head, self.model.head_weight),
+            soft_cap=self.model.config.logit_soft_cap,
+            compute=hidden_BTD.dtype,
         )
+        found_N = token_log_probs(hidden_BTD.flatten(0, 1), projection, batch.labels_BT.flatten())
         shape = self.model.config
         self.executed.add(all_attention_flops(shape, batch) + head_flops(shape, batch))
         counts_B = (batch.labels_BT != IGNORED).sum(dim=1)

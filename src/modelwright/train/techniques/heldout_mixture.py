@@ -10,7 +10,7 @@ from modelwright.core.compatibility import EQUAL_REPLICAS, SYNCHRONOUS_UPDATES
 from modelwright.core.errors import ConfigError
 from modelwright.data.batching.config import MixtureConfig
 from modelwright.data.batching.mixture import Mixture, exponentiated_gradient
-from modelwright.train.evaluation import heldout_losses
+from modelwright.train.evaluation import evaluate_heldout
 from modelwright.train.objective import Batch, Objective
 from modelwright.train.runtime import Runtime
 from modelwright.train.technique import StepInfo, Technique
@@ -54,10 +54,11 @@ class HeldoutMixture:
         """The held-out loss of each source, all terms together."""
         with self.run.formats.evaluating(), self.run.memory.resting():
             # All ranks evaluate the sources in the same order.
-            return {name: sum(self._losses(self.heldout[name]).values()) for name in self.mixture.names}
+            return {name: self._loss(self.heldout[name]) for name in self.mixture.names}
 
-    def _losses(self, batches: Sequence[Batch]) -> dict[str, float]:
-        return heldout_losses(self.run.executor, self.objective, batches, self.run.global_mesh, alive=self.run.alive)
+    def _loss(self, batches: Sequence[Batch]) -> float:
+        run = self.run
+        return evaluate_heldout(run.executor, self.objective, batches, run.global_mesh, alive=run.alive).loss
 
     def summary(self) -> dict[str, Any]:
         """The last shares and held-out losses by source."""
