@@ -145,8 +145,12 @@ BAD = [
     ({"top_logprobs": 3}, "top_logprobs"),
     ({"temprature": 1}, "temprature"),
     ({"tools": [{"type": "function"}]}, "tools"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
-    ({"logit_bias": {"5": 1}}, "logit_bias"),
+    ({"logit_bias": {"5": 200}}, "logit_bias"),
+    ({"logit_bias": {"336": 1}}, "logit_bias"),
+    ({"stop_token_ids": [336]}, "stop_token_ids"),
+    ({"min_tokens": 20, "max_tokens": 10}, "min_tokens"),
+    ({"prompt_logprobs": 2, "stream": True}, "prompt_logprobs"),
+    ({"stream_options": {"include": True}}, "stream_options"),
     ({"stream": "yes"}, "stream"),
 ]
 

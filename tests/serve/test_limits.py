@@ -17,7 +17,8 @@ from modelwright.pipeline.stages.serve import start_server
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.errors import ApiError
 from modelwright.serve.limits import Limits
-from modelwright.serve.protocol import ChatRequest, CompletionRequest, parse_request
+from modelwright.serve.parsing import parse_request
+from modelwright.serve.protocol import ChatRequest, CompletionRequest
 from modelwright.serve.server import ServerThread
 from serve.conftest import make_model, make_tokenizer
 

@@ -7,7 +7,8 @@ import pytest
 
 from modelwright.serve.errors import ApiError
 from modelwright.serve.limits import Limits
-from modelwright.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest, parse_request
+from modelwright.serve.parsing import parse_request
+from modelwright.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from modelwright.serve.server import ServerThread
 
 LIMITS = Limits(context=100, max_choices=4, max_token_bytes=10, max_body_bytes=4_000_000)
@@ -58,7 +59,14 @@ def test_text_parts_are_joined():
 
 
 REFUSED = [
-    (CompletionRequest, COMPLETION | {"echo": True}, "'echo': is not supported by this server"),
+    (CompletionRequest, COMPLETION | {"echo": 1}, "'echo': must be a boolean, got 1"),
+    (CompletionRequest, COMPLETION | {"max_tokens": 0}, "max_tokens may be 0 only with echo or prompt_logprobs"),
+    (CompletionRequest, COMPLETION | {"logprobs": 21}, "'logprobs': must be less than or equal to 20, got 21"),
+    (CompletionRequest, COMPLETION | {"logit_bias": {"a": 1}}, "'logit_bias': must be an object of token ids"),
+    (CompletionRequest, COMPLETION | {"logit_bias": {"5": 101}}, "'logit_bias': must be an object of token ids"),
+    (CompletionRequest, COMPLETION | {"logit_bias": [5]}, "'logit_bias': must be an object of token ids"),
+    (CompletionRequest, COMPLETION | {"stop_token_ids": [1.5]}, "'stop_token_ids.0': must be an integer, got 1.5"),
+    (CompletionRequest, COMPLETION | {"top_k": -2}, "'top_k': must be greater than or equal to -1, got -2"),
     (CompletionRequest, COMPLETION | {"best_of": 2}, "'best_of': is not supported by this server"),
     (CompletionRequest, COMPLETION | {"suffix": "x"}, "'suffix': is not supported by this server"),
     (CompletionRequest, COMPLETION | {"prompt": 5}, "must be a text, a list of texts, a list of token ids"),
@@ -70,14 +78,12 @@ REFUSED = [
     (ChatRequest, CHAT | {"temperature": 9}, "'temperature': must be less than or equal to 2, got 9"),
     (ChatRequest, CHAT | {"max_tokens": 2.5}, "'max_tokens': must be an integer"),
     (ChatRequest, CHAT | {"stream": "yes"}, "'stream': must be a boolean"),
-    (ChatRequest, CHAT | {"min_p": 0.1}, "'min_p': is not supported by this server"),
-    (ChatRequest, CHAT | {"repetition_penalty": 1.1}, "'repetition_penalty': is not supported by this server"),
-    (ChatRequest, CHAT | {"ignore_eos": True}, "'ignore_eos': is not supported by this server"),
-    (ChatRequest, CHAT | {"tools": [{"type": "function"}]}, "'tools': is not supported by this server"),
+    (ChatRequest, CHAT | {"min_p": 1.5}, "'min_p': must be less than or equal to 1, got 1.5"),
+    (ChatRequest, CHAT | {"repetition_penalty": 0}, "'repetition_penalty': must be greater than 0, got 0"),
+    (ChatRequest, CHAT | {"ignore_eos": "yes"}, "'ignore_eos': must be a boolean"),
     (ChatRequest, CHAT | {"messages": []}, "'messages': must not be empty"),
     (ChatRequest, CHAT | {"messages": ["hi"]}, "'messages.0': must be an object"),
-    (ChatRequest, turn(role="tool"), "'messages.0.role': must be 'system', 'developer', 'user' or 'assistant'"),
-    (ChatRequest, turn(tool_calls=[{}]), "'messages.0.tool_calls': is not supported by this server"),
+    (ChatRequest, turn(role="wizard"), "must be 'system', 'developer', 'user', 'assistant' or 'tool', got"),
     (ChatRequest, turn(mood="good"), "Unknown field 'messages.0.mood'"),
     (ChatRequest, turn(content=5), "'messages.0.content': must be a text or a list of text parts"),
     (ChatRequest, turn(content=["hi"]), 'each part must be {"type": "text", "text": "..."}'),
@@ -93,10 +99,10 @@ def test_refusals_are_in_plain_words(kind, body, words):
 
 
 def test_an_unknown_address_names_those_there_are(server: ServerThread):
-    answer = httpx.get(f"{server.url}/v1/embeddings")
+    answer = httpx.get(f"{server.url}/v1/images")
     assert answer.status_code == 404
     message = answer.json()["error"]["message"]
-    assert "nothing at /v1/embeddings" in message
+    assert "nothing at /v1/images" in message
     for address in ("GET /health", "GET /v1/models", "POST /v1/completions", "POST /v1/chat/completions"):
         assert address in message
     wrong = httpx.get(f"{server.url}/v1/completions")

@@ -9,15 +9,16 @@ from collections.abc import Sequence as Ids
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from modelwright.core.errors import ConfigError
 from modelwright.infer.batch_invariance import MULTIPLES, stable_row_multiple
 from modelwright.infer.kv_cache import BlockManager, PagedCache
 from modelwright.infer.lm_head import Product, fastest_head
 from modelwright.infer.model_runner import CONTEXT_STEP, ModelRunner
-from modelwright.infer.sampler import SampleRequest, sample
+from modelwright.infer.sampler import SampledToken, SampleRequest, sample
 from modelwright.infer.scheduler import Scheduler
-from modelwright.infer.sequence import SamplingParams, Sequence
+from modelwright.infer.sequence import SamplingParams, ScoredToken, Sequence, TokenConstraint
 from modelwright.model.decoder import Decoder
 
 
@@ -50,9 +51,11 @@ class EngineConfig:
 class StepOutput:
     """One new token of one request.
 
-    `finish_reason`: "" while the request is running, else "stop" (a stop token, which is `token_id`), "length", or
-    "error" (the model's output was not finite; `token_id` is meaningless then). `logprob` is under the model's own
-    distribution, before temperature; `alternatives` are (token, log-probability), likeliest first.
+    `finish_reason`: "" while the request is running, else "stop" (a stop token, which is `token_id`), "length",
+    "error" (the model's output was not finite; `token_id` is meaningless then), or "constraint" (its constraint can go
+    no further; likewise). `logprob` is under the model's own distribution, before temperature; `alternatives` are
+    (token, log-probability), likeliest first. `prompt_scores`: with the first token, if they were asked for.
+    `embedding`: the answer to `Engine.embed`, unit length, else empty.
     """
 
     request_id: str
@@ -60,6 +63,8 @@ class StepOutput:
     logprob: float
     alternatives: tuple[tuple[int, float], ...]
     finish_reason: str
+    prompt_scores: tuple[ScoredToken, ...] = ()
+    embedding: tuple[float, ...] = ()
 
     @property
     def finished(self) -> bool:
@@ -127,11 +132,36 @@ class Engine:
             num_preemptions=scheduler.num_preemptions,
         )
 
-    def add(self, request_id: str, prompt_ids: Ids[int], params: SamplingParams) -> None:
-        """Queue a request. `max_tokens` is capped by the context.
+    def add(
+        self,
+        request_id: str,
+        prompt_ids: Ids[int],
+        params: SamplingParams,
+        constraint: TokenConstraint | None = None,
+    ) -> None:
+        """Queue a request. `max_tokens` is capped by the context. constraint: of this request alone.
 
         Raises `ConfigError` when the id is in use, or the prompt is empty, holds unknown tokens or leaves no room.
         """
+        prompt = self._checked(request_id, prompt_ids)
+        unknown = [token for token, _ in params.logit_bias if not 0 <= token < self.vocab_size]
+        unknown += [token for token in params.stop_ids if not 0 <= token < self.vocab_size]
+        if unknown:
+            raise ConfigError(
+                f"logit_bias, stop_ids: token ids must be between 0 and {self.vocab_size - 1}, got {unknown[0]}"
+            )
+        room = self.max_seq_len - len(prompt)
+        params = replace(params, max_tokens=min(params.max_tokens, room), min_tokens=min(params.min_tokens, room))
+        self._queue(Sequence(request_id, prompt, len(prompt), params, constraint=constraint))
+
+    def embed(self, request_id: str, prompt_ids: Ids[int]) -> None:
+        """Queue a request for the hidden state of the last token after the final norm, scaled to unit length, which is
+        how a model without a pooling layer embeds a text. Raises like `add`.
+        """
+        prompt = self._checked(request_id, prompt_ids)
+        self._queue(Sequence(request_id, prompt, len(prompt), SamplingParams(max_tokens=1), embeds=True))
+
+    def _checked(self, request_id: str, prompt_ids: Ids[int]) -> list[int]:
         if request_id in self._sequences:
             raise ConfigError(f"request_id: {request_id!r} is already running; choose another")
         prompt = [int(token) for token in prompt_ids]
@@ -139,14 +169,14 @@ class Engine:
             raise ConfigError("prompt: is empty; give at least one token")
         if min(prompt) < 0 or max(prompt) >= self.vocab_size:
             raise ConfigError(f"prompt: token ids must be between 0 and {self.vocab_size - 1}")
-        room = self.max_seq_len - len(prompt)
-        if room < 1:
+        if len(prompt) >= self.max_seq_len:
             raise ConfigError(
                 f"prompt: has {len(prompt)} tokens; the model's context is {self.max_seq_len}; shorten it"
             )
-        params = replace(params, max_tokens=min(params.max_tokens, room))
-        sequence = Sequence(request_id, prompt, len(prompt), params)
-        self._sequences[request_id] = sequence
+        return prompt
+
+    def _queue(self, sequence: Sequence) -> None:
+        self._sequences[sequence.request_id] = sequence
         self._scheduler.add(sequence)
 
     def abort(self, request_id: str) -> bool:
@@ -160,18 +190,47 @@ class Engine:
         """Compute one step: at most one new token per running request. Without work there are no outputs."""
         if not self._sequences:
             return []
-        sequences, logits_BV = self._runner.run(self._scheduler.plan())
-        if not sequences:
-            return []
-        with torch.inference_mode():
-            draws = sample(logits_BV, [SampleRequest(s.params, s.num_new, s.counts) for s in sequences])
-        outputs = []
-        for sequence, draw in zip(sequences, draws, strict=True):
-            reason = sequence.append(draw.token_id) if math.isfinite(draw.logprob) else "error"
-            outputs.append(StepOutput(sequence.request_id, draw.token_id, draw.logprob, draw.alternatives, reason))
-            if reason:
+        sequences, hidden_BD, logits_BV = self._runner.run(self._scheduler.plan())
+        outputs: list[StepOutput] = []
+        rows: list[int] = []
+        requests: list[SampleRequest] = []
+        for row, sequence in enumerate(sequences):
+            if sequence.embeds:
+                outputs.append(self._embedded(sequence, hidden_BD[row]))
+                continue
+            try:
+                requests.append(_request(sequence))
+                rows.append(row)
+            except ConfigError:
                 self.abort(sequence.request_id)
-            elif len(sequence.token_ids) == self._switch_len:
-                # LongRoPE has other frequencies from here on, so that the keys in the cache are no longer valid
-                self._scheduler.restart(sequence)
-        return outputs
+                outputs.append(StepOutput(sequence.request_id, 0, 0.0, (), "constraint"))
+        if not rows:
+            return outputs
+        with torch.inference_mode():
+            draws = sample(logits_BV if len(rows) == len(sequences) else logits_BV[rows], requests)
+        return outputs + [self._advanced(sequences[row], draw) for row, draw in zip(rows, draws, strict=True)]
+
+    def _advanced(self, sequence: Sequence, draw: SampledToken) -> StepOutput:
+        """Append a token to a sequence, and end or restart the sequence if need be."""
+        scores = tuple(sequence.prompt_scores) if sequence.wants_prompt_scores else ()
+        reason = sequence.append(draw.token_id) if math.isfinite(draw.logprob) else "error"
+        if reason:
+            self.abort(sequence.request_id)
+        elif len(sequence.token_ids) == self._switch_len:
+            # LongRoPE has other frequencies from here on, so that the keys in the cache are no longer valid
+            self._scheduler.restart(sequence)
+        return StepOutput(sequence.request_id, draw.token_id, draw.logprob, draw.alternatives, reason, scores)
+
+    def _embedded(self, sequence: Sequence, hidden_D: Tensor) -> StepOutput:
+        self.abort(sequence.request_id)
+        hidden_D = hidden_D.float()
+        is_finite = bool(hidden_D.isfinite().all())
+        embedding = tuple((hidden_D / hidden_D.norm().clamp_min(1e-12)).tolist()) if is_finite else ()
+        return StepOutput(sequence.request_id, 0, 0.0, (), "stop" if is_finite else "error", embedding=embedding)
+
+
+def _request(sequence: Sequence) -> SampleRequest:
+    """How to choose a sequence's next token. Raises `ConfigError` if its constraint can go no further."""
+    allowed_V = sequence.constraint.allowed() if sequence.constraint is not None else None
+    prompt_ids = sequence.token_ids[: sequence.num_prompt] if sequence.params.repetition_penalty != 1 else ()
+    return SampleRequest(sequence.params, sequence.num_new, sequence.counts, prompt_ids, allowed_V)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from modelwright.infer.kv_cache import PagedCache
 from modelwright.infer.lm_head import Product
+from modelwright.infer.sampler import score
 from modelwright.infer.scheduler import Chunk, SchedulerOutput
 from modelwright.infer.sequence import Sequence
 from modelwright.model.attention import causal_attend
@@ -92,16 +93,33 @@ class ModelRunner:
         self._device = model.norm.weight.device
 
     @torch.inference_mode()
-    def run(self, plan: SchedulerOutput) -> tuple[list[Sequence], Tensor]:
-        """Compute a plan; returns the sequences that get a new token and their logits [B, V]."""
+    def run(self, plan: SchedulerOutput) -> tuple[list[Sequence], Tensor, Tensor]:
+        """Compute a plan; returns the sequences whose last token was computed, their last hidden states [B, D] and
+        their logits [B, V].
+        """
         step = self._prepare(plan)
         hidden_1ND = self._model(step.tokens_1N, step.positions_1N, self._attend(step), step.lengths_1N)
+        for chunk, piece in zip(plan.chunks, step.pieces, strict=True):
+            if chunk.sequence.wants_prompt_scores:
+                self._score_prompt(chunk, hidden_1ND[0, piece.start : piece.end])
         for sequence in plan.decodes:
             sequence.num_cached += 1
         for chunk in plan.chunks:
             chunk.sequence.num_cached = chunk.end
         rows_BD = hidden_1ND[0].index_select(0, step.logit_rows)
-        return step.sampled, self._head(rows_BD)[: len(step.sampled)] if step.sampled else rows_BD[:0]
+        logits_BV = self._head(rows_BD) if step.sampled else rows_BD
+        return step.sampled, rows_BD[: len(step.sampled)], logits_BV[: len(step.sampled)]
+
+    def _score_prompt(self, chunk: Chunk, hidden_CD: Tensor) -> None:
+        """Score the tokens after those of a chunk. The head gets the chunk alone, so that a prompt's scores do not
+        depend on what else the step computes.
+        """
+        sequence = chunk.sequence
+        following = sequence.token_ids[chunk.start + 1 : min(chunk.end + 1, sequence.num_prompt)]
+        del sequence.prompt_scores[chunk.start :]
+        if following:
+            logits_CV = self._head(F.pad(hidden_CD, (0, 0, 0, -len(hidden_CD) % self._row_multiple)))
+            sequence.prompt_scores += score(logits_CV, following, sequence.params.num_prompt_logprobs or 0)
 
     def _prepare(self, plan: SchedulerOutput) -> StepTensors:
         tokens: list[int] = []

@@ -2,6 +2,9 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
 
 from modelwright.core.errors import ConfigError
 from modelwright.core.seeds import derive_seed
@@ -15,21 +18,30 @@ class SamplingParams:
     """How the tokens of one request are chosen.
 
     `max_tokens`: most new tokens. `temperature`: 0 is greedy. `top_k`: 0 keeps all. `top_p`: smallest set of tokens
-    with at least this mass (nucleus sampling, Holtzman et al. 2020). `seed`: all randomness of the request. `stop_ids`:
-    tokens that end it. `num_logprobs`: how many likeliest alternatives to report beside each token's own
-    log-probability. Penalties are subtracted from the logits of tokens generated before: presence once, frequency once
-    per occurrence.
+    with at least this mass (nucleus sampling, Holtzman et al. 2020). `min_p`: smallest probability of a token, as a
+    share of the likeliest token's (Nguyen et al. 2024). `seed`: all randomness of the request. `stop_ids`: tokens that
+    end it; they are not chosen before `min_tokens` tokens. `num_logprobs`: how many likeliest alternatives to report
+    beside each token's own log-probability; `num_prompt_logprobs`: the same for the tokens of the prompt, None for no
+    log-probabilities of the prompt. `logit_bias`: (token, number added to its logit). Presence and frequency penalty
+    are subtracted from the logits of tokens generated before, once and once per occurrence. `repetition_penalty`
+    divides the positive logits of all tokens so far, prompt included, and multiplies the negative ones (CTRL, Keskar
+    et al. 2019).
     """
 
     max_tokens: int = 16
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
     seed: int = 0
     stop_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
     num_logprobs: int = 0
+    num_prompt_logprobs: int | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -40,8 +52,16 @@ class SamplingParams:
             )
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p: must be above 0 and at most 1, got {self.top_p}")
-        if self.top_k < 0 or self.num_logprobs < 0:
-            raise ConfigError("top_k, num_logprobs: must not be negative; 0 disables them")
+        if not 0 <= self.min_p <= 1:
+            raise ConfigError(f"min_p: must be between 0 (all tokens) and 1, got {self.min_p}")
+        if self.top_k < 0 or self.num_logprobs < 0 or (self.num_prompt_logprobs or 0) < 0:
+            raise ConfigError("top_k, num_logprobs, num_prompt_logprobs: must not be negative; 0 disables them")
+        if not 0 <= self.min_tokens <= self.max_tokens:
+            raise ConfigError(
+                f"min_tokens: must be between 0 and max_tokens ({self.max_tokens}), got {self.min_tokens}"
+            )
+        if not self.repetition_penalty > 0:
+            raise ConfigError(f"repetition_penalty: must be above 0 (1 for none), got {self.repetition_penalty}")
         if not (-100 <= self.presence_penalty <= 100 and -100 <= self.frequency_penalty <= 100):
             raise ConfigError("presence_penalty, frequency_penalty: must be between -100 and 100")
 
@@ -50,10 +70,36 @@ class SamplingParams:
         return (derive_seed(self.seed, "token", step) >> 10) / (1 << 53)
 
 
+@dataclass(frozen=True)
+class ScoredToken:
+    """A token of a prompt: its log-probability given the tokens before it, its rank (1 is the likeliest token), and the
+    likeliest tokens at its place.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    alternatives: tuple[tuple[int, float], ...] = ()
+
+
+class TokenConstraint(Protocol):
+    """Which tokens may come next, as a grammar has it. One constraint belongs to one sequence."""
+
+    def allowed(self) -> Tensor:
+        """Boolean [V]: the tokens that may come next; at least one is true. Raises `ConfigError` if the constraint can
+        go no further, which ends its sequence with an error."""
+        ...
+
+    def advance(self, token_id: int) -> None:
+        """Take note of the token that was chosen, which was an allowed one."""
+        ...
+
+
 @dataclass(eq=False)
 class Sequence:
     """A request in progress: all its tokens, and how many of them the cache holds. num_prefill: how many of the first
     ones are computed in chunks, knowing of each other: the prompt, and more once the sequence was restarted.
+    constraint: None lets every token follow; embeds: the answer is the last hidden state instead of tokens.
     """
 
     request_id: str
@@ -64,6 +110,10 @@ class Sequence:
     num_cached: int = 0
     counts: Counter[int] = field(default_factory=Counter)
     num_prefill: int = 0
+    constraint: TokenConstraint | None = None
+    embeds: bool = False
+    prompt_scores: list[ScoredToken] = field(default_factory=list)
+    """Of all tokens of the prompt but the first, as far as they are computed and if they were asked for."""
 
     def __post_init__(self) -> None:
         self.num_prefill = self.num_prompt
@@ -71,6 +121,11 @@ class Sequence:
     @property
     def num_new(self) -> int:
         return len(self.token_ids) - self.num_prompt
+
+    @property
+    def wants_prompt_scores(self) -> bool:
+        """Whether log-probabilities of the prompt are still to be computed."""
+        return self.params.num_prompt_logprobs is not None and self.num_new == 0
 
     @property
     def in_prefill(self) -> bool:
@@ -86,6 +141,8 @@ class Sequence:
         """Append a new token; returns why the sequence is finished ("stop", "length"), or "" if it is not."""
         self.token_ids.append(token_id)
         self.counts[token_id] += 1
+        if self.constraint is not None:
+            self.constraint.advance(token_id)
         if token_id in self.params.stop_ids:
             return "stop"
         return "length" if self.num_new >= self.params.max_tokens else ""

@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from modelwright.serve.detokenizer import Delta, TokenInfo
-from modelwright.serve.generation import Generation
+from modelwright.serve.generation import Answer, Generation
+from modelwright.serve.logprobs import finite, prompt_logprobs
+from modelwright.serve.tools import CallDelta, CallText
 
 CHUNK = "chat.completion.chunk"
 
@@ -14,26 +16,59 @@ def full(generation: Generation) -> dict[str, Any]:
     choices = [
         {
             "index": index,
-            "message": {"role": "assistant", "content": answer.shown, "refusal": None},
+            "message": _message(generation, answer),
             "logprobs": _logprobs(generation, answer.tokens),
-            "finish_reason": answer.finish_reason,
+            "finish_reason": _reason(generation, answer.finish_reason),
+            **_token_ids(generation, index),
         }
         for index, answer in enumerate(generation.answers)
     ]
-    return generation.envelope("chat.completion", choices) | {"usage": generation.usage()}
+    body = generation.envelope("chat.completion", choices) | {"usage": generation.usage()} | _prompt_ids(generation)
+    if generation.request.prompt_logprobs is not None:
+        body["prompt_logprobs"] = prompt_logprobs(generation, generation.answers[0])
+    return body
 
 
 def opening(generation: Generation) -> list[dict[str, Any]]:
     """The first events of a stream: the role of the speaker."""
-    delta = {"role": "assistant", "content": ""}
-    return [generation.envelope(CHUNK, [_choice(index, delta, None, None)]) for index in range(len(generation.answers))]
+    delta = {"role": "assistant", "content": "" if generation.call is None else None}
+    return [
+        generation.envelope(CHUNK, [_choice(index, delta, None, None)]) | _prompt_ids(generation)
+        for index in range(len(generation.answers))
+    ]
 
 
 def chunk(generation: Generation, index: int, piece: Delta) -> dict[str, Any]:
     """One event of a stream."""
-    delta = {"content": piece.text} if piece.text else {}
+    call = generation.answers[index].call
+    delta: dict[str, Any] = {"content": piece.text} if piece.text else {}
+    if call is not None:
+        part = call.push(piece.text)
+        delta = {"tool_calls": [_call_delta(call, part)]} if part.name or part.arguments else {}
     logprobs = _logprobs(generation, piece.tokens)
-    return generation.envelope(CHUNK, [_choice(index, delta, logprobs, piece.finish_reason or None)])
+    choice = _choice(index, delta, logprobs, _reason(generation, piece.finish_reason) or None)
+    return generation.envelope(CHUNK, [choice | _token_ids(generation, index)])
+
+
+def _message(generation: Generation, answer: Answer) -> dict[str, Any]:
+    if answer.call is None:
+        return {"role": "assistant", "content": answer.shown, "refusal": None}
+    part = answer.call.push(answer.shown)
+    function = {"name": part.name, "arguments": part.arguments}
+    calls = [{"id": answer.call.call_id, "type": "function", "function": function}] if part.name else []
+    return {"role": "assistant", "content": None, "refusal": None, "tool_calls": calls}
+
+
+def _call_delta(call: CallText, part: CallDelta) -> dict[str, Any]:
+    if part.name:
+        function = {"name": part.name, "arguments": part.arguments}
+        return {"index": 0, "id": call.call_id, "type": "function", "function": function}
+    return {"index": 0, "function": {"arguments": part.arguments}}
+
+
+def _reason(generation: Generation, reason: str) -> str:
+    """A finished call has a reason of its own."""
+    return "tool_calls" if generation.call is not None and reason == "stop" else reason
 
 
 def usage_chunk(generation: Generation) -> dict[str, Any]:
@@ -45,11 +80,21 @@ def _choice(index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None, 
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
 
+def _prompt_ids(generation: Generation) -> dict[str, Any]:
+    wanted = generation.request.return_token_ids
+    return {"prompt_token_ids": list(generation.answers[0].prompt.ids)} if wanted else {}
+
+
+def _token_ids(generation: Generation, index: int) -> dict[str, Any]:
+    return {"token_ids": generation.answers[index].unsent_ids()} if generation.request.return_token_ids else {}
+
+
 def _logprobs(generation: Generation, tokens: Sequence[TokenInfo]) -> dict[str, Any] | None:
-    if not getattr(generation.request, "logprobs", None):
+    if generation.request.num_logprobs is None:
         return None
     entries = []
     for token in tokens:
+        assert token.logprob is not None, "an answer of a chat begins after its prompt"
         others = [_entry(generation, other, logprob) for other, logprob in token.alternatives]
         entries.append(_entry(generation, token.token_id, token.logprob) | {"top_logprobs": others})
     return {"content": entries, "refusal": None}
@@ -57,4 +102,4 @@ def _logprobs(generation: Generation, tokens: Sequence[TokenInfo]) -> dict[str, 
 
 def _entry(generation: Generation, token_id: int, logprob: float) -> dict[str, Any]:
     codec = generation.codec
-    return {"token": codec.token_text(token_id), "logprob": logprob, "bytes": list(codec.token_bytes(token_id))}
+    return {"token": codec.token_text(token_id), "logprob": finite(logprob), "bytes": list(codec.token_bytes(token_id))}

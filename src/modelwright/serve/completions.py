@@ -4,16 +4,21 @@ from collections.abc import Sequence
 from typing import Any
 
 from modelwright.serve.detokenizer import Delta, TokenInfo
-from modelwright.serve.generation import Generation
+from modelwright.serve.generation import Answer, Generation
+from modelwright.serve.logprobs import finite, prompt_logprobs
+
+OBJECT = "text_completion"
 
 
 def full(generation: Generation) -> dict[str, Any]:
     """The answer in one piece."""
-    choices = [
-        _choice(generation, index, answer.shown, answer.tokens, answer.finish_reason)
-        for index, answer in enumerate(generation.answers)
-    ]
-    return generation.envelope("text_completion", choices) | {"usage": generation.usage()}
+    choices = []
+    for index, answer in enumerate(generation.answers):
+        choice = _choice(generation, index, answer.shown, answer.tokens, answer.finish_reason)
+        choices.append(choice | _prompt_ids(generation, answer) | _token_ids(generation, answer))
+        if generation.request.prompt_logprobs is not None:
+            choices[-1]["prompt_logprobs"] = prompt_logprobs(generation, answer)
+    return generation.envelope(OBJECT, choices) | {"usage": generation.usage()}
 
 
 def opening(generation: Generation) -> list[dict[str, Any]]:
@@ -23,17 +28,20 @@ def opening(generation: Generation) -> list[dict[str, Any]]:
 
 def chunk(generation: Generation, index: int, piece: Delta) -> dict[str, Any]:
     """One event of a stream."""
+    answer = generation.answers[index]
+    is_first = answer.num_ids_sent == 0
     choice = _choice(generation, index, piece.text, piece.tokens, piece.finish_reason)
-    return generation.envelope("text_completion", [choice])
+    choice |= _prompt_ids(generation, answer) if is_first else {}
+    return generation.envelope(OBJECT, [choice | _token_ids(generation, answer)])
 
 
 def usage_chunk(generation: Generation) -> dict[str, Any]:
     """The usage event at the end of a stream, if the client asked for it."""
-    return generation.envelope("text_completion", []) | {"usage": generation.usage()}
+    return generation.envelope(OBJECT, []) | {"usage": generation.usage()}
 
 
 def _choice(generation: Generation, index: int, text: str, tokens: Sequence[TokenInfo], reason: str) -> dict[str, Any]:
-    requested = getattr(generation.request, "logprobs", None) is not None
+    requested = generation.request.num_logprobs is not None
     return {
         "index": index,
         "text": text,
@@ -42,11 +50,31 @@ def _choice(generation: Generation, index: int, text: str, tokens: Sequence[Toke
     }
 
 
+def _prompt_ids(generation: Generation, answer: Answer) -> dict[str, Any]:
+    return {"prompt_token_ids": list(answer.prompt.ids)} if generation.request.return_token_ids else {}
+
+
+def _token_ids(generation: Generation, answer: Answer) -> dict[str, Any]:
+    return {"token_ids": answer.unsent_ids()} if generation.request.return_token_ids else {}
+
+
 def _logprobs(generation: Generation, tokens: Sequence[TokenInfo]) -> dict[str, Any]:
     name = generation.codec.token_text
     return {
         "tokens": [name(token.token_id) for token in tokens],
-        "token_logprobs": [token.logprob for token in tokens],
-        "top_logprobs": [{name(other): logprob for other, logprob in token.alternatives} for token in tokens],
+        "token_logprobs": [None if token.logprob is None else finite(token.logprob) for token in tokens],
+        "top_logprobs": [
+            None if token.logprob is None else _alternatives(generation, token, token.logprob) for token in tokens
+        ],
         "text_offset": [token.offset for token in tokens],
     }
+
+
+def _alternatives(generation: Generation, token: TokenInfo, logprob: float) -> dict[str, float]:
+    """Likeliest first, and the token itself if it is none of them, as OpenAI has it. Of tokens with the same text the
+    likeliest counts.
+    """
+    entries: dict[str, float] = {}
+    for other, its_logprob in [*token.alternatives, (token.token_id, logprob)]:
+        entries.setdefault(generation.codec.token_text(other), finite(its_logprob))
+    return entries

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from modelwright.compress.int8 import Int8WeightsConfig
-from modelwright.core.config import constant
+from modelwright.core.config import constant, word_for_none
 from modelwright.core.errors import ConfigError
 from modelwright.infer.engine import EngineConfig
 
@@ -29,6 +29,8 @@ class ServeConfig:
     api_key_env: str = ""
     """Name of an environment variable with the key that clients must send; the key itself is in no config file; ""
     asks for none."""
+    model_aliases: tuple[str, ...] = field(default=(), metadata=word_for_none())
+    """Further names by which clients may call the model."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     body_timeout_s: float = constant(30.0)
     """Seconds in which a request body must arrive."""

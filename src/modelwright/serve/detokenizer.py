@@ -7,10 +7,12 @@ from modelwright.data.stream_decode import TextStream
 
 @dataclass(frozen=True)
 class TokenInfo:
-    """A token of the answer with its log-probability, likeliest alternatives and offset in the answer's text."""
+    """A token with its log-probability, likeliest alternatives and offset in the text of the answer. The first token of
+    an echoed prompt follows nothing, so its log-probability is None.
+    """
 
     token_id: int
-    logprob: float
+    logprob: float | None
     alternatives: tuple[tuple[int, float], ...]
     offset: int
 
@@ -26,17 +28,19 @@ class Delta:
 
 @dataclass
 class IncrementalDetokenizer:
-    """Assembles one answer. `stop_texts` end it; neither they nor the text after them is shown."""
+    """Assembles one answer. `stop_texts` end it; neither they nor the text after them is shown. num_shown: characters
+    shown so far, those of an echoed prompt included.
+    """
 
     stream: TextStream
     stop_texts: tuple[str, ...] = ()
+    num_shown: int = 0
     _held: str = ""
-    _num_shown: int = 0
     _pending: list[TokenInfo] = field(default_factory=list)
 
     def push(self, token_id: int, logprob: float, alternatives: tuple[tuple[int, float], ...]) -> Delta:
         """Add a token; the piece has `finish_reason` "stop" if it completes a stop string."""
-        self._pending.append(TokenInfo(token_id, logprob, alternatives, self._num_shown + len(self._held)))
+        self._pending.append(TokenInfo(token_id, logprob, alternatives, self.num_shown + len(self._held)))
         self._held += self._step(token_id)
         cut = self._find_stop()
         if cut >= 0:
@@ -72,7 +76,7 @@ class IncrementalDetokenizer:
 
     def _release(self, length: int, reason: str) -> Delta:
         text, self._held = self._held[:length], self._held[length:]
-        self._num_shown += length
-        ready = [info for info in self._pending if info.offset < self._num_shown]
-        self._pending = [info for info in self._pending if info.offset >= self._num_shown]
+        self.num_shown += length
+        ready = [info for info in self._pending if info.offset < self.num_shown]
+        self._pending = [info for info in self._pending if info.offset >= self.num_shown]
         return Delta(text, tuple(ready), reason)

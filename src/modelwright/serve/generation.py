@@ -8,24 +8,55 @@ from typing import Any
 
 from modelwright.core.errors import ConfigError
 from modelwright.core.seeds import derive_seed
-from modelwright.infer.sequence import SamplingParams
+from modelwright.infer.engine import StepOutput
+from modelwright.infer.sequence import SamplingParams, ScoredToken
 from modelwright.serve.detokenizer import Delta, IncrementalDetokenizer, TokenInfo
 from modelwright.serve.errors import ApiError
+from modelwright.serve.grammars import CompiledGrammar
 from modelwright.serve.limits import too_many_answers
 from modelwright.serve.protocol import GenerationRequest
+from modelwright.serve.served_model import ServedModel
 from modelwright.serve.tokenizer import Codec
-from modelwright.serve.worker import EngineWorker, GenerationJob, Stream
+from modelwright.serve.tools import CallText, ForcedCall
+from modelwright.serve.worker import GenerationJob, Stream
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt as token ids, and the text that an echo shows."""
+
+    ids: Sequence[int]
+    text: str
 
 
 @dataclass
 class Answer:
-    """One answer, so far."""
+    """One answer, so far. token_ids: all new tokens, those without text included, of which the first `num_ids_sent`
+    have been sent in events.
+    """
 
+    prompt: Prompt
     text: IncrementalDetokenizer
     shown: str = ""
     tokens: list[TokenInfo] = field(default_factory=list)
-    num_tokens: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    num_ids_sent: int = 0
+    prompt_scores: tuple[ScoredToken, ...] = ()
     finish_reason: str = ""
+    call: CallText | None = None
+    """Reads the text as a call of a function; None for an answer that is text."""
+
+    def take(self, piece: Delta) -> Delta:
+        """Add a piece."""
+        self.shown += piece.text
+        self.tokens += piece.tokens
+        self.finish_reason = piece.finish_reason
+        return piece
+
+    def unsent_ids(self) -> list[int]:
+        """New tokens that no event has carried yet; they count as sent from now on."""
+        unsent, self.num_ids_sent = self.token_ids[self.num_ids_sent :], len(self.token_ids)
+        return unsent
 
 
 @dataclass
@@ -33,29 +64,24 @@ class Generation:
     """All answers to one request: prompt by prompt, `n` each."""
 
     request: GenerationRequest
-    model: str
+    model: ServedModel
     answer_id: str
-    codec: Codec
     num_prompt_tokens: int
     answers: list[Answer]
     stream: Stream
+    call: ForcedCall | None = None
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def codec(self) -> Codec:
+        return self.model.codec
 
     async def pieces(self) -> AsyncIterator[tuple[int, Delta]]:
         """`(answer number, piece)` as pieces become final; always closes the engine's stream."""
         try:
             async for index, output in self.stream:
-                answer = self.answers[index]
-                if output.finish_reason == "error":
-                    raise ApiError(
-                        500, "The model's output is not finite; its weights are broken.", code="model_failed"
-                    )
-                answer.num_tokens += 1
-                for piece in _pieces(answer.text, output):
-                    answer.shown += piece.text
-                    answer.tokens += piece.tokens
-                    answer.finish_reason = piece.finish_reason
-                    yield index, piece
+                for piece in self._pieces(self.answers[index], output):
+                    yield index, self.answers[index].take(piece)
                     if piece.finish_reason:
                         self.stream.finish(index, piece.finish_reason)
                         break
@@ -69,83 +95,147 @@ class Generation:
 
     def envelope(self, kind: str, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """The body of a reply or of an event; kind: its `object`."""
-        head = {"id": self.answer_id, "object": kind, "created": self.created, "model": self.model}
-        return {**head, "choices": choices}
+        return {
+            "id": self.answer_id,
+            "object": kind,
+            "created": self.created,
+            "model": self.request.model,
+            "system_fingerprint": self.model.fingerprint,
+            "choices": choices,
+        }
 
     def usage(self) -> dict[str, Any]:
-        completion = sum(answer.num_tokens for answer in self.answers)
+        completion = sum(len(answer.token_ids) for answer in self.answers)
         return {
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": completion,
             "total_tokens": self.num_prompt_tokens + completion,
         }
 
+    def _pieces(self, answer: Answer, output: StepOutput) -> list[Delta]:
+        """The pieces that one token of the engine produces; a stop token itself is not shown."""
+        _require_good(output)
+        pieces = []
+        if not answer.token_ids:
+            answer.prompt_scores = output.prompt_scores
+            pieces = [self._echo(answer)] if self.request.echoes else []
+        if self.request.asked_tokens == 0:
+            return [*pieces, answer.text.finish("length")]
+        answer.token_ids.append(output.token_id)
+        if output.finish_reason == "stop":
+            return [*pieces, answer.text.finish("stop")]
+        pieces.append(answer.text.push(output.token_id, output.logprob, output.alternatives))
+        return [*pieces, answer.text.finish("length")] if output.finish_reason else pieces
+
+    def _echo(self, answer: Answer) -> Delta:
+        """The prompt as the first piece of its answer."""
+        if self.request.num_logprobs is None:
+            return Delta(answer.prompt.text)
+        ids, scores = answer.prompt.ids, answer.prompt_scores
+        offsets = _offsets(ids, self.codec)
+        tokens = [TokenInfo(ids[0], None, (), 0)]
+        tokens += [
+            TokenInfo(score.token_id, score.logprob, score.alternatives[: self.request.num_logprobs], offset)
+            for score, offset in zip(scores, offsets[1:], strict=True)
+        ]
+        return Delta(answer.prompt.text, tuple(tokens))
+
 
 def start(
     request: GenerationRequest,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Prompt],
+    model: ServedModel,
     *,
-    worker: EngineWorker,
-    codec: Codec,
-    model: str,
     kind: str,
-    max_tokens: int | None,
-    default_max_tokens: int,
-    num_logprobs: int,
     max_choices: int,
+    grammar: CompiledGrammar | None = None,
 ) -> Generation:
-    """Check the lengths and submit the engine's jobs. Raises `ApiError` if that is not possible."""
+    """Check the lengths and submit the engine's jobs. kind: with which the answer's id begins; grammar: None lets
+    answers have any text. Raises `ApiError` if that is not possible.
+    """
     num_choices = request.n or 1
     if num_choices * len(prompts) > max_choices:
         raise too_many_answers(max_choices)
     seed = secrets.randbits(62) if request.seed is None else request.seed
-    jobs = []
+    jobs, answers, call = [], [], request.forced_call()
     for prompt in prompts:
-        limit = _answer_limit(len(prompt), max_tokens, default_max_tokens, worker.engine.max_seq_len)
-        params = _sampling(request, codec, limit, num_logprobs)
+        params = _sampling(request, model, len(prompt.ids))
         seeds = [seed, *(derive_seed(seed, "choice", index) for index in range(1, num_choices))]
-        jobs += [GenerationJob(prompt, replace(params, seed=choice_seed)) for choice_seed in seeds]
-    stream = worker.submit(jobs)
-    num_prompt_tokens = sum(len(prompt) for prompt in prompts)
-    worker.metrics.prompt_tokens.inc(num_prompt_tokens)
-    answers = [Answer(IncrementalDetokenizer(codec.stream(), request.stop)) for _ in jobs]
-    answer_id = f"{kind}-{secrets.token_hex(12)}"
-    return Generation(request, model, answer_id, codec, num_prompt_tokens, answers, stream)
+        jobs += [
+            GenerationJob(prompt.ids, replace(params, seed=one), grammar.constraint() if grammar else None)
+            for one in seeds
+        ]
+        num_echoed = len(prompt.text) if request.echoes else 0
+        answers += [
+            Answer(
+                prompt,
+                IncrementalDetokenizer(model.codec.stream(), request.stop, num_echoed),
+                call=call.text() if call else None,
+            )
+            for _ in seeds
+        ]
+    stream = model.worker.submit(jobs)
+    num_prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
+    model.worker.metrics.prompt_tokens.inc(num_prompt_tokens)
+    return Generation(request, model, f"{kind}-{secrets.token_hex(12)}", num_prompt_tokens, answers, stream, call)
 
 
-def _pieces(text: IncrementalDetokenizer, output: Any) -> list[Delta]:
-    """The pieces that one token of the engine produces; a stop token itself is not shown."""
-    if output.finish_reason == "stop":
-        return [text.finish("stop")]
-    pieces = [text.push(output.token_id, output.logprob, output.alternatives)]
-    return [*pieces, text.finish("length")] if output.finish_reason else pieces
+def _require_good(output: StepOutput) -> None:
+    if output.finish_reason == "constraint":
+        text = "The grammar became too complex, or allowed no token of the vocabulary; simplify it."
+        raise ApiError(400, text, code="invalid_grammar")
+    if output.finish_reason == "error":
+        raise ApiError(500, "The model's output is not finite; its weights are broken.", code="model_failed")
 
 
-def _answer_limit(num_prompt: int, max_tokens: int | None, default: int, context: int) -> int:
-    room = context - num_prompt
-    if room < 1 or (max_tokens or 0) > room:
-        asked = f" and {max_tokens} for the answer" if max_tokens else ""
+def _offsets(ids: Sequence[int], codec: Codec) -> list[int]:
+    """The place in the text at which each token begins."""
+    text = IncrementalDetokenizer(codec.stream())
+    pieces = [text.push(token, 0.0, ()) for token in ids] + [text.finish("length")]
+    offsets = [info.offset for piece in pieces for info in piece.tokens]
+    return offsets + [text.num_shown] * (len(ids) - len(offsets))
+
+
+def _answer_limit(request: GenerationRequest, num_prompt: int, context: int) -> int:
+    room, asked = context - num_prompt, request.asked_tokens
+    if room < 1 or (asked or 0) > room:
+        and_answer = f" and {asked} for the answer" if asked else ""
         raise ApiError(
             400,
-            f"This model's context is {context} tokens. The request has {num_prompt} tokens in the prompt{asked}. "
+            f"This model's context is {context} tokens. The request has {num_prompt} tokens in the prompt{and_answer}. "
             "Shorten the prompt or lower max_tokens.",
             param="prompt" if room < 1 else "max_tokens",
             code="context_length_exceeded",
         )
-    return max_tokens or min(default, room)
+    return request.default_tokens(room) if asked is None else max(asked, 1)
 
 
-def _sampling(request: GenerationRequest, codec: Codec, max_tokens: int, num_logprobs: int) -> SamplingParams:
+def _sampling(request: GenerationRequest, model: ServedModel, num_prompt: int) -> SamplingParams:
+    _require_known_ids(request, model)
+    end_ids = () if request.ignore_eos else model.codec.stop_ids
     try:
         return SamplingParams(
-            max_tokens=max_tokens,
+            max_tokens=_answer_limit(request, num_prompt, model.limits.context),
             temperature=1.0 if request.temperature is None else request.temperature,
             top_p=1.0 if request.top_p is None else request.top_p,
-            top_k=request.top_k,
-            stop_ids=codec.stop_ids,
-            num_logprobs=num_logprobs,
+            top_k=max(request.top_k or 0, 0),
+            min_p=request.min_p or 0.0,
+            stop_ids=tuple(sorted({*end_ids, *(request.stop_token_ids or ())})),
+            min_tokens=request.min_tokens or 0,
+            num_logprobs=request.num_logprobs or 0,
+            num_prompt_logprobs=request.num_prompt_logprobs,
+            logit_bias=request.logit_bias,
             presence_penalty=request.presence_penalty or 0.0,
             frequency_penalty=request.frequency_penalty or 0.0,
+            repetition_penalty=request.repetition_penalty or 1.0,
         )
     except ConfigError as error:
         raise ApiError(400, str(error), param=str(error).partition(":")[0], code="invalid_value") from None
+
+
+def _require_known_ids(request: GenerationRequest, model: ServedModel) -> None:
+    size = model.worker.engine.vocab_size
+    named = {"logit_bias": [token for token, _ in request.logit_bias], "stop_token_ids": request.stop_token_ids or []}
+    for param, ids in named.items():
+        if any(not 0 <= token < size for token in ids):
+            raise ApiError(400, f"Token ids must be between 0 and {size - 1}.", param=param, code="invalid_value")

@@ -67,10 +67,10 @@ class Limits:
         self._check_tokens(num_parts, "messages", "parts")
         self._check_characters(num_characters, "messages")
 
-    def check_completion(self, data: dict[str, Any]) -> None:
-        """Raise `ApiError` 400 for more prompts, tokens or characters than the server can use."""
-        prompt = data.get("prompt")
-        self._check_entries(data, "prompt")
+    def check_prompts(self, data: dict[str, Any], param: str) -> None:
+        """Raise `ApiError` 400 for more prompts, tokens or characters in the field `param` than the server can use."""
+        prompt = data.get(param)
+        self._check_entries(data, param)
         if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
             if len(prompt) > self.max_choices:
                 raise too_many_answers(self.max_choices)
@@ -79,9 +79,9 @@ class Limits:
             prompts = [prompt]
         for one in prompts:
             if isinstance(one, str):
-                self._check_characters(len(one), "prompt")
+                self._check_characters(len(one), param)
             elif isinstance(one, list):
-                self._check_tokens(len(one), "prompt", "token ids")
+                self._check_tokens(len(one), param, "token ids")
 
     def _check_entries(self, data: dict[str, Any], prompt: str) -> None:
         for name, value in data.items():

@@ -14,17 +14,17 @@ from types import FrameType
 import uvicorn
 
 from modelwright.core.errors import ConfigError
-from modelwright.infer.engine import Engine
 from modelwright.model.decoder import Decoder
-from modelwright.serve.app import Service, build_app
+from modelwright.serve.app import build_app
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.connections import ACCEPTS_PER_ROUND, ConnectionTable, connection_limits
 from modelwright.serve.errors import shutting_down
-from modelwright.serve.limits import Limits
 from modelwright.serve.load import ModelSource, load_folder
 from modelwright.serve.metrics import Metrics
+from modelwright.serve.served_model import serve_model
+from modelwright.serve.service import Service
 from modelwright.serve.tokenizer import Codec
-from modelwright.serve.worker import RETRY_AFTER_S, EngineWorker
+from modelwright.serve.worker import RETRY_AFTER_S
 
 log = logging.getLogger("modelwright.serve")
 
@@ -54,15 +54,8 @@ class ServerThread:
                 f"api_key_env: the environment variable {config.api_key_env} is not set; set it or remove the option"
             )
         metrics = Metrics()
-        engine = Engine(model, config.engine)
-        worker = EngineWorker(engine, metrics, max_queue=config.max_queued)
-        limits = Limits(
-            context=engine.max_seq_len,
-            max_choices=config.max_completions,
-            max_token_bytes=codec.max_token_bytes,
-            max_body_bytes=config.max_body_bytes,
-        )
-        self.service = Service(config, model_name, worker, codec, metrics, limits, api_key, source)
+        served = serve_model(model, codec, config, metrics, source)
+        self.service = Service(config, model_name, served, metrics, api_key)
         self._socket = _bind(config)
         host, port = self._socket.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host

@@ -17,13 +17,17 @@ from modelwright.serve.errors import ApiError
 
 class Codec:
     """A tokenizer for serving. `bytes_of`: the bytes of each token of a byte-level vocabulary, else empty.
+    `definition`: the text of its `tokenizer.json`.
 
     `stop_ids`: tokens that end an answer and are never shown. `max_token_bytes`: the most text one token represents, 0
     if unbounded (the tokenizer changes the text first, or has a token for any unknown word). Safe to use from several
     threads.
     """
 
-    def __init__(self, tokenizer: Tokenizer, bytes_of: Mapping[int, bytes], *, normalizes: bool = False) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, bytes_of: Mapping[int, bytes], definition: str, *, normalizes: bool = False
+    ) -> None:
+        self.definition = definition
         self._tokenizer = tokenizer
         self._bytes_of = bytes_of
         self.max_token_bytes = 0 if normalizes else max(map(len, bytes_of.values()), default=0)
@@ -34,17 +38,18 @@ class Codec:
     def load(cls, folder: Path) -> "Codec":
         """Read a tokenizer folder. Raises `ArtifactError` if it cannot be read."""
         tokenizer = Tokenizer.load(folder)
-        definition = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        text = (folder / "tokenizer.json").read_text(encoding="utf-8")
+        definition = json.loads(text)
         bytes_of = token_bytes(definition) if is_byte_level(definition) else {}
-        return cls(tokenizer, bytes_of, normalizes=bool(definition.get("normalizer")))
+        return cls(tokenizer, bytes_of, text, normalizes=bool(definition.get("normalizer")))
 
     @property
     def vocab_size(self) -> int:
         return self._tokenizer.vocab_size
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, with_begin: bool = True) -> list[int]:
         """A prompt for plain completion, starting like documents in training, with the begin token if there is one."""
-        begin = [] if self._tokenizer.bos_id is None else [self._tokenizer.bos_id]
+        begin = [self._tokenizer.bos_id] if with_begin and self._tokenizer.bos_id is not None else []
         return begin + self._tokenizer.encode(text)
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:

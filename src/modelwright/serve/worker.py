@@ -11,9 +11,10 @@ import queue
 import threading
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from modelwright.infer.engine import Engine, EngineStats, StepOutput
-from modelwright.infer.sequence import SamplingParams
+from modelwright.infer.sequence import SamplingParams, TokenConstraint
 from modelwright.serve.errors import ApiError, queue_full
 from modelwright.serve.metrics import Metrics, RequestTimer
 
@@ -22,11 +23,40 @@ log = logging.getLogger("modelwright.serve")
 RETRY_AFTER_S = 2
 
 
+class Job(Protocol):
+    """One answer to compute."""
+
+    def submit(self, engine: Engine, request_id: str) -> None:
+        """Queue it in the engine. Raises `ConfigError` for what the engine rejects."""
+        ...
+
+
+@dataclass(frozen=True)
+class GenerationJob:
+    """New tokens after a prompt."""
+
+    prompt_ids: Sequence[int]
+    params: SamplingParams
+    constraint: TokenConstraint | None = None
+
+    def submit(self, engine: Engine, request_id: str) -> None:
+        engine.add(request_id, self.prompt_ids, self.params, self.constraint)
+
+
+@dataclass(frozen=True)
+class EmbeddingJob:
+    """The embedding of a text."""
+
+    prompt_ids: Sequence[int]
+
+    def submit(self, engine: Engine, request_id: str) -> None:
+        engine.embed(request_id, self.prompt_ids)
+
+
 @dataclass(frozen=True)
 class _Add:
     request_id: str
-    prompt_ids: Sequence[int]
-    params: SamplingParams
+    job: Job
 
 
 @dataclass(frozen=True)
@@ -37,14 +67,6 @@ class _Abort:
 @dataclass(frozen=True)
 class _Stop:
     pass
-
-
-@dataclass(frozen=True)
-class GenerationJob:
-    """One answer to compute."""
-
-    prompt_ids: Sequence[int]
-    params: SamplingParams
 
 
 class Stream:
@@ -74,7 +96,8 @@ class Stream:
 
     def put_token(self, index: int, output: StepOutput) -> None:
         if index in self._open:
-            self._clocks[index].token()
+            if not output.embedding:
+                self._clocks[index].token()
             self._inbox.put_nowait((index, output))
 
     def put_error(self, error: ApiError) -> None:
@@ -129,7 +152,7 @@ class EngineWorker:
         if self.num_open + count > self._capacity:
             raise queue_full(RETRY_AFTER_S)
 
-    def submit(self, jobs: Sequence[GenerationJob]) -> Stream:
+    def submit(self, jobs: Sequence[Job]) -> Stream:
         """Start the answers of one request, all or none. Raises like `require_room`."""
         self.require_room(len(jobs))
         number = next(self._numbers)
@@ -138,7 +161,7 @@ class EngineWorker:
         self._idle.clear()
         for index, (request_id, job) in enumerate(zip(ids, jobs, strict=True)):
             self._streams[request_id] = (stream, index)
-            self._commands.put(_Add(request_id, job.prompt_ids, job.params))
+            self._commands.put(_Add(request_id, job))
         return stream
 
     def release(self, request_id: str) -> None:
@@ -192,7 +215,7 @@ class EngineWorker:
 
     def _add(self, command: _Add) -> None:
         try:
-            self.engine.add(command.request_id, command.prompt_ids, command.params)
+            command.job.submit(self.engine, command.request_id)
         except ValueError as error:
             refusal = ApiError(400, str(error), code="invalid_value")
             self._loop.call_soon_threadsafe(self._refuse, command.request_id, refusal)

@@ -1,0 +1,59 @@
+"""Reads request bodies up to a size and within a time, and parses large ones beside the event loop."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+
+from modelwright.serve.errors import ApiError
+from modelwright.serve.service import Service
+
+T = TypeVar("T")
+
+INLINE_BODY_BYTES = 16_384
+"""Smaller bodies are read in less time than it takes to hand them to another thread and back."""
+
+DISCARD_PAUSE_S = 0.01
+"""Between two reads (of up to 256 KiB each) of a body that is too large."""
+
+
+async def parsed(read: Callable[[bytes, Service], T], body: bytes, service: Service) -> T:
+    """`read`, in another thread if the body is large, so that streams continue meanwhile."""
+    if len(body) <= INLINE_BODY_BYTES:
+        return read(body, service)
+    result = await asyncio.to_thread(read, body, service)
+    service.require_open()
+    return result
+
+
+async def read_body(request: Request, service: Service, *, num_prompts: int) -> bytes:
+    """The body, up to the size limit. Raises `ApiError`."""
+    config, most = service.config, service.limits.body_bytes(num_prompts)
+    length = request.headers.get("content-length", "0")
+    is_too_large = length.isdigit() and int(length) > most
+    body = bytearray()
+    try:
+        async with asyncio.timeout(config.body_timeout_s):
+            parts = request.stream()
+            while not is_too_large and (part := await anext(parts, None)) is not None:
+                body += part
+                is_too_large = len(body) > most
+            if is_too_large:
+                await _discard(parts)
+                raise service.limits.body_too_large(num_prompts)
+    except TimeoutError:
+        if is_too_large:
+            raise service.limits.body_too_large(num_prompts) from None
+        raise ApiError(408, f"The body did not arrive within {config.body_timeout_s:g} s.", code="timeout") from None
+    except ClientDisconnect:
+        raise ApiError(400, "The client left before the body had arrived.") from None
+    return bytes(body)
+
+
+async def _discard(parts: AsyncIterator[bytes]) -> None:
+    """Read the rest of a rejected body, so that the client receives the answer and not a broken connection; slowly,
+    because every read takes time from the streams.
+    """
+    async for _ in parts:
+        await asyncio.sleep(DISCARD_PAUSE_S)

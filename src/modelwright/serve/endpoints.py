@@ -1,0 +1,194 @@
+"""The routes that work with the model: completions, chat, embeddings, tokens."""
+
+import base64
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from modelwright.serve import chat, completions
+from modelwright.serve.bodies import parsed, read_body
+from modelwright.serve.errors import ApiError
+from modelwright.serve.generation import Prompt, start
+from modelwright.serve.grammars import CompiledGrammar
+from modelwright.serve.parsing import parse_request
+from modelwright.serve.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    GenerationRequest,
+    TokenizeRequest,
+)
+from modelwright.serve.service import Service, service_of
+from modelwright.serve.streams import respond, unless_disconnected
+from modelwright.serve.worker import EmbeddingJob
+
+
+async def create_completion(request: Request) -> Response:
+    service = service_of(request)
+    body = await _admit(request, service, num_prompts=service.config.max_completions)
+    asked, prompts = await parsed(_read_completion, body, service)
+    grammar = await _compiled(asked, service)
+    most = service.config.max_completions
+    generation = start(asked, prompts, service.model, kind="cmpl", max_choices=most, grammar=grammar)
+    return await respond(request, generation, completions)
+
+
+async def create_chat_completion(request: Request) -> Response:
+    service = service_of(request)
+    body = await _admit(request, service, num_prompts=1)
+    asked, prompt = await parsed(_read_chat, body, service)
+    grammar = await _compiled(asked, service)
+    most = service.config.max_completions
+    generation = start(asked, [prompt], service.model, kind="chatcmpl", max_choices=most, grammar=grammar)
+    return await respond(request, generation, chat)
+
+
+async def create_embeddings(request: Request) -> Response:
+    """The last hidden state of each input, see `Engine.embed`."""
+    service = service_of(request)
+    body = await _admit(request, service, num_prompts=service.config.max_completions)
+    asked, inputs = await parsed(_read_embedding, body, service)
+    stream = service.worker.submit([EmbeddingJob(ids) for ids in inputs])
+    vectors: list[Sequence[float]] = [()] * len(inputs)
+
+    async def collect() -> None:
+        async for index, output in stream:
+            vectors[index] = output.embedding
+
+    await unless_disconnected(request, collect(), stream)
+    if not all(vectors):
+        raise ApiError(500, "The model's output is not finite; its weights are broken.", code="model_failed")
+    num_tokens = sum(map(len, inputs))
+    service.metrics.prompt_tokens.inc(num_tokens)
+    data = [
+        {"object": "embedding", "index": index, "embedding": _encoded(vector, asked.encoding_format)}
+        for index, vector in enumerate(vectors)
+    ]
+    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    return JSONResponse({"object": "list", "data": data, "model": asked.model, "usage": usage})
+
+
+async def tokenize(request: Request) -> Response:
+    service = service_of(request)
+    service.authorize(request)
+    body = await read_body(request, service, num_prompts=1)
+    return JSONResponse(await parsed(_tokenized, body, service))
+
+
+async def detokenize(request: Request) -> Response:
+    service = service_of(request)
+    service.authorize(request)
+    body = await read_body(request, service, num_prompts=1)
+    return JSONResponse(await parsed(_detokenized, body, service))
+
+
+async def _admit(request: Request, service: Service, *, num_prompts: int) -> bytes:
+    """Checks that all requests to the engine pass first: key, capacity, body. Raises `ApiError`."""
+    service.authorize(request)
+    service.require_open()
+    service.worker.require_room(1)
+    return await read_body(request, service, num_prompts=num_prompts)
+
+
+async def _compiled(asked: GenerationRequest, service: Service) -> CompiledGrammar | None:
+    """The grammar of the answers, None if they may have any text. Raises `ApiError`."""
+    source = asked.grammar()
+    if source is None:
+        return None
+    if asked.ignore_eos or asked.min_tokens:
+        text = f"{source.param} says where the answer ends, so it cannot be combined with ignore_eos or min_tokens."
+        raise ApiError(400, text, param=source.param, code="invalid_value")
+    return await service.model.grammars.compile(source)
+
+
+def _read_completion(body: bytes, service: Service) -> tuple[CompletionRequest, list[Prompt]]:
+    asked = parse_request(CompletionRequest, body, service.limits)
+    service.require_model(asked.model)
+    _require_no_stream_scores(asked)
+    return asked, [_prompt(prompt, asked, service) for prompt in _prompts(asked.prompts, "prompt")]
+
+
+def _prompt(prompt: str | list[int], asked: CompletionRequest, service: Service) -> Prompt:
+    ids = _ids(prompt, "prompt", service)
+    if isinstance(prompt, str) or not asked.echo:
+        return Prompt(ids, prompt if isinstance(prompt, str) else "")
+    return Prompt(ids, service.codec.decode(ids))
+
+
+def _read_chat(body: bytes, service: Service) -> tuple[ChatRequest, Prompt]:
+    asked = parse_request(ChatRequest, body, service.limits)
+    service.require_model(asked.model)
+    _require_no_stream_scores(asked)
+    if asked.top_logprobs and not asked.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs to be true.", param="top_logprobs", code="invalid_value")
+    return asked, Prompt(service.codec.encode_chat(asked.plain_messages()), "")
+
+
+def _read_embedding(body: bytes, service: Service) -> tuple[EmbeddingRequest, list[list[int]]]:
+    asked = parse_request(EmbeddingRequest, body, service.limits)
+    service.require_model(asked.model)
+    inputs = [_ids(one, "input", service) for one in _prompts(asked.inputs, "input")]
+    longest = max(map(len, inputs))
+    if longest >= service.limits.context:
+        text = f"This model's context is {service.limits.context} tokens; an input has {longest}. Shorten it."
+        raise ApiError(400, text, param="input", code="context_length_exceeded")
+    return asked, inputs
+
+
+def _tokenized(body: bytes, service: Service) -> dict[str, Any]:
+    asked = parse_request(TokenizeRequest, body, service.limits)
+    service.require_model(asked.model)
+    codec = service.codec
+    if asked.messages is not None:
+        ids = codec.encode_chat([message.plain() for message in asked.messages])
+    else:
+        ids = codec.encode(asked.prompt or "", with_begin=asked.add_special_tokens)
+    texts = {"token_strs": [codec.token_text(token) for token in ids]} if asked.return_token_strs else {}
+    return {"count": len(ids), "max_model_len": service.limits.context, "tokens": ids, **texts}
+
+
+def _detokenized(body: bytes, service: Service) -> dict[str, Any]:
+    asked = parse_request(DetokenizeRequest, body, service.limits)
+    service.require_model(asked.model)
+    return {"prompt": service.codec.decode(_known_ids(asked.tokens, "tokens", service))}
+
+
+def _prompts(prompts: list[str] | list[list[int]], param: str) -> list[str] | list[list[int]]:
+    if not prompts:
+        raise _empty(param)
+    return prompts
+
+
+def _ids(prompt: str | list[int], param: str, service: Service) -> list[int]:
+    ids = service.codec.encode(prompt) if isinstance(prompt, str) else _known_ids(prompt, param, service)
+    if not ids:
+        raise _empty(param)
+    return ids
+
+
+def _empty(param: str) -> ApiError:
+    return ApiError(400, f"The {param} is empty; give at least one token.", param=param, code="invalid_value")
+
+
+def _known_ids(ids: list[int], param: str, service: Service) -> list[int]:
+    size = service.worker.engine.vocab_size
+    if any(not 0 <= token < size for token in ids):
+        raise ApiError(400, f"Token ids must be between 0 and {size - 1}.", param=param, code="invalid_value")
+    return ids
+
+
+def _require_no_stream_scores(asked: CompletionRequest | ChatRequest) -> None:
+    if asked.stream and asked.prompt_logprobs is not None:
+        text = "prompt_logprobs come with whole answers only; leave out stream or prompt_logprobs."
+        raise ApiError(400, text, param="prompt_logprobs", code="invalid_value")
+
+
+def _encoded(vector: Sequence[float], form: str) -> str | list[float]:
+    """Numbers, or the base64 of little-endian FP32, which OpenAI's client asks for."""
+    if form == "float":
+        return list(vector)
+    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode("ascii")

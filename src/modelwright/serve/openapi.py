@@ -1,0 +1,117 @@
+"""The OpenAPI description of the server, made from the list of routes and the models that validate requests. Replies
+that are OpenAI's have the schemas of OpenAI's own client.
+"""
+
+import functools
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from modelwright.serve import replies
+
+if TYPE_CHECKING:
+    from modelwright.serve.operations import Operation
+
+REFERENCE = "#/components/schemas/{model}"
+
+REASONS = {
+    400: "The request is not understood or asks for something that this server lacks",
+    401: "The API key is missing or wrong",
+    403: "The API key may not do this",
+    404: "There is no such model",
+    408: "The body did not arrive in time",
+    413: "The body is too large",
+    429: "A limit of the key is reached or the queue is full; Retry-After says when to try again",
+    500: "The engine or the model has failed",
+    503: "The server is draining, starting or broken",
+}
+
+
+def describe(operations: Sequence["Operation"]) -> dict[str, Any]:
+    """The whole document."""
+    bodies = {operation.body for operation in operations if operation.body}
+    modes: list[Any] = [(model, "validation") for model in sorted(bodies, key=lambda model: model.__name__)]
+    modes += [(model, "serialization") for model in _replies().values()]
+    _, definitions = models_json_schema(modes, ref_template=REFERENCE)
+    schemas = definitions["$defs"]
+    _let_be_null(schemas)
+    paths: dict[str, dict[str, Any]] = {}
+    for operation in operations:
+        entry = paths.setdefault(operation.path.replace(":path", ""), {})
+        entry[operation.method.lower()] = _operation(operation)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Modelwright", "version": version("modelwright")},
+        "paths": paths,
+        "components": {
+            "schemas": schemas,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+@functools.cache
+def _replies() -> dict[str, type[BaseModel]]:
+    """Reply models by name. Imported here, because OpenAI's client takes a second to import."""
+    from openai.types import Completion, CreateEmbeddingResponse
+    from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+    models = [
+        Completion, ChatCompletion, ChatCompletionChunk, CreateEmbeddingResponse,
+        replies.ErrorReply, replies.HealthReply, replies.ModelReply, replies.ModelListReply,
+        replies.TokenizeReply, replies.DetokenizeReply,
+    ]  # fmt: skip
+    return {model.__name__: model for model in models}
+
+
+def _let_be_null(schemas: dict[str, Any]) -> None:
+    """What the client's own models do not say: the first token of an echoed prompt has no log-probability, and events
+    before the last have no finish reason.
+    """
+    logprobs = schemas["Logprobs"]["properties"]
+    for name in ("token_logprobs", "top_logprobs"):
+        for choice in logprobs[name]["anyOf"]:
+            if "items" in choice:
+                choice["items"] = {"anyOf": [choice["items"], {"type": "null"}]}
+    choice = schemas["CompletionChoice"]["properties"]
+    choice["finish_reason"] = {"anyOf": [choice["finish_reason"], {"type": "null"}]}
+
+
+def _operation(operation: "Operation") -> dict[str, Any]:
+    entry: dict[str, Any] = {
+        "operationId": operation.name,
+        "summary": operation.summary,
+        "responses": {"200": _success(operation)} | {str(status): _error(status) for status in operation.errors},
+    }
+    if operation.body:
+        content = {"application/json": {"schema": _reference(operation.body.__name__)}}
+        entry["requestBody"] = {"required": True, "content": content}
+    if 401 in operation.errors:
+        entry["security"] = [{"key": []}]
+    if "{name" in operation.path:
+        entry["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
+    return entry
+
+
+def _success(operation: "Operation") -> dict[str, Any]:
+    if "/" in operation.reply:
+        return {"description": operation.summary, "content": {operation.reply: {}}}
+    content: dict[str, Any] = {"application/json": {"schema": _reference(operation.reply)}}
+    if operation.event:
+        event = {"anyOf": [_reference(operation.event), _reference("ErrorReply"), {"const": "[DONE]"}]}
+        text = "Server-sent events, each with one of these as its data; the last one is [DONE]."
+        content["text/event-stream"] = {"schema": {"type": "string", "description": text}, "x-event-schema": event}
+    return {"description": operation.summary, "content": content}
+
+
+def _error(status: int) -> dict[str, Any]:
+    headers = {"Retry-After": {"schema": {"type": "integer"}}} if status in (429, 503) else {}
+    content = {"application/json": {"schema": _reference("ErrorReply")}}
+    return {"description": REASONS[status], "headers": headers, "content": content}
+
+
+def _reference(name: str) -> dict[str, str]:
+    return {"$ref": REFERENCE.format(model=name)}

@@ -1,0 +1,89 @@
+"""The list of all routes; the application and /openapi.json are made from it."""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+
+from modelwright.serve import endpoints, pages
+from modelwright.serve.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    TokenizeRequest,
+)
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+GENERATES = (400, 401, 404, 408, 413, 429, 500, 503)
+"""Statuses of errors of routes that need the engine."""
+
+READS_BODY = (400, 401, 404, 408, 413)
+"""Statuses of errors of routes that read a body and do not need the engine."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A route. body: None for one without a body; reply: the name of its schema (see `openapi`) or, with a slash, its
+    media type; errors: the statuses that a client has to expect besides 200.
+    """
+
+    method: str
+    path: str
+    handler: Handler
+    summary: str
+    reply: str
+    body: type[BaseModel] | None = None
+    errors: tuple[int, ...] = ()
+    event: str = ""
+    """The name of the schema of a stream's events, if the route can stream."""
+
+    @property
+    def name(self) -> str:
+        return self.handler.__name__
+
+
+OPERATIONS = (
+    Operation("GET", "/", pages.chat_page, "The chat page", "text/html"),
+    Operation("GET", "/health", pages.health, "Whether the server takes requests", "HealthReply", errors=(503,)),
+    Operation("GET", "/metrics", pages.metrics, "Metrics for Prometheus", "text/plain"),
+    Operation("GET", "/openapi.json", pages.openapi, "This description", "application/json"),
+    Operation("GET", "/v1/models", pages.list_models, "The names of the model", "ModelListReply", errors=(401,)),
+    Operation("GET", "/v1/models/{name:path}", pages.get_model, "One name", "ModelReply", errors=(401, 404)),
+    Operation(
+        "POST",
+        "/v1/completions",
+        endpoints.create_completion,
+        "Continue texts",
+        "Completion",
+        CompletionRequest,
+        GENERATES,
+        event="Completion",
+    ),
+    Operation(
+        "POST",
+        "/v1/chat/completions",
+        endpoints.create_chat_completion,
+        "Answer in a conversation",
+        "ChatCompletion",
+        ChatRequest,
+        GENERATES,
+        event="ChatCompletionChunk",
+    ),
+    Operation(
+        "POST",
+        "/v1/embeddings",
+        endpoints.create_embeddings,
+        "Embed texts",
+        "CreateEmbeddingResponse",
+        EmbeddingRequest,
+        GENERATES,
+    ),
+    Operation("POST", "/tokenize", endpoints.tokenize, "Text to tokens", "TokenizeReply", TokenizeRequest, READS_BODY),
+    Operation(
+        "POST", "/detokenize", endpoints.detokenize, "Tokens to text", "DetokenizeReply", DetokenizeRequest, READS_BODY
+    ),
+)

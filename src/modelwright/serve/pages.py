@@ -1,0 +1,67 @@
+"""The routes that describe the server: chat page, health, metrics, models, /openapi.json."""
+
+import asyncio
+import importlib.resources
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+
+from modelwright.serve.expectation import expectation
+from modelwright.serve.openapi import describe
+from modelwright.serve.service import Service, service_of
+
+PAGE_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+)
+
+
+async def chat_page(request: Request) -> Response:
+    page = importlib.resources.files("modelwright.serve") / "static" / "chat.html"
+    headers = {"Content-Security-Policy": PAGE_POLICY, "X-Content-Type-Options": "nosniff"}
+    return HTMLResponse(page.read_text(encoding="utf-8"), headers=headers)
+
+
+async def health(request: Request) -> Response:
+    service = service_of(request)
+    state = "failed" if service.worker.failed else "draining" if service.is_draining else "ok"
+    body = {"status": state, "model": service.model_name, "open_answers": service.worker.num_open}
+    return JSONResponse(body, status_code=200 if state == "ok" else 503)
+
+
+async def metrics(request: Request) -> Response:
+    return Response(service_of(request).metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def list_models(request: Request) -> Response:
+    service = service_of(request)
+    service.authorize(request)
+    return JSONResponse({"object": "list", "data": [_describe(service, name) for name in service.names]})
+
+
+async def get_model(request: Request) -> Response:
+    service = service_of(request)
+    service.authorize(request)
+    service.require_model(request.path_params["name"])
+    return JSONResponse(_describe(service, request.path_params["name"]))
+
+
+def _describe(service: Service, name: str) -> dict[str, Any]:
+    """An entry of /v1/models; `root` (as vLLM has it), `stage` and `digest` say which model it is, `description`
+    what to expect of it.
+    """
+    source = service.model.source
+    origin = {"root": str(source.folder), "stage": source.stage, "digest": source.digest} if source else {}
+    return origin | {
+        "id": name,
+        "object": "model",
+        "created": service.model.created,
+        "owned_by": "modelwright",
+        "max_model_len": service.worker.engine.max_seq_len,
+        "description": expectation(service.worker.engine.num_parameters),
+    }
+
+
+async def openapi(request: Request) -> Response:
+    """The description of the routes of this application."""
+    return JSONResponse(await asyncio.to_thread(describe, request.app.state.operations))

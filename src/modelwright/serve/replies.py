@@ -1,0 +1,66 @@
+"""The replies that are not OpenAI's, as schemas for /openapi.json."""
+
+from typing import Literal
+
+from pydantic import BaseModel
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong: `param` names the field of the request, `code` is stable and meant for programs."""
+
+    message: str
+    type: Literal[
+        "invalid_request_error", "authentication_error", "permission_error", "rate_limit_error", "server_error"
+    ]
+    param: str | None
+    code: str | None
+
+
+class ErrorReply(BaseModel):
+    """The body of every reply with a status of 400 or more, and the last event of a stream that failed."""
+
+    error: ErrorDetail
+
+
+class HealthReply(BaseModel):
+    """The state of the server."""
+
+    status: Literal["ok", "draining", "failed"]
+    model: str
+    open_answers: int
+
+
+class ModelReply(BaseModel):
+    """A name of the model. `root`, `stage` and `digest` are absent for a model that came from no folder."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+    description: str
+    root: str = ""
+    stage: str = ""
+    digest: str = ""
+
+
+class ModelListReply(BaseModel):
+    """All names of the model."""
+
+    object: Literal["list"]
+    data: list[ModelReply]
+
+
+class TokenizeReply(BaseModel):
+    """Token ids of a text or conversation."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] = []
+
+
+class DetokenizeReply(BaseModel):
+    """Text of token ids."""
+
+    prompt: str

@@ -1,0 +1,177 @@
+"""Functions that a model may call: their fields, the grammar of a forced call, and calls in answers.
+
+Only forced calls are supported (`tool_choice` "required" or a function): their form follows from the grammar, whatever
+the model. Whether to call at all is for a model to decide that was trained with one particular notation.
+"""
+
+import json
+import secrets
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from modelwright.serve.errors import ApiError
+from modelwright.serve.fields import Strict
+from modelwright.serve.grammars import GrammarSource, json_source
+
+FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+
+
+class FunctionDefinition(Strict):
+    """A function: `parameters` is the JSON schema of its arguments."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    @property
+    def schema_of_arguments(self) -> dict[str, Any]:
+        return {"type": "object", "additionalProperties": False} if self.parameters is None else self.parameters
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class FunctionReference(Strict):
+    name: FunctionName
+
+
+class NamedTool(Strict):
+    """A function that must be called."""
+
+    type: Literal["function"]
+    function: FunctionReference
+
+
+class FunctionCall(Strict):
+    name: FunctionName
+    arguments: str
+
+
+class ToolCall(Strict):
+    """A call in an earlier turn of the assistant."""
+
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+    def plain(self) -> str:
+        """The call as the model writes it."""
+        return f'{{"name": {json.dumps(self.function.name)}, "arguments": {self.function.arguments}}}'
+
+
+@dataclass(frozen=True)
+class ForcedCall:
+    """The functions one of which an answer has to call. With a single named one the answer is its arguments alone."""
+
+    functions: tuple[FunctionDefinition, ...]
+    is_named: bool
+
+    def source(self) -> GrammarSource:
+        """The grammar of the answer. Raises `ApiError`."""
+        if self.is_named:
+            return json_source(self.functions[0].schema_of_arguments, "tools")
+        definitions: dict[str, Any] = {}
+        calls = []
+        for number, function in enumerate(self.functions):
+            own = _moved(function.schema_of_arguments, f"#/$defs/{number}")
+            definitions[str(number)] = own
+            arguments = {"$ref": f"#/$defs/{number}"}
+            calls.append(_object({"name": {"const": function.name}, "arguments": arguments}))
+        return json_source({"anyOf": calls, "$defs": definitions}, "tools")
+
+    def text(self) -> "CallText":
+        return CallText(self)
+
+
+@dataclass(frozen=True)
+class CallDelta:
+    """A part of a call: the name, once, and a piece of the arguments. Both may be empty."""
+
+    name: str = ""
+    arguments: str = ""
+
+
+@dataclass
+class CallText:
+    """Takes the text of a forced call piece by piece. call_id: what the client calls the call by."""
+
+    call: ForcedCall
+    call_id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}")
+    name: str = ""
+    _held: str = ""
+
+    def push(self, text: str) -> CallDelta:
+        """What `text` adds to the call."""
+        self._held += text
+        name = "" if self.name else self._found_name()
+        self.name = self.name or name
+        if not self.name:
+            return CallDelta()
+        keep = 0 if self.call.is_named else 1  # the brace that closes the call may have come already
+        end = max(0, len(self._held) - keep)
+        arguments, self._held = self._held[:end], self._held[end:]
+        return CallDelta(name, arguments)
+
+    def _found_name(self) -> str:
+        if self.call.is_named:
+            return self.call.functions[0].name
+        for function in self.call.functions:
+            head = f'{{"name": {json.dumps(function.name)}, "arguments": '
+            if self._held.startswith(head):
+                self._held = self._held.removeprefix(head)
+                return function.name
+        return ""
+
+
+def forced_call(tools: list[Tool] | None, choice: str | NamedTool | None) -> ForcedCall | None:
+    """What `tool_choice` forces; None for plain text. Raises `ApiError` 400 for "auto" and for a function that is not
+    among the tools.
+    """
+    functions = tuple(tool.function for tool in tools or [])
+    if isinstance(choice, NamedTool):
+        named = tuple(function for function in functions if function.name == choice.function.name)
+        if not named:
+            text = f"tool_choice names the function {choice.function.name!r}, which is not among the tools."
+            raise ApiError(400, text, param="tool_choice", code="invalid_value")
+        return ForcedCall(named[:1], is_named=True)
+    if choice == "required" and not functions:
+        raise ApiError(400, "tool_choice is required, but there are no tools.", param="tool_choice")
+    if functions and choice in (None, "auto"):
+        text = 'tool_choice "auto" is not supported by this server; take "required", "none", or name a function.'
+        raise ApiError(400, text, param="tool_choice", code="invalid_value")
+    return ForcedCall(functions, is_named=False) if choice == "required" else None
+
+
+def tool_prompt(functions: tuple[FunctionDefinition, ...]) -> str:
+    """What the model is told of the functions that it may call."""
+    lines = [
+        json.dumps(
+            {"name": one.name, "description": one.description or "", "parameters": one.schema_of_arguments},
+            ensure_ascii=False,
+        )
+        for one in functions
+    ]
+    return "\n".join(["Answer with a call of one of these functions, as JSON:", *lines])
+
+
+def _object(properties: dict[str, Any]) -> dict[str, Any]:
+    required = list(properties)
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
+def _moved(node: Any, root: str) -> Any:
+    """A schema whose local references begin at another place."""
+    if isinstance(node, list):
+        return [_moved(entry, root) for entry in node]
+    if not isinstance(node, dict):
+        return node
+    moved = {key: _moved(value, root) for key, value in node.items()}
+    reference = node.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        moved["$ref"] = root + reference.removeprefix("#")
+    return moved
