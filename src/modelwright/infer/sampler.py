@@ -77,7 +77,7 @@ def _scores(logits_BV: Tensor, requests: Sequence[SampleRequest]) -> Tensor:
     for scores_V, request in zip(scores_BV, requests, strict=True):
         params = request.params
         if request.allowed_V is not None:
-            scores_V.masked_fill_(~request.allowed_V, -torch.inf)
+            scores_V.masked_fill_(~request.allowed_V.to(scores_V.device), -torch.inf)
         for token, bias in params.logit_bias:
             scores_V[token] += bias
         if request.bans_stop:
