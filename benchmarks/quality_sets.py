@@ -21,10 +21,10 @@ from pathlib import Path
 
 from modelwright.core.progress import SilentProgress
 from modelwright.data.clean import clean_documents, read_dropped
-from modelwright.data.clean_config import CleanConfig
+from modelwright.data.clean_config import CleanConfig, build_steps
 from modelwright.data.deduplicate import DuplicatesConfig
 from modelwright.data.document import Document
-from modelwright.data.steps.noise import NoiseConfig
+from modelwright.data.noise_cascade import NoiseConfig
 from modelwright.data.steps.privacy import PrivacyConfig
 
 HALVES = ("development", "test")
@@ -195,15 +195,15 @@ def labelled(half: str, count: int, man: Path) -> list[tuple[str, bool, Document
 
 def dropped(entries: list[tuple[str, bool, Document]], trusted: list[Document]) -> set[str]:
     """Ids of the documents that the stages format, quality and noise drop."""
-    config = CleanConfig(
-        noise=NoiseConfig(trusted=("the other half",) if trusted else ()),
-        duplicates=DuplicatesConfig(near=False, contained="off"), privacy=PrivacyConfig(replace=()),
-    )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
+        other_half = Path(folder) / "trusted.jsonl"
+        other_half.write_text("\n".join(document.to_json() for document in trusted))
+        config = CleanConfig(
+            noise=NoiseConfig(trusted=(str(other_half),) if trusted else ()),
+            duplicates=DuplicatesConfig(near=False, contained="off"), privacy=PrivacyConfig(replace=()),
+        )  # fmt: skip
         documents = (document for _, _, document in entries)
-        clean_documents(
-            documents, config, Path(folder), SilentProgress(), read_trusted=lambda sources, most: trusted[:most]
-        )
+        clean_documents(documents, build_steps(config), Path(folder), SilentProgress())
         return {entry.document.id for entry in read_dropped(Path(folder)) if entry.step != "duplicates"}
 
 

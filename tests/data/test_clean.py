@@ -7,12 +7,14 @@ import pytest
 
 from modelwright.core.errors import ArtifactError, ConfigError, DataError
 from modelwright.core.progress import SilentProgress
-from modelwright.data.clean import CleanReport, clean_documents, read_dropped, read_kept
-from modelwright.data.clean_config import CleanConfig
+from modelwright.data.clean import clean_documents, read_dropped, read_kept
+from modelwright.data.clean_config import CleanConfig, build_steps
+from modelwright.data.clean_report import CleanReport
 from modelwright.data.deduplicate import DuplicatesConfig
 from modelwright.data.document import Document
+from modelwright.data.features import data_share, duplicate_share, is_data_line
 from modelwright.data.steps.format import normalize
-from modelwright.data.steps.quality import QualityConfig, data_share, duplicate_share, is_data_line
+from modelwright.data.steps.quality import QualityConfig
 
 
 def document(text: str, number: int = 0, **changes) -> Document:
@@ -26,7 +28,7 @@ def pair(question: str, answer: str, number: int = 0, **changes) -> Document:
 
 
 def clean(folder: Path, *documents: Document, **settings) -> CleanReport:
-    return clean_documents(iter(documents), CleanConfig(**settings), folder, SilentProgress())[0]
+    return clean_documents(iter(documents), build_steps(CleanConfig(**settings)), folder, SilentProgress())[0]
 
 
 def reasons(folder: Path) -> dict[str, tuple[str, str]]:

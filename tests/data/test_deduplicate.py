@@ -10,7 +10,7 @@ import pytest
 from modelwright.core.errors import ArtifactError
 from modelwright.core.progress import SilentProgress
 from modelwright.data.clean import clean_documents, read_dropped, read_kept
-from modelwright.data.clean_config import CleanConfig
+from modelwright.data.clean_config import CleanConfig, build_steps
 from modelwright.data.deduplicate import DuplicatesConfig
 from modelwright.data.document import Document
 from modelwright.data.steps.privacy import PrivacyConfig
@@ -46,10 +46,8 @@ def clean(
         duplicates=DuplicatesConfig(**settings),
         quality=QualityConfig(limits={"min_num_chars": 0, "min_stop_word_fraction": 0}),
         privacy=PrivacyConfig(replace=()),
-        shard_documents=37,
-        num_workers=1,
     )
-    clean_documents(iter(documents), config, folder, SilentProgress(), key=key)
+    clean_documents(iter(documents), build_steps(config), folder, SilentProgress(), key=key, shard_documents=37)
     dropped = {entry.document.id: (entry.reason, entry.detail) for entry in read_dropped(folder)}
     return [entry.id for entry in read_kept(folder)], dropped
 

@@ -8,16 +8,9 @@ import pytest
 
 from modelwright.core.errors import ConfigError
 from modelwright.data.document import KINDS, Document
+from modelwright.data.features import FEATURES, measure
 from modelwright.data.steps.format import Format, FormatConfig
-from modelwright.data.steps.quality import (
-    FEATURES,
-    QualityConfig,
-    has_language,
-    judge,
-    judged_kinds,
-    limits_by_kind,
-    measure,
-)
+from modelwright.data.steps.quality import QualityConfig, has_language, judge, judged_kinds, limits_by_kind
 from modelwright.data.steps.step import Drop
 
 PROSE = (
@@ -81,7 +74,7 @@ def test_binary_data() -> None:
 
 def reasons(text: str, kind: str = "prose", **settings) -> list[str]:
     config = QualityConfig(**settings)
-    row = np.array([measure(document(text, kind=kind), config)], np.float32)
+    row = np.array([measure(document(text, kind=kind))], np.float32)
     return [reason for violates, reason, *_ in judge(row, limits_by_kind(config, {})[kind]) if violates[0]]
 
 
@@ -120,7 +113,7 @@ def test_ordinary_text_stays() -> None:
 
 def test_features_by_their_definition() -> None:
     text = "The cat sat on the mat.\nThe cat sat on the mat.\n" + "\n".join(f"Line {i} here" for i in range(10))
-    values = dict(zip(FEATURES, measure(document(text), QualityConfig()), strict=True))
+    values = dict(zip(FEATURES, measure(document(text)), strict=True))
     assert values["num_chars"] == len(text)
     assert values["num_words"] == 12 + 30
     assert values["digit_fraction"] == pytest.approx(10 / len(text))
@@ -130,7 +123,7 @@ def test_features_by_their_definition() -> None:
     assert values["char_entropy"] == pytest.approx(entropy)
     lines = text.split("\n")
     assert values["duplicate_line_fraction"] == pytest.approx(len(lines[0]) / sum(map(len, lines)))
-    umlauts = dict(zip(FEATURES, measure(document(text + " äöü €"), QualityConfig()), strict=True))
+    umlauts = dict(zip(FEATURES, measure(document(text + " äöü €")), strict=True))
     assert umlauts["symbol_fraction"] == pytest.approx(1 / (len(text) + 6))
 
 
@@ -227,6 +220,6 @@ def test_fragments_are_dropped_where_a_limit_is_set() -> None:
 def test_code_without_a_kind_is_judged_as_code() -> None:
     lines = ["import os", "", "", "def names(folder):", "    result = []", "    for name in os.listdir(folder):"]
     lines += [f"        if name.endswith('.{n}'):\n            result.append(name)" for n in ("txt", "py", "md")]
-    features = np.array([measure(document(text), QualityConfig()) for text in ("\n".join(lines), PROSE)], np.float32)
+    features = np.array([measure(document(text)) for text in ("\n".join(lines), PROSE)], np.float32)
     kinds = np.array([KINDS.index("prose")] * 2, np.int8)
     assert [KINDS[kind] for kind in judged_kinds(features, kinds)] == ["code", "prose"]

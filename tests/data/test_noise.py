@@ -10,12 +10,14 @@ import pytest
 
 from modelwright.core.errors import ConfigError, DataError
 from modelwright.core.progress import SilentProgress
-from modelwright.data.clean import CleanReport, clean_documents, read_dropped
-from modelwright.data.clean_config import CleanConfig
+from modelwright.data.clean import clean_documents, read_dropped
+from modelwright.data.clean_config import CleanConfig, build_steps
+from modelwright.data.clean_report import CleanReport
 from modelwright.data.corruptions import TEST_CORRUPTIONS, TRAINING_CORRUPTIONS, Corruption
 from modelwright.data.document import Document
+from modelwright.data.noise_cascade import NoiseConfig
+from modelwright.data.noise_classifier import LinearClassifier, layout_of, threshold_for
 from modelwright.data.noise_model import NoiseModel
-from modelwright.data.steps.noise import LinearClassifier, NoiseConfig, layout_of, threshold_for
 from modelwright.pipeline.cleaning import noise_warnings
 
 SUBJECTS = ("the council", "a farmer", "our teacher", "the old ship", "my neighbor", "the museum", "a young doctor")
@@ -60,13 +62,11 @@ TRUSTED = [document(good(20_000 + number), f"t{number}") for number in range(600
 
 
 def clean(folder: Path, documents: list[Document], *, num_trusted: int = 600, seed: int = 1, **settings) -> CleanReport:
-    noise = NoiseConfig(**{"trusted": ("given",), "min_precision": 0.8, **settings})
-    config = CleanConfig(noise=noise, shard_documents=100, num_workers=1)
-    report, _ = clean_documents(
-        iter(documents), config, folder, SilentProgress(), read_trusted=lambda sources, most: TRUSTED[:num_trusted],
-        seed=seed,
-    )  # fmt: skip
-    return report
+    trusted = folder.with_name(f"{folder.name}-trusted.jsonl")
+    trusted.write_text("\n".join(json.dumps({"text": entry.text}) for entry in TRUSTED[:num_trusted]))
+    noise = NoiseConfig(**{"trusted": (str(trusted),), "min_precision": 0.8, **settings})
+    steps = build_steps(CleanConfig(noise=noise), seed=seed)
+    return clean_documents(iter(documents), steps, folder, SilentProgress(), shard_documents=100)[0]
 
 
 def dropped_as_noise(folder: Path) -> list[str]:

@@ -16,11 +16,11 @@ from modelwright.core.errors import ArtifactError, DataError
 from modelwright.core.progress import SilentProgress
 from modelwright.data import clean as clean_module
 from modelwright.data.clean import clean_documents, read_kept
-from modelwright.data.clean_config import CleanConfig
+from modelwright.data.clean_config import CleanConfig, build_steps
 from modelwright.data.document import Document
+from modelwright.data.noise_cascade import NoiseConfig
 from modelwright.data.shard_files import ShardFiles
 from modelwright.data.sources import SourceConfig
-from modelwright.data.steps.noise import NoiseConfig
 from modelwright.data.workers import LocalProcesses
 from modelwright.pipeline.clean_command import clean_sources
 from modelwright.pipeline.cleaning import fingerprint
@@ -119,14 +119,14 @@ class Stop(Exception):
 @pytest.mark.parametrize(
     ("stage", "name"),
     [
-        ("decide", "00002.docs.zst"), ("decide", "00002.arrays.npz"), ("decide", "00001.format.zst"),
-        ("decide", "00001.raw.zst"), ("decide", "00000.measured.json"), ("write", "00001.drops.json"),
+        ("decide", "00002.measured0.npz"), ("decide", "00001.read.zst"), ("decide", "00000.measured0.json"),
+        ("write", "00001.decided0.json"),
     ],
 )  # fmt: skip
 def test_a_flipped_byte_costs_one_shard(stage: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, silent = CleanConfig(shard_documents=50), SilentProgress()
-    arguments = {"work": tmp_path / "work", "key": "x"}
-    clean_documents(iter(documents(150)), config, tmp_path / "whole", silent)
+    steps, silent = build_steps(CleanConfig()), SilentProgress()
+    arguments = {"work": tmp_path / "work", "key": "x", "shard_documents": 50}
+    clean_documents(iter(documents(150)), steps, tmp_path / "whole", silent, shard_documents=50)
 
     def stop(*args: object) -> None:
         raise Stop
@@ -134,13 +134,13 @@ def test_a_flipped_byte_costs_one_shard(stage: str, name: str, tmp_path: Path, m
     with monkeypatch.context() as patch:
         patch.setattr(f"modelwright.data.clean._Run.{stage}", stop)
         with pytest.raises(Stop):
-            clean_documents(iter(documents(150)), config, tmp_path / "out", silent, **arguments)
+            clean_documents(iter(documents(150)), steps, tmp_path / "out", silent, **arguments)
     (path,) = (tmp_path / "work").rglob(name)
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
     untouched = {
-        other: other.stat().st_mtime_ns for other in path.parent.glob("*.docs.zst") if other.name[:5] != name[:5]
+        other: other.stat().st_mtime_ns for other in path.parent.glob("*.measured0.npz") if other.name[:5] != name[:5]
     }
     seen: list[dict[Path, int]] = []
 
@@ -150,7 +150,7 @@ def test_a_flipped_byte_costs_one_shard(stage: str, name: str, tmp_path: Path, m
 
     join = clean_module._join
     monkeypatch.setattr(clean_module, "_join", before_joining)
-    clean_documents(iter(documents(150)), config, tmp_path / "out", silent, **arguments)
+    clean_documents(iter(documents(150)), steps, tmp_path / "out", silent, **arguments)
     assert seen[0] == untouched, "the shards that are whole are not done again"
     for result in ("kept.jsonl.zst", "dropped.jsonl.zst", "report.json"):
         assert (tmp_path / "out" / result).read_bytes() == (tmp_path / "whole" / result).read_bytes()
@@ -171,7 +171,7 @@ def test_a_source_that_grows_while_it_is_read(tmp_path: Path) -> None:
 
 
 def test_a_finished_part_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, arguments = CleanConfig(shard_documents=50), {"work": tmp_path / "work", "key": "x"}
+    steps, arguments = build_steps(CleanConfig()), {"work": tmp_path / "work", "key": "x", "shard_documents": 50}
 
     def facts() -> dict[str, int]:
         return {"files": 3}
@@ -182,8 +182,8 @@ def test_a_finished_part_is_not_read_again(tmp_path: Path, monkeypatch: pytest.M
     with monkeypatch.context() as patch:
         patch.setattr("modelwright.data.clean._join", stop)
         with pytest.raises(Stop):
-            clean_documents(iter(documents(99)), config, tmp_path / "a", SilentProgress(), facts=facts, **arguments)
-    report, read = clean_documents(iter(()), config, tmp_path / "a", SilentProgress(), **arguments)
+            clean_documents(iter(documents(99)), steps, tmp_path / "a", SilentProgress(), facts=facts, **arguments)
+    report, read = clean_documents(iter(()), steps, tmp_path / "a", SilentProgress(), **arguments)
     assert (report.num_kept, read) == (99, {"files": 3})
     assert len(list(read_kept(tmp_path / "a"))) == 99
 
@@ -206,14 +206,15 @@ def test_a_killed_worker_is_replaced(tmp_path: Path) -> None:
 
 
 def test_every_file_that_decides_is_in_the_fingerprint(source: Path, tmp_path: Path) -> None:
-    """Or a stage would count as done after the schema, the trusted text or the model has changed."""
+    """Or a stage would count as done after the schema, the trusted text, the model or a step has changed."""
     schema, trusted, model = tmp_path / "schema.json", tmp_path / "trusted.txt", tmp_path / "model"
     model.mkdir()
-    files = (schema, trusted, model / "config.json")
+    files = (schema, trusted, model / "config.json", tmp_path / "steps.py")
     for path in files:
         path.write_text("{}")
     data = SourceConfig(sources=(str(source),), schema=str(schema))
-    clean = CleanConfig(noise=NoiseConfig(trusted=(str(trusted),), model=str(model)))
+    noise = NoiseConfig(trusted=(str(trusted),), model=str(model))
+    clean = CleanConfig(noise=noise, steps=(f"{tmp_path / 'steps.py'}:NoTables",))
     before = fingerprint(data, clean)
     for path in files:
         path.write_text('{"changed": 1}')
@@ -225,13 +226,16 @@ def test_every_file_that_decides_is_in_the_fingerprint(source: Path, tmp_path: P
 def test_markers(tmp_path: Path) -> None:
     files = ShardFiles(tmp_path, 3)
     assert files.facts("measured") is None
-    files.path("docs").write_bytes(b"abc")
-    files.finish("measured", ["docs"], {"n": 1})
+    files.write("measured", {"docs": b"abc"}, {"n": 1})
     assert files.facts("measured") == {"n": 1}
     assert files.read("measured", "docs") == b"abc"
     files.path("docs").unlink()
     assert files.facts("measured") is None, "a stage whose files are gone is not finished"
-    files.path("measured.json").write_text("{")
-    assert files.facts("measured") is None, "nor is one whose marker is damaged"
+    files.write("measured", {"docs": b"abc"}, {"n": 1})
+    marker = files.path("measured.json")
+    for damaged in (marker.read_text().replace('"n": 1', '"n": 2'), "{", "[]"):
+        marker.write_text(damaged)
+        assert files.facts("measured") is None, "nor is one whose marker is damaged"
+    files.path("docs").unlink()
     with pytest.raises(ArtifactError, match="docs: cannot be read"):
         files.read("measured", "docs")

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from modelwright.data.clean import read_dropped, read_kept
-from modelwright.data.clean_noise import FEWEST_SAMPLES
-from modelwright.data.steps.noise import NoiseConfig
-from modelwright.pipeline.cleaning import read_trusted
+from modelwright.data.noise_cascade import FEWEST_SAMPLES, NoiseConfig
+from modelwright.data.steps.noise import read_trusted
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 NOUNS = ("river", "letter", "market", "garden", "window", "teacher", "harbor", "winter", "engine", "village")

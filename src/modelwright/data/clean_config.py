@@ -1,30 +1,61 @@
-"""Settings of cleaning."""
+"""Settings of cleaning, and the list of its steps."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
 from modelwright.data.deduplicate import DuplicatesConfig
-from modelwright.data.steps.format import FormatConfig
-from modelwright.data.steps.noise import NoiseConfig
-from modelwright.data.steps.privacy import PrivacyConfig
-from modelwright.data.steps.quality import QualityConfig
+from modelwright.data.noise_cascade import NoiseConfig
+from modelwright.data.step_files import load_step
+from modelwright.data.steps.duplicates import DUPLICATES
+from modelwright.data.steps.format import FORMAT, FormatConfig
+from modelwright.data.steps.noise import NOISE
+from modelwright.data.steps.privacy import PRIVACY, PrivacyConfig
+from modelwright.data.steps.quality import QUALITY, QualityConfig
+from modelwright.data.steps.step import CorpusStep, Step, StepSpec
+
+STEPS: tuple[StepSpec, ...] = (FORMAT, QUALITY, NOISE, DUPLICATES, PRIVACY)
+"""The steps in their order. Those of a user's own (`CleanConfig.steps`) follow the first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CleanConfig:
-    """The settings of the stages, in their order."""
+    """The settings of the steps, in their order."""
 
     format: FormatConfig = field(default_factory=FormatConfig)
+    steps: tuple[str, ...] = ()
+    """Steps of your own, each `FILE.py:NAME`. They run in this order, after `format`."""
     quality: QualityConfig = field(default_factory=QualityConfig)
     noise: NoiseConfig = field(default_factory=NoiseConfig)
     duplicates: DuplicatesConfig = field(default_factory=DuplicatesConfig)
     privacy: PrivacyConfig = field(default_factory=PrivacyConfig)
     num_workers: int = 0
     """Processes that clean; 0 uses every core. The result does not depend on it."""
-    shard_documents: int = constant(1000)
-    """Documents that are read, measured and written at a time."""
 
     def __post_init__(self) -> None:
         if self.num_workers < 0:
             raise ConfigError(f"num_workers: must not be negative, got {self.num_workers}; 0 uses every core")
+
+
+def build_steps(config: CleanConfig, *, seed: int = 1) -> list[Step | CorpusStep]:
+    """The steps that the settings ask for. Raises `ConfigError` for a step of a user's own that cannot be loaded or has
+    the name of another one.
+    """
+    own = [load_step(reference) for reference in config.steps]
+    known = {spec.name for spec in STEPS}
+    for step in own:
+        if step.name in known:
+            raise ConfigError(f"steps: there are two steps called {step.name!r}; rename one of them")
+        known.add(step.name)
+    first, *others = (step for spec in STEPS if (step := spec.build(getattr(config, spec.name), seed)) is not None)
+    return [first, *own, *others]
+
+
+def step_names(dropped: Iterable[str]) -> list[str]:
+    """The names of all steps in their order, those that are switched off included.
+
+    dropped: steps that dropped documents, of which a user's own are known by these alone.
+    """
+    known = [spec.name for spec in STEPS]
+    own = [name for name in dropped if name not in known]
+    return [known[0], *own, *known[1:]]

@@ -2,112 +2,181 @@
 
 import json
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from modelwright.data.clean_config import CleanConfig
+from modelwright.core.errors import DataError
 from modelwright.data.document import KINDS, Document
-from modelwright.data.shard_files import ShardFiles, pack_arrays, pack_lines, unpack_documents, unpack_lines, write_file
-from modelwright.data.steps.format import Format
-from modelwright.data.steps.privacy import Privacy
-from modelwright.data.steps.quality import FEATURES, has_language, measure
-from modelwright.data.steps.shingles import fingerprints
-from modelwright.data.steps.step import Drop
+from modelwright.data.measured_corpus import DOCUMENTS, IDS
+from modelwright.data.shard_files import ShardFiles, as_array, pack_lines, unpack_documents, unpack_lines
+from modelwright.data.steps.step import CorpusStep, CountingStep, Drop, DroppedDocument, Phase, Redactor, Step
 
-_Item = tuple[str, int, CleanConfig]
+READ, WRITTEN = "read", "written"
+DROPPED, KEPT = "dropped", "kept"
+_FAST = 1
+"""Zstandard's level for files that are read once and removed."""
 
 
-def measure_shard(item: _Item) -> tuple[int, int, dict[str, Any]]:
-    """The stage format, and all features and fingerprints of what it keeps."""
-    folder, number, config = item
-    files = ShardFiles(Path(folder), number)
-    facts = files.facts("measured")
+def measured(phase: int) -> str:
+    """The stage of a shard whose documents went through the steps of a phase and were measured."""
+    return f"measured{phase}"
+
+
+def decided(phase: int) -> str:
+    """The stage of a shard for which the corpus steps of a phase have decided."""
+    return f"decided{phase}"
+
+
+@dataclass(frozen=True)
+class ShardJob:
+    """A shard of the work in `folder`, and the phase of the steps that is to be done."""
+
+    folder: str
+    number: int
+    phases: tuple[Phase, ...]
+    phase: int
+
+    @property
+    def files(self) -> ShardFiles:
+        return ShardFiles(Path(self.folder), self.number)
+
+
+@dataclass(frozen=True)
+class ShardResult:
+    """num_documents: that were in the shard; facts: of its stage."""
+
+    number: int
+    num_documents: int
+    facts: dict[str, Any]
+
+
+def measure_shard(job: ShardJob) -> ShardResult:
+    """Take the documents through the steps of a phase, and measure what its corpus steps want to know of the rest."""
+    stage, phase = measured(job.phase), job.phases[job.phase]
+    facts = job.files.facts(stage)
     if facts is None:
-        documents = unpack_documents(files.read("raw", "raw.zst"))
-        step = Format(config.format)
         kept: list[Document] = []
-        dropped: list[str] = []
-        for document in documents:
-            result = step(document)
-            if isinstance(result, Drop):
-                dropped.append(_drop_line(document, step.name, result))
+        dropped: list[DroppedDocument] = []
+        for result in _results(job):
+            if isinstance(result, DroppedDocument):
+                dropped.append(result)
             else:
                 kept.append(result)
-        prints = fingerprints(kept)
         arrays = {
-            "features": np.array([measure(document, config.quality) for document in kept], np.float32).reshape(
-                -1, len(FEATURES)
-            ),
-            "language": np.array([has_language(document, config.quality) for document in kept], np.bool_),
-            "kind": np.array([KINDS.index(document.kind) for document in kept], np.int8),
-            "split": np.array([document.split == "heldout" for document in kept], np.int8),
-            "ids": np.frombuffer(json.dumps([document.id for document in kept]).encode(), np.uint8),
-            **vars(prints),
+            **_columns(kept, phase.corpus_steps),
+            IDS: as_array(json.dumps([document.id for document in kept]).encode()),
+            DOCUMENTS: as_array(pack_lines((document.to_json() for document in kept), level=_FAST)),
+            DROPPED: as_array(pack_lines((entry.to_json() for entry in dropped), level=_FAST)),
         }
-        write_file(files.path("docs.zst"), pack_lines((document.to_json() for document in kept), level=1))
-        write_file(files.path("format.zst"), pack_lines(dropped, level=1))
-        write_file(files.path("arrays.npz"), pack_arrays(arrays))
-        facts = {"documents": len(documents)}
-        files.finish("measured", ["docs.zst", "format.zst", "arrays.npz"], facts)
-    return number, facts["documents"], facts
+        facts = {"documents": len(kept) + len(dropped), "counts": _counts(phase.steps)}
+        job.files.write_arrays(stage, arrays, facts)
+    return ShardResult(job.number, facts["documents"], facts)
 
 
-def write_shard(item: _Item) -> tuple[int, int, dict[str, Any]]:
-    """Drop what was decided, replace personal data, and write both. Only values of kept documents are counted."""
-    folder, number, config = item
-    files = ShardFiles(Path(folder), number)
-    facts = files.facts("written")
+def write_shard(job: ShardJob) -> ShardResult:
+    """Take the documents through the last steps, and write what is kept and all that was dropped."""
+    facts = job.files.facts(WRITTEN)
     if facts is None:
-        documents = unpack_documents(files.read("measured", "docs.zst"))
-        drops = {index: entry for index, *entry in json.loads(files.read("decided", "drops.json"))}
-        lines = unpack_lines(files.read("measured", "format.zst"))
-        privacy = Privacy(config.privacy)
-        kept: list[str] = []
-        counts, replaced = _Counts(), Counter[str]()
-        for position, line in enumerate(lines):
-            entry = json.loads(line)
-            step, drop = entry.pop("step"), Drop(entry.pop("reason"), entry.pop("detail"))
-            counts.add("dropped", step, drop.reason, entry["text"])
-            lines[position] = _drop_line(privacy(Document.from_plain(entry))[0], step, drop)
-        for index, document in enumerate(documents):
-            if index in drops:
-                step, reason, detail = drops[index]
-                lines.append(_drop_line(privacy(document)[0], step, Drop(reason, detail)))
-                counts.add("dropped", step, reason, document.text)
+        steps = [step for phase in job.phases for step in phase.steps]
+        tally = _Tally(steps)
+        for phase in range(job.phase):
+            job.files.verify(measured(phase))
+            for line in unpack_lines(job.files.array(measured(phase), DROPPED).tobytes()):
+                tally.drop(DroppedDocument.from_json(line))
+        for result in _results(job):
+            if isinstance(result, DroppedDocument):
+                tally.drop(result)
             else:
-                document, values = privacy(document)
-                replaced += values
-                kept.append(document.to_json())
-                counts.add("kept", document.kind, document.split, document.text)
-        write_file(files.path("kept.zst"), pack_lines(kept))
-        write_file(files.path("dropped.zst"), pack_lines(lines))
-        facts = {
-            **counts.facts(),
-            "replaced": replaced,
-            "failed_validators": privacy.failures,
-            "documents": len(documents),
-        }
-        files.finish("written", ["kept.zst", "dropped.zst"], facts)
-    return number, facts["documents"], facts
+                tally.keep(result)
+        arrays = {KEPT: as_array(pack_lines(tally.kept)), DROPPED: as_array(pack_lines(tally.dropped))}
+        earlier = [(job.files.facts(measured(phase)) or {}).get("counts", {}) for phase in range(job.phase)]
+        counts = _sum([*earlier, _counts(steps)])
+        num_documents = len(tally.kept) + len(tally.dropped)
+        facts = {**tally.facts(), "counts": counts, "documents": num_documents}
+        job.files.write_arrays(WRITTEN, arrays, facts)
+    return ShardResult(job.number, facts["documents"], facts)
 
 
-class _Counts:
-    """Documents and bytes by two names."""
+def _results(job: ShardJob) -> Iterator[Document | DroppedDocument]:
+    """The documents that enter a phase, dropped as the corpus steps of the phase before decided, or after the steps of
+    this one.
+    """
+    steps = job.phases[job.phase].steps
+    if job.phase == 0:
+        for document in unpack_documents(job.files.read(READ, f"{READ}.zst")):
+            yield _through(document, steps)
+        return
+    before = job.phase - 1
+    job.files.verify(measured(before))
+    drops = {index: drop for index, *drop in job.files.finished(decided(before))["drops"]}
+    for index, document in enumerate(unpack_documents(job.files.array(measured(before), DOCUMENTS).tobytes())):
+        yield DroppedDocument(document, *drops[index]) if index in drops else _through(document, steps)
 
-    def __init__(self) -> None:
-        self._entries: dict[str, dict[tuple[str, str], dict[str, int]]] = {"kept": {}, "dropped": {}}
 
-    def add(self, which: str, first: str, second: str, text: str) -> None:
-        entry = self._entries[which].setdefault((first, second), {"documents": 0, "bytes": 0})
-        entry["documents"] += 1
-        entry["bytes"] += len(text.encode("utf-8", "replace"))
+def _through(document: Document, steps: Sequence[Step]) -> Document | DroppedDocument:
+    for step in steps:
+        result = step(document)
+        if isinstance(result, Drop):
+            return DroppedDocument(document, step.name, result.reason, result.detail)
+        document = result
+    return document
+
+
+def _columns(documents: Sequence[Document], steps: Sequence[CorpusStep]) -> dict[str, NDArray[Any]]:
+    """Raises `DataError` for a step that measures under the name of another one's column."""
+    columns: dict[str, NDArray[Any]] = {
+        "kind": np.array([KINDS.index(document.kind) for document in documents], np.int8),
+        "split": np.array([document.split == "heldout" for document in documents], np.int8),
+    }
+    for step in steps:
+        new = step.measure(documents, columns)
+        if taken := [name for name in new if name in (*columns, IDS, DOCUMENTS, DROPPED)]:
+            raise DataError(f"{step.name}: measures {taken[0]!r}, which another step measures; rename the column")
+        columns |= new
+    return columns
+
+
+def _counts(steps: Sequence[Step]) -> dict[str, dict[str, int]]:
+    return _sum([step.take_counts() for step in steps if isinstance(step, CountingStep)])
+
+
+def _sum(counts: Sequence[Any]) -> dict[str, dict[str, int]]:
+    total: dict[str, Counter[str]] = {}
+    for entry in counts:
+        for name, counters in entry.items():
+            total.setdefault(name, Counter()).update(counters)
+    return {name: dict(counters) for name, counters in total.items()}
+
+
+class _Tally:
+    """The lines of kept and dropped documents, and how many documents and bytes they are by two names."""
+
+    def __init__(self, steps: Sequence[Step]) -> None:
+        self._redactors = [step for step in steps if isinstance(step, Redactor)]
+        self.kept: list[str] = []
+        self.dropped: list[str] = []
+        self._entries: dict[str, dict[tuple[str, str], dict[str, int]]] = {KEPT: {}, DROPPED: {}}
+
+    def keep(self, document: Document) -> None:
+        self._add(KEPT, document.kind, document.split, document.text)
+        self.kept.append(document.to_json())
+
+    def drop(self, entry: DroppedDocument) -> None:
+        document = entry.document
+        self._add(DROPPED, entry.step, entry.reason, document.text)
+        for step in self._redactors:
+            document = step.redact(document)
+        self.dropped.append(DroppedDocument(document, entry.step, entry.reason, entry.detail).to_json())
 
     def facts(self) -> dict[str, list[tuple[str, str, dict[str, int]]]]:
         return {which: [(*names, entry) for names, entry in part.items()] for which, part in self._entries.items()}
 
-
-def _drop_line(document: Document, step: str, drop: Drop) -> str:
-    entry = {"step": step, "reason": drop.reason, "detail": drop.detail, **document.plain()}
-    return json.dumps(entry, ensure_ascii=False)
+    def _add(self, which: str, first: str, second: str, text: str) -> None:
+        entry = self._entries[which].setdefault((first, second), {"documents": 0, "bytes": 0})
+        entry["documents"] += 1
+        entry["bytes"] += len(text.encode("utf-8", "replace"))

@@ -6,10 +6,11 @@ from itertools import islice
 from pathlib import Path
 
 from modelwright.core.errors import DataError
-from modelwright.data.clean import DroppedDocument, read_dropped, read_kept
+from modelwright.data.clean import read_dropped, read_kept
 from modelwright.data.clean_folder import REPORT
 from modelwright.data.document import Document
-from modelwright.data.steps.quality import FEATURES, QualityConfig, measure
+from modelwright.data.features import FEATURES, measure
+from modelwright.data.steps.step import DroppedDocument
 
 _EXCERPT_CHARS = 1000
 _MOST_SIMILAR_NAMES = 100_000
@@ -42,7 +43,7 @@ def _describe(folder: Path, document: Document, dropped: DroppedDocument | None)
         lines.append(f"result    dropped by {dropped.step}, {dropped.reason}{detail}")
     limits = json.loads((folder / REPORT).read_text())["limits"].get(document.kind, {})
     lines += ["", f"{'feature':<26}{'value':>12}{'min':>12}{'max':>12}"]
-    for name, value in zip(FEATURES, measure(document, QualityConfig()), strict=True):
+    for name, value in zip(FEATURES, measure(document), strict=True):
         low, high = (f"{limits[key]:.4g}" if (key := f"{side}_{name}") in limits else "" for side in ("min", "max"))
         lines.append(f"{name:<26}{value:>12.4g}{low:>12}{high:>12}")
     text = document.text[:_EXCERPT_CHARS] + (" ..." if len(document.text) > _EXCERPT_CHARS else "")

@@ -14,6 +14,8 @@ from modelwright.core.errors import ModelwrightError
 
 _MOST_BREAKS = 3
 _QUEUED_PER_WORKER = 2
+_FEWEST_ITEMS = 4
+"""With fewer, starting processes takes longer than the work."""
 
 
 class ShardEngine(Protocol):
@@ -32,7 +34,7 @@ class InProcess:
 
 
 class LocalProcesses:
-    """Work in `num_workers` processes of this machine.
+    """Work in `num_workers` processes of this machine, or in this one where there are few items.
 
     An item whose process is killed is tried again in a new one. Raises `ModelwrightError` if that happens repeatedly,
     as when the machine has too little memory.
@@ -42,7 +44,7 @@ class LocalProcesses:
         self.num_workers = num_workers
 
     def map(self, function: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any]:
-        if self.num_workers == 1 or len(items) == 1:
+        if self.num_workers == 1 or len(items) < _FEWEST_ITEMS:
             yield from map(function, items)
             return
         left, num_breaks = list(range(len(items))), 0

@@ -24,7 +24,7 @@ from modelwright.data.augment.augmenter import Augmenter, MethodCost
 from modelwright.data.augment.methods import AUGMENTATIONS, build_methods
 from modelwright.data.clean_config import CleanConfig
 from modelwright.data.document import Document
-from modelwright.data.shard_files import ShardFiles, numbered, pack_lines, unpack_documents, unpack_lines, write_file
+from modelwright.data.shard_files import ShardFiles, numbered, pack_lines, unpack_documents, unpack_lines
 from modelwright.data.sources import SourceConfig, SourceReport, read_documents
 from modelwright.data.workers import LocalProcesses
 from modelwright.pipeline.cleaning import fingerprint
@@ -113,7 +113,6 @@ def augment_shard(job: ShardJob) -> int:
         augmenter = Augmenter(methods, seed=job.augment.seed)
         documents = unpack_documents(job.shard.read(_ORIGINALS, "originals.zst"))
         lines = [copy.to_json() for copy in _copies(documents, augmenter, job.augment)]
-        write_file(job.shard.path("copies.zst"), pack_lines(lines))
         facts = {
             "documents": len(documents),
             "held_out": sum(document.split != "train" for document in documents),
@@ -121,7 +120,7 @@ def augment_shard(job: ShardJob) -> int:
             "costs": {name: asdict(cost) for name, cost in augmenter.costs.items()},
             "unchanged": dict(sum((Counter(method.counts()) for method in methods), Counter())),
         }
-        job.shard.finish(_COPIES, ["copies.zst"], facts)
+        job.shard.write(_COPIES, {"copies.zst": pack_lines(lines)}, facts)
     return facts["documents"]
 
 
@@ -140,8 +139,8 @@ def _divide(documents: Iterator[Document], folder: Path) -> list[ShardFiles]:
         while chunk := list(islice(documents, _SHARD_DOCUMENTS)):
             shard = ShardFiles(folder, num_shards)
             if shard.facts(_ORIGINALS) is None:
-                write_file(shard.path("originals.zst"), pack_lines(document.to_json() for document in chunk))
-                shard.finish(_ORIGINALS, ["originals.zst"], {})
+                content = pack_lines(document.to_json() for document in chunk)
+                shard.write(_ORIGINALS, {"originals.zst": content}, {})
             num_shards += 1
     return list(numbered(folder, num_shards))
 

@@ -13,12 +13,13 @@ from modelwright.core.config import difference, digest, dump
 from modelwright.core.errors import ConfigError, DataError, writing
 from modelwright.core.progress import Progress
 from modelwright.core.rundir import check_folder, lock_folder
-from modelwright.data.clean import CleanReport, clean_documents, describe_drops, read_dropped
-from modelwright.data.clean_config import CleanConfig
+from modelwright.data.clean import clean_documents, read_dropped
+from modelwright.data.clean_config import CleanConfig, build_steps
 from modelwright.data.clean_folder import DROPPED, KEPT, REPORT
+from modelwright.data.clean_report import CleanReport, describe_drops
 from modelwright.data.find_files import locate
 from modelwright.data.sources import BUILTIN, SourceConfig, SourceReport, read_documents
-from modelwright.pipeline.cleaning import QUARANTINE, clean_into, fingerprint, noise_warnings, read_trusted
+from modelwright.pipeline.cleaning import QUARANTINE, clean_into, fingerprint, local_engine, noise_warnings
 
 SETTINGS = "settings.json"
 _SEED = 1
@@ -62,7 +63,7 @@ def try_cleaning(data: SourceConfig, clean: CleanConfig, progress: Progress) -> 
     with tempfile.TemporaryDirectory() as name:
         folder, problem = Path(name), ""
         try:
-            clean_documents(documents, clean, folder, progress, read_trusted=read_trusted, seed=_SEED)
+            clean_documents(documents, build_steps(clean, seed=_SEED), folder, progress, engine=local_engine(clean))
         except DataError as error:
             if not (folder / REPORT).exists():
                 raise

@@ -9,29 +9,28 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.errors import DataError, writing
 from modelwright.core.progress import Progress
-from modelwright.core.resources import versions
-from modelwright.data.clean import CleanReport, clean_documents
-from modelwright.data.clean_config import CleanConfig
-from modelwright.data.clean_noise import low_recall
-from modelwright.data.document import Document
+from modelwright.core.resources import num_usable_cores, versions
+from modelwright.data.clean import clean_documents
+from modelwright.data.clean_config import CleanConfig, build_steps
+from modelwright.data.clean_report import CleanReport
 from modelwright.data.find_files import locate
+from modelwright.data.noise_cascade import low_recall
 from modelwright.data.sources import BUILTIN, SourceConfig, SourceReport, read_documents
+from modelwright.data.workers import LocalProcesses
 from modelwright.pipeline.redact import redact_text
 
 QUARANTINE, SOURCES = "quarantine.jsonl", "sources.json"
-_TRUSTED_STDLIB_FRACTION = 0.1
 
 
 def fingerprint(data: SourceConfig, clean: CleanConfig) -> list[list[str | int | float]]:
     """Names, sizes and modification times of all files that decide the result, without reading them: sources, schema,
-    and the trusted text and model of the stage noise. Raises `DataError` for a missing source.
+    the trusted text and model of the step noise, and steps of a user's own. Raises `DataError` for a missing source.
     """
     result: list[list[str | int | float]] = []
     sources = (*data.sources, *clean.noise.trusted)
@@ -39,7 +38,8 @@ def fingerprint(data: SourceConfig, clean: CleanConfig) -> list[list[str | int |
         libraries = versions("torch", "numpy")
         result.append([BUILTIN, sys.version, *libraries.values()])
     folders = [Path(clean.noise.model)] if clean.noise.model else []
-    single = [Path(data.schema)] if data.schema else []
+    own_steps = [Path(reference.rpartition(":")[0]) for reference in clean.steps]
+    single = [*([Path(data.schema)] if data.schema else []), *own_steps]
     for path in [*single, *(path for folder in folders for path in sorted(folder.glob("*")))]:
         if path.is_file():
             facts = path.stat()
@@ -66,7 +66,7 @@ def clean_into(
     """Read the sources and clean them into `out`.
 
     work: folder for what is unfinished, which the next call with the same key resumes. Returns the report, the facts
-    about the sources and what was not read, in words. seed: of the stage noise. leave_open: as in `read_documents`.
+    about the sources and what was not read, in words. seed: of the step noise. leave_open: as in `read_documents`.
     Raises like `data.clean.clean_documents`.
     """
     report, before = SourceReport(), fingerprint(data, clean)
@@ -82,20 +82,24 @@ def clean_into(
     documents = _quarantining(read_documents(data, report=report, leave_open=leave_open), report, work / QUARANTINE)
     cleaned, read = clean_documents(
         documents,
-        clean,
+        build_steps(clean, seed=seed),
         out,
         progress,
         work=work,
         key=key,
         facts=facts,
-        read_trusted=read_trusted,
-        seed=seed,
+        engine=local_engine(clean),
     )
     with writing(out):
         shutil.copyfile(work / QUARANTINE, out / QUARANTINE)
         write_atomic(out / SOURCES, json.dumps(read["report"], indent=1, ensure_ascii=False))
         shutil.rmtree(work, ignore_errors=True)
     return cleaned, read["report"], [redact_text(line) for line in read["summary"]]
+
+
+def local_engine(clean: CleanConfig) -> LocalProcesses:
+    """The cores of this machine that may clean."""
+    return LocalProcesses(clean.num_workers or num_usable_cores())
 
 
 def noise_warnings(report: CleanReport) -> list[str]:
@@ -109,17 +113,6 @@ def noise_warnings(report: CleanReport) -> list[str]:
 def _differing(before: list[list[str | int | float]], after: list[list[str | int | float]]) -> list[list[Any]]:
     """The entries of either fingerprint that the other lacks."""
     return [entry for entry in [*after, *before] if entry not in before or entry not in after]
-
-
-def read_trusted(sources: tuple[str, ...], most: int) -> list[Document]:
-    """The first documents of the sources of `clean.noise.trusted`, without pairs, which the stage does not judge. Of
-    `stdlib`, the documentation and code on this machine, a tenth of the modules is enough.
-    """
-    config = SourceConfig(
-        sources=sources, validation_fraction=0.0, on_bad_record="skip", stdlib_fraction=_TRUSTED_STDLIB_FRACTION
-    )
-    documents = read_documents(config, report=SourceReport())
-    return list(islice((document for document in documents if document.kind != "qa"), most))
 
 
 def _quarantining(documents: Iterator[Any], report: SourceReport, path: Path) -> Iterator[Any]:

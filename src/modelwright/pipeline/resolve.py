@@ -119,7 +119,8 @@ def resolve_paths(config: RunConfig) -> RunConfig:
     noise, duplicates = clean.noise, clean.duplicates
     noise = replace(noise, trusted=tuple(map(_absolute, noise.trusted)), model=_absolute_path(noise.model))
     duplicates = replace(duplicates, index=_absolute_path(duplicates.index))
-    return config.with_sections({CLEAN.name: replace(clean, noise=noise, duplicates=duplicates)})
+    steps = tuple(map(_absolute_path, clean.steps))
+    return config.with_sections({CLEAN.name: replace(clean, noise=noise, duplicates=duplicates, steps=steps)})
 
 
 def matrix_shapes(model: ModelConfig) -> list[tuple[int, int]]:

@@ -1,1 +1,1 @@
-"""The five stages of cleaning, one file each: format, quality, noise, duplicates and privacy."""
+"""The steps of cleaning, one file each, and the protocols that they follow (`step.py`)."""

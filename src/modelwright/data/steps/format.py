@@ -17,7 +17,7 @@ from resiliparse.extract.html2text import extract_plain_text  # pyright: ignore[
 from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
 from modelwright.data.document import Document
-from modelwright.data.steps.step import Drop
+from modelwright.data.steps.step import Drop, StepSpec
 
 URL_MARKER = "<URL>"
 _CONTROL = re.compile("[\x00-\x08\x0b\x0e-\x1f\x7f\x80-\x84\x86-\x9f\ufeff\ufffe\uffff]")
@@ -84,6 +84,9 @@ class Format:
     def _is_html(self, text: str) -> bool:
         tags = [len(tag) for tag in _TAG.findall(text)] if "</" in text or "<br" in text.lower() else []
         return len(tags) >= self.config.min_html_tags and sum(tags) >= self.config.min_html_fraction * len(text)
+
+
+FORMAT = StepSpec(name="format", build=lambda config, seed: Format(config))
 
 
 def control_share(text: str) -> float:

@@ -1,180 +1,136 @@
-"""Noise: a calibrated linear classifier of trusted text against junk, on hashed n-grams of words and characters.
+"""The step noise: drops documents that a classifier, trained on trusted text, takes for junk.
 
-The classifier judges only forms of text that it knows: a chat, a table or a language that the trusted text does not
-have is rare, which does not make it junk. How it is trained and tested is `data/clean_noise.py`.
+Training and its test are in `data/noise_cascade.py`, the classifier in `data/noise_classifier.py`.
 """
 
-import re
-from collections import Counter
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors.numpy import load_file, save_file
 
-from modelwright.core.config import constant
-from modelwright.core.errors import ConfigError
+from modelwright.core.artifacts import write_atomic
+from modelwright.data.document import KINDS, Document
+from modelwright.data.features import FEATURES
+from modelwright.data.measured_corpus import DOCUMENTS, MeasuredCorpus
+from modelwright.data.noise_cascade import CLASSIFIER, FEWEST_WORDS, SURELY_TRUSTED, Cascade, NoiseConfig, train_cascade
+from modelwright.data.noise_classifier import KnownForms, LinearClassifier
+from modelwright.data.shard_files import ShardFiles, unpack_documents
+from modelwright.data.sources import SourceConfig, SourceReport, read_documents
+from modelwright.data.steps.step import Columns, Decisions, Drop, StepSpec
+from modelwright.data.words import split_words
 
-_BUCKETS = 2**18
-_HEAD_CHARS = 4000
-"""Characters at the beginning of a text that are read; the rest of a longer one is not."""
-_FOLDS = 5
-_RARE = 0.01
-"""A form with a smaller share of the trusted documents is one that the trusted text does not have."""
-_SPEAKER = re.compile(r"\s*(?:[\[(]?\d{1,2}:\d\d(?::\d\d)?[\])]?\s*)?(<[^<>\s]{1,24}>|[^\W\d][\w .'-]{0,24}:(?=\s))")
-_CELLS = re.compile(r"\||\t|;|,(?! )| {3,}")
-_MIN_LINES = 4
-_LEAST_THRESHOLD = 0.5
-"""Where samples are easy to tell apart, a lower threshold would keep its promise for them, and for no other text."""
-
-Layout = Literal["chat", "table", "text"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class NoiseConfig:
-    """The noise classifier."""
-
-    trusted: tuple[str, ...] = ()
-    """Files or directories with trusted text, from which the classifier learns what is no noise; `stdlib`: English
-    documentation and Python code on this machine; empty switches the stage off."""
-    model: str = ""
-    """Folder of a Hugging Face sequence-classification model that decides where the classifier is uncertain."""
-    model_noise_label: str = "1"
-    """Label of the class of `model` that stands for noise, by name or number."""
-    min_precision: float = constant(0.95)
-    """Precision that the threshold must reach on held-out samples: the share of dropped documents that are junk."""
-    assumed_share: float = constant(0.1)
-    """Share of noise in the corpus for which `min_precision` is kept; with more noise the precision is higher."""
-    num_samples: int = constant(3000)
-    """Most trusted samples; as many junk samples are made from them."""
-
-    def __post_init__(self) -> None:
-        if self.model and not self.trusted:
-            raise ConfigError("model: needs trusted text to be calibrated; name some with noise.trusted")
-
-    @property
-    def enabled(self) -> bool:
-        return bool(self.trusted)
-
-
-def layout_of(text: str) -> Layout:
-    """Whether the lines of a text are turns of a chat, rows of a table or anything else."""
-    lines = [line for line in text[:_HEAD_CHARS].split("\n") if line.strip()]
-    if len(lines) < _MIN_LINES:
-        return "text"
-    speakers = [match[1] for line in lines if (match := _SPEAKER.match(line))]
-    if len(speakers) >= 0.5 * len(lines) and len(set(speakers)) <= 0.5 * len(speakers):
-        return "chat"
-    cells = Counter(len(_CELLS.findall(line)) for line in lines)
-    return "table" if sum(count for number, count in cells.items() if number >= 2) >= 0.6 * len(lines) else "text"
-
-
-def language_of(text: str) -> str:
-    """The ISO 639-1 code of a text's language, "" where its halves disagree, as those of junk often do."""
-    import py3langid  # takes half a second
-
-    head = text[:_HEAD_CHARS]
-    first, second = (py3langid.classify(half)[0] for half in (head[: len(head) // 2], head[len(head) // 2 :]))
-    return first if first == second != "zxx" else ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class KnownForms:
-    """The layouts and languages of the trusted text."""
-
-    layouts: tuple[str, ...]
-    languages: tuple[str, ...]
-
-    @classmethod
-    def of(cls, texts: Sequence[str]) -> "KnownForms":
-        counts = [Counter(form(text) for text in texts) for form in (layout_of, language_of)]
-        layouts, languages = (sorted(name for name, n in one.items() if n >= _RARE * len(texts)) for one in counts)
-        return cls(layouts=tuple(layouts), languages=tuple(languages))
-
-    def includes(self, text: str) -> bool:
-        """Whether a text has a form that is known; one whose language cannot be told has no other language."""
-        return layout_of(text) in self.layouts and language_of(text) in ("", *self.languages)
+_NUM_WORDS = FEATURES.index("num_words")
+_STDLIB_FRACTION = 0.1
+_CASCADE = "noise.json"
+_STAGE = "noise"
 
 
 @dataclass(frozen=True)
-class LinearClassifier:
-    """P(noise) = sigmoid(slope * (weights . n-grams + bias) + offset)."""
+class Noise:
+    config: NoiseConfig
+    seed: int
+    name: str = "noise"
 
-    weights: NDArray[np.float32]
-    bias: float
-    slope: float
-    offset: float
+    def measure(self, documents: Sequence[Document], columns: Columns) -> Columns:
+        """`judged` [N]: whether a document is long enough and no pair."""
+        if "features" in columns:
+            num_words = columns["features"][:, _NUM_WORDS]
+        else:
+            num_words = np.array([len(split_words(document.text)) for document in documents], np.int64)
+        return {"judged": (columns["kind"] != KINDS.index("qa")) & (num_words >= FEWEST_WORDS)}
 
-    @classmethod
-    def fit(
-        cls, texts: Sequence[str], labels: NDArray[np.bool_], groups: NDArray[np.int64]
-    ) -> tuple["LinearClassifier", NDArray[np.float64]]:
-        """Fit and calibrate by cross-validation; returns P(noise) of each text by a classifier that has not seen it,
-        too [N]. labels [N]: whether noise; groups [N]: texts of one group are in one fold. Deterministic.
+    def decide(self, corpus: MeasuredCorpus) -> Decisions:
+        """Train the classifier, and score the documents in worker processes. Raises `DataError` if there are too few
+        trusted samples to learn from.
         """
-        from sklearn.calibration import CalibratedClassifierCV
-        from sklearn.linear_model import LogisticRegression
-        from sklearn.model_selection import GroupKFold, cross_val_predict
+        judged = np.flatnonzero(corpus.alive & corpus.column("judged"))
+        cascade, report = self._trained(corpus.folder)
+        shards = np.searchsorted(corpus.starts, judged, side="right") - 1
+        items = [
+            _ScoreJob(corpus.folder, corpus.shards[shard], corpus.stage, rows.tolist(), self.config, cascade)
+            for shard in np.unique(shards)
+            for rows in [judged[shards == shard] - corpus.starts[shard]]
+        ]
+        drops: dict[int, Drop] = {}
+        num_unknown = num_uncertain = 0
+        for shard, arrays in corpus.engine.map(score_shard, items):
+            p, by_model, has_form = arrays["p"], arrays["by_model"], arrays["has_form"]
+            num_unknown += int((~has_form).sum())
+            num_uncertain += int((has_form & cascade.is_uncertain(p)).sum())
+            for row, first, second, known in zip(arrays["rows"], p, by_model, has_form, strict=True):
+                if known and first >= cascade.threshold:
+                    detail = f"probability {first:.3f}, limit {cascade.threshold:.3f}"
+                elif known and second >= cascade.model_threshold:
+                    detail = f"probability {second:.3f} by the model, limit {cascade.model_threshold:.3f}"
+                else:
+                    continue
+                drops[int(corpus.starts[shard] + row)] = Drop("noise", detail)
+        counts = {"judged": len(judged), "abstained": num_unknown, "uncertain": num_uncertain, "dropped": len(drops)}
+        return Decisions(drops=drops, report={"noise": {**report, **counts}})
 
-        inputs = _ngrams(texts)
-        folds = list(GroupKFold(_FOLDS).split(inputs, labels, groups))
-        linear = LogisticRegression(C=10.0, solver="liblinear", random_state=0)
-        calibrated: Any = CalibratedClassifierCV(linear, method="sigmoid", cv=folds, ensemble=False)  # pyright: ignore[reportArgumentType]
-        (calibrated,) = calibrated.fit(inputs, labels).calibrated_classifiers_
-        (sigmoid,), fitted = calibrated.calibrators, calibrated.estimator
-        weights = fitted.coef_[0].astype(np.float32)
-        result = cls(weights, float(fitted.intercept_[0]), -float(sigmoid.a_), -float(sigmoid.b_))
-        unseen = np.asarray(cross_val_predict(linear, inputs, labels, cv=folds, method="decision_function"))
-        return result, logistic(result.slope * unseen + result.offset)
-
-    def probabilities(self, texts: Sequence[str]) -> NDArray[np.float64]:
-        """P(noise) of each text [N]."""
-        if not len(texts):
-            return np.empty(0)
-        scores: NDArray[np.float64] = _ngrams(texts) @ self.weights + self.bias
-        return logistic(self.slope * scores + self.offset)
-
-    def save(self, path: Path) -> None:
-        scalars = np.array([self.bias, self.slope, self.offset])
-        save_file({"weights": self.weights, "scalars": scalars}, path)
-
-    @classmethod
-    def load(cls, path: Path) -> "LinearClassifier":
-        arrays = load_file(path)
-        return cls(arrays["weights"], *map(float, arrays["scalars"]))
-
-
-def logistic(scores: Any) -> Any:
-    """The logistic function, without overflow."""
-    return 1 / (1 + np.exp(-np.clip(scores, -50, 50)))
+    def _trained(self, folder: Path) -> tuple[Cascade, dict[str, Any]]:
+        path = folder / _CASCADE
+        if not path.exists():
+            trusted = read_trusted(self.config.trusted, self.config.num_samples)
+            trained = train_cascade(trusted, self.config, self.seed, folder)
+            write_atomic(path, json.dumps([asdict(trained[0]), trained[1]]))
+        cascade, report = json.loads(path.read_text())
+        return Cascade(**cascade | {"forms": KnownForms(**cascade["forms"])}), report
 
 
-def threshold_for(p: NDArray[np.float64], labels: NDArray[np.bool_], min_precision: float, share: float) -> float:
-    """The lowest threshold, at least a half, from which the precision is at least `min_precision` if a share of `share`
-    of all documents is noise, whatever its share among the samples; above 1 if there is none. One more trusted sample
-    than there are counts as noise for sure (Laplace's rule), so that few samples promise little.
+NOISE = StepSpec(
+    name="noise",
+    build=lambda config, seed: Noise(config, seed) if config.enabled else None,
+    remedies={"noise": "--clean.noise.trusted []"},
+)
+
+
+def read_trusted(sources: tuple[str, ...], most: int) -> list[Document]:
+    """The first documents of the sources of `clean.noise.trusted`, without pairs, which the step does not judge. Of
+    `stdlib`, the documentation and code on this machine, a tenth of the modules is enough.
     """
-    from sklearn.metrics import precision_recall_curve
-
-    if not labels.any():
-        return 2.0
-    p, labels = np.append(p, 1.0), np.append(labels, False)
-    weights = np.where(labels, share / labels.sum(), (1 - share) / (~labels).sum())
-    precision, _, thresholds = precision_recall_curve(labels, p, sample_weight=weights)
-    good = np.flatnonzero(precision[:-1] >= min_precision)
-    return max(_LEAST_THRESHOLD, float(thresholds[good[0]])) if len(good) else 2.0
+    config = SourceConfig(
+        sources=sources, validation_fraction=0.0, on_bad_record="skip", stdlib_fraction=_STDLIB_FRACTION
+    )
+    documents = read_documents(config, report=SourceReport())
+    return list(islice((document for document in documents if document.kind != "qa"), most))
 
 
-def _ngrams(texts: Sequence[str]) -> Any:
-    """Hashed n-grams of the beginnings of texts, a sparse matrix [N, 2 * _BUCKETS]."""
-    from scipy.sparse import hstack
-    from sklearn.feature_extraction.text import HashingVectorizer
+@dataclass(frozen=True)
+class _ScoreJob:
+    """Documents of a shard to score. folder: with the classifier; stage: which wrote the documents of the shard."""
 
-    single: Any = np.float32
-    words = HashingVectorizer(n_features=_BUCKETS, ngram_range=(1, 2), token_pattern=r"\w+|[^\w\s]", dtype=single)
-    chars = HashingVectorizer(n_features=_BUCKETS, analyzer="char_wb", ngram_range=(1, 4), dtype=single)
-    heads = [text[:_HEAD_CHARS] for text in texts]
-    return hstack([words.transform(heads), chars.transform(heads)], format="csr")
+    folder: Path
+    files: ShardFiles
+    stage: str
+    rows: list[int]
+    config: NoiseConfig
+    cascade: Cascade
+
+
+def score_shard(job: _ScoreJob) -> tuple[int, dict[str, NDArray[Any]]]:
+    """Probabilities of noise of some documents of a shard by both models, and whether their form is known; runs in
+    worker processes.
+    """
+    if job.files.facts(_STAGE) is None:
+        documents = unpack_documents(job.files.array(job.stage, DOCUMENTS).tobytes())
+        texts = [documents[row].text for row in job.rows]
+        p = LinearClassifier.load(job.folder / CLASSIFIER).probabilities(texts)
+        has_form = np.ones(len(texts), np.bool_)
+        for index in np.flatnonzero(p >= SURELY_TRUSTED):
+            has_form[index] = job.cascade.forms.includes(texts[index])
+        by_model = np.zeros(len(texts))
+        uncertain = np.flatnonzero(has_form & job.cascade.is_uncertain(p))
+        if job.config.model and len(uncertain):
+            from modelwright.data.noise_model import NoiseModel
+
+            model = NoiseModel(job.config.model, job.config.model_noise_label)
+            by_model[uncertain] = job.cascade.by_model(model.scores([texts[index] for index in uncertain]))
+        rows = np.array(job.rows, np.int64)
+        job.files.write_arrays(_STAGE, {"rows": rows, "p": p, "by_model": by_model, "has_form": has_form}, {})
+    return job.files.number, dict(job.files.read_arrays(_STAGE))

@@ -1,4 +1,4 @@
-"""The stage privacy: replaces personal data and secrets by markers, the same one for equal values.
+"""The step privacy: replaces personal data and secrets by markers, the same one for equal values.
 
 `data/personal_data` finds the values. The first e-mail address of a document becomes `<EMAIL_1>`, a second one
 `<EMAIL_2>`, every repetition of the first `<EMAIL_1>` again. Only counts leave this module, never a value.
@@ -14,6 +14,7 @@ from modelwright.core.errors import ConfigError
 from modelwright.data.document import Document
 from modelwright.data.personal_data.find import find
 from modelwright.data.personal_data.pattern import KINDS
+from modelwright.data.steps.step import StepSpec
 
 _MARKERS = {kind: kind.upper() for kind in KINDS}
 
@@ -40,12 +41,30 @@ class PrivacyConfig:
 @dataclass(frozen=True)
 class Privacy:
     config: PrivacyConfig
-    failures: Counter[str] = field(default_factory=Counter)
-    """How often the check of each pattern raised an exception instead of an answer; the text stayed as it was."""
     name: str = "privacy"
+    replaced: Counter[str] = field(default_factory=Counter, compare=False)
+    """Values replaced in documents that were not dropped, by kind."""
+    failures: Counter[str] = field(default_factory=Counter, compare=False)
+    """How often the check of each pattern raised an exception instead of an answer; the text stayed as it was."""
 
-    def __call__(self, document: Document) -> tuple[Document, Counter[str]]:
-        """The document with markers in place of values, and the number of values replaced by kind."""
+    def __call__(self, document: Document) -> Document:
+        """The document with markers in place of values."""
+        changed, counts = self._replace(document)
+        self.replaced.update(counts)
+        return changed
+
+    def redact(self, document: Document) -> Document:
+        """The same for a dropped document, whose values are not counted."""
+        return self._replace(document)[0]
+
+    def take_counts(self) -> dict[str, dict[str, int]]:
+        counts = {"replaced": dict(self.replaced), "failed_validators": dict(self.failures)}
+        self.replaced.clear()
+        self.failures.clear()
+        return counts
+
+    def _replace(self, document: Document) -> tuple[Document, Counter[str]]:
+        """The changed document, and how many values were replaced by kind."""
         if not self.config.replace:
             return document, Counter()
         replacer = _Replacer(self.config, document.kind == "code", self.failures)
@@ -55,6 +74,9 @@ class Privacy:
         turns = [*document.messages, *document.meta.get("rejected", ())] if document.kind == "qa" else []
         parts = [turn["content"] for turn in turns] if turns else [document.text]
         return changed, sum((replacer.counts[part] for part in parts), Counter[str]())
+
+
+PRIVACY = StepSpec(name="privacy", build=lambda config, seed: Privacy(config))
 
 
 class _Replacer:

@@ -1,17 +1,10 @@
-"""Quality: features of a text, and limits on them for each kind of document.
-
-Repetition and symbols are measured as in Gopher (Rae et al. 2021, https://arxiv.org/abs/2112.11446, table A1). A *data
-line* is made of literals: after numbers, quoted strings, escapes and a trailing comment are removed, letters make up
-less than a quarter of it. Code pages (`encodings.cp1252`), character tables and dumps consist of data lines; a model
-would spend its capacity on copying them.
+"""Quality: limits on the features of a text (`data/features.py`), for each kind of document.
 
 Every feature is measured of every document and stored, so that `thresholds: auto` can derive limits from the corpus'
 own quantiles, and `clean --explain` can show them.
 """
 
 import math
-import re
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -22,42 +15,9 @@ from numpy.typing import NDArray
 from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
 from modelwright.data.document import KINDS, Document, Kind
-from modelwright.data.steps import text_signs
-from modelwright.data.words import hash_words, split_words
-
-_LITERAL = re.compile(
-    r"""[rbuRBU]{0,2}"(?:[^"\\]|\\.)*"|[rbuRBU]{0,2}'(?:[^'\\]|\\.)*'|\b0[xX][0-9a-fA-F]+\b|[-+]?\b\d[\w.]*"""
-)
-_MAY_BE_DATA = re.compile(r"""['"\d]""")
-_COMMENT = re.compile(r"\s*(#|//).*$")
-_DIGIT = re.compile(r"\d")
-_SYMBOL = re.compile(r"[^\w\s.,;:!?'\"()\-\u2010-\u201f\u3001-\u3003\uff0c\uff1a\uff1b\uff01\uff1f]")
-_CUT_OFF = re.compile(r"\w\s*(?:\.\.\.|\u2026|\.{0,3}\s*\[?(?:read|show) more\W*)$", re.IGNORECASE)
-_LATIN = re.compile(r"[A-Za-zÀ-ɏ]")
-_UNSPACED = re.compile(r"[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af]")
-_ASCII = [chr(code) for code in range(128)]
-_ASCII_DIGITS = [code for code, char in enumerate(_ASCII) if _DIGIT.match(char)]
-_ASCII_SYMBOLS = [code for code, char in enumerate(_ASCII) if _SYMBOL.match(char)]
-_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
-_MAX_NGRAM = 4
-_COMPRESSED_CHARS = 20_000
-_LANGUAGE_CHARS = 2_000
-_FEWEST_LINES_OF_CODE = 4
-_HEAD_CHARS = 200_000
-"""Features of longer texts are those of their first characters."""
-
-FEATURES = (
-    "num_chars", "num_words", "mean_word_chars", "char_entropy", "word_entropy", "digit_fraction", "symbol_fraction",
-    "duplicate_line_fraction", "data_fraction", "top_ngram_fraction", "compression_ratio", "stop_word_fraction",
-    "ellipsis_fraction", "misordered_fraction", "sorted_fraction", "broken_word_fraction", "record_fraction",
-    "error_fraction", "cut_end_fraction", "code_fraction",
-)  # fmt: skip
-"""num_chars: of the text without its title, for pairs of the answers; num_words: of the whole text. Entropies in bits.
-duplicate_line_fraction, data_fraction: of characters, in lines that occurred before and in lines of data, 0 below
-`min_lines` lines. top_ngram_fraction: largest fraction of characters that one 2- to 4-gram of words covers.
-compression_ratio: compressed over uncompressed bytes (zlib). stop_word_fraction: of the words in Latin script, those
-that are frequent in one language, 1 where there are few words in Latin script. ellipsis_fraction: of the lines, those
-that end where the text was cut off (an ellipsis, "Read more"). The others: see `text_signs.py`."""
+from modelwright.data.features import FEATURES, measure
+from modelwright.data.measured_corpus import MeasuredCorpus
+from modelwright.data.steps.step import Columns, Decisions, Drop, StepSpec
 
 _REASONS = {
     "num_chars": ("too short", "too long"), "num_words": ("too few words", "too many words"),
@@ -113,6 +73,7 @@ _OF_SHORT_TEXTS = ("cut_end_fraction",)
 """Long texts are more than their ends. No limit by default: chats and comments are often written in lower case."""
 _NEVER_AUTOMATIC = ("num_chars", "num_words", "cut_end_fraction", "code_fraction")
 
+_LANGUAGE_CHARS = 2_000
 _SHORT_WORDS, _SHORT_CHARS = 50, 300
 """Fractions, ratios and entropies of shorter texts vary too much to be judged."""
 
@@ -131,8 +92,6 @@ class QualityConfig:
     (`prose.max_digit_fraction: 0.4`); docs/data.md lists the features and defaults."""
     languages: tuple[str, ...] = ()
     """Keep only prose and pairs in these languages (ISO 639-1 codes, such as `en`); empty keeps all."""
-    min_lines: int = constant(8)
-    """Repeated lines and lines of data are not judged in shorter documents."""
 
     def __post_init__(self) -> None:
         if not 0 < self.auto_tail < 0.5:
@@ -145,6 +104,42 @@ class QualityConfig:
             _check_languages(self.languages)
 
 
+@dataclass(frozen=True)
+class Quality:
+    config: QualityConfig
+    name: str = "quality"
+
+    def measure(self, documents: Sequence[Document], columns: Columns) -> Columns:
+        """`features` [N, F] in the order of `FEATURES`, and `language` [N]: whether it is one that is wanted."""
+        features = np.array([measure(document) for document in documents], np.float32).reshape(-1, len(FEATURES))
+        language = [has_language(document, self.config) for document in documents]
+        return {"features": features, "language": np.array(language, np.bool_)}
+
+    def decide(self, corpus: MeasuredCorpus) -> Decisions:
+        """Drop what violates a limit, with the first limit violated."""
+        features = corpus.column("features")
+        kinds = judged_kinds(features, corpus.column("kind"))
+        by_kind: Mapping[Kind, NDArray[np.float32]] = {
+            kind: features[corpus.alive & (kinds == number)] for number, kind in enumerate(KINDS)
+        }
+        limits = limits_by_kind(self.config, by_kind)
+        drops: dict[int, Drop] = {}
+        for number, kind in enumerate(KINDS):
+            members = np.flatnonzero(corpus.alive & (kinds == number))
+            for violates, reason, feature, limit in judge(by_kind[kind], limits[kind]):
+                column = FEATURES.index(feature)
+                for row in np.flatnonzero(violates):
+                    detail = f"{feature} {by_kind[kind][row, column]:.4g}, limit {limit:.4g}"
+                    drops.setdefault(int(members[row]), Drop(reason, detail))
+        for row in np.flatnonzero(corpus.alive & ~corpus.column("language")):
+            drops.setdefault(int(row), Drop("other language", f"not in {', '.join(self.config.languages)}"))
+        shown = {kind: limits[kind] for number, kind in enumerate(KINDS) if (kinds == number).any()}
+        return Decisions(drops=drops, report={"limits": shown, "remedies": remedies(features, kinds, drops)})
+
+
+QUALITY = StepSpec(name="quality", build=lambda config, seed: Quality(config))
+
+
 def _check_languages(languages: Sequence[str]) -> None:
     import py3langid  # takes half a second
 
@@ -152,45 +147,6 @@ def _check_languages(languages: Sequence[str]) -> None:
     if unknown := [code for code in languages if code not in known]:
         text = f"languages: {unknown[0]!r} is not the code of a language that can be recognized, such as en, de or zh"
         raise ConfigError(f"{text}; known are {', '.join(known)}")
-
-
-def measure(document: Document, config: QualityConfig) -> list[float]:
-    """The features of a document, in the order of `FEATURES`."""
-    whole, body = document.text, document.body
-    text = whole[:_HEAD_CHARS]
-    lines = [line for line in text.split("\n") if line.strip()]
-    has_lines = len(lines) >= config.min_lines
-    words = split_words(text)
-    num_chars, num_words = max(1, len(text)), len(words)
-    if len(text) < len(whole):
-        num_words = num_words * len(whole) // num_chars
-    lengths = np.fromiter(map(len, words), np.int64, len(words))
-    counts, num_digits, num_symbols = _characters(text)
-    hashes = hash_words(words)
-    function_words, language = text_signs.function_word_share(words)
-    raw = text[:_COMPRESSED_CHARS].encode("utf-8", "replace")
-    return [
-        float(len(body) if body.strip() else 0),
-        float(num_words),
-        float(lengths.mean()) if len(words) else 0.0,
-        _entropy(counts),
-        _entropy(np.unique(hashes, return_counts=True)[1]),
-        num_digits / num_chars,
-        num_symbols / num_chars,
-        duplicate_share(lines) if has_lines else 0.0,
-        data_share(lines) if has_lines else 0.0,
-        _top_ngram_share(hashes, lengths, num_chars),
-        len(zlib.compress(raw, 1)) / max(1, len(raw)),
-        function_words if words and _is_latin(text) else 1.0,
-        sum(_CUT_OFF.search(line) is not None for line in lines) / max(1, len(lines)),
-        text_signs.misordered_share(words, language),
-        text_signs.sorted_share(words),
-        text_signs.broken_word_share(text, len(words)),
-        text_signs.record_share(lines) if has_lines else 0.0,
-        text_signs.error_share(lines),
-        text_signs.cut_end_share(body),
-        text_signs.code_share(lines) if len(lines) >= _FEWEST_LINES_OF_CODE else 0.0,
-    ]
 
 
 def has_language(document: Document, config: QualityConfig) -> bool:
@@ -241,32 +197,30 @@ def judge(features: NDArray[np.float32], limits: Limits) -> list[tuple[NDArray[n
     return result
 
 
-def duplicate_share(lines: Sequence[str]) -> float:
-    """Share of the characters that are in lines that occurred before."""
-    seen: set[str] = set()
-    duplicate = total = 0
-    for line in lines:
-        total += len(line)
-        if line in seen:
-            duplicate += len(line)
-        seen.add(line)
-    return duplicate / max(1, total)
+def remedies(features: NDArray[np.float32], kinds: NDArray[np.int8], drops: Mapping[int, Drop]) -> dict[str, str]:
+    """By the reason for which documents were dropped: the options of the command line that would keep all of them, as
+    far as this reason goes. features [N, F], kinds [N]: those whose limits apply.
+    """
+    values: dict[tuple[str, Kind], list[float]] = {}
+    for number, drop in drops.items():
+        if drop.reason in LIMIT_OF:
+            column = FEATURES.index(LIMIT_OF[drop.reason][4:])
+            values.setdefault((drop.reason, KINDS[kinds[number]]), []).append(float(features[number, column]))
+    result: dict[str, str] = {}
+    for (reason, kind), measured in sorted(values.items()):
+        limit = LIMIT_OF[reason]
+        value = _rounded(max(measured), up=True) if limit.startswith("max_") else _rounded(min(measured), up=False)
+        option = f"--clean.quality.limits.{kind}.{limit} {value:.10g}"
+        result[reason] = f"{result[reason]} {option}" if reason in result else option
+    return result
 
 
-def data_share(lines: Sequence[str]) -> float:
-    """Share of the characters that are in data lines."""
-    data = sum(len(line) for line in lines if is_data_line(line))
-    return data / max(1, sum(map(len, lines)))
-
-
-def is_data_line(line: str) -> bool:
-    """Whether a line holds literals and hardly anything else. A comment alone is not data."""
-    if not _MAY_BE_DATA.search(line):
-        return False
-    code = _COMMENT.sub("", line)
-    rest, num_literals = _LITERAL.subn("", code)
-    letters = sum(map(str.isalpha, rest))
-    return num_literals > 0 and letters < 0.25 * len(code.strip())
+def _rounded(value: float, *, up: bool) -> float:
+    """Three significant digits, away from the measured value, so that a limit of it keeps the value."""
+    if value == 0:
+        return 0.0
+    unit = 10.0 ** (math.floor(math.log10(abs(value))) - 2)
+    return (math.ceil(value / unit) if up else math.floor(value / unit)) * unit
 
 
 def _tighter(fixed: Limits, automatic: Limits) -> dict[str, float]:
@@ -299,40 +253,3 @@ def _quantile_limits(features: NDArray[np.float32], tail: float) -> dict[str, fl
         if high[number] > middle[number]:
             result[f"max_{name}"] = float(1.5 * high[number] - 0.5 * middle[number])
     return result
-
-
-def _characters(text: str) -> tuple[NDArray[np.int64], int, int]:
-    """Counts of the different characters, and how many characters are digits and symbols."""
-    if text.isascii():
-        counts = np.bincount(np.frombuffer(text.encode("ascii"), np.uint8), minlength=128)
-        return counts[counts > 0], int(counts[_ASCII_DIGITS].sum()), int(counts[_ASCII_SYMBOLS].sum())
-    points = np.frombuffer(text.encode("utf-32-le", "replace"), np.uint32)
-    counts = np.unique(points, return_counts=True)[1]
-    return counts, len(_DIGIT.findall(text)), len(_SYMBOL.findall(text))
-
-
-def _entropy(counts: NDArray[np.int64]) -> float:
-    """Entropy in bits per symbol."""
-    total = int(counts.sum())
-    return float(math.log2(total) - (counts * np.log2(counts)).sum() / total) if total else 0.0
-
-
-def _top_ngram_share(hashes: NDArray[np.uint64], lengths: NDArray[np.int64], num_chars: int) -> float:
-    largest, rolled, covered = 0.0, hashes, lengths
-    for n in range(2, _MAX_NGRAM + 1):
-        if len(hashes) < n:
-            break
-        rolled = rolled[:-1] * _MULTIPLIER + hashes[n - 1 :]
-        covered = covered[:-1] + lengths[n - 1 :] + 1
-        _, first, counts = np.unique(rolled, return_index=True, return_counts=True)
-        shares = np.where(counts > 1, counts * covered[first], 0)
-        largest = max(largest, float(shares.max()) / num_chars)
-    return largest
-
-
-def _is_latin(text: str) -> bool:
-    """Whether most of a text is in Latin script. In Chinese and Japanese a few characters say as much as a line of the
-    commands between them.
-    """
-    head = text[:1000]
-    return len(_LATIN.findall(head)) >= 0.5 * len(head) and len(_UNSPACED.findall(head)) <= 0.05 * len(head)

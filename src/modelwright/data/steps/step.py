@@ -1,13 +1,151 @@
-"""Why a document is dropped."""
+"""What a step of cleaning is: `Step` looks at one document at a time, `CorpusStep` at the whole corpus.
 
-from dataclasses import dataclass
+`STEPS` in `data/clean_config.py` lists the steps of this package; `data/clean.py` runs any list of them.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from numpy.typing import NDArray
+
+from modelwright.data.document import Document
+from modelwright.data.measured_corpus import MeasuredCorpus
+
+Columns = Mapping[str, NDArray[Any]]
+"""Arrays by name, usually with one row for each document."""
 
 
 @dataclass(frozen=True)
 class Drop:
-    """A stage drops a document. reason: short and from a fixed set, because reasons become counters; detail: the
+    """A step drops a document. reason: short and from a fixed set, because reasons become counters; detail: the
     measured value and the limit, or the document that was kept instead.
     """
 
     reason: str
     detail: str = ""
+
+
+@dataclass(frozen=True)
+class DroppedDocument:
+    """A document that cleaning dropped, the step that dropped it, and why."""
+
+    document: Document
+    step: str
+    reason: str
+    detail: str
+
+    def to_json(self) -> str:
+        """One JSON line, without the line end; `from_json` reads it back."""
+        entry = {"step": self.step, "reason": self.reason, "detail": self.detail, **self.document.plain()}
+        return json.dumps(entry, ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, line: str) -> "DroppedDocument":
+        entry = json.loads(line)
+        step, reason, detail = (entry.pop(name) for name in ("step", "reason", "detail"))
+        return cls(Document.from_plain(entry), step, reason, detail)
+
+
+class Step(Protocol):
+    """Looks at one document at a time, in worker processes, so it can be pickled.
+
+    What it returns depends on the document and its own settings alone. Its dataclass fields tell one setting of it
+    from another: work that was interrupted goes on with equal steps only.
+    """
+
+    @property
+    def name(self) -> str:
+        """The key of the step in the report."""
+        ...
+
+    def __call__(self, document: Document) -> Document | Drop:
+        """The document, changed or not, or why it is dropped."""
+        ...
+
+
+@runtime_checkable
+class Redactor(Protocol):
+    """A `Step` that takes personal data out of dropped documents, too, before they are written."""
+
+    def redact(self, document: Document) -> Document: ...
+
+
+@runtime_checkable
+class CountingStep(Protocol):
+    """A `Step` that counts what it does to documents."""
+
+    def take_counts(self) -> Mapping[str, Mapping[str, int]]:
+        """The counters since the last call, by field of `CleanReport`."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decisions:
+    """What a `CorpusStep` decides."""
+
+    drops: Mapping[int, Drop]
+    """By the number of the document."""
+    report: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `CleanReport`, or `figures` of the step by names of its own."""
+
+
+@runtime_checkable
+class CorpusStep(Protocol):
+    """Decides about documents from what it measured of all of them. As for `Step`, its fields are its settings."""
+
+    @property
+    def name(self) -> str:
+        """The key of the step in the report."""
+        ...
+
+    def measure(self, documents: Sequence[Document], columns: Columns) -> Columns:
+        """Measure a shard of N documents, in worker processes; the columns are stored.
+
+        columns: `kind` and `split` (1 for held out), and what the corpus steps before this one measured.
+        """
+        ...
+
+    def decide(self, corpus: MeasuredCorpus) -> Decisions:
+        """Decide about the documents that are `alive`, in one process."""
+        ...
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Steps that see one document each, and the corpus steps that then decide about what these kept."""
+
+    steps: tuple[Step, ...]
+    corpus_steps: tuple[CorpusStep, ...]
+
+
+def divide(steps: Sequence[Step | CorpusStep]) -> tuple[Phase, ...]:
+    """The phases of a list of steps. The last one has no corpus steps: its documents are the result."""
+    phases: list[Phase] = []
+    single: list[Step] = []
+    deciding: list[CorpusStep] = []
+    for step in steps:
+        if isinstance(step, CorpusStep):
+            deciding.append(step)
+            continue
+        if deciding:
+            phases.append(Phase(tuple(single), tuple(deciding)))
+            single, deciding = [], []
+        single.append(step)
+    if deciding:
+        phases.append(Phase(tuple(single), tuple(deciding)))
+        single = []
+    return (*phases, Phase(tuple(single), ()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSpec:
+    """An entry of `STEPS`."""
+
+    name: str
+    """Of the step, and of its section of `CleanConfig`."""
+    build: Callable[[Any, int], Step | CorpusStep | None]
+    """The step for its section and the seed of the run; none if the section switches it off."""
+    remedies: Mapping[str, str] = field(default_factory=dict)
+    """By the reason for a drop: the option that keeps such documents."""

@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from modelwright.data.clean import STAGES, read_dropped
-from modelwright.data.clean_noise import low_recall
+from modelwright.data.clean import read_dropped
+from modelwright.data.clean_config import step_names
+from modelwright.data.noise_cascade import low_recall
 from modelwright.data.sources import BUILTIN
 from modelwright.pipeline.redact import redact_text
 from modelwright.pipeline.report.blocks import Block, Excerpt, Fold, Note, Section, Table
@@ -82,7 +83,7 @@ def _funnel(clean: Mapping[str, Any]) -> Table:
     left = {"documents": clean["num_documents"], "bytes": clean["num_bytes"]}
     kept = {unit: sum(e[unit] for splits in clean["kept"].values() for e in splits.values()) for unit in left}
     rows: list[list[str]] = []
-    for stage in STAGES:
+    for stage in step_names(clean["dropped"]):
         dropped = {unit: sum(entry[unit] for entry in clean["dropped"].get(stage, {}).values()) for unit in left}
         before = left
         left = {unit: left[unit] - dropped[unit] for unit in left}

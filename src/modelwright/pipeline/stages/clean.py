@@ -5,14 +5,13 @@ The artifact is the folder of `pipeline.cleaning`.
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict
 
 from modelwright.core.config import dump
 from modelwright.core.errors import DataError
 from modelwright.core.rundir import RunDir
-from modelwright.data.clean import describe_drops
 from modelwright.data.clean_config import CleanConfig
 from modelwright.data.clean_folder import DROPPED
+from modelwright.data.clean_report import describe_drops
 from modelwright.pipeline.cleaning import clean_into, fingerprint, noise_warnings
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimates import moving_estimate
@@ -51,7 +50,7 @@ def _run(context: StageContext, config: RunConfig) -> None:
         kept = context.folder.path / DROPPED  # the artifact goes; what was dropped and why must stay to be looked at
         shutil.copyfile(out / DROPPED, kept)
         raise DataError(f"{error}; the dropped text is in {kept}") from None
-    context.output.facts |= {"sources": sources, "clean": asdict(cleaned)}
+    context.output.facts |= {"sources": sources, "clean": cleaned.plain()}
     for line in (*unread, *noise_warnings(cleaned)):
         note(f"clean: {line}")
     where = f"; the dropped text is in {context.folder.artifact / DROPPED}" if cleaned.num_dropped else ""

@@ -1,44 +1,36 @@
-"""The stage noise over a whole corpus: samples, training, test, and the documents that are dropped.
+"""How the step noise learns to tell trusted text from junk, and how well it does.
 
 Junk is made of trusted text by generators (`corruptions.py`). The classifier learns from some of them and is tested on
 the others, with documents that it has not seen, so that the report says what it does to junk that nobody showed it. It
 decides the clear cases; where a second model is given (`noise.model`), that one reads the uncertain ones alone.
 """
 
-import json
 import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from modelwright.core.artifacts import write_atomic
-from modelwright.core.errors import DataError
+from modelwright.core.config import constant
+from modelwright.core.errors import ConfigError, DataError
 from modelwright.core.seeds import derive_seed
 from modelwright.data.corruptions import TEST_CORRUPTIONS, TRAINING_CORRUPTIONS
-from modelwright.data.document import KINDS, Document
-from modelwright.data.shard_files import ShardFiles, pack_arrays, unpack_arrays, unpack_documents, write_file
-from modelwright.data.steps.noise import KnownForms, LinearClassifier, NoiseConfig, logistic, threshold_for
-from modelwright.data.steps.quality import FEATURES
-from modelwright.data.workers import ShardEngine
+from modelwright.data.document import Document
+from modelwright.data.noise_classifier import KnownForms, LinearClassifier, logistic, threshold_for
 
 FEWEST_SAMPLES = 200
 """Fewer trusted samples are too few to learn from."""
-_FEWEST_WORDS = 30
+FEWEST_WORDS = 30
 """Shorter documents are not judged."""
-_NUM_WORDS = FEATURES.index("num_words")
+SURELY_TRUSTED = 0.1
+"""Documents with a lower probability of noise are never read by the second model."""
+CLASSIFIER = "noise.safetensors"
 _SETS = ("train", "test")
 _SHARES = (0.8, 0.2)
-_SURELY_TRUSTED = 0.1
-"""Documents with a lower probability of noise are never read by the second model."""
 _LOW_RECALL = 0.1
-_CLASSIFIER, _CASCADE = "noise.safetensors", "noise.json"
-
-ReadTrusted = Callable[[tuple[str, ...], int], list[Document]]
-"""At most so many documents of some sources."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +46,7 @@ class Cascade:
     model_threshold: float = 2.0
 
     def is_uncertain(self, p: NDArray[np.float64]) -> NDArray[np.bool_]:
-        return (p >= _SURELY_TRUSTED) & (p < self.threshold)
+        return (p >= SURELY_TRUSTED) & (p < self.threshold)
 
     def by_model(self, scores: NDArray[np.float64]) -> NDArray[np.float64]:
         """Calibrated probabilities of noise of the second model's logits."""
@@ -71,50 +63,31 @@ class _Samples:
     """A text and the junk made of it are one group, in one set."""
 
 
-def find_noise(
-    features: NDArray[np.float32],
-    kinds: NDArray[np.int8],
-    alive: NDArray[np.bool_],
-    starts: NDArray[np.int64],
-    config: NoiseConfig,
-    seed: int,
-    work: Path,
-    engine: ShardEngine,
-    read_trusted: ReadTrusted,
-) -> tuple[dict[int, tuple[str, str, str]], dict[str, Any]]:
-    """The documents that are dropped as noise, and the report of the stage.
+@dataclass(frozen=True, kw_only=True)
+class NoiseConfig:
+    """The noise classifier."""
 
-    features [N, F], kinds [N]; alive [N]: not dropped yet; starts: number of the first document of each shard. Raises
-    `DataError` if there are too few trusted samples to learn from.
-    """
-    judged = np.flatnonzero(alive & (kinds != KINDS.index("qa")) & (features[:, _NUM_WORDS] >= _FEWEST_WORDS))
-    path = work / _CASCADE
-    if not path.exists():
-        trained = train_cascade(read_trusted(config.trusted, config.num_samples), config, seed, work)
-        write_atomic(path, json.dumps([asdict(trained[0]), trained[1]]))
-    cascade, report = json.loads(path.read_text())
-    cascade = Cascade(**cascade | {"forms": KnownForms(**cascade["forms"])})
-    shards = np.searchsorted(starts, judged, side="right") - 1
-    items = [
-        (str(work), int(shard), (judged[shards == shard] - starts[shard]).tolist(), config, cascade)
-        for shard in np.unique(shards)
-    ]
-    drops: dict[int, tuple[str, str, str]] = {}
-    num_unknown = num_uncertain = 0
-    for shard, arrays in engine.map(score_shard, items):
-        p, by_model, has_form = arrays["p"], arrays["by_model"], arrays["has_form"]
-        num_unknown += int((~has_form).sum())
-        num_uncertain += int((has_form & cascade.is_uncertain(p)).sum())
-        for row, first, second, known in zip(arrays["rows"], p, by_model, has_form, strict=True):
-            if known and first >= cascade.threshold:
-                detail = f"probability {first:.3f}, limit {cascade.threshold:.3f}"
-            elif known and second >= cascade.model_threshold:
-                detail = f"probability {second:.3f} by the model, limit {cascade.model_threshold:.3f}"
-            else:
-                continue
-            drops[int(starts[shard] + row)] = ("noise", "noise", detail)
-    counts = {"judged": len(judged), "abstained": num_unknown, "uncertain": num_uncertain, "dropped": len(drops)}
-    return drops, {**report, **counts}
+    trusted: tuple[str, ...] = ()
+    """Files or directories with trusted text, from which the classifier learns what is no noise; `stdlib`: English
+    documentation and Python code on this machine; empty switches the stage off."""
+    model: str = ""
+    """Folder of a Hugging Face sequence-classification model that decides where the classifier is uncertain."""
+    model_noise_label: str = "1"
+    """Label of the class of `model` that stands for noise, by name or number."""
+    min_precision: float = constant(0.95)
+    """Precision that the threshold must reach on held-out samples: the share of dropped documents that are junk."""
+    assumed_share: float = constant(0.1)
+    """Share of noise in the corpus for which `min_precision` is kept; with more noise the precision is higher."""
+    num_samples: int = constant(3000)
+    """Most trusted samples; as many junk samples are made from them."""
+
+    def __post_init__(self) -> None:
+        if self.model and not self.trusted:
+            raise ConfigError("model: needs trusted text to be calibrated; name some with noise.trusted")
+
+    @property
+    def enabled(self) -> bool:
+        return bool(self.trusted)
 
 
 def train_cascade(
@@ -123,15 +96,15 @@ def train_cascade(
     """Learn from trusted documents and from junk made of them; writes the classifier into `work`. Returns how it
     decides, and what it did on held-out documents and generators.
     """
-    texts = [document.text for document in trusted if len(document.text.split()) >= _FEWEST_WORDS]
+    texts = [document.text for document in trusted if len(document.text.split()) >= FEWEST_WORDS]
     if len(texts) < FEWEST_SAMPLES:
-        text = f"noise.trusted: {len(texts)} documents of {_FEWEST_WORDS} words or more are too few to learn from"
+        text = f"noise.trusted: {len(texts)} documents of {FEWEST_WORDS} words or more are too few to learn from"
         raise DataError(f"{text}; give at least {FEWEST_SAMPLES}, or empty clean.noise.trusted")
     samples = _samples(texts, seed)
     is_noise = samples.names != ""
     train, test = (np.flatnonzero(samples.sets == number) for number in range(len(_SETS)))
     classifier, unseen = LinearClassifier.fit([samples.texts[i] for i in train], is_noise[train], samples.groups[train])
-    classifier.save(work / _CLASSIFIER)
+    classifier.save(work / CLASSIFIER)
     forms = KnownForms.of([samples.texts[i] for i in train if not is_noise[i]])
     threshold = threshold_for(unseen, is_noise[train], config.min_precision, config.assumed_share)
     p = np.empty(len(samples.texts))
@@ -149,11 +122,6 @@ def train_cascade(
     report["languages"] = list(forms.languages)
     report["share_uncertain"] = round(float(cascade.is_uncertain(p[test]).mean()), 4)
     return cascade, report
-
-
-def low_recall(noise: Mapping[str, Any]) -> list[str]:
-    """The generators whose junk the classifier hardly finds, from the report of the stage."""
-    return [name for name, recall in noise.get("recall_by_kind", {}).items() if recall < _LOW_RECALL]
 
 
 def _test_report(names: NDArray[np.str_], dropped: NDArray[np.bool_], config: NoiseConfig) -> dict[str, Any]:
@@ -224,27 +192,6 @@ def _with_model(
     return cascade, by_model
 
 
-def score_shard(item: tuple[str, int, list[int], NoiseConfig, Cascade]) -> tuple[int, dict[str, NDArray[Any]]]:
-    """Probabilities of noise of some documents of a shard by both steps, and whether their form is known; runs in
-    worker processes.
-    """
-    folder, number, rows, config, cascade = item
-    files = ShardFiles(Path(folder), number)
-    if files.facts("noise") is None:
-        documents = unpack_documents(files.read("measured", "docs.zst"))
-        texts = [documents[row].text for row in rows]
-        p = LinearClassifier.load(Path(folder) / _CLASSIFIER).probabilities(texts)
-        has_form = np.ones(len(texts), np.bool_)
-        for index in np.flatnonzero(p >= _SURELY_TRUSTED):
-            has_form[index] = cascade.forms.includes(texts[index])
-        by_model = np.zeros(len(texts))
-        uncertain = np.flatnonzero(has_form & cascade.is_uncertain(p))
-        if config.model and len(uncertain):
-            from modelwright.data.noise_model import NoiseModel
-
-            scores = NoiseModel(config.model, config.model_noise_label).scores([texts[index] for index in uncertain])
-            by_model[uncertain] = cascade.by_model(scores)
-        arrays = {"rows": np.array(rows, np.int64), "p": p, "by_model": by_model, "has_form": has_form}
-        write_file(files.path("noise.npz"), pack_arrays(arrays))
-        files.finish("noise", ["noise.npz"], {})
-    return number, unpack_arrays(files.read("noise", "noise.npz"))
+def low_recall(noise: Mapping[str, Any]) -> list[str]:
+    """The generators whose junk the classifier hardly finds, from the report of the stage."""
+    return [name for name, recall in noise.get("recall_by_kind", {}).items() if recall < _LOW_RECALL]

@@ -1,0 +1,85 @@
+"""What cleaning did, as counts: `report.json`."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from modelwright.core.errors import DataError
+from modelwright.data.clean_config import STEPS
+from modelwright.data.step_files import FAILED
+
+_BY_STEPS = ("limits", "remedies", "noise", "figures")
+"""Fields that corpus steps fill."""
+
+
+@dataclass(kw_only=True)
+class CleanReport:
+    """What cleaning did."""
+
+    num_documents: int = 0
+    num_bytes: int = 0
+    """UTF-8 bytes."""
+    kept: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
+    """`kept[kind][split]`: `{"documents": n, "bytes": UTF-8 bytes}`."""
+    dropped: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
+    """`dropped[step][reason]`, in the same form."""
+    replaced: dict[str, int] = field(default_factory=dict)
+    """Values of each kind that the step privacy replaced."""
+    failed_validators: dict[str, int] = field(default_factory=dict)
+    """How often each validator of the step privacy raised an exception, so that the value stayed."""
+    limits: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Limits of the step quality, by kind of document."""
+    remedies: dict[str, str] = field(default_factory=dict)
+    """Options that keep what this step dropped, by reason."""
+    noise: dict[str, Any] = field(default_factory=dict)
+    """How the classifier was trained, and its precision and recall on documents and generators it did not see."""
+    figures: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What other corpus steps report, by step."""
+
+    @property
+    def num_kept(self) -> int:
+        return sum(entry["documents"] for splits in self.kept.values() for entry in splits.values())
+
+    @property
+    def num_dropped(self) -> int:
+        return sum(entry["documents"] for reasons in self.dropped.values() for entry in reasons.values())
+
+    def plain(self) -> dict[str, Any]:
+        """The fields as plain data; without `figures` if there are none."""
+        return {name: value for name, value in asdict(self).items() if value or name != "figures"}
+
+    def add(self, step: str, entries: Mapping[str, Any]) -> None:
+        """Add what a corpus step reports. Raises `DataError` for a field that is none of its own."""
+        for name, value in entries.items():
+            if name not in _BY_STEPS:
+                raise DataError(f"{step}: reports {name!r}, which is not one of {', '.join(_BY_STEPS)}")
+            getattr(self, name).update({step: value} if name == "figures" else value)
+
+    def merge(self, fields: Mapping[str, Any]) -> None:
+        """Add what the corpus steps of a phase reported, from `plain`."""
+        for name in _BY_STEPS:
+            getattr(self, name).update(fields.get(name, {}))
+
+    def count(self, facts: Mapping[str, Any]) -> None:
+        """Add the documents and counters of one shard."""
+        for which in ("kept", "dropped"):
+            for first, second, entry in facts[which]:
+                total = getattr(self, which).setdefault(first, {}).setdefault(second, {"documents": 0, "bytes": 0})
+                for unit in total:
+                    total[unit] += entry[unit]
+        for name, counters in facts["counts"].items():
+            setattr(self, name, dict(Counter(getattr(self, name)) + Counter(counters)))
+
+
+def describe_drops(report: CleanReport) -> str:
+    """`71 dropped: 66 duplicate, 5 near-duplicate (keep them with --clean.duplicates.near false)`."""
+    remedies = {reason: option for spec in STEPS for reason, option in spec.remedies.items()}
+    reasons: list[str] = []
+    for step, entries in report.dropped.items():
+        for reason, entry in entries.items():
+            remedy = report.remedies.get(reason) or remedies.get(reason)
+            hint = f" (keep {'them' if entry['documents'] > 1 else 'it'} with {remedy})" if remedy else ""
+            name = f"{step}: {reason}" if reason == FAILED else reason
+            reasons.append(f"{entry['documents']:,} {name}{hint}")
+    return f"{report.num_dropped:,} dropped" + (f": {', '.join(reasons)}" if reasons else "")
