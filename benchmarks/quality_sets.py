@@ -2,18 +2,26 @@
 
     python benchmarks/quality_sets.py --man /usr/share/man --count 100
     python benchmarks/quality_sets.py --man /usr/share/man --half development
+    python benchmarks/quality_sets.py --man /usr/share/man --datatrove ENV/bin/python
 
 Good text: sources and docstrings of the standard library, manual pages by language from `--man` (Debian's manpages-de,
 -fr, -es, -ja and -zh), chats, tables and short texts. Bad text has generators of its own, not those from which the
 noise classifier learns; it is made of the good English text of the same half. Limits may be tuned on the half
-`development` only. The last column has the stage noise as well, with the good text of the other half as trusted text.
+`development` only. The column "with noise" has the step noise as well, with the good text of the other half as trusted
+text.
+
+datatrove has the quality filters of Gopher, C4 and FineWeb with their defaults, those of its example for FineWeb; what
+one of them drops counts. It runs in an environment of its own: `python -m venv ENV && ENV/bin/pip install
+"datatrove[processing]" spacy`.
 """
 
 import argparse
 import ast
 import gzip
+import json
 import random
 import re
+import subprocess
 import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator
@@ -51,6 +59,7 @@ _OFFERS = (
 )
 _CONFUSED = str.maketrans({"l": "1", "o": "0", "e": "c", "m": "rn", "i": "!", "a": "@", "s": "5", "t": "f", "d": "cl"})
 _STATUS = ("404 Not Found", "403 Forbidden", "500 Internal Server Error", "502 Bad Gateway", "503 Service Unavailable")
+_DATATROVE = Path(__file__).with_name("datatrove_filters.py")
 _NOT_CODE = {"site-packages", "test", "tests", "encodings", "pydoc_data"}
 """The last two are tables of data."""
 
@@ -207,9 +216,18 @@ def dropped(entries: list[tuple[str, bool, Document]], trusted: list[Document]) 
         return {entry.document.id for entry in read_dropped(Path(folder)) if entry.step != "duplicates"}
 
 
+def dropped_by_datatrove(python: Path, entries: list[tuple[str, bool, Document]]) -> set[str]:
+    """Ids of the documents that one of datatrove's filters drops."""
+    texts = {document.id: document.text for _, _, document in entries}
+    command = [str(python), str(_DATATROVE)]
+    done = subprocess.run(command, input=json.dumps(texts), stdout=subprocess.PIPE, text=True, check=True)
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--man", type=Path, required=True)
+    parser.add_argument("--datatrove", type=Path, help="Python of an environment with datatrove")
     parser.add_argument("--count", type=int, default=100, help="documents of each kind")
     parser.add_argument("--half", choices=HALVES, default="test")
     given = parser.parse_args()
@@ -217,12 +235,14 @@ def main() -> None:
     entries = labelled(given.half, given.count, given.man)
     trusted = [document for _, bad, document in labelled(other, given.count, given.man) if not bad]
     random.Random(0).shuffle(trusted)
-    sets = [dropped(entries, []), dropped(entries, trusted)]
-    print("| kind | label | documents | quality drops | with noise |\n| --- | --- | --- | --- | --- |")
+    columns = {"quality drops": dropped(entries, []), "with noise": dropped(entries, trusted)}
+    if given.datatrove:
+        columns["datatrove"] = dropped_by_datatrove(given.datatrove, entries)
+    print(f"| kind | label | documents | {' | '.join(columns)} |\n|{' --- |' * (3 + len(columns))}")
     groups = [(kind, bad) for kind, bad in dict.fromkeys((kind, bad) for kind, bad, _ in entries)]
     for kind, bad in [*groups, ("all", False), ("all", True)]:
         ids = [one.id for name, is_bad, one in entries if is_bad == bad and kind in (name, "all")]
-        shares = " | ".join(f"{sum(one in found for one in ids) / len(ids):.1%}" for found in sets)
+        shares = " | ".join(f"{sum(one in found for one in ids) / len(ids):.1%}" for found in columns.values())
         print(f"| {kind} | {'bad' if bad else 'good'} | {len(ids)} | {shares} |")
 
 
