@@ -13,19 +13,20 @@ from modelwright.core.records import read_records
 
 def prepare(folder: Path) -> None:
     """As `modelwright run quickstart` does it; nothing where it is done already."""
-    _run("quickstart", "--run-dir", str(folder), "--stages", "clean,tokenize,pack", threads=os.cpu_count() or 1)
+    run("quickstart", "--run-dir", str(folder), "--stages", "clean,tokenize,pack", threads=os.cpu_count() or 1)
 
 
 def pretrain(prepared: Path, folder: Path, settings: Sequence[str], *, threads: int) -> list[dict[str, Any]]:
     """The records of one run on a copy of the prepared folder, which goes afterwards. threads: of all processes."""
     shutil.copytree(prepared, folder)
-    _run(str(folder), "--stages", "pretrain", *settings, threads=threads)
+    run(str(folder), "--stages", "pretrain", *settings, threads=threads)
     records = read_records(folder / "pretrain" / "metrics.jsonl")
     shutil.rmtree(folder)
     return records
 
 
-def _run(*words: str, threads: int) -> None:
+def run(*words: str, threads: int) -> None:
+    """`modelwright run ...` in a process of its own. Ends the program with its error if it fails."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "modelwright.cli.main", "run", *words, "--hardware.num_threads", str(threads)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
