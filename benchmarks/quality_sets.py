@@ -30,8 +30,8 @@ from pathlib import Path
 from modelwright.core.progress import SilentProgress
 from modelwright.data.clean import clean_documents, read_dropped
 from modelwright.data.clean_config import CleanConfig, build_steps
-from modelwright.data.deduplicate import DuplicatesConfig
 from modelwright.data.document import Document
+from modelwright.data.duplicate_corpus import DuplicatesConfig
 from modelwright.data.noise_cascade import NoiseConfig
 from modelwright.data.steps.privacy import PrivacyConfig
 

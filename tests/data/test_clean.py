@@ -10,8 +10,8 @@ from modelwright.core.progress import SilentProgress
 from modelwright.data.clean import clean_documents, read_dropped, read_kept
 from modelwright.data.clean_config import CleanConfig, build_steps
 from modelwright.data.clean_report import CleanReport
-from modelwright.data.deduplicate import DuplicatesConfig
 from modelwright.data.document import Document
+from modelwright.data.duplicate_corpus import DuplicatesConfig
 from modelwright.data.features import data_share, duplicate_share, is_data_line
 from modelwright.data.steps.format import normalize
 from modelwright.data.steps.quality import QualityConfig

@@ -11,8 +11,8 @@ from modelwright.core.errors import ArtifactError
 from modelwright.core.progress import SilentProgress
 from modelwright.data.clean import clean_documents, read_dropped, read_kept
 from modelwright.data.clean_config import CleanConfig, build_steps
-from modelwright.data.deduplicate import DuplicatesConfig
 from modelwright.data.document import Document
+from modelwright.data.duplicate_corpus import DuplicatesConfig
 from modelwright.data.steps.privacy import PrivacyConfig
 from modelwright.data.steps.quality import QualityConfig
 from modelwright.data.steps.shingles import SHINGLE_WORDS, jaccard, shingles

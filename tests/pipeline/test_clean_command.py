@@ -119,8 +119,7 @@ class Stop(Exception):
 @pytest.mark.parametrize(
     ("stage", "name"),
     [
-        ("decide", "00002.measured0.npz"), ("decide", "00001.read.zst"), ("decide", "00000.measured0.json"),
-        ("write", "00001.decided0.json"),
+        ("decide", "00002.measured0.npz"), ("decide", "00000.measured0.json"), ("write", "00001.decided0.json"),
     ],
 )  # fmt: skip
 def test_a_flipped_byte_costs_one_shard(stage: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

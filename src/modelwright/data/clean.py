@@ -13,7 +13,6 @@ or absent (`shard_files.py`), so a run that was killed goes on where it was, wit
 
 import json
 import shutil
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from io import TextIOWrapper
@@ -30,10 +29,9 @@ from modelwright.data import clean_shards
 from modelwright.data.clean_folder import DROPPED, KEPT, REPORT
 from modelwright.data.clean_report import CleanReport, describe_drops
 from modelwright.data.clean_shards import (
-    READ,
     WRITTEN,
-    ShardJob,
-    ShardResult,
+    StepJob,
+    StepResult,
     decided,
     measure_shard,
     measured,
@@ -41,7 +39,7 @@ from modelwright.data.clean_shards import (
 )
 from modelwright.data.document import Document, Kind, Split
 from modelwright.data.measured_corpus import MeasuredCorpus
-from modelwright.data.shard_files import ShardFiles, numbered, pack_lines
+from modelwright.data.shard_files import numbered
 from modelwright.data.steps.step import CorpusStep, Drop, DroppedDocument, Phase, Step, divide
 from modelwright.data.workers import InProcess, ShardEngine
 
@@ -84,14 +82,15 @@ def clean_documents(
         if not key:
             shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True, exist_ok=True)
-        split = _split(documents, shard_documents, work, progress, facts)
-        run = _Run(divide(steps), work, split, engine, progress)
+        run = _Run(divide(steps), work, engine, progress)
+        read = run.read(documents, shard_documents, facts)
         for phase in range(len(run.phases) - 1):
-            run.measure(phase)
-            run.decide(phase)
-        report = run.write()
-        _join(folder / KEPT, work, split["num_shards"], clean_shards.KEPT)
-        _join(folder / DROPPED, work, split["num_shards"], clean_shards.DROPPED)
+            if phase:
+                run.measure(phase, read)
+            run.decide(phase, read)
+        report = run.write(read)
+        _join(folder / KEPT, work, read.num_shards, clean_shards.KEPT)
+        _join(folder / DROPPED, work, read.num_shards, clean_shards.DROPPED)
         assert report.num_kept + report.num_dropped == report.num_documents, "a step lost or added documents"
         write_atomic(folder / REPORT, json.dumps(report.plain(), indent=1))
         if own_work is not None:
@@ -100,7 +99,7 @@ def clean_documents(
         reasons = f"{describe_drops(report)}; {report.num_kept:,} held out by --data.validation_fraction"
         text = f"no training document is left of {report.num_documents} ({reasons})"
         raise DataError(f"{text}; relax the settings of cleaning or add more text")
-    return report, split["facts"]
+    return report, dict(read.facts)
 
 
 def _identity(step: Step | CorpusStep) -> list[Any]:
@@ -125,45 +124,14 @@ def read_dropped(folder: Path) -> Iterator[DroppedDocument]:
         yield DroppedDocument.from_json(line)
 
 
-def _split(
-    documents: Iterator[Document], shard_documents: int, work: Path, progress: Progress,
-    facts: Callable[[], Mapping[str, Any]],
-) -> dict[str, Any]:  # fmt: skip
-    """Write the documents as shards; returns their number and those of documents and bytes."""
-    marker = work / "split.json"
-    if marker.exists():
-        split = json.loads(marker.read_text())
-        if all(files.facts(READ) is not None for files in numbered(work, split["num_shards"])):
-            return split
-    progress.begin("read", 0, "documents")
-    totals = Counter[str]()
-    shard: list[Document] = []
-    num_chars = num_shards = 0
+@dataclass(frozen=True)
+class _Read:
+    """What was read. facts: of whoever read it."""
 
-    def flush() -> None:
-        nonlocal num_shards, num_chars
-        files = ShardFiles(work, num_shards)
-        files.write(READ, {f"{READ}.zst": pack_lines((document.to_json() for document in shard), level=1)}, {})
-        num_shards, num_chars = num_shards + 1, 0
-        shard.clear()
-        progress.advance(totals["num_documents"])
-
-    for document in documents:
-        shard.append(document)
-        num_chars += len(document.text)
-        totals["num_documents"] += 1
-        totals["num_bytes"] += len(document.text.encode("utf-8", "replace"))
-        if len(shard) == shard_documents or num_chars > _SHARD_CHARS:
-            flush()
-    if shard:
-        flush()
-    progress.end()
-    split = {"num_shards": num_shards, "facts": dict(facts()), **{name: totals[name] for name in _TOTALS}}
-    write_atomic(marker, json.dumps(split))
-    return split
-
-
-_TOTALS = ("num_documents", "num_bytes")
+    num_shards: int
+    num_documents: int
+    num_bytes: int
+    facts: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -172,16 +140,43 @@ class _Run:
 
     phases: tuple[Phase, ...]
     work: Path
-    split: dict[str, Any]
     engine: ShardEngine
     progress: Progress
 
-    def measure(self, phase: int) -> None:
-        self._map("measure", measure_shard, phase)
+    def read(
+        self, documents: Iterator[Document], shard_documents: int, facts: Callable[[], Mapping[str, Any]]
+    ) -> _Read:
+        """Read the documents, and take each shard through the first phase as soon as it is read."""
+        marker = self.work / "read.json"
+        if marker.exists():
+            read = _Read(**json.loads(marker.read_text()))
+            if all(files.facts(measured(0)) is not None for files in numbered(self.work, read.num_shards)):
+                return read
+        self.progress.begin("read and measure", 0, "documents")
+        jobs = (
+            StepJob(str(self.work), number, self.phases, 0, tuple(shard))
+            for number, shard in enumerate(_shards(documents, shard_documents))
+        )
+        results = list[StepResult]()
+        for result in self.engine.map(measure_shard, jobs):
+            results.append(result)
+            self.progress.advance(sum(one.num_documents for one in results))
+        self.progress.end()
+        read = _Read(
+            num_shards=len(results),
+            num_documents=sum(result.num_documents for result in results),
+            num_bytes=sum(result.facts["bytes"] for result in results),
+            facts=dict(facts()),
+        )
+        write_atomic(marker, json.dumps(vars(read)))
+        return read
 
-    def decide(self, phase: int) -> None:
+    def measure(self, phase: int, read: _Read) -> None:
+        self._map("measure", measure_shard, phase, read)
+
+    def decide(self, phase: int, read: _Read) -> None:
         """Let the corpus steps of a phase decide which documents are dropped."""
-        marker, shards = self.work / f"{decided(phase)}.json", list(numbered(self.work, self.split["num_shards"]))
+        marker, shards = self.work / f"{decided(phase)}.json", list(numbered(self.work, read.num_shards))
         if marker.exists() and all(files.facts(decided(phase)) is not None for files in shards):
             return
         corpus = MeasuredCorpus(
@@ -199,12 +194,12 @@ class _Run:
             files.write(decided(phase), {}, {"drops": entries})
         write_atomic(marker, json.dumps(report.plain()))
 
-    def write(self) -> CleanReport:
-        report = CleanReport(**{name: self.split[name] for name in _TOTALS})
+    def write(self, read: _Read) -> CleanReport:
+        report = CleanReport(num_documents=read.num_documents, num_bytes=read.num_bytes)
         for phase in range(len(self.phases) - 1):
             report.merge(json.loads((self.work / f"{decided(phase)}.json").read_text()))
-        facts: list[dict[str, Any]] = [{}] * self.split["num_shards"]
-        for result in self._map("write", write_shard, len(self.phases) - 1):
+        facts: list[dict[str, Any]] = [{}] * read.num_shards
+        for result in self._map("write", write_shard, len(self.phases) - 1, read):
             facts[result.number] = result.facts
         for entry in facts:  # in order, so that the report is the same however the shards were finished
             report.count(entry)
@@ -212,16 +207,29 @@ class _Run:
         report.dropped = {name: report.dropped[name] for name in names if name in report.dropped}
         return report
 
-    def _map(self, name: str, function: Callable[[ShardJob], ShardResult], phase: int) -> list[ShardResult]:
-        jobs = [ShardJob(str(self.work), number, self.phases, phase) for number in range(self.split["num_shards"])]
-        self.progress.begin(name, self.split["num_documents"], "documents")
-        results, done = list[ShardResult](), 0
+    def _map(self, name: str, function: Callable[[StepJob], StepResult], phase: int, read: _Read) -> list[StepResult]:
+        jobs = [StepJob(str(self.work), number, self.phases, phase) for number in range(read.num_shards)]
+        self.progress.begin(name, read.num_documents, "documents")
+        results, done = list[StepResult](), 0
         for result in self.engine.map(function, jobs):
             done += result.num_documents
             self.progress.advance(done)
             results.append(result)
         self.progress.end()
         return results
+
+
+def _shards(documents: Iterator[Document], shard_documents: int) -> Iterator[list[Document]]:
+    shard: list[Document] = []
+    num_chars = 0
+    for document in documents:
+        shard.append(document)
+        num_chars += len(document.text)
+        if len(shard) == shard_documents or num_chars > _SHARD_CHARS:
+            yield shard
+            shard, num_chars = [], 0
+    if shard:
+        yield shard
 
 
 def _join(target: Path, work: Path, num_shards: int, name: str) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from modelwright.core.errors import ConfigError
-from modelwright.data.deduplicate import DuplicatesConfig
+from modelwright.data.duplicate_corpus import DuplicatesConfig
 from modelwright.data.noise_cascade import NoiseConfig
 from modelwright.data.step_files import load_step
 from modelwright.data.steps.duplicates import DUPLICATES

@@ -16,7 +16,7 @@ from modelwright.data.measured_corpus import DOCUMENTS, IDS
 from modelwright.data.shard_files import ShardFiles, as_array, pack_lines, unpack_documents, unpack_lines
 from modelwright.data.steps.step import CorpusStep, CountingStep, Drop, DroppedDocument, Phase, Redactor, Step
 
-READ, WRITTEN = "read", "written"
+WRITTEN = "written"
 DROPPED, KEPT = "dropped", "kept"
 _FAST = 1
 """Zstandard's level for files that are read once and removed."""
@@ -33,13 +33,15 @@ def decided(phase: int) -> str:
 
 
 @dataclass(frozen=True)
-class ShardJob:
+class StepJob:
     """A shard of the work in `folder`, and the phase of the steps that is to be done."""
 
     folder: str
     number: int
     phases: tuple[Phase, ...]
     phase: int
+    documents: tuple[Document, ...] = ()
+    """What was read, for the first phase of a shard that is not measured yet."""
 
     @property
     def files(self) -> ShardFiles:
@@ -47,7 +49,7 @@ class ShardJob:
 
 
 @dataclass(frozen=True)
-class ShardResult:
+class StepResult:
     """num_documents: that were in the shard; facts: of its stage."""
 
     number: int
@@ -55,7 +57,7 @@ class ShardResult:
     facts: dict[str, Any]
 
 
-def measure_shard(job: ShardJob) -> ShardResult:
+def measure_shard(job: StepJob) -> StepResult:
     """Take the documents through the steps of a phase, and measure what its corpus steps want to know of the rest."""
     stage, phase = measured(job.phase), job.phases[job.phase]
     facts = job.files.facts(stage)
@@ -73,12 +75,13 @@ def measure_shard(job: ShardJob) -> ShardResult:
             DOCUMENTS: as_array(pack_lines((document.to_json() for document in kept), level=_FAST)),
             DROPPED: as_array(pack_lines((entry.to_json() for entry in dropped), level=_FAST)),
         }
-        facts = {"documents": len(kept) + len(dropped), "counts": _counts(phase.steps)}
+        num_bytes = sum(len(document.text.encode("utf-8", "replace")) for document in job.documents)
+        facts = {"documents": len(kept) + len(dropped), "bytes": num_bytes, "counts": _counts(phase.steps)}
         job.files.write_arrays(stage, arrays, facts)
-    return ShardResult(job.number, facts["documents"], facts)
+    return StepResult(job.number, facts["documents"], facts)
 
 
-def write_shard(job: ShardJob) -> ShardResult:
+def write_shard(job: StepJob) -> StepResult:
     """Take the documents through the last steps, and write what is kept and all that was dropped."""
     facts = job.files.facts(WRITTEN)
     if facts is None:
@@ -99,17 +102,16 @@ def write_shard(job: ShardJob) -> ShardResult:
         num_documents = len(tally.kept) + len(tally.dropped)
         facts = {**tally.facts(), "counts": counts, "documents": num_documents}
         job.files.write_arrays(WRITTEN, arrays, facts)
-    return ShardResult(job.number, facts["documents"], facts)
+    return StepResult(job.number, facts["documents"], facts)
 
 
-def _results(job: ShardJob) -> Iterator[Document | DroppedDocument]:
+def _results(job: StepJob) -> Iterator[Document | DroppedDocument]:
     """The documents that enter a phase, dropped as the corpus steps of the phase before decided, or after the steps of
     this one.
     """
     steps = job.phases[job.phase].steps
     if job.phase == 0:
-        for document in unpack_documents(job.files.read(READ, f"{READ}.zst")):
-            yield _through(document, steps)
+        yield from (_through(document, steps) for document in job.documents)
         return
     before = job.phase - 1
     job.files.verify(measured(before))

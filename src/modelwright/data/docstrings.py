@@ -5,6 +5,7 @@ parsed, never imported.
 import ast
 import importlib
 import inspect
+import os
 import sys
 import sysconfig
 import types
@@ -41,17 +42,20 @@ def stdlib_folder() -> Path:
 
 def module_files(base: Path, prefix: str = "") -> Iterator[tuple[str, Path]]:
     """`(module name, file)` of the Python sources under `base`, sorted by name, tests left out."""
-    result = []
-    for path in base.rglob("*.py"):
-        parts = path.relative_to(base).with_suffix("").parts
-        if any(part in _TEST_PARTS or part.startswith(("test_", "config-")) for part in parts):
-            continue
-        if parts[-1] == "__init__":
-            parts = parts[:-1]
-        name = ".".join([*prefix.split(), *parts])
-        if name:
-            result.append((name, path))
+    result: list[tuple[str, Path]] = []
+    for folder, folders, names in os.walk(base):
+        folders[:] = [name for name in folders if not _is_test(name)]  # not walked: tests are most of the files
+        parents = [*prefix.split(), *Path(folder).relative_to(base).parts]
+        for name in names:
+            stem, extension = os.path.splitext(name)
+            if extension == ".py" and not _is_test(stem):
+                module = ".".join([*parents, *([] if stem == "__init__" else [stem])])
+                result += [(module, Path(folder, name))] if module else []
     yield from sorted(result)
+
+
+def _is_test(part: str) -> bool:
+    return part in _TEST_PARTS or part.startswith(("test_", "config-"))
 
 
 def docstrings_of_source(module: str, source: str) -> Iterator[Docstring]:

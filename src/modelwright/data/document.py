@@ -58,8 +58,9 @@ class Document:
         for key in ("messages", "rejected"):
             if key in meta:
                 meta[key] = [{**turn, "content": change(turn["content"])} for turn in meta[key]]
-        changed = replace(self, text=change(self.text), meta=meta)
-        return replace(changed, text=join_turns(changed.messages)) if self.kind == "qa" else changed
+        if self.kind == "qa":
+            return replace(changed := replace(self, meta=meta), text=join_turns(changed.messages))
+        return replace(self, text=change(self.text), meta=meta)
 
     def to_json(self) -> str:
         """One JSON line, without the line end; `from_json` reads it back."""

@@ -82,7 +82,7 @@ def measure(document: Document) -> list[float]:
         _top_ngram_share(hashes, lengths, num_chars),
         len(zlib.compress(raw, 1)) / max(1, len(raw)),
         function_words if words and _is_latin(text) else 1.0,
-        sum(_CUT_OFF.search(line) is not None for line in lines) / max(1, len(lines)),
+        sum(map(_is_cut_off, lines)) / max(1, len(lines)),
         text_signs.misordered_share(words, language),
         text_signs.sorted_share(words),
         text_signs.broken_word_share(text, len(words)),
@@ -115,10 +115,15 @@ def is_data_line(line: str) -> bool:
     """Whether a line holds literals and hardly anything else. A comment alone is not data."""
     if not _MAY_BE_DATA.search(line):
         return False
-    code = _COMMENT.sub("", line)
+    code = _COMMENT.sub("", line) if "#" in line or "//" in line else line
     rest, num_literals = _LITERAL.subn("", code)
     letters = sum(map(str.isalpha, rest))
     return num_literals > 0 and letters < 0.25 * len(code.strip())
+
+
+def _is_cut_off(line: str) -> bool:
+    may_be = "..." in line or "\u2026" in line or "more" in line.lower()
+    return may_be and _CUT_OFF.search(line) is not None
 
 
 def _characters(text: str) -> tuple[NDArray[np.int64], int, int]:
@@ -144,9 +149,15 @@ def _top_ngram_share(hashes: NDArray[np.uint64], lengths: NDArray[np.int64], num
             break
         rolled = rolled[:-1] * _MULTIPLIER + hashes[n - 1 :]
         covered = covered[:-1] + lengths[n - 1 :] + 1
-        _, first, counts = np.unique(rolled, return_index=True, return_counts=True)
-        shares = np.where(counts > 1, counts * covered[first], 0)
-        largest = max(largest, float(shares.max()) / num_chars)
+        order = rolled.argsort(kind="stable")
+        ordered = rolled[order]
+        starts = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))
+        counts = np.diff(starts, append=len(ordered))
+        repeated = counts > 1
+        if not repeated.any():
+            break  # a longer phrase repeats only where a shorter one does
+        most = (counts[repeated] * covered[order[starts[repeated]]]).max()
+        largest = max(largest, float(most) / num_chars)
     return largest
 
 

@@ -93,7 +93,7 @@ class ShardFiles:
         try:
             marker = json.loads(self.path(f"{stage}.json").read_bytes())
             return marker if marker.pop("sha256", "") == _sha256(_plain(marker)) else None
-        except (FileNotFoundError, ValueError, AttributeError):
+        except (FileNotFoundError, ValueError, AttributeError, TypeError):
             return None
 
 

@@ -4,9 +4,10 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from itertools import chain, islice
 from multiprocessing.connection import wait as wait_for
 from typing import Any, Protocol
 
@@ -21,15 +22,17 @@ _FEWEST_ITEMS = 4
 class ShardEngine(Protocol):
     """Where the work on shards is done."""
 
-    def map(self, function: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any]:
-        """`function` of each item, as results become available, in any order. Functions and items are pickled."""
+    def map(self, function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
+        """`function` of each item, as results become available, in any order. Functions and items are pickled; items
+        are taken from an iterator as they are needed.
+        """
         ...
 
 
 class InProcess:
     """All work in this process."""
 
-    def map(self, function: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any]:
+    def map(self, function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
         return map(function, items)
 
 
@@ -43,16 +46,18 @@ class LocalProcesses:
     def __init__(self, num_workers: int) -> None:
         self.num_workers = num_workers
 
-    def map(self, function: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any]:
-        if self.num_workers == 1 or len(items) < _FEWEST_ITEMS:
-            yield from map(function, items)
+    def map(self, function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
+        left = iter(items)
+        first = list(islice(left, _FEWEST_ITEMS))
+        left = chain(first, left)
+        if self.num_workers == 1 or len(first) < _FEWEST_ITEMS:
+            yield from map(function, left)
             return
-        left, num_breaks = list(range(len(items))), 0
-        while left:
+        numbered, unfinished, num_breaks = enumerate(left), dict[int, Any](), 0
+        while True:
             try:
-                for number, result in self._attempt(function, items, left):
-                    left.remove(number)
-                    yield result
+                yield from self._attempt(function, numbered, unfinished)
+                return
             except BrokenProcessPool:
                 num_breaks += 1
                 if num_breaks == _MOST_BREAKS:
@@ -60,25 +65,27 @@ class LocalProcesses:
                     raise ModelwrightError(f"{text}; use fewer workers and run the same command again") from None
 
     def _attempt(
-        self, function: Callable[[Any], Any], items: Sequence[Any], numbers: Sequence[int]
-    ) -> Iterator[tuple[int, Any]]:
+        self, function: Callable[[Any], Any], left: Iterator[tuple[int, Any]], unfinished: dict[int, Any]
+    ) -> Iterator[Any]:
+        """Results of the unfinished items, and of those that are left. unfinished: by number, kept up to date, so that
+        the next attempt can go on.
+        """
         context = multiprocessing.get_context("spawn")  # a fork would copy locks that threads of PyTorch hold
-        pool = ProcessPoolExecutor(min(self.num_workers, len(numbers)), context, initializer=_follow_parent)
+        pool = ProcessPoolExecutor(self.num_workers, context, initializer=_follow_parent)
         try:
-            queue, running = iter(numbers), dict[Future[Any], int]()
-            for number in queue:
-                running[pool.submit(function, items[number])] = number
-                if len(running) < _QUEUED_PER_WORKER * self.num_workers:
-                    continue
-                yield from self._collect(running)
-            while running:
-                yield from self._collect(running)
+            running = {pool.submit(function, item): number for number, item in unfinished.items()}
+            while True:
+                for number, item in islice(left, max(0, _QUEUED_PER_WORKER * self.num_workers - len(running))):
+                    unfinished[number] = item
+                    running[pool.submit(function, item)] = number
+                if not running:
+                    return
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    number, result = running.pop(future), future.result()
+                    del unfinished[number]
+                    yield result
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-
-    def _collect(self, running: dict[Future[Any], int]) -> list[tuple[int, Any]]:
-        done = wait(running, return_when=FIRST_COMPLETED).done
-        return [(running.pop(future), future.result()) for future in done]
 
 
 def _follow_parent() -> None:

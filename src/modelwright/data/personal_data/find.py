@@ -13,6 +13,13 @@ from modelwright.data.personal_data.secret_keys import SECRETS
 PATTERNS: tuple[Pattern, ...] = (*SECRETS, *CONTACTS, *NUMBERS, *PHONES)
 """All patterns. Of matches that overlap the one of the earlier pattern counts."""
 
+_WITHOUT_ANCHORS = [number for number, pattern in enumerate(PATTERNS) if not pattern.anchors]
+_BY_ANCHOR = {
+    anchor: [number for number, pattern in enumerate(PATTERNS) if anchor in pattern.anchors]
+    for anchor in dict.fromkeys(anchor for pattern in PATTERNS for anchor in pattern.anchors)
+}
+"""Numbers of patterns."""
+
 
 def find(
     text: str,
@@ -50,14 +57,14 @@ def find(
 def patterns_for(text: str, kinds: Sequence[str]) -> list[Pattern]:
     """The patterns that can match the text: most texts hold none of a pattern's anchors and need no search."""
     lowered = text.lower()
+    numbers = {number for anchor, own in _BY_ANCHOR.items() if anchor in lowered for number in own}
     shapes: dict[re.Pattern[str], bool] = {}
     result: list[Pattern] = []
-    for pattern in PATTERNS:
-        if pattern.kind not in kinds or not (not pattern.anchors or any(map(lowered.__contains__, pattern.anchors))):
-            continue
+    for number in sorted(numbers.union(_WITHOUT_ANCHORS)):
+        pattern = PATTERNS[number]
         shape = pattern.shape
         if shape is not None and shape not in shapes:
             shapes[shape] = shape.search(text) is not None
-        if shape is None or shapes[shape]:
+        if pattern.kind in kinds and (shape is None or shapes[shape]):
             result.append(pattern)
     return result

@@ -177,6 +177,10 @@ _NAME_OF_KEY = words(rf"(?:{_KEY_NAMES}|(?:{_PROVIDERS})[\w .\-]{{0,40}}){_ASSIG
 _RESOURCE_NAME = words(r"\barn:[\w:\-]*$|::[\w]+[\"']?[ =:\"']*$")
 _LONG_RUN = ascii_regex(r"[A-Za-z0-9+/_\-.~]{14}")
 """Fourteen characters of a key; every key has a match."""
+_LONGER_RUN = ascii_regex(r"[A-Za-z0-9+/_\-.~]{32}")
+"""Every key without an anchor has a match; most texts have names of fourteen characters and none of 32."""
+_RUN_WITH_DIGIT = ascii_regex(r"(?=[A-Za-z0-9+/_\-.~]{14})[A-Za-z+/_\-.~]*[0-9]")
+"""Every random value has a match."""
 _AWS_SECRET = words(r"aws|amazon|secret|akia|geheim|密钥|シークレット")
 
 
@@ -185,7 +189,7 @@ def _key_pattern(provider: str, anchors: tuple[str, ...], regex: str) -> Pattern
         kind="secret",
         name=provider,
         anchors=anchors,
-        shape=_LONG_RUN,
+        shape=_LONG_RUN if anchors else _LONGER_RUN,
         regex=ascii_regex(f"{_BEGIN}{regex}{_END}"),
         check=_key,
     )
@@ -213,7 +217,7 @@ SECRETS: tuple[Pattern, ...] = (
     Pattern(
         kind="secret",
         name="aws secret",
-        shape=_LONG_RUN,
+        shape=_LONGER_RUN,
         regex=ascii_regex(r"(?<![A-Za-z0-9+/=_.\-])[A-Za-z0-9+/]{40}(?![A-Za-z0-9+/=_\-])"),
         context=_AWS_SECRET,
         needs_context="always",
@@ -222,7 +226,7 @@ SECRETS: tuple[Pattern, ...] = (
     Pattern(
         kind="secret",
         name="named key",
-        shape=_LONG_RUN,
+        shape=_RUN_WITH_DIGIT,
         # Finds the value and looks back for its name: names that are searched for at every position of a text took
         # two thirds of the time of all patterns.
         regex=ascii_regex(

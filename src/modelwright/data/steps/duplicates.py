@@ -10,15 +10,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from modelwright.data.deduplicate import (
-    NOTHING,
-    Corpus,
-    Duplicate,
-    DuplicatesConfig,
-    ShingleStore,
-    find_duplicates,
-)
+from modelwright.data.deduplicate import find_duplicates
 from modelwright.data.document import Document
+from modelwright.data.duplicate_corpus import NOTHING, Corpus, Duplicate, DuplicatesConfig, ShingleStore
 from modelwright.data.duplicate_index import IndexedDocuments, load_index, save_index
 from modelwright.data.features import FEATURES
 from modelwright.data.measured_corpus import MeasuredCorpus

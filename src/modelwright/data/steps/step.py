@@ -121,7 +121,7 @@ class Phase:
 
 
 def divide(steps: Sequence[Step | CorpusStep]) -> tuple[Phase, ...]:
-    """The phases of a list of steps. The last one has no corpus steps: its documents are the result."""
+    """The phases of a list of steps, two or more. The last one has no corpus steps: its documents are the result."""
     phases: list[Phase] = []
     single: list[Step] = []
     deciding: list[CorpusStep] = []
@@ -133,7 +133,7 @@ def divide(steps: Sequence[Step | CorpusStep]) -> tuple[Phase, ...]:
             phases.append(Phase(tuple(single), tuple(deciding)))
             single, deciding = [], []
         single.append(step)
-    if deciding:
+    if deciding or not phases:
         phases.append(Phase(tuple(single), tuple(deciding)))
         single = []
     return (*phases, Phase(tuple(single), ()))

@@ -53,6 +53,12 @@ _FUNCTION_WORDS: Mapping[str, frozenset[str]] = {
 """Without words that are frequent in keywords of another language (Albanian and English "me")."""
 
 
+_LANGUAGES_OF: Mapping[str, tuple[str, ...]] = {
+    word: tuple(language for language, own in _FUNCTION_WORDS.items() if word in own)
+    for word in frozenset().union(*_FUNCTION_WORDS.values())
+}
+
+
 def _set(words: str) -> frozenset[str]:
     return frozenset(words.split())
 
@@ -100,6 +106,7 @@ _CODE_LINE = re.compile(
     re.VERBOSE,
 )
 _ERRORS = sorted(status.phrase for status in HTTPStatus if status >= 400)
+_STATUS = re.compile(r"[45]\d\d")
 _ERROR_LINE = re.compile(
     rf"\W*(?:http\W+)?(?:error\W+)?(?:[45]\d\d\W+(?:{'|'.join(map(re.escape, _ERRORS))})|(?:http|error)\W+[45]\d\d)\b"
     r".{0,40}",
@@ -111,9 +118,12 @@ _LATIN_START = re.compile(r"[a-zà-öø-ÿ]")
 
 def function_word_share(words: Sequence[str]) -> tuple[float, str]:
     """The largest share of words that are function words of one language, and that language."""
-    counts = Counter(words)
-    share, language = max((sum(counts[word] for word in own), name) for name, own in _FUNCTION_WORDS.items())
-    return share / max(1, len(words)), language
+    totals = dict.fromkeys(_FUNCTION_WORDS, 0)
+    for word, count in Counter(words).items():
+        for language in _LANGUAGES_OF.get(word, ()):
+            totals[language] += count
+    most, language = max((total, language) for language, total in totals.items())
+    return most / max(1, len(words)), language
 
 
 def misordered_share(words: Sequence[str], language: str) -> float:
@@ -134,6 +144,8 @@ def sorted_share(words: Sequence[str]) -> float:
 
 def broken_word_share(text: str, num_words: int) -> float:
     """Fraction of words with digits or exclamation marks between their letters, as in a bad scan."""
+    if _BROKEN_WORD.search(text) is None:
+        return 0.0
     return sum(_BROKEN_WORD.search(part) is not None for part in text.split()) / max(1, num_words)
 
 
@@ -152,7 +164,8 @@ def code_share(lines: Sequence[str]) -> float:
 
 def error_share(lines: Sequence[str]) -> float:
     """Fraction of lines that consist of little more than an HTTP error status, such as "404 Not Found"."""
-    return sum(_ERROR_LINE.fullmatch(line) is not None for line in lines) / max(1, len(lines))
+    may_be_errors = [line for line in lines if _STATUS.search(line)]
+    return sum(_ERROR_LINE.fullmatch(line) is not None for line in may_be_errors) / max(1, len(lines))
 
 
 def cut_end_share(text: str) -> float:
