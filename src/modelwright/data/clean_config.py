@@ -7,6 +7,7 @@ from modelwright.core.errors import ConfigError
 from modelwright.data.duplicate_corpus import DuplicatesConfig
 from modelwright.data.noise_cascade import NoiseConfig
 from modelwright.data.step_files import load_step
+from modelwright.data.steps.decontamination import DECONTAMINATION, DecontaminationConfig
 from modelwright.data.steps.duplicates import DUPLICATES
 from modelwright.data.steps.format import FORMAT, FormatConfig
 from modelwright.data.steps.noise import NOISE
@@ -14,7 +15,7 @@ from modelwright.data.steps.privacy import PRIVACY, PrivacyConfig
 from modelwright.data.steps.quality import QUALITY, QualityConfig
 from modelwright.data.steps.step import CorpusStep, Step, StepSpec
 
-STEPS: tuple[StepSpec, ...] = (FORMAT, QUALITY, NOISE, DUPLICATES, PRIVACY)
+STEPS: tuple[StepSpec, ...] = (FORMAT, DECONTAMINATION, QUALITY, NOISE, DUPLICATES, PRIVACY)
 """The steps in their order. Those of a user's own (`CleanConfig.steps`) follow the first."""
 
 
@@ -25,6 +26,7 @@ class CleanConfig:
     format: FormatConfig = field(default_factory=FormatConfig)
     steps: tuple[str, ...] = ()
     """Steps of your own, each `FILE.py:NAME`. They run in this order, after `format`."""
+    decontamination: DecontaminationConfig = field(default_factory=DecontaminationConfig)
     quality: QualityConfig = field(default_factory=QualityConfig)
     noise: NoiseConfig = field(default_factory=NoiseConfig)
     duplicates: DuplicatesConfig = field(default_factory=DuplicatesConfig)

@@ -17,7 +17,7 @@ from modelwright.core.errors import DataError, writing
 from modelwright.core.progress import Progress
 from modelwright.core.resources import num_usable_cores, versions
 from modelwright.data.clean import clean_documents
-from modelwright.data.clean_config import CleanConfig, build_steps
+from modelwright.data.clean_config import STEPS, CleanConfig, build_steps
 from modelwright.data.clean_report import CleanReport
 from modelwright.data.find_files import locate
 from modelwright.data.noise_cascade import low_recall
@@ -33,7 +33,8 @@ def fingerprint(data: SourceConfig, clean: CleanConfig) -> list[list[str | int |
     the trusted text and model of the step noise, and steps of a user's own. Raises `DataError` for a missing source.
     """
     result: list[list[str | int | float]] = []
-    sources = (*data.sources, *clean.noise.trusted)
+    read_by_steps = [spec.sources(getattr(clean, spec.name)) for spec in STEPS]
+    sources = (*data.sources, *(source for step in read_by_steps for source in step))
     if BUILTIN in sources:
         libraries = versions("torch", "numpy")
         result.append([BUILTIN, sys.version, *libraries.values()])

@@ -119,8 +119,9 @@ def resolve_paths(config: RunConfig) -> RunConfig:
     noise, duplicates = clean.noise, clean.duplicates
     noise = replace(noise, trusted=tuple(map(_absolute, noise.trusted)), model=_absolute_path(noise.model))
     duplicates = replace(duplicates, index=_absolute_path(duplicates.index))
-    steps = tuple(map(_absolute_path, clean.steps))
-    return config.with_sections({CLEAN.name: replace(clean, noise=noise, duplicates=duplicates, steps=steps)})
+    evaluation_sets = replace(clean.decontamination, sources=tuple(map(_absolute, clean.decontamination.sources)))
+    clean = replace(clean, noise=noise, duplicates=duplicates, decontamination=evaluation_sets)
+    return config.with_sections({CLEAN.name: replace(clean, steps=tuple(map(_absolute_path, clean.steps)))})
 
 
 def matrix_shapes(model: ModelConfig) -> list[tuple[int, int]]:
