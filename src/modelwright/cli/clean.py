@@ -28,7 +28,7 @@ class CleanCommandConfig:
 def parser() -> argparse.ArgumentParser:
     parser = new_parser(
         "clean",
-        "Read text from files, directories, globs or URLs, clean it in six steps, and write kept and dropped "
+        "Read text from files, directories, globs or URLs, clean it in seven steps, and write kept and dropped "
         "documents, quarantined records and a report into a folder. The same command resumes what was interrupted; "
         "other settings replace the result.",
         example="modelwright clean notes/ more/*.jsonl.zst --out cleaned --clean.quality.thresholds auto",

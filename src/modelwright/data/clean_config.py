@@ -14,8 +14,9 @@ from modelwright.data.steps.noise import NOISE
 from modelwright.data.steps.privacy import PRIVACY, PrivacyConfig
 from modelwright.data.steps.quality import QUALITY, QualityConfig
 from modelwright.data.steps.step import CorpusStep, Step, StepSpec
+from modelwright.data.steps.urls import URLS, UrlsConfig
 
-STEPS: tuple[StepSpec, ...] = (FORMAT, DECONTAMINATION, QUALITY, NOISE, DUPLICATES, PRIVACY)
+STEPS: tuple[StepSpec, ...] = (FORMAT, URLS, DECONTAMINATION, QUALITY, NOISE, DUPLICATES, PRIVACY)
 """The steps in their order. Those of a user's own (`CleanConfig.steps`) follow the first."""
 
 
@@ -26,6 +27,7 @@ class CleanConfig:
     format: FormatConfig = field(default_factory=FormatConfig)
     steps: tuple[str, ...] = ()
     """Steps of your own, each `FILE.py:NAME`. They run in this order, after `format`."""
+    urls: UrlsConfig = field(default_factory=UrlsConfig)
     decontamination: DecontaminationConfig = field(default_factory=DecontaminationConfig)
     quality: QualityConfig = field(default_factory=QualityConfig)
     noise: NoiseConfig = field(default_factory=NoiseConfig)

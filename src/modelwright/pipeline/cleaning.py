@@ -39,8 +39,9 @@ def fingerprint(data: SourceConfig, clean: CleanConfig) -> list[list[str | int |
         libraries = versions("torch", "numpy")
         result.append([BUILTIN, sys.version, *libraries.values()])
     folders = [Path(clean.noise.model)] if clean.noise.model else []
-    own_steps = [Path(reference.rpartition(":")[0]) for reference in clean.steps]
-    single = [*([Path(data.schema)] if data.schema else []), *own_steps]
+    of_steps = [Path(reference.rpartition(":")[0]) for reference in clean.steps]
+    of_steps += [Path(name) for spec in STEPS for name in spec.files(getattr(clean, spec.name))]
+    single = [*([Path(data.schema)] if data.schema else []), *of_steps]
     for path in [*single, *(path for folder in folders for path in sorted(folder.glob("*")))]:
         if path.is_file():
             facts = path.stat()

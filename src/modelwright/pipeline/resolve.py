@@ -120,7 +120,8 @@ def resolve_paths(config: RunConfig) -> RunConfig:
     noise = replace(noise, trusted=tuple(map(_absolute, noise.trusted)), model=_absolute_path(noise.model))
     duplicates = replace(duplicates, index=_absolute_path(duplicates.index))
     evaluation_sets = replace(clean.decontamination, sources=tuple(map(_absolute, clean.decontamination.sources)))
-    clean = replace(clean, noise=noise, duplicates=duplicates, decontamination=evaluation_sets)
+    urls = replace(clean.urls, blocked=tuple(map(_absolute_path, clean.urls.blocked)))
+    clean = replace(clean, noise=noise, duplicates=duplicates, decontamination=evaluation_sets, urls=urls)
     return config.with_sections({CLEAN.name: replace(clean, steps=tuple(map(_absolute_path, clean.steps)))})
 
 

@@ -151,3 +151,5 @@ class StepSpec:
     """By the reason for a drop: the option that keeps such documents."""
     sources: Callable[[Any], Sequence[str]] = lambda config: ()
     """The sources that the step reads, which decide its result as its settings do."""
+    files: Callable[[Any], Sequence[str]] = lambda config: ()
+    """The same for files that are no sources."""
