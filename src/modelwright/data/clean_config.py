@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Literal
 
 from modelwright.core.errors import ConfigError
 from modelwright.data.duplicate_corpus import DuplicatesConfig
@@ -33,6 +34,9 @@ class CleanConfig:
     noise: NoiseConfig = field(default_factory=NoiseConfig)
     duplicates: DuplicatesConfig = field(default_factory=DuplicatesConfig)
     privacy: PrivacyConfig = field(default_factory=PrivacyConfig)
+    engine: Literal["local", "ray"] = "local"
+    """Where shards are processed: processes of this machine, or Ray, on this machine or on the cluster at
+    `RAY_ADDRESS`. The result does not depend on it."""
     num_workers: int = 0
     """Processes that clean; 0 uses every core. The result does not depend on it."""
 

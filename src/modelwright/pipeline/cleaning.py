@@ -21,8 +21,9 @@ from modelwright.data.clean_config import STEPS, CleanConfig, build_steps
 from modelwright.data.clean_report import CleanReport
 from modelwright.data.find_files import locate
 from modelwright.data.noise_cascade import low_recall
+from modelwright.data.ray_tasks import RayTasks
 from modelwright.data.sources import BUILTIN, SourceConfig, SourceReport, read_documents
-from modelwright.data.workers import LocalProcesses
+from modelwright.data.workers import LocalProcesses, ShardEngine
 from modelwright.pipeline.redact import redact_text
 
 QUARANTINE, SOURCES = "quarantine.jsonl", "sources.json"
@@ -90,7 +91,7 @@ def clean_into(
         work=work,
         key=key,
         facts=facts,
-        engine=local_engine(clean),
+        engine=engine_of(clean),
     )
     with writing(out):
         shutil.copyfile(work / QUARANTINE, out / QUARANTINE)
@@ -99,9 +100,10 @@ def clean_into(
     return cleaned, read["report"], [redact_text(line) for line in read["summary"]]
 
 
-def local_engine(clean: CleanConfig) -> LocalProcesses:
-    """The cores of this machine that may clean."""
-    return LocalProcesses(clean.num_workers or num_usable_cores())
+def engine_of(clean: CleanConfig) -> ShardEngine:
+    """Where the settings want shards to be processed."""
+    num_workers = clean.num_workers or num_usable_cores()
+    return RayTasks(num_workers) if clean.engine == "ray" else LocalProcesses(num_workers)
 
 
 def noise_warnings(report: CleanReport) -> list[str]:
