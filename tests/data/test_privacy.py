@@ -147,6 +147,13 @@ def test_no_part_of_a_kept_document_holds_a_value() -> None:
     assert counts == {"email": 2}
 
 
+def test_the_own_fields_of_a_record_hold_no_value_but_keep_their_numbers() -> None:
+    meta = {"id": "13812345678", "url": "https://example.org/?mail=ann@example.org", "score": 4111111111111111}
+    changed, counts = replaced_in(document("Nothing here.", meta=meta))
+    assert changed.meta == {**meta, "url": "https://example.org/?mail=<EMAIL_1>"}
+    assert counts == {}
+
+
 def test_kinds_and_regions_can_be_chosen() -> None:
     text = "Mail a@example.org, call 0912 345 678."
     only_phones = PrivacyConfig(replace=("phone",), phone_regions=("TW",))

@@ -141,6 +141,17 @@ def test_a_kept_document_can_come_in_again(tmp_path: Path) -> None:
     assert read(tmp_path / "kept.jsonl")[0] == [document]
 
 
+def test_the_own_fields_of_a_record_are_kept(tmp_path: Path) -> None:
+    own = {"id": "abc-7", "url": "https://example.org/a?b=1", "language": "en", "score": 0.75}
+    (tmp_path / "m.jsonl").write_text(json.dumps({"text": "a", **own, "other": [1]}) + '\n{"text": "b", "id": [1]}')
+    rows = [{"text": "a text", **own, "other": "x"}, {"text": "b", **dict.fromkeys(own)}]
+    pyarrow.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "m.parquet")
+    for name in ("m.jsonl", "m.parquet"):
+        documents, _ = read(tmp_path / name, validation_fraction=0.0)
+        assert [document.meta for document in documents] == [own, {}], name
+        assert documents[0].id.startswith(str(tmp_path / name)), "unique among all sources"
+
+
 def test_half_surrogates_become_question_marks(tmp_path: Path) -> None:
     (tmp_path / "s.jsonl").write_text('{"text": "broken \\ud83d here"}\n{"text": "whole \\ud83d\\ude00"}')
     assert texts(tmp_path / "s.jsonl") == ["broken ? here", "whole 😀"]

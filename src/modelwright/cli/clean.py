@@ -14,7 +14,7 @@ from modelwright.core.errors import ConfigError
 from modelwright.data.clean_config import CleanConfig
 from modelwright.data.sources import SourceConfig
 
-_FLAGS = ("out", "explain", "dry-run", "help")
+_FLAGS = ("out", "engine", "explain", "dry-run", "help")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class CleanCommandConfig:
 def parser() -> argparse.ArgumentParser:
     parser = new_parser(
         "clean",
-        "Read text from files, directories, globs or URLs, clean it in five steps, and write kept and dropped "
+        "Read text from files, directories, globs or URLs, clean it in seven steps, and write kept and dropped "
         "documents, quarantined records and a report into a folder. The same command resumes what was interrupted; "
         "other settings replace the result.",
         example="modelwright clean notes/ more/*.jsonl.zst --out cleaned --clean.quality.thresholds auto",
@@ -38,6 +38,9 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("sources", metavar="SOURCE", nargs="*", help="as in data.sources; docs/data.md has the formats")
     parser.add_argument("--out", metavar="DIR", default="", help="folder for the result, outside of the sources")
+    parser.add_argument(
+        "--engine", choices=("local", "ray"), default="local", help="processes of this machine, or Ray (clean.engine)"
+    )
     parser.add_argument("--explain", metavar="DOC_ID", default="", help="what happened to one document of DIR, and why")
     parser.add_argument("--dry-run", action="store_true", help="show what would be dropped of a sample; write nothing")
     return parser
@@ -63,7 +66,7 @@ def clean(words: Sequence[str]) -> int:
         return 0
     if not options.sources:
         raise ConfigError("clean: name at least one source: modelwright clean SOURCE ... --out DIR")
-    base = {"data": {"sources": options.sources, "validation_fraction": 0.0}}
+    base = {"data": {"sources": options.sources, "validation_fraction": 0.0}, "clean": {"engine": options.engine}}
     config = parse(CleanCommandConfig, merge(base, read_overrides(CleanCommandConfig, settings, _FLAGS)))
     from modelwright.pipeline.clean_command import clean_sources, try_cleaning
 

@@ -76,7 +76,7 @@ def clean_documents(
     """
     own_work = folder / "work" if work is None else None
     identity = {"key": key, "steps": [_identity(step) for step in steps], "version": _VERSION}
-    work = (work or folder / "work") / digest(identity)[:16]
+    work = (work or folder / "work").absolute() / digest(identity)[:16]
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         if not key:

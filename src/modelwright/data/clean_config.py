@@ -2,19 +2,22 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Literal
 
 from modelwright.core.errors import ConfigError
 from modelwright.data.duplicate_corpus import DuplicatesConfig
 from modelwright.data.noise_cascade import NoiseConfig
 from modelwright.data.step_files import load_step
+from modelwright.data.steps.decontamination import DECONTAMINATION, DecontaminationConfig
 from modelwright.data.steps.duplicates import DUPLICATES
 from modelwright.data.steps.format import FORMAT, FormatConfig
 from modelwright.data.steps.noise import NOISE
 from modelwright.data.steps.privacy import PRIVACY, PrivacyConfig
 from modelwright.data.steps.quality import QUALITY, QualityConfig
 from modelwright.data.steps.step import CorpusStep, Step, StepSpec
+from modelwright.data.steps.urls import URLS, UrlsConfig
 
-STEPS: tuple[StepSpec, ...] = (FORMAT, QUALITY, NOISE, DUPLICATES, PRIVACY)
+STEPS: tuple[StepSpec, ...] = (FORMAT, URLS, DECONTAMINATION, QUALITY, NOISE, DUPLICATES, PRIVACY)
 """The steps in their order. Those of a user's own (`CleanConfig.steps`) follow the first."""
 
 
@@ -25,10 +28,15 @@ class CleanConfig:
     format: FormatConfig = field(default_factory=FormatConfig)
     steps: tuple[str, ...] = ()
     """Steps of your own, each `FILE.py:NAME`. They run in this order, after `format`."""
+    urls: UrlsConfig = field(default_factory=UrlsConfig)
+    decontamination: DecontaminationConfig = field(default_factory=DecontaminationConfig)
     quality: QualityConfig = field(default_factory=QualityConfig)
     noise: NoiseConfig = field(default_factory=NoiseConfig)
     duplicates: DuplicatesConfig = field(default_factory=DuplicatesConfig)
     privacy: PrivacyConfig = field(default_factory=PrivacyConfig)
+    engine: Literal["local", "ray"] = "local"
+    """Where shards are processed: processes of this machine, or Ray, on this machine or on the cluster at
+    `RAY_ADDRESS`. The result does not depend on it."""
     num_workers: int = 0
     """Processes that clean; 0 uses every core. The result does not depend on it."""
 

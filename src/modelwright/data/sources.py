@@ -41,6 +41,8 @@ DEFAULT_TEXT_FIELD = "text"
 MAX_EXAMPLES = 5
 ENOUGH_HINTS = 2
 """Fields that sound like a question or an answer in a file that is then read as such, wherever it was found."""
+CARRIED_FIELDS = ("id", "url", "language", "score")
+"""Fields of a record that its document keeps in `meta` without being asked."""
 _HELDOUT_NAMES = ("test", "validation", "valid", "dev", "heldout")
 _DOCUMENT_FIELDS = tuple(entry.name for entry in fields(Document))
 
@@ -249,7 +251,14 @@ def _records(
     def choose(names: Sequence[str]) -> list[str]:
         if config.schema:
             return list(names)
-        known = {config.text_field, *config.keep_fields, *FIELDS, *_DOCUMENT_FIELDS, *config.fields.values()}
+        known = {
+            config.text_field,
+            *CARRIED_FIELDS,
+            *config.keep_fields,
+            *FIELDS,
+            *_DOCUMENT_FIELDS,
+            *config.fields.values(),
+        }
         mapped = {*names, *(name for name, own in config.fields.items() if own in names)}
         is_known = config.text_field in mapped or record_type(mapped)
         return [name for name in names if name in known] if is_known else list(names)
@@ -334,6 +343,7 @@ def _document(
         report.skip("empty text", where)
         return None
     meta |= {name: record[name] for name in config.keep_fields if name in record and name not in meta}
+    meta |= {name: value for name in CARRIED_FIELDS if isinstance(value := record.get(name), (str, int, float))}
     document = Document(id=where, text=text, kind=kind, split="open", source=source, meta=meta)
     return _Unsplit(document.map_text(_encodable))
 

@@ -19,7 +19,7 @@ from modelwright.data.clean_folder import DROPPED, KEPT, REPORT
 from modelwright.data.clean_report import CleanReport, describe_drops
 from modelwright.data.find_files import locate
 from modelwright.data.sources import BUILTIN, SourceConfig, SourceReport, read_documents
-from modelwright.pipeline.cleaning import QUARANTINE, clean_into, fingerprint, local_engine, noise_warnings
+from modelwright.pipeline.cleaning import QUARANTINE, clean_into, engine_of, fingerprint, noise_warnings
 
 SETTINGS = "settings.json"
 _SEED = 1
@@ -37,7 +37,7 @@ def clean_sources(data: SourceConfig, clean: CleanConfig, out: str, progress: Pr
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     with lock_folder(folder, "this folder; wait for it or choose another --out"):
-        settings = {"data": dump(data), "clean": dump(clean)}
+        settings = {"data": dump(data), "clean": _deciding(clean)}
         if changed := _changed(folder, settings):
             progress.note(f"clean: {folder} holds the result of other settings, which is replaced: {changed}")
         key = digest({"data": settings["data"], "sources": fingerprint(data, clean)})
@@ -63,7 +63,7 @@ def try_cleaning(data: SourceConfig, clean: CleanConfig, progress: Progress) -> 
     with tempfile.TemporaryDirectory() as name:
         folder, problem = Path(name), ""
         try:
-            clean_documents(documents, build_steps(clean, seed=_SEED), folder, progress, engine=local_engine(clean))
+            clean_documents(documents, build_steps(clean, seed=_SEED), folder, progress, engine=engine_of(clean))
         except DataError as error:
             if not (folder / REPORT).exists():
                 raise
@@ -82,6 +82,11 @@ def try_cleaning(data: SourceConfig, clean: CleanConfig, progress: Progress) -> 
     if clean.duplicates.near:
         lines.append("a whole corpus has more duplicates than a sample of it")
     return lines
+
+
+def _deciding(clean: CleanConfig) -> dict[str, Any]:
+    """The settings on which the result depends."""
+    return {name: value for name, value in dump(clean).items() if name not in ("engine", "num_workers")}
 
 
 def _checked(out: str, sources: tuple[str, ...]) -> Path:

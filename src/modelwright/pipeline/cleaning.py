@@ -17,12 +17,13 @@ from modelwright.core.errors import DataError, writing
 from modelwright.core.progress import Progress
 from modelwright.core.resources import num_usable_cores, versions
 from modelwright.data.clean import clean_documents
-from modelwright.data.clean_config import CleanConfig, build_steps
+from modelwright.data.clean_config import STEPS, CleanConfig, build_steps
 from modelwright.data.clean_report import CleanReport
 from modelwright.data.find_files import locate
 from modelwright.data.noise_cascade import low_recall
+from modelwright.data.ray_tasks import RayTasks
 from modelwright.data.sources import BUILTIN, SourceConfig, SourceReport, read_documents
-from modelwright.data.workers import LocalProcesses
+from modelwright.data.workers import LocalProcesses, ShardEngine
 from modelwright.pipeline.redact import redact_text
 
 QUARANTINE, SOURCES = "quarantine.jsonl", "sources.json"
@@ -33,13 +34,15 @@ def fingerprint(data: SourceConfig, clean: CleanConfig) -> list[list[str | int |
     the trusted text and model of the step noise, and steps of a user's own. Raises `DataError` for a missing source.
     """
     result: list[list[str | int | float]] = []
-    sources = (*data.sources, *clean.noise.trusted)
+    read_by_steps = [spec.sources(getattr(clean, spec.name)) for spec in STEPS]
+    sources = (*data.sources, *(source for step in read_by_steps for source in step))
     if BUILTIN in sources:
         libraries = versions("torch", "numpy")
         result.append([BUILTIN, sys.version, *libraries.values()])
     folders = [Path(clean.noise.model)] if clean.noise.model else []
-    own_steps = [Path(reference.rpartition(":")[0]) for reference in clean.steps]
-    single = [*([Path(data.schema)] if data.schema else []), *own_steps]
+    of_steps = [Path(reference.rpartition(":")[0]) for reference in clean.steps]
+    of_steps += [Path(name) for spec in STEPS for name in spec.files(getattr(clean, spec.name))]
+    single = [*([Path(data.schema)] if data.schema else []), *of_steps]
     for path in [*single, *(path for folder in folders for path in sorted(folder.glob("*")))]:
         if path.is_file():
             facts = path.stat()
@@ -88,7 +91,7 @@ def clean_into(
         work=work,
         key=key,
         facts=facts,
-        engine=local_engine(clean),
+        engine=engine_of(clean),
     )
     with writing(out):
         shutil.copyfile(work / QUARANTINE, out / QUARANTINE)
@@ -97,9 +100,10 @@ def clean_into(
     return cleaned, read["report"], [redact_text(line) for line in read["summary"]]
 
 
-def local_engine(clean: CleanConfig) -> LocalProcesses:
-    """The cores of this machine that may clean."""
-    return LocalProcesses(clean.num_workers or num_usable_cores())
+def engine_of(clean: CleanConfig) -> ShardEngine:
+    """Where the settings want shards to be processed."""
+    num_workers = clean.num_workers or num_usable_cores()
+    return RayTasks(num_workers) if clean.engine == "ray" else LocalProcesses(num_workers)
 
 
 def noise_warnings(report: CleanReport) -> list[str]:

@@ -119,8 +119,10 @@ def resolve_paths(config: RunConfig) -> RunConfig:
     noise, duplicates = clean.noise, clean.duplicates
     noise = replace(noise, trusted=tuple(map(_absolute, noise.trusted)), model=_absolute_path(noise.model))
     duplicates = replace(duplicates, index=_absolute_path(duplicates.index))
-    steps = tuple(map(_absolute_path, clean.steps))
-    return config.with_sections({CLEAN.name: replace(clean, noise=noise, duplicates=duplicates, steps=steps)})
+    evaluation_sets = replace(clean.decontamination, sources=tuple(map(_absolute, clean.decontamination.sources)))
+    urls = replace(clean.urls, blocked=tuple(map(_absolute_path, clean.urls.blocked)))
+    clean = replace(clean, noise=noise, duplicates=duplicates, decontamination=evaluation_sets, urls=urls)
+    return config.with_sections({CLEAN.name: replace(clean, steps=tuple(map(_absolute_path, clean.steps)))})
 
 
 def matrix_shapes(model: ModelConfig) -> list[tuple[int, int]]:

@@ -5,7 +5,8 @@
 """
 
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import phonenumbers
 
@@ -16,6 +17,8 @@ from modelwright.data.personal_data.find import find
 from modelwright.data.personal_data.pattern import KINDS
 from modelwright.data.steps.step import StepSpec
 
+_FIELDS = ("id", "url")
+_KINDS_IN_FIELDS = ("email", "credentials", "secret")
 _MARKERS = {kind: kind.upper() for kind in KINDS}
 
 
@@ -69,11 +72,17 @@ class Privacy:
             return document, Counter()
         replacer = _Replacer(self.config, document.kind == "code", self.failures)
         changed = document.map_text(replacer)
+        changed = replace(changed, meta={**changed.meta, **self._redacted_fields(document, replacer)})
         if not replacer.markers:
             return document, Counter()
         turns = [*document.messages, *document.meta.get("rejected", ())] if document.kind == "qa" else []
         parts = [turn["content"] for turn in turns] if turns else [document.text]
         return changed, sum((replacer.counts[part] for part in parts), Counter[str]())
+
+    def _redacted_fields(self, document: Document, replacer: "_Replacer") -> dict[str, str]:
+        """The record's own identifier and URL without what can be told from a number that merely identifies."""
+        fields = {name: document.meta[name] for name in _FIELDS if isinstance(document.meta.get(name), str)}
+        return {name: replacer(value, kinds=_KINDS_IN_FIELDS) for name, value in fields.items()}
 
 
 PRIVACY = StepSpec(name="privacy", build=lambda config, seed: Privacy(config))
@@ -90,10 +99,10 @@ class _Replacer:
         self._numbers: Counter[str] = Counter()
         self.counts: dict[str, Counter[str]] = {}
 
-    def __call__(self, text: str) -> str:
+    def __call__(self, text: str, kinds: Sequence[str] = KINDS) -> str:
         findings = find(
             text,
-            self._config.replace,
+            [kind for kind in kinds if kind in self._config.replace],
             is_code=self._is_code,
             regions=self._config.phone_regions,
             failures=self._failures,

@@ -149,3 +149,7 @@ class StepSpec:
     """The step for its section and the seed of the run; none if the section switches it off."""
     remedies: Mapping[str, str] = field(default_factory=dict)
     """By the reason for a drop: the option that keeps such documents."""
+    sources: Callable[[Any], Sequence[str]] = lambda config: ()
+    """The sources that the step reads, which decide its result as its settings do."""
+    files: Callable[[Any], Sequence[str]] = lambda config: ()
+    """The same for files that are no sources."""

@@ -25,7 +25,7 @@ BYTES_PER_S = 0.8e6
 def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
     """Reads the sources and cleans them. Its digest covers names, sizes and modification times of the files read."""
     clean: CleanConfig = config.section(CLEAN)
-    settings = {name: value for name, value in dump(clean).items() if name != "num_workers"}
+    settings = {name: value for name, value in dump(clean).items() if name not in ("engine", "num_workers")}
     if clean.noise.enabled:
         settings["seed"] = config.seed
     return Stage(

@@ -1,0 +1,90 @@
+"""Cleaning with Ray: the same files as in this process, though workers are killed."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from modelwright.core.errors import ConfigError
+from modelwright.core.progress import SilentProgress
+from modelwright.data.clean import clean_documents
+from modelwright.data.clean_config import CleanConfig, build_steps
+from modelwright.data.document import Document
+from modelwright.data.ray_tasks import RayTasks
+from modelwright.data.workers import InProcess
+
+pytest.importorskip("ray")
+
+RESULTS = ("kept.jsonl.zst", "dropped.jsonl.zst", "report.json")
+SCRIPT = """
+import os, signal, sys
+from dataclasses import dataclass
+from pathlib import Path
+from test_ray_tasks import KilledOnce, clean
+from modelwright.core.errors import ModelwrightError
+from modelwright.data.ray_tasks import RayTasks
+
+def fail(number):
+    raise ModelwrightError(f"shard {number} is damaged")
+
+out, engine = Path(sys.argv[1]), RayTasks(2)
+clean(out, [KilledOnce(str(out))], engine)
+try:
+    list(engine.map(fail, [5]))
+except ModelwrightError as error:
+    (out / "error").write_text(f"{type(error).__name__}: {error}")
+"""
+
+
+class KilledOnce:
+    """Kills its worker at one document, the first time."""
+
+    name = "killed_once"
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def __call__(self, document: Document) -> Document:
+        marker = Path(self.folder) / "was-killed"
+        if document.id == "d77" and not marker.exists():
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return document
+
+
+def clean(out: Path, more: list, engine) -> None:
+    rng = random.Random(1)
+    texts = [" ".join(f"the word{rng.randrange(500)}" for _ in range(60)) + f" {n}@example.org" for n in range(200)]
+    texts[150:170] = [f"{text[:200]} another {text[200:]}" for text in texts[:20]]
+    documents = (
+        Document(id=f"d{n}", text=text, kind="prose", split="train", source="test") for n, text in enumerate(texts)
+    )
+    out.mkdir(exist_ok=True)
+    steps = [*build_steps(CleanConfig()), *more]
+    clean_documents(documents, steps, out, SilentProgress(), engine=engine, shard_documents=20)
+
+
+def test_the_files_are_those_of_one_process_though_a_worker_is_killed(tmp_path: Path) -> None:
+    with_ray, here = tmp_path / "ray", tmp_path / "here"
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, with_ray], env=environment, capture_output=True,
+        text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert (with_ray / "was-killed").exists()
+    assert (with_ray / "error").read_text() == "ModelwrightError: shard 5 is damaged"
+    clean(here, [], InProcess())
+    for name in RESULTS:
+        assert (here / name).read_bytes() == (with_ray / name).read_bytes(), name
+
+
+def test_a_cluster_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    with pytest.raises(ConfigError, match=r"RAY_ADDRESS: no Ray cluster at 127\.0\.0\.1:1"):
+        list(RayTasks(1).map(str, [1]))
