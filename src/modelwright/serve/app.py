@@ -7,6 +7,7 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
@@ -26,7 +27,14 @@ def build_app(service: Service) -> ASGIApp:
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.state.service = service
     app.state.operations = OPERATIONS
-    return _observed(app, service)
+    return _observed(_with_cors(app, service.config.cors_origins), service)
+
+
+def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    if not origins:
+        return app
+    headers = ["Authorization", "Content-Type"]
+    return CORSMiddleware(app, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=headers)
 
 
 def _observed(app: ASGIApp, service: Service) -> ASGIApp:

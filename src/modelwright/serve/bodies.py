@@ -1,6 +1,7 @@
 """Reads request bodies up to a size and within a time, and parses large ones beside the event loop."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable
 from typing import TypeVar
 
@@ -8,6 +9,8 @@ from starlette.requests import ClientDisconnect, Request
 
 from modelwright.serve.errors import ApiError
 from modelwright.serve.service import Service
+
+log = logging.getLogger("modelwright.serve")
 
 T = TypeVar("T")
 
@@ -48,6 +51,8 @@ async def read_body(request: Request, service: Service, *, num_prompts: int) -> 
         raise ApiError(408, f"The body did not arrive within {config.body_timeout_s:g} s.", code="timeout") from None
     except ClientDisconnect:
         raise ApiError(400, "The client left before the body had arrived.") from None
+    if config.log_prompts:
+        log.info("%s %s", request.url.path, body.decode("utf-8", errors="replace"))
     return bytes(body)
 
 

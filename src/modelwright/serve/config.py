@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from modelwright.compress.int8 import Int8WeightsConfig
-from modelwright.core.config import constant, word_for_none
+from modelwright.core.config import constant, only_for, word_for_none
 from modelwright.core.errors import ConfigError
 from modelwright.infer.engine import EngineConfig
 
@@ -18,6 +18,9 @@ class ServeConfig:
     """0 takes a free port."""
     max_queued: int = 128
     """Requests that may wait beyond the `engine.max_num_seqs` that are running; more are refused with 429."""
+    max_queued_tokens: int = 1_048_576
+    """Tokens of prompts and of the longest possible answers that all running and waiting requests may have together;
+    more are refused with 429."""
     max_completions: int = 16
     """Most completions of one request (`n` times the number of prompts)."""
     max_body_bytes: int = 4_000_000
@@ -29,6 +32,16 @@ class ServeConfig:
     api_key_env: str = ""
     """Name of an environment variable with the key that clients must send; the key itself is in no config file; ""
     asks for none."""
+    keys_file: str = ""
+    """YAML file with hashes of API keys, their scopes and limits (docs/serving.md); "" for none."""
+    tls_certificate: str = ""
+    """PEM file with the certificate chain for HTTPS; "" serves plain HTTP."""
+    tls_key: str = field(default="", metadata=only_for("tls_certificate"))
+    """PEM file with the private key of the certificate."""
+    cors_origins: tuple[str, ...] = field(default=(), metadata=word_for_none())
+    """Origins (`https://example.com`) whose pages may call the API from a browser."""
+    log_prompts: bool = False
+    """Write the bodies of requests to the log."""
     model_aliases: tuple[str, ...] = field(default=(), metadata=word_for_none())
     """Further names by which clients may call the model."""
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -45,7 +58,9 @@ class ServeConfig:
             raise ConfigError(f"port: must be between 0 (any free one) and 65535, got {self.port}")
         if self.max_queued < 0:
             raise ConfigError(f"max_queued: must not be negative, got {self.max_queued}")
-        for name in ("max_completions", "max_body_bytes"):
+        if bool(self.tls_certificate) != bool(self.tls_key):
+            raise ConfigError("tls_certificate, tls_key: HTTPS needs both; give both files or none")
+        for name in ("max_completions", "max_body_bytes", "max_queued_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: must be at least 1, got {getattr(self, name)}")
         for name in ("body_timeout_s", "drain_timeout_s"):

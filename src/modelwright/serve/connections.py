@@ -176,8 +176,8 @@ class Connection(asyncio.Protocol):
 
     def eof_received(self) -> bool:
         """The client sends no more. If its request is whole, keep the connection for the answer."""
-        if self.awaits_request():
-            return False
+        if self.awaits_request() or self._transport.get_extra_info("sslcontext"):
+            return False  # TLS has no half-closed connections
         self._leaving = self._leaving or asyncio.get_running_loop().create_task(self._answer_and_close())
         return True
 

@@ -29,30 +29,33 @@ from modelwright.serve.worker import EmbeddingJob
 
 async def create_completion(request: Request) -> Response:
     service = service_of(request)
+    caller = service.caller(request, "infer")
     body = await _admit(request, service, num_prompts=service.config.max_completions)
     asked, prompts = await parsed(_read_completion, body, service)
     grammar = await _compiled(asked, service)
     most = service.config.max_completions
-    generation = start(asked, prompts, service.model, kind="cmpl", max_choices=most, grammar=grammar)
+    generation = start(asked, prompts, service.model, caller, kind="cmpl", max_choices=most, grammar=grammar)
     return await respond(request, generation, completions)
 
 
 async def create_chat_completion(request: Request) -> Response:
     service = service_of(request)
+    caller = service.caller(request, "infer")
     body = await _admit(request, service, num_prompts=1)
     asked, prompt = await parsed(_read_chat, body, service)
     grammar = await _compiled(asked, service)
     most = service.config.max_completions
-    generation = start(asked, [prompt], service.model, kind="chatcmpl", max_choices=most, grammar=grammar)
+    generation = start(asked, [prompt], service.model, caller, kind="chatcmpl", max_choices=most, grammar=grammar)
     return await respond(request, generation, chat)
 
 
 async def create_embeddings(request: Request) -> Response:
     """The last hidden state of each input, see `Engine.embed`."""
     service = service_of(request)
+    caller = service.caller(request, "infer")
     body = await _admit(request, service, num_prompts=service.config.max_completions)
     asked, inputs = await parsed(_read_embedding, body, service)
-    stream = service.worker.submit([EmbeddingJob(ids) for ids in inputs])
+    stream = service.worker.submit([EmbeddingJob(ids) for ids in inputs], caller)
     vectors: list[Sequence[float]] = [()] * len(inputs)
 
     async def collect() -> None:
@@ -74,21 +77,20 @@ async def create_embeddings(request: Request) -> Response:
 
 async def tokenize(request: Request) -> Response:
     service = service_of(request)
-    service.authorize(request)
+    service.caller(request, "infer")
     body = await read_body(request, service, num_prompts=1)
     return JSONResponse(await parsed(_tokenized, body, service))
 
 
 async def detokenize(request: Request) -> Response:
     service = service_of(request)
-    service.authorize(request)
+    service.caller(request, "infer")
     body = await read_body(request, service, num_prompts=1)
     return JSONResponse(await parsed(_detokenized, body, service))
 
 
 async def _admit(request: Request, service: Service, *, num_prompts: int) -> bytes:
-    """Checks that all requests to the engine pass first: key, capacity, body. Raises `ApiError`."""
-    service.authorize(request)
+    """What all requests to the engine pass before they are parsed: capacity, body. Raises `ApiError`."""
     service.require_open()
     service.worker.require_room(1)
     return await read_body(request, service, num_prompts=num_prompts)

@@ -1,6 +1,8 @@
 """Errors in the form that OpenAI clients understand."""
 
 import json
+import math
+import secrets
 from typing import Any
 
 from starlette.responses import JSONResponse
@@ -28,15 +30,22 @@ class ApiError(Exception):
 
 def error_body(status: int, message: str, *, param: str = "", code: str = "") -> dict[str, Any]:
     """`{"error": {"message", "type", "param", "code"}}`."""
-    kinds = {401: "authentication_error", 429: "rate_limit_error", 503: "server_error"}
+    kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error", 503: "server_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param or None, "code": code or None}}
 
 
-def queue_full(retry_after_s: int) -> ApiError:
-    """429 with Retry-After, as OpenAI clients expect from a busy server."""
-    headers = {"Retry-After": str(retry_after_s)}
-    return ApiError(429, "The queue is full; try again later.", code="rate_limit_exceeded", headers=headers)
+def jittered(wait_s: float) -> int:
+    """Whole seconds for Retry-After: at least the wait, and up to a quarter more, so that clients that were refused
+    together do not come back together.
+    """
+    return max(1, math.ceil(wait_s * (1 + 0.25 * secrets.randbelow(1000) / 1000)))
+
+
+def limit_reached(message: str, wait_s: float) -> ApiError:
+    """429 with Retry-After, as OpenAI clients expect when a limit is reached. wait_s: until it may not be any more."""
+    text = f"{message} Try again later."
+    return ApiError(429, text, code="rate_limit_exceeded", headers={"Retry-After": str(jittered(wait_s))})
 
 
 def shutting_down(message: str, retry_after_s: int) -> ApiError:

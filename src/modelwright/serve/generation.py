@@ -13,6 +13,7 @@ from modelwright.infer.sequence import SamplingParams, ScoredToken
 from modelwright.serve.detokenizer import Delta, IncrementalDetokenizer, TokenInfo
 from modelwright.serve.errors import ApiError
 from modelwright.serve.grammars import CompiledGrammar
+from modelwright.serve.keys import Caller
 from modelwright.serve.limits import too_many_answers
 from modelwright.serve.protocol import GenerationRequest
 from modelwright.serve.served_model import ServedModel
@@ -145,6 +146,7 @@ def start(
     request: GenerationRequest,
     prompts: Sequence[Prompt],
     model: ServedModel,
+    caller: Caller,
     *,
     kind: str,
     max_choices: int,
@@ -174,7 +176,7 @@ def start(
             )
             for _ in seeds
         ]
-    stream = model.worker.submit(jobs)
+    stream = model.worker.submit(jobs, caller)
     num_prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
     model.worker.metrics.prompt_tokens.inc(num_prompt_tokens)
     return Generation(request, model, f"{kind}-{secrets.token_hex(12)}", num_prompt_tokens, answers, stream, call)

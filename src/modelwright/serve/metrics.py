@@ -82,6 +82,9 @@ class RequestTimer:
             self.metrics.first_token.observe(now - self.started)
         self.last_token = now
 
-    def end(self, reason: str) -> None:
+    def end(self, reason: str) -> float:
+        """Seconds since the answer was asked for."""
+        elapsed_s = time.perf_counter() - self.started
         self.metrics.answers.labels(reason).inc()
-        self.metrics.duration.observe(time.perf_counter() - self.started)
+        self.metrics.duration.observe(elapsed_s)
+        return elapsed_s

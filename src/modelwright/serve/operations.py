@@ -18,11 +18,15 @@ from modelwright.serve.protocol import (
 
 Handler = Callable[[Request], Awaitable[Response]]
 
-GENERATES = (400, 401, 404, 408, 413, 429, 500, 503)
+GENERATES = (400, 401, 403, 404, 408, 413, 429, 500, 503)
 """Statuses of errors of routes that need the engine."""
 
-READS_BODY = (400, 401, 404, 408, 413)
+READS_BODY = (400, 401, 403, 404, 408, 413, 429)
 """Statuses of errors of routes that read a body and do not need the engine."""
+
+
+NEEDS_KEY = (401, 403, 429)
+"""Statuses of errors of routes that ask for a key and read no body."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +53,10 @@ class Operation:
 OPERATIONS = (
     Operation("GET", "/", pages.chat_page, "The chat page", "text/html"),
     Operation("GET", "/health", pages.health, "Whether the server takes requests", "HealthReply", errors=(503,)),
-    Operation("GET", "/metrics", pages.metrics, "Metrics for Prometheus", "text/plain"),
+    Operation("GET", "/metrics", pages.metrics, "Metrics for Prometheus", "text/plain", errors=NEEDS_KEY),
     Operation("GET", "/openapi.json", pages.openapi, "This description", "application/json"),
-    Operation("GET", "/v1/models", pages.list_models, "The names of the model", "ModelListReply", errors=(401,)),
-    Operation("GET", "/v1/models/{name:path}", pages.get_model, "One name", "ModelReply", errors=(401, 404)),
+    Operation("GET", "/v1/models", pages.list_models, "The names of the model", "ModelListReply", errors=NEEDS_KEY),
+    Operation("GET", "/v1/models/{name:path}", pages.get_model, "One name", "ModelReply", errors=(404, *NEEDS_KEY)),
     Operation(
         "POST",
         "/v1/completions",

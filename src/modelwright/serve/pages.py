@@ -30,18 +30,21 @@ async def health(request: Request) -> Response:
 
 
 async def metrics(request: Request) -> Response:
-    return Response(service_of(request).metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    service = service_of(request)
+    if service.keys.has_scopes:
+        service.caller(request, "metrics")
+    return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 async def list_models(request: Request) -> Response:
     service = service_of(request)
-    service.authorize(request)
+    service.caller(request, "infer")
     return JSONResponse({"object": "list", "data": [_describe(service, name) for name in service.names]})
 
 
 async def get_model(request: Request) -> Response:
     service = service_of(request)
-    service.authorize(request)
+    service.caller(request, "infer")
     service.require_model(request.path_params["name"])
     return JSONResponse(_describe(service, request.path_params["name"]))
 

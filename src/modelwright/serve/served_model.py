@@ -46,7 +46,7 @@ def serve_model(
         max_token_bytes=codec.max_token_bytes,
         max_body_bytes=config.max_body_bytes,
     )
-    worker = EngineWorker(engine, metrics, max_queue=config.max_queued)
+    worker = EngineWorker(engine, metrics, max_queue=config.max_queued, max_tokens=config.max_queued_tokens)
     grammars = GrammarCompiler(codec.definition, engine.vocab_size, codec.stop_ids)
     return ServedModel(worker, codec, limits, grammars, weights_fingerprint(model), source)
 

@@ -4,9 +4,9 @@ import asyncio
 import contextlib
 import gc
 import logging
-import os
 import signal
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -19,6 +19,7 @@ from modelwright.serve.app import build_app
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.connections import ACCEPTS_PER_ROUND, ConnectionTable, connection_limits
 from modelwright.serve.errors import shutting_down
+from modelwright.serve.keys import key_ring
 from modelwright.serve.load import ModelSource, load_folder
 from modelwright.serve.metrics import Metrics
 from modelwright.serve.served_model import serve_model
@@ -48,18 +49,15 @@ class ServerThread:
         model_name: str,
         source: ModelSource | None = None,
     ) -> None:
-        api_key = os.environ.get(config.api_key_env, "") if config.api_key_env else ""
-        if config.api_key_env and not api_key:
-            raise ConfigError(
-                f"api_key_env: the environment variable {config.api_key_env} is not set; set it or remove the option"
-            )
+        keys = key_ring(config)
+        _check_tls(config)
         metrics = Metrics()
         served = serve_model(model, codec, config, metrics, source)
-        self.service = Service(config, model_name, served, metrics, api_key)
+        self.service = Service(config, model_name, served, metrics, keys)
         self._socket = _bind(config)
         host, port = self._socket.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
-        self.url = f"http://{shown}:{port}"
+        self.url = f"{'https' if config.tls_certificate else 'http'}://{shown}:{port}"
         self._ready = threading.Event()
         self._drain = asyncio.Event()
         self._loop = asyncio.new_event_loop()
@@ -103,7 +101,7 @@ class ServerThread:
             self._ready.set()
 
     async def _serve(self) -> None:
-        worker = self.service.worker
+        worker, config = self.service.worker, self.service.config
         worker.start()
         settings = uvicorn.Config(
             build_app(self.service),
@@ -115,6 +113,8 @@ class ServerThread:
             http=self._connections.open,  # type: ignore[arg-type]
             ws="none",
             backlog=ACCEPTS_PER_ROUND,
+            ssl_certfile=config.tls_certificate or None,
+            ssl_keyfile=config.tls_key or None,
         )
         server = uvicorn.Server(settings)
         serving = asyncio.create_task(server.serve(sockets=[self._socket]))
@@ -125,8 +125,8 @@ class ServerThread:
         watching = asyncio.create_task(self._connections.watch())
         draining = asyncio.create_task(self._drain.wait())
         await asyncio.wait({serving, draining}, return_when=asyncio.FIRST_COMPLETED)
-        if not await worker.wait_idle(self.service.config.drain_timeout_s):
-            log.warning("running answers were cut off after %gs", self.service.config.drain_timeout_s)
+        if not await worker.wait_idle(config.drain_timeout_s):
+            log.warning("running answers were cut off after %gs", config.drain_timeout_s)
             self._cut_off()
             await worker.wait_idle(_CLOSE_TIMEOUT_S)
         server.should_exit = True
@@ -182,6 +182,17 @@ def _signals(server: ServerThread) -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _check_tls(config: ServeConfig) -> None:
+    """Raises `ConfigError` if the files for HTTPS cannot be used."""
+    if not config.tls_certificate:
+        return
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(config.tls_certificate, config.tls_key)
+    except (OSError, ssl.SSLError) as error:
+        files = f"{config.tls_certificate}, {config.tls_key}"
+        raise ConfigError(f"tls_certificate, tls_key: {files} cannot be used ({error.strerror or error})") from None
 
 
 def _bind(config: ServeConfig) -> socket.socket:

@@ -1,12 +1,12 @@
 """State shared by the routes, and what every request must pass: key, capacity, model."""
 
-import hmac
 from dataclasses import dataclass, field
 
 from starlette.requests import Request
 
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.errors import ApiError, shutting_down
+from modelwright.serve.keys import Caller, KeyRing, KeyScope
 from modelwright.serve.limits import Limits
 from modelwright.serve.metrics import Metrics
 from modelwright.serve.served_model import ServedModel
@@ -22,7 +22,7 @@ class Service:
     model_name: str
     model: ServedModel
     metrics: Metrics
-    api_key: str = field(default="", repr=False)
+    keys: KeyRing = field(repr=False)
     is_draining: bool = False
 
     @property
@@ -53,15 +53,14 @@ class Service:
             text = f"The model {name!r} does not exist; this server has {known}."
             raise ApiError(404, text, param="model", code="model_not_found")
 
-    def authorize(self, request: Request) -> None:
-        """Raises `ApiError` 401 without the key that the server asks for."""
-        if not self.api_key:
-            return
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        matches = hmac.compare_digest(key.strip().encode(), self.api_key.encode())
-        if scheme.lower() != "bearer" or not matches:
-            headers = {"WWW-Authenticate": "Bearer"}
-            raise ApiError(401, "Missing or wrong API key.", code="invalid_api_key", headers=headers)
+    def caller(self, request: Request, scope: KeyScope) -> Caller:
+        """Who asks. Raises `ApiError` 401 without a key that the server knows, 403 if the key may not do this, 429 if
+        its requests are used up.
+        """
+        caller = self.keys.caller(request.headers.get("authorization", ""))
+        caller.require_scope(scope)
+        caller.count_request()
+        return caller
 
 
 def service_of(request: Request) -> Service:

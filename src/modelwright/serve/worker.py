@@ -9,22 +9,35 @@ import itertools
 import logging
 import queue
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from modelwright.infer.engine import Engine, EngineStats, StepOutput
 from modelwright.infer.sequence import SamplingParams, TokenConstraint
-from modelwright.serve.errors import ApiError, queue_full
+from modelwright.serve.errors import ApiError, limit_reached
+from modelwright.serve.keys import Caller, Reservation
 from modelwright.serve.metrics import Metrics, RequestTimer
 
 log = logging.getLogger("modelwright.serve")
 
 RETRY_AFTER_S = 2
+"""For a server that is shutting down or has no connection left: another one may answer."""
+
+TYPICAL_SHARE = 0.1
+"""Weight of the newest answer in the running average of how long answers take."""
 
 
 class Job(Protocol):
     """One answer to compute."""
+
+    @property
+    def prompt_ids(self) -> Sequence[int]: ...
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Tokens of prompt and answer at most."""
+        ...
 
     def submit(self, engine: Engine, request_id: str) -> None:
         """Queue it in the engine. Raises `ConfigError` for what the engine rejects."""
@@ -39,6 +52,10 @@ class GenerationJob:
     params: SamplingParams
     constraint: TokenConstraint | None = None
 
+    @property
+    def max_total_tokens(self) -> int:
+        return len(self.prompt_ids) + self.params.max_tokens
+
     def submit(self, engine: Engine, request_id: str) -> None:
         engine.add(request_id, self.prompt_ids, self.params, self.constraint)
 
@@ -48,6 +65,10 @@ class EmbeddingJob:
     """The embedding of a text."""
 
     prompt_ids: Sequence[int]
+
+    @property
+    def max_total_tokens(self) -> int:
+        return len(self.prompt_ids)
 
     def submit(self, engine: Engine, request_id: str) -> None:
         engine.embed(request_id, self.prompt_ids)
@@ -74,10 +95,12 @@ class Stream:
     end, also after an early exit.
     """
 
-    def __init__(self, worker: "EngineWorker", ids: list[str]) -> None:
+    def __init__(self, worker: "EngineWorker", jobs: Mapping[str, Job], reservation: Reservation) -> None:
         self._worker = worker
-        self._open = dict(enumerate(ids))
-        self._clocks = [RequestTimer(worker.metrics) for _ in ids]
+        self._reservation = reservation
+        self._num_used_tokens = sum(len(job.prompt_ids) for job in jobs.values())
+        self._open = dict(enumerate(jobs))
+        self._clocks = [RequestTimer(worker.metrics) for _ in jobs]
         self._inbox: asyncio.Queue[tuple[int, StepOutput] | ApiError] = asyncio.Queue()
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, StepOutput]]:
@@ -98,6 +121,7 @@ class Stream:
         if index in self._open:
             if not output.embedding:
                 self._clocks[index].token()
+                self._num_used_tokens += 1
             self._inbox.put_nowait((index, output))
 
     def put_error(self, error: ApiError) -> None:
@@ -107,8 +131,9 @@ class Stream:
         """Mark one answer as finished; the engine is told to stop if it has not."""
         request_id = self._open.pop(index, "")
         if request_id:
-            self._clocks[index].end(reason)
-            self._worker.release(request_id)
+            self._worker.release(request_id, self._clocks[index].end(reason))
+            if not self._open:
+                self._reservation.settle(self._num_used_tokens)
 
     def close(self) -> None:
         """Abort what is still running and free the slots."""
@@ -122,13 +147,17 @@ class Stream:
 class EngineWorker:
     """Runs an engine in its own thread. All public methods belong to the event loop."""
 
-    def __init__(self, engine: Engine, metrics: Metrics, *, max_queue: int) -> None:
+    def __init__(self, engine: Engine, metrics: Metrics, *, max_queue: int, max_tokens: int) -> None:
         self.engine = engine
         self.metrics = metrics
         self.failed = False
+        self.typical_answer_s = 1.0
         self._capacity = engine.config.max_num_seqs + max_queue
+        self._max_tokens = max_tokens
+        self._num_tokens = 0
         self._commands: queue.SimpleQueue[_Add | _Abort | _Stop] = queue.SimpleQueue()
         self._streams: dict[str, tuple[Stream, int]] = {}
+        self._jobs: dict[str, Job] = {}
         self._numbers = itertools.count()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -145,29 +174,40 @@ class EngineWorker:
         """Answers that are running or waiting."""
         return len(self._streams)
 
-    def require_room(self, count: int) -> None:
-        """Raises `ApiError` 429 if `count` more answers do not fit in the queue, 500 if the engine has failed."""
+    def require_room(self, count: int, num_tokens: int = 0) -> None:
+        """Raises `ApiError` 429 if `count` more answers with so many tokens do not fit in the queue, 503 if the engine
+        has failed. One request fits in an empty queue, whatever its tokens.
+        """
         if self.failed:
-            raise ApiError(500, "The engine has failed; restart the server and see its log.", code="engine_failed")
-        if self.num_open + count > self._capacity:
-            raise queue_full(RETRY_AFTER_S)
+            raise ApiError(503, "The engine has failed; restart the server and see its log.", code="engine_failed")
+        excess = self.num_open + count - self._capacity
+        if excess > 0:
+            raise limit_reached("The queue is full.", self.typical_answer_s * excess / self.engine.config.max_num_seqs)
+        if self.num_open and self._num_tokens + num_tokens > self._max_tokens:
+            raise limit_reached("The queue holds as many tokens as it may.", self.typical_answer_s)
 
-    def submit(self, jobs: Sequence[Job]) -> Stream:
-        """Start the answers of one request, all or none. Raises like `require_room`."""
-        self.require_room(len(jobs))
+    def submit(self, jobs: Sequence[Job], caller: Caller) -> Stream:
+        """Start the answers of one request, all or none. Raises like `require_room` and `Caller.reserve`."""
+        num_tokens = sum(job.max_total_tokens for job in jobs)
+        self.require_room(len(jobs), num_tokens)
+        reservation = caller.reserve(len(jobs), num_tokens, typical_answer_s=self.typical_answer_s)
         number = next(self._numbers)
-        ids = [f"{number}.{index}" for index in range(len(jobs))]
-        stream = Stream(self, ids)
+        named = {f"{number}.{index}": job for index, job in enumerate(jobs)}
+        stream = Stream(self, named, reservation)
         self._idle.clear()
-        for index, (request_id, job) in enumerate(zip(ids, jobs, strict=True)):
+        self._jobs |= named
+        self._num_tokens += num_tokens
+        for index, (request_id, job) in enumerate(named.items()):
             self._streams[request_id] = (stream, index)
             self._commands.put(_Add(request_id, job))
         return stream
 
-    def release(self, request_id: str) -> None:
-        """Forget an answer; it is aborted if the engine is still working on it."""
+    def release(self, request_id: str, answer_s: float) -> None:
+        """Forget an answer; it is aborted if the engine is still working on it. answer_s: how long it took."""
         if self._streams.pop(request_id, None) is None:
             return
+        self._num_tokens -= self._jobs.pop(request_id).max_total_tokens
+        self.typical_answer_s += TYPICAL_SHARE * (answer_s - self.typical_answer_s)
         self._commands.put(_Abort(request_id))
         if not self._streams:
             self._idle.set()
