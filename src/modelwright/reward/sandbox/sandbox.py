@@ -19,7 +19,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-import modelwright
 from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
 from modelwright.reward.sandbox.frames import read_frame, write_frame
@@ -162,7 +161,7 @@ class Launcher:
     """A launcher process. Raises `SandboxError` if it says that this kind does not work, or is gone."""
 
     def __init__(self, kind: str) -> None:
-        folder = str(Path(modelwright.__file__).parents[1])
+        folder = str(Path(__file__).resolve().parents[3])  # that of the package; importing its root would import torch
         command = [sys.executable, "-s", "-S", "-P", "-X", "utf8", "-c", _START.format(folder=folder, kind=kind)]
         self._process = subprocess.Popen(
             command, env=_ENVIRONMENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, cwd="/"
