@@ -50,7 +50,8 @@ class LocalProcesses:
         left = iter(items)
         first = list(islice(left, _FEWEST_ITEMS))
         left = chain(first, left)
-        if self.num_workers == 1 or len(first) < _FEWEST_ITEMS:
+        is_daemon = multiprocessing.current_process().daemon  # Python lets such a process have no children
+        if self.num_workers == 1 or len(first) < _FEWEST_ITEMS or is_daemon:
             yield from map(function, left)
             return
         numbered, unfinished, num_breaks = enumerate(left), dict[int, Any](), 0
