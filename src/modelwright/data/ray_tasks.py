@@ -4,6 +4,7 @@ Tasks of Ray itself rather than operators of Ray Data: shards are read while oth
 returns are a few counters, because its documents stay in the working folder.
 """
 
+import logging
 import os
 import socket
 from collections.abc import Callable, Iterable, Iterator
@@ -67,7 +68,7 @@ def _connected(num_workers: int) -> Any:
         _check_reachable(address)
         local = {} if address else {"num_cpus": num_workers, "include_dashboard": False}
         try:
-            ray.init(address=address, log_to_driver=False, logging_level="WARNING", **local)
+            ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING, **local)
         except (ConnectionError, ValueError, RuntimeError) as error:
             text = f"RAY_ADDRESS: no Ray cluster at {address}" if address else "Ray could not start on this machine"
             raise ConfigError(f"{text} ({error}); clean.engine local needs none") from None
