@@ -134,13 +134,6 @@ def test_they_train_and_resume_with_the_same_bits(tmp_path: Path) -> None:
     assert '"noise": 0.01' in (tmp_path / "whole" / "metrics.jsonl").read_text()
 
 
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "one copy": {},
-    "copies": {"shared_memory": False},
-    "zero 3": {"zero_stage": 3},
-    "tensor": {"tensor": 2},
-    "pipeline": {"pipeline": 2},
-}
 SHORT = {"num_steps": 6, "checkpoint_every_steps": 2, "eval_every_steps": 0, "keep_best": False}
 
 
@@ -156,7 +149,8 @@ def trained(folder: Path, *further: TechniqueBuilder, settings: Any = (), **more
 
 def in_all_layouts(world: World, folder: Path) -> dict[str, dict[str, Tensor]]:
     return {
-        name: trained(folder / name, world=world, parallel=ParallelConfig(**layout)) for name, layout in LAYOUTS.items()
+        name: trained(folder / name, world=world, parallel=ParallelConfig(**layout))
+        for name, layout in tiny_run.TWO_RANK_LAYOUTS.items()
     }
 
 
@@ -172,7 +166,7 @@ def test_they_do_the_same_under_every_layout(tmp_path: Path) -> None:
     """Under one copy and a pipeline the noise once differed from one process's by more than its size, in silence."""
     alone = trained(tmp_path / "alone")
     first, second = run_distributed(in_all_layouts, 2, tmp_path)
-    for name in LAYOUTS:
+    for name in tiny_run.TWO_RANK_LAYOUTS:
         assert_close(first[name], alone)
         assert_close(second[name], alone)
         assert (first[name] | second[name]).keys() == alone.keys()
@@ -193,10 +187,10 @@ def resumed(world: World, folder: Path, layout: Mapping[str, Any]) -> dict[str, 
 
 @pytest.mark.parametrize(("before", "after"), [("zero 3", "tensor"), ("pipeline", "one copy")])
 def test_a_killed_run_resumes_under_another_layout(before: str, after: str, tmp_path: Path) -> None:
-    ended = start_distributed(killed, 2, tmp_path / "cut", LAYOUTS[before]).wait()
+    ended = start_distributed(killed, 2, tmp_path / "cut", tiny_run.TWO_RANK_LAYOUTS[before]).wait()
     assert {exit_.code for exit_ in ended} == {-signal.SIGKILL}
     alone = trained(tmp_path / "alone")
-    for found in run_distributed(resumed, 2, tmp_path / "cut", LAYOUTS[after]):
+    for found in run_distributed(resumed, 2, tmp_path / "cut", tiny_run.TWO_RANK_LAYOUTS[after]):
         assert_close(found, alone)
 
 
@@ -220,7 +214,9 @@ def needing_whole_gradients(world: World, folder: Path) -> tuple[dict[str, Tenso
     refusals = []
     for name in ("zero 3", "tensor", "pipeline"):
         with pytest.raises(ConfigError) as refused:
-            trained(folder / name, LargestRow(), world=world, parallel=ParallelConfig(**LAYOUTS[name]))
+            trained(
+                folder / name, LargestRow(), world=world, parallel=ParallelConfig(**tiny_run.TWO_RANK_LAYOUTS[name])
+            )
         refusals.append(str(refused.value))
     return weights, refusals
 

@@ -80,13 +80,6 @@ class TokensAndDepth(Objective):
 
 
 SHORT = {"num_steps": 6, "checkpoint_every_steps": 2, "eval_every_steps": 3, "keep_best": False}
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "one copy": {},
-    "copies": {"shared_memory": False},
-    "zero 3": {"zero_stage": 3},
-    "tensor": {"tensor": 2},
-    "pipeline": {"pipeline": 2},
-}
 MICROBATCHES = {"gradient_accumulation_steps": 2}
 
 
@@ -143,13 +136,13 @@ def test_microbatches_give_the_same_weights_and_metrics(alone: dict[str, Tensor]
 def in_all_layouts(world: World, folder: Path) -> dict[str, dict[str, Tensor]]:
     return {
         name: trained(folder / name, world=world, parallel=ParallelConfig(**layout), settings=MICROBATCHES)
-        for name, layout in LAYOUTS.items()
+        for name, layout in tiny_run.TWO_RANK_LAYOUTS.items()
     }
 
 
 def test_every_layout_gives_the_weights_and_metrics_of_one_process(alone: dict[str, Tensor], tmp_path: Path) -> None:
     for found in run_distributed(in_all_layouts, 2, tmp_path):
-        for name in LAYOUTS:
+        for name in tiny_run.TWO_RANK_LAYOUTS:
             assert_close(found[name], alone)
 
 
@@ -170,9 +163,9 @@ def resumed(world: World, folder: Path, layout: Mapping[str, Any]) -> dict[str, 
 def test_a_killed_run_resumes_under_another_layout(
     before: str, after: str, alone: dict[str, Tensor], tmp_path: Path
 ) -> None:
-    ended = start_distributed(killed, 2, tmp_path / "cut", LAYOUTS[before]).wait()
+    ended = start_distributed(killed, 2, tmp_path / "cut", tiny_run.TWO_RANK_LAYOUTS[before]).wait()
     assert {one.code for one in ended} == {-signal.SIGKILL}
-    for found in run_distributed(resumed, 2, tmp_path / "cut", LAYOUTS[after]):
+    for found in run_distributed(resumed, 2, tmp_path / "cut", tiny_run.TWO_RANK_LAYOUTS[after]):
         assert_close(found, alone)
 
 

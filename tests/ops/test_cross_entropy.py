@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from largest_output import largest_tensor
 from modelwright.ops.cross_entropy import linear_cross_entropy, linear_cross_entropy_naive
 from tolerances import TOLERANCES
 
@@ -116,26 +116,6 @@ def test_float64_gradients_by_finite_differences():
         nudge[token, index] = step
         slope = (loss(hidden + nudge) - loss(hidden - nudge)) / (2 * step)
         torch.testing.assert_close(gradient[token, index], slope, rtol=1e-2, atol=1e-3)
-
-
-class LargestOutput(TorchDispatchMode):
-    """Records the largest tensor that any operator returns."""
-
-    def __init__(self):
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor):
-            self.elements = max(self.elements, result.numel())
-        return result
-
-
-def largest_tensor(call) -> int:
-    with LargestOutput() as seen:
-        call()
-    return seen.elements
 
 
 def test_logits_never_stand_whole():

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from largest_output import largest_tensor
 from modelwright.ops.token_log_probs import (
     LinearHead,
     token_log_probs,
@@ -88,24 +88,12 @@ def test_gradient_only_where_asked():
         assert not token_log_probs(hidden, LinearHead(weight_UD=weight), labels).requires_grad
 
 
-class LargestOutput(TorchDispatchMode):
-    """Records the largest tensor that any operator returns."""
-
-    def __init__(self):
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor):
-            self.elements = max(self.elements, result.numel())
-        return result
-
-
 def test_logits_never_exist_whole():
     hidden, weight, labels = make_inputs(400, 4, 500, ignored=0.1)
     head = LinearHead(weight_UD=weight, soft_cap=5.0)
-    with LargestOutput() as seen:
+
+    def forward_backward() -> None:
         log_probs, entropies = token_log_probs_and_entropies(hidden, head, labels, chunk_tokens=20)
         (log_probs + entropies).sum().backward()
-    assert seen.elements == 20 * 500
+
+    assert largest_tensor(forward_backward) == 20 * 500

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import torch
 
-from modelwright.core.records import json_line
+from modelwright.core.records import json_line, read_records
 from modelwright.data.batch import IGNORED, TokenBatch
-from modelwright.pipeline.text_samples import FILE, NUM_SHOWN, first_prompt, sample_block
+from modelwright.pipeline.text_samples import FILE, NUM_SHOWN, _keep, first_prompt, sample_block
 
 
 def one_row(labels: Sequence[int], segments: Sequence[int]) -> TokenBatch:
@@ -31,12 +31,19 @@ def test_text_is_continued_from_its_first_tokens_within_one_document() -> None:
     assert first_prompt([]) == []
 
 
-def test_the_report_shows_samples_from_the_first_to_the_last_and_each_step_once(tmp_path: Path) -> None:
+def test_the_report_shows_samples_from_the_first_to_the_last(tmp_path: Path) -> None:
     assert not sample_block(tmp_path)
-    steps = [*range(0, 90, 10), 80]
-    lines = [json_line({"step": step, "loss": 2.0, "text": f"text {step}"}) for step in steps]
-    (tmp_path / FILE).write_text("".join(lines), encoding="utf-8")
+    for step in range(0, 90, 10):
+        _keep(tmp_path / FILE, {"step": step, "loss": 2.0, "text": f"text {step}"})
     (block,) = sample_block(tmp_path)
     assert [one.question for one in block.items] == ["Step 0", "Step 20", "Step 40", "Step 50", "Step 70", "Step 80"]
     assert len(block.items) == NUM_SHOWN
     assert block.items[-1].answer == "text 80"
+
+
+def test_samples_that_a_crash_left_are_made_again(tmp_path: Path) -> None:
+    """The last line was cut off, and training goes on from an earlier step."""
+    path = tmp_path / FILE
+    path.write_text(json_line({"step": 10, "text": "a"}) + json_line({"step": 30, "text": "b"}) + '{"step": 40, "te')
+    _keep(path, {"step": 20, "text": "c"})
+    assert [(one["step"], one["text"]) for one in read_records(path)] == [(10, "a"), (20, "c")]

@@ -34,6 +34,13 @@ SHAPE = ModelConfig(
     vocab_size=VOCABULARY, num_layers=2, model_dim=32, num_heads=4, num_kv_heads=2, ffn_dim=64, head_dim=8,
     max_seq_len=LENGTH,
 )  # fmt: skip
+TWO_RANK_LAYOUTS: dict[str, dict[str, Any]] = {
+    "one copy": {},
+    "copies": {"shared_memory": False},
+    "zero 3": {"zero_stage": 3},
+    "tensor": {"tensor": 2},
+    "pipeline": {"pipeline": 2},
+}
 SETTINGS = {
     "num_steps": 12,
     "batch_tokens": ROWS * LENGTH,

@@ -245,5 +245,6 @@ def _summary(done: Any, request: Any, wall_s: float) -> str:
     if done.has_model:
         lines.append(f"  chat     modelwright chat {request.run.path}")
         lines.append(f"  serve    modelwright serve {request.run.path}")
+    if done.has_model and tuple(request.config.data.sources) == ("stdlib",):
         lines.append("  next     modelwright run quickstart --name mine --data.sources FOLDER    trains on your text")
     return "\n".join(lines)

@@ -113,7 +113,7 @@ class Sequence:
     constraint: TokenConstraint | None = None
     embeds: bool = False
     prompt_scores: list[ScoredToken] = field(default_factory=list)
-    """Of all tokens of the prompt but the first, as far as they are computed and if they were asked for."""
+    """The scores of all tokens of the prompt but the first, as far as they are computed, if they were asked for."""
 
     def __post_init__(self) -> None:
         self.num_prefill = self.num_prompt

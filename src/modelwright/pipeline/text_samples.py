@@ -2,13 +2,14 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.tensor import DTensor
 
-from modelwright.core.errors import writing
+from modelwright.core.artifacts import write_atomic
 from modelwright.core.records import json_line, read_records
 from modelwright.data.batch import IGNORED, TokenBatch
 from modelwright.data.tokenizer import Tokenizer
@@ -53,8 +54,8 @@ def _build(
     prompt: Sequence[int],
     clock: Callable[[], float] = time.monotonic,
 ) -> Technique | None:
-    """None where there is nothing to continue, where another rank does it, and where this rank has a part of the model
-    only. Training does not depend on a sample.
+    """Build the technique; None where there is nothing to continue, where another rank does it, and where this rank has
+    only a part of the model. Training does not depend on a sample.
     """
     model = run.model
     is_whole = len(model.blocks) == model.config.num_layers
@@ -75,19 +76,21 @@ def _build(
         # A model may have rows beyond the tokenizer's vocabulary, which are hardly trained and mean nothing.
         text = tokenizer.decode([one for one in completion.token_ids if one < tokenizer.vocab_size])
         run.note(f"step {info.step:,}: {_one_line(tokenizer.decode(prompt))} ▸ {_one_line(text)}")
-        with writing(folder), open(folder / FILE, "a", encoding="utf-8") as file:
-            file.write(json_line({"step": info.step, "loss": info.loss, "text": text}))
+        _keep(folder / FILE, {"step": info.step, "loss": info.loss, "text": text})
         last = clock()
 
     return Technique(name="text_samples", on_step_end=on_step_end)
 
 
+def _keep(path: Path, sample: Mapping[str, Any]) -> None:
+    """Write the sample after those of earlier steps; samples of later steps are from before a crash and are dropped."""
+    earlier = [record for record in read_records(path) if record["step"] < sample["step"]]
+    write_atomic(path, "".join(json_line(record) for record in [*earlier, sample]))
+
+
 def sample_block(folder: Path) -> list[Samples]:
-    """What the report shows of the samples of a stage: at most six, from the first to the last; none without samples.
-    A step that was repeated after a crash counts once.
-    """
-    records = list({record["step"]: record for record in read_records(folder / FILE)}.values())
-    records.sort(key=lambda record: record["step"])
+    """What the report shows of a stage's samples: at most six, from the first to the last; none without samples."""
+    records = read_records(folder / FILE)
     if not records:
         return []
     num_shown = min(NUM_SHOWN, len(records))

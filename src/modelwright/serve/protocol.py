@@ -119,6 +119,7 @@ class GenerationRequest(RequestModel):
         return self.form_of_text()
 
     def form_of_text(self) -> GrammarSource | None:
+        """The grammar that the fields for the form of a text ask for. Raises like `grammar`."""
         formats = [self.response_format, self.structured_outputs]
         return only_source([one.source() for one in formats if one is not None])
 
@@ -181,18 +182,6 @@ class CompletionRequest(GenerationRequest):
     @property
     def num_logprobs(self) -> int | None:
         return self.logprobs
-
-    def grammar(self) -> GrammarSource | None:
-        """The grammar of the answers, None for any text. Raises `ApiError` 400 for a bad one and for several."""
-        return self.form_of_text()
-
-    def form_of_text(self) -> GrammarSource | None:
-        formats = [self.response_format, self.structured_outputs]
-        return only_source([one.source() for one in formats if one is not None])
-
-    def forced_call(self) -> ForcedCall | None:
-        """The functions one of which the answer must call; None for text."""
-        return None
 
     @property
     def num_prompt_logprobs(self) -> int | None:

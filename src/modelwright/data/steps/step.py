@@ -144,7 +144,7 @@ class StepSpec:
     """An entry of `STEPS`."""
 
     name: str
-    """Of the step, and of its section of `CleanConfig`."""
+    """The name of the step and of its section of `CleanConfig`."""
     build: Callable[[Any, int], Step | CorpusStep | None]
     """The step for its section and the seed of the run; none if the section switches it off."""
     remedies: Mapping[str, str] = field(default_factory=dict)

@@ -208,11 +208,15 @@ def _learn(context: StageContext, config: RunConfig, spec: StageSpec, model: Dec
 
 
 def _bits_per_byte(context: StageContext, config: RunConfig, spec: StageSpec) -> list[TechniqueBuilder]:
-    """Shows the loss of text as bits per byte too, which does not depend on the tokenizer."""
-    by_kind = read_manifest(context.parents[tokenizer_stage(config)]).facts.get("bytes_per_token")
-    if spec.rows is not TEXT_ROWS or not by_kind:
+    """Shows the loss of text as bits per byte, too, which different tokenizers have in common: an estimate from the
+    mean length of a token in the kinds of held-out text that are trained on.
+    """
+    kinds = read_manifest(context.parents[PACK.name]).facts["pretrain_kinds"]
+    measured = read_manifest(context.parents[tokenizer_stage(config)]).facts.get("bytes_per_token", {})
+    bytes_per_token = [measured[kind] for kind in kinds if kind in measured]
+    if spec.rows is not TEXT_ROWS or not bytes_per_token:
         return []
-    bits_per_nat = 1 / math.log(2) / statistics.mean(by_kind.values())
+    bits_per_nat = 1 / math.log(2) / statistics.mean(bytes_per_token)
 
     def show(info: StepInfo) -> None:
         context.progress.advance(info.step, bits_per_byte=info.loss * bits_per_nat)
