@@ -69,7 +69,7 @@ class NoiseConfig:
 
     trusted: tuple[str, ...] = ()
     """Files or directories with trusted text, from which the classifier learns what is no noise; `stdlib`: English
-    documentation and Python code on this machine; empty switches the stage off."""
+    documentation and Python code on this machine; empty switches the step off."""
     model: str = ""
     """Folder of a Hugging Face sequence-classification model that decides where the classifier is uncertain."""
     model_noise_label: str = "1"
@@ -193,5 +193,5 @@ def _with_model(
 
 
 def low_recall(noise: Mapping[str, Any]) -> list[str]:
-    """The generators whose junk the classifier hardly finds, from the report of the stage."""
+    """The generators whose junk the classifier hardly finds, from the report of the step."""
     return [name for name, recall in noise.get("recall_by_kind", {}).items() if recall < _LOW_RECALL]

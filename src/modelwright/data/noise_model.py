@@ -1,4 +1,4 @@
-"""The second step of the stage noise: any Hugging Face sequence-classification model on disk."""
+"""The second model of the step noise: any Hugging Face sequence-classification model on disk."""
 
 from collections.abc import Sequence
 from typing import Any
