@@ -59,14 +59,18 @@ class PagedCache:
         return self._keys.nbytes + self._values.nbytes
 
     def write(self, layer: int, slots_N: Tensor, k_NKd: Tensor, v_NKd: Tensor) -> None:
-        """Store tokens at `slots_N` (block number x block length + offset)."""
-        self._keys[layer].flatten(0, 1).index_copy_(0, slots_N, k_NKd)
-        self._values[layer].flatten(0, 1).index_copy_(0, slots_N, v_NKd)
+        """Store tokens at `slots_N` (block number x block length + offset). While a model trains in BF16 its layers
+        compute in a narrower format than the weights, whose format the cache has; storing them loses nothing.
+        """
+        self._keys[layer].flatten(0, 1).index_copy_(0, slots_N, k_NKd.to(self._keys.dtype))
+        self._values[layer].flatten(0, 1).index_copy_(0, slots_N, v_NKd.to(self._values.dtype))
 
-    def read(self, layer: int, table: Tensor, num_sequences: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, tokens, K, d] of sequences whose block tables, equally long, are concatenated."""
-        keys = self._keys[layer].index_select(0, table)
-        values = self._values[layer].index_select(0, table)
+    def read(self, layer: int, table: Tensor, num_sequences: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, tokens, K, d] of sequences whose block tables, equally long, are concatenated, in the
+        format of the queries.
+        """
+        keys = self._keys[layer].index_select(0, table).to(dtype)
+        values = self._values[layer].index_select(0, table).to(dtype)
         _, _, num_heads, width = keys.shape
         view = (num_sequences, -1, num_heads, width)
         return keys.view(view), values.view(view)

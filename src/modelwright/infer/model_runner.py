@@ -215,7 +215,7 @@ class ModelRunner:
 
     def _decode(self, spec: AttentionSpec, q_BHd: Tensor, context: CachedContext) -> Tensor:
         """One query token per sequence: the query heads of a group take the place of query tokens, [B, H, d]."""
-        k_BLKd, v_BLKd = self._cache.read(spec.layer, context.table, q_BHd.shape[0])
+        k_BLKd, v_BLKd = self._cache.read(spec.layer, context.table, q_BHd.shape[0], q_BHd.dtype)
         if spec.soft_cap:
             return masked_capped_attention(q_BHd[:, None], k_BLKd, v_BLKd, context.mask, spec.soft_cap)[:, 0]
         q_BKGd = q_BHd.unflatten(1, (k_BLKd.shape[2], -1))
@@ -226,7 +226,7 @@ class ModelRunner:
 
     def _extend(self, spec: AttentionSpec, q_1CHd: Tensor, context: CachedContext) -> Tensor:
         """A chunk of a prompt whose beginning is in the cache, [1, C, H, d]."""
-        keys, values = self._cache.read(spec.layer, context.table, 1)
+        keys, values = self._cache.read(spec.layer, context.table, 1, q_1CHd.dtype)
         if spec.soft_cap:
             return masked_capped_attention(q_1CHd, keys, values, context.mask, spec.soft_cap)
         return masked_attention(q_1CHd, keys, values, context.mask)

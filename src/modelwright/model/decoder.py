@@ -321,7 +321,9 @@ class Decoder(nn.Module):
         return self.heads[name](hidden_BTD).clone()
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
-        """Logits [..., V]. Training calls `cross_entropy` instead."""
+        """Logits [..., V], by the product of `ends.head_dtype`. Training calls `cross_entropy` instead."""
+        if self.ends.head_dtype:
+            return self.cap(F.linear(hidden_BTD.to(self.ends.head_dtype), self.head_weight.to(self.ends.head_dtype)))
         if self.head is None:
             return self.cap(F.linear(hidden_BTD, self.embedding.weight.to(hidden_BTD.dtype)))
         return self.cap(self.head(hidden_BTD))
