@@ -28,7 +28,7 @@ def run_schema() -> type:
     common: list[tuple[str, Any, Any]] = []
     for one in fields(RunConfig):
         if one.name == "stages":
-            default = tuple(stage.name for stage in STAGES if not stage.is_implied)
+            default = tuple(stage.name for stage in STAGES if not (stage.is_implied or stage.only_if_named))
             common.append(("stages", tuple[names, ...], field(default=default, metadata={"doc": docs["stages"]})))
         elif one.name not in ("sections", "further_sections"):
             common.append((one.name, hints[one.name], _documented(one, docs.get(one.name, ""))))

@@ -154,6 +154,8 @@ class StageSpec:
     """Other stages whose sections it reads; a run with this stage has these sections."""
     needs: "Callable[[RunConfig], tuple[str, ...]]" = needs_nothing
     """Names of the stages that a run must have for this one."""
+    only_if_named: bool = False
+    """Whether a run whose `stages` are not set leaves it out."""
     with_init_from: Literal["kept", "only", "never"] = "kept"
     """`only`: part of every run with `init_from`, without being named in `stages`; `never`: `init_from` replaces it."""
     report: "Callable[[RunData, StageData], Section | None]" = no_section

@@ -67,6 +67,7 @@ def training_spec(
     config: type[TrainConfig] = TrainConfig,
     headline: Callable[[RunData, StageData], Sequence[Fact]] = no_facts,
     time_weight: float = 1.0,
+    only_if_named: bool = False,
     follows: str = "",
 ) -> StageSpec:
     """A stage that trains the model of the stage before it, or random weights, on some rows of the stage pack.
@@ -95,6 +96,7 @@ def training_spec(
         objective=objective,
         rows=rows,
         time_weight=time_weight,
+        only_if_named=only_if_named,
         follows=follows,
     )
     return spec
