@@ -11,6 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from modelwright.infer.kv_cache import BlockManager
+from modelwright.infer.prefix_cache import PrefixCache
 from modelwright.infer.sequence import Sequence
 
 
@@ -34,8 +35,17 @@ class SchedulerOutput:
 class Scheduler:
     """Holds waiting and running sequences."""
 
-    def __init__(self, blocks: BlockManager, *, max_running: int, prefill_chunk: int, prefill_budget: int) -> None:
+    def __init__(
+        self,
+        blocks: BlockManager,
+        prefixes: PrefixCache,
+        *,
+        max_running: int,
+        prefill_chunk: int,
+        prefill_budget: int,
+    ) -> None:
         self.blocks = blocks
+        self.prefixes = prefixes
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
@@ -69,6 +79,11 @@ class Scheduler:
             budget = self._take_chunk(self.running[-1], plan, budget)
         return plan
 
+    def store_prefixes(self, plan: SchedulerOutput) -> None:
+        """Let later prompts find the chunks of a plan, once they are computed."""
+        for chunk in plan.chunks:
+            self.prefixes.store(chunk.sequence, chunk.start)
+
     def _reserve_decodes(self) -> list[Sequence]:
         """Allocate room for one more token of every decoding sequence, oldest first; the newest are preempted."""
         ready: list[Sequence] = []
@@ -98,8 +113,13 @@ class Scheduler:
         if not self.waiting or len(self.running) >= self._max_running:
             return False
         sequence = self.waiting[0]
-        if not self.blocks.grow(sequence, len(sequence.token_ids) + 1):
+        found = self.prefixes.find(sequence)
+        if not self.blocks.share(sequence, found, len(sequence.token_ids) + 1):
             return False
+        self.prefixes.count(sequence, len(found))
+        sequence.num_cached = len(found) * self.blocks.block_len
+        if not sequence.was_started:
+            sequence.was_started, sequence.num_hit_tokens = True, sequence.num_cached
         self.running.append(self.waiting.popleft())
         return True
 

@@ -52,13 +52,22 @@ class Metrics:
             "modelwright_answer_seconds", "Arrival to last token", buckets=_SECONDS, registry=registry
         )
 
-    def observe(self, stats: EngineStats) -> None:
-        """Update from the engine's figures."""
+        self.prefix_queries = Counter(
+            "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache", registry=registry
+        )
+        self.prefix_hits = Counter(
+            "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache", registry=registry
+        )
+
+    def observe(self, stats: EngineStats, before: EngineStats) -> None:
+        """Update from an engine's figures. before: those of the last time."""
         self.running.set(stats.num_running)
         self.waiting.set(stats.num_waiting)
         self.kv_blocks.labels("free").set(stats.num_free_blocks)
         self.kv_blocks.labels("used").set(stats.num_blocks - stats.num_free_blocks)
         self.preemptions.set(stats.num_preemptions)
+        self.prefix_queries.inc(stats.num_prefix_queries - before.num_prefix_queries)
+        self.prefix_hits.inc(stats.num_prefix_hits - before.num_prefix_hits)
 
     def text(self) -> bytes:
         """Prometheus text format."""

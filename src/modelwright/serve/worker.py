@@ -46,32 +46,34 @@ class Job(Protocol):
 
 @dataclass(frozen=True)
 class GenerationJob:
-    """New tokens after a prompt."""
+    """New tokens after a prompt. cache_salt: see `Engine.add`."""
 
     prompt_ids: Sequence[int]
     params: SamplingParams
     constraint: TokenConstraint | None = None
+    cache_salt: str = ""
 
     @property
     def max_total_tokens(self) -> int:
         return len(self.prompt_ids) + self.params.max_tokens
 
     def submit(self, engine: Engine, request_id: str) -> None:
-        engine.add(request_id, self.prompt_ids, self.params, self.constraint)
+        engine.add(request_id, self.prompt_ids, self.params, self.constraint, cache_salt=self.cache_salt)
 
 
 @dataclass(frozen=True)
 class EmbeddingJob:
-    """The embedding of a text."""
+    """The embedding of a text. cache_salt: see `Engine.add`."""
 
     prompt_ids: Sequence[int]
+    cache_salt: str = ""
 
     @property
     def max_total_tokens(self) -> int:
         return len(self.prompt_ids)
 
     def submit(self, engine: Engine, request_id: str) -> None:
-        engine.embed(request_id, self.prompt_ids)
+        engine.embed(request_id, self.prompt_ids, cache_salt=self.cache_salt)
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,8 @@ class EngineWorker:
         self._idle = asyncio.Event()
         self._idle.set()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self.metrics.observe(engine.stats())
+        self._stats = engine.stats()
+        self.metrics.observe(self._stats, self._stats)
 
     def start(self) -> None:
         """Call inside the running event loop."""
@@ -264,7 +267,8 @@ class EngineWorker:
         self._loop.call_soon_threadsafe(self._deliver, outputs, self.engine.stats())
 
     def _deliver(self, outputs: list[StepOutput], stats: EngineStats) -> None:
-        self.metrics.observe(stats)
+        self.metrics.observe(stats, self._stats)
+        self._stats = stats
         for output in outputs:
             if output.request_id in self._streams:
                 stream, index = self._streams[output.request_id]
