@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from chat_templates import CALL, TOOL_CHAT, WEATHER
 from modelwright.core.errors import ConfigError, DataError
 from modelwright.data.document import Document
 from modelwright.data.sources import SourceConfig, SourceReport, read_documents
+from modelwright.data.steps.privacy import Privacy, PrivacyConfig
 
 USER, GOOD, BAD = (
     {"role": role, "content": text} for role, text in (("user", "Q"), ("assistant", "A"), ("assistant", "B"))
@@ -99,3 +101,53 @@ def test_other_parts_are_refused_with_file_and_line(tmp_path: Path, part: object
     turns = [{"role": "user", "content": [part]}, GOOD]
     with pytest.raises(DataError, match=r"r\.jsonl:1: .*turn 1 of messages has a part that is not text"):
         read(tmp_path, {"messages": turns})
+
+
+def test_tools_calls_and_results_are_kept(tmp_path: Path) -> None:
+    record = {"messages": TOOL_CHAT, "tools": [WEATHER]}
+    (document,), _ = read(tmp_path, record)
+    assert document.messages == TOOL_CHAT
+    assert document.tools == [WEATHER]
+    assert '{"name": "weather", "arguments": {"city": "Bern"}}\n\nYes, 24 degrees.' in document.body
+    assert Document.from_json(document.to_json()) == document
+    again, _ = read(tmp_path, json.loads(document.to_json()))
+    assert again == [document]
+
+
+def test_calls_and_tools_as_texts_and_with_the_empty_fields_of_tables(tmp_path: Path) -> None:
+    function = {"name": "weather", "arguments": '{"city": "Bern"}', "strict": None}
+    turns = [USER, {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": function}]}]
+    (document,), _ = read(tmp_path, {"messages": turns, "tools": json.dumps([WEATHER])})
+    assert document.messages[1]["tool_calls"] == [{"id": "1", **CALL}]
+    assert document.tools == [WEATHER]
+
+
+def test_a_change_of_the_text_reaches_arguments_but_not_names(tmp_path: Path) -> None:
+    (document,), _ = read(tmp_path, {"messages": TOOL_CHAT, "tools": [WEATHER]})
+    changed = document.map_text(str.upper)
+    (call,) = changed.messages[2]["tool_calls"]
+    assert call["function"] == {"name": "weather", "arguments": {"city": "BERN"}}
+    assert '{"name": "weather", "arguments": {"city": "BERN"}}' in changed.text
+    assert changed.tools == [WEATHER]
+
+
+@pytest.mark.parametrize(("changes", "problem"), [
+    ({"tools": {"name": "f"}}, "the field 'tools' is no list of functions"),
+    ({"tools": [{"type": "function"}]}, "tool 1 of the field 'tools' is no function with a name"),
+    ({"messages": [USER, {**GOOD, "tool_calls": [{"arguments": {}}]}]}, "a call without the name of a function"),
+    ({"messages": [USER, {**GOOD, "tool_calls": "f()"}]}, "tool_calls that are no list"),
+    ({"messages": [USER, {**GOOD, "tool_calls": [{"name": "f", "arguments": "x=1"}]}]}, "no JSON object"),
+])  # fmt: skip
+def test_bad_tools_are_refused_with_file_and_line(tmp_path: Path, changes: dict, problem: str) -> None:
+    with pytest.raises(DataError, match=rf"r\.jsonl:1: .*{problem}"):
+        read(tmp_path, {"messages": [USER, GOOD], **changes})
+
+
+def test_personal_data_in_arguments_is_replaced_and_counted(tmp_path: Path) -> None:
+    call = {"type": "function", "function": {"name": "mail", "arguments": {"to": ["ann.lee@acme-mail.com"]}}}
+    turns = [USER, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "sent"}]
+    (document,), _ = read(tmp_path, {"messages": [*turns, GOOD]})
+    step = Privacy(PrivacyConfig())
+    (changed,) = step(document).messages[1]["tool_calls"]
+    assert changed["function"]["arguments"] == {"to": ["<EMAIL_1>"]}
+    assert step.take_counts()["replaced"] == {"email": 1}

@@ -7,11 +7,13 @@
     conversations: turns with from and value                 ShareGPT
     chosen, rejected, and prompt where there is one          preference pairs, TRL
 
-Any of them may have a field `system`, the text of a system turn. docs/data.md shows an example of each.
+Any of them may have a field `system`, the text of a system turn, and a field `tools`, the functions that the assistant
+may call. docs/data.md shows an example of each.
 """
 
+import json
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from modelwright.data.document import Message, join_turns
 
@@ -23,7 +25,7 @@ FORMS = (
 """The accepted forms, for messages to the user."""
 
 ROLES = {
-    "system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant",
+    "system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant", "tool": "tool",
 }  # fmt: skip
 """The role of a turn by the names that data sets give it."""
 
@@ -34,7 +36,7 @@ RECORD_TYPES = {
 }  # fmt: skip
 """Required fields by record type, in the order in which types are recognized."""
 FIELDS = tuple(
-    dict.fromkeys([*(name for names in RECORD_TYPES.values() for name in names), "input", "prompt", "system"])
+    dict.fromkeys([*(name for names in RECORD_TYPES.values() for name in names), "input", "prompt", "system", "tools"])
 )
 """All fields that the forms have."""
 
@@ -84,11 +86,26 @@ def read_conversation(record: Mapping[str, Any], kind: str = "") -> list[Message
         turns = [_turn("user", question), _turn("assistant", _text(record, form[1]))]
     if record.get("system") and turns[0]["role"] != "system":
         turns = [_turn("system", _text(record, "system")), *turns]
-    if not any(turn["role"] == "assistant" and turn["content"].strip() for turn in turns):
+    if not any(turn["role"] == "assistant" and (turn["content"].strip() or "tool_calls" in turn) for turn in turns):
         raise ValueError(
             f"{form[0] if kind == 'preference' else form[-1]} has no answer (a turn of the assistant with text)"
         )
     return turns
+
+
+def read_tools(record: Mapping[str, Any]) -> list[Any]:
+    """The functions of a record's field `tools`, a list of JSON schemas or the text of one; empty without any.
+
+    Raises `ValueError` that says what is wrong.
+    """
+    tools = _parsed(_without_none(record.get("tools") or []))
+    if not isinstance(tools, list):
+        raise ValueError("the field 'tools' is no list of functions")
+    for number, tool in enumerate(cast(list[Any], tools), start=1):
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ValueError(f"tool {number} of the field 'tools' is no function with a name")
+    return tools
 
 
 def read_rejected(record: Mapping[str, Any], turns: list[Message]) -> list[Message]:
@@ -110,7 +127,7 @@ def read_rejected(record: Mapping[str, Any], turns: list[Message]) -> list[Messa
 
 def conversation_meta(turns: list[Message]) -> tuple[str, dict[str, Any]]:
     """The text of a conversation's document and its `meta`: `question` and `answer`, or `messages` for other turns."""
-    if [turn["role"] for turn in turns] == ["user", "assistant"]:
+    if [turn["role"] for turn in turns] == ["user", "assistant"] and "tool_calls" not in turns[1]:
         return join_turns(turns), {"question": turns[0]["content"], "answer": turns[1]["content"]}
     return join_turns(turns), {"messages": turns}
 
@@ -149,11 +166,53 @@ def _read_turn(name: str, number: int, turn: Any) -> Message:
     if not isinstance(role, str) or role not in ROLES:
         raise ValueError(f"turn {number} of {name} has the role {role!r}, not one of {', '.join(ROLES)}")
     text = _first(turn, "content", "value")
+    calls = _read_calls(f"turn {number} of {name}", turn) if ROLES[role] == "assistant" else []
     if isinstance(text, list):
         text = "\n".join(_part_text(f"turn {number} of {name}", part) for part in text)
+    if text is None and calls:
+        text = ""
     if not isinstance(text, str):
         raise ValueError(f"turn {number} of {name} has no text in its content")
-    return _turn(ROLES[role], text)
+    named = {key: turn[key] for key in ("name", "tool_call_id") if ROLES[role] == "tool" and turn.get(key)}
+    return {**_turn(ROLES[role], text), **({"tool_calls": calls} if calls else {}), **named}
+
+
+def _read_calls(where: str, turn: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The calls of a turn, with arguments as objects: chat templates write them as JSON."""
+    calls = _parsed(_without_none(turn.get("tool_calls") or []))
+    if not isinstance(calls, list):
+        raise ValueError(f"{where} has tool_calls that are no list")
+    return [_read_call(where, call) for call in cast(list[Any], calls)]
+
+
+def _read_call(where: str, call: Any) -> dict[str, Any]:
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError(f"{where} has a call without the name of a function")
+    arguments = _parsed(function.get("arguments") or {})
+    if not isinstance(arguments, dict):
+        raise ValueError(f"{where} calls {function['name']} with arguments that are no JSON object")
+    named = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+    return {**named, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def _parsed(value: Any) -> Any:
+    """A value that some data sets store as the text of its JSON."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
+def _without_none(value: Any) -> Any:
+    """A JSON value without the empty fields that tables add: their rows all have the same fields, at every depth."""
+    if isinstance(value, dict):
+        return {key: _without_none(entry) for key, entry in value.items() if entry is not None}
+    if isinstance(value, list):
+        return [_without_none(entry) for entry in value]
+    return value
 
 
 def _part_text(where: str, part: Any) -> str:

@@ -28,6 +28,7 @@ import numpy as np
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError, DataError, writing
+from modelwright.data.chat import ChatLoss
 
 FORMAT = "modelwright-rows/1"
 INDEX = "index.json"
@@ -61,6 +62,10 @@ class PackConfig:
     long_documents: Literal["split", "chunk", "skip"] = "split"
     """What happens to documents that are longer than a row: `split` divides them; `chunk` divides them into chunks of
     `seq_len` tokens that overlap; both truncate conversations. `skip` drops and counts documents and conversations."""
+    chat_loss: ChatLoss = "assistant"
+    """Tokens of a conversation that fine-tuning learns: `assistant` those of all answers, `last_answer` those of the
+    last one (completion only), `all` also those of prompts, up to the last answer. Where a chat template marks what
+    the assistant generates, answers are what it marks."""
     chunk_overlap: int = constant(50)
     """`chunk`: tokens that a chunk repeats from the one before it, as context."""
     min_chunk_tokens: int = constant(256)

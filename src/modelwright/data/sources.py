@@ -23,6 +23,7 @@ from modelwright.data.conversations import (
     num_hints,
     read_conversation,
     read_rejected,
+    read_tools,
     record_type,
 )
 from modelwright.data.document import KINDS, SPLITS, Document, Kind, Split
@@ -322,6 +323,8 @@ def _document(
             text, meta = conversation_meta(turns)
             if name == "preference":
                 meta["rejected"] = read_rejected(record, turns)
+            if tools := read_tools(record):
+                meta["tools"] = tools
         except ValueError as error:
             complain("bad conversation", where, str(error), f"accepted are {FORMS}")
             return None
@@ -367,8 +370,15 @@ def _is_document(record: Mapping[str, Any]) -> bool:
 def _are_turns(value: Any) -> bool:
     if not isinstance(value, list) or not value:
         return False
-    turns = cast(list[Any], value)
-    return all(isinstance(turn, dict) and _is_text(turn, "role") and _is_text(turn, "content") for turn in turns)
+    return all(_is_turn(turn) for turn in cast(list[Any], value))
+
+
+def _is_turn(turn: Any) -> bool:
+    if not isinstance(turn, dict) or not _is_text(turn, "role") or not _is_text(turn, "content"):
+        return False
+    calls = turn.get("tool_calls", [])
+    functions = [call.get("function") if isinstance(call, dict) else None for call in calls]
+    return all(isinstance(function, dict) and "arguments" in function for function in functions)
 
 
 def _is_text(record: Mapping[str, Any], name: str) -> bool:

@@ -117,7 +117,9 @@ def _pack_chats(job: PackJob, split: Split) -> None:
 def _conversations(job: PackJob, split: Split, fit: ConversationFit) -> Sequences:
     for document in read_kept(job.clean, split=split, kind="qa"):
         try:
-            sequences = job.tokenizer.encode_training_chats(document.messages)
+            sequences = job.tokenizer.encode_training_chats(
+                document.messages, tools=document.tools, loss=job.settings.chat_loss
+            )
         except DataError as error:
             raise DataError(f"{document.id}: {error}") from None
         labels = job.labels(document)
