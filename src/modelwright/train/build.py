@@ -55,6 +55,7 @@ from modelwright.train.techniques.token_balance import token_balance
 from modelwright.train.techniques.weight_decay import dynamic_weight_decay
 from modelwright.train.throughput import Throughput
 from modelwright.train.trainer import Trainer
+from modelwright.train.whole_model import ModelLayout
 
 ALONE, SILENT = single(), SilentProgress()
 """One process on the CPU, without a display."""
@@ -200,6 +201,8 @@ def build_step(job: TrainJob, global_mesh: Mesh, session: Session, on_exit: Exit
     scales = build_loss_scales(job, mesh)
     executor, replica = build_replica(job, mesh, scales, session.store)
     on_exit.callback(remove_passes, job.model)
+    own_modules = job.objective.own_modules
+    job.objective.begin(ModelLayout(mesh=mesh, precision=config.precision, own_modules=own_modules))
     run = Runtime(
         replica=replica,
         executor=executor,

@@ -15,6 +15,7 @@ from modelwright.data.batch import TokenBatch
 from modelwright.model.attention import packed_attend
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
+from modelwright.train.whole_model import ModelLayout
 
 Batch = TokenBatch
 """What the loop splits, moves and runs the model on: rows, named extra tensors, and groups that nothing cuts."""
@@ -74,7 +75,7 @@ class Objective(Protocol):
     needs: ClassVar[frozenset[str]] = frozenset()
     """Properties of a run that it relies on (`core/compatibility.py`), such as whole rows on every rank."""
 
-    metric_names: ClassVar[Sequence[str]] = ()
+    metric_names: Sequence[str] = ()
     """Names of the figures that `losses` returns beside the terms, the same in every batch: ranks that do not compute
     the loss have to know them too."""
 
@@ -86,6 +87,11 @@ class Objective(Protocol):
         default generator, which is seeded. They may have parameters but no buffers.
         """
         return {}
+
+    def begin(self, layout: ModelLayout) -> None:
+        """Called on all ranks whenever the model has been laid out, before the first batch. An objective that rolls out
+        keeps the layout: `layout.whole_model(model)` is what it generates with. Must not communicate.
+        """
 
     def batches(self, model: Decoder, *, first: int, rank: int, world_size: int) -> Iterator[Batch]:
         """This rank's rows of the global batches `first`, `first + 1`, ..., without end.
