@@ -11,7 +11,7 @@ TEXT = "the quick brown fox jumps over the lazy dog. what does this do? it copie
 
 def test_usage_and_metrics_count_cached_tokens_per_key(slow_server, tmp_path: Path):
     keys = write_keys(tmp_path / "keys.yaml", alice={}, bob={}, scrape={"scopes": ["metrics"]})
-    server = slow_server(keys_file=keys, prefill_chunk_size=16)
+    server = slow_server(keys_file=keys, prefill_chunk_size=16, max_running=4)
     found = []
     for key in ("alice", "bob", "alice", "bob"):
         answer = post(server, key, prompt=[TEXT, "the"], max_tokens=6, temperature=0, n=2).json()
@@ -23,8 +23,9 @@ def test_usage_and_metrics_count_cached_tokens_per_key(slow_server, tmp_path: Pa
     assert all(choices == found[0][1] for _, choices in found)
     metrics = httpx.get(f"{server.url}/metrics", headers={"Authorization": "Bearer scrape"}).text
     counts = {line.split()[0]: float(line.split()[1]) for line in metrics.splitlines() if line.startswith("vllm:")}
-    assert counts["vllm:prefix_cache_hits_total"] >= 2 * cached
-    assert counts["vllm:prefix_cache_queries_total"] >= 4 * num_tokens
+    assert counts["vllm:prefix_cache_hits_total"] == 2 * cached
+    once = num_tokens + len(server.service.codec.encode("the"))
+    assert counts["vllm:prefix_cache_queries_total"] == 4 * once, "n answers look a prompt up once"
     embedding = httpx.post(
         f"{server.url}/v1/embeddings",
         json={"model": "tiny", "input": TEXT},

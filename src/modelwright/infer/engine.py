@@ -210,7 +210,7 @@ class Engine:
             return []
         plan = self._scheduler.plan()
         sequences, hidden_BD, logits_BV = self._runner.run(plan)
-        self._scheduler.store_prefixes(plan)
+        self._scheduler.complete(plan)
         outputs: list[StepOutput] = []
         rows: list[int] = []
         requests: list[SampleRequest] = []

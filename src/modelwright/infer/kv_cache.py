@@ -108,6 +108,11 @@ class PagedCache:
         self._keys[layer].flatten(0, 1).index_copy_(0, slots_N, k_NKd.to(self._keys.dtype))
         self._values[layer].flatten(0, 1).index_copy_(0, slots_N, v_NKd.to(self._values.dtype))
 
+    def copy(self, sources: list[int], targets: list[int]) -> None:
+        """Copy whole blocks."""
+        self._keys[:, targets] = self._keys[:, sources]
+        self._values[:, targets] = self._values[:, sources]
+
     def read(self, layer: int, table: Tensor, num_sequences: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Keys and values [B, tokens, K, d] of sequences whose block tables, equally long, are concatenated, in the
         format of the queries.

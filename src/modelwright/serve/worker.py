@@ -78,8 +78,9 @@ class EmbeddingJob:
 
 @dataclass(frozen=True)
 class _Add:
-    request_id: str
-    job: Job
+    """All answers of one request at once, so that those with the same prompt start together."""
+
+    jobs: Mapping[str, Job]
 
 
 @dataclass(frozen=True)
@@ -200,9 +201,8 @@ class EngineWorker:
         self._idle.clear()
         self._jobs |= named
         self._num_tokens += num_tokens
-        for index, (request_id, job) in enumerate(named.items()):
-            self._streams[request_id] = (stream, index)
-            self._commands.put(_Add(request_id, job))
+        self._streams |= {request_id: (stream, index) for index, request_id in enumerate(named)}
+        self._commands.put(_Add(named))
         return stream
 
     def release(self, request_id: str, answer_s: float) -> None:
@@ -252,16 +252,17 @@ class EngineWorker:
             if isinstance(command, _Stop):
                 return False
             if isinstance(command, _Add):
-                self._add(command)
+                for request_id, job in command.jobs.items():
+                    self._add(request_id, job)
             elif self.engine.abort(command.request_id) and not self.engine.has_work:
                 self._tell([])
 
-    def _add(self, command: _Add) -> None:
+    def _add(self, request_id: str, job: Job) -> None:
         try:
-            command.job.submit(self.engine, command.request_id)
+            job.submit(self.engine, request_id)
         except ValueError as error:
             refusal = ApiError(400, str(error), code="invalid_value")
-            self._loop.call_soon_threadsafe(self._refuse, command.request_id, refusal)
+            self._loop.call_soon_threadsafe(self._refuse, request_id, refusal)
 
     def _tell(self, outputs: list[StepOutput]) -> None:
         self._loop.call_soon_threadsafe(self._deliver, outputs, self.engine.stats())
