@@ -63,6 +63,10 @@ Attend = Callable[[AttentionSpec, Tensor, Tensor, Tensor], Tensor]
 the head width."""
 Product = Callable[[Tensor, Tensor], Tensor]
 """`(x [..., I], weight [O, I]) -> [..., O]`."""
+EmbeddingHook = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""`(residual stream before all blocks, tokens, positions) -> residual stream`; the last two are whole rows [B, T], the
+first [B, T, D] or, with sequence parallelism, this rank's tokens of it.
+"""
 HEAD_METHODS = ("cross_entropy", "logits", "token_log_probs", "token_log_probs_and_entropies", "head_output")
 """Methods of `Decoder` that read parameters at the end of the model outside `forward`."""
 
@@ -221,6 +225,8 @@ class Decoder(nn.Module):
         self.config = config
         self.ends = EndFormats()
         self.stored: StoredParameters | None = None
+        self.embedding_hooks: list[EmbeddingHook] = []
+        """What training does to embeddings, where gradients are recorded; shared by pipeline stages."""
         self.embedding = nn.Embedding(config.vocab_size, config.model_dim)
         self.blocks = nn.ModuleDict({str(layer): Block(config, layer) for layer in range(config.num_layers)})
         self.norm = RMSNorm(config.model_dim, config)
@@ -241,13 +247,15 @@ class Decoder(nn.Module):
         tokens_BT, positions_BT: int64 [B, T]; positions restart at 0 in each packed document. lengths_BT: see
         `rotary_tables`.
         """
-        return self.norm(self.run_blocks(self.embed(tokens_BT), positions_BT, attend, lengths_BT))
+        return self.norm(self.run_blocks(self.embed(tokens_BT, positions_BT), positions_BT, attend, lengths_BT))
 
-    def embed(self, tokens_BT: Tensor) -> Tensor:
+    def embed(self, tokens_BT: Tensor, positions_BT: Tensor) -> Tensor:
         """The residual stream [B, T, D] before all blocks."""
         hidden_BTD = self.embedding(tokens_BT)
         if self.config.embedding_scale != 1.0:
             hidden_BTD = hidden_BTD * self.config.embedding_scale
+        for hook in self.embedding_hooks if torch.is_grad_enabled() else ():
+            hidden_BTD = hook(hidden_BTD, tokens_BT, positions_BT)
         return hidden_BTD.to(self.ends.stream_dtype) if self.ends.stream_dtype else hidden_BTD
 
     def run_blocks(

@@ -48,6 +48,7 @@ from modelwright.train.techniques.gradient_clipping import gradient_clipping
 from modelwright.train.techniques.learning_rate import learning_rate
 from modelwright.train.techniques.loss_scaling import loss_scaling
 from modelwright.train.techniques.loss_spikes import loss_spikes
+from modelwright.train.techniques.neftune import neftune
 from modelwright.train.techniques.out_of_memory import out_of_memory
 from modelwright.train.techniques.pipeline_rebalancing import pipeline_rebalancing
 from modelwright.train.techniques.sparse_updates import layer_sparsity
@@ -82,6 +83,7 @@ def technique_builders(job: TrainJob) -> list[TechniqueBuilder]:
         skip_empty_batches,  # on_gradients
         partial(learning_rate, config.schedule, peak=config.peak_learning_rate),  # on_batch
         partial(loss_spikes, config.loss_spikes, checkpoint_every=every),  # on_batch: lower rate; on_gradients: skip
+        partial(neftune, config.neftune_noise_alpha),  # on_batch: which noise the forward passes of this step add
         partial(adaptive_precision, config.precision.adaptive, objective=job.objective),  # on_batch: observe
         partial(gradient_clipping, clip_norm, config.adaptive_clip),  # on_gradients
         partial(dynamic_weight_decay, config.weight_decay_schedule),  # on_gradients

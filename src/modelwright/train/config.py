@@ -163,6 +163,9 @@ class TrainConfig(SharedTrainConfig):
     max_grad_norm: float = 1.0
     """Norm to which gradients are clipped (Pascanu et al. 2013); 0 leaves them alone."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    neftune_noise_alpha: float = 0.0
+    """Strength of the noise on the embeddings of training batches (NEFTune, Jain et al. 2023); the paper takes 5 to 15,
+    and 0 adds none."""
     eval_every_steps: int = 100
     """Steps between validations; 0 only at the end."""
     batching: BatchingConfig = field(default_factory=BatchingConfig)
@@ -176,7 +179,7 @@ class TrainConfig(SharedTrainConfig):
         for name in ("batch_tokens", "gradient_accumulation_steps"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: must be at least 1, got {getattr(self, name)}")
-        for name in ("weight_decay", "max_grad_norm", "eval_every_steps"):
+        for name in ("weight_decay", "max_grad_norm", "eval_every_steps", "neftune_noise_alpha"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}: must not be negative, got {getattr(self, name)}; 0 disables it")
         if self.batching.mixture.update == "heldout_loss" and not self.eval_every_steps:
@@ -297,6 +300,8 @@ class TrainConfig(SharedTrainConfig):
         }
         if not (self.optimizer_in_backward and self.max_grad_norm):
             del result["optimizer_in_backward"]  # the same weights, to the last bit
+        if not self.neftune_noise_alpha:
+            del result["neftune_noise_alpha"]  # as before there was such a setting
         if self.batching == BatchingConfig():
             del result["batching"]  # as before there were any of its settings
         return result

@@ -135,6 +135,7 @@ def _assemble(
     part.config = model.config
     part.ends = model.ends
     part.stored = model.stored
+    part.embedding_hooks = model.embedding_hooks
     ends = {"embedding": embedding, "blocks": nn.ModuleDict(blocks), "norm": norm, "head": head, "heads": heads}
     for name, module in ends.items():
         setattr(part, name, module)
