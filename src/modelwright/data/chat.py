@@ -90,11 +90,21 @@ class ChatTemplate:
         answers = self._answers(messages)
         return [_joined(answers)[1]] if _is_chain(answers) else [_joined([answer])[1] for answer in answers]
 
-    def _answers(self, messages: Sequence[Message]) -> list[tuple[str, str]]:
-        """For each turn of the assistant the rendering up to where it is to speak, and up to the end of its answer."""
+    def completion_spans(self, messages: Sequence[Message], first: int) -> list[TextSpan]:
+        """The text in which the turns from number `first` on, an answer, continue the turns before. Only these answers
+        are spoken; of several the last one alone, where the template renders earlier turns differently once later ones
+        follow.
+        """
+        answers = self._answers(messages, first=first)
+        return _joined(answers if _is_chain(answers) else answers[-1:])[1]
+
+    def _answers(self, messages: Sequence[Message], *, first: int = 0) -> list[tuple[str, str]]:
+        """For each turn of the assistant from number `first` on the rendering up to where it is to speak, and up to the
+        end of its answer.
+        """
         answers = []
         for number, turn in enumerate(messages):
-            if turn["role"] == "assistant":
+            if number >= first and turn["role"] == "assistant":
                 prompt = self.render(messages[:number], add_generation_prompt=True)
                 answered = self.render(messages[: number + 1], add_generation_prompt=False)
                 if not answered.startswith(prompt):

@@ -263,6 +263,12 @@ class Tokenizer:
         one for each answer, whichever the chat template allows (`ChatTemplate.training_spans`)."""
         return [self._encode_spans(spans) for spans in self.chat_template.training_spans(messages)]
 
+    def encode_completion(self, messages: Sequence[Message], first: int) -> tuple[np.ndarray, np.ndarray]:
+        """Ids and loss mask, as `encode_chat` gives them, of a conversation of which only the answers from turn number
+        `first` on are learned; the turns before it are the prompt.
+        """
+        return self._encode_spans(self.chat_template.completion_spans(messages, first))
+
     def _encode_spans(self, spans: Sequence[TextSpan]) -> tuple[np.ndarray, np.ndarray]:
         ids: list[int] = []
         mask: list[int] = []

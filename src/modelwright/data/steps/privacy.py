@@ -75,7 +75,7 @@ class Privacy:
         changed = replace(changed, meta={**changed.meta, **self._redacted_fields(document, replacer)})
         if not replacer.markers:
             return document, Counter()
-        turns = [*document.messages, *document.meta.get("rejected", ())] if document.kind == "qa" else []
+        turns = [*document.messages, *document.rejected] if document.kind == "qa" else []
         parts = [turn["content"] for turn in turns] if turns else [document.text]
         return changed, sum((replacer.counts[part] for part in parts), Counter[str]())
 
