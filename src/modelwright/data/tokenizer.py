@@ -275,6 +275,15 @@ class Tokenizer:
                 mask[: mask.nonzero()[0].max(initial=-1) + 1] = 1
         return chats
 
+    def encode_completion(
+        self, messages: Sequence[Message], first: int, *, tools: Sequence[Any] = ()
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Ids and loss mask, as `encode_chat` gives them, of a conversation of which only the answers from turn number
+        `first` on are learned; the turns before it are the prompt.
+        """
+        spans = self.chat_template.completion_spans(messages, first, tools=tools)
+        return self._encode_spans(spans, ends_at_stop=True)
+
     def _encode_spans(self, spans: Sequence[TextSpan], *, ends_at_stop: bool) -> tuple[np.ndarray, np.ndarray]:
         """ends_at_stop: whether an answer ends with the first token that stops generation."""
         ids: list[int] = []

@@ -125,7 +125,9 @@ def sweep(config: RunConfig, rows: Path, test: RangeConfig, progress: Progress) 
     assert stage.objective is not None
     training = range_settings(config.first_training, test)
     loader = PackedLoader(
-        packed, batch_rows=training.batch_rows(packed.seq_len), seed=derive_seed(config.seed, stage.name, "order")
+        packed,
+        batch_rows=training.batch_rows(packed.seq_len * stage.trained_rows),
+        seed=derive_seed(config.seed, stage.name, "order"),
     )
     inputs = StageInputs(config=config, training=training, loader=loader, parents={})
     follow, diverged = Follow(test.num_steps), False

@@ -148,6 +148,6 @@ def _check_lengths(config: RunConfig) -> None:
         )
     for stage in config.trainings:
         try:
-            config.section(stage).batch_rows(config.section(PACK).seq_len)
+            config.section(stage).batch_rows(config.section(PACK).seq_len * stage.trained_rows)
         except ConfigError as error:
             raise ConfigError(f"{stage.name}.{error}") from None

@@ -178,6 +178,11 @@ class StageSpec:
     """The stage after which a stage from another package comes in the pipeline's order."""
 
     @property
+    def trained_rows(self) -> int:
+        """Rows that a training stage learns from together: those of a group, or one."""
+        return self.rows.trained_rows if self.rows else 1
+
+    @property
     def is_implied(self) -> bool:
         """Whether a user cannot name it, because `init_from` alone decides whether a run has it."""
         return self.with_init_from == "only"

@@ -141,7 +141,7 @@ def _run(context: StageContext, config: RunConfig, spec: StageSpec) -> None:
         context.progress.note(f"{spec.name}: {facts['skipped']}")
     else:
         raise DataError(
-            f"{spec.name}: no prose or code document is left to train on; see the dropped documents of the clean stage"
+            f"{spec.name}: no {spec.rows.documents} is left to train on; see the dropped documents of the clean stage"
         )
     if context.ranks.rank == 0:
         tokenizer = Tokenizer.load(context.parents[tokenizer_stage(config)])
@@ -161,7 +161,7 @@ def _learn(context: StageContext, config: RunConfig, spec: StageSpec, model: Dec
     name, training = spec.name, config.section(spec)
     packed, world = PackedRows(rows), context.ranks.world
     num_copies = training.num_copies(config.parallel.axes(world.size))
-    batch_rows = training.batch_rows(packed.seq_len, num_copies=num_copies)
+    batch_rows = training.batch_rows(packed.seq_len * spec.trained_rows, num_copies=num_copies)
     judge = Path(training.batching.curriculum.model)
     loader = build_loader(
         packed,
@@ -174,7 +174,7 @@ def _learn(context: StageContext, config: RunConfig, spec: StageSpec, model: Dec
     )
     objective = spec.objective(StageInputs(config=config, training=training, loader=loader, parents=context.parents))
     num_steps = training.resolve_num_steps(loader.num_batches_per_epoch)
-    if note := _repeats(name, num_steps * batch_rows, packed.num_rows):
+    if note := _repeats(name, num_steps * batch_rows, packed.num_groups):
         context.progress.note(note)
     microbatch_rows = max(1, batch_rows // (training.gradient_accumulation_steps * num_copies))
     heldout = heldout_sample(rows.parent / "heldout", config, batch_rows=microbatch_rows)
@@ -243,8 +243,9 @@ def heldout_sample(folder: Path, config: RunConfig, *, batch_rows: int) -> Seque
     if not folder.is_dir():
         return ()
     packed = PackedRows(folder)
-    requested = packed.num_rows if not config.validation_tokens else config.validation_tokens // packed.seq_len
-    if requested >= packed.num_rows:
+    group_tokens = packed.seq_len * packed.group_size
+    requested = config.validation_tokens // group_tokens if config.validation_tokens else packed.num_groups
+    if requested >= packed.num_groups:
         return HeldoutBatches(packed, batch_rows=batch_rows)
     loader = PackedLoader(packed, batch_rows=batch_rows, seed=derive_seed(config.seed, "heldout"))
     return [loader.batch(number) for number in range(max(1, requested // batch_rows))]
@@ -280,9 +281,10 @@ def heldout_by_source(folder: Path, config: RunConfig, *, batch_rows: int) -> di
     if not folder.is_dir():
         return {}
     packed = PackedRows(folder)
-    tokens = config.validation_tokens or packed.num_rows * packed.seq_len
-    most = max(1, tokens // packed.seq_len // len(packed.sources))
-    chosen = {name: packed.source_rows(name)[:most] for name in packed.sources}
+    group_tokens = packed.seq_len * packed.group_size
+    tokens = config.validation_tokens or packed.num_groups * group_tokens
+    most = max(1, tokens // group_tokens // len(packed.sources))
+    chosen = {name: packed.source_groups(name)[:most] for name in packed.sources}
     return {
         name: [packed.gather(own[first : first + batch_rows]) for first in range(0, len(own), batch_rows)]
         for name, own in chosen.items()
@@ -411,7 +413,8 @@ def _batches_per_epoch(config: RunConfig, run: RunDir, spec: StageSpec) -> int:
     packed = run.stage(PACK.name).artifact
     try:
         read_manifest(packed, kind=PACK.name)
-        tokens = float(PackedRows(packed / spec.rows.name / "train").num_rows * config.section(PACK).seq_len)
+        rows = PackedRows(packed / spec.rows.name / "train")
+        tokens = float(rows.num_groups * spec.trained_rows * config.section(PACK).seq_len)
     except ArtifactError:
         tokens = text_bytes(config.data, spec.rows) / BYTES_PER_TOKEN
     return max(1, round(tokens / config.section(spec).batch_tokens))
