@@ -109,11 +109,14 @@ class SharedTrainConfig:
     async_updates: AsyncUpdatesConfig = field(default_factory=AsyncUpdatesConfig)
     load_balance: LoadBalanceConfig = field(default_factory=LoadBalanceConfig)
     loss_spikes: LossSpikeConfig = field(default_factory=LossSpikeConfig)
+    neftune_noise_alpha: float = 0.0
+    """Strength of the noise on the embeddings of training batches (NEFTune, Jain et al. 2023); the paper takes 5 to 15,
+    and 0 adds none."""
     max_skipped_steps: int = constant(20)
     """Updates in a row that may be skipped for values that are not finite before the run fails."""
     fault_tolerance: FaultToleranceConfig = field(default_factory=FaultToleranceConfig)
     anomalies: AnomalyConfig = field(default_factory=AnomalyConfig)
-    log_every_steps: int = 1
+    log_every_steps: int = constant(1)
     """Steps between lines of `metrics.jsonl`."""
     checkpoint_every_steps: int = 0
     """Steps between checkpoints; 0 for none by steps."""
@@ -128,7 +131,7 @@ class SharedTrainConfig:
         for name in ("lr_reference_batch_tokens", "keep_last", "log_every_steps", "max_skipped_steps"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: must be at least 1, got {getattr(self, name)}")
-        for name in ("checkpoint_every_steps", "checkpoint_every_minutes"):
+        for name in ("checkpoint_every_steps", "checkpoint_every_minutes", "neftune_noise_alpha"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}: must not be negative, got {getattr(self, name)}; 0 disables it")
 
@@ -163,9 +166,6 @@ class TrainConfig(SharedTrainConfig):
     max_grad_norm: float = 1.0
     """Norm to which gradients are clipped (Pascanu et al. 2013); 0 leaves them alone."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    neftune_noise_alpha: float = 0.0
-    """Strength of the noise on the embeddings of training batches (NEFTune, Jain et al. 2023); the paper takes 5 to 15,
-    and 0 adds none."""
     eval_every_steps: int = 100
     """Steps between validations; 0 only at the end."""
     batching: BatchingConfig = field(default_factory=BatchingConfig)
@@ -179,7 +179,7 @@ class TrainConfig(SharedTrainConfig):
         for name in ("batch_tokens", "gradient_accumulation_steps"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: must be at least 1, got {getattr(self, name)}")
-        for name in ("weight_decay", "max_grad_norm", "eval_every_steps", "neftune_noise_alpha"):
+        for name in ("weight_decay", "max_grad_norm", "eval_every_steps"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}: must not be negative, got {getattr(self, name)}; 0 disables it")
         if self.batching.mixture.update == "heldout_loss" and not self.eval_every_steps:
