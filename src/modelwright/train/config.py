@@ -116,7 +116,7 @@ class SharedTrainConfig:
     """Updates in a row that may be skipped for values that are not finite before the run fails."""
     fault_tolerance: FaultToleranceConfig = field(default_factory=FaultToleranceConfig)
     anomalies: AnomalyConfig = field(default_factory=AnomalyConfig)
-    log_every_steps: int = 1
+    log_every_steps: int = constant(1)
     """Steps between lines of `metrics.jsonl`."""
     checkpoint_every_steps: int = 0
     """Steps between checkpoints; 0 for none by steps."""
