@@ -17,7 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from modelwright.model.adapter_config import AdapterConfig
 from modelwright.model.config import Activation, ModelConfig
+from modelwright.model.low_rank import LowRank
 from modelwright.ops.cross_entropy import (
     CHUNK_TOKENS,
     LossOfLogits,
@@ -72,16 +74,28 @@ HEAD_METHODS = ("cross_entropy", "logits", "token_log_probs", "token_log_probs_a
 
 
 class Linear(nn.Linear):
-    """A projection. `product` multiplies: the hook for other number formats and for products that skip a part."""
+    """A projection. `product` multiplies: the hook for other number formats and for products that skip a part. adapter:
+    what is added to it, None without adapters (`adapters.py`).
+    """
 
     def __init__(self, num_inputs: int, num_outputs: int, *, bias: bool = False) -> None:
         super().__init__(num_inputs, num_outputs, bias=bias)  # pyright: ignore[reportUnknownMemberType]
         self.has_bias = bias
         self.product: Product = F.linear
+        self.adapter: LowRank | None = None
 
     def forward(self, input: Tensor) -> Tensor:
-        out = self.product(input, self.weight)
+        out = self.multiply(input)
         return add_bias(out, self.bias) if self.has_bias else out
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """x [..., I] times what this process has of the weight, with the adapter, without the bias."""
+        out = self.product(x, self.own_weight())
+        return out if self.adapter is None else self.adapter(x, out, self.own_weight)
+
+    def own_weight(self) -> Tensor:
+        """What this process multiplies with; layouts replace it."""
+        return self.weight
 
 
 def add_bias(out: Tensor, bias: Tensor) -> Tensor:
@@ -217,7 +231,8 @@ class StoredParameters(Protocol):
 class Decoder(nn.Module):
     """A decoder-only transformer; passes (checkpointing, compile, sharding) work on `blocks`. stored: where the weights
     are while the parameters are on the meta device; a layout then reads this rank's part of them (`parallel/
-    deferred.py`).
+    deferred.py`). adapters: their settings, `r` 0 without; base_fingerprint: identifies the weights that they were
+    attached to (`adapters.py`).
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -227,6 +242,8 @@ class Decoder(nn.Module):
         self.stored: StoredParameters | None = None
         self.embedding_hooks: list[EmbeddingHook] = []
         """What training does to embeddings, where gradients are recorded; shared by pipeline stages."""
+        self.adapters = AdapterConfig()
+        self.base_fingerprint = ""
         self.embedding = nn.Embedding(config.vocab_size, config.model_dim)
         self.blocks = nn.ModuleDict({str(layer): Block(config, layer) for layer in range(config.num_layers)})
         self.norm = RMSNorm(config.model_dim, config)

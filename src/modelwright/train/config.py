@@ -31,6 +31,7 @@ from modelwright.core.config import constant, dump, only_for, unused_settings
 from modelwright.core.errors import ConfigError
 from modelwright.data.batching.config import BatchingConfig
 from modelwright.memory.config import ActivationCheckpointingConfig
+from modelwright.model.adapter_config import AdapterConfig
 from modelwright.optim.build import OptimizerKind
 from modelwright.optim.clip import AdaptiveClipConfig
 from modelwright.optim.decay import WeightDecayScheduleConfig
@@ -169,6 +170,7 @@ class TrainConfig(SharedTrainConfig):
     eval_every_steps: int = 100
     """Steps between validations; 0 only at the end."""
     batching: BatchingConfig = field(default_factory=BatchingConfig)
+    lora: AdapterConfig = field(default_factory=AdapterConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -234,6 +236,7 @@ class TrainConfig(SharedTrainConfig):
             "async_updates",
             "load_balance",
             "loss_spikes",
+            "lora",
         ):
             result += [replace(one, key=f"{name}.{one.key}") for one in getattr(self, name).features()]
         return result + sparsity_features(self.sparse_updates, self.batch_selection)
@@ -304,6 +307,8 @@ class TrainConfig(SharedTrainConfig):
             del result["neftune_noise_alpha"]  # as before there was such a setting
         if self.batching == BatchingConfig():
             del result["batching"]  # as before there were any of its settings
+        if self.lora == AdapterConfig():
+            del result["lora"]
         return result
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from modelwright.core.artifacts import read_manifest, write_atomic
 from modelwright.core.config import dump
-from modelwright.core.errors import ArtifactError, DataError
+from modelwright.core.errors import ArtifactError, ConfigError, DataError
 from modelwright.core.progress import SilentProgress
 from modelwright.core.rundir import RunDir
 from modelwright.core.seeds import derive_seed
@@ -21,6 +21,7 @@ from modelwright.data.batch import TokenBatch
 from modelwright.data.batching.loader import PlannedLoader, build_loader
 from modelwright.data.loader import PackedLoader, PackedRows
 from modelwright.data.tokenizer import Tokenizer
+from modelwright.model.adapters import merge_adapters
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import deferred_model, load_model
 from modelwright.ops import cpu_kernels
@@ -113,6 +114,11 @@ def _stage(config: RunConfig, spec: StageSpec) -> Stage:
     if judge := training.batching.curriculum.model:
         settings["curriculum_model"] = folder_fingerprint(Path(judge), f"{name}.batching.curriculum.by")
     if not before:
+        if training.lora.r:
+            raise ConfigError(
+                f"{name}.lora.r: {name} starts from random weights, which adapters leave as they are; set it to 0, or "
+                "start from a model folder with init_from"
+            )
         settings["model"] = dump(config.model)
     return Stage(
         name=name,
@@ -145,6 +151,7 @@ def _run(context: StageContext, config: RunConfig, spec: StageSpec) -> None:
         )
     if context.ranks.rank == 0:
         tokenizer = Tokenizer.load(context.parents[tokenizer_stage(config)])
+        merge_adapters(model)
         save_model_folder(model, tokenizer, context.output.path)
         context.output.facts |= facts
 
