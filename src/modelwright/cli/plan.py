@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from modelwright.cli import plan_cost, plan_memory
+from modelwright.cli import plan_cost, plan_memory, plan_spot
 from modelwright.cli.parsers import new_parser
 from modelwright.core.errors import ConfigError
 from modelwright.core.quantities import parse_quantity
@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # PyTorch takes seconds to load
     from modelwright.precision.policy import PrecisionConfig
 
 
-_NAMES = ("layout", "memory", "cost")
+_NAMES = ("layout", "memory", "cost", "spot")
 _SIZES = (
     "TARGET: a recipe, a YAML file, a run directory, or a well-known size (gpt3-175b, llama2-7b, llama3.1-8b). "
     "Sizes, rates and counts take prefixes and units: 80GB, 64GiB, 900M; M is 1,000,000 and Mi 1,048,576."
@@ -61,6 +61,16 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     plan_cost.add_options(cost)
+    spot = commands.add_parser(
+        "spot",
+        help="how often to save on spot instances, and what a job on them takes and costs",
+        description="Choose the checkpoint interval of a job on spot instances (Young, Daly, or by simulation), "
+        "simulate its time and cost, with a deadline if there is one, and write it as a SkyPilot task.",
+        epilog="example: modelwright plan spot --work-hours 40 --interruptions-per-hour 0.2 --stall-s 5 "
+        "--recovery-s 180 --instance g5.xlarge --deadline-hours 60",
+        allow_abbrev=False,
+    )
+    plan_spot.add_options(spot)
     return parser
 
 
@@ -140,6 +150,7 @@ _SHOWN: dict[str, Callable[[argparse.Namespace], int]] = {
     "layout": _layout,
     "memory": _memory,
     "cost": plan_cost.show,
+    "spot": plan_spot.show,
 }
 """The only list of the plans."""
 

@@ -60,7 +60,9 @@ def show(options: argparse.Namespace) -> int:
     today = datetime.datetime.now(datetime.UTC).date()
     text = bill_text(bill, swings, today=today, top=options.top, notes=notes)
     if options.html:
-        _write_page(options.html, workload.name, text, swings, float(bill.total), top=options.top)
+        from modelwright.pipeline.report.cost_page import write_cost_page
+
+        write_cost_page(options.html, workload.name, text, swings[: options.top], float(bill.total))
     print(json.dumps(bill_data(bill, swings, today=today), indent=1) if options.json else text)
     return 0
 
@@ -88,13 +90,3 @@ def _workload(options: argparse.Namespace):
         months=options.months,
     )
     return workload, [f"{options.instance} is taken to be as fast as the machine that the run was measured on"]
-
-
-def _write_page(path: Path, name: str, text: str, swings, base: float, *, top: int) -> None:
-    from modelwright.core.errors import writing
-    from modelwright.pipeline.report.cost_page import cost_page
-
-    if not path.parent.is_dir():
-        raise ConfigError(f"--html: {path.parent} is not a folder; name a file in one that exists")
-    with writing(path):
-        path.write_text(cost_page(name, text, swings[:top], base), encoding="utf-8")

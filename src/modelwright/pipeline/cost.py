@@ -1,6 +1,9 @@
 """What a run would have cost on rented instances: a workload from its time and its artifacts."""
 
+import statistics
+
 from modelwright.core.errors import ConfigError
+from modelwright.core.records import column, read_records
 from modelwright.core.rundir import RunDir
 from modelwright.pipeline.run import previous_config
 from modelwright.pipeline.stage_log import read_attempts
@@ -35,3 +38,21 @@ def workload_of_run(
         training=tuple(training),
         storage=storage,
     )
+
+
+def measured_stall_s(run: RunDir) -> float:
+    """Median seconds that training stood still for a checkpoint. Raises `ConfigError` if none was saved."""
+    files = sorted(run.path.glob("*/metrics.jsonl"))
+    stalls = [stall for path in files for _, stall in column(read_records(path), "checkpoint_stall_s")]
+    if not stalls:
+        raise ConfigError(f"--run: {run.path} has saved no checkpoint; give --stall-s")
+    return statistics.median(stalls)
+
+
+def measured_recovery_s(run: RunDir) -> float:
+    """Mean seconds from an interruption to the first step after it. Raises `ConfigError` if none was survived."""
+    files = sorted(run.path.glob("*/recoveries.jsonl"))
+    down = [record["down_s"] for path in files for record in read_records(path)]
+    if not down:
+        raise ConfigError(f"--run: {run.path} was never interrupted and resumed; give --recovery-s")
+    return statistics.fmean(down)
