@@ -8,7 +8,7 @@ from modelwright.data.clean import read_kept
 from modelwright.data.document import Document, Split
 from modelwright.data.fit import ConversationFit
 from modelwright.data.pack import TokenSequence
-from modelwright.data.preferences import Completion, PreferenceFit, with_mismatched_answers
+from modelwright.data.preferences import PreferenceFit, PromptCompletion, with_mismatched_answers
 from modelwright.pipeline.stages.rows import PackJob, RowSet, Sequences, suggest_row_len
 
 
@@ -58,7 +58,9 @@ def _documents(job: PackJob, split: Split, field: str) -> Iterator[Document]:
     return (one for one in read_kept(job.clean, split=split, kind="qa") if field in one.meta)
 
 
-def _sequences(job: PackJob, document: Document, completions: tuple[Completion, Completion], value: float) -> Sequences:
+def _sequences(
+    job: PackJob, document: Document, completions: tuple[PromptCompletion, PromptCompletion], value: float
+) -> Sequences:
     labels = job.labels(document)
     return iter([TokenSequence(one.ids, one.mask, *labels, value) for one in completions])
 
