@@ -5,6 +5,7 @@ inherits the sections `training` and `lora` and sets only what differs. `pipelin
 configuration; the value `auto` is resolved once, before the run's config.yaml is written (`pipeline.resolve`).
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
@@ -51,6 +52,10 @@ class RunConfig:
     init_from: str = ""
     """Hugging Face folder (Llama, Qwen2 or 3, Mistral, Gemma 2 or 3 text, Phi-3, SmolLM3) to start from; its tokenizer
     and shape replace the sections `tokenizer` and `model`. "" starts from random weights."""
+    minutes: float = 0.0
+    """Minutes that the whole run may take, all stages included; 0 trains for the configured lengths. Steps are timed
+    when the run is created, and what the other stages are expected to leave of the time decides the number of them,
+    which is written into the run's config.yaml."""
     validation_tokens: int = 65_536
     """Size of the fixed random sample of validation text that training is judged by while it runs; 0 takes all."""
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
@@ -71,6 +76,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         if not self.name or "/" in self.name or self.name.startswith(".") or not self.name.isprintable():
             raise ConfigError(f"name: {self.name!r} must be usable as a folder name, without slashes or a leading dot")
+        if not 0.0 <= self.minutes < math.inf:
+            raise ConfigError(f"minutes: must be above 0, or 0 for the configured lengths, got {self.minutes:g}")
         if self.validation_tokens < 0:
             raise ConfigError(f"validation_tokens: must be 0 (all) or more, got {self.validation_tokens}")
 
