@@ -197,5 +197,5 @@ def test_the_configuration_survives_its_plain_form() -> None:
 def test_other_adapters_are_not_replaced_silently() -> None:
     model = make_decoder()
     attach_adapters(model, AdapterConfig(r=4), 0)
-    with pytest.raises(ConfigError, match="the model has adapters already, of another form"):
+    with pytest.raises(ConfigError, match="the model has adapters of another form"):
         attach_adapters(model, AdapterConfig(r=8), 0)

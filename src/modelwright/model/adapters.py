@@ -6,7 +6,7 @@ PEFT's layout are in `peft_folder.py`.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ from modelwright.core.errors import ConfigError
 from modelwright.model.adapter_config import AdapterConfig
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder, Linear, StoredParameters
-from modelwright.model.low_rank import A, B, LowRank, initial_a
+from modelwright.model.low_rank import A, B, LowRank, initial_a, row_norms
 
 ADAPTER = ".adapter."
 """What the name of every parameter of an adapter contains, after the name of its projection."""
@@ -31,16 +31,14 @@ def attach_adapters(model: Decoder, config: AdapterConfig, seed: int) -> None:
     The seed decides the initial values, whatever the layout. Raises `ConfigError` if a pattern matches no projection,
     or if the model has adapters of another form.
     """
-    if not config.r or model.adapters == config:
+    if not config.r:
         return
-    if model.adapters.r:
-        raise ConfigError(
-            f"lora: the model has adapters already, of another form ({model.adapters}); use their settings, or merge "
-            "them first"
-        )
-    model.adapters = config
     projections = model.projections()
     targets = config.targets(projections)
+    if model.adapters.r:
+        _keep_adapters(model, config, targets)
+        return
+    model.adapters = config
     for name in targets:
         _attach(projections[name], config, name)
     if model.stored is not None and model.head_weight.is_meta:
@@ -195,7 +193,7 @@ class StoredAdapters(StoredParameters):
             return torch.zeros(self.shapes[name])[part]
         num_inputs = self.shapes[f"{projection}{ADAPTER}{A}"][1]
         rows_OI = self.stored.read(f"{projection}.weight", (part[0], slice(0, num_inputs)))
-        return torch.linalg.vector_norm(rows_OI, dim=1, dtype=torch.promote_types(rows_OI.dtype, torch.float32))
+        return row_norms(rows_OI)
 
 
 @dataclass(frozen=True)
@@ -206,6 +204,21 @@ class _Weights(StoredParameters):
 
     def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
         return self.model.get_parameter(name).detach()[part]
+
+
+def _keep_adapters(model: Decoder, config: AdapterConfig, targets: Sequence[str]) -> None:
+    """Go on with the adapters that a model has, with the dropout of the configuration."""
+    present, before = adapters_of(model), model.adapters
+    is_same = list(present) == list(targets) and config.use_dora == before.use_dora
+    is_same = is_same and all(one.rank == config.rank_of(name) for name, one in present.items())
+    if not (is_same and all(one.scale == config.scale_of(name) for name, one in present.items())):
+        raise ConfigError(
+            f"lora: the model has adapters of another form; set the section to theirs, {before}, or merge them first"
+        )
+    model.adapters = config
+    for adapter in present.values():
+        adapter.set_dropout(config.lora_dropout)
+    freeze_base(model)
 
 
 def _attach(projection: Linear, config: AdapterConfig, name: str) -> None:

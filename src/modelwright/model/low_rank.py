@@ -41,12 +41,17 @@ class LowRank(nn.Module):
         super().__init__()
         self.rank = rank
         self.scale = scale
-        self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
+        self.dropout: nn.Module = nn.Identity()
+        self.set_dropout(dropout)
         self.has_magnitude = has_magnitude
         self.is_on = True
         self.lora_A = nn.Parameter(torch.empty(rank, num_inputs))
         self.lora_B = nn.Parameter(torch.empty(num_outputs, rank))
         self.magnitude = nn.Parameter(torch.empty(num_outputs)) if has_magnitude else None
+
+    def set_dropout(self, probability: float) -> None:
+        """From now on ignore input features with this probability."""
+        self.dropout = nn.Dropout(probability) if probability else nn.Identity()
 
     def factors(self) -> Factors:
         """The parameters; under tensor parallelism what this rank multiplies with."""
@@ -78,7 +83,7 @@ class LowRank(nn.Module):
         """
         wide = torch.promote_types(weight_OI.dtype, torch.float32)
         weight_OI, a_RI, b_OR = weight_OI.to(wide), factors.a_RI.to(wide), self.scale * factors.b_OR.to(wide)
-        squares_O = self.sum_of_columns(torch.linalg.vector_norm(weight_OI, dim=1).square())
+        squares_O = self.sum_of_columns(row_norms(weight_OI).square())
         crossed_OR = self.sum_of_columns(weight_OI @ a_RI.T)
         own_RR = self.sum_of_columns(a_RI @ a_RI.T)
         return (squares_O + (b_OR * (2 * crossed_OR + b_OR @ own_RR)).sum(dim=1)).sqrt()
@@ -88,10 +93,17 @@ class LowRank(nn.Module):
         """A weight whose product is that of projection and adapter together, in the same format."""
         wide = torch.promote_types(weight_OI.dtype, torch.float32)
         factors = self.factors()
-        sum_OI = weight_OI.to(wide) + self.scale * (factors.b_OR.to(wide) @ factors.a_RI.to(wide))
+        sum_OI: Tensor = weight_OI.to(wide) + self.scale * (factors.b_OR.to(wide) @ factors.a_RI.to(wide))
         if self.has_magnitude:
-            sum_OI *= (factors.magnitude_O.to(wide) / torch.linalg.vector_norm(sum_OI, dim=1))[:, None]
+            sum_OI *= (factors.magnitude_O.to(wide) / row_norms(sum_OI))[:, None]
         return sum_OI.to(weight_OI.dtype)
+
+
+def row_norms(weight_OI: Tensor) -> Tensor:
+    """The length of each row, [O], in FP32 at least."""
+    wide = torch.promote_types(weight_OI.dtype, torch.float32)
+    norm: Callable[..., Tensor] = torch.linalg.vector_norm  # pyright: ignore[reportUnknownMemberType]
+    return norm(weight_OI, dim=1, dtype=wide)
 
 
 def initial_a(seed: int, name: str, rank: int, num_inputs: int) -> Tensor:

@@ -1,5 +1,5 @@
 """Training stages: one trainer, and an objective and rows for each (`training_spec`). Artifact: the model with its
-tokenizer in the Hugging Face layout.
+tokenizer in the Hugging Face layout, and its adapters in PEFT's, if it trained any.
 """
 
 import json
@@ -24,6 +24,7 @@ from modelwright.data.tokenizer import Tokenizer
 from modelwright.model.adapters import merge_adapters
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import deferred_model, load_model
+from modelwright.model.peft_folder import save_adapter
 from modelwright.ops import cpu_kernels
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimates import BYTES_PER_TOKEN, text_bytes
@@ -33,6 +34,7 @@ from modelwright.pipeline.report.learning import training_section
 from modelwright.pipeline.report.run_data import RunData, StageData
 from modelwright.pipeline.resolve import product_rate
 from modelwright.pipeline.stage import Rates, Stage, StageContext, StageInputs, StageSpec, no_facts
+from modelwright.pipeline.stages.init import INIT
 from modelwright.pipeline.stages.model_folder import folder_fingerprint, save_model_folder
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.rows import TEXT_ROWS, RowSet
@@ -52,6 +54,8 @@ from modelwright.train.techniques.heldout_mixture import heldout_mixture
 
 MANY_EPOCHS = 4.0
 """Up to here repeated text is worth almost as much as new text (Muennighoff et al. 2023, section 6)."""
+ADAPTER_FOLDER = "adapter"
+"""Where in its artifact a stage that trains adapters writes them, beside the model with the adapters merged in."""
 TOO_LOW = 1.02
 """Steps faster than the peak by more than this share of measurement error show that the peak is wrong."""
 
@@ -151,7 +155,10 @@ def _run(context: StageContext, config: RunConfig, spec: StageSpec) -> None:
         )
     if context.ranks.rank == 0:
         tokenizer = Tokenizer.load(context.parents[tokenizer_stage(config)])
-        merge_adapters(model)
+        if model.adapters.r:
+            started_from = config.init_from if before == INIT.name else str(context.parents[before])
+            save_adapter(model, context.output.path / ADAPTER_FOLDER, base=started_from)
+            merge_adapters(model)
         save_model_folder(model, tokenizer, context.output.path)
         context.output.facts |= facts
 
