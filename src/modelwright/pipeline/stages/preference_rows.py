@@ -8,7 +8,7 @@ from modelwright.data.clean import read_kept
 from modelwright.data.document import Document, Split
 from modelwright.data.fit import ConversationFit
 from modelwright.data.pack import TokenSequence
-from modelwright.data.preferences import PreferenceFit, PromptCompletion, with_mismatched_answers
+from modelwright.data.preferences import PreferenceFit, PromptedAnswer, with_mismatched_answers
 from modelwright.pipeline.stages.rows import PackJob, RowSet, Sequences, suggest_row_len
 
 
@@ -59,7 +59,7 @@ def _documents(job: PackJob, split: Split, field: str) -> Iterator[Document]:
 
 
 def _sequences(
-    job: PackJob, document: Document, completions: tuple[PromptCompletion, PromptCompletion], value: float
+    job: PackJob, document: Document, completions: tuple[PromptedAnswer, PromptedAnswer], value: float
 ) -> Sequences:
     labels = job.labels(document)
     return iter([TokenSequence(one.ids, one.mask, *labels, value) for one in completions])
