@@ -14,7 +14,7 @@ from modelwright.data.document import Document
 from modelwright.data.fit import ConversationFit
 from modelwright.data.loader import PackedLoader, PackedRows
 from modelwright.data.pack import PackConfig, TokenSequence, pack
-from modelwright.data.preferences import Completion, PreferenceFit, with_mismatched_answers
+from modelwright.data.preferences import PreferenceFit, PromptedAnswer, with_mismatched_answers
 from modelwright.data.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
 
 EOS, SEQ_LEN, NUM_PAIRS = 1, 24, 40
@@ -141,9 +141,9 @@ def test_a_long_answer_is_truncated(tokenizer: Tokenizer) -> None:
     assert (len(found[0].ids), int(found[0].mask[-1])) == (32, 1)
 
 
-def completion(prompt: int, answer: int, length: int = 2) -> Completion:
+def completion(prompt: int, answer: int, length: int = 2) -> PromptedAnswer:
     ids = np.array([prompt, prompt, *[answer] * length])
-    return Completion(ids, np.array([0, 0] + [1] * length, dtype=np.uint8))
+    return PromptedAnswer(ids, np.array([0, 0] + [1] * length, dtype=np.uint8))
 
 
 def test_mismatched_answers_belong_to_other_prompts() -> None:

@@ -18,7 +18,7 @@ EMPTY, SAME = "empty answer", "chosen and rejected are the same"
 
 
 @dataclass(frozen=True)
-class Completion:
+class PromptedAnswer:
     """A prompt with an answer, truncated to the length of a row."""
 
     ids: np.ndarray
@@ -36,12 +36,12 @@ class Completion:
         """The prompt's token ids, for comparison."""
         return self.ids[: self.prompt_len].tobytes()
 
-    def answered_by(self, other: "Completion", *, seq_len: int) -> "Completion":
+    def answered_by(self, other: "PromptedAnswer", *, seq_len: int) -> "PromptedAnswer":
         """This prompt with the answer of another one, truncated to `seq_len` tokens."""
         own, theirs = self.prompt_len, other.prompt_len
         ids = np.concatenate([self.ids[:own], other.ids[theirs:]])[:seq_len]
         mask = np.concatenate([self.mask[:own], other.mask[theirs:]])[:seq_len]
-        return Completion(ids, mask)
+        return PromptedAnswer(ids, mask)
 
 
 @dataclass(kw_only=True)
@@ -56,7 +56,7 @@ class PreferenceFit:
     num_preferences: int = 0
     skipped: Counter[str] = field(default_factory=Counter[str])
 
-    def pair(self, document: Document) -> tuple[Completion, Completion] | None:
+    def pair(self, document: Document) -> tuple[PromptedAnswer, PromptedAnswer] | None:
         """The chosen and the rejected answer of a pair; None if it is skipped."""
         prompt = document.messages[: document.prompt_turns]
         chosen, rejected = document.messages[document.prompt_turns :], document.rejected
@@ -68,7 +68,7 @@ class PreferenceFit:
             return self._skip(SAME)
         return found[0], found[1]
 
-    def single(self, document: Document) -> Completion | None:
+    def single(self, document: Document) -> PromptedAnswer | None:
         """The answer of an unpaired preference; None if it is skipped."""
         turns, first = document.messages, document.prompt_turns
         self.num_preferences += 1
@@ -87,27 +87,27 @@ class PreferenceFit:
     def _skip(self, reason: str) -> None:
         self.skipped[reason] += 1
 
-    def _completion(self, prompt: Sequence[Message], answer: Sequence[Message]) -> Completion | str:
+    def _completion(self, prompt: Sequence[Message], answer: Sequence[Message]) -> PromptedAnswer | str:
         """The prompt with the answer; why it cannot be learned from."""
         if not answer[-1]["content"].strip():
             return EMPTY
         ids, mask = self.tokenizer.encode_completion([*prompt, *answer], len(prompt))
         fitted = self.answers.fit(ids, mask, stop_ids=self.tokenizer.stop_ids)
         if fitted is not None:
-            return Completion(*fitted)
+            return PromptedAnswer(*fitted)
         return TOO_LONG if mask[: self.answers.seq_len].any() else PROMPT_TOO_LONG
 
 
 def with_mismatched_answers(
-    completions: Iterable[Completion], *, seq_len: int
-) -> Iterator[tuple[Completion, Completion]]:
+    completions: Iterable[PromptedAnswer], *, seq_len: int
+) -> Iterator[tuple[PromptedAnswer, PromptedAnswer]]:
     """Each prompt with its own answer, and with the last answer before it to another prompt; the first ones, before
     which there is none, with the first answer to another prompt. Yields nothing if all prompts are equal.
 
     These are the pairs by which KTO estimates a KL divergence (Ethayarajh et al. 2024, section 4.1). Neighbors often
     have the same prompt, where several answers to it were judged; they would not be mismatched.
     """
-    waiting: list[Completion] = []
+    waiting: list[PromptedAnswer] = []
     previous = other = None
     for completion in completions:
         if previous is not None and completion.prompt != previous.prompt:
