@@ -59,7 +59,10 @@ def concrete_subclassing(sources: Mapping[str, str]) -> Iterator[str]:
                 yield f"{path}:{node.lineno}: {node.name}({base[-1]})"
 
 
-SETTINGS = ["train/config.py: TrainConfig(SharedTrainConfig)"]
+SETTINGS = [
+    "objectives/preference.py: PreferenceConfig(TrainConfig)",
+    "train/config.py: TrainConfig(SharedTrainConfig)",
+]
 """Plain data without behavior: a stage has all the shared fields and its own."""
 
 

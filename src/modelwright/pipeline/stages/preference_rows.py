@@ -20,9 +20,9 @@ def _pack_pairs(job: PackJob, split: Split) -> None:
 
     def sequences() -> Sequences:
         for document in _documents(job, split, "rejected"):
-            if completions := fit.pair(document):
+            if answers := fit.pair(document):
                 value = float(document.meta.get("margin", 0.0))
-                yield from _sequences(job, document, completions, value)
+                yield from _sequences(job, document, answers, value)
 
     _pack(job, PAIR_ROWS, split, sequences(), fit)
 
@@ -32,13 +32,13 @@ def _pack_labeled(job: PackJob, split: Split) -> None:
     a desirable answer, else 0.
     """
     fit = _new_fit(job)
-    kept = ((one, completion) for one in _documents(job, split, "desirable") if (completion := fit.single(one)))
+    kept = ((one, answer) for one in _documents(job, split, "desirable") if (answer := fit.single(one)))
     ordered, encoded = tee(kept)
 
     def sequences() -> Sequences:
-        pairs = with_mismatched_answers((completion for _, completion in encoded), seq_len=job.settings.seq_len)
-        for (document, _), completions in zip(ordered, pairs, strict=False):
-            yield from _sequences(job, document, completions, float(document.meta["desirable"]))
+        pairs = with_mismatched_answers((answer for _, answer in encoded), seq_len=job.settings.seq_len)
+        for (document, _), answers in zip(ordered, pairs, strict=False):
+            yield from _sequences(job, document, answers, float(document.meta["desirable"]))
 
     report = _pack(job, LABELED_ROWS, split, sequences(), fit)
     if split == "train" and not report and fit.num_preferences > sum(fit.skipped.values()):
@@ -59,10 +59,10 @@ def _documents(job: PackJob, split: Split, field: str) -> Iterator[Document]:
 
 
 def _sequences(
-    job: PackJob, document: Document, completions: tuple[PromptedAnswer, PromptedAnswer], value: float
+    job: PackJob, document: Document, answers: tuple[PromptedAnswer, PromptedAnswer], value: float
 ) -> Sequences:
     labels = job.labels(document)
-    return iter([TokenSequence(one.ids, one.mask, *labels, value) for one in completions])
+    return iter([TokenSequence(one.ids, one.mask, *labels, value) for one in answers])
 
 
 def _pack(job: PackJob, rows: RowSet, split: Split, sequences: Sequences, fit: PreferenceFit) -> bool:

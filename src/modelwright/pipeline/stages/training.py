@@ -5,8 +5,8 @@ tokenizer in the Hugging Face layout, and its adapters in PEFT's, if it trained 
 import json
 import math
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from modelwright.data.batch import TokenBatch
 from modelwright.data.batching.loader import PlannedLoader, build_loader
 from modelwright.data.loader import PackedLoader, PackedRows
 from modelwright.data.tokenizer import Tokenizer
+from modelwright.memory.activations import FP32_BYTES
 from modelwright.model.adapters import merge_adapters
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import deferred_model, load_model
@@ -28,9 +29,9 @@ from modelwright.model.peft_folder import save_adapter
 from modelwright.ops import cpu_kernels
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimates import BYTES_PER_TOKEN, text_bytes
-from modelwright.pipeline.report.blocks import Fact, Section
+from modelwright.pipeline.report.blocks import Block, Fact, Section
 from modelwright.pipeline.report.format import plural
-from modelwright.pipeline.report.learning import training_section
+from modelwright.pipeline.report.learning import NATS_PER_TOKEN, training_section
 from modelwright.pipeline.report.run_data import RunData, StageData
 from modelwright.pipeline.resolve import product_rate
 from modelwright.pipeline.stage import Rates, Stage, StageContext, StageInputs, StageSpec, no_facts
@@ -51,6 +52,24 @@ from modelwright.train.runtime import TechniqueBuilder, observer
 from modelwright.train.state import TrainResult, load_best
 from modelwright.train.technique import StepInfo
 from modelwright.train.techniques.heldout_mixture import heldout_mixture
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenModels:
+    """What a training stage computes without gradients, for each of its rows."""
+
+    num_models: int = 0
+    """Further models in memory, of the size of the one in training."""
+    num_forwards: float = 0.0
+    """Forward passes."""
+    folders: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Folders of models that settings name, by the setting; they decide the result."""
+
+
+def no_blocks(stage: StageData) -> Sequence[Block]:
+    """`training_spec(blocks=...)` of a stage whose section has what all have."""
+    return ()
+
 
 MANY_EPOCHS = 4.0
 """Up to here repeated text is worth almost as much as new text (Muennighoff et al. 2023, section 6)."""
@@ -74,26 +93,32 @@ def training_spec(
     time_weight: float = 1.0,
     only_if_named: bool = False,
     follows: str = "",
+    loss_unit: str = NATS_PER_TOKEN,
+    blocks: Callable[[StageData], Sequence[Block]] = no_blocks,
+    frozen: Callable[[Any], FrozenModels] = lambda training: FrozenModels(),
 ) -> StageSpec:
     """A stage that trains the model of the stage before it, or random weights, on some rows of the stage pack.
 
     report_title: title of its section of the report
     config: `TrainConfig`, or a dataclass that adds settings of the objective to it
+    loss_unit: of the loss, for charts
+    blocks: what its section of the report has besides
+    frozen: the models that evaluate the rows besides, from the stage's settings
 
     For the rest see `StageSpec`.
     """
 
     def report(data: RunData, stage: StageData) -> Section:
-        section = training_section(stage, data.config.section(name), report_title)
-        return replace(section, blocks=[*sample_block(stage.folder.path), *section.blocks])
+        section = training_section(stage, data.config.section(name), report_title, loss_unit=loss_unit)
+        return replace(section, blocks=[*sample_block(stage.folder.path), *blocks(stage), *section.blocks])
 
     spec = StageSpec(
         name=name,
         title=title,
         config=config,
         needs=needs,
-        build=lambda run_config, run, present: _stage(run_config, spec),
-        estimate=lambda run_config, run, rates: _estimate(run_config, run, rates, spec),
+        build=lambda run_config, run, present: _stage(run_config, spec, frozen),
+        estimate=lambda run_config, run, rates: _estimate(run_config, run, rates, spec, frozen),
         report=report,
         headline=headline,
         warnings=_warnings,
@@ -107,7 +132,7 @@ def training_spec(
     return spec
 
 
-def _stage(config: RunConfig, spec: StageSpec) -> Stage:
+def _stage(config: RunConfig, spec: StageSpec, frozen: Callable[[Any], FrozenModels]) -> Stage:
     name, training = spec.name, config.section(spec)
     before = model_before(config, name)
     settings = {
@@ -117,6 +142,8 @@ def _stage(config: RunConfig, spec: StageSpec) -> Stage:
     }
     if judge := training.batching.curriculum.model:
         settings["curriculum_model"] = folder_fingerprint(Path(judge), f"{name}.batching.curriculum.by")
+    for setting, folder in frozen(training).folders.items():
+        settings[setting] = folder_fingerprint(Path(folder), f"{name}.{setting}")
     if not before:
         if training.lora.r:
             raise ConfigError(
@@ -186,7 +213,9 @@ def _learn(context: StageContext, config: RunConfig, spec: StageSpec, model: Dec
         num_steps_of=training.resolve_num_steps,
         row_losses=lambda: stored_row_losses(packed, judge, context.folder.path, world),
     )
-    objective = spec.objective(StageInputs(config=config, training=training, loader=loader, parents=context.parents))
+    objective = spec.objective(
+        StageInputs(config=config, training=training, loader=loader, parents=context.parents, world=world)
+    )
     num_steps = training.resolve_num_steps(loader.num_batches_per_epoch)
     if note := _repeats(name, num_steps * batch_rows, packed.num_groups):
         context.progress.note(note)
@@ -403,9 +432,11 @@ def _warnings(stage: StageData) -> Sequence[str]:
     return [f"{num_skipped} steps were skipped because values were not finite."] if num_skipped else []
 
 
-def _estimate(config: RunConfig, run: RunDir, rates: Rates, spec: StageSpec) -> StageEstimate:
+def _estimate(
+    config: RunConfig, run: RunDir, rates: Rates, spec: StageSpec, frozen: Callable[[Any], FrozenModels]
+) -> StageEstimate:
     training, seq_len = config.section(spec), config.section(PACK).seq_len
-    return training_stage(
+    estimate = training_stage(
         spec.name,
         config.model,
         num_steps=training.resolve_num_steps(_batches_per_epoch(config, run, spec)),
@@ -418,6 +449,14 @@ def _estimate(config: RunConfig, run: RunDir, rates: Rates, spec: StageSpec) -> 
         flops_per_s=rates.flops_per_s[training.precision.planned_as],
         fused=cpu_kernels.are_used_on(config.hardware.device),
         world_size=rates.num_hosts,  # the rate is that of all threads of a host, which its processes share
+    )
+    further = frozen(training)
+    factor = 1 + further.num_forwards / 3  # of forward and backward
+    return replace(
+        estimate,
+        flops=estimate.flops * factor,
+        seconds=estimate.seconds * factor,
+        peak_bytes=estimate.peak_bytes + further.num_models * config.model.num_parameters * FP32_BYTES,
     )
 
 
