@@ -127,9 +127,11 @@ def sweep(config: RunConfig, rows: Path, test: RangeConfig, progress: Progress) 
     loader = PackedLoader(
         packed, batch_rows=training.batch_rows(packed.seq_len), seed=derive_seed(config.seed, stage.name, "order")
     )
-    inputs = StageInputs(config=config, training=training, loader=loader, parents={})
-    follow, diverged = Follow(test.num_steps), False
+    follow, diverged, world = Follow(test.num_steps), False, single(config.hardware.device)
     with tempfile.TemporaryDirectory(prefix="modelwright-lr-find-") as scratch:
+        inputs = StageInputs(
+            config=config, training=training, loader=loader, parents={}, world=world, folder=Path(scratch)
+        )
         try:
             train(
                 TrainJob(
@@ -143,7 +145,7 @@ def sweep(config: RunConfig, rows: Path, test: RangeConfig, progress: Progress) 
                     input_digest="lr-find",
                     techniques=[observer("lr_range", follow.observe)],
                 ),
-                single(config.hardware.device),
+                world,
                 progress,
             )
         except RanAwayError:

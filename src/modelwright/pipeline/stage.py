@@ -16,6 +16,7 @@ from modelwright.core.progress import Progress
 from modelwright.core.rundir import RunDir, StageDir
 
 if TYPE_CHECKING:
+    from modelwright.parallel.mesh import World
     from modelwright.pipeline.config import RunConfig
     from modelwright.pipeline.report.blocks import Fact, Section
     from modelwright.pipeline.report.run_data import RunData, StageData
@@ -99,6 +100,10 @@ class StageInputs:
     """Batches of the stage's rows."""
     parents: Mapping[str, Path]
     """The artifacts that the stage reads, by stage name: a reference model, for example."""
+    world: "World"
+    """The processes of the run, for models that work beside the one in training."""
+    folder: Path
+    """The folder of the stage, for what the objective keeps on disk."""
 
 
 @dataclass(frozen=True, kw_only=True)

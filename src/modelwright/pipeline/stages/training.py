@@ -54,6 +54,8 @@ MANY_EPOCHS = 4.0
 TOO_LOW = 1.02
 """Steps faster than the peak by more than this share of measurement error show that the peak is wrong."""
 
+TechniquesOf = Callable[[StageInputs], Sequence[TechniqueBuilder]]
+
 
 def training_spec(
     *,
@@ -69,11 +71,15 @@ def training_spec(
     time_weight: float = 1.0,
     only_if_named: bool = False,
     follows: str = "",
+    start: Callable[[RunConfig, str], str] = model_before,
+    techniques: TechniquesOf = lambda inputs: (),
 ) -> StageSpec:
     """A stage that trains the model of the stage before it, or random weights, on some rows of the stage pack.
 
     report_title: title of its section of the report
     config: `TrainConfig`, or a dataclass that adds settings of the objective to it
+    start: names the stage whose model is trained, "" for random weights
+    techniques: what the stage adds to the techniques of all trainings
 
     For the rest see `StageSpec`.
     """
@@ -87,7 +93,7 @@ def training_spec(
         title=title,
         config=config,
         needs=needs,
-        build=lambda run_config, run, present: _stage(run_config, spec),
+        build=lambda run_config, run, present: _stage(run_config, spec, start(run_config, name), techniques),
         estimate=lambda run_config, run, rates: _estimate(run_config, run, rates, spec),
         report=report,
         headline=headline,
@@ -102,9 +108,9 @@ def training_spec(
     return spec
 
 
-def _stage(config: RunConfig, spec: StageSpec) -> Stage:
+def _stage(config: RunConfig, spec: StageSpec, before: str, techniques: TechniquesOf) -> Stage:
+    """before: the stage whose model is trained, "" for random weights."""
     name, training = spec.name, config.section(spec)
-    before = model_before(config, name)
     settings = {
         "training": training.identity(),
         "seed": derive_seed(config.seed, name),
@@ -123,19 +129,18 @@ def _stage(config: RunConfig, spec: StageSpec) -> Stage:
             tokenizer_stage(config),
             *([before] if before not in ("", tokenizer_stage(config)) else []),
         ),
-        run=lambda context: _run(context, config, spec),
+        run=lambda context: _run(context, config, spec, before, techniques),
         every_rank=True,
     )
 
 
-def _run(context: StageContext, config: RunConfig, spec: StageSpec) -> None:
-    before = model_before(config, spec.name)
+def _run(context: StageContext, config: RunConfig, spec: StageSpec, before: str, techniques: TechniquesOf) -> None:
     assert spec.rows is not None
     rows = context.parents[PACK.name] / spec.rows.name / "train"
     load = deferred_model if rows.is_dir() else load_model
     model = load(context.parents[before]) if before else fresh_model(config)
     if rows.is_dir():
-        facts = _learn(context, config, spec, model, rows)
+        facts = _learn(context, config, spec, model, rows, techniques)
     elif spec.rows.if_empty:
         facts = {"skipped": spec.rows.if_empty}
         context.progress.note(f"{spec.name}: {facts['skipped']}")
@@ -156,7 +161,14 @@ def fresh_model(config: RunConfig) -> Decoder:
     return model
 
 
-def _learn(context: StageContext, config: RunConfig, spec: StageSpec, model: Decoder, rows: Path) -> dict[str, Any]:
+def _learn(
+    context: StageContext,
+    config: RunConfig,
+    spec: StageSpec,
+    model: Decoder,
+    rows: Path,
+    techniques: TechniquesOf,
+) -> dict[str, Any]:
     assert spec.objective is not None
     name, training = spec.name, config.section(spec)
     packed, world = PackedRows(rows), context.ranks.world
@@ -172,7 +184,15 @@ def _learn(context: StageContext, config: RunConfig, spec: StageSpec, model: Dec
         num_steps_of=training.resolve_num_steps,
         row_losses=lambda: stored_row_losses(packed, judge, context.folder.path, world),
     )
-    objective = spec.objective(StageInputs(config=config, training=training, loader=loader, parents=context.parents))
+    inputs = StageInputs(
+        config=config,
+        training=training,
+        loader=loader,
+        parents=context.parents,
+        world=world,
+        folder=context.folder.path,
+    )
+    objective = spec.objective(inputs)
     num_steps = training.resolve_num_steps(loader.num_batches_per_epoch)
     if note := _repeats(name, num_steps * batch_rows, packed.num_rows):
         context.progress.note(note)
@@ -197,6 +217,7 @@ def _learn(context: StageContext, config: RunConfig, spec: StageSpec, model: Dec
                 *_mixture_techniques(loader, objective, config, training, rows, batch_rows=microbatch_rows),
                 text_samples(context.folder.path, tokenizer, first_prompt(heldout)),
                 *_bits_per_byte(context, config, spec),
+                *techniques(inputs),
             ],
         ),
         world,
