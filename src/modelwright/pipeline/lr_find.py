@@ -132,9 +132,11 @@ def sweep(config: RunConfig, rows: Path, test: RangeConfig, progress: Progress) 
     )
     world = single(config.hardware.device)
     parents = {INIT.name: Path(config.init_from)} if config.init_from else {}
-    inputs = StageInputs(config=config, training=training, loader=loader, parents=parents, world=world)
     follow, diverged = Follow(test.num_steps), False
     with tempfile.TemporaryDirectory(prefix="modelwright-lr-find-") as scratch:
+        inputs = StageInputs(
+            config=config, training=training, loader=loader, parents=parents, world=world, folder=Path(scratch)
+        )
         try:
             train(
                 TrainJob(

@@ -78,6 +78,8 @@ ADAPTER_FOLDER = "adapter"
 TOO_LOW = 1.02
 """Steps faster than the peak by more than this share of measurement error show that the peak is wrong."""
 
+TechniquesOf = Callable[[StageInputs], Sequence[TechniqueBuilder]]
+
 
 def training_spec(
     *,
@@ -96,6 +98,8 @@ def training_spec(
     loss_unit: str = NATS_PER_TOKEN,
     blocks: Callable[[StageData], Sequence[Block]] = no_blocks,
     frozen: Callable[[Any], FrozenModels] = lambda training: FrozenModels(),
+    start: Callable[[RunConfig, str], str] = model_before,
+    techniques: TechniquesOf = lambda inputs: (),
 ) -> StageSpec:
     """A stage that trains the model of the stage before it, or random weights, on some rows of the stage pack.
 
@@ -104,6 +108,8 @@ def training_spec(
     loss_unit: of the loss, for charts
     blocks: what its section of the report has besides
     frozen: the models that evaluate the rows besides, from the stage's settings
+    start: names the stage whose model is trained, "" for random weights
+    techniques: what the stage adds to the techniques of all trainings
 
     For the rest see `StageSpec`.
     """
@@ -117,7 +123,7 @@ def training_spec(
         title=title,
         config=config,
         needs=needs,
-        build=lambda run_config, run, present: _stage(run_config, spec, frozen),
+        build=lambda run_config, run, present: _stage(run_config, spec, start(run_config, name), frozen, techniques),
         estimate=lambda run_config, run, rates: _estimate(run_config, run, rates, spec, frozen),
         report=report,
         headline=headline,
@@ -132,9 +138,15 @@ def training_spec(
     return spec
 
 
-def _stage(config: RunConfig, spec: StageSpec, frozen: Callable[[Any], FrozenModels]) -> Stage:
+def _stage(
+    config: RunConfig,
+    spec: StageSpec,
+    before: str,
+    frozen: Callable[[Any], FrozenModels],
+    techniques: TechniquesOf,
+) -> Stage:
+    """before: the stage whose model is trained, "" for random weights."""
     name, training = spec.name, config.section(spec)
-    before = model_before(config, name)
     settings = {
         "training": training.identity(),
         "seed": derive_seed(config.seed, name),
@@ -160,19 +172,18 @@ def _stage(config: RunConfig, spec: StageSpec, frozen: Callable[[Any], FrozenMod
             tokenizer_stage(config),
             *([before] if before not in ("", tokenizer_stage(config)) else []),
         ),
-        run=lambda context: _run(context, config, spec),
+        run=lambda context: _run(context, config, spec, before, techniques),
         every_rank=True,
     )
 
 
-def _run(context: StageContext, config: RunConfig, spec: StageSpec) -> None:
-    before = model_before(config, spec.name)
+def _run(context: StageContext, config: RunConfig, spec: StageSpec, before: str, techniques: TechniquesOf) -> None:
     assert spec.rows is not None
     rows = context.parents[PACK.name] / spec.rows.name / "train"
     load = deferred_model if rows.is_dir() else load_model
     model = load(context.parents[before]) if before else fresh_model(config)
     if rows.is_dir():
-        facts = _learn(context, config, spec, model, rows)
+        facts = _learn(context, config, spec, model, rows, techniques)
     elif spec.rows.if_empty:
         facts = {"skipped": spec.rows.if_empty}
         context.progress.note(f"{spec.name}: {facts['skipped']}")
@@ -197,7 +208,14 @@ def fresh_model(config: RunConfig) -> Decoder:
     return model
 
 
-def _learn(context: StageContext, config: RunConfig, spec: StageSpec, model: Decoder, rows: Path) -> dict[str, Any]:
+def _learn(
+    context: StageContext,
+    config: RunConfig,
+    spec: StageSpec,
+    model: Decoder,
+    rows: Path,
+    techniques: TechniquesOf,
+) -> dict[str, Any]:
     assert spec.objective is not None
     name, training = spec.name, config.section(spec)
     packed, world = PackedRows(rows), context.ranks.world
@@ -213,9 +231,15 @@ def _learn(context: StageContext, config: RunConfig, spec: StageSpec, model: Dec
         num_steps_of=training.resolve_num_steps,
         row_losses=lambda: stored_row_losses(packed, judge, context.folder.path, world),
     )
-    objective = spec.objective(
-        StageInputs(config=config, training=training, loader=loader, parents=context.parents, world=world)
+    inputs = StageInputs(
+        config=config,
+        training=training,
+        loader=loader,
+        parents=context.parents,
+        world=world,
+        folder=context.folder.path,
     )
+    objective = spec.objective(inputs)
     num_steps = training.resolve_num_steps(loader.num_batches_per_epoch)
     if note := _repeats(name, num_steps * batch_rows, packed.num_groups):
         context.progress.note(note)
@@ -240,6 +264,7 @@ def _learn(context: StageContext, config: RunConfig, spec: StageSpec, model: Dec
                 *_mixture_techniques(loader, objective, config, training, rows, batch_rows=microbatch_rows),
                 text_samples(context.folder.path, tokenizer, first_prompt(heldout)),
                 *_bits_per_byte(context, config, spec),
+                *techniques(inputs),
             ],
         ),
         world,
