@@ -86,7 +86,7 @@ def naive_forward(model: Decoder, batch: Any) -> tuple[Tensor, list[Tensor], lis
         return plain(*inputs)
 
     attend: Attend = keep
-    hidden, outputs = model.embed(batch.input_ids_BT), []
+    hidden, outputs = model.embed(batch.input_ids_BT, batch.positions_BT), []
     rotary = model.rotary_tables(batch.positions_BT)
     for block in model.blocks.values():
         hidden = block(hidden, *rotary.of(block), attend)

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 from modelwright.cli.overrides import read_overrides, split_settings
 from modelwright.cli.parsers import new_parser
-from modelwright.cli.run import add_run_options, carry_out, check_minutes
+from modelwright.cli.run import add_run_options, carry_out
 from modelwright.core.errors import ConfigError
 
-_FLAGS = ("run-dir", "dry-run", "restart", "nproc", "minutes", "help")
+_FLAGS = ("run-dir", "dry-run", "restart", "nproc", "help")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -37,7 +37,6 @@ def finetune(words: Sequence[str]) -> int:
     if len(leading) < 2 and "--help" not in own:
         raise ConfigError("finetune: name a model and its data: modelwright finetune MODEL DATA [DATA ...]")
     options = parser().parse_args([*leading, *own])
-    check_minutes(options.minutes)
     from modelwright.pipeline.run_config import run_schema
     from modelwright.recipes.finetune import finetune_request
 

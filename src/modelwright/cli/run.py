@@ -137,19 +137,12 @@ def _run(words: Sequence[str], line: Sequence[str], hosts: Any) -> int:
     options, settings = _read(words)
     if hosts and options.nproc != 1:
         raise ConfigError("--nproc: is an option of launch; put it before the word run")
-    check_minutes(options.minutes)
     from modelwright.pipeline.run_config import run_schema
     from modelwright.recipes.load import load
 
     only = _stages(options.stages)
     request = load(options.target, read_overrides(run_schema(), settings, _FLAGS), options.run_dir, only)
     return carry_out(request, options, line=line, only=only, hosts=hosts)
-
-
-def check_minutes(minutes: float) -> None:
-    """Raise `ConfigError` for a time budget that is none."""
-    if not 0 <= minutes < math.inf:
-        raise ConfigError(f"--minutes: must be above 0, got {minutes:g}")
 
 
 def carry_out(
