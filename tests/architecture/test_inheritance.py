@@ -59,7 +59,11 @@ def concrete_subclassing(sources: Mapping[str, str]) -> Iterator[str]:
                 yield f"{path}:{node.lineno}: {node.name}({base[-1]})"
 
 
-SETTINGS = ["train/config.py: TrainConfig(SharedTrainConfig)"]
+SETTINGS = [
+    "objectives/grpo.py: GrpoConfig(TrainConfig)",
+    "objectives/ppo.py: PpoConfig(TrainConfig)",
+    "train/config.py: TrainConfig(SharedTrainConfig)",
+]
 """Plain data without behavior: a stage has all the shared fields and its own."""
 
 

@@ -127,9 +127,11 @@ def sweep(config: RunConfig, rows: Path, test: RangeConfig, progress: Progress) 
     loader = PackedLoader(
         packed, batch_rows=training.batch_rows(packed.seq_len), seed=derive_seed(config.seed, stage.name, "order")
     )
-    inputs = StageInputs(config=config, training=training, loader=loader, parents={})
     follow, diverged = Follow(test.num_steps), False
     with tempfile.TemporaryDirectory(prefix="modelwright-lr-find-") as scratch:
+        inputs = StageInputs(
+            config=config, training=training, loader=loader, parents={}, folder=Path(scratch), note=progress.note
+        )
         try:
             train(
                 TrainJob(

@@ -99,6 +99,10 @@ class StageInputs:
     """Batches of the stage's rows."""
     parents: Mapping[str, Path]
     """The artifacts that the stage reads, by stage name: a reference model, for example."""
+    folder: Path
+    """The folder of the stage."""
+    note: Callable[[str], None]
+    """Shows a line to the user."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,9 @@ from torch import nn
 
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
+from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.full_state import restore_weights, whole_weights
-from modelwright.parallel.mesh import Mesh, World
+from modelwright.parallel.mesh import Mesh, World, build_mesh, single
 from modelwright.precision.apply import ModelPrecision
 from modelwright.precision.policy import PrecisionConfig
 
@@ -65,3 +66,8 @@ class ModelLayout:
             for name, module in self.own_modules(config).items():
                 whole.heads[name] = module
         return whole
+
+
+def one_process() -> ModelLayout:
+    """The layout of a model that this process has alone, in FP32."""
+    return ModelLayout(mesh=build_mesh(single(), ParallelConfig()), precision=PrecisionConfig(policy="fp32"))

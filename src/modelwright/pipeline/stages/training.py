@@ -19,7 +19,7 @@ from modelwright.core.rundir import RunDir
 from modelwright.core.seeds import derive_seed
 from modelwright.data.batch import TokenBatch
 from modelwright.data.batching.loader import PlannedLoader, build_loader
-from modelwright.data.loader import PackedLoader, PackedRows
+from modelwright.data.loader import PackedRows
 from modelwright.data.tokenizer import Tokenizer
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import deferred_model, load_model
@@ -34,13 +34,13 @@ from modelwright.pipeline.resolve import product_rate
 from modelwright.pipeline.stage import Rates, Stage, StageContext, StageInputs, StageSpec, no_facts
 from modelwright.pipeline.stages.model_folder import folder_fingerprint, save_model_folder
 from modelwright.pipeline.stages.pack import PACK
+from modelwright.pipeline.stages.row_use import RowUse
 from modelwright.pipeline.stages.rows import TEXT_ROWS, RowSet
 from modelwright.pipeline.stages.stage_inputs import model_before, tokenizer_stage
 from modelwright.pipeline.text_samples import first_prompt, sample_block, text_samples
 from modelwright.plan.estimate import StageEstimate, training_stage
 from modelwright.train.build import train
 from modelwright.train.config import TrainConfig
-from modelwright.train.evaluation import HeldoutBatches
 from modelwright.train.job import TrainJob
 from modelwright.train.objective import BatchSource, Objective
 from modelwright.train.row_losses import stored_row_losses
@@ -49,6 +49,8 @@ from modelwright.train.state import TrainResult, load_best
 from modelwright.train.technique import StepInfo
 from modelwright.train.techniques.heldout_mixture import heldout_mixture
 
+USES_ROWS = RowUse()
+"""Each row is learned from once per epoch."""
 MANY_EPOCHS = 4.0
 """Up to here repeated text is worth almost as much as new text (Muennighoff et al. 2023, section 6)."""
 TOO_LOW = 1.02
@@ -69,11 +71,13 @@ def training_spec(
     time_weight: float = 1.0,
     only_if_named: bool = False,
     follows: str = "",
+    row_use: RowUse = USES_ROWS,
 ) -> StageSpec:
     """A stage that trains the model of the stage before it, or random weights, on some rows of the stage pack.
 
     report_title: title of its section of the report
     config: `TrainConfig`, or a dataclass that adds settings of the objective to it
+    row_use: what a stage does that generates what it learns from
 
     For the rest see `StageSpec`.
     """
@@ -87,8 +91,8 @@ def training_spec(
         title=title,
         config=config,
         needs=needs,
-        build=lambda run_config, run, present: _stage(run_config, spec),
-        estimate=lambda run_config, run, rates: _estimate(run_config, run, rates, spec),
+        build=lambda run_config, run, present: _stage(run_config, spec, row_use),
+        estimate=lambda run_config, run, rates: _estimate(run_config, run, rates, spec, row_use),
         report=report,
         headline=headline,
         warnings=_warnings,
@@ -102,7 +106,7 @@ def training_spec(
     return spec
 
 
-def _stage(config: RunConfig, spec: StageSpec) -> Stage:
+def _stage(config: RunConfig, spec: StageSpec, row_use: RowUse) -> Stage:
     name, training = spec.name, config.section(spec)
     before = model_before(config, name)
     settings = {
@@ -123,19 +127,19 @@ def _stage(config: RunConfig, spec: StageSpec) -> Stage:
             tokenizer_stage(config),
             *([before] if before not in ("", tokenizer_stage(config)) else []),
         ),
-        run=lambda context: _run(context, config, spec),
+        run=lambda context: _run(context, config, spec, row_use),
         every_rank=True,
     )
 
 
-def _run(context: StageContext, config: RunConfig, spec: StageSpec) -> None:
+def _run(context: StageContext, config: RunConfig, spec: StageSpec, row_use: RowUse) -> None:
     before = model_before(config, spec.name)
     assert spec.rows is not None
     rows = context.parents[PACK.name] / spec.rows.name / "train"
     load = deferred_model if rows.is_dir() else load_model
     model = load(context.parents[before]) if before else fresh_model(config)
     if rows.is_dir():
-        facts = _learn(context, config, spec, model, rows)
+        facts = _learn(context, config, spec, model, rows, row_use)
     elif spec.rows.if_empty:
         facts = {"skipped": spec.rows.if_empty}
         context.progress.note(f"{spec.name}: {facts['skipped']}")
@@ -156,7 +160,9 @@ def fresh_model(config: RunConfig) -> Decoder:
     return model
 
 
-def _learn(context: StageContext, config: RunConfig, spec: StageSpec, model: Decoder, rows: Path) -> dict[str, Any]:
+def _learn(
+    context: StageContext, config: RunConfig, spec: StageSpec, model: Decoder, rows: Path, row_use: RowUse
+) -> dict[str, Any]:
     assert spec.objective is not None
     name, training = spec.name, config.section(spec)
     packed, world = PackedRows(rows), context.ranks.world
@@ -172,12 +178,22 @@ def _learn(context: StageContext, config: RunConfig, spec: StageSpec, model: Dec
         num_steps_of=training.resolve_num_steps,
         row_losses=lambda: stored_row_losses(packed, judge, context.folder.path, world),
     )
-    objective = spec.objective(StageInputs(config=config, training=training, loader=loader, parents=context.parents))
-    num_steps = training.resolve_num_steps(loader.num_batches_per_epoch)
-    if note := _repeats(name, num_steps * batch_rows, packed.num_rows):
+    objective = spec.objective(
+        StageInputs(
+            config=config,
+            training=training,
+            loader=loader,
+            parents=context.parents,
+            folder=context.folder.path,
+            note=context.progress.note,
+        )
+    )
+    batches_per_epoch = math.ceil(loader.num_batches_per_epoch * row_use.updates_per_row(training))
+    num_steps = training.resolve_num_steps(batches_per_epoch)
+    if row_use.learns_by_heart and (note := _repeats(name, num_steps * batch_rows, packed.num_rows)):
         context.progress.note(note)
     microbatch_rows = max(1, batch_rows // (training.gradient_accumulation_steps * num_copies))
-    heldout = heldout_sample(rows.parent / "heldout", config, batch_rows=microbatch_rows)
+    heldout = row_use.heldout(rows.parent / "heldout", config, batch_rows=microbatch_rows)
     tokenizer = Tokenizer.load(context.parents[tokenizer_stage(config)])
     result = train(
         TrainJob(
@@ -197,6 +213,7 @@ def _learn(context: StageContext, config: RunConfig, spec: StageSpec, model: Dec
                 *_mixture_techniques(loader, objective, config, training, rows, batch_rows=microbatch_rows),
                 text_samples(context.folder.path, tokenizer, first_prompt(heldout)),
                 *_bits_per_byte(context, config, spec),
+                *row_use.techniques(objective, heldout, context.folder.path),
             ],
         ),
         world,
@@ -206,7 +223,7 @@ def _learn(context: StageContext, config: RunConfig, spec: StageSpec, model: Dec
     used_share = _utilization(result, peaks, context.ranks.size)
     context.progress.note(_summary(name, num_steps, result, used_share))
     taken = _take_best(model, context, training, result)
-    return _facts(result, model, num_steps, loader, taken, context) | peaks
+    return _facts(result, model, num_steps / batches_per_epoch, taken, context) | peaks
 
 
 def _bits_per_byte(context: StageContext, config: RunConfig, spec: StageSpec) -> list[TechniqueBuilder]:
@@ -236,18 +253,6 @@ def _repeats(name: str, num_read: int, num_rows: int) -> str:
         f"after about {MANY_EPOCHS:.0f} passes a model mostly learns its text by heart: add text, or train for fewer "
         "steps"
     )
-
-
-def heldout_sample(folder: Path, config: RunConfig, *, batch_rows: int) -> Sequence[TokenBatch]:
-    """The held-out batches that training is evaluated on: about `config.validation_tokens`, always the same ones."""
-    if not folder.is_dir():
-        return ()
-    packed = PackedRows(folder)
-    requested = packed.num_rows if not config.validation_tokens else config.validation_tokens // packed.seq_len
-    if requested >= packed.num_rows:
-        return HeldoutBatches(packed, batch_rows=batch_rows)
-    loader = PackedLoader(packed, batch_rows=batch_rows, seed=derive_seed(config.seed, "heldout"))
-    return [loader.batch(number) for number in range(max(1, requested // batch_rows))]
 
 
 def _mixture_techniques(
@@ -301,11 +306,9 @@ def _take_best(model: Decoder, context: StageContext, training: TrainConfig, res
     return result.best.step if better else result.num_steps
 
 
-def _facts(
-    result: TrainResult, model: Decoder, num_steps: int, loader: BatchSource, taken: int, context: StageContext
-) -> dict[str, Any]:
+def _facts(result: TrainResult, model: Decoder, num_epochs: float, taken: int, context: StageContext) -> dict[str, Any]:
     return {
-        "num_steps": num_steps,
+        "num_steps": result.num_steps,
         "taken_step": taken,
         "num_parameters": model.config.num_parameters,
         "heldout_loss": _finite(result.heldout_loss),
@@ -318,7 +321,8 @@ def _facts(
         "loss_scale": dict(result.summary_of("loss_scaling")),
         "left_out": list(result.summary_of("loss_spikes").get("left_out", ())),
         "events": dict(result.summary_of("anomalies").get("num_events", {})),
-        "num_epochs": num_steps / loader.num_batches_per_epoch,
+        "num_epochs": num_epochs,
+        "heldout_metrics": dict(result.heldout_metrics),
         "world_size": context.ranks.size,
     }
 
@@ -387,12 +391,14 @@ def _warnings(stage: StageData) -> Sequence[str]:
     return [f"{num_skipped} steps were skipped because values were not finite."] if num_skipped else []
 
 
-def _estimate(config: RunConfig, run: RunDir, rates: Rates, spec: StageSpec) -> StageEstimate:
+def _estimate(config: RunConfig, run: RunDir, rates: Rates, spec: StageSpec, row_use: RowUse) -> StageEstimate:
     training, seq_len = config.section(spec), config.section(PACK).seq_len
     return training_stage(
         spec.name,
         config.model,
-        num_steps=training.resolve_num_steps(_batches_per_epoch(config, run, spec)),
+        num_steps=training.resolve_num_steps(
+            math.ceil(_batches_per_epoch(config, run, spec) * row_use.updates_per_row(training))
+        ),
         batch_tokens=training.batch_tokens,
         num_microbatches=training.gradient_accumulation_steps,
         # half of a document on average, and documents are about half of a row
