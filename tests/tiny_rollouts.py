@@ -22,13 +22,15 @@ from modelwright.objectives.ppo import Ppo, PpoConfig
 from modelwright.objectives.reference_model import ReferenceModel
 from modelwright.objectives.rollouts import Rollout, RolloutConfig, RolloutWorker
 from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import World
+from modelwright.parallel.mesh import World, single
 from modelwright.reward.reward import Sample, Score
 from modelwright.reward.weighted_sum import Term, WeightedSum
+from modelwright.train.frozen_model import FrozenModel
 from modelwright.train.objective import Objective
 from modelwright.train.technique import Technique, Update
 
 MAX_NEW, ROW_LEN = 24, 48
+ALONE = single()
 SHAPE = replace(tiny_run.SHAPE, vocab_size=264, init_std=0.2, max_seq_len=64)
 
 
@@ -76,26 +78,46 @@ def worker(count: int = 4, *, fault: int = 0, **options: Any) -> RolloutWorker:
     )
 
 
-def parts(rollout: RolloutConfig, *, fault: int, num_heldout: int = 3) -> dict[str, Any]:
+def parts(rollout: RolloutConfig, *, fault: int, world: World, dtype: torch.dtype) -> dict[str, Any]:
     """What objectives that roll out are made of."""
     made = replace(worker(6, fault=fault), config=rollout)
     return {
         "worker": made,
-        "heldout": HeldoutRewards(worker=replace(made, prompts=prompts(num_heldout))),
-        "reference": ReferenceModel(load=lambda: model(seed=1), row_len=ROW_LEN),
+        "heldout": HeldoutRewards(worker=replace(made, prompts=prompts(3))),
+        "reference": ReferenceModel(
+            load=lambda: FrozenModel(model(dtype, seed=1), world, sharded=world.size > 1), row_len=ROW_LEN
+        ),
         "row_len": ROW_LEN,
     }
 
 
-def grpo(*, num_completions: int = 8, fault: int = 0, **settings: Any) -> Grpo:
+def grpo(
+    world: World = ALONE,
+    *,
+    num_completions: int = 8,
+    fault: int = 0,
+    dtype: torch.dtype = torch.float32,
+    **settings: Any,
+) -> Grpo:
     """An objective whose updates learn from `num_completions` completions."""
     config = parse(GrpoConfig, {"num_generations": 4, "rollout": {"max_completion_length": MAX_NEW}, **settings})
-    return Grpo(config=config, num_completions=num_completions, **parts(config.rollout, fault=fault))
+    return Grpo(
+        config=config, num_completions=num_completions, **parts(config.rollout, fault=fault, world=world, dtype=dtype)
+    )
 
 
-def ppo(*, num_completions: int = 8, fault: int = 0, **settings: Any) -> Ppo:
+def ppo(
+    world: World = ALONE,
+    *,
+    num_completions: int = 8,
+    fault: int = 0,
+    dtype: torch.dtype = torch.float32,
+    **settings: Any,
+) -> Ppo:
     config = parse(PpoConfig, {"rollout": {"max_completion_length": MAX_NEW}, **settings})
-    return Ppo(config=config, num_completions=num_completions, **parts(config.rollout, fault=fault))
+    return Ppo(
+        config=config, num_completions=num_completions, **parts(config.rollout, fault=fault, world=world, dtype=dtype)
+    )
 
 
 def train(

@@ -62,6 +62,7 @@ def concrete_subclassing(sources: Mapping[str, str]) -> Iterator[str]:
 SETTINGS = [
     "objectives/grpo.py: GrpoConfig(TrainConfig)",
     "objectives/ppo.py: PpoConfig(TrainConfig)",
+    "objectives/preference.py: PreferenceConfig(TrainConfig)",
     "train/config.py: TrainConfig(SharedTrainConfig)",
 ]
 """Plain data without behavior: a stage has all the shared fields and its own."""

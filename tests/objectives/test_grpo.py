@@ -152,22 +152,24 @@ def test_rollouts_without_a_difference_are_skipped(tmp_path: Path) -> None:
     assert all(torch.equal(weights[name], one) for name, one in before.items())
 
 
-def objective() -> Grpo:
+def objective(world: World, dtype: torch.dtype = torch.float32) -> Grpo:
     """Each rollout is learned from in two parts."""
-    return tiny_rollouts.grpo(steps_per_generation=2, loss_type="grpo", beta=0.1)
+    return tiny_rollouts.grpo(world, dtype=dtype, steps_per_generation=2, loss_type="grpo", beta=0.1)
 
 
 def in_all_layouts(world: World, folder: Path) -> dict[str, dict[str, Tensor]]:
     several = {"gradient_accumulation_steps": 2, "dtype": torch.float64}
     return {
-        name: tiny_rollouts.train(world, folder / name, objective(), parallel=layout, **several)
+        name: tiny_rollouts.train(world, folder / name, objective(world, torch.float64), parallel=layout, **several)
         for name, layout in tiny_run.TWO_RANK_LAYOUTS.items()
         if name != "copies"
     }
 
 
 def test_every_layout_learns_what_one_process_does(tmp_path: Path) -> None:
-    expected = tiny_rollouts.train(single(), tmp_path / "alone", objective(), dtype=torch.float64)
+    expected = tiny_rollouts.train(
+        single(), tmp_path / "alone", objective(single(), torch.float64), dtype=torch.float64
+    )
     records = (tmp_path / "alone" / "metrics.jsonl").read_text()
     for name in ("reward", "reward_std", "kl", "completions/mean_length", "heldout/reward", "heldout_loss"):
         assert f'"{name}"' in records
@@ -178,10 +180,12 @@ def test_every_layout_learns_what_one_process_does(tmp_path: Path) -> None:
 
 
 def test_a_run_stopped_within_a_rollout_resumes_with_the_same_bits(tmp_path: Path) -> None:
-    whole = tiny_rollouts.train(single(), tmp_path / "whole", objective())
+    whole = tiny_rollouts.train(single(), tmp_path / "whole", objective(single()))
     with pytest.raises(Stopped):
-        tiny_rollouts.train(single(), tmp_path / "cut", objective(), stop=3)  # a part of the second rollout is left
-    resumed = tiny_rollouts.train(single(), tmp_path / "cut", objective())
+        tiny_rollouts.train(
+            single(), tmp_path / "cut", objective(single()), stop=3
+        )  # a part of the second rollout is left
+    resumed = tiny_rollouts.train(single(), tmp_path / "cut", objective(single()))
     assert "step 2, reward" not in resumed
     assert "step 3, reward" in resumed
     assert all(torch.equal(value, whole[key]) for key, value in resumed.items())

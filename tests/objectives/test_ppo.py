@@ -20,6 +20,7 @@ from modelwright.objectives.ppo import Ppo, PpoConfig
 from modelwright.objectives.reward_shaping import KlController, RunningMoments, completion_scores
 from modelwright.objectives.rollouts import Rollout
 from modelwright.parallel.mesh import World, single
+from modelwright.train.frozen_model import FrozenModel
 from modelwright.train.objective import forward
 from modelwright.train.own_modules import attach_modules
 from tolerances import TOLERANCES
@@ -127,7 +128,7 @@ def test_loss_and_gradients_are_those_of_the_papers(name: str) -> None:
 def test_before_the_first_update_nothing_differs() -> None:
     """KL from the policy itself is 0, ratios are 1, and values are 0."""
     objective = tiny_rollouts.ppo()
-    objective.reference.load = tiny_rollouts.model
+    objective.reference.load = lambda: FrozenModel(tiny_rollouts.model(), single())
     model = tiny_rollouts.model()
     attach_modules(model, objective, 0)
     batch = next(objective.batches(model, first=0, rank=0, world_size=1))
@@ -200,25 +201,34 @@ def test_scores_are_penalized_and_clipped() -> None:
     assert completion_scores(rollout, None, clip=0.25, missing_eos_penalty=1.0).abs().max() == 0.25
 
 
-def objective() -> Ppo:
+def objective(world: World, dtype: torch.dtype = torch.float32) -> Ppo:
     """Each rollout is learned from in two epochs of two parts, and everything that has a state is on."""
     return tiny_rollouts.ppo(
-        num_completions=4, num_ppo_epochs=2, num_mini_batches=2, kl_target=1.0, kl_horizon=50, normalize_rewards=True,
+        world,
+        dtype=dtype,
+        num_completions=4,
+        num_ppo_epochs=2,
+        num_mini_batches=2,
+        kl_target=1.0,
+        kl_horizon=50,
+        normalize_rewards=True,
         entropy_coef=0.01,
-    )  # fmt: skip
+    )
 
 
 def in_all_layouts(world: World, folder: Path) -> dict[str, dict[str, Tensor]]:
     several = {"gradient_accumulation_steps": 2, "dtype": torch.float64, "num_steps": 6}
     return {
-        name: tiny_rollouts.train(world, folder / name, objective(), parallel=layout, **several)
+        name: tiny_rollouts.train(world, folder / name, objective(world, torch.float64), parallel=layout, **several)
         for name, layout in tiny_run.TWO_RANK_LAYOUTS.items()
         if name != "copies"
     }
 
 
 def test_every_layout_learns_what_one_process_does(tmp_path: Path) -> None:
-    expected = tiny_rollouts.train(single(), tmp_path / "alone", objective(), dtype=torch.float64, num_steps=6)
+    expected = tiny_rollouts.train(
+        single(), tmp_path / "alone", objective(single(), torch.float64), dtype=torch.float64, num_steps=6
+    )
     assert bool(expected["heads.value.linear.weight"].any())
     assert float(expected["step 4, objective/kl_coef"]) != 0.05
     for found in run_distributed(in_all_layouts, 2, tmp_path):
@@ -227,10 +237,10 @@ def test_every_layout_learns_what_one_process_does(tmp_path: Path) -> None:
 
 
 def test_a_run_stopped_within_an_epoch_resumes_with_the_same_bits(tmp_path: Path) -> None:
-    whole = tiny_rollouts.train(single(), tmp_path / "whole", objective(), num_steps=6)
+    whole = tiny_rollouts.train(single(), tmp_path / "whole", objective(single()), num_steps=6)
     with pytest.raises(Stopped):
-        tiny_rollouts.train(single(), tmp_path / "cut", objective(), stop=3, num_steps=6)
-    resumed = tiny_rollouts.train(single(), tmp_path / "cut", objective(), num_steps=6)
+        tiny_rollouts.train(single(), tmp_path / "cut", objective(single()), stop=3, num_steps=6)
+    resumed = tiny_rollouts.train(single(), tmp_path / "cut", objective(single()), num_steps=6)
     assert "step 2, reward" not in resumed
     assert "step 3, reward" in resumed
     assert all(torch.equal(value, whole[key]) for key, value in resumed.items())

@@ -1,5 +1,6 @@
 """Rollouts: the same completions under every layout, with the log-probabilities that training computes."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,9 @@ from modelwright.core.errors import ArtifactError
 from modelwright.data.batch import IGNORED
 from modelwright.data.document import Document
 from modelwright.data.prompts import PromptRecord, read_prompts, write_prompts
+from modelwright.model.adapter_config import AdapterConfig
+from modelwright.model.adapters import adapters_of, attach_adapters
+from modelwright.model.decoder import Decoder
 from modelwright.objectives.completion_rows import RowPlan, completion_batch
 from modelwright.objectives.rollouts import Rollout, RolloutWorker, gather_rows, rollout_metrics, share, shown
 from modelwright.parallel.config import ParallelConfig
@@ -26,22 +30,36 @@ from modelwright.train.whole_model import ModelLayout
 FP32 = PrecisionConfig(policy="fp32")
 
 
-def laid_out(world: World, **axes: Any) -> tuple[Executor, ModelLayout]:
+def adapted() -> Decoder:
+    """A model whose adapters change what it generates."""
+    model, draw = tiny_rollouts.model(), torch.Generator().manual_seed(2)
+    attach_adapters(model, AdapterConfig(r=2), seed=1)
+    for adapter in adapters_of(model).values():
+        adapter.lora_B.data.normal_(std=0.5, generator=draw)
+    return model
+
+
+def laid_out(world: World, make: Callable[[], Decoder], **axes: Any) -> tuple[Executor, ModelLayout]:
     parallel = ParallelConfig(**axes)
     mesh = build_mesh(world, parallel)
     executor = parallelize(
-        tiny_rollouts.model(), mesh=mesh, parallel=parallel, activations=lambda part: part, compile_blocks=False,
+        make(), mesh=mesh, parallel=parallel, activations=lambda part: part, compile_blocks=False,
         precision=FP32,
     )  # fmt: skip
     return executor, ModelLayout(mesh=mesh, precision=FP32)
 
 
 def roll_out(
-    world: World, worker: RolloutWorker | None = None, *, num_generations: int = 2, **axes: Any
+    world: World,
+    worker: RolloutWorker | None = None,
+    *,
+    make: Callable[[], Decoder] = tiny_rollouts.model,
+    num_generations: int = 2,
+    **axes: Any,
 ) -> tuple[Rollout, Tensor]:
     """A rollout, and the log-probabilities [C, T] that training computes of it; zeros where this rank has none."""
     torch.set_num_threads(1)
-    executor, layout = laid_out(world, **axes)
+    executor, layout = laid_out(world, make, **axes)
     worker = worker or tiny_rollouts.worker()
     numbers = range(len(worker.prompts))
     with layout.whole_model(executor.model) as whole:
@@ -59,17 +77,20 @@ def roll_out(
     return rollout, found_CT
 
 
-def in_all_layouts(world: World) -> dict[str, tuple[Rollout, Tensor]]:
-    return {name: roll_out(world, **axes) for name, axes in tiny_run.TWO_RANK_LAYOUTS.items()}
+def in_all_layouts(world: World, make: Callable[[], Decoder]) -> dict[str, tuple[Rollout, Tensor]]:
+    return {name: roll_out(world, make=make, **axes) for name, axes in tiny_run.TWO_RANK_LAYOUTS.items()}
 
 
-def test_every_layout_generates_what_one_process_does() -> None:
-    expected, own_CT = roll_out(single())
+@pytest.mark.parametrize("make", [tiny_rollouts.model, adapted], ids=["plain", "with adapters"])
+def test_every_layout_generates_what_one_process_does(make: Callable[[], Decoder]) -> None:
+    expected, own_CT = roll_out(single(), make=make)
+    if make is adapted:
+        assert not torch.equal(expected.ids_CL, roll_out(single())[0].ids_CL)
     assert expected.num_completions == 8
     assert len(expected.ids_CL.unique(dim=0)) == 8
     assert (expected.completion_lens_C <= tiny_rollouts.MAX_NEW).all()
     torch.testing.assert_close(own_CT, expected.log_probs_CT, rtol=0, atol=1e-4)
-    for rank, found in enumerate(run_distributed(in_all_layouts, 2)):
+    for rank, found in enumerate(run_distributed(in_all_layouts, 2, make)):
         for name, (rollout, log_probs_CT) in found.items():
             for key, values in rollout.state_dict().items():
                 atol = 1e-5 if key == "log_probs_CT" else 0.0

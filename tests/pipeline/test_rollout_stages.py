@@ -63,7 +63,7 @@ def test_a_run_learns_from_rewards_and_shows_it(
         "Held-out prompts",
         "Completions of the first rollout",
         "Completions of the last rollout",
-        "objective/kl",
+        "Weight of the KL penalty",
     ):
         assert text in page
     assert not (run / "ppo" / "artifact" / "model.safetensors").read_bytes().count(b"heads.")

@@ -77,7 +77,8 @@ def slow_server() -> Iterator[Callable[..., ServerThread]]:
     started: list[ServerThread] = []
 
     def make(**settings) -> ServerThread:
-        engine = EngineConfig(max_num_seqs=settings.pop("max_running", 1))
+        chunk = settings.pop("prefill_chunk_size", 256)
+        engine = EngineConfig(max_num_seqs=settings.pop("max_running", 1), prefill_chunk_size=chunk)
         config = ServeConfig(port=settings.pop("port", 0), engine=engine, **settings)
         started.append(ServerThread(make_model(2048), make_codec(), config, model_name="tiny").start())
         return started[-1]

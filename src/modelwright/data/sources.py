@@ -19,12 +19,17 @@ from modelwright.data.arithmetic import arithmetic_problems
 from modelwright.data.conversations import (
     FIELDS,
     FORMS,
+    PAIRED,
+    PairError,
     conversation_meta,
     is_conversation,
+    is_half_pair,
     num_hints,
+    preference_meta,
     read_conversation,
-    read_rejected,
+    read_tools,
     record_type,
+    type_of_record,
 )
 from modelwright.data.document import KINDS, SPLITS, Document, Kind, Split
 from modelwright.data.find_files import (
@@ -67,7 +72,15 @@ class SourceConfig:
     fields: dict[str, str] = field(default_factory=dict)
     """Names of the records' own fields by the names that are expected: `{question: q, answer: a}`."""
     record_type: Literal[
-        "auto", "text", "messages", "sharegpt", "question_answer", "instruction", "prompt_completion", "preference"
+        "auto",
+        "text",
+        "messages",
+        "sharegpt",
+        "question_answer",
+        "instruction",
+        "prompt_completion",
+        "preference",
+        "unpaired_preference",
     ] = "auto"
     """Type of all records; `auto` recognizes it from the fields of each. docs/data.md lists the fields of each type."""
     keep_fields: tuple[str, ...] = ()
@@ -324,15 +337,19 @@ def _document(
     meta: dict[str, Any] = {}
     wants_text = config.text_field != DEFAULT_TEXT_FIELD and config.text_field in record
     wanted = "" if config.record_type in ("auto", "text") else config.record_type
+    if not wanted and config.text_field not in record and is_half_pair(record):
+        wanted = PAIRED
     if config.record_type != "text" and not wants_text and (wanted or is_conversation(record)):
-        name = wanted or record_type(record)
+        name = wanted or type_of_record(record)
         try:
-            turns = read_conversation(record, wanted)
+            turns = read_conversation(record, name)
             text, meta = conversation_meta(turns)
-            if name == "preference":
-                meta["rejected"] = read_rejected(record, turns)
+            meta |= preference_meta(record, name, turns)
+            if tools := read_tools(record):
+                meta["tools"] = tools
         except ValueError as error:
-            complain("bad conversation", where, str(error), f"accepted are {FORMS}")
+            reason = error.reason if isinstance(error, PairError) else "bad conversation"
+            complain(reason, where, str(error), f"accepted are {FORMS}")
             return None
         report.record_types[name] = report.record_types.get(name, 0) + 1
         kind = "qa"
@@ -368,6 +385,8 @@ def _is_document(record: Mapping[str, Any]) -> bool:
     meta = record["meta"]
     if not all(isinstance(meta.get(name, ""), str) for name in ("title", "summary", "question", "answer")):
         return False
+    if not isinstance(meta.get("desirable", True), bool):
+        return False
     if not all(_are_turns(meta[name]) for name in ("messages", "rejected") if name in meta):
         return False
     return record["kind"] != "qa" or "messages" in meta or ("question" in meta and "answer" in meta)
@@ -376,8 +395,15 @@ def _is_document(record: Mapping[str, Any]) -> bool:
 def _are_turns(value: Any) -> bool:
     if not isinstance(value, list) or not value:
         return False
-    turns = cast(list[Any], value)
-    return all(isinstance(turn, dict) and _is_text(turn, "role") and _is_text(turn, "content") for turn in turns)
+    return all(_is_turn(turn) for turn in cast(list[Any], value))
+
+
+def _is_turn(turn: Any) -> bool:
+    if not isinstance(turn, dict) or not _is_text(turn, "role") or not _is_text(turn, "content"):
+        return False
+    calls = turn.get("tool_calls", [])
+    functions = [call.get("function") if isinstance(call, dict) else None for call in calls]
+    return all(isinstance(function, dict) and "arguments" in function for function in functions)
 
 
 def _is_text(record: Mapping[str, Any], name: str) -> bool:

@@ -17,7 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from modelwright.model.adapter_config import AdapterConfig
 from modelwright.model.config import Activation, ModelConfig
+from modelwright.model.low_rank import LowRank
 from modelwright.ops.cross_entropy import (
     CHUNK_TOKENS,
     LossOfLogits,
@@ -63,21 +65,37 @@ Attend = Callable[[AttentionSpec, Tensor, Tensor, Tensor], Tensor]
 the head width."""
 Product = Callable[[Tensor, Tensor], Tensor]
 """`(x [..., I], weight [O, I]) -> [..., O]`."""
+EmbeddingHook = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""`(residual stream before all blocks, tokens, positions) -> residual stream`; the last two are whole rows [B, T], the
+first [B, T, D] or, with sequence parallelism, this rank's tokens of it.
+"""
 HEAD_METHODS = ("cross_entropy", "logits", "token_log_probs", "token_log_probs_and_entropies", "head_output")
 """Methods of `Decoder` that read parameters at the end of the model outside `forward`."""
 
 
 class Linear(nn.Linear):
-    """A projection. `product` multiplies: the hook for other number formats and for products that skip a part."""
+    """A projection. `product` multiplies: the hook for other number formats and for products that skip a part. adapter:
+    what is added to it, None without adapters (`adapters.py`).
+    """
 
     def __init__(self, num_inputs: int, num_outputs: int, *, bias: bool = False) -> None:
         super().__init__(num_inputs, num_outputs, bias=bias)  # pyright: ignore[reportUnknownMemberType]
         self.has_bias = bias
         self.product: Product = F.linear
+        self.adapter: LowRank | None = None
 
     def forward(self, input: Tensor) -> Tensor:
-        out = self.product(input, self.weight)
+        out = self.multiply(input)
         return add_bias(out, self.bias) if self.has_bias else out
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """x [..., I] times what this process has of the weight, with the adapter, without the bias."""
+        out = self.product(x, self.own_weight())
+        return out if self.adapter is None else self.adapter(x, out, self.own_weight)
+
+    def own_weight(self) -> Tensor:
+        """What this process multiplies with; layouts replace it."""
+        return self.weight
 
 
 def add_bias(out: Tensor, bias: Tensor) -> Tensor:
@@ -213,7 +231,8 @@ class StoredParameters(Protocol):
 class Decoder(nn.Module):
     """A decoder-only transformer; passes (checkpointing, compile, sharding) work on `blocks`. stored: where the weights
     are while the parameters are on the meta device; a layout then reads this rank's part of them (`parallel/
-    deferred.py`).
+    deferred.py`). adapters: their settings, `r` 0 without; base_fingerprint: identifies the weights that they were
+    attached to (`adapters.py`).
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -221,6 +240,10 @@ class Decoder(nn.Module):
         self.config = config
         self.ends = EndFormats()
         self.stored: StoredParameters | None = None
+        self.embedding_hooks: list[EmbeddingHook] = []
+        """What training does to embeddings, where gradients are recorded; shared by pipeline stages."""
+        self.adapters = AdapterConfig()
+        self.base_fingerprint = ""
         self.embedding = nn.Embedding(config.vocab_size, config.model_dim)
         self.blocks = nn.ModuleDict({str(layer): Block(config, layer) for layer in range(config.num_layers)})
         self.norm = RMSNorm(config.model_dim, config)
@@ -241,13 +264,15 @@ class Decoder(nn.Module):
         tokens_BT, positions_BT: int64 [B, T]; positions restart at 0 in each packed document. lengths_BT: see
         `rotary_tables`.
         """
-        return self.norm(self.run_blocks(self.embed(tokens_BT), positions_BT, attend, lengths_BT))
+        return self.norm(self.run_blocks(self.embed(tokens_BT, positions_BT), positions_BT, attend, lengths_BT))
 
-    def embed(self, tokens_BT: Tensor) -> Tensor:
+    def embed(self, tokens_BT: Tensor, positions_BT: Tensor) -> Tensor:
         """The residual stream [B, T, D] before all blocks."""
         hidden_BTD = self.embedding(tokens_BT)
         if self.config.embedding_scale != 1.0:
             hidden_BTD = hidden_BTD * self.config.embedding_scale
+        for hook in self.embedding_hooks if torch.is_grad_enabled() else ():
+            hidden_BTD = hook(hidden_BTD, tokens_BT, positions_BT)
         return hidden_BTD.to(self.ends.stream_dtype) if self.ends.stream_dtype else hidden_BTD
 
     def run_blocks(

@@ -217,7 +217,7 @@ class Grpo(Objective):
             },
         }
         if self.config.beta:
-            extras_CT["reference_log_probs"] = self.reference.log_probs(rollout, self.layout)
+            extras_CT["reference_log_probs"] = self.reference.log_probs(rollout, self.layout.world)
         return Experience.of(rollout, extras_CT, metrics)
 
     def _roll_out(self, whole: Decoder) -> tuple[Rollout, dict[str, float]]:

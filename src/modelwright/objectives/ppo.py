@@ -271,7 +271,7 @@ class Ppo(Objective):
         )
         kl_CT = torch.zeros_like(rollout.log_probs_CT)
         if self.config.kl_coef:
-            kl_CT = kl_k1(rollout.log_probs_CT, self.reference.log_probs(rollout, self.layout)) * mask_CT
+            kl_CT = kl_k1(rollout.log_probs_CT, self.reference.log_probs(rollout, self.layout.world)) * mask_CT
         rewards_CT = token_rewards(-self.kl.coefficient * kl_CT, scores_C, rollout)
         figures |= self._figures(rollout, kl_CT, scores_C)
         if self.config.whiten_rewards:

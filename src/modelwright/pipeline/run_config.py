@@ -1,7 +1,7 @@
 """Reads a run's configuration from its plain form: which stages it has, the sections of these, and whether they agree.
 
 A stage's section is a top-level key of its name. The section of a stage that the run does not have is checked and left
-out. A training stage inherits from the section `training`.
+out. A training stage inherits from the sections `training` and `lora`.
 """
 
 import functools
@@ -116,9 +116,10 @@ def _selection() -> type:
 
 def _inherited(data: Mapping[str, Any], stages: Sequence[StageSpec]) -> Mapping[str, Any]:
     """Give each training stage the shared settings that it does not set itself."""
-    shared = data.get("training", {})
-    if not isinstance(shared, Mapping):
+    shared, adapters = data.get("training", {}), data.get("lora", {})
+    if not (isinstance(shared, Mapping) and isinstance(adapters, Mapping)):
         return data  # which parsing refuses
+    shared = {**shared, **({"lora": adapters} if adapters else {})}
     own = {stage.name: data.get(stage.name, {}) for stage in stages if stage.objective}
     return {**data, **{name: merge(shared, one) for name, one in own.items() if isinstance(one, Mapping)}}
 
@@ -148,6 +149,6 @@ def _check_lengths(config: RunConfig) -> None:
         )
     for stage in config.trainings:
         try:
-            config.section(stage).batch_rows(config.section(PACK).seq_len)
+            config.section(stage).batch_rows(config.section(PACK).seq_len * stage.trained_rows)
         except ConfigError as error:
             raise ConfigError(f"{stage.name}.{error}") from None

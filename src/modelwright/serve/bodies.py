@@ -8,6 +8,7 @@ from typing import TypeVar
 from starlette.requests import ClientDisconnect, Request
 
 from modelwright.serve.errors import ApiError
+from modelwright.serve.logs import ID_SCOPE, with_fields
 from modelwright.serve.service import Service
 
 log = logging.getLogger("modelwright.serve")
@@ -52,7 +53,8 @@ async def read_body(request: Request, service: Service, *, num_prompts: int) -> 
     except ClientDisconnect:
         raise ApiError(400, "The client left before the body had arrived.") from None
     if config.log_prompts:
-        log.info("%s %s", request.url.path, body.decode("utf-8", errors="replace"))
+        text, name = body.decode("utf-8", errors="replace"), request.scope[ID_SCOPE]
+        log.info("%s %s %s", request.url.path, text, name, extra=with_fields(request_id=name))
     return bytes(body)
 
 

@@ -55,7 +55,7 @@ async def create_embeddings(request: Request) -> Response:
     caller = service.caller(request, "infer")
     body = await _admit(request, service, num_prompts=service.config.max_completions)
     asked, inputs = await parsed(_read_embedding, body, service)
-    stream = service.worker.submit([EmbeddingJob(ids) for ids in inputs], caller)
+    stream = service.worker.submit([EmbeddingJob(ids, caller.salt) for ids in inputs], caller)
     vectors: list[Sequence[float]] = [()] * len(inputs)
 
     async def collect() -> None:

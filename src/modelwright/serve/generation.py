@@ -43,6 +43,7 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     num_ids_sent: int = 0
     prompt_scores: tuple[ScoredToken, ...] = ()
+    num_cached_tokens: int = 0
     finish_reason: str = ""
     call: CallText | None = None
     """Reads the text as a call of a function; None for an answer that is text."""
@@ -106,11 +107,14 @@ class Generation:
         }
 
     def usage(self) -> dict[str, Any]:
+        """Tokens so far. Those of a prompt count once, however many answers it has."""
         completion = sum(len(answer.token_ids) for answer in self.answers)
+        num_cached = sum(answer.num_cached_tokens for answer in self.answers[:: self.request.n or 1])
         return {
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": completion,
             "total_tokens": self.num_prompt_tokens + completion,
+            "prompt_tokens_details": {"cached_tokens": num_cached},
         }
 
     def _pieces(self, answer: Answer, output: StepOutput) -> list[Delta]:
@@ -118,7 +122,7 @@ class Generation:
         _require_good(output)
         pieces = []
         if not answer.token_ids:
-            answer.prompt_scores = output.prompt_scores
+            answer.prompt_scores, answer.num_cached_tokens = output.prompt_scores, output.num_cached_tokens
             pieces = [self._echo(answer)] if self.request.echoes else []
         if self.request.asked_tokens == 0:
             return [*pieces, answer.text.finish("length")]
@@ -164,7 +168,7 @@ def start(
         params = _sampling(request, model, len(prompt.ids))
         seeds = [seed, *(derive_seed(seed, "choice", index) for index in range(1, num_choices))]
         jobs += [
-            GenerationJob(prompt.ids, replace(params, seed=one), grammar.constraint() if grammar else None)
+            GenerationJob(prompt.ids, replace(params, seed=one), grammar.constraint() if grammar else None, caller.salt)
             for one in seeds
         ]
         num_echoed = len(prompt.text) if request.echoes else 0

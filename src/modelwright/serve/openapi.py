@@ -61,8 +61,8 @@ def _replies() -> dict[str, type[BaseModel]]:
 
     models = [
         Completion, ChatCompletion, ChatCompletionChunk, CreateEmbeddingResponse,
-        replies.ErrorReply, replies.HealthReply, replies.ModelReply, replies.ModelListReply,
-        replies.TokenizeReply, replies.DetokenizeReply,
+        replies.ErrorReply, replies.HealthReply, replies.LiveReply, replies.ReadyReply, replies.ModelReply,
+        replies.ModelListReply, replies.TokenizeReply, replies.DetokenizeReply,
     ]  # fmt: skip
     return {model.__name__: model for model in models}
 

@@ -53,6 +53,9 @@ class Operation:
 OPERATIONS = (
     Operation("GET", "/", pages.chat_page, "The chat page", "text/html"),
     Operation("GET", "/health", pages.health, "Whether the server takes requests", "HealthReply", errors=(503,)),
+    Operation("GET", "/livez", pages.livez, "Whether the server needs no restart", "LiveReply", errors=(503,)),
+    Operation("GET", "/readyz", pages.readyz, "Whether new requests are taken", "ReadyReply", errors=(503,)),
+    Operation("GET", "/grafana.json", pages.grafana_dashboard, "A dashboard for Grafana", "application/json"),
     Operation("GET", "/metrics", pages.metrics, "Metrics for Prometheus", "text/plain", errors=NEEDS_KEY),
     Operation("GET", "/openapi.json", pages.openapi, "This description", "application/json"),
     Operation("GET", "/v1/models", pages.list_models, "The names of the model", "ModelListReply", errors=NEEDS_KEY),

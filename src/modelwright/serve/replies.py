@@ -30,6 +30,20 @@ class HealthReply(BaseModel):
     open_answers: int
 
 
+class LiveReply(BaseModel):
+    """The server needs no restart."""
+
+    status: Literal["alive"]
+
+
+class ReadyReply(BaseModel):
+    """The server takes requests. `version`: of the weights that answer new ones."""
+
+    status: Literal["ready"]
+    model: str
+    version: str
+
+
 class ModelReply(BaseModel):
     """A name of the model. `root`, `stage` and `digest` are absent for a model that came from no folder."""
 

@@ -21,6 +21,7 @@ from modelwright.serve.connections import ACCEPTS_PER_ROUND, ConnectionTable, co
 from modelwright.serve.errors import shutting_down
 from modelwright.serve.keys import key_ring
 from modelwright.serve.load import ModelSource, load_folder
+from modelwright.serve.logs import log_to_stderr
 from modelwright.serve.metrics import Metrics
 from modelwright.serve.served_model import serve_model
 from modelwright.serve.service import Service
@@ -51,7 +52,7 @@ class ServerThread:
     ) -> None:
         keys = key_ring(config)
         _check_tls(config)
-        metrics = Metrics()
+        metrics = Metrics(model_name)
         served = serve_model(model, codec, config, metrics, source)
         self.service = Service(config, model_name, served, metrics, keys)
         self._socket = _bind(config)
@@ -157,7 +158,7 @@ def run_server(
     gc.collect()
     gc.freeze()  # collections while requests are parsed hold up the engine, and what is loaded now stays anyway
     server = ServerThread(model, codec, config, model_name=model_name, source=source)
-    with _signals(server) as received:
+    with log_to_stderr(config.log_format), _signals(server) as received:
         server.start()
         log.info("serving %s", source.describe())
         announce(f"Serving {model_name} at {server.url} (chat page: {server.url}/, API: {server.url}/v1)")

@@ -1,6 +1,7 @@
 """State shared by the routes, and what every request must pass: key, capacity, model."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from starlette.requests import Request
 
@@ -12,6 +13,14 @@ from modelwright.serve.metrics import Metrics
 from modelwright.serve.served_model import ServedModel
 from modelwright.serve.tokenizer import Codec
 from modelwright.serve.worker import RETRY_AFTER_S, EngineWorker
+
+
+@dataclass(frozen=True)
+class ServiceState:
+    """Whether the server takes requests, and why it does not."""
+
+    name: Literal["ready", "draining", "broken"]
+    reason: str = ""
 
 
 @dataclass
@@ -38,13 +47,22 @@ class Service:
         return self.model.limits
 
     @property
+    def state(self) -> ServiceState:
+        """A broken server stays broken until it is started again; one that drains ends soon."""
+        if self.worker.failed:
+            return ServiceState("broken", "The engine has failed; restart the server and see its log.")
+        if self.is_draining:
+            return ServiceState("draining", "The server is shutting down; try another one or try again later.")
+        return ServiceState("ready")
+
+    @property
     def names(self) -> tuple[str, ...]:
         """What clients may call the model."""
         return (self.model_name, *self.config.model_aliases)
 
     def require_open(self) -> None:
         if self.is_draining:
-            raise shutting_down("The server is shutting down; try another one or try again later.", RETRY_AFTER_S)
+            raise shutting_down(self.state.reason, RETRY_AFTER_S)
 
     def require_model(self, name: str | None) -> None:
         """Raises `ApiError` 404 for a name that the model does not have; None is any model."""

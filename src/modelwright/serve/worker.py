@@ -46,38 +46,41 @@ class Job(Protocol):
 
 @dataclass(frozen=True)
 class GenerationJob:
-    """New tokens after a prompt."""
+    """New tokens after a prompt. cache_salt: see `Engine.add`."""
 
     prompt_ids: Sequence[int]
     params: SamplingParams
     constraint: TokenConstraint | None = None
+    cache_salt: str = ""
 
     @property
     def max_total_tokens(self) -> int:
         return len(self.prompt_ids) + self.params.max_tokens
 
     def submit(self, engine: Engine, request_id: str) -> None:
-        engine.add(request_id, self.prompt_ids, self.params, self.constraint)
+        engine.add(request_id, self.prompt_ids, self.params, self.constraint, cache_salt=self.cache_salt)
 
 
 @dataclass(frozen=True)
 class EmbeddingJob:
-    """The embedding of a text."""
+    """The embedding of a text. cache_salt: see `Engine.add`."""
 
     prompt_ids: Sequence[int]
+    cache_salt: str = ""
 
     @property
     def max_total_tokens(self) -> int:
         return len(self.prompt_ids)
 
     def submit(self, engine: Engine, request_id: str) -> None:
-        engine.embed(request_id, self.prompt_ids)
+        engine.embed(request_id, self.prompt_ids, cache_salt=self.cache_salt)
 
 
 @dataclass(frozen=True)
 class _Add:
-    request_id: str
-    job: Job
+    """All answers of one request at once, so that those with the same prompt start together."""
+
+    jobs: Mapping[str, Job]
 
 
 @dataclass(frozen=True)
@@ -162,7 +165,8 @@ class EngineWorker:
         self._idle = asyncio.Event()
         self._idle.set()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self.metrics.observe(engine.stats())
+        self._stats = engine.stats()
+        self.metrics.observe(self._stats, self._stats)
 
     def start(self) -> None:
         """Call inside the running event loop."""
@@ -197,9 +201,8 @@ class EngineWorker:
         self._idle.clear()
         self._jobs |= named
         self._num_tokens += num_tokens
-        for index, (request_id, job) in enumerate(named.items()):
-            self._streams[request_id] = (stream, index)
-            self._commands.put(_Add(request_id, job))
+        self._streams |= {request_id: (stream, index) for index, request_id in enumerate(named)}
+        self._commands.put(_Add(named))
         return stream
 
     def release(self, request_id: str, answer_s: float) -> None:
@@ -249,22 +252,24 @@ class EngineWorker:
             if isinstance(command, _Stop):
                 return False
             if isinstance(command, _Add):
-                self._add(command)
+                for request_id, job in command.jobs.items():
+                    self._add(request_id, job)
             elif self.engine.abort(command.request_id) and not self.engine.has_work:
                 self._tell([])
 
-    def _add(self, command: _Add) -> None:
+    def _add(self, request_id: str, job: Job) -> None:
         try:
-            command.job.submit(self.engine, command.request_id)
+            job.submit(self.engine, request_id)
         except ValueError as error:
             refusal = ApiError(400, str(error), code="invalid_value")
-            self._loop.call_soon_threadsafe(self._refuse, command.request_id, refusal)
+            self._loop.call_soon_threadsafe(self._refuse, request_id, refusal)
 
     def _tell(self, outputs: list[StepOutput]) -> None:
         self._loop.call_soon_threadsafe(self._deliver, outputs, self.engine.stats())
 
     def _deliver(self, outputs: list[StepOutput], stats: EngineStats) -> None:
-        self.metrics.observe(stats)
+        self.metrics.observe(stats, self._stats)
+        self._stats = stats
         for output in outputs:
             if output.request_id in self._streams:
                 stream, index = self._streams[output.request_id]

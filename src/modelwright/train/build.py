@@ -15,6 +15,7 @@ from modelwright.core.progress import Progress, SilentProgress
 from modelwright.memory.glibc_malloc import freed_memory_kept
 from modelwright.memory.offload import Store, open_store
 from modelwright.memory.step_arena_runtime import step_arena
+from modelwright.model.adapters import attach_adapters, identify_base
 from modelwright.optim.build import build_optimizer
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.deferred import is_deferred
@@ -43,11 +44,13 @@ from modelwright.train.technique import Relayout, Technique
 from modelwright.train.techniques.adaptive_precision import adaptive_precision
 from modelwright.train.techniques.amax_history import amax_history
 from modelwright.train.techniques.auxiliary_losses import auxiliary_losses
+from modelwright.train.techniques.base_weights import base_weights
 from modelwright.train.techniques.finite_check import finite_check, skip_empty_batches
 from modelwright.train.techniques.gradient_clipping import gradient_clipping
 from modelwright.train.techniques.learning_rate import learning_rate
 from modelwright.train.techniques.loss_scaling import loss_scaling
 from modelwright.train.techniques.loss_spikes import loss_spikes
+from modelwright.train.techniques.neftune import neftune
 from modelwright.train.techniques.out_of_memory import out_of_memory
 from modelwright.train.techniques.pipeline_rebalancing import pipeline_rebalancing
 from modelwright.train.techniques.sparse_updates import layer_sparsity
@@ -82,6 +85,7 @@ def technique_builders(job: TrainJob) -> list[TechniqueBuilder]:
         skip_empty_batches,  # on_gradients
         partial(learning_rate, config.schedule, peak=config.peak_learning_rate),  # on_batch
         partial(loss_spikes, config.loss_spikes, checkpoint_every=every),  # on_batch: lower rate; on_gradients: skip
+        partial(neftune, config.neftune_noise_alpha),  # on_batch: which noise the forward passes of this step add
         partial(adaptive_precision, config.precision.adaptive, objective=job.objective),  # on_batch: observe
         partial(gradient_clipping, clip_norm, config.adaptive_clip),  # on_gradients
         partial(dynamic_weight_decay, config.weight_decay_schedule),  # on_gradients
@@ -89,6 +93,7 @@ def technique_builders(job: TrainJob) -> list[TechniqueBuilder]:
         auxiliary_losses,  # on_batch: their scale, for the batch as it is now
         partial(pipeline_rebalancing, config.load_balance, every=every),  # on_step_end: ask for another layout
         partial(out_of_memory, faults.on_out_of_memory),  # on_retry: smaller microbatches
+        base_weights,  # state: which model the adapters belong to
         *map(reads_whole_gradients, job.techniques),
         # Monitors come last: they see what all others made of a step.
         anomaly_monitor,
@@ -129,6 +134,8 @@ def train(job: TrainJob, world: World = ALONE, progress: Progress = SILENT) -> T
     progress = progress if world.is_first else SilentProgress()
     progress.begin(job.name, job.num_steps, "steps")
     _note_unused(job, world, progress)
+    if job.config.lora.r:
+        identify_base(job.model)
     attach_modules(job.model, job.objective, job.seed)
     if not is_deferred(job.model):
         job.model.to(world.device)
@@ -255,6 +262,7 @@ def build_loss_scales(job: TrainJob, mesh: Mesh) -> LossScales:
 def build_replica(job: TrainJob, mesh: Mesh, scales: LossScales, store: Store | None) -> tuple[Executor, Replica]:
     """Lay the model out, in place, with all passes that the configuration asks for, and build its optimizer."""
     config = job.config
+    attach_adapters(job.model, config.lora, job.seed)
     executor = parallelize(
         job.model if mesh.is_only_data_parallel else move_out(job.model),
         mesh=mesh,

@@ -31,6 +31,7 @@ from modelwright.core.config import constant, dump, only_for, unused_settings
 from modelwright.core.errors import ConfigError
 from modelwright.data.batching.config import BatchingConfig
 from modelwright.memory.config import ActivationCheckpointingConfig
+from modelwright.model.adapter_config import AdapterConfig
 from modelwright.optim.build import OptimizerKind
 from modelwright.optim.clip import AdaptiveClipConfig
 from modelwright.optim.decay import WeightDecayScheduleConfig
@@ -109,11 +110,14 @@ class SharedTrainConfig:
     async_updates: AsyncUpdatesConfig = field(default_factory=AsyncUpdatesConfig)
     load_balance: LoadBalanceConfig = field(default_factory=LoadBalanceConfig)
     loss_spikes: LossSpikeConfig = field(default_factory=LossSpikeConfig)
+    neftune_noise_alpha: float = 0.0
+    """Strength of the noise on the embeddings of training batches (NEFTune, Jain et al. 2023); the paper takes 5 to 15,
+    and 0 adds none."""
     max_skipped_steps: int = constant(20)
     """Updates in a row that may be skipped for values that are not finite before the run fails."""
     fault_tolerance: FaultToleranceConfig = field(default_factory=FaultToleranceConfig)
     anomalies: AnomalyConfig = field(default_factory=AnomalyConfig)
-    log_every_steps: int = 1
+    log_every_steps: int = constant(1)
     """Steps between lines of `metrics.jsonl`."""
     checkpoint_every_steps: int = 0
     """Steps between checkpoints; 0 for none by steps."""
@@ -128,7 +132,7 @@ class SharedTrainConfig:
         for name in ("lr_reference_batch_tokens", "keep_last", "log_every_steps", "max_skipped_steps"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: must be at least 1, got {getattr(self, name)}")
-        for name in ("checkpoint_every_steps", "checkpoint_every_minutes"):
+        for name in ("checkpoint_every_steps", "checkpoint_every_minutes", "neftune_noise_alpha"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}: must not be negative, got {getattr(self, name)}; 0 disables it")
 
@@ -166,6 +170,7 @@ class TrainConfig(SharedTrainConfig):
     eval_every_steps: int = 100
     """Steps between validations; 0 only at the end."""
     batching: BatchingConfig = field(default_factory=BatchingConfig)
+    lora: AdapterConfig = field(default_factory=AdapterConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -231,6 +236,7 @@ class TrainConfig(SharedTrainConfig):
             "async_updates",
             "load_balance",
             "loss_spikes",
+            "lora",
         ):
             result += [replace(one, key=f"{name}.{one.key}") for one in getattr(self, name).features()]
         return result + sparsity_features(self.sparse_updates, self.batch_selection)
@@ -297,8 +303,12 @@ class TrainConfig(SharedTrainConfig):
         }
         if not (self.optimizer_in_backward and self.max_grad_norm):
             del result["optimizer_in_backward"]  # the same weights, to the last bit
+        if not self.neftune_noise_alpha:
+            del result["neftune_noise_alpha"]  # as before there was such a setting
         if self.batching == BatchingConfig():
             del result["batching"]  # as before there were any of its settings
+        if self.lora == AdapterConfig():
+            del result["lora"]
         return result
 
 

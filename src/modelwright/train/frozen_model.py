@@ -12,6 +12,7 @@ from torch import Tensor
 from modelwright.model.decoder import Decoder
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
 from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.deferred import is_deferred
 from modelwright.parallel.mesh import World, build_mesh, single
 from modelwright.precision.policy import PrecisionConfig
 from modelwright.train.objective import Batch
@@ -23,15 +24,19 @@ class FrozenModel:
 
     Its layout is independent of that of the model in training. sharded: its weights are sharded over all ranks of
     `world` (as in ZeRO-3) and each layer is gathered when it is needed; then all ranks call together, each with its own
-    rows, equally many. Otherwise every rank has a whole copy. dtype: of its weights, None to keep theirs. It is not in
-    checkpoints: a resumed run must be given the same model again.
+    rows, equally many. Otherwise every rank has a whole copy. dtype: of its weights, None to keep theirs. Weights that
+    are still on disk (`deferred_model`) are read here, by each rank its own part. It is not in checkpoints: a resumed
+    run must be given the same model again.
     """
 
     def __init__(
         self, model: Decoder, world: World, *, sharded: bool = False, dtype: torch.dtype | None = None
     ) -> None:
         parallel = ParallelConfig(zero_stage=3 if sharded else 0)
-        model = copy.deepcopy(model).to(world.device, dtype).requires_grad_(False).eval()
+        model = copy.deepcopy(model)
+        if not is_deferred(model):
+            model.to(world.device)
+        model.to(dtype).requires_grad_(False).eval()
         self.device = world.device
         self.executor = parallelize(
             model,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from modelwright.model.adapters import attach_adapters
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.parallel.config import ParallelConfig
@@ -51,7 +52,7 @@ class ModelLayout:
         if self.mesh.is_only_data_parallel:
             yield model
             return
-        whole = self._skeleton(model.config)
+        whole = self._skeleton(model)
         names = {name for name, _ in whole.named_parameters()}
         restore_weights(whole, (pair for pair in whole_weights(model, self.mesh) if pair[0] in names))
         whole.requires_grad_(False)
@@ -59,12 +60,13 @@ class ModelLayout:
             ModelPrecision(whole, self.precision)
         yield whole
 
-    def _skeleton(self, config: ModelConfig) -> Decoder:
-        """The model without values."""
+    def _skeleton(self, model: Decoder) -> Decoder:
+        """The whole model without values."""
         with torch.device("meta"):
-            whole = Decoder(config)
-            for name, module in self.own_modules(config).items():
+            whole = Decoder(model.config)
+            for name, module in self.own_modules(model.config).items():
                 whole.heads[name] = module
+            attach_adapters(whole, model.adapters, seed=0)
         return whole
 
 

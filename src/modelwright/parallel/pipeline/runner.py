@@ -32,6 +32,7 @@ from modelwright.parallel.pipeline.stages import (
     check_blocks,
     check_microbatches,
     check_ties,
+    check_trained,
     cut,
     is_v_shaped,
     join,
@@ -74,7 +75,7 @@ class ModelStage:
 
     def _forward(self, hidden_BTD: Tensor | None = None) -> Tensor:
         attend, batch = next(self.feed)
-        entering_BTD = self.part.embed(batch.input_ids_BT) if hidden_BTD is None else hidden_BTD
+        entering_BTD = self.part.embed(batch.input_ids_BT, batch.positions_BT) if hidden_BTD is None else hidden_BTD
         leaving_BTD = self.part.run_blocks(entering_BTD, batch.positions_BT, attend)
         return self.part.norm(leaving_BTD) if self.is_last else leaving_BTD
 
@@ -98,6 +99,7 @@ class Pipeline:
         self.config = config
         self.mesh = mesh
         self.layers = layers_of_stages(model.config, config)
+        check_trained(model, self.layers)
         self.owners = rank_of_stage(config)
         self.weight_dtype = model.embedding.weight.dtype
         self.stages = [

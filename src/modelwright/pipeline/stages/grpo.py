@@ -3,12 +3,18 @@
 from modelwright.objectives.grpo import Grpo, GrpoConfig
 from modelwright.pipeline.stage import StageInputs
 from modelwright.pipeline.stages.rollout_training import rollout_parts, rollout_training
+from modelwright.pipeline.stages.training import FrozenModels
 
 
 def _objective(inputs: StageInputs) -> Grpo:
     config = inputs.training
     assert isinstance(config, GrpoConfig)
     return Grpo(config=config, **vars(rollout_parts(inputs, "grpo", config.rollout, config.rewards)))
+
+
+def _frozen(config: GrpoConfig) -> FrozenModels:
+    count = int(config.beta > 0)
+    return FrozenModels(num_models=count, num_forwards=(1 + count) / config.num_iterations)
 
 
 GRPO = rollout_training(
@@ -19,11 +25,12 @@ GRPO = rollout_training(
     objective=_objective,
     config=GrpoConfig,
     updates_per_row=lambda config: config.num_generations * config.num_iterations,
+    frozen=_frozen,
     charts={
-        "kl": "KL from the start, nats per token",
-        "entropy": "nats per token",
-        "clip_ratio/region_mean": "share of clipped tokens",
-        "completions/mean_length": "tokens",
-        "frac_reward_zero_std": "share of groups",
+        "KL from the start, nats per token": {"kl": "updates"},
+        "Entropy, nats per token": {"entropy": "updates"},
+        "Share of clipped tokens": {"clip_ratio/region_mean": "updates"},
+        "Mean length of completions, tokens": {"completions/mean_length": "rollouts"},
+        "Share of groups with equal rewards": {"frac_reward_zero_std": "rollouts"},
     },
 )

@@ -11,26 +11,25 @@ from typing import Any
 
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.errors import ConfigError, DataError
-from modelwright.core.records import column, json_line, read_records
+from modelwright.core.records import json_line, read_records
 from modelwright.core.seeds import derive_seed
 from modelwright.data.batch import TokenBatch
 from modelwright.data.prompts import PromptRecord, read_prompts
 from modelwright.data.tokenizer import Tokenizer
-from modelwright.model.hf import load_model
 from modelwright.objectives.heldout_rewards import HeldoutRewards
 from modelwright.objectives.reference_model import ReferenceModel
 from modelwright.objectives.rollouts import RolloutConfig, RolloutWorker
-from modelwright.pipeline.report.blocks import Block, Chart, Fact, Samples, Section, Table, TextSample
-from modelwright.pipeline.report.charts import Line, line_chart, smooth
+from modelwright.pipeline.report.blocks import Fact, Samples, Section, Table, TextSample
 from modelwright.pipeline.report.format import number
 from modelwright.pipeline.report.learning import training_section
 from modelwright.pipeline.report.run_data import RunData, StageData
 from modelwright.pipeline.stage import StageInputs, StageSpec
+from modelwright.pipeline.stages.alignment import metric_charts, reference_model
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.prompt_rows import PROMPT_ROWS, heldout_prompts
 from modelwright.pipeline.stages.row_use import RowUse
-from modelwright.pipeline.stages.stage_inputs import model_before, needed_start, tokenizer_stage
-from modelwright.pipeline.stages.training import training_spec
+from modelwright.pipeline.stages.stage_inputs import needed_start, tokenizer_stage
+from modelwright.pipeline.stages.training import FrozenModels, training_spec
 from modelwright.reward.build import build_reward
 from modelwright.train.config import TrainConfig
 from modelwright.train.evaluation import evaluate_heldout
@@ -64,7 +63,6 @@ def rollout_parts(inputs: StageInputs, name: str, rollout: RolloutConfig, reward
         )
     config, row_len = inputs.config, inputs.config.section(PACK).seq_len
     folder = inputs.parents[PACK.name] / PROMPT_ROWS.name
-    start = inputs.parents[model_before(config, name)]
     worker = RolloutWorker(
         prompts=fitting(read_prompts(folder / "train"), row_len, rollout, name, inputs.note),
         tokenizer=Tokenizer.load(inputs.parents[tokenizer_stage(config)]),
@@ -76,7 +74,7 @@ def rollout_parts(inputs: StageInputs, name: str, rollout: RolloutConfig, reward
     return RolloutParts(
         worker=worker,
         heldout=HeldoutRewards(worker=replace(worker, prompts=heldout)),
-        reference=ReferenceModel(load=partial(load_model, start), row_len=row_len),
+        reference=ReferenceModel(load=partial(reference_model, inputs, name, ""), row_len=row_len),
         num_completions=inputs.training.batch_rows(row_len),
         row_len=row_len,
         observe=partial(keep_completions, inputs.folder / COMPLETIONS),
@@ -134,10 +132,12 @@ def rollout_training(
     objective: Callable[[StageInputs], Objective],
     config: type[TrainConfig],
     updates_per_row: Callable[[Any], float],
-    charts: Mapping[str, str],
+    frozen: Callable[[Any], FrozenModels],
+    charts: Mapping[str, Mapping[str, str]],
 ) -> StageSpec:
     """A stage that learns from rollouts of the prompts. updates_per_row: completions that updates learn from, for each
-    prompt. charts: metrics to draw, with the labels of their axes.
+    prompt. frozen: what is computed without gradients for each of these completions, their generation included.
+    charts: see `metric_charts`.
     """
     use = RowUse(
         heldout=heldout_prompts, updates_per_row=updates_per_row, learns_by_heart=False, techniques=evaluates_first
@@ -154,6 +154,7 @@ def rollout_training(
         only_if_named=True,
         row_use=use,
         headline=reward_fact,
+        frozen=frozen,
     )
     return replace(spec, report=lambda data, stage: rollout_section(data, stage, report_title, charts))
 
@@ -167,17 +168,11 @@ def reward_fact(data: RunData, stage: StageData) -> Sequence[Fact]:
     return [Fact(f"Held-out reward, {title}", number(after, 3), f"{number(before, 3)} before, greedy completions")]
 
 
-def rollout_section(data: RunData, stage: StageData, title: str, charts: Mapping[str, str]) -> Section:
+def rollout_section(data: RunData, stage: StageData, title: str, charts: Mapping[str, Mapping[str, str]]) -> Section:
     """Rewards and samples before and after, curves, and what every training shows except for its loss."""
-    section = training_section(stage, data.config.section(stage.name), title)
-    records = stage.records()
-    blocks: list[Block] = [*_comparison(stage), *_samples(stage), _reward_chart(stage.name, records)]
-    for metric, label in charts.items():
-        if points := column(records, metric):
-            lines = [Line("every update", points, faint=True), Line("smoothed", smooth(points))]
-            svg = line_chart(lines, name=f"{stage.name}-{metric.replace('/', '-')}", x_label="step", y_label=label)
-            blocks.append(Chart(metric, svg))
-    return replace(section, blocks=[*blocks, *section.blocks[1:]])
+    section = training_section(stage, data.config.section(stage.name), title, loss_unit="")
+    curves = metric_charts(stage, {"Reward": {"reward": "rollouts"}, **charts})
+    return replace(section, blocks=[*_comparison(stage), *_samples(stage), *curves, *section.blocks[1:]])
 
 
 def _first_evaluation(stage: StageData) -> Mapping[str, float]:
@@ -209,13 +204,3 @@ def _samples(stage: StageData) -> list[Samples]:
         ]
         result += [Samples(items, title)] if items else []
     return result
-
-
-def _reward_chart(name: str, records: Sequence[dict[str, Any]]) -> Chart:
-    rewards, heldout = column(records, "reward"), column(records, "heldout/reward")
-    lines = [
-        Line("every rollout", rewards, faint=True),
-        Line("rollouts", smooth(rewards)),
-        Line("held out, greedy", heldout, marks=True, color=1),
-    ]
-    return Chart("Reward", line_chart(lines, name=f"{name}-reward", x_label="step", y_label="mean reward"))

@@ -19,8 +19,9 @@ def heldout_sample(folder: Path, config: RunConfig, *, batch_rows: int) -> Seque
     if not folder.is_dir():
         return ()
     packed = PackedRows(folder)
-    requested = packed.num_rows if not config.validation_tokens else config.validation_tokens // packed.seq_len
-    if requested >= packed.num_rows:
+    group_tokens = packed.seq_len * packed.group_size
+    requested = config.validation_tokens // group_tokens if config.validation_tokens else packed.num_groups
+    if requested >= packed.num_groups:
         return HeldoutBatches(packed, batch_rows=batch_rows)
     loader = PackedLoader(packed, batch_rows=batch_rows, seed=derive_seed(config.seed, "heldout"))
     return [loader.batch(number) for number in range(max(1, requested // batch_rows))]

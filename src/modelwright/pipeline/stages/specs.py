@@ -8,6 +8,7 @@ from importlib.metadata import entry_points
 from modelwright.core.errors import ConfigError
 from modelwright.pipeline.stage import StageSpec
 from modelwright.pipeline.stages.clean import CLEAN
+from modelwright.pipeline.stages.dpo import DPO
 from modelwright.pipeline.stages.evaluate import EVALUATE
 from modelwright.pipeline.stages.grpo import GRPO
 from modelwright.pipeline.stages.init import INIT
@@ -21,7 +22,7 @@ from modelwright.pipeline.stages.sft import SFT
 from modelwright.pipeline.stages.tokenize import TOKENIZE
 
 STAGES: tuple[StageSpec, ...] = (
-    INIT, CLEAN, TOKENIZE, PACK, PRETRAIN, SFT, GRPO, PPO, EVALUATE, QUANTIZE, SERVE_CHECK, REPORT
+    INIT, CLEAN, TOKENIZE, PACK, PRETRAIN, SFT, DPO, GRPO, PPO, EVALUATE, QUANTIZE, SERVE_CHECK, REPORT
 )  # fmt: skip
 
 STAGES_GROUP = "modelwright.stages"

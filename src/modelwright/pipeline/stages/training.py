@@ -1,19 +1,19 @@
 """Training stages: one trainer, and an objective and rows for each (`training_spec`). Artifact: the model with its
-tokenizer in the Hugging Face layout.
+tokenizer in the Hugging Face layout, and its adapters in PEFT's, if it trained any.
 """
 
 import json
 import math
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from modelwright.core.artifacts import read_manifest, write_atomic
 from modelwright.core.config import dump
-from modelwright.core.errors import ArtifactError, DataError
+from modelwright.core.errors import ArtifactError, ConfigError, DataError
 from modelwright.core.progress import SilentProgress
 from modelwright.core.rundir import RunDir
 from modelwright.core.seeds import derive_seed
@@ -21,17 +21,21 @@ from modelwright.data.batch import TokenBatch
 from modelwright.data.batching.loader import PlannedLoader, build_loader
 from modelwright.data.loader import PackedRows
 from modelwright.data.tokenizer import Tokenizer
+from modelwright.memory.activations import FP32_BYTES
+from modelwright.model.adapters import merge_adapters
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import deferred_model, load_model
+from modelwright.model.peft_folder import save_adapter
 from modelwright.ops import cpu_kernels
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimates import BYTES_PER_TOKEN, text_bytes
-from modelwright.pipeline.report.blocks import Fact, Section
+from modelwright.pipeline.report.blocks import Block, Fact, Section
 from modelwright.pipeline.report.format import plural
-from modelwright.pipeline.report.learning import training_section
+from modelwright.pipeline.report.learning import NATS_PER_TOKEN, training_section
 from modelwright.pipeline.report.run_data import RunData, StageData
 from modelwright.pipeline.resolve import product_rate
 from modelwright.pipeline.stage import Rates, Stage, StageContext, StageInputs, StageSpec, no_facts
+from modelwright.pipeline.stages.init import INIT
 from modelwright.pipeline.stages.model_folder import folder_fingerprint, save_model_folder
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.row_use import RowUse
@@ -51,8 +55,29 @@ from modelwright.train.techniques.heldout_mixture import heldout_mixture
 
 USES_ROWS = RowUse()
 """Each row is learned from once per epoch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenModels:
+    """What a training stage computes without gradients, for each of its rows."""
+
+    num_models: int = 0
+    """Further models in memory, of the size of the one in training."""
+    num_forwards: float = 0.0
+    """Forward passes."""
+    folders: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Folders of models that settings name, by the setting; they decide the result."""
+
+
+def no_blocks(stage: StageData) -> Sequence[Block]:
+    """`training_spec(blocks=...)` of a stage whose section has what all have."""
+    return ()
+
+
 MANY_EPOCHS = 4.0
 """Up to here repeated text is worth almost as much as new text (Muennighoff et al. 2023, section 6)."""
+ADAPTER_FOLDER = "adapter"
+"""Where in its artifact a stage that trains adapters writes them, beside the model with the adapters merged in."""
 TOO_LOW = 1.02
 """Steps faster than the peak by more than this share of measurement error show that the peak is wrong."""
 
@@ -71,28 +96,34 @@ def training_spec(
     time_weight: float = 1.0,
     only_if_named: bool = False,
     follows: str = "",
+    loss_unit: str = NATS_PER_TOKEN,
+    blocks: Callable[[StageData], Sequence[Block]] = no_blocks,
+    frozen: Callable[[Any], FrozenModels] = lambda training: FrozenModels(),
     row_use: RowUse = USES_ROWS,
 ) -> StageSpec:
     """A stage that trains the model of the stage before it, or random weights, on some rows of the stage pack.
 
     report_title: title of its section of the report
     config: `TrainConfig`, or a dataclass that adds settings of the objective to it
+    loss_unit: of the loss, for charts
+    blocks: what its section of the report has besides
+    frozen: the models that evaluate the rows besides, from the stage's settings
     row_use: what a stage does that generates what it learns from
 
     For the rest see `StageSpec`.
     """
 
     def report(data: RunData, stage: StageData) -> Section:
-        section = training_section(stage, data.config.section(name), report_title)
-        return replace(section, blocks=[*sample_block(stage.folder.path), *section.blocks])
+        section = training_section(stage, data.config.section(name), report_title, loss_unit=loss_unit)
+        return replace(section, blocks=[*sample_block(stage.folder.path), *blocks(stage), *section.blocks])
 
     spec = StageSpec(
         name=name,
         title=title,
         config=config,
         needs=needs,
-        build=lambda run_config, run, present: _stage(run_config, spec, row_use),
-        estimate=lambda run_config, run, rates: _estimate(run_config, run, rates, spec, row_use),
+        build=lambda run_config, run, present: _stage(run_config, spec, frozen, row_use),
+        estimate=lambda run_config, run, rates: _estimate(run_config, run, rates, spec, frozen, row_use),
         report=report,
         headline=headline,
         warnings=_warnings,
@@ -106,7 +137,7 @@ def training_spec(
     return spec
 
 
-def _stage(config: RunConfig, spec: StageSpec, row_use: RowUse) -> Stage:
+def _stage(config: RunConfig, spec: StageSpec, frozen: Callable[[Any], FrozenModels], row_use: RowUse) -> Stage:
     name, training = spec.name, config.section(spec)
     before = model_before(config, name)
     settings = {
@@ -116,7 +147,14 @@ def _stage(config: RunConfig, spec: StageSpec, row_use: RowUse) -> Stage:
     }
     if judge := training.batching.curriculum.model:
         settings["curriculum_model"] = folder_fingerprint(Path(judge), f"{name}.batching.curriculum.by")
+    for setting, folder in frozen(training).folders.items():
+        settings[setting] = folder_fingerprint(Path(folder), f"{name}.{setting}")
     if not before:
+        if training.lora.r:
+            raise ConfigError(
+                f"{name}.lora.r: {name} starts from random weights, which adapters leave as they are; set it to 0, or "
+                "start from a model folder with init_from"
+            )
         settings["model"] = dump(config.model)
     return Stage(
         name=name,
@@ -145,10 +183,14 @@ def _run(context: StageContext, config: RunConfig, spec: StageSpec, row_use: Row
         context.progress.note(f"{spec.name}: {facts['skipped']}")
     else:
         raise DataError(
-            f"{spec.name}: no prose or code document is left to train on; see the dropped documents of the clean stage"
+            f"{spec.name}: no {spec.rows.documents} is left to train on; see the dropped documents of the clean stage"
         )
     if context.ranks.rank == 0:
         tokenizer = Tokenizer.load(context.parents[tokenizer_stage(config)])
+        if model.adapters.r:
+            started_from = config.init_from if before == INIT.name else str(context.parents[before])
+            save_adapter(model, context.output.path / ADAPTER_FOLDER, base=started_from)
+            merge_adapters(model)
         save_model_folder(model, tokenizer, context.output.path)
         context.output.facts |= facts
 
@@ -167,7 +209,7 @@ def _learn(
     name, training = spec.name, config.section(spec)
     packed, world = PackedRows(rows), context.ranks.world
     num_copies = training.num_copies(config.parallel.axes(world.size))
-    batch_rows = training.batch_rows(packed.seq_len, num_copies=num_copies)
+    batch_rows = training.batch_rows(packed.seq_len * spec.trained_rows, num_copies=num_copies)
     judge = Path(training.batching.curriculum.model)
     loader = build_loader(
         packed,
@@ -184,13 +226,14 @@ def _learn(
             training=training,
             loader=loader,
             parents=context.parents,
+            world=world,
             folder=context.folder.path,
             note=context.progress.note,
         )
     )
     batches_per_epoch = math.ceil(loader.num_batches_per_epoch * row_use.updates_per_row(training))
     num_steps = training.resolve_num_steps(batches_per_epoch)
-    if row_use.learns_by_heart and (note := _repeats(name, num_steps * batch_rows, packed.num_rows)):
+    if row_use.learns_by_heart and (note := _repeats(name, num_steps * batch_rows, packed.num_groups)):
         context.progress.note(note)
     microbatch_rows = max(1, batch_rows // (training.gradient_accumulation_steps * num_copies))
     heldout = row_use.heldout(rows.parent / "heldout", config, batch_rows=microbatch_rows)
@@ -285,9 +328,10 @@ def heldout_by_source(folder: Path, config: RunConfig, *, batch_rows: int) -> di
     if not folder.is_dir():
         return {}
     packed = PackedRows(folder)
-    tokens = config.validation_tokens or packed.num_rows * packed.seq_len
-    most = max(1, tokens // packed.seq_len // len(packed.sources))
-    chosen = {name: packed.source_rows(name)[:most] for name in packed.sources}
+    group_tokens = packed.seq_len * packed.group_size
+    tokens = config.validation_tokens or packed.num_groups * group_tokens
+    most = max(1, tokens // group_tokens // len(packed.sources))
+    chosen = {name: packed.source_groups(name)[:most] for name in packed.sources}
     return {
         name: [packed.gather(own[first : first + batch_rows]) for first in range(0, len(own), batch_rows)]
         for name, own in chosen.items()
@@ -391,9 +435,16 @@ def _warnings(stage: StageData) -> Sequence[str]:
     return [f"{num_skipped} steps were skipped because values were not finite."] if num_skipped else []
 
 
-def _estimate(config: RunConfig, run: RunDir, rates: Rates, spec: StageSpec, row_use: RowUse) -> StageEstimate:
+def _estimate(
+    config: RunConfig,
+    run: RunDir,
+    rates: Rates,
+    spec: StageSpec,
+    frozen: Callable[[Any], FrozenModels],
+    row_use: RowUse,
+) -> StageEstimate:
     training, seq_len = config.section(spec), config.section(PACK).seq_len
-    return training_stage(
+    estimate = training_stage(
         spec.name,
         config.model,
         num_steps=training.resolve_num_steps(
@@ -409,6 +460,14 @@ def _estimate(config: RunConfig, run: RunDir, rates: Rates, spec: StageSpec, row
         fused=cpu_kernels.are_used_on(config.hardware.device),
         world_size=rates.num_hosts,  # the rate is that of all threads of a host, which its processes share
     )
+    further = frozen(training)
+    factor = 1 + further.num_forwards / 3  # of forward and backward
+    return replace(
+        estimate,
+        flops=estimate.flops * factor,
+        seconds=estimate.seconds * factor,
+        peak_bytes=estimate.peak_bytes + further.num_models * config.model.num_parameters * FP32_BYTES,
+    )
 
 
 def _batches_per_epoch(config: RunConfig, run: RunDir, spec: StageSpec) -> int:
@@ -417,7 +476,8 @@ def _batches_per_epoch(config: RunConfig, run: RunDir, spec: StageSpec) -> int:
     packed = run.stage(PACK.name).artifact
     try:
         read_manifest(packed, kind=PACK.name)
-        tokens = float(PackedRows(packed / spec.rows.name / "train").num_rows * config.section(PACK).seq_len)
+        rows = PackedRows(packed / spec.rows.name / "train")
+        tokens = float(rows.num_groups * spec.trained_rows * config.section(PACK).seq_len)
     except ArtifactError:
         tokens = text_bytes(config.data, spec.rows) / BYTES_PER_TOKEN
     return max(1, round(tokens / config.section(spec).batch_tokens))
