@@ -8,6 +8,8 @@ from typing import Any
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.errors import ArtifactError
 from modelwright.core.records import json_line, read_records
+from modelwright.core.seeds import derive_seed
+from modelwright.data.batching.curriculum import permutation
 from modelwright.data.document import Document, Message
 from modelwright.data.tokenizer import Tokenizer
 
@@ -57,3 +59,13 @@ def read_prompts(folder: Path) -> Sequence[PromptRecord]:
     if not prompts:
         raise ArtifactError(f"{path}: is missing or damaged; run the pack stage again")
     return prompts
+
+
+def prompt_numbers(first: int, count: int, *, num_prompts: int, seed: int) -> list[int]:
+    """The prompts at `count` places of an endless order, from `first` on: all of them once in every epoch, in a random
+    order of its own.
+    """
+    places = range(first, first + count)
+    epochs = {place // num_prompts for place in places}
+    orders = {epoch: permutation(derive_seed(seed, "prompts", epoch), num_prompts) for epoch in epochs}
+    return [int(orders[place // num_prompts][place % num_prompts]) for place in places]

@@ -15,6 +15,7 @@ from typing import Any, Literal, cast
 from modelwright.core.errors import ConfigError, DataError
 from modelwright.core.seeds import derive_seed
 from modelwright.data import readers
+from modelwright.data.arithmetic import arithmetic_problems
 from modelwright.data.conversations import (
     FIELDS,
     FORMS,
@@ -42,6 +43,10 @@ from modelwright.data.record_schema import RecordSchema
 from modelwright.data.stdlib_corpus import machine_corpus
 
 BUILTIN = "stdlib"
+GENERATED: Mapping[str, Callable[[], Iterator[Document]]] = {"arithmetic": arithmetic_problems}
+"""Sources that a program makes, by the word that names them."""
+WORDS = (BUILTIN, *GENERATED)
+"""Sources that are no files."""
 DEFAULT_TEXT_FIELD = "text"
 MAX_EXAMPLES = 5
 ENOUGH_HINTS = 2
@@ -57,7 +62,8 @@ class SourceConfig:
     """Where the text comes from; docs/data.md lists file formats and record types."""
 
     sources: tuple[str, ...] = (BUILTIN,)
-    """Files, directories, globs, fsspec URLs, or `stdlib` for the source and docs of Python's standard library."""
+    """Files, directories, globs, fsspec URLs, `stdlib` for the source and docs of Python's standard library, or
+    `arithmetic` for generated problems with answers."""
     text_field: str = DEFAULT_TEXT_FIELD
     """Field of a record that holds its text. Any name but `text` is taken even where the record is a question with its
     answer."""
@@ -200,7 +206,10 @@ def _read(config: SourceConfig, report: SourceReport, sample: int) -> Iterator[D
     if BUILTIN in config.sources:
         documents = machine_corpus(fraction=config.stdlib_fraction, skip=report.pass_over)
         yield from islice(documents, sample or None)
-    named = tuple(source for source in config.sources if source != BUILTIN)
+    for name, generate in GENERATED.items():
+        if name in config.sources:
+            yield from islice(generate(), sample or None)
+    named = tuple(source for source in config.sources if source not in WORDS)
     complain = _complaint(config, report)
     files: Iterable[readers.File] = locate(named, report.pass_over)
     most: int | None = None

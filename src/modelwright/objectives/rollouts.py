@@ -20,6 +20,7 @@ from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
 from modelwright.core.seeds import derive_seed
 from modelwright.data.batch import part_sizes
+from modelwright.data.batching.config import BatchingConfig
 from modelwright.data.prompts import PromptRecord
 from modelwright.data.tokenizer import Tokenizer
 from modelwright.infer.engine import EngineConfig
@@ -30,7 +31,6 @@ from modelwright.model.decoder import Decoder
 from modelwright.parallel.mesh import World
 from modelwright.reward.reward import Sample
 from modelwright.reward.weighted_sum import ScoredSamples, WeightedSum
-from modelwright.train.whole_model import ModelLayout
 
 CACHE_BLOCK = EngineConfig().block_size
 
@@ -57,6 +57,12 @@ class RolloutConfig:
         """An engine with room for `max_num_seqs` sequences of any length."""
         context = -(-model.max_seq_len // CACHE_BLOCK) * CACHE_BLOCK
         return EngineConfig(max_num_seqs=self.max_num_seqs, kv_cache_tokens=self.max_num_seqs * context)
+
+
+def check_rollout_training(batching: BatchingConfig) -> None:
+    """Raise `ConfigError` for settings of the order of rows, which prompts do not follow."""
+    if batching.curriculum.by != "none" or batching.mixture.is_on:
+        raise ConfigError("batching: prompts are drawn in random order, without a curriculum or a mixture; remove it")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,8 +145,8 @@ class RolloutWorker:
 
     def roll_out(
         self,
-        model: Decoder,
-        layout: ModelLayout,
+        whole: Decoder,
+        world: World,
         numbers: Sequence[int],
         *,
         num_generations: int,
@@ -148,11 +154,12 @@ class RolloutWorker:
         greedy: bool = False,
     ) -> Rollout:
         """`num_generations` completions of each of the prompts with these numbers, one prompt after the other. All
-        ranks of the layout call it together; the completions do not depend on their number.
+        ranks of `world` call it together; the completions do not depend on their number.
 
+        whole: the whole model (`ModelLayout.whole_model`)
         stream: names the random stream, so that each rollout draws its own tokens.
         """
-        own = share(len(numbers), layout.world)
+        own = share(len(numbers), world)
         prompts = [(place, numbers[place]) for place in own for _ in range(num_generations)]
         params = [
             self._sampling(derive_seed(self.seed, *stream, place, generation), greedy=greedy)
@@ -160,13 +167,11 @@ class RolloutWorker:
             for generation in range(num_generations)
         ]
         records = [self.prompts[number] for _, number in prompts]
-        with layout.whole_model(model) as whole, torch.no_grad():
-            completions = generate(
-                whole, [one.ids for one in records], params, self.config.engine(model.config), on_step=self.on_step
-            )
+        ids, engine = [one.ids for one in records], self.config.engine(whole.config)
+        completions = generate(whole, ids, params, engine, on_step=self.on_step)
         scored = self.reward.evaluate([self._sample(*pair) for pair in zip(records, completions, strict=True)])
-        mine = self._rollout([number for _, number in prompts], records, completions, scored, layout.world)
-        return Rollout(**{name: gather_rows(layout.world, values) for name, values in mine.state_dict().items()})
+        mine = self._rollout([number for _, number in prompts], records, completions, scored, world)
+        return Rollout(**{name: gather_rows(world, values) for name, values in mine.state_dict().items()})
 
     def _sampling(self, seed: int, *, greedy: bool) -> SamplingParams:
         return SamplingParams(

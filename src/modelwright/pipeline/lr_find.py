@@ -135,7 +135,13 @@ def sweep(config: RunConfig, rows: Path, test: RangeConfig, progress: Progress) 
     follow, diverged = Follow(test.num_steps), False
     with tempfile.TemporaryDirectory(prefix="modelwright-lr-find-") as scratch:
         inputs = StageInputs(
-            config=config, training=training, loader=loader, parents=parents, world=world, folder=Path(scratch)
+            config=config,
+            training=training,
+            loader=loader,
+            parents=parents,
+            world=world,
+            folder=Path(scratch),
+            note=progress.note,
         )
         try:
             train(

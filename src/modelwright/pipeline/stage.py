@@ -104,6 +104,8 @@ class StageInputs:
     """The processes of the run, for models that work beside the one in training."""
     folder: Path
     """The folder of the stage, for what the objective keeps on disk."""
+    note: Callable[[str], None]
+    """Shows a line to the user."""
 
 
 @dataclass(frozen=True, kw_only=True)

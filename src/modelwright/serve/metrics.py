@@ -85,7 +85,7 @@ class Metrics:
 
 
 class VllmNames(Collector):
-    """Metrics of vLLM (`vllm/v1/metrics/loggers.py`), with the values of ours and the label that vLLM gives them."""
+    """Metrics of vLLM (its v1 loggers), with the values of ours and the label that vLLM gives them."""
 
     def __init__(self, model_name: str, metrics: "Metrics") -> None:
         self._label = {"model_name": model_name}

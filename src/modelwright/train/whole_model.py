@@ -10,8 +10,9 @@ from torch import nn
 from modelwright.model.adapters import attach_adapters
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
+from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.full_state import restore_weights, whole_weights
-from modelwright.parallel.mesh import Mesh, World
+from modelwright.parallel.mesh import Mesh, World, build_mesh, single
 from modelwright.precision.apply import ModelPrecision
 from modelwright.precision.policy import PrecisionConfig
 
@@ -67,3 +68,8 @@ class ModelLayout:
                 whole.heads[name] = module
             attach_adapters(whole, model.adapters, seed=0)
         return whole
+
+
+def one_process() -> ModelLayout:
+    """The layout of a model that this process has alone, in FP32."""
+    return ModelLayout(mesh=build_mesh(single(), ParallelConfig()), precision=PrecisionConfig(policy="fp32"))

@@ -11,8 +11,10 @@ from modelwright.pipeline.stages.clean import CLEAN
 from modelwright.pipeline.stages.distill import DISTILL
 from modelwright.pipeline.stages.dpo import DPO
 from modelwright.pipeline.stages.evaluate import EVALUATE
+from modelwright.pipeline.stages.grpo import GRPO
 from modelwright.pipeline.stages.init import INIT
 from modelwright.pipeline.stages.pack import PACK
+from modelwright.pipeline.stages.ppo import PPO
 from modelwright.pipeline.stages.pretrain import PRETRAIN
 from modelwright.pipeline.stages.quantize import QUANTIZE
 from modelwright.pipeline.stages.report import REPORT
@@ -22,7 +24,8 @@ from modelwright.pipeline.stages.student import STUDENT
 from modelwright.pipeline.stages.tokenize import TOKENIZE
 
 STAGES: tuple[StageSpec, ...] = (
-    INIT, CLEAN, TOKENIZE, PACK, PRETRAIN, SFT, DPO, STUDENT, DISTILL, EVALUATE, QUANTIZE, SERVE_CHECK, REPORT
+    INIT, CLEAN, TOKENIZE, PACK, PRETRAIN, SFT, DPO, GRPO, PPO, STUDENT, DISTILL, EVALUATE, QUANTIZE, SERVE_CHECK,
+    REPORT,
 )  # fmt: skip
 
 STAGES_GROUP = "modelwright.stages"

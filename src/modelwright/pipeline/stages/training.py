@@ -19,7 +19,7 @@ from modelwright.core.rundir import RunDir
 from modelwright.core.seeds import derive_seed
 from modelwright.data.batch import TokenBatch
 from modelwright.data.batching.loader import PlannedLoader, build_loader
-from modelwright.data.loader import PackedLoader, PackedRows
+from modelwright.data.loader import PackedRows
 from modelwright.data.tokenizer import Tokenizer
 from modelwright.memory.activations import FP32_BYTES
 from modelwright.model.adapters import merge_adapters
@@ -38,13 +38,13 @@ from modelwright.pipeline.stage import Rates, Stage, StageContext, StageInputs, 
 from modelwright.pipeline.stages.init import INIT
 from modelwright.pipeline.stages.model_folder import folder_fingerprint, save_model_folder
 from modelwright.pipeline.stages.pack import PACK
+from modelwright.pipeline.stages.row_use import RowUse
 from modelwright.pipeline.stages.rows import TEXT_ROWS, RowSet
 from modelwright.pipeline.stages.stage_inputs import model_before, tokenizer_stage
 from modelwright.pipeline.text_samples import first_prompt, sample_block, text_samples
 from modelwright.plan.estimate import StageEstimate, training_stage
 from modelwright.train.build import train
 from modelwright.train.config import TrainConfig
-from modelwright.train.evaluation import HeldoutBatches
 from modelwright.train.job import TrainJob
 from modelwright.train.objective import BatchSource, Objective
 from modelwright.train.row_losses import stored_row_losses
@@ -52,6 +52,9 @@ from modelwright.train.runtime import TechniqueBuilder, observer
 from modelwright.train.state import TrainResult, load_best
 from modelwright.train.technique import StepInfo
 from modelwright.train.techniques.heldout_mixture import heldout_mixture
+
+USES_ROWS = RowUse()
+"""Each row is learned from once per epoch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +84,16 @@ TOO_LOW = 1.02
 TechniquesOf = Callable[[StageInputs], Sequence[TechniqueBuilder]]
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Traits:
+    """What `training_spec` is told of a stage and only this file uses."""
+
+    start: Callable[[RunConfig, str], str]
+    frozen: Callable[[Any], FrozenModels]
+    techniques: TechniquesOf
+    row_use: RowUse
+
+
 def training_spec(
     *,
     name: str,
@@ -100,6 +113,7 @@ def training_spec(
     frozen: Callable[[Any], FrozenModels] = lambda training: FrozenModels(),
     start: Callable[[RunConfig, str], str] = model_before,
     techniques: TechniquesOf = lambda inputs: (),
+    row_use: RowUse = USES_ROWS,
 ) -> StageSpec:
     """A stage that trains the model of the stage before it, or random weights, on some rows of the stage pack.
 
@@ -110,9 +124,12 @@ def training_spec(
     frozen: the models that evaluate the rows besides, from the stage's settings
     start: names the stage whose model is trained, "" for random weights
     techniques: what the stage adds to the techniques of all trainings
+    row_use: what a stage does that generates what it learns from
 
     For the rest see `StageSpec`.
     """
+
+    traits = _Traits(start=start, frozen=frozen, techniques=techniques, row_use=row_use)
 
     def report(data: RunData, stage: StageData) -> Section:
         section = training_section(stage, data.config.section(name), report_title, loss_unit=loss_unit)
@@ -123,8 +140,8 @@ def training_spec(
         title=title,
         config=config,
         needs=needs,
-        build=lambda run_config, run, present: _stage(run_config, spec, start(run_config, name), frozen, techniques),
-        estimate=lambda run_config, run, rates: _estimate(run_config, run, rates, spec, frozen),
+        build=lambda run_config, run, present: _stage(run_config, spec, traits),
+        estimate=lambda run_config, run, rates: _estimate(run_config, run, rates, spec, traits),
         report=report,
         headline=headline,
         warnings=_warnings,
@@ -138,15 +155,8 @@ def training_spec(
     return spec
 
 
-def _stage(
-    config: RunConfig,
-    spec: StageSpec,
-    before: str,
-    frozen: Callable[[Any], FrozenModels],
-    techniques: TechniquesOf,
-) -> Stage:
-    """before: the stage whose model is trained, "" for random weights."""
-    name, training = spec.name, config.section(spec)
+def _stage(config: RunConfig, spec: StageSpec, traits: _Traits) -> Stage:
+    name, training, before = spec.name, config.section(spec), traits.start(config, spec.name)
     settings = {
         "training": training.identity(),
         "seed": derive_seed(config.seed, name),
@@ -154,7 +164,7 @@ def _stage(
     }
     if judge := training.batching.curriculum.model:
         settings["curriculum_model"] = folder_fingerprint(Path(judge), f"{name}.batching.curriculum.by")
-    for setting, folder in frozen(training).folders.items():
+    for setting, folder in traits.frozen(training).folders.items():
         settings[setting] = folder_fingerprint(Path(folder), f"{name}.{setting}")
     if not before:
         if training.lora.r:
@@ -172,18 +182,19 @@ def _stage(
             tokenizer_stage(config),
             *([before] if before not in ("", tokenizer_stage(config)) else []),
         ),
-        run=lambda context: _run(context, config, spec, before, techniques),
+        run=lambda context: _run(context, config, spec, traits),
         every_rank=True,
     )
 
 
-def _run(context: StageContext, config: RunConfig, spec: StageSpec, before: str, techniques: TechniquesOf) -> None:
+def _run(context: StageContext, config: RunConfig, spec: StageSpec, traits: _Traits) -> None:
+    before = traits.start(config, spec.name)
     assert spec.rows is not None
     rows = context.parents[PACK.name] / spec.rows.name / "train"
     load = deferred_model if rows.is_dir() else load_model
     model = load(context.parents[before]) if before else fresh_model(config)
     if rows.is_dir():
-        facts = _learn(context, config, spec, model, rows, techniques)
+        facts = _learn(context, config, spec, model, rows, traits)
     elif spec.rows.if_empty:
         facts = {"skipped": spec.rows.if_empty}
         context.progress.note(f"{spec.name}: {facts['skipped']}")
@@ -209,12 +220,7 @@ def fresh_model(config: RunConfig) -> Decoder:
 
 
 def _learn(
-    context: StageContext,
-    config: RunConfig,
-    spec: StageSpec,
-    model: Decoder,
-    rows: Path,
-    techniques: TechniquesOf,
+    context: StageContext, config: RunConfig, spec: StageSpec, model: Decoder, rows: Path, traits: _Traits
 ) -> dict[str, Any]:
     assert spec.objective is not None
     name, training = spec.name, config.section(spec)
@@ -238,13 +244,15 @@ def _learn(
         parents=context.parents,
         world=world,
         folder=context.folder.path,
+        note=context.progress.note,
     )
-    objective = spec.objective(inputs)
-    num_steps = training.resolve_num_steps(loader.num_batches_per_epoch)
-    if note := _repeats(name, num_steps * batch_rows, packed.num_groups):
+    objective, row_use = spec.objective(inputs), traits.row_use
+    batches_per_epoch = math.ceil(loader.num_batches_per_epoch * row_use.updates_per_row(training))
+    num_steps = training.resolve_num_steps(batches_per_epoch)
+    if row_use.learns_by_heart and (note := _repeats(name, num_steps * batch_rows, packed.num_groups)):
         context.progress.note(note)
     microbatch_rows = max(1, batch_rows // (training.gradient_accumulation_steps * num_copies))
-    heldout = heldout_sample(rows.parent / "heldout", config, batch_rows=microbatch_rows)
+    heldout = row_use.heldout(rows.parent / "heldout", config, batch_rows=microbatch_rows)
     tokenizer = Tokenizer.load(context.parents[tokenizer_stage(config)])
     result = train(
         TrainJob(
@@ -264,7 +272,8 @@ def _learn(
                 *_mixture_techniques(loader, objective, config, training, rows, batch_rows=microbatch_rows),
                 text_samples(context.folder.path, tokenizer, first_prompt(heldout)),
                 *_bits_per_byte(context, config, spec),
-                *techniques(inputs),
+                *traits.techniques(inputs),
+                *row_use.techniques(objective, heldout, context.folder.path),
             ],
         ),
         world,
@@ -274,7 +283,7 @@ def _learn(
     used_share = _utilization(result, peaks, context.ranks.size)
     context.progress.note(_summary(name, num_steps, result, used_share))
     taken = _take_best(model, context, training, result)
-    return _facts(result, model, num_steps, loader, taken, context) | peaks
+    return _facts(result, model, num_steps / batches_per_epoch, taken, context) | peaks
 
 
 def _bits_per_byte(context: StageContext, config: RunConfig, spec: StageSpec) -> list[TechniqueBuilder]:
@@ -304,19 +313,6 @@ def _repeats(name: str, num_read: int, num_rows: int) -> str:
         f"after about {MANY_EPOCHS:.0f} passes a model mostly learns its text by heart: add text, or train for fewer "
         "steps"
     )
-
-
-def heldout_sample(folder: Path, config: RunConfig, *, batch_rows: int) -> Sequence[TokenBatch]:
-    """The held-out batches that training is evaluated on: about `config.validation_tokens`, always the same ones."""
-    if not folder.is_dir():
-        return ()
-    packed = PackedRows(folder)
-    group_tokens = packed.seq_len * packed.group_size
-    requested = config.validation_tokens // group_tokens if config.validation_tokens else packed.num_groups
-    if requested >= packed.num_groups:
-        return HeldoutBatches(packed, batch_rows=batch_rows)
-    loader = PackedLoader(packed, batch_rows=batch_rows, seed=derive_seed(config.seed, "heldout"))
-    return [loader.batch(number) for number in range(max(1, requested // batch_rows))]
 
 
 def _mixture_techniques(
@@ -371,11 +367,9 @@ def _take_best(model: Decoder, context: StageContext, training: TrainConfig, res
     return result.best.step if better else result.num_steps
 
 
-def _facts(
-    result: TrainResult, model: Decoder, num_steps: int, loader: BatchSource, taken: int, context: StageContext
-) -> dict[str, Any]:
+def _facts(result: TrainResult, model: Decoder, num_epochs: float, taken: int, context: StageContext) -> dict[str, Any]:
     return {
-        "num_steps": num_steps,
+        "num_steps": result.num_steps,
         "taken_step": taken,
         "num_parameters": model.config.num_parameters,
         "heldout_loss": _finite(result.heldout_loss),
@@ -388,7 +382,8 @@ def _facts(
         "loss_scale": dict(result.summary_of("loss_scaling")),
         "left_out": list(result.summary_of("loss_spikes").get("left_out", ())),
         "events": dict(result.summary_of("anomalies").get("num_events", {})),
-        "num_epochs": num_steps / loader.num_batches_per_epoch,
+        "num_epochs": num_epochs,
+        "heldout_metrics": dict(result.heldout_metrics),
         "world_size": context.ranks.size,
     }
 
@@ -458,13 +453,19 @@ def _warnings(stage: StageData) -> Sequence[str]:
 
 
 def _estimate(
-    config: RunConfig, run: RunDir, rates: Rates, spec: StageSpec, frozen: Callable[[Any], FrozenModels]
+    config: RunConfig,
+    run: RunDir,
+    rates: Rates,
+    spec: StageSpec,
+    traits: _Traits,
 ) -> StageEstimate:
     training, seq_len = config.section(spec), config.section(PACK).seq_len
     estimate = training_stage(
         spec.name,
         config.model,
-        num_steps=training.resolve_num_steps(_batches_per_epoch(config, run, spec)),
+        num_steps=training.resolve_num_steps(
+            math.ceil(_batches_per_epoch(config, run, spec) * traits.row_use.updates_per_row(training))
+        ),
         batch_tokens=training.batch_tokens,
         num_microbatches=training.gradient_accumulation_steps,
         # half of a document on average, and documents are about half of a row
@@ -475,7 +476,7 @@ def _estimate(
         fused=cpu_kernels.are_used_on(config.hardware.device),
         world_size=rates.num_hosts,  # the rate is that of all threads of a host, which its processes share
     )
-    further = frozen(training)
+    further = traits.frozen(training)
     factor = 1 + further.num_forwards / 3  # of forward and backward
     return replace(
         estimate,
