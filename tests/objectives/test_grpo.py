@@ -14,7 +14,7 @@ from distributed import run_distributed
 from modelwright.core.errors import ConfigError, Stopped
 from modelwright.data.batch import IGNORED
 from modelwright.model.decoder import Decoder
-from modelwright.objectives.advantages import group_advantages, group_stds
+from modelwright.objectives.advantages import differs, group_advantages, group_stds
 from modelwright.objectives.grpo import Grpo, GrpoConfig
 from modelwright.objectives.rollouts import Rollout
 from modelwright.parallel.mesh import World, single
@@ -120,6 +120,8 @@ def test_advantages_of_groups() -> None:
     torch.testing.assert_close(stds[0], rewards[0].double().std())
     assert stds[2].isnan()
     assert stds[3] == 0
+    assert differs(rewards).tolist() == [True, True, False, False]
+    assert differs(torch.full((1, 3), 0.1)).tolist() == [False]
 
 
 def test_groups_of_equal_rewards_are_replaced_up_to_the_limit() -> None:

@@ -257,6 +257,14 @@ def test_an_update_that_goes_too_far_ends_the_rollout(tmp_path: Path) -> None:
     assert begun
 
 
+def test_rollouts_without_a_reward_are_skipped(tmp_path: Path) -> None:
+    made = tiny_rollouts.ppo(fault=1)
+    found = tiny_rollouts.train(single(), tmp_path, made, num_steps=2)
+    assert all(torch.equal(found[name], one) for name, one in tiny_rollouts.model().state_dict().items())
+    assert float(found["step 1, reward/failures"]) == 8
+    assert "step 1, reward" not in found
+
+
 def test_the_batch_of_an_update_predicts_completions_alone() -> None:
     made = tiny_rollouts.ppo(num_mini_batches=2, num_completions=3)
     model = tiny_rollouts.model()

@@ -52,6 +52,12 @@ def group_stds(rewards_PG: Tensor) -> Tensor:
     return (squares_P / (counts_P - 1).clamp(min=1)).sqrt().where(counts_P > 1, torch.nan)
 
 
+def differs(rewards_PG: Tensor) -> Tensor:
+    """Whether a prompt has two different rewards [P] bool. Rounding may leave equal ones a standard deviation."""
+    scored_PG = rewards_PG.isfinite()
+    return rewards_PG.where(scored_PG, -torch.inf).amax(dim=1) > rewards_PG.where(scored_PG, torch.inf).amin(dim=1)
+
+
 def generalized_advantages(
     rewards_CT: Tensor, values_CT: Tensor, mask_CT: Tensor, *, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,7 @@ from modelwright.core.errors import ConfigError
 from modelwright.data.batch import IGNORED, TokenBatch
 from modelwright.data.prompts import prompt_numbers
 from modelwright.model.decoder import Decoder
-from modelwright.objectives.advantages import Baseline, RewardScale, group_advantages, group_stds
+from modelwright.objectives.advantages import Baseline, RewardScale, differs, group_advantages, group_stds
 from modelwright.objectives.experience import Experience, ExperienceBuffer
 from modelwright.objectives.heldout_rewards import HeldoutRewards, is_heldout
 from modelwright.objectives.policy_terms import clipped_policy_loss, kl_k3
@@ -205,17 +205,9 @@ class Grpo(Objective):
         kept = advantages_C.isfinite().nonzero().flatten()
         rollout, advantages_C = rollout.take(kept), advantages_C[kept]
         weights_C, normalizers_C = loss_weights(rollout, self.config)
-        extras_CT = {
-            "old_log_probs": rollout.log_probs_CT,
-            **{
-                name: values_C.float()[:, None] * rollout.mask_CT
-                for name, values_C in (
-                    ("advantages", advantages_C),
-                    ("loss_weights", weights_C),
-                    ("normalizers", normalizers_C),
-                )
-            },
-        }
+        of_completions = {"advantages": advantages_C, "loss_weights": weights_C, "normalizers": normalizers_C}
+        extras_CT = {name: values_C.float()[:, None] * rollout.mask_CT for name, values_C in of_completions.items()}
+        extras_CT["old_log_probs"] = rollout.log_probs_CT
         if self.config.beta:
             extras_CT["reference_log_probs"] = self.reference.log_probs(rollout, self.layout.world)
         return Experience.of(rollout, extras_CT, metrics)
@@ -224,46 +216,39 @@ class Grpo(Objective):
         """As many groups as an update needs, or fewer if too many have equal rewards; and figures of all that was
         generated.
         """
-        config, kept = self.config, list[Rollout]()
+        config, worker, number = self.config, self.worker, self.buffer.number + 1
         num_groups = self.num_completions * config.steps_per_generation // config.num_generations
-        generated = list[Rollout]()
-        while (
-            len(generated) <= config.resampling_rounds and sum(map(_size, kept)) < num_groups * config.num_generations
-        ):
-            numbers = prompt_numbers(
-                self.next_place, num_groups, num_prompts=len(self.worker.prompts), seed=self.worker.seed
-            )
+        most = num_groups * config.num_generations
+        generated, kept = list[Rollout](), list[Rollout]()
+        while len(generated) <= config.resampling_rounds and sum(one.num_completions for one in kept) < most:
+            numbers = prompt_numbers(self.next_place, num_groups, num_prompts=len(worker.prompts), seed=worker.seed)
             self.next_place += num_groups
-            stream = ("rollout", self.buffer.number + 1, len(generated))
-            rollout = self.worker.roll_out(
+            stream = ("rollout", number, len(generated))
+            rollout = worker.roll_out(
                 whole, self.layout.world, numbers, num_generations=config.num_generations, stream=stream
             )
             generated.append(rollout)
             kept.append(unequal_groups(rollout, config.num_generations) if config.resampling_rounds else rollout)
-        everything = Rollout.joined(generated)
+        everything, chosen = Rollout.joined(generated), Rollout.joined(kept)
         if self.layout.world.is_first:
-            self.observe(self.buffer.number + 1, shown(everything, self.worker, self.worker.config.shown_completions))
-        chosen = Rollout.joined(kept)
-        chosen = chosen.take(torch.arange(min(chosen.num_completions, num_groups * config.num_generations)))
+            self.observe(number, shown(everything, worker, worker.config.shown_completions))
+        chosen = chosen.take(torch.arange(min(chosen.num_completions, most)))
         return chosen, self._figures(everything, len(generated))
 
     def _figures(self, rollout: Rollout, num_rounds: int) -> dict[str, float]:
-        stds_P = group_stds(rollout.rewards_C.view(-1, self.config.num_generations))
-        stds_P = stds_P[stds_P.isfinite()]
+        rewards_PG = rollout.rewards_C.view(-1, self.config.num_generations)
+        stds_P = group_stds(rewards_PG)
+        known_P = stds_P.isfinite()
         figures = {**rollout_metrics(rollout, self.worker.term_names), "sampling/rounds": float(num_rounds)}
-        if len(stds_P):
-            figures["reward_std"] = float(stds_P.mean())
-            figures["frac_reward_zero_std"] = float((stds_P == 0).double().mean())
+        if known_P.any():
+            figures["reward_std"] = float(stds_P[known_P].mean())
+            figures["frac_reward_zero_std"] = float((~differs(rewards_PG)[known_P]).double().mean())
         return figures
-
-
-def _size(rollout: Rollout) -> int:
-    return rollout.num_completions
 
 
 def unequal_groups(rollout: Rollout, num_generations: int) -> Rollout:
     """The groups whose rewards are not all equal: the others have no advantages, so nothing is learned from them."""
-    unequal_P = group_stds(rollout.rewards_C.view(-1, num_generations)) > 0
+    unequal_P = differs(rollout.rewards_C.view(-1, num_generations))
     return rollout.take(unequal_P.repeat_interleave(num_generations))
 
 

@@ -53,10 +53,14 @@ class RolloutConfig:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: must be at least 1, got {getattr(self, name)}")
 
-    def engine(self, model: ModelConfig) -> EngineConfig:
-        """An engine with room for `max_num_seqs` sequences of any length."""
-        context = -(-model.max_seq_len // CACHE_BLOCK) * CACHE_BLOCK
-        return EngineConfig(max_num_seqs=self.max_num_seqs, kv_cache_tokens=self.max_num_seqs * context)
+    def engine(self, model: ModelConfig, prompt_lens: Sequence[int]) -> EngineConfig:
+        """An engine with room for as many completions at once as there are, at most `max_num_seqs`, and for a context
+        of the model.
+        """
+        count = max(1, min(self.max_num_seqs, len(prompt_lens)))
+        longest = min(model.max_seq_len, max(prompt_lens, default=1) + self.max_completion_length)
+        blocks = max(count * -(-longest // CACHE_BLOCK), -(-model.max_seq_len // CACHE_BLOCK))
+        return EngineConfig(max_num_seqs=count, kv_cache_tokens=blocks * CACHE_BLOCK)
 
 
 def check_rollout_training(batching: BatchingConfig) -> None:
@@ -167,7 +171,8 @@ class RolloutWorker:
             for generation in range(num_generations)
         ]
         records = [self.prompts[number] for _, number in prompts]
-        ids, engine = [one.ids for one in records], self.config.engine(whole.config)
+        ids = [one.ids for one in records]
+        engine = self.config.engine(whole.config, [len(one) for one in ids])
         completions = generate(whole, ids, params, engine, on_step=self.on_step)
         scored = self.reward.evaluate([self._sample(*pair) for pair in zip(records, completions, strict=True)])
         mine = self._rollout([number for _, number in prompts], records, completions, scored, world)
