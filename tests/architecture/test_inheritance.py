@@ -60,6 +60,7 @@ def concrete_subclassing(sources: Mapping[str, str]) -> Iterator[str]:
 
 
 SETTINGS = [
+    "objectives/kto.py: KtoConfig(TrainConfig)",
     "objectives/preference.py: PreferenceConfig(TrainConfig)",
     "train/config.py: TrainConfig(SharedTrainConfig)",
 ]

@@ -11,6 +11,7 @@ from modelwright.pipeline.stages.clean import CLEAN
 from modelwright.pipeline.stages.dpo import DPO
 from modelwright.pipeline.stages.evaluate import EVALUATE
 from modelwright.pipeline.stages.init import INIT
+from modelwright.pipeline.stages.kto import KTO
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.pretrain import PRETRAIN
 from modelwright.pipeline.stages.quantize import QUANTIZE
@@ -20,7 +21,7 @@ from modelwright.pipeline.stages.sft import SFT
 from modelwright.pipeline.stages.tokenize import TOKENIZE
 
 STAGES: tuple[StageSpec, ...] = (
-    INIT, CLEAN, TOKENIZE, PACK, PRETRAIN, SFT, DPO, EVALUATE, QUANTIZE, SERVE_CHECK, REPORT
+    INIT, CLEAN, TOKENIZE, PACK, PRETRAIN, SFT, DPO, KTO, EVALUATE, QUANTIZE, SERVE_CHECK, REPORT
 )  # fmt: skip
 
 STAGES_GROUP = "modelwright.stages"
