@@ -13,6 +13,7 @@ from modelwright.pipeline.stages.dpo import DPO
 from modelwright.pipeline.stages.evaluate import EVALUATE
 from modelwright.pipeline.stages.grpo import GRPO
 from modelwright.pipeline.stages.init import INIT
+from modelwright.pipeline.stages.kto import KTO
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.ppo import PPO
 from modelwright.pipeline.stages.pretrain import PRETRAIN
@@ -24,7 +25,7 @@ from modelwright.pipeline.stages.student import STUDENT
 from modelwright.pipeline.stages.tokenize import TOKENIZE
 
 STAGES: tuple[StageSpec, ...] = (
-    INIT, CLEAN, TOKENIZE, PACK, PRETRAIN, SFT, DPO, GRPO, PPO, STUDENT, DISTILL, EVALUATE, QUANTIZE, SERVE_CHECK,
+    INIT, CLEAN, TOKENIZE, PACK, PRETRAIN, SFT, DPO, KTO, GRPO, PPO, STUDENT, DISTILL, EVALUATE, QUANTIZE, SERVE_CHECK,
     REPORT,
 )  # fmt: skip
 
