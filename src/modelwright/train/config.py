@@ -42,6 +42,7 @@ from modelwright.parallel.strategies.config import AsyncUpdatesConfig, GradientS
 from modelwright.precision.policy import PrecisionConfig
 from modelwright.train.monitors.anomalies import AnomalyConfig
 from modelwright.train.monitors.config import FaultToleranceConfig
+from modelwright.train.monitors.energy import EnergyConfig
 from modelwright.train.technique import Technique
 from modelwright.train.techniques.loss_spikes import LossSpikeConfig
 
@@ -75,6 +76,7 @@ _WITHOUT_EFFECT_ON_WEIGHTS = (
     "keep_last",
     "log_every_steps",
     "anomalies",
+    "energy",
     "fault_tolerance",
 )
 
@@ -113,6 +115,7 @@ class SharedTrainConfig:
     """Updates in a row that may be skipped for values that are not finite before the run fails."""
     fault_tolerance: FaultToleranceConfig = field(default_factory=FaultToleranceConfig)
     anomalies: AnomalyConfig = field(default_factory=AnomalyConfig)
+    energy: EnergyConfig = field(default_factory=EnergyConfig)
     log_every_steps: int = 1
     """Steps between lines of `metrics.jsonl`."""
     checkpoint_every_steps: int = 0
