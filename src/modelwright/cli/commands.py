@@ -105,10 +105,11 @@ def serve(words: Sequence[str]) -> int:
     parsed = serve_parser().parse_args([*leading, *own])
     from modelwright.core.config import dump, merge, parse
     from modelwright.pipeline.models import find_model
+    from modelwright.recipes.load import find_target
     from modelwright.serve.config import ServeConfig
     from modelwright.serve.server import run_server
 
-    result = find_model(_run_or_folder(parsed.target), stage=parsed.stage, int8=parsed.int8)
+    result = find_model(find_target(parsed.target), stage=parsed.stage, int8=parsed.int8)
     if parsed.exit_with_parent:
         leave_with_parent()
     settings = parse(ServeConfig, merge(dump(result.server), read_overrides(ServeConfig, rest, own_names)))
@@ -139,10 +140,11 @@ def chat(words: Sequence[str]) -> int:
     options = chat_parser().parse_args(words)
     from modelwright.infer.sequence import SamplingParams
     from modelwright.pipeline.models import find_model
+    from modelwright.recipes.load import find_target
     from modelwright.serve.terminal import chat as talk
 
     params = SamplingParams(temperature=options.temperature, top_p=options.top_p)
-    result = find_model(_run_or_folder(options.target), stage=options.stage, int8=options.int8)
+    result = find_model(find_target(options.target), stage=options.stage, int8=options.int8)
     _remark(result.remark)
     _say(f"Model: {result.source.describe()}")
     talk(result.source.folder, params)
@@ -227,13 +229,6 @@ def prove(words: Sequence[str]) -> int:
         "prove: the claims are a package of their own, modelwright-claims, which is not installed; "
         "in a checkout: pip install -e claims"
     )
-
-
-def _run_or_folder(word: str) -> Path:
-    """A run directory, a model folder, or the name of a run under runs/."""
-    from modelwright.recipes.load import find_run
-
-    return Path(word) if (Path(word) / "config.json").is_file() else find_run(word).path
 
 
 def leave_with_parent() -> None:

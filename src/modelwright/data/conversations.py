@@ -1,6 +1,7 @@
 """Records that hold a question with its answer or a whole conversation, in the layouts of published data sets.
 
     question, answer
+    question, choices, answer (or answerKey)                 MMLU, ARC: the number, label or text of the right choice
     instruction, output, and input where there is one        Alpaca
     prompt, completion: two texts, or two lists of turns     TRL
     messages: turns with role and content                    OpenAI, TRL
@@ -18,7 +19,7 @@ from typing import Any, cast
 from modelwright.data.document import Message, join_turns
 
 FORMS = (
-    "question + answer, instruction (+ input) + output, prompt + completion, "
+    "question (+ choices) + answer, instruction (+ input) + output, prompt + completion, "
     'messages [{"role": "user", "content": ...}, ...], conversations [{"from": "human", "value": ...}, ...] '
     "or (prompt +) chosen + rejected"
 )
@@ -31,13 +32,13 @@ ROLES = {
 
 RECORD_TYPES = {
     "preference": ("chosen", "rejected"), "messages": ("messages",), "sharegpt": ("conversations",),
+    "multiple_choice": ("question", "choices"),
     "question_answer": ("question", "answer"), "instruction": ("instruction", "output"),
     "prompt_completion": ("prompt", "completion"),
 }  # fmt: skip
 """Required fields by record type, in the order in which types are recognized."""
-FIELDS = tuple(
-    dict.fromkeys([*(name for names in RECORD_TYPES.values() for name in names), "input", "prompt", "system", "tools"])
-)
+_FURTHER = ("input", "prompt", "system", "tools", "answerKey")
+FIELDS = tuple(dict.fromkeys([*(name for names in RECORD_TYPES.values() for name in names), *_FURTHER]))
 """All fields that the forms have."""
 
 _HINTS = {
@@ -70,11 +71,16 @@ def read_conversation(record: Mapping[str, Any], kind: str = "") -> list[Message
     Raises `ValueError` that says what is wrong.
     """
     kind = kind or record_type(record)
+    if kind == "multiple_choice" and not record.get("choices"):
+        kind = "question_answer"
     form = RECORD_TYPES[kind]
     if missing := [name for name in form if name not in record]:
         raise ValueError(f"a record of type {kind} needs the field {missing[0]!r}")
     if kind == "preference":
         turns = _preference_turns(record, "chosen")
+    elif kind == "multiple_choice":
+        choices, right = read_choices(record)
+        turns = [_turn("user", _text(record, "question")), _turn("assistant", choices[right])]
     elif len(form) == 1:
         turns = _turns(form[0], record[form[0]])
     elif kind == "prompt_completion":
@@ -91,6 +97,29 @@ def read_conversation(record: Mapping[str, Any], kind: str = "") -> list[Message
             f"{form[0] if kind == 'preference' else form[-1]} has no answer (a turn of the assistant with text)"
         )
     return turns
+
+
+def read_choices(record: Mapping[str, Any]) -> tuple[list[str], int]:
+    """The choices of a question and the place of the right one, from 0; no choices if the record has none.
+
+    `choices` is a list of texts, or `{"text": [...], "label": [...]}`; `answer` or `answerKey` is the place, the label
+    (a letter where there are none) or the text of the right one. Raises `ValueError` that says what is wrong.
+    """
+    choices = record.get("choices")
+    if not choices:
+        return [], 0
+    texts: Any = choices.get("text") if isinstance(choices, Mapping) else choices
+    if not isinstance(texts, list) or len(texts) < 2 or not all(isinstance(t, str) and t.strip() for t in texts):
+        raise ValueError("the field 'choices' is no list of two or more texts")
+    labels = choices.get("label") if isinstance(choices, Mapping) else None
+    names = [str(one) for one in labels] if labels else [chr(ord("A") + place) for place in range(len(texts))]
+    answer = record.get("answer") if record.get("answer") is not None else record.get("answerKey")
+    if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(texts):
+        return texts, answer
+    for known in (names, texts):
+        if isinstance(answer, str) and known.count(answer) == 1:
+            return texts, known.index(answer)
+    raise ValueError(f"the answer {answer!r} is neither the place nor the label nor the text of one of the choices")
 
 
 def read_tools(record: Mapping[str, Any]) -> list[Any]:

@@ -21,6 +21,7 @@ from modelwright.data.conversations import (
     conversation_meta,
     is_conversation,
     num_hints,
+    read_choices,
     read_conversation,
     read_rejected,
     read_tools,
@@ -62,8 +63,9 @@ class SourceConfig:
     fields: dict[str, str] = field(default_factory=dict)
     """Names of the records' own fields by the names that are expected: `{question: q, answer: a}`."""
     record_type: Literal[
-        "auto", "text", "messages", "sharegpt", "question_answer", "instruction", "prompt_completion", "preference"
-    ] = "auto"
+        "auto", "text", "messages", "sharegpt", "question_answer", "multiple_choice", "instruction",
+        "prompt_completion", "preference",
+    ] = "auto"  # fmt: skip
     """Type of all records; `auto` recognizes it from the fields of each. docs/data.md lists the fields of each type."""
     keep_fields: tuple[str, ...] = ()
     """Further fields of a record that its document keeps, such as a score."""
@@ -323,6 +325,9 @@ def _document(
             text, meta = conversation_meta(turns)
             if name == "preference":
                 meta["rejected"] = read_rejected(record, turns)
+            choices, right = read_choices(record) if name == "multiple_choice" else ([], 0)
+            if choices:
+                meta |= {"choices": choices, "right": right}
             if tools := read_tools(record):
                 meta["tools"] = tools
         except ValueError as error:
