@@ -154,12 +154,18 @@ def chat(words: Sequence[str]) -> int:
 def export_parser() -> argparse.ArgumentParser:
     parser = new_parser(
         "export",
-        "Write a run's model as a folder that `transformers` loads.",
-        example="modelwright export runs/quickstart --to hf exported",
-        usage="modelwright export RUN --to hf [DEST] [--stage NAME] [--overwrite]",
+        "Write a model for other programs: as a folder that `transformers` loads, with a model card, or as a GGUF file "
+        "for llama.cpp, with a Modelfile for Ollama beside it.",
+        example="modelwright export runs/quickstart --to gguf model.gguf --dtype q8_0",
+        usage="modelwright export RUN --to hf [DEST] [--stage NAME] [--overwrite]\n"
+        "       modelwright export RUN|MODEL_FOLDER --to gguf [DEST] [--dtype f16|q8_0|q4_0] [--stage NAME] "
+        "[--overwrite]",
     )
-    parser.add_argument("target", metavar="RUN", help="a run directory or its name")
-    parser.add_argument("--to", nargs="+", required=True, metavar=("hf", "DEST"), help="format, and where to")
+    parser.add_argument("target", metavar="RUN|MODEL_FOLDER", help="a run directory, its name, or a model folder")
+    parser.add_argument("--to", nargs="+", required=True, metavar=("hf|gguf", "DEST"), help="format, and where to")
+    parser.add_argument(
+        "--dtype", choices=("f16", "q8_0", "q4_0"), default="f16", help="number format of a GGUF file (default: f16)"
+    )
     parser.add_argument("--stage", default="", help=STAGE_HELP)
     parser.add_argument("--overwrite", action="store_true", help="replace DEST when it exists")
     return parser
@@ -168,18 +174,24 @@ def export_parser() -> argparse.ArgumentParser:
 def export(words: Sequence[str]) -> int:
     """`modelwright export`"""
     options = export_parser().parse_args(words)
-    if options.to[0] != "hf" or len(options.to) > 2:
-        raise ConfigError(f"--to: {' '.join(options.to)!r} is not understood; write --to hf, or --to hf DEST")
-    from modelwright.pipeline.models import export_hf, find_model
-    from modelwright.recipes.load import find_run
+    kind, *rest = options.to
+    if kind not in ("hf", "gguf") or len(rest) > 1:
+        written = " ".join(options.to)
+        raise ConfigError(f"--to: {written!r} is not understood; write --to hf or --to gguf, with or without DEST")
+    from modelwright.pipeline.models import export_gguf_file, export_hf, find_model
+    from modelwright.recipes.load import find_run, find_target
 
-    run = find_run(options.target)
-    target = Path(options.to[1]) if len(options.to) == 2 else run.path / "hf"
-    result = find_model(run.path, stage=options.stage)
+    path = find_run(options.target).path if kind == "hf" else find_target(options.target)
+    result = find_model(path, stage=options.stage)
     _remark(result.remark)
-    folder = export_hf(result, target, overwrite=options.overwrite)
+    if kind == "hf":
+        written = export_hf(result, Path(*rest) if rest else path / "hf", overwrite=options.overwrite)
+    else:
+        name = f"{result.source.name}-{options.dtype.upper()}.gguf"
+        target = Path(*rest) if rest else (path / "gguf" / name if result.run else Path(name))
+        written = export_gguf_file(result, target, number_format=options.dtype, overwrite=options.overwrite)
     print(f"Model: {result.source.describe()}", file=sys.stderr)
-    print(folder)
+    print(written)
     return 0
 
 

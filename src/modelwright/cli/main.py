@@ -95,7 +95,9 @@ COMMANDS: dict[str, Command] = {
     ),
     "chat": Command(run=commands.chat, parser=commands.chat_parser, summary="talk to a run's model in the terminal"),
     "export": Command(
-        run=commands.export, parser=commands.export_parser, summary="write a run's model as a Hugging Face folder"
+        run=commands.export,
+        parser=commands.export_parser,
+        summary="write a model as a Hugging Face folder or a GGUF file",
     ),
     "report": Command(run=commands.report, parser=commands.report_parser, summary="write a run's report.html again"),
     "prove": Command(

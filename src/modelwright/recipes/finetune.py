@@ -35,6 +35,7 @@ def finetune_request(
     previous = previous_config(request.run)
     if previous is not None and previous.has(SFT):
         lengths: Mapping[str, Any] = {
+            "validation_tokens": previous.validation_tokens,
             PACK.name: {"seq_len": previous.section(PACK).seq_len},
             SFT.name: {"batch_tokens": previous.section(SFT).batch_tokens},
         }
