@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 
 from modelwright import __version__
-from modelwright.cli import augment, clean, commands, config, finetune, lr_find, plan, run
+from modelwright.cli import augment, clean, commands, compare, config, finetune, lr_find, plan, run
 from modelwright.cli.completion import completion_parser, completion_script
 from modelwright.cli.launch import EXIT_REPORT_DIR, GOES_ON, write_exit_report
 from modelwright.cli.parsers import Command
@@ -42,6 +42,7 @@ COMMANDS: dict[str, Command] = {
         settings=config.setting_names,
         summary="fine-tune a model folder on your own examples",
     ),
+    "compare": Command(run=compare.compare, parser=compare.parser, summary="compare two models on the same records"),
     "launch": Command(
         run=run.launch,
         parser=run.launch_parser,
@@ -96,7 +97,9 @@ COMMANDS: dict[str, Command] = {
     ),
     "chat": Command(run=commands.chat, parser=commands.chat_parser, summary="talk to a run's model in the terminal"),
     "export": Command(
-        run=commands.export, parser=commands.export_parser, summary="write a run's model as a Hugging Face folder"
+        run=commands.export,
+        parser=commands.export_parser,
+        summary="write a model as a Hugging Face folder or a GGUF file",
     ),
     "report": Command(run=commands.report, parser=commands.report_parser, summary="write a run's report.html again"),
     "prove": Command(

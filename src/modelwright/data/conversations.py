@@ -1,6 +1,7 @@
 """Records that hold a question with its answer or a whole conversation, in the layouts of published data sets.
 
     question, answer
+    question, choices, answer (or answerKey)                 MMLU, ARC: the number, label or text of the right choice
     instruction, output, and input where there is one        Alpaca
     prompt, completion: two texts, or two lists of turns     TRL
     messages: turns with role and content                    OpenAI, TRL
@@ -22,7 +23,7 @@ from typing import Any, cast
 from modelwright.data.document import Message, join_turns, says_something
 
 FORMS = (
-    "question + answer, instruction (+ input) + output, prompt + completion, "
+    "question (+ choices) + answer, instruction (+ input) + output, prompt + completion, "
     'messages [{"role": "user", "content": ...}, ...], conversations [{"from": "human", "value": ...}, ...] '
     "(prompt +) chosen + rejected or prompt + completion + label"
 )
@@ -35,6 +36,7 @@ ROLES = {
 
 RECORD_TYPES = {
     "preference": ("chosen", "rejected"), "messages": ("messages",), "sharegpt": ("conversations",),
+    "multiple_choice": ("question", "choices"),
     "question_answer": ("question", "answer"), "instruction": ("instruction", "output"),
     "unpaired_preference": ("prompt", "completion", "label"), "prompt_completion": ("prompt", "completion"),
 }  # fmt: skip
@@ -46,9 +48,8 @@ LABELS = {"true": True, "false": False}
 
 TURN_MARK = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 """Begins a turn of a dialogue in one text, as in HH-RLHF (Bai et al. 2022)."""
-FIELDS = tuple(
-    dict.fromkeys([*(name for names in RECORD_TYPES.values() for name in names), "input", "prompt", "system", "tools"])
-)
+_FURTHER = ("input", "prompt", "system", "tools", "answerKey")
+FIELDS = tuple(dict.fromkeys([*(name for names in RECORD_TYPES.values() for name in names), *_FURTHER]))
 """All fields that the forms have."""
 
 _HINTS = {
@@ -102,12 +103,17 @@ def read_conversation(record: Mapping[str, Any], kind: str = "") -> list[Message
     Raises `ValueError` that says what is wrong.
     """
     kind = kind or type_of_record(record)
+    if kind == "multiple_choice" and not record.get("choices"):
+        kind = "question_answer"
     form = RECORD_TYPES[kind]
     if missing := [name for name in form if name not in record]:
         problem = f"a record of type {kind} needs the field {missing[0]!r}"
         raise PairError("half a preference pair", problem) if kind == PAIRED else ValueError(problem)
     if kind == PAIRED:
         turns = _preference_turns(record, "chosen")
+    elif kind == "multiple_choice":
+        choices, right = read_choices(record)
+        turns = [_turn("user", _text(record, "question")), _turn("assistant", choices[right])]
     elif len(form) == 1:
         turns = _turns(form[0], record[form[0]])
     elif kind in ("prompt_completion", UNPAIRED):
@@ -124,6 +130,29 @@ def read_conversation(record: Mapping[str, Any], kind: str = "") -> list[Message
     elif not any(turn["role"] == "assistant" and says_something(turn) for turn in turns):
         raise ValueError(f"{form[-1]} has no answer (a turn of the assistant with text)")
     return turns
+
+
+def read_choices(record: Mapping[str, Any]) -> tuple[list[str], int]:
+    """The choices of a question and the place of the right one, from 0; no choices if the record has none.
+
+    `choices` is a list of texts, or `{"text": [...], "label": [...]}`; `answer` or `answerKey` is the place, the label
+    (a letter where there are none) or the text of the right one. Raises `ValueError` that says what is wrong.
+    """
+    choices = record.get("choices")
+    if not choices:
+        return [], 0
+    texts: Any = choices.get("text") if isinstance(choices, Mapping) else choices
+    if not isinstance(texts, list) or len(texts) < 2 or not all(isinstance(t, str) and t.strip() for t in texts):
+        raise ValueError("the field 'choices' is no list of two or more texts")
+    labels = choices.get("label") if isinstance(choices, Mapping) else None
+    names = [str(one) for one in labels] if labels else [chr(ord("A") + place) for place in range(len(texts))]
+    answer = record.get("answer") if record.get("answer") is not None else record.get("answerKey")
+    if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(texts):
+        return texts, answer
+    for known in (names, texts):
+        if isinstance(answer, str) and known.count(answer) == 1:
+            return texts, known.index(answer)
+    raise ValueError(f"the answer {answer!r} is neither the place nor the label nor the text of one of the choices")
 
 
 def read_tools(record: Mapping[str, Any]) -> list[Any]:

@@ -26,6 +26,7 @@ from modelwright.data.conversations import (
     is_half_pair,
     num_hints,
     preference_meta,
+    read_choices,
     read_conversation,
     read_tools,
     record_type,
@@ -72,16 +73,9 @@ class SourceConfig:
     fields: dict[str, str] = field(default_factory=dict)
     """Names of the records' own fields by the names that are expected: `{question: q, answer: a}`."""
     record_type: Literal[
-        "auto",
-        "text",
-        "messages",
-        "sharegpt",
-        "question_answer",
-        "instruction",
-        "prompt_completion",
-        "preference",
-        "unpaired_preference",
-    ] = "auto"
+        "auto", "text", "messages", "sharegpt", "question_answer", "multiple_choice", "instruction",
+        "prompt_completion", "preference", "unpaired_preference",
+    ] = "auto"  # fmt: skip
     """Type of all records; `auto` recognizes it from the fields of each. docs/data.md lists the fields of each type."""
     keep_fields: tuple[str, ...] = ()
     """Further fields of a record that its document keeps, such as a score."""
@@ -345,6 +339,9 @@ def _document(
             turns = read_conversation(record, name)
             text, meta = conversation_meta(turns)
             meta |= preference_meta(record, name, turns)
+            choices, right = read_choices(record) if name == "multiple_choice" else ([], 0)
+            if choices:
+                meta |= {"choices": choices, "right": right}
             if tools := read_tools(record):
                 meta["tools"] = tools
         except ValueError as error:

@@ -3,6 +3,7 @@
 The lengths are settings of the run like any others: config.yaml keeps them, and a resumed run takes them from there.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from modelwright.data.conversations import FORMS
 from modelwright.data.fit import ConversationFit
 from modelwright.data.sources import SourceConfig, SourceReport, read_documents
 from modelwright.data.tokenizer import Tokenizer
+from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.rows import ROW_LEN_STEP
 from modelwright.pipeline.stages.sft import SFT
@@ -72,17 +74,23 @@ def fitted_lengths(
     """The row length and the batch that fit the records, as sections of a run, except for what is `given`.
 
     folder: with the tokenizer; num_microbatches: of one update. A row is as long as 99% of the conversations need, a
-    batch holds about `EXAMPLES_PER_UPDATE` of them in whole rows for every microbatch and process.
+    batch holds about `EXAMPLES_PER_UPDATE` of them in whole rows for every microbatch and process. The sample that is
+    validated while training is no larger than what is held out, so that a time budget counts what there is.
     """
     own = {stage.name: given.get(stage.name, {}) for stage in (PACK, SFT)}
-    if "seq_len" in own[PACK.name] and "batch_tokens" in own[SFT.name]:
-        return {}
     measured = measure_records(sources, Tokenizer.load(folder), max_seq_len=max_seq_len)
     row_len = min(-(-measured.row_len // ROW_LEN_STEP) * ROW_LEN_STEP, max_seq_len)
     row_len = int(own[PACK.name].get("seq_len", row_len))
     parts = num_microbatches * num_processes
     per_part = max(1, round(EXAMPLES_PER_UPDATE * measured.mean_tokens / (row_len * parts)))
+    heldout = sources.validation_fraction * measured.num_conversations * measured.mean_tokens
+    is_whole = measured.num_conversations < MOST_MEASURED
     return {
+        **(
+            {"validation_tokens": max(row_len, min(RunConfig.validation_tokens, math.ceil(heldout)))}
+            if is_whole
+            else {}
+        ),
         PACK.name: {"seq_len": row_len, **own[PACK.name]},
         SFT.name: {"batch_tokens": per_part * parts * row_len, **own[SFT.name]},
     }

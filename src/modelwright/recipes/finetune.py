@@ -12,7 +12,7 @@ from modelwright.pipeline.models import find_model
 from modelwright.pipeline.run import previous_config
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.sft import SFT
-from modelwright.recipes.load import Request, find_run, load
+from modelwright.recipes.load import Request, find_target, load
 
 RECIPE = "finetune"
 
@@ -27,7 +27,7 @@ def finetune_request(
     """
     if not sources:
         raise ConfigError("finetune: name the files with the examples after the model: modelwright finetune MODEL DATA")
-    found = find_model(_folder(model))
+    found = find_model(find_target(model))
     names = {"name": _name(found.source.name, sources[0])}
     start = {"init_from": str(found.source.folder.resolve()), "data": {"sources": list(sources)}}
     settings = merge(merge(names, start), overrides)
@@ -35,6 +35,7 @@ def finetune_request(
     previous = previous_config(request.run)
     if previous is not None and previous.has(SFT):
         lengths: Mapping[str, Any] = {
+            "validation_tokens": previous.validation_tokens,
             PACK.name: {"seq_len": previous.section(PACK).seq_len},
             SFT.name: {"batch_tokens": previous.section(SFT).batch_tokens},
         }
@@ -49,10 +50,6 @@ def finetune_request(
         )
     request = load(RECIPE, merge(lengths, settings), run_dir)
     return replace(request, origin=f"{request.origin}, model {model}")
-
-
-def _folder(model: str) -> Path:
-    return Path(model) if (Path(model) / "config.json").is_file() else find_run(model).path
 
 
 def _name(model: str, source: str) -> str:

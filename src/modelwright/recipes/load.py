@@ -97,6 +97,11 @@ def find_run(word: str) -> RunDir:
     raise ConfigError(f"{word}: is not a run directory (no run.json in it or in {RUNS / word}){hub_hint(word)}")
 
 
+def find_target(word: str) -> Path:
+    """A run directory, a model folder, or the name of a run under runs/. Raises `ConfigError` if there is none."""
+    return Path(word) if (Path(word) / "config.json").is_file() else find_run(word).path
+
+
 def _base(target: str) -> tuple[dict[str, Any], Mapping[str, Any], Path | None, str]:
     """The settings that a target stands for, those of them that the user wrote, its run folder and its description."""
     path = Path(target)
