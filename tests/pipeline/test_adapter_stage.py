@@ -19,8 +19,8 @@ from modelwright.pipeline.stages.model_folder import save_model_folder
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 WORDS = (
-    "--stages", "clean,pack,sft", "--pack.seq_len=64", "--sft.batch_tokens=256", "--sft.num_steps=4", "--sft.eval_every_steps=2",
-    "--sft.learning_rate=0.01", "--data.validation_fraction=0.15",
+    "--stages", "clean,pack,sft", "--pack.seq_len=64", "--sft.batch_tokens=256", "--sft.num_steps=4",
+    "--sft.eval_every_steps=2", "--sft.learning_rate=0.01", "--data.validation_fraction=0.15",
 )  # fmt: skip
 
 
