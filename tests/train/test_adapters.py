@@ -5,24 +5,28 @@ The base stays as it was to the bit; gradients, optimizer states and checkpoints
 
 import copy
 import signal
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_run as tiny
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from distributed import RankError, run_distributed
 from modelwright.core.errors import ArtifactError
 from modelwright.core.records import column, read_records
 from modelwright.core.rundir import StageDir
+from modelwright.data.batch import TokenBatch
 from modelwright.model.adapters import ADAPTER, merge_adapters
+from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import save_model
+from modelwright.objectives.next_token import NextToken
 from modelwright.train.checkpoint.sharded_tensors import read_index
+from modelwright.train.objective import Objective, Terms
 from modelwright.train.state import load_best
 from parallel.parity_run import Case, run_case, run_cases
 from tolerances import TOLERANCES
@@ -185,6 +189,36 @@ def test_killed_runs_end_with_the_same_bits(tmp_path: Path) -> None:
 
 def _under_fire(folder: Path, seed: int, num_kills: int, changes: dict[str, Any]) -> list[int]:
     return tiny.train_under_fire(folder, seed, num_kills, **changes)
+
+
+@dataclass
+class WithHead(Objective):
+    """Next tokens, and a head of its own."""
+
+    inner: NextToken
+
+    def own_modules(self, config: ModelConfig) -> Mapping[str, nn.Module]:
+        return {"value": nn.Linear(config.model_dim, 1)}
+
+    def batches(self, model: Decoder, *, first: int, rank: int, world_size: int) -> Iterator[TokenBatch]:
+        return self.inner.batches(model, first=first, rank=rank, world_size=world_size)
+
+    def weights(self, batch: TokenBatch) -> Mapping[str, Tensor]:
+        return {**self.inner.weights(batch), "value": (batch.segments_BT >= 0).sum()}
+
+    def losses(self, output: Tensor, batch: TokenBatch, model: Decoder) -> Terms:
+        value_BT = (model.head_output("value", output)[..., 0] - 1.0).square() * (batch.segments_BT >= 0)
+        return Terms({**self.inner.losses(output, batch, model).losses, "value": value_BT.sum()})
+
+
+def test_the_objective_s_head_is_trained_beside_the_adapters(tmp_path: Path) -> None:
+    model = tiny.tiny_model()
+    objective = WithHead(NextToken(tiny.Rows()))
+    tiny.run(tmp_path, tiny.settings(lora={"r": 2}, num_steps=4), model=model, objective=objective)
+    names = set(read_index(tmp_path / "checkpoints" / "step-00000004")["model"])
+    assert {"heads.value.weight", "heads.value.bias"} < names
+    assert all(ADAPTER in name or name.startswith("heads.") for name in names)
+    assert losses(tmp_path)[-1] < losses(tmp_path)[0] - 0.1
 
 
 def test_a_checkpoint_does_not_resume_on_another_base(tmp_path: Path) -> None:
