@@ -3,25 +3,30 @@
 The base stays as it was to the bit; gradients, optimizer states and checkpoints are those of the adapters alone.
 """
 
+import copy
 import signal
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_run as tiny
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from distributed import RankError, run_distributed
 from modelwright.core.errors import ArtifactError
 from modelwright.core.records import column, read_records
 from modelwright.core.rundir import StageDir
-from modelwright.model.adapters import ADAPTER
+from modelwright.data.batch import TokenBatch
+from modelwright.model.adapters import ADAPTER, merge_adapters
+from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import save_model
+from modelwright.objectives.next_token import NextToken
 from modelwright.train.checkpoint.sharded_tensors import read_index
+from modelwright.train.objective import Objective, Terms
 from modelwright.train.state import load_best
 from parallel.parity_run import Case, run_case, run_cases
 from tolerances import TOLERANCES
@@ -29,6 +34,9 @@ from tolerances import TOLERANCES
 EXACT = {"rtol": 1e-9, "atol": 1e-11}
 ONCE = {"eval_every_steps": 0, "checkpoint_every_steps": 0}
 LORA = {"r": 4, "target_modules": ["attention", "down_proj"]}
+NF4 = {"r": 4, "base_format": "nf4", "use_dora": True, "target_modules": ["q_proj", "o_proj", "ffn"]}
+WIDE = {"head_dim": 32, "ffn_dim": 128}
+"""Projections that two ranks divide into whole runs of a packed weight."""
 DORA = {"r": 3, "use_dora": True, "rank_pattern": {"o_proj": 2}}
 
 
@@ -42,12 +50,14 @@ CASES = [
     case("copies", {"shared_memory": False}, LORA),
     case("zero3", {"zero_stage": 3}),
     case("tensor", {"tensor": 2}),
-    case("tensor-lora", {"tensor": 2}, LORA),
-    case("tensor-whole-residual", {"tensor": 2, "sequence_parallel": False}),
+    case("tensor-whole-residual", {"tensor": 2, "sequence_parallel": False}, LORA),
     case("tensor-one-head", {"tensor": 2}, shape={"num_kv_heads": 1}),
     case("pipeline", {"pipeline": 2}),
     case("zero-bubble", {"pipeline": 2, "schedule": "zero_bubble"}, LORA),
     case("context", {"context": 2}, LORA),
+    case("zero3-nf4", {"zero_stage": 3}, NF4),
+    case("tensor-nf4", {"tensor": 2}, NF4, shape=WIDE),
+    case("tensor-one-head-int8", {"tensor": 2}, {**NF4, "base_format": "int8"}, shape={**WIDE, "num_kv_heads": 1}),
 ]
 
 
@@ -61,8 +71,10 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str
     folder = tmp_path_factory.mktemp("ranks")
     base = tmp_path_factory.mktemp("base")
     save_model(tiny.tiny_model(), base)
-    layouts: dict[str, dict[str, Any]] = {"deferred-tensor": {"tensor": 2}, "deferred-zero3": {"zero_stage": 3}}
+    layouts: dict[str, dict[str, Any]] = {"deferred-tensor": {"tensor": 2}}
     deferred = [case(name, layout, compute="fp32", deferred=str(base)) for name, layout in layouts.items()]
+    deferred.append(case("deferred-nf4", {"zero_stage": 3}, NF4, compute="fp32", deferred=str(base)))
+    deferred.append(case("bf16-zero3-nf4", {"zero_stage": 3}, NF4, compute="bf16"))
     return folder, run_distributed(run_cases, 2, folder, [*CASES, *deferred])
 
 
@@ -99,9 +111,24 @@ def test_losses_and_weights_are_those_of_one_process(single: Any, ranks: Any, on
     assert_same_training(one, single, ranks, EXACT)
 
 
-@pytest.mark.parametrize("name", ["deferred-tensor", "deferred-zero3"])
-def test_a_base_that_ranks_read_from_disk_trains_alike(single: Any, ranks: Any, name: str) -> None:
-    assert_same_training(case(name, {}, compute="fp32", deferred="base"), single, ranks, TOLERANCES["fp32_loss"])
+@pytest.mark.parametrize(("name", "lora"), [("deferred-tensor", DORA), ("deferred-nf4", NF4)])
+def test_a_base_that_ranks_read_from_disk_trains_alike(single: Any, ranks: Any, name: str, lora: Any) -> None:
+    one = case(name, {}, lora, compute="fp32", deferred="base")
+    assert_same_training(one, single, ranks, TOLERANCES["fp32_loss"])
+
+
+def test_products_in_bf16_of_a_packed_base_that_ranks_share(single: Any, ranks: Any) -> None:
+    """Codes and scales are gathered as they are; only what products read is rounded."""
+    folder, _ = single(case("bf16-zero3-nf4", {}, NF4, compute="bf16"))
+    found, wanted = (torch.tensor(losses(at)) for at in (ranks[0] / "bf16-zero3-nf4", folder))
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=0.0)
+
+
+def test_runs_of_a_packed_weight_are_not_cut(tmp_path: Path) -> None:
+    with pytest.raises(
+        RankError, match=r"lora\.base_format: the 32 inputs of a projection do not divide into whole runs"
+    ):
+        run_distributed(run_cases, 2, tmp_path, [case("cut", {"tensor": 2}, NF4)])
 
 
 def test_a_pipeline_stage_without_adapters_is_refused(tmp_path: Path) -> None:
@@ -124,8 +151,31 @@ def test_only_adapters_change_and_only_they_are_in_a_checkpoint(tmp_path: Path) 
     assert losses(tmp_path)[-1] < losses(tmp_path)[0] - 0.1
 
 
+def test_a_packed_base_learns_as_well_in_a_seventh_of_the_memory(tmp_path: Path) -> None:
+    """QLoRA's loss is within 1% of LoRA's, on a base that has learned something."""
+    base, results, bytes_of = tiny.tiny_model(), {}, {}
+    before = tiny.run(tmp_path / "base", tiny.settings(**ONCE, num_steps=6), model=base).heldout_loss
+    for kind in ("full", "int8", "nf4"):
+        model, lora = copy.deepcopy(base), {"r": 8, "base_format": kind}
+        settings = tiny.settings(**ONCE, lora=lora, num_steps=16)
+        results[kind] = tiny.run(tmp_path / kind, settings, model=model).heldout_loss
+        frozen = [p for n, p in model.named_parameters() if "proj" in n and ADAPTER not in n]
+        assert not any(parameter.requires_grad for parameter in frozen)
+        bytes_of[kind] = sum(parameter.nbytes for parameter in frozen)
+        merge_adapters(model)
+        assert all(parameter.is_floating_point() for parameter in model.parameters())
+        assert model.state_dict().keys() == tiny.tiny_model().state_dict().keys()
+    assert results["full"] < before - 0.08
+    assert results["int8"] == pytest.approx(results["full"], rel=0.002)
+    assert results["nf4"] == pytest.approx(results["full"], rel=0.01)
+    assert results["nf4"] != results["int8"] != results["full"]
+    # rows of 32 have half a run each, so that scales weigh twice as much as in wide models
+    assert bytes_of["nf4"] / bytes_of["full"] == pytest.approx((0.5 + 4 / 32) / 4, rel=0.1)
+    assert bytes_of["int8"] / bytes_of["full"] == pytest.approx((1 + 4 / 32) / 4, rel=0.1)
+
+
 def test_killed_runs_end_with_the_same_bits(tmp_path: Path) -> None:
-    changes = {"lora": {"r": 4, "use_dora": True, "lora_dropout": 0.2}}
+    changes = {"lora": {"r": 4, "use_dora": True, "lora_dropout": 0.2, "base_format": "nf4"}}
     arguments = (tmp_path / "killed", 0, 3)
     ((*signals, last),) = run_distributed(_under_fire, 1, *arguments, changes, joins_world=False)
     assert signals.count(signal.SIGKILL) >= 2, signals
@@ -139,6 +189,36 @@ def test_killed_runs_end_with_the_same_bits(tmp_path: Path) -> None:
 
 def _under_fire(folder: Path, seed: int, num_kills: int, changes: dict[str, Any]) -> list[int]:
     return tiny.train_under_fire(folder, seed, num_kills, **changes)
+
+
+@dataclass
+class WithHead(Objective):
+    """Next tokens, and a head of its own."""
+
+    inner: NextToken
+
+    def own_modules(self, config: ModelConfig) -> Mapping[str, nn.Module]:
+        return {"value": nn.Linear(config.model_dim, 1)}
+
+    def batches(self, model: Decoder, *, first: int, rank: int, world_size: int) -> Iterator[TokenBatch]:
+        return self.inner.batches(model, first=first, rank=rank, world_size=world_size)
+
+    def weights(self, batch: TokenBatch) -> Mapping[str, Tensor]:
+        return {**self.inner.weights(batch), "value": (batch.segments_BT >= 0).sum()}
+
+    def losses(self, output: Tensor, batch: TokenBatch, model: Decoder) -> Terms:
+        value_BT = (model.head_output("value", output)[..., 0] - 1.0).square() * (batch.segments_BT >= 0)
+        return Terms({**self.inner.losses(output, batch, model).losses, "value": value_BT.sum()})
+
+
+def test_the_objective_s_head_is_trained_beside_the_adapters(tmp_path: Path) -> None:
+    model = tiny.tiny_model()
+    objective = WithHead(NextToken(tiny.Rows()))
+    tiny.run(tmp_path, tiny.settings(lora={"r": 2}, num_steps=4), model=model, objective=objective)
+    names = set(read_index(tmp_path / "checkpoints" / "step-00000004")["model"])
+    assert {"heads.value.weight", "heads.value.bias"} < names
+    assert all(ADAPTER in name or name.startswith("heads.") for name in names)
+    assert losses(tmp_path)[-1] < losses(tmp_path)[0] - 0.1
 
 
 def test_a_checkpoint_does_not_resume_on_another_base(tmp_path: Path) -> None:

@@ -4,13 +4,14 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Literal, TypeVar
 
-from modelwright.core.compatibility import TRAINED_WEIGHTS, Feature, feature
+from modelwright.core.compatibility import FLOAT_PRODUCTS, TRAINED_WEIGHTS, Feature, feature
 from modelwright.core.config import only_for
 from modelwright.core.errors import ConfigError
 
 Value = TypeVar("Value", int, float)
+BaseFormat = Literal["full", "int8", "nf4"]
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The projections of a block."""
@@ -42,6 +43,9 @@ class AdapterConfig:
     """Scale by lora_alpha / sqrt(r), which keeps the size of updates at high ranks (Kalajdzievski 2023)."""
     use_dora: bool = field(default=False, metadata=only_for("r"))
     """Also train the length of each row of the adapted weights (DoRA, Liu et al. 2024)."""
+    base_format: BaseFormat = field(default="full", metadata=only_for("r"))
+    """How the frozen projections are kept: `nf4`, four bits and a scale for each 64 weights, dequantized whenever they
+    are used (QLoRA, Dettmers et al. 2023); `int8`, the same in eight bits; `full`, as they are."""
 
     def __post_init__(self) -> None:
         if self.r < 0:
@@ -87,7 +91,11 @@ class AdapterConfig:
 
     def features(self) -> list[Feature]:
         """What adapters need of a run, and break."""
-        return [feature("r", self.r, breaks=[TRAINED_WEIGHTS])] if self.r else []
+        if not self.r:
+            return []
+        needs = [FLOAT_PRODUCTS] if self.base_format != "full" else []
+        packed = [feature("base_format", self.base_format, needs=needs)] if needs else []
+        return [feature("r", self.r, breaks=[TRAINED_WEIGHTS]), *packed]
 
 
 def matches(pattern: str, name: str) -> bool:

@@ -11,17 +11,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from modelwright.core.errors import ConfigError
 from modelwright.model.adapter_config import AdapterConfig
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder, Linear, StoredParameters
+from modelwright.model.frozen_weight import CODES, SCALES, FrozenWeight, PackedFormat, pack, unpack
 from modelwright.model.low_rank import A, B, LowRank, initial_a, row_norms
 
 ADAPTER = ".adapter."
 """What the name of every parameter of an adapter contains, after the name of its projection."""
 HEADS = "heads."
+FROZEN = ".frozen"
 
 
 def attach_adapters(model: Decoder, config: AdapterConfig, seed: int) -> None:
@@ -38,17 +40,44 @@ def attach_adapters(model: Decoder, config: AdapterConfig, seed: int) -> None:
     if model.adapters.r:
         _keep_adapters(model, config, targets)
         return
+    identify_base(model)
     model.adapters = config
+    if config.base_format != "full":
+        pack_projections(model, config.base_format)
     for name in targets:
         _attach(projections[name], config, name)
-    if model.stored is not None and model.head_weight.is_meta:
-        model.stored = StoredAdapters(stored=model.stored, config=config, seed=seed, shapes=adapter_shapes(model))
+    initial = StoredAdapters(stored=_source_of(model), config=config, seed=seed, shapes=adapter_shapes(model))
+    if is_on_disk(model):
+        model.stored = initial
     else:
-        own = _Weights(model)
-        initial = StoredAdapters(stored=own, config=config, seed=seed, shapes=adapter_shapes(model))
         for name, shape in initial.shapes.items():
             _fill(model.get_parameter(name), initial.read(name, tuple(slice(0, length) for length in shape)))
     freeze_base(model)
+
+
+def is_on_disk(model: Decoder) -> bool:
+    """Whether the weights wait on disk until the model is laid out."""
+    return model.stored is not None and model.head_weight.is_meta
+
+
+def pack_projections(model: Decoder, packed_format: PackedFormat) -> None:
+    """Keep the weights of all projections in four or eight bits, in place; embedding, head and norms stay. What waits
+    on disk is packed when it is read.
+    """
+    for projection in model.projections().values():
+        weight = projection.weight
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        frozen = FrozenWeight(projection.out_features, projection.in_features, packed_format, dtype=wide)
+        projection.frozen = frozen.to(weight.device)
+        if not is_on_disk(model):
+            codes, scales = pack(weight.detach(), packed_format)
+            _fill(projection.frozen.codes, codes)
+            _fill(projection.frozen.scales, scales)
+        projection.register_parameter("weight", None)
+    if is_on_disk(model):
+        assert model.stored is not None
+        inputs = {name: one.in_features for name, one in model.projections().items()}
+        model.stored = StoredPacked(stored=model.stored, num_inputs=inputs, packed_format=packed_format)
 
 
 def freeze_base(model: Decoder) -> None:
@@ -92,6 +121,7 @@ def merge_adapters(model: Decoder) -> None:
     """Put the adapters into the weights, in place, and remove them: the same outputs, up to rounding, from a plain
     model whose weights can be trained.
     """
+    _unpack_projections(model)
     for projection in model.projections().values():
         if projection.adapter is not None:
             with torch.no_grad():
@@ -100,7 +130,8 @@ def merge_adapters(model: Decoder) -> None:
 
 
 def remove_adapters(model: Decoder) -> None:
-    """Remove the adapters without a trace, in place."""
+    """Remove the adapters, in place, without a trace unless the weights were packed: what was rounded stays so."""
+    _unpack_projections(model)
     for projection in model.projections().values():
         projection.adapter = None
     model.adapters, model.base_fingerprint = AdapterConfig(), ""
@@ -110,8 +141,10 @@ def remove_adapters(model: Decoder) -> None:
 @contextmanager
 def merged_adapters(model: Decoder) -> Iterator[None]:
     """Within the block the adapters are part of the weights, which makes products as fast as without them. Afterwards
-    the weights are what they were, to the bit.
+    the weights are what they were, to the bit. Raises `ConfigError` for packed weights, which cannot take them.
     """
+    if model.adapters.base_format != "full":
+        raise ConfigError("lora.base_format: packed weights cannot be merged for a while; use merge_adapters")
     projections = {name: one for name, one in model.projections().items() if one.adapter is not None}
     before = {name: one.weight.detach().clone() for name, one in projections.items()}
     with torch.no_grad():
@@ -137,7 +170,7 @@ def base_fingerprint(model: Decoder) -> str:
     tensor, rounded to BF16, so that it is the same in every format that a model is kept in. Independent of adapters.
     """
     digest = hashlib.sha256()
-    source = model.stored if model.stored is not None and model.head_weight.is_meta else _Weights(model)
+    source = _source_of(model)
     for name, parameter in model.named_parameters():
         if not is_trained(name):
             *rows, width = parameter.shape
@@ -196,14 +229,53 @@ class StoredAdapters(StoredParameters):
         return row_norms(rows_OI)
 
 
+@dataclass(frozen=True, kw_only=True)
+class StoredPacked(StoredParameters):
+    """Stored weights, those of the projections packed when they are read. num_inputs: by projection."""
+
+    stored: StoredParameters
+    num_inputs: Mapping[str, int]
+    packed_format: PackedFormat
+
+    def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
+        projection, _, own = name.rpartition(".")
+        projection = projection.removesuffix(FROZEN)
+        if projection not in self.num_inputs or own == "bias":
+            return self.stored.read(name, part)
+        num_inputs = self.num_inputs[projection]
+        rows_OI = self.stored.read(f"{projection}.weight", (part[0], slice(0, num_inputs)))
+        codes, scales = pack(rows_OI, self.packed_format)
+        if own == CODES:
+            return codes[:, part[1]]
+        if own == SCALES:
+            return scales[:, part[1]]
+        return unpack(codes, scales, num_inputs, self.packed_format)[:, part[1]]
+
+
 @dataclass(frozen=True)
 class _Weights(StoredParameters):
-    """The weights of a model in memory."""
+    """The weights of a model in memory, those of projections dequantized if they are packed."""
 
     model: Decoder
 
     def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
+        projection = self.model.projections().get(name.removesuffix(".weight"))
+        if projection is not None and projection.frozen is not None:
+            return projection.frozen.dense()[part]
         return self.model.get_parameter(name).detach()[part]
+
+
+def _source_of(model: Decoder) -> StoredParameters:
+    if model.stored is not None and is_on_disk(model):
+        return model.stored
+    return _Weights(model)
+
+
+def _unpack_projections(model: Decoder) -> None:
+    for projection in model.projections().values():
+        if projection.frozen is not None:
+            projection.weight = nn.Parameter(projection.frozen.dense(), requires_grad=False)
+            projection.frozen = None
 
 
 def _keep_adapters(model: Decoder, config: AdapterConfig, targets: Sequence[str]) -> None:
@@ -230,7 +302,8 @@ def _attach(projection: Linear, config: AdapterConfig, name: str) -> None:
         dropout=config.lora_dropout,
         has_magnitude=config.use_dora,
     )
-    projection.adapter = adapter.to(projection.weight.device, projection.weight.dtype)
+    like = projection.weight if projection.frozen is None else projection.frozen.scales
+    projection.adapter = adapter.to(like.device, like.dtype)
 
 
 def _fill(parameter: Tensor, value: Tensor) -> None:

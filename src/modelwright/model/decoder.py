@@ -9,7 +9,7 @@ Legend: B rows, T tokens, D model width, H query heads, K key/value heads, d hea
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, cast
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from modelwright.model.adapter_config import AdapterConfig
 from modelwright.model.config import Activation, ModelConfig
+from modelwright.model.frozen_weight import FrozenWeight
 from modelwright.model.low_rank import LowRank
 from modelwright.ops.cross_entropy import (
     CHUNK_TOKENS,
@@ -83,7 +84,8 @@ HEAD_METHODS = (
 
 class Linear(nn.Linear):
     """A projection. `product` multiplies: the hook for other number formats and for products that skip a part. adapter:
-    what is added to it, None without adapters (`adapters.py`).
+    what is added to it, None without adapters (`adapters.py`). frozen: its weight in four or eight bits, in place of
+    `weight`, which is None then.
     """
 
     def __init__(self, num_inputs: int, num_outputs: int, *, bias: bool = False) -> None:
@@ -91,6 +93,7 @@ class Linear(nn.Linear):
         self.has_bias = bias
         self.product: Product = F.linear
         self.adapter: LowRank | None = None
+        self.frozen: FrozenWeight | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         out = self.multiply(input)
@@ -98,12 +101,16 @@ class Linear(nn.Linear):
 
     def multiply(self, x: Tensor) -> Tensor:
         """x [..., I] times what this process has of the weight, with the adapter, without the bias."""
-        out = self.product(x, self.own_weight())
-        return out if self.adapter is None else self.adapter(x, out, self.own_weight)
+        out = self.product(x, self.own_weight()) if self.frozen is None else self.frozen(x, self.product)
+        return out if self.adapter is None else self.adapter(x, out, self.row_blocks)
 
     def own_weight(self) -> Tensor:
-        """What this process multiplies with; layouts replace it."""
+        """What this process multiplies with, unless it is packed; layouts replace it."""
         return self.weight
+
+    def row_blocks(self) -> Iterable[Tensor]:
+        """The same some rows at a time, dequantized if it is packed."""
+        return [self.own_weight()] if self.frozen is None else self.frozen.row_blocks(*self.frozen.tensors())
 
 
 def add_bias(out: Tensor, bias: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ Legend: I inputs, O outputs, R rank.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -62,9 +62,9 @@ class LowRank(nn.Module):
         """The sum of what ranks have computed from their columns of the weight; all columns are here."""
         return partial
 
-    def forward(self, x: Tensor, out: Tensor, weight: Callable[[], Tensor]) -> Tensor:
-        """x [..., I], out [..., O] of the projection without bias, in whose format the products are computed. weight:
-        the projection's [O, I], which DoRA reads.
+    def forward(self, x: Tensor, out: Tensor, row_blocks: Callable[[], Iterable[Tensor]]) -> Tensor:
+        """x [..., I], out [..., O] of the projection without bias, in whose format the products are computed.
+        row_blocks: the projection's weight, some rows at a time, which DoRA reads.
         """
         if not self.is_on:
             return out
@@ -73,18 +73,19 @@ class LowRank(nn.Module):
         out = out + in_float(out.dtype, low * self.scale, factors.b_OR)
         if not self.has_magnitude:
             return out
-        lengths_O = self.row_lengths(weight(), factors)
+        lengths_O = self.row_lengths(row_blocks(), factors)
         return out * (factors.magnitude_O / lengths_O).to(out.dtype)
 
     @torch.no_grad()
-    def row_lengths(self, weight_OI: Tensor, factors: Factors) -> Tensor:
+    def row_lengths(self, row_blocks: Iterable[Tensor], factors: Factors) -> Tensor:
         """The length of each row of W + s B A, [O], from products that are as narrow as A: |w|^2 + 2 s b.(A w) +
         s^2 b (A A') b'.
         """
-        wide = torch.promote_types(weight_OI.dtype, torch.float32)
-        weight_OI, a_RI, b_OR = weight_OI.to(wide), factors.a_RI.to(wide), self.scale * factors.b_OR.to(wide)
-        squares_O = self.sum_of_columns(row_norms(weight_OI).square())
-        crossed_OR = self.sum_of_columns(weight_OI @ a_RI.T)
+        wide = torch.promote_types(factors.a_RI.dtype, torch.float32)
+        a_RI, b_OR = factors.a_RI.to(wide), self.scale * factors.b_OR.to(wide)
+        sums = [(row_norms(rows).square(), rows.to(wide) @ a_RI.T) for rows in row_blocks]
+        squares_O = self.sum_of_columns(torch.cat([squares for squares, _ in sums]))
+        crossed_OR = self.sum_of_columns(torch.cat([crossed for _, crossed in sums]))
         own_RR = self.sum_of_columns(a_RI @ a_RI.T)
         return (squares_O + (b_OR * (2 * crossed_OR + b_OR @ own_RR)).sum(dim=1)).sqrt()
 

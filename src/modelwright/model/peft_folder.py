@@ -23,9 +23,9 @@ from torch import Tensor
 from modelwright.core.artifacts import make_folder, write_atomic
 from modelwright.core.errors import ConfigError, ModelError, writing
 from modelwright.model.adapter_config import AdapterConfig
-from modelwright.model.adapters import ADAPTER, adapters_of, attach_adapters, base_fingerprint, identify_base
+from modelwright.model.adapters import ADAPTER, adapters_of, attach_adapters, base_fingerprint
 from modelwright.model.decoder import Decoder
-from modelwright.model.hf import hf_tensors, type_of
+from modelwright.model.hf import hf_name, type_of
 from modelwright.model.hf_types import HF_TYPES
 from modelwright.model.hf_types.hf_type import HfType
 from modelwright.model.low_rank import MAGNITUDE, A, B, row_norms
@@ -73,14 +73,10 @@ class AdaptedModule:
 
 def modules_of(model: Decoder, types: Sequence[HfType] = HF_TYPES) -> list[AdaptedModule]:
     """The modules of the blocks that adapters can belong to."""
-    known = model.projections()
-    tensors = hf_tensors(model, type_of(model.config, types))
-    held = {name: [one.removesuffix(".weight") for one in names] for name, names in tensors.items()}
-    return [
-        AdaptedModule(name.removesuffix(".weight"), projections)
-        for name, projections in held.items()
-        if name.endswith(".weight") and set(projections) <= set(known)
-    ]
+    chosen, held = type_of(model.config, types), dict[str, list[str]]()
+    for name in model.projections():
+        held.setdefault(hf_name(f"{name}.weight", chosen).removesuffix(".weight"), []).append(name)
+    return [AdaptedModule(name, projections) for name, projections in held.items()]
 
 
 def save_adapter(model: Decoder, folder: Path, *, base: str = "", types: Sequence[HfType] = HF_TYPES) -> None:
@@ -90,7 +86,6 @@ def save_adapter(model: Decoder, folder: Path, *, base: str = "", types: Sequenc
     """
     if not model.adapters.r:
         raise ConfigError(f"{folder}: the model has no adapters to write; train with lora.r above 0")
-    identify_base(model)
     adapters, tensors = adapters_of(model), dict[str, Tensor]()
     ranks, alphas = dict[str, int](), dict[str, float]()
     for module in modules_of(model, types):
@@ -187,7 +182,7 @@ def _fused(model: Decoder, module: AdaptedModule) -> _Written:
         lengths = [
             held[name].get_parameter(MAGNITUDE).detach()
             if name in held
-            else row_norms(model.projections()[name].own_weight().detach())
+            else torch.cat([row_norms(rows.detach()) for rows in model.projections()[name].row_blocks()])
             for name in module.projections
         ]
         tensors[MAGNITUDE] = torch.cat(lengths)

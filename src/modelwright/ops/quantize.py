@@ -80,7 +80,7 @@ def quantize_naive(
     if maxima is not None:
         result = torch.where(result.isfinite(), maxima(result), result)
     scales = (result / largest(dtype)).clamp_min_(_TINY)
-    scaled_RK = x_RK.float() / _spread(scales, x_RK, grid)
+    scaled_RK = x_RK.float() / spread(scales, x_RK, grid)
     if dtype == torch.int8:
         rounded = scaled_RK.add_(torch.rand_like(scaled_RK)).floor_() if stochastic else scaled_RK.round_()
         return rounded.clamp_(-INT8_MAX, INT8_MAX).to(dtype), scales
@@ -89,7 +89,7 @@ def quantize_naive(
 
 def dequantize(codes_RK: Tensor, scales: Tensor, grid: Grid) -> Tensor:
     """Dequantize to FP32 [R, K]."""
-    return codes_RK.float() * _spread(scales, codes_RK, grid)
+    return codes_RK.float() * spread(scales, codes_RK, grid)
 
 
 def scaled_product_naive(
@@ -155,8 +155,8 @@ def _sizes(x_RK: Tensor, grid: Grid) -> tuple[int, int]:
     return min(rows or x_RK.shape[0], x_RK.shape[0]), min(columns or x_RK.shape[1], x_RK.shape[1])
 
 
-def _spread(scales: Tensor, x_RK: Tensor, grid: Grid) -> Tensor:
-    """Scales broadcast so that they multiply with x_RK."""
+def spread(scales: Tensor, x_RK: Tensor, grid: Grid) -> Tensor:
+    """Scales of groups, broadcast so that they multiply with x_RK."""
     rows, columns = _sizes(x_RK, grid)
     if scales.shape[0] > 1 and rows > 1:
         scales = scales.repeat_interleave(rows, dim=0)[: x_RK.shape[0]]

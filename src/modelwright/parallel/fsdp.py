@@ -53,16 +53,27 @@ def _shard_projections(block: Block, options: Mapping[str, Any], formats: Mappin
         parts = {"attention": block}
     for name, part in parts.items():
         policy = MixedPrecisionPolicy(  # products cast what they read themselves
-            param_dtype=formats[name], reduce_dtype=torch.float32, cast_forward_inputs=False
+            param_dtype=None if is_packed(part) else formats[name],
+            reduce_dtype=torch.float32,
+            cast_forward_inputs=False,
         )
         others = set(part.parameters()) - _projection_weights(part)
         fully_shard(part, **options, mp_policy=policy, ignored_params=others)
 
 
 def _projection_weights(module: nn.Module) -> set[nn.Parameter]:
-    """Return the weights of all projections in a model's blocks, or in a part of one block."""
+    """Return the weights of all projections in a model's blocks, or in a part of one block, packed or not."""
     blocks = module.blocks if isinstance(module, Decoder) else module
-    return {cast(nn.Parameter, one.weight) for one in blocks.modules() if isinstance(one, Linear)}
+    weights = set[nn.Parameter]()
+    for one in blocks.modules():
+        if isinstance(one, Linear):
+            weights |= {one.weight} if one.frozen is None else set(one.frozen.parameters())
+    return weights
+
+
+def is_packed(module: nn.Module) -> bool:
+    """Whether projections of a module have packed weights, whose scales must not be rounded."""
+    return any(isinstance(one, Linear) and one.frozen is not None for one in module.modules())
 
 
 def scatter_gradients(model: nn.Module, now: bool) -> None:

@@ -28,7 +28,9 @@ from torch.func import functional_call
 from modelwright.core.errors import ConfigError
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Attention, Block, Decoder, FeedForward, Linear, RMSNorm, add_bias
+from modelwright.model.frozen_weight import CODES, SCALES, FrozenWeight
 from modelwright.model.low_rank import MAGNITUDE, A, B, Factors, LowRank
+from modelwright.ops.nf4 import RUN_LEN
 from modelwright.parallel import vocab_parallel
 from modelwright.parallel.mesh import World, axis_world
 from modelwright.parallel.tp_collectives import enter, gather, gather_replicated, leave, reduce_scatter
@@ -159,29 +161,55 @@ def _share_feed_forward(layers: _Layers, ffn: FeedForward) -> None:
     _replace(ffn, forward=partial(layers.whole_before, ffn.forward))
 
 
+def _place_weight(layers: _Layers, linear: Linear, placement: Placement, rows: slice = slice(None)) -> None:
+    """rows: those of the placed weight that this rank multiplies with. Raises `ConfigError` if runs of a packed weight
+    would be cut.
+    """
+    if linear.frozen is None:
+        layers.place(linear, placement)
+        own = partial(_local, linear) if rows == slice(None) else partial(_rows_of_replica, linear, rows)
+        _replace(linear, own_weight=own)
+        return
+    if placement == Shard(1) and linear.in_features % (RUN_LEN * layers.axis.size):
+        raise ConfigError(
+            f"lora.base_format: the {linear.in_features} inputs of a projection do not divide into whole runs of "
+            f"{RUN_LEN} among {layers.axis.size} tensor ranks; use base_format full, or parallel.tensor 1"
+        )
+    for name in (CODES, SCALES):
+        layers.place(linear.frozen, placement, name)
+    _replace(linear.frozen, tensors=partial(_local_codes, linear.frozen, rows))
+
+
+def _rows_of_replica(linear: Linear, rows: slice) -> Tensor:
+    return _local(linear, Partial())[rows]
+
+
+def _local_codes(frozen: FrozenWeight, rows: slice) -> tuple[Tensor, Tensor]:
+    return _local(frozen, name=CODES)[rows], _local(frozen, name=SCALES)[rows]
+
+
 def _share_columns(layers: _Layers, linear: Linear) -> None:
-    layers.place(linear, Shard(0))
+    _place_weight(layers, linear, Shard(0))
     if linear.has_bias:
         layers.place(linear, Shard(0), "bias")
-    _replace(linear, forward=partial(_project, linear), own_weight=partial(_local, linear))
+    _replace(linear, forward=partial(_project, linear))
     _share_adapter(layers, linear.adapter, a=Replicate(), b=Shard(0))
 
 
 def _share_rows(layers: _Layers, linear: Linear) -> None:
-    layers.place(linear, Shard(1))
+    _place_weight(layers, linear, Shard(1))
     if linear.has_bias:
         layers.place(linear, Replicate(), "bias")
-    _replace(linear, forward=partial(_project_and_sum, layers, linear), own_weight=partial(_local, linear))
+    _replace(linear, forward=partial(_project_and_sum, layers, linear))
     _share_adapter(layers, linear.adapter, a=Shard(1), b=Replicate())
 
 
 def _share_one_head(layers: _Layers, linear: Linear, head: int, head_dim: int) -> None:
-    layers.place(linear, Replicate())
+    rows = slice(head * head_dim, (head + 1) * head_dim)
+    _place_weight(layers, linear, Replicate(), rows)
     if linear.has_bias:
         layers.place(linear, Replicate(), "bias")
-    rows = slice(head * head_dim, (head + 1) * head_dim)
-    own_rows = partial(_rows_of_replica, linear, rows)
-    _replace(linear, forward=partial(_project_one_head, linear, rows), own_weight=own_rows)
+    _replace(linear, forward=partial(_project_one_head, linear, rows))
     _share_adapter(layers, linear.adapter, a=Replicate(), b=Replicate(), rows=rows)
 
 
@@ -242,10 +270,6 @@ def _project_and_sum(layers: _Layers, linear: Linear, x: Tensor) -> Tensor:
 def _project_one_head(linear: Linear, rows: slice, x: Tensor) -> Tensor:
     out = linear.multiply(x)
     return add_bias(out, _local(linear, Partial(), name="bias")[rows]) if linear.has_bias else out
-
-
-def _rows_of_replica(linear: Linear, rows: slice) -> Tensor:
-    return _local(linear, Partial())[rows]
 
 
 def _norm(norm: RMSNorm, gradient: Placement, x: Tensor) -> Tensor:

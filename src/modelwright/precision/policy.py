@@ -15,6 +15,7 @@ from modelwright.core.compatibility import (
     ACCELERATOR,
     COMMON_LOSS_SCALE,
     EAGER_BLOCKS,
+    FLOAT_PRODUCTS,
     SAME_MATMULS,
     SAME_UNITS,
     SYNCHRONOUS_UPDATES,
@@ -200,6 +201,8 @@ class PrecisionConfig:
         if scaling.enabled == "always" or (scaling.enabled == "auto" and uses_fp16):
             breaks = [COMMON_LOSS_SCALE] if scaling.per_layer else []
             result.append(feature("loss_scale", needs=[WHOLE_GRADIENTS], breaks=breaks))
+        if self.policy != "auto" and self.possible & {"fp8", "int8"}:
+            result.append(feature("policy", self.policy, breaks=[FLOAT_PRODUCTS]))
         if self.fp32_matmul == "tf32":
             result.append(feature("fp32_matmul", "tf32", only_with=[ACCELERATOR]))
         if self.adaptive.kind != "none":

@@ -15,7 +15,7 @@ from modelwright.core.progress import Progress, SilentProgress
 from modelwright.memory.glibc_malloc import freed_memory_kept
 from modelwright.memory.offload import Store, open_store
 from modelwright.memory.step_arena_runtime import step_arena
-from modelwright.model.adapters import attach_adapters, identify_base
+from modelwright.model.adapters import attach_adapters
 from modelwright.optim.build import build_optimizer
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.deferred import is_deferred
@@ -136,8 +136,6 @@ def train(job: TrainJob, world: World = ALONE, progress: Progress = SILENT) -> T
     progress = progress if world.is_first else SilentProgress()
     progress.begin(job.name, job.num_steps, "steps")
     _note_unused(job, world, progress)
-    if job.config.lora.r:
-        identify_base(job.model)
     attach_modules(job.model, job.objective, job.seed)
     if not is_deferred(job.model):
         job.model.to(world.device)

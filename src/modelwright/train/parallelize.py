@@ -118,13 +118,14 @@ def activation_pass(
     def apply(model: Decoder) -> Decoder:
         if config.mode == "none" and config.offload == "none":
             return model
+        floats = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
         shape = block_shape(
             model.config,
             compute=precision.planned_as,
             mean_context=model.config.max_seq_len / 2,
             tensor=parallel.tensor,
             sequence_parallel=parallel.sequence_parallel and parallel.tensor > 1,
-            fused=all(cpu_kernels.take(name, *model.parameters()) for name in ("norm", "gated_activation")),
+            fused=all(cpu_kernels.take(name, *floats) for name in ("norm", "gated_activation")),
         )
         layers, owners = layers_of_stages(model.config, parallel), rank_of_stage(parallel)
         rank_layers = sum(len(held) for held, owner in zip(layers, owners, strict=True) if owner == pipeline_rank)
