@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from modelwright.core.errors import ArtifactError
 from modelwright.data.batch import IGNORED
 from modelwright.data.document import Document
 from modelwright.data.prompts import PromptRecord, read_prompts, write_prompts
-from modelwright.model.adapter_config import AdapterConfig
+from modelwright.model.adapter_config import AdapterConfig, BaseFormat
 from modelwright.model.adapters import adapters_of, attach_adapters
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.completion_rows import RowPlan, completion_batch
@@ -30,10 +31,10 @@ from modelwright.train.whole_model import ModelLayout
 FP32 = PrecisionConfig(policy="fp32")
 
 
-def adapted() -> Decoder:
+def adapted(base_format: BaseFormat = "full") -> Decoder:
     """A model whose adapters change what it generates."""
     model, draw = tiny_rollouts.model(), torch.Generator().manual_seed(2)
-    attach_adapters(model, AdapterConfig(r=2), seed=1)
+    attach_adapters(model, AdapterConfig(r=2, base_format=base_format), seed=1)
     for adapter in adapters_of(model).values():
         adapter.lora_B.data.normal_(std=0.5, generator=draw)
     return model
@@ -78,13 +79,20 @@ def roll_out(
 
 
 def in_all_layouts(world: World, make: Callable[[], Decoder]) -> dict[str, tuple[Rollout, Tensor]]:
-    return {name: roll_out(world, make=make, **axes) for name, axes in tiny_run.TWO_RANK_LAYOUTS.items()}
+    layouts = tiny_run.TWO_RANK_LAYOUTS.items()
+    # Tensor parallelism cuts no run of 64 packed weights, and rows are shorter here.
+    is_packed = make().adapters.base_format != "full"
+    return {name: roll_out(world, make=make, **axes) for name, axes in layouts if not (is_packed and name == "tensor")}
 
 
-@pytest.mark.parametrize("make", [tiny_rollouts.model, adapted], ids=["plain", "with adapters"])
+@pytest.mark.parametrize(
+    "make",
+    [tiny_rollouts.model, adapted, partial(adapted, "int8")],
+    ids=["plain", "with adapters", "with a packed base"],
+)
 def test_every_layout_generates_what_one_process_does(make: Callable[[], Decoder]) -> None:
     expected, own_CT = roll_out(single(), make=make)
-    if make is adapted:
+    if make is not tiny_rollouts.model:
         assert not torch.equal(expected.ids_CL, roll_out(single())[0].ids_CL)
     assert expected.num_completions == 8
     assert len(expected.ids_CL.unique(dim=0)) == 8

@@ -66,6 +66,7 @@ class ModelLayout:
             whole = Decoder(model.config)
             for name, module in self.own_modules(model.config).items():
                 whole.heads[name] = module
+            whole.base_fingerprint = model.base_fingerprint  # of values that are not here yet
             attach_adapters(whole, model.adapters, seed=0)
         return whole
 
