@@ -62,6 +62,7 @@ def concrete_subclassing(sources: Mapping[str, str]) -> Iterator[str]:
 SETTINGS = [
     "objectives/kto.py: KtoConfig(TrainConfig)",
     "objectives/preference.py: PreferenceConfig(TrainConfig)",
+    "objectives/reward_modeling.py: RewardModelConfig(TrainConfig)",
     "train/config.py: TrainConfig(SharedTrainConfig)",
 ]
 """Plain data without behavior: a stage has all the shared fields and its own."""

@@ -63,6 +63,24 @@ class FrozenModels:
     """Folders of models that settings name, by the setting; they decide the result."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrainedModel:
+    """What a training stage has when it ends."""
+
+    model: Decoder
+    tokenizer: Tokenizer
+    folder: Path
+    """Of the artifact."""
+    heldout: Path
+    """Of the held-out rows; there is none if nothing is held out."""
+
+
+def save_language_model(trained: TrainedModel) -> Mapping[str, Any]:
+    """Writes a Hugging Face folder."""
+    save_model_folder(trained.model, trained.tokenizer, trained.folder)
+    return {}
+
+
 def no_blocks(stage: StageData) -> Sequence[Block]:
     """`training_spec(blocks=...)` of a stage whose section has what all have."""
     return ()
@@ -91,6 +109,7 @@ def training_spec(
     loss_unit: str = NATS_PER_TOKEN,
     blocks: Callable[[StageData], Sequence[Block]] = no_blocks,
     frozen: Callable[[Any], FrozenModels] = lambda training: FrozenModels(),
+    save: Callable[[TrainedModel], Mapping[str, Any]] = save_language_model,
 ) -> StageSpec:
     """A stage that trains the model of the stage before it, or random weights, on some rows of the stage pack.
 
@@ -99,6 +118,7 @@ def training_spec(
     loss_unit: of the loss, for charts
     blocks: what its section of the report has besides
     frozen: the models that evaluate the rows besides, from the stage's settings
+    save: writes the artifact on the first rank and returns further facts
 
     For the rest see `StageSpec`.
     """
@@ -112,7 +132,7 @@ def training_spec(
         title=title,
         config=config,
         needs=needs,
-        build=lambda run_config, run, present: _stage(run_config, spec, frozen),
+        build=lambda run_config, run, present: _stage(run_config, spec, frozen, save),
         estimate=lambda run_config, run, rates: _estimate(run_config, run, rates, spec, frozen),
         report=report,
         headline=headline,
@@ -127,7 +147,12 @@ def training_spec(
     return spec
 
 
-def _stage(config: RunConfig, spec: StageSpec, frozen: Callable[[Any], FrozenModels]) -> Stage:
+def _stage(
+    config: RunConfig,
+    spec: StageSpec,
+    frozen: Callable[[Any], FrozenModels],
+    save: Callable[[TrainedModel], Mapping[str, Any]],
+) -> Stage:
     name, training = spec.name, config.section(spec)
     before = model_before(config, name)
     settings = {
@@ -150,12 +175,17 @@ def _stage(config: RunConfig, spec: StageSpec, frozen: Callable[[Any], FrozenMod
             tokenizer_stage(config),
             *([before] if before not in ("", tokenizer_stage(config)) else []),
         ),
-        run=lambda context: _run(context, config, spec),
+        run=lambda context: _run(context, config, spec, save),
         every_rank=True,
     )
 
 
-def _run(context: StageContext, config: RunConfig, spec: StageSpec) -> None:
+def _run(
+    context: StageContext,
+    config: RunConfig,
+    spec: StageSpec,
+    save: Callable[[TrainedModel], Mapping[str, Any]],
+) -> None:
     before = model_before(config, spec.name)
     assert spec.rows is not None
     rows = context.parents[PACK.name] / spec.rows.name / "train"
@@ -172,8 +202,10 @@ def _run(context: StageContext, config: RunConfig, spec: StageSpec) -> None:
         )
     if context.ranks.rank == 0:
         tokenizer = Tokenizer.load(context.parents[tokenizer_stage(config)])
-        save_model_folder(model, tokenizer, context.output.path)
-        context.output.facts |= facts
+        trained = TrainedModel(
+            model=model, tokenizer=tokenizer, folder=context.output.path, heldout=rows.parent / "heldout"
+        )
+        context.output.facts |= {**facts, **save(trained)}
 
 
 def fresh_model(config: RunConfig) -> Decoder:
@@ -224,7 +256,7 @@ def _learn(context: StageContext, config: RunConfig, spec: StageSpec, model: Dec
             restart=context.restart,
             techniques=[
                 *_mixture_techniques(loader, objective, config, training, rows, batch_rows=microbatch_rows),
-                text_samples(context.folder.path, tokenizer, first_prompt(heldout)),
+                text_samples(context.folder.path, tokenizer, first_prompt(heldout) if spec.model_title else ()),
                 *_bits_per_byte(context, config, spec),
             ],
         ),
