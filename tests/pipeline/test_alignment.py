@@ -1,6 +1,7 @@
 """Alignment stages from records to a report: what they learn, what later stages use, and what is left out by name."""
 
 import json
+import math
 import random
 import subprocess
 from collections import Counter
@@ -8,10 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 
 from modelwright.core.artifacts import read_manifest
 from modelwright.core.records import column, read_records
-from modelwright.data.tokenizer import TokenizerConfig, train_tokenizer
+from modelwright.data.batch import IGNORED, TokenBatch
+from modelwright.data.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
+from modelwright.objectives.reward_model import load_reward_model
 from modelwright.pipeline.stages.model_folder import save_model_folder
 from tiny_decoder import make_decoder
 
@@ -91,6 +96,36 @@ def test_dpo_prefers_the_chosen_answers(inside: Command, start: Path, tmp_path: 
     assert "Share of pairs in the right order" in page
     again = inside(*words(start, source, run, "clean,pack,dpo,report", *of("dpo")))
     assert again.returncode == 0, again.stderr
+
+
+def test_a_reward_model_is_no_link_of_the_chain(inside: Command, start: Path, tmp_path: Path) -> None:
+    source, run = write_pairs(tmp_path / "pairs.jsonl"), tmp_path / "run"
+    done = inside(*words(start, source, run, "clean,pack,reward,dpo,report", *of("reward"), *of("dpo")))
+    assert done.returncode == 0, done.stderr
+    losses = [value for _, value in column(read_records(run / "dpo" / "metrics.jsonl"), "loss")]
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-5)  # the policy is its own reference, not the reward model
+    judged = read_manifest(run / "reward" / "artifact").facts["heldout_pairs"]
+    assert judged["accuracy"] == 1.0
+    assert judged["num_pairs"] == sum(one["count"] for one in judged["bins"]) > 0
+    page = (run / "report.html").read_text()
+    assert "Reliability on held-out pairs" in page
+    assert not (run / "reward" / "samples.jsonl").exists()
+
+    folder = run / "reward" / "artifact"
+    tokenizer = Tokenizer.load(folder)
+    ids, _ = tokenizer.encode_chat(
+        [{"role": "user", "content": "Say it"}, {"role": "assistant", "content": "Kana yes"}]
+    )
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
+    assert (theirs.config.num_labels, theirs.config.pad_token_id) == (1, tokenizer.id_of("<|pad|>"))
+    ids_1T = torch.from_numpy(ids)[None]
+    with torch.no_grad():
+        expected = theirs(ids_1T).logits[0]
+    batch = TokenBatch(
+        input_ids_BT=ids_1T, labels_BT=torch.full_like(ids_1T, IGNORED),
+        positions_BT=torch.arange(ids_1T.shape[1])[None], segments_BT=torch.zeros_like(ids_1T, dtype=torch.int32),
+    )  # fmt: skip
+    torch.testing.assert_close(load_reward_model(folder).score(batch), expected, rtol=0, atol=1e-4)
 
 
 def test_kto_raises_the_desirable_answers(inside: Command, start: Path, tmp_path: Path) -> None:

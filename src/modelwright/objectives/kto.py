@@ -80,7 +80,7 @@ class Kto(Objective):
     def measure(self, batch: TokenBatch, model: Decoder, forward_sums: ForwardSums) -> TokenBatch:
         """The batch with the KL divergence in `kl_B`, in place of the mismatched rows."""
         kl_sum, count = forward_sums(_mismatched(batch), lambda output, rows: _log_ratios(output, rows, model), size=2)
-        kl = (kl_sum / count.clamp(min=1)).clamp(min=0).float()
+        kl = (kl_sum / count.clamp(min=1)).clamp(min=0).to(batch.extras["reference_BT"].dtype)
         extras = {name: values for name, values in batch.extras.items() if not name.startswith(PREFIX)}
         return replace(batch, extras={**extras, "kl_B": kl.to(batch.labels_BT.device).expand(batch.num_rows)})
 
@@ -95,9 +95,10 @@ class Kto(Objective):
         is_desirable_A = (piece_sums(batch.extras["values_BT"], segments_BT, num_pieces) > 0)[is_answer_BS]
         log_ratios_A = piece_sums(log_probs_BT - batch.extras["reference_BT"], segments_BT, num_pieces)[is_answer_BS]
         kl_A = batch.extras["kl_B"][:, None].expand(is_answer_BS.shape)[is_answer_BS]
-        signs_A = torch.where(is_desirable_A, 1.0, -1.0)
-        weights_A = torch.where(is_desirable_A, self.config.desirable_weight, self.config.undesirable_weight)
-        losses_A = weights_A * (1 - torch.sigmoid(self.config.beta * signs_A * (log_ratios_A - kl_A)))
+        weights = log_ratios_A.new_tensor([self.config.undesirable_weight, self.config.desirable_weight])
+        weights_A = weights[is_desirable_A.long()]
+        gains_A = torch.where(is_desirable_A, log_ratios_A - kl_A, kl_A - log_ratios_A)
+        losses_A = weights_A * (1 - torch.sigmoid(self.config.beta * gains_A))
         metrics = absent(self.metric_names, output.device)
         log_probs_A = piece_sums(log_probs_BT.detach(), segments_BT, num_pieces)[is_answer_BS]
         values = {"rewards": self.config.beta * log_ratios_A.detach(), "logps": log_probs_A}

@@ -65,6 +65,12 @@ class FrozenModel:
 
         return self.outputs(batch, num_parts, log_probs)
 
+    def head_output(self, name: str, batch: Batch, *, num_parts: int = 1) -> Tensor:
+        """What one of the model's `heads` makes of every token, [B, T, ...]."""
+        return self._outputs(
+            batch, num_parts, lambda hidden_BTD, part: self.executor.model.head_output(name, hidden_BTD)
+        )
+
     @torch.no_grad()
     def outputs(self, batch: Batch, num_parts: int, output_of: Callable[[Tensor, Batch], Tensor]) -> Tensor:
         """What a function makes of the hidden states of each chunk of rows, [rows, ...], for all rows of the batch."""

@@ -19,14 +19,15 @@ from modelwright.pipeline.stages.ppo import PPO
 from modelwright.pipeline.stages.pretrain import PRETRAIN
 from modelwright.pipeline.stages.quantize import QUANTIZE
 from modelwright.pipeline.stages.report import REPORT
+from modelwright.pipeline.stages.reward import REWARD
 from modelwright.pipeline.stages.serve import SERVE_CHECK
 from modelwright.pipeline.stages.sft import SFT
 from modelwright.pipeline.stages.student import STUDENT
 from modelwright.pipeline.stages.tokenize import TOKENIZE
 
 STAGES: tuple[StageSpec, ...] = (
-    INIT, CLEAN, TOKENIZE, PACK, PRETRAIN, SFT, DPO, KTO, GRPO, PPO, STUDENT, DISTILL, EVALUATE, QUANTIZE, SERVE_CHECK,
-    REPORT,
+    INIT, CLEAN, TOKENIZE, PACK, PRETRAIN, SFT, REWARD, DPO, KTO, GRPO, PPO, STUDENT, DISTILL, EVALUATE, QUANTIZE,
+    SERVE_CHECK, REPORT,
 )  # fmt: skip
 
 STAGES_GROUP = "modelwright.stages"

@@ -69,6 +69,24 @@ class FrozenModels:
     """Folders of models that settings name, by the setting; they decide the result."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrainedModel:
+    """What a training stage has when it ends."""
+
+    model: Decoder
+    tokenizer: Tokenizer
+    folder: Path
+    """Of the artifact."""
+    heldout: Path
+    """Of the held-out rows; there is none if nothing is held out."""
+
+
+def save_language_model(trained: TrainedModel) -> Mapping[str, Any]:
+    """Writes a Hugging Face folder."""
+    save_model_folder(trained.model, trained.tokenizer, trained.folder)
+    return {}
+
+
 def no_blocks(stage: StageData) -> Sequence[Block]:
     """`training_spec(blocks=...)` of a stage whose section has what all have."""
     return ()
@@ -92,6 +110,7 @@ class _Traits:
     frozen: Callable[[Any], FrozenModels]
     techniques: TechniquesOf
     row_use: RowUse
+    save: Callable[[TrainedModel], Mapping[str, Any]]
 
 
 def training_spec(
@@ -114,6 +133,7 @@ def training_spec(
     start: Callable[[RunConfig, str], str] = model_before,
     techniques: TechniquesOf = lambda inputs: (),
     row_use: RowUse = USES_ROWS,
+    save: Callable[[TrainedModel], Mapping[str, Any]] = save_language_model,
 ) -> StageSpec:
     """A stage that trains the model of the stage before it, or random weights, on some rows of the stage pack.
 
@@ -125,11 +145,12 @@ def training_spec(
     start: names the stage whose model is trained, "" for random weights
     techniques: what the stage adds to the techniques of all trainings
     row_use: what a stage does that generates what it learns from
+    save: writes the artifact on the first rank and returns further facts
 
     For the rest see `StageSpec`.
     """
 
-    traits = _Traits(start=start, frozen=frozen, techniques=techniques, row_use=row_use)
+    traits = _Traits(start=start, frozen=frozen, techniques=techniques, row_use=row_use, save=save)
 
     def report(data: RunData, stage: StageData) -> Section:
         section = training_section(stage, data.config.section(name), report_title, loss_unit=loss_unit)
@@ -208,8 +229,10 @@ def _run(context: StageContext, config: RunConfig, spec: StageSpec, traits: _Tra
             started_from = config.init_from if before == INIT.name else str(context.parents[before])
             save_adapter(model, context.output.path / ADAPTER_FOLDER, base=started_from)
             merge_adapters(model)
-        save_model_folder(model, tokenizer, context.output.path)
-        context.output.facts |= facts
+        trained = TrainedModel(
+            model=model, tokenizer=tokenizer, folder=context.output.path, heldout=rows.parent / "heldout"
+        )
+        context.output.facts |= {**facts, **traits.save(trained)}
 
 
 def fresh_model(config: RunConfig) -> Decoder:
@@ -270,7 +293,7 @@ def _learn(
             restart=context.restart,
             techniques=[
                 *_mixture_techniques(loader, objective, config, training, rows, batch_rows=microbatch_rows),
-                text_samples(context.folder.path, tokenizer, first_prompt(heldout)),
+                text_samples(context.folder.path, tokenizer, first_prompt(heldout) if spec.model_title else ()),
                 *_bits_per_byte(context, config, spec),
                 *traits.techniques(inputs),
                 *row_use.techniques(objective, heldout, context.folder.path),
