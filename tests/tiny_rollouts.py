@@ -100,7 +100,9 @@ def grpo(
     **settings: Any,
 ) -> Grpo:
     """An objective whose updates learn from `num_completions` completions."""
-    config = parse(GrpoConfig, {"num_generations": 4, "rollout": {"max_completion_length": MAX_NEW}, **settings})
+    config = parse(
+        GrpoConfig, {"num_generations": 4, "rollout": {"max_completion_length": MAX_NEW}, **settings}, constants=True
+    )
     return Grpo(
         config=config, num_completions=num_completions, **parts(config.rollout, fault=fault, world=world, dtype=dtype)
     )
@@ -114,7 +116,7 @@ def ppo(
     dtype: torch.dtype = torch.float32,
     **settings: Any,
 ) -> Ppo:
-    config = parse(PpoConfig, {"rollout": {"max_completion_length": MAX_NEW}, **settings})
+    config = parse(PpoConfig, {"rollout": {"max_completion_length": MAX_NEW}, **settings}, constants=True)
     return Ppo(
         config=config, num_completions=num_completions, **parts(config.rollout, fault=fault, world=world, dtype=dtype)
     )

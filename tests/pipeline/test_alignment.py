@@ -93,6 +93,23 @@ def test_dpo_prefers_the_chosen_answers(inside: Command, start: Path, tmp_path: 
     assert again.returncode == 0, again.stderr
 
 
+def test_kto_raises_the_desirable_answers(inside: Command, start: Path, tmp_path: Path) -> None:
+    dice, lines = random.Random(5), []
+    for number in range(40):
+        answer = f"{sentence(dice, 4)} {'yes' if number % 2 else 'no'}"
+        lines.append({"prompt": f"Say {sentence(dice, 3)} {number}", "completion": answer, "label": number % 2 == 1})
+    source, run = tmp_path / "labeled.jsonl", tmp_path / "run"
+    source.write_text("\n".join(map(json.dumps, lines)))
+    done = inside(*words(start, source, run, "clean,pack,sft,kto,report", *of("sft"), *of("kto")))
+    assert done.returncode == 0, done.stderr
+    records = read_records(run / "kto" / "metrics.jsonl")
+    assert column(records, "rewards/chosen")[0][1] == pytest.approx(0.0, abs=1e-5)
+    assert column(records, "heldout/rewards/chosen")[-1][1] > column(records, "heldout/rewards/rejected")[-1][1]
+    facts = read_manifest(run / "pack" / "artifact").facts
+    assert facts["sft/train"]["num_sequences"] + facts["sft/heldout"]["num_sequences"] == 20
+    assert facts["labeled_answers/train"]["num_rows"] % 2 == 0
+
+
 def test_bad_pairs_are_named(inside: Command, start: Path, tmp_path: Path) -> None:
     source = write_pairs(tmp_path / "pairs.jsonl")
     source.write_text("\n".join([source.read_text(), json.dumps({"prompt": "Q", "chosen": "A"})]))

@@ -22,9 +22,8 @@ def test_usage_and_metrics_count_cached_tokens_per_key(slow_server, tmp_path: Pa
     assert [number for number, _ in found] == [0, 0, cached, cached]
     assert all(choices == found[0][1] for _, choices in found)
     metrics = httpx.get(f"{server.url}/metrics", headers={"Authorization": "Bearer scrape"}).text
-    counts = {
-        line.split()[0]: float(line.split()[1]) for line in metrics.splitlines() if line.startswith("modelwright_p")
-    }
+    lines = [line.split() for line in metrics.splitlines() if line.startswith("modelwright_prefix_cache")]
+    counts = {name: float(value) for name, value in lines}
     assert counts["modelwright_prefix_cache_hits_total"] == 2 * cached
     once = num_tokens + len(server.service.codec.encode("the"))
     assert counts["modelwright_prefix_cache_queries_total"] == 4 * once, "n answers look a prompt up once"

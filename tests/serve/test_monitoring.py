@@ -16,9 +16,9 @@ METRIC_IN_QUERY = re.compile(r"\b(?:vllm:|modelwright_)\w+")
 LABELS_OF_MODEL = {"route", "method", "status", "reason", "model_name", "le", "state", "version", "outcome"}
 
 
-def samples(server: ServerThread) -> dict[str, float]:
+def samples(server: ServerThread, **headers: str) -> dict[str, float]:
     """All samples of a server by name, that of a labeled one with its labels."""
-    text = httpx.get(f"{server.url}/metrics", timeout=60).text
+    text = httpx.get(f"{server.url}/metrics", headers=headers, timeout=60).text
     return {name + (f"{{{labels}}}" if labels else ""): float(value) for name, labels, value in SAMPLE.findall(text)}
 
 
@@ -51,7 +51,7 @@ def test_probes_follow_the_state(slow_server, monkeypatch):
     assert httpx.get(f"{server.url}/readyz").json()["version"] == server.service.model.fingerprint
     with held(server):
         stream = httpx.stream(
-            "POST", f"{server.url}/v1/completions", json={"model": "tiny", "prompt": "a"} | {"stream": True}
+            "POST", f"{server.url}/v1/completions", json={"model": "tiny", "prompt": "a", "stream": True}
         )
         with stream:
             wait_until(lambda: server.service.worker.num_open == 1)
@@ -61,7 +61,7 @@ def test_probes_follow_the_state(slow_server, monkeypatch):
             assert "shutting down" in httpx.get(f"{server.url}/readyz").json()["error"]["message"]
 
     broken = server = slow_server()
-    monkeypatch.setattr(broken.service.worker.engine, "step", lambda: 1 / 0)
+    monkeypatch.setattr(broken.service.worker.client.engine, "step", lambda: 1 / 0)
     assert ask(broken).status_code == 500
     assert (probe("livez"), probe("readyz")) == ((503, "broken"), (503, "broken"))
 
@@ -98,16 +98,13 @@ def test_the_cache_in_use_is_a_share(slow_server):
     server = slow_server()
     usage = 'vllm:kv_cache_usage_perc{model_name="tiny"}'
     assert samples(server)[usage] == 0
+    body = {"model": "tiny", "prompt": "the quick", "max_tokens": 200, "temperature": 0, "stream": True}
     with (
-        held(server, after=1),
-        httpx.stream(
-            "POST",
-            f"{server.url}/v1/completions",
-            json={"model": "tiny", "prompt": "a" * 100, "stream": True},
-            timeout=60,
-        ) as stream,
+        held(server, after=20),
+        httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as stream,
     ):
-        next(stream.iter_bytes())
+        chunks = stream.iter_bytes()  # while it lives, the client stays
+        assert next(chunks)
         assert 0 < samples(server)[usage] < 1
 
 

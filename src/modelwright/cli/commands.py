@@ -106,6 +106,7 @@ def serve(words: Sequence[str]) -> int:
     from modelwright.core.config import dump, merge, parse
     from modelwright.pipeline.models import find_model
     from modelwright.serve.config import ServeConfig
+    from modelwright.serve.load import ModelSource
     from modelwright.serve.server import run_server
 
     result = find_model(_run_or_folder(parsed.target), stage=parsed.stage, int8=parsed.int8)
@@ -113,9 +114,14 @@ def serve(words: Sequence[str]) -> int:
         leave_with_parent()
     settings = parse(ServeConfig, merge(dump(result.server), read_overrides(ServeConfig, rest, own_names)))
     _remark(result.remark)
-    number = run_server(
-        result.source, settings, model_name=parsed.served_model_name or result.source.name, announce=_say
-    )
+
+    def locate(path: str) -> ModelSource:
+        """For reloads: another run or folder, or the newest model of the run that is served."""
+        stage = "" if path else parsed.stage
+        return find_model(_run_or_folder(path or parsed.target), stage=stage, int8=parsed.int8).source
+
+    name = parsed.served_model_name or result.source.name
+    number = run_server(result.source, settings, model_name=name, announce=_say, locate=locate)
     return 128 + number if number else 0
 
 

@@ -12,6 +12,8 @@ from modelwright.core.suggest import nearest
 if TYPE_CHECKING:  # PyTorch takes seconds to load
     from modelwright.core.config_docs import Setting
 
+_TABLE = ("| key | default | allowed | meaning |", "| --- | --- | --- | --- |")
+
 
 def config_parser() -> argparse.ArgumentParser:
     parser = new_parser(
@@ -90,6 +92,18 @@ def run_settings() -> "list[Setting]":
     return [one for one, stage, _, key in split if not (stage in training_names() and key in shared)]
 
 
+def listed_settings() -> "list[Setting]":
+    """The settings that the page of settings lists: what the first training stage has, the others have too, and it is
+    listed again only where their default is another one.
+    """
+    from modelwright.pipeline.run_config import training_names
+
+    first, *others = training_names()
+    defaults = {one.key.partition(".")[2]: one.default for one in run_settings() if one.key.startswith(f"{first}.")}
+    split = ((one, *one.key.partition(".")) for one in run_settings())
+    return [one for one, stage, _, key in split if not (stage in others and defaults.get(key) == one.default)]
+
+
 def setting_names() -> list[str]:
     """The dotted name of every setting of a run, inherited ones included."""
     from modelwright.core.config_docs import settings_of
@@ -108,7 +122,7 @@ def described(setting: "Setting") -> list[str]:
 
 
 def markdown() -> str:
-    """The page docs/config.md. Training stages have the same settings and share one table."""
+    """The page docs/config.md. What all training stages have is in one table."""
     from modelwright.pipeline.run_config import training_names
 
     trainings = training_names()
@@ -127,18 +141,24 @@ def markdown() -> str:
         "then ignored, with a note. A run that `--stages` began with a part of a recipe keeps the recipe's other "
         "sections for when their stages are added.",
     ]
-    known, section = {setting.key for setting in run_settings()}, ""
-    for setting in run_settings():
+    section = ""
+    for setting in listed_settings():
         name = setting.key.partition(".")[0] if "." in setting.key else "run"
-        if name in trainings[1:] and f"{trainings[0]}.{setting.key.partition('.')[2]}" in known:
-            continue
         if name != section:
             section = name
-            title = ", ".join(trainings) if name in trainings else name
-            lines += ["", f"## {title}", "", "| key | default | allowed | meaning |", "| --- | --- | --- | --- |"]
+            lines += ["", f"## {_title(name)}", "", *_TABLE]
         cells = [f"`{setting.key}`", f"`{setting.default}`", setting.allowed, setting.doc]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def _title(section: str) -> str:
+    from modelwright.pipeline.run_config import training_names
+
+    first, *others = training_names()
+    if section in others:
+        return f"{section}: what it has beside {first}'s settings"
+    return f"{section}, and every other training stage" if section == first else section
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 
 from modelwright import __version__
-from modelwright.cli import augment, clean, commands, config, lr_find, plan, run
+from modelwright.cli import augment, clean, commands, config, finetune, lr_find, plan, run
 from modelwright.cli.completion import completion_parser, completion_script
 from modelwright.cli.launch import EXIT_REPORT_DIR, GOES_ON, write_exit_report
 from modelwright.cli.parsers import Command
@@ -24,7 +24,7 @@ _ABOUT_PATHS = (
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP
 )  # fmt: skip
 
-_RESUMABLE = ("run", "launch")
+_RESUMABLE = ("run", "launch", "finetune")
 _SPARED: Mapping[str, tuple[int, ...]] = {"chat": (signal.SIGINT,)}
 """Signals that a command may outlive: Ctrl-C ends an answer."""
 
@@ -35,6 +35,12 @@ COMMANDS: dict[str, Command] = {
         settings=config.setting_names,
         targets=commands.recipe_names,
         summary="run a recipe, a YAML file, or a run directory again; resumes what was cut off",
+    ),
+    "finetune": Command(
+        run=finetune.finetune,
+        parser=finetune.parser,
+        settings=config.setting_names,
+        summary="fine-tune a model folder on your own examples",
     ),
     "launch": Command(
         run=run.launch,

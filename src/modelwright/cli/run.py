@@ -48,6 +48,13 @@ def parser() -> argparse.ArgumentParser:
         ),
     )
     parser.add_argument("target", metavar="RECIPE|CONFIG.yaml|RUN_DIR", help="what to run")
+    parser.add_argument("--stages", metavar="A,B", help="work on these stages only")
+    parser.add_argument("--init-from", metavar="PATH", help="start training from a Hugging Face folder")
+    return add_run_options(parser)
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add what `carry_out` reads; returns the parser."""
     parser.add_argument("--run-dir", metavar="DIR", default="", help="where the run lies (default: runs/<name>)")
     parser.add_argument("--dry-run", action="store_true", help="print the plan with its estimates and do nothing")
     parser.add_argument(
@@ -56,7 +63,6 @@ def parser() -> argparse.ArgumentParser:
         help="replace a run of other sources or of another model in the same folder, and start a training over whose "
         "checkpoints are all damaged (they are kept as *.damaged)",
     )
-    parser.add_argument("--stages", metavar="A,B", help="work on these stages only")
     parser.add_argument("--nproc", type=int, default=1, metavar="N", help="processes on this machine (default: 1)")
     parser.add_argument(
         "--minutes",
@@ -64,7 +70,6 @@ def parser() -> argparse.ArgumentParser:
         help="minutes that the whole run may take: steps are timed when it is created, and as many as fit are trained; "
         "0 trains for the configured lengths",
     )
-    parser.add_argument("--init-from", metavar="PATH", help="start training from a Hugging Face folder")
     return parser
 
 
@@ -132,13 +137,25 @@ def _run(words: Sequence[str], line: Sequence[str], hosts: Any) -> int:
     options, settings = _read(words)
     if hosts and options.nproc != 1:
         raise ConfigError("--nproc: is an option of launch; put it before the word run")
-    from modelwright.pipeline.plan import describe_plan
-    from modelwright.pipeline.run import check_request, execute
     from modelwright.pipeline.run_config import run_schema
     from modelwright.recipes.load import load
 
     only = _stages(options.stages)
     request = load(options.target, read_overrides(run_schema(), settings, _FLAGS), options.run_dir, only)
+    return carry_out(request, options, line=line, only=only, hosts=hosts)
+
+
+def carry_out(
+    request: Any, options: argparse.Namespace, *, line: Sequence[str], only: Sequence[str] = (), hosts: Any = None
+) -> int:
+    """Run a `Request` in this process, or start others that do; returns the exit code.
+
+    options: those of `add_run_options`; line: the whole command line, for the processes that are started; only, hosts:
+    as in `_run`.
+    """
+    from modelwright.pipeline.plan import describe_plan
+    from modelwright.pipeline.run import check_request, execute
+
     if options.dry_run or not is_started():
         start = hosts or _local(options.nproc)
         num_processes = start.processes * start.min_hosts
@@ -236,9 +253,10 @@ def _summary(done: Any, request: Any, wall_s: float) -> str:
         lines += ["", *(f"  {line}" for line in done.lines), ""]
     if done.report:
         lines.append(f"  report   {done.report}")
-    if done.has_model:
+    if done.model:
+        lines.append(f"  model    {done.model}")
         lines.append(f"  chat     modelwright chat {request.run.path}")
         lines.append(f"  serve    modelwright serve {request.run.path}")
-    if done.has_model and tuple(request.config.data.sources) == ("stdlib",):
+    if done.model and tuple(request.config.data.sources) == ("stdlib",):
         lines.append("  next     modelwright run quickstart --name mine --data.sources FOLDER    trains on your text")
     return "\n".join(lines)

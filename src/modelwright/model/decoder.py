@@ -28,6 +28,7 @@ from modelwright.ops.cross_entropy import (
     soft_capped,
     softmax_loss,
 )
+from modelwright.ops.distillation_loss import Teacher, distillation_loss
 from modelwright.ops.norm import rms_norm
 from modelwright.ops.rope import apply_rope, document_lengths, rope_tables, scaled_rope_tables
 from modelwright.ops.swiglu import gated_gelu, swiglu
@@ -69,7 +70,14 @@ EmbeddingHook = Callable[[Tensor, Tensor, Tensor], Tensor]
 """`(residual stream before all blocks, tokens, positions) -> residual stream`; the last two are whole rows [B, T], the
 first [B, T, D] or, with sequence parallelism, this rank's tokens of it.
 """
-HEAD_METHODS = ("cross_entropy", "logits", "token_log_probs", "token_log_probs_and_entropies", "head_output")
+HEAD_METHODS = (
+    "cross_entropy",
+    "logits",
+    "token_log_probs",
+    "token_log_probs_and_entropies",
+    "distillation_loss",
+    "head_output",
+)
 """Methods of `Decoder` that read parameters at the end of the model outside `forward`."""
 
 
@@ -334,6 +342,30 @@ class Decoder(nn.Module):
             hidden_ND, self.linear_head(), labels_N, chunk_tokens=chunk_tokens
         )
         return log_probs_N.view_as(labels_BT).clone(), entropies_N.view_as(labels_BT).clone()
+
+    def distillation_loss(
+        self,
+        hidden_BTD: Tensor,
+        labels_BT: Tensor,
+        teacher: Teacher,
+        *,
+        temperature: float,
+        label_share: float,
+        chunk_tokens: int = CHUNK_TOKENS,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The loss of `ops/distillation_loss.py`, with gradients, and its two parts without: the divergence from the
+        teacher and the labels' negative log-likelihoods. Sums over the tokens whose label is not -100.
+        """
+        terms = distillation_loss(
+            hidden_BTD.flatten(0, 1),
+            self.linear_head(),
+            teacher,
+            labels_BT.flatten(),
+            temperature=temperature,
+            label_share=label_share,
+            chunk_tokens=chunk_tokens,
+        )
+        return terms.loss.clone(), terms.divergence, terms.label_loss
 
     def linear_head(self) -> LinearHead:
         """The output projection, for `ops/token_log_probs.py`; valid within the methods of `HEAD_METHODS`, for which

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from modelwright.core.compatibility import EQUAL_REPLICAS, SYNCHRONOUS_UPDATES
+from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
 from modelwright.data.batch import IGNORED, TokenBatch
 from modelwright.data.prompts import prompt_numbers
@@ -84,7 +85,7 @@ class PpoConfig(TrainConfig):
     kl_target: float = 0.0
     """KL of a completion, in nats, that the weight of the penalty is adapted to (Ziegler et al. 2019, section 2.2); 0
     keeps the weight."""
-    kl_horizon: int = 10_000
+    kl_horizon: int = constant(10_000)
     """Completions over which the weight of the penalty adapts."""
     target_kl: float = 0.0
     """Approximate KL of an update, in nats per token, above which the rest of the rollout is not learned from; 0 for no

@@ -41,7 +41,7 @@ class RolloutConfig:
 
     max_completion_length: int = 256
     """Most tokens of a completion."""
-    max_num_seqs: int = 64
+    max_num_seqs: int = constant(64)
     """Completions that a rank generates at once; it decides the size of the key/value cache, not the result."""
     mask_truncated: bool = False
     """Leave completions that reach the limit out of the loss (the overlong filtering of DAPO, Yu et al. 2025)."""

@@ -20,13 +20,13 @@ from modelwright.core.config import dump
 from modelwright.core.errors import ConfigError
 from modelwright.core.progress import Progress
 from modelwright.core.resources import hardware, num_usable_cores
-from modelwright.core.suggest import hub_hint
 from modelwright.data.clean_config import CleanConfig
 from modelwright.model.config import ModelConfig
 from modelwright.ops.lowp_emulation import is_emulated
 from modelwright.ops.microbenchmark import in_turn, undisturbed
 from modelwright.pipeline.config import HardwareConfig, RunConfig
 from modelwright.pipeline.stages.clean import CLEAN
+from modelwright.pipeline.stages.model_folder import initial_folder
 from modelwright.pipeline.stages.pack import check_context
 from modelwright.plan.doctor import busy_note, measure_rates
 from modelwright.plan.estimate import size
@@ -97,12 +97,7 @@ def resolve_model(config: RunConfig) -> RunConfig:
         return config
     from modelwright.model.hf import load_config
 
-    folder = Path(config.init_from).expanduser().resolve()
-    if not folder.is_dir():
-        raise ConfigError(
-            f"init_from: {config.init_from} is not a folder; give the path of a model folder in the Hugging Face "
-            f"layout{hub_hint(config.init_from)}"
-        )
+    folder = initial_folder(config.init_from)
     config = replace(config, model=load_config(folder), init_from=str(folder))
     check_context(config)
     return config

@@ -43,13 +43,14 @@ LOCK_PATIENCE_S = 120.0
 class RunResult:
     """How a run ended: the result of each stage; `is_first` on the process that may print.
 
+    model: the folder of the last model that is finished, in the Hugging Face layout; None without one
     report: the page about these stages; None if the stage `report` is not one of those that are finished now
     lines: the figures of the finished stages, for the terminal
     """
 
     outcomes: Sequence[Outcome]
     is_first: bool
-    has_model: bool
+    model: Path | None = None
     report: Path | None = None
     lines: Sequence[str] = ()
 
@@ -77,7 +78,7 @@ def execute(
     joined = join_ranks(config, links=run.path / "links.json", num_rows=num_rows)
     with joined as ranks, ExitStack() as held:
         if ranks is None:
-            return RunResult([], False, False)
+            return RunResult([], False)
         shown = progress if ranks.rank == 0 else SilentProgress()
         if config.minutes and config.trainings:
             config = fit_to_minutes(config, run, ranks, shown)
@@ -110,12 +111,12 @@ def execute(
                 restart=restart,
                 after_stage=after_stage,
             )
-        has_model = any(run.stage(name).artifact.is_dir() for name in config.model_names)
+        models = [run.stage(name).artifact for name in config.model_names if run.stage(name).artifact.is_dir()]
         has_report = any(outcome.stage == REPORT.name for outcome in outcomes)
         return RunResult(
             outcomes,
             ranks.rank == 0,
-            has_model,
+            model=models[-1] if models else None,
             report=run.report if has_report else None,
             lines=closing_lines(config, run) if ranks.rank == 0 else (),
         )

@@ -101,9 +101,9 @@ class StageInputs:
     parents: Mapping[str, Path]
     """The artifacts that the stage reads, by stage name: a reference model, for example."""
     world: "World"
-    """The processes that train together."""
+    """The processes of the run, for models that work beside the one in training."""
     folder: Path
-    """The folder of the stage."""
+    """The folder of the stage, for what the objective keeps on disk."""
     note: Callable[[str], None]
     """Shows a line to the user."""
 

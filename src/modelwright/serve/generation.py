@@ -13,13 +13,14 @@ from modelwright.infer.sequence import SamplingParams, ScoredToken
 from modelwright.serve.detokenizer import Delta, IncrementalDetokenizer, TokenInfo
 from modelwright.serve.errors import ApiError
 from modelwright.serve.grammars import CompiledGrammar
+from modelwright.serve.jobs import GenerationJob
 from modelwright.serve.keys import Caller
 from modelwright.serve.limits import too_many_answers
 from modelwright.serve.protocol import GenerationRequest
 from modelwright.serve.served_model import ServedModel
 from modelwright.serve.tokenizer import Codec
 from modelwright.serve.tools import CallText, ForcedCall
-from modelwright.serve.worker import GenerationJob, Stream
+from modelwright.serve.worker import Stream
 
 
 @dataclass(frozen=True)
@@ -167,10 +168,7 @@ def start(
     for prompt in prompts:
         params = _sampling(request, model, len(prompt.ids))
         seeds = [seed, *(derive_seed(seed, "choice", index) for index in range(1, num_choices))]
-        jobs += [
-            GenerationJob(prompt.ids, replace(params, seed=one), grammar.constraint() if grammar else None, caller.salt)
-            for one in seeds
-        ]
+        jobs += [GenerationJob(prompt.ids, replace(params, seed=one), grammar, caller.salt) for one in seeds]
         num_echoed = len(prompt.text) if request.echoes else 0
         answers += [
             Answer(
@@ -240,7 +238,7 @@ def _sampling(request: GenerationRequest, model: ServedModel, num_prompt: int) -
 
 
 def _require_known_ids(request: GenerationRequest, model: ServedModel) -> None:
-    size = model.worker.engine.vocab_size
+    size = model.info.vocab_size
     named = {"logit_bias": [token for token, _ in request.logit_bias], "stop_token_ids": request.stop_token_ids or []}
     for param, ids in named.items():
         if any(not 0 <= token < size for token in ids):

@@ -7,12 +7,13 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from modelwright.serve import endpoints, pages
+from modelwright.serve import admin, endpoints, pages
 from modelwright.serve.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
+    ReloadRequest,
     TokenizeRequest,
 )
 
@@ -88,6 +89,15 @@ OPERATIONS = (
         "CreateEmbeddingResponse",
         EmbeddingRequest,
         GENERATES,
+    ),
+    Operation(
+        "POST",
+        "/admin/reload",
+        admin.reload_model,
+        "Put another version of the model in service",
+        "ReloadReply",
+        ReloadRequest,
+        (400, 401, 403, 408, 409, 413, 429),
     ),
     Operation("POST", "/tokenize", endpoints.tokenize, "Text to tokens", "TokenizeReply", TokenizeRequest, READS_BODY),
     Operation(

@@ -49,7 +49,7 @@ async def readyz(request: Request) -> Response:
 async def health(request: Request) -> Response:
     service = service_of(request)
     state = {"ready": "ok", "broken": "failed"}.get(service.state.name, service.state.name)
-    body = {"status": state, "model": service.model_name, "open_answers": service.worker.num_open}
+    body = {"status": state, "model": service.model_name, "open_answers": service.num_open}
     return JSONResponse(body, status_code=200 if state == "ok" else 503)
 
 
@@ -84,8 +84,8 @@ def _describe(service: Service, name: str) -> dict[str, Any]:
         "object": "model",
         "created": service.model.created,
         "owned_by": "modelwright",
-        "max_model_len": service.worker.engine.max_seq_len,
-        "description": expectation(service.worker.engine.num_parameters),
+        "max_model_len": service.model.info.max_seq_len,
+        "description": expectation(service.model.info.num_parameters),
     }
 
 

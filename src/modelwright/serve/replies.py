@@ -25,7 +25,7 @@ class ErrorReply(BaseModel):
 class HealthReply(BaseModel):
     """The state of the server."""
 
-    status: Literal["ok", "draining", "failed"]
+    status: Literal["ok", "starting", "draining", "failed"]
     model: str
     open_answers: int
 
@@ -42,6 +42,14 @@ class ReadyReply(BaseModel):
     status: Literal["ready"]
     model: str
     version: str
+
+
+class ReloadReply(BaseModel):
+    """Which version new requests get from now on, and which one they got before."""
+
+    status: Literal["reloaded"]
+    version: str
+    previous_version: str
 
 
 class ModelReply(BaseModel):

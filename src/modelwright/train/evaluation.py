@@ -14,6 +14,7 @@ from torch import Tensor
 from modelwright.data.loader import PackedRows
 from modelwright.model.decoder import Decoder
 from modelwright.parallel.mesh import Mesh
+from modelwright.train.forward_sums import LaidOutForward
 from modelwright.train.objective import Batch, Objective, TermSums
 from modelwright.train.runner import Executor
 
@@ -82,6 +83,7 @@ def evaluate_heldout(
         alive()
         counts = first + copies.rank < len(batches)  # all copies take part in every round: layers may be gathered
         batch = objective.prepare(batches[first + copies.rank if counts else first].to(mesh.world.device), model)
+        batch = objective.measure(batch, model, LaidOutForward(executor, mesh, own_replica=True))
         totals.begin(batch, counts=counts)
         executor.evaluate([batch], totals.add)
     model.train()

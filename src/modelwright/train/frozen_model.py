@@ -49,11 +49,11 @@ class FrozenModel:
 
     def hidden(self, batch: Batch, *, num_parts: int = 1) -> Tensor:
         """Hidden states [B, T, D] after the last norm. num_parts: number of chunks in which the rows are processed."""
-        return self._outputs(batch, num_parts, lambda hidden_BTD, part: hidden_BTD)
+        return self.outputs(batch, num_parts, lambda hidden_BTD, part: hidden_BTD)
 
     def logits(self, batch: Batch, *, num_parts: int = 1) -> Tensor:
         """Logits of every token, [B, T, V]."""
-        return self._outputs(batch, num_parts, lambda hidden_BTD, part: self.executor.model.logits(hidden_BTD))
+        return self.outputs(batch, num_parts, lambda hidden_BTD, part: self.executor.model.logits(hidden_BTD))
 
     def log_probs(self, batch: Batch, *, num_parts: int = 1, chunk_tokens: int = CHUNK_TOKENS) -> Tensor:
         """log p(label) of every token, [B, T] in FP32 at least; 0 where the label is ignored. Logits exist for at most
@@ -63,10 +63,11 @@ class FrozenModel:
         def log_probs(hidden_BTD: Tensor, part: Batch) -> Tensor:
             return self.executor.model.token_log_probs(hidden_BTD, part.labels_BT, chunk_tokens=chunk_tokens)
 
-        return self._outputs(batch, num_parts, log_probs)
+        return self.outputs(batch, num_parts, log_probs)
 
     @torch.no_grad()
-    def _outputs(self, batch: Batch, num_parts: int, output_of: Callable[[Tensor, Batch], Tensor]) -> Tensor:
+    def outputs(self, batch: Batch, num_parts: int, output_of: Callable[[Tensor, Batch], Tensor]) -> Tensor:
+        """What a function makes of the hidden states of each chunk of rows, [rows, ...], for all rows of the batch."""
         result: list[Tensor] = []
 
         def keep(hidden_BTD: Tensor, part: Batch) -> Tensor:

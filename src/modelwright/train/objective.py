@@ -4,7 +4,7 @@ An objective returns sums and the weights that normalize them; the training step
 that any number of microbatches and ranks gives the gradient of the whole batch.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
@@ -23,6 +23,16 @@ Batch = TokenBatch
 
 Metric = tuple[Tensor, Tensor]
 """A sum and the count that it is divided by, scalars without gradient on the device of the batch."""
+
+
+class ForwardSums(Protocol):
+    """Evaluates rows with the model in training, in whatever layout it is."""
+
+    def __call__(self, rows: Batch, sums_of: Callable[[Tensor, Batch], Tensor], *, size: int) -> Tensor:
+        """The sum over all rows of what `sums_of` returns, [size] in FP64, for the hidden states [B, T, D] of some of
+        them; on all ranks. In training the rows are those of all replicas.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -105,6 +115,12 @@ class Objective(Protocol):
     def prepare(self, batch: Batch, model: Decoder) -> Batch:
         """Held-out rows with the extras that `losses` reads, such as a reference model's log-probabilities. `batches`
         yields rows that have them. Called on all ranks together, without gradients.
+        """
+        return batch
+
+    def measure(self, batch: Batch, model: Decoder, forward_sums: ForwardSums) -> Batch:
+        """The batch with extras that need the model in training, as it is before the step, over all of the batch: a KL
+        divergence, for example. Called on all ranks together, without gradients, after `batches` or `prepare`.
         """
         return batch
 

@@ -6,7 +6,7 @@ its artifact with the rows of each split; a split without documents has no folde
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -88,6 +88,19 @@ class RowSet:
 
 def _pack_text(job: PackJob, split: Split) -> None:
     """Begin token, text, end token."""
+    job.pack(f"{TEXT_ROWS.name}/{split}", _texts(job, split))
+
+
+def _pack_all(job: PackJob, split: Split) -> None:
+    """Texts, then conversations."""
+    overlong = "skip" if job.settings.long_documents == "skip" else "split"
+    fit = ConversationFit(seq_len=job.settings.seq_len, overlong=overlong)
+    kinds = tuple(kind for kind in job.text_kinds if kind != "qa")
+    texts = _texts(replace(job, text_kinds=kinds), split)
+    job.pack(f"{ALL_ROWS.name}/{split}", chain(texts, _conversations(job, split, fit)))
+
+
+def _texts(job: PackJob, split: Split) -> Sequences:
     labels: deque[tuple[str, float | None]] = deque()
 
     def texts() -> Iterator[str]:
@@ -98,7 +111,7 @@ def _pack_text(job: PackJob, split: Split) -> None:
 
     # Documents are encoded some blocks ahead; their labels wait in the same order.
     encoded = job.tokenizer.encode_documents(texts(), num_threads=job.config.hardware.num_threads)
-    job.pack(f"{TEXT_ROWS.name}/{split}", (TokenSequence(ids, None, *labels.popleft()) for ids in encoded))
+    return (TokenSequence(ids, None, *labels.popleft()) for ids in encoded)
 
 
 def _pack_chats(job: PackJob, split: Split) -> None:
@@ -191,3 +204,4 @@ CHAT_ROWS = RowSet(
     if_empty="there are no question/answer pairs to learn from; the model stays as it was",
     stdlib_bytes=4e6,
 )
+ALL_ROWS = RowSet(name="all", title="text and conversations", pack=_pack_all, stdlib_bytes=24e6)

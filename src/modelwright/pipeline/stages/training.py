@@ -81,6 +81,18 @@ ADAPTER_FOLDER = "adapter"
 TOO_LOW = 1.02
 """Steps faster than the peak by more than this share of measurement error show that the peak is wrong."""
 
+TechniquesOf = Callable[[StageInputs], Sequence[TechniqueBuilder]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Traits:
+    """What `training_spec` is told of a stage and only this file uses."""
+
+    start: Callable[[RunConfig, str], str]
+    frozen: Callable[[Any], FrozenModels]
+    techniques: TechniquesOf
+    row_use: RowUse
+
 
 def training_spec(
     *,
@@ -99,6 +111,8 @@ def training_spec(
     loss_unit: str = NATS_PER_TOKEN,
     blocks: Callable[[StageData], Sequence[Block]] = no_blocks,
     frozen: Callable[[Any], FrozenModels] = lambda training: FrozenModels(),
+    start: Callable[[RunConfig, str], str] = model_before,
+    techniques: TechniquesOf = lambda inputs: (),
     row_use: RowUse = USES_ROWS,
 ) -> StageSpec:
     """A stage that trains the model of the stage before it, or random weights, on some rows of the stage pack.
@@ -108,10 +122,14 @@ def training_spec(
     loss_unit: of the loss, for charts
     blocks: what its section of the report has besides
     frozen: the models that evaluate the rows besides, from the stage's settings
+    start: names the stage whose model is trained, "" for random weights
+    techniques: what the stage adds to the techniques of all trainings
     row_use: what a stage does that generates what it learns from
 
     For the rest see `StageSpec`.
     """
+
+    traits = _Traits(start=start, frozen=frozen, techniques=techniques, row_use=row_use)
 
     def report(data: RunData, stage: StageData) -> Section:
         section = training_section(stage, data.config.section(name), report_title, loss_unit=loss_unit)
@@ -122,8 +140,8 @@ def training_spec(
         title=title,
         config=config,
         needs=needs,
-        build=lambda run_config, run, present: _stage(run_config, spec, frozen, row_use),
-        estimate=lambda run_config, run, rates: _estimate(run_config, run, rates, spec, frozen, row_use),
+        build=lambda run_config, run, present: _stage(run_config, spec, traits),
+        estimate=lambda run_config, run, rates: _estimate(run_config, run, rates, spec, traits),
         report=report,
         headline=headline,
         warnings=_warnings,
@@ -137,9 +155,8 @@ def training_spec(
     return spec
 
 
-def _stage(config: RunConfig, spec: StageSpec, frozen: Callable[[Any], FrozenModels], row_use: RowUse) -> Stage:
-    name, training = spec.name, config.section(spec)
-    before = model_before(config, name)
+def _stage(config: RunConfig, spec: StageSpec, traits: _Traits) -> Stage:
+    name, training, before = spec.name, config.section(spec), traits.start(config, spec.name)
     settings = {
         "training": training.identity(),
         "seed": derive_seed(config.seed, name),
@@ -147,7 +164,7 @@ def _stage(config: RunConfig, spec: StageSpec, frozen: Callable[[Any], FrozenMod
     }
     if judge := training.batching.curriculum.model:
         settings["curriculum_model"] = folder_fingerprint(Path(judge), f"{name}.batching.curriculum.by")
-    for setting, folder in frozen(training).folders.items():
+    for setting, folder in traits.frozen(training).folders.items():
         settings[setting] = folder_fingerprint(Path(folder), f"{name}.{setting}")
     if not before:
         if training.lora.r:
@@ -165,19 +182,19 @@ def _stage(config: RunConfig, spec: StageSpec, frozen: Callable[[Any], FrozenMod
             tokenizer_stage(config),
             *([before] if before not in ("", tokenizer_stage(config)) else []),
         ),
-        run=lambda context: _run(context, config, spec, row_use),
+        run=lambda context: _run(context, config, spec, traits),
         every_rank=True,
     )
 
 
-def _run(context: StageContext, config: RunConfig, spec: StageSpec, row_use: RowUse) -> None:
-    before = model_before(config, spec.name)
+def _run(context: StageContext, config: RunConfig, spec: StageSpec, traits: _Traits) -> None:
+    before = traits.start(config, spec.name)
     assert spec.rows is not None
     rows = context.parents[PACK.name] / spec.rows.name / "train"
     load = deferred_model if rows.is_dir() else load_model
     model = load(context.parents[before]) if before else fresh_model(config)
     if rows.is_dir():
-        facts = _learn(context, config, spec, model, rows, row_use)
+        facts = _learn(context, config, spec, model, rows, traits)
     elif spec.rows.if_empty:
         facts = {"skipped": spec.rows.if_empty}
         context.progress.note(f"{spec.name}: {facts['skipped']}")
@@ -203,7 +220,7 @@ def fresh_model(config: RunConfig) -> Decoder:
 
 
 def _learn(
-    context: StageContext, config: RunConfig, spec: StageSpec, model: Decoder, rows: Path, row_use: RowUse
+    context: StageContext, config: RunConfig, spec: StageSpec, model: Decoder, rows: Path, traits: _Traits
 ) -> dict[str, Any]:
     assert spec.objective is not None
     name, training = spec.name, config.section(spec)
@@ -220,17 +237,16 @@ def _learn(
         num_steps_of=training.resolve_num_steps,
         row_losses=lambda: stored_row_losses(packed, judge, context.folder.path, world),
     )
-    objective = spec.objective(
-        StageInputs(
-            config=config,
-            training=training,
-            loader=loader,
-            parents=context.parents,
-            world=world,
-            folder=context.folder.path,
-            note=context.progress.note,
-        )
+    inputs = StageInputs(
+        config=config,
+        training=training,
+        loader=loader,
+        parents=context.parents,
+        world=world,
+        folder=context.folder.path,
+        note=context.progress.note,
     )
+    objective, row_use = spec.objective(inputs), traits.row_use
     batches_per_epoch = math.ceil(loader.num_batches_per_epoch * row_use.updates_per_row(training))
     num_steps = training.resolve_num_steps(batches_per_epoch)
     if row_use.learns_by_heart and (note := _repeats(name, num_steps * batch_rows, packed.num_groups)):
@@ -256,6 +272,7 @@ def _learn(
                 *_mixture_techniques(loader, objective, config, training, rows, batch_rows=microbatch_rows),
                 text_samples(context.folder.path, tokenizer, first_prompt(heldout)),
                 *_bits_per_byte(context, config, spec),
+                *traits.techniques(inputs),
                 *row_use.techniques(objective, heldout, context.folder.path),
             ],
         ),
@@ -440,15 +457,14 @@ def _estimate(
     run: RunDir,
     rates: Rates,
     spec: StageSpec,
-    frozen: Callable[[Any], FrozenModels],
-    row_use: RowUse,
+    traits: _Traits,
 ) -> StageEstimate:
     training, seq_len = config.section(spec), config.section(PACK).seq_len
     estimate = training_stage(
         spec.name,
         config.model,
         num_steps=training.resolve_num_steps(
-            math.ceil(_batches_per_epoch(config, run, spec) * row_use.updates_per_row(training))
+            math.ceil(_batches_per_epoch(config, run, spec) * traits.row_use.updates_per_row(training))
         ),
         batch_tokens=training.batch_tokens,
         num_microbatches=training.gradient_accumulation_steps,
@@ -460,7 +476,7 @@ def _estimate(
         fused=cpu_kernels.are_used_on(config.hardware.device),
         world_size=rates.num_hosts,  # the rate is that of all threads of a host, which its processes share
     )
-    further = frozen(training)
+    further = traits.frozen(training)
     factor = 1 + further.num_forwards / 3  # of forward and backward
     return replace(
         estimate,
