@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from modelwright.cli import plan_cost, plan_memory, plan_spot
+from modelwright.cli import plan_cost, plan_energy, plan_memory, plan_spot
 from modelwright.cli.parsers import new_parser
 from modelwright.core.errors import ConfigError
 from modelwright.core.quantities import parse_quantity
@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # PyTorch takes seconds to load
     from modelwright.precision.policy import PrecisionConfig
 
 
-_NAMES = ("layout", "memory", "cost", "spot")
+_NAMES = ("layout", "memory", "cost", "spot", "energy")
 _SIZES = (
     "TARGET: a recipe, a YAML file, a run directory, or a well-known size (gpt3-175b, llama2-7b, llama3.1-8b). "
     "Sizes, rates and counts take prefixes and units: 80GB, 64GiB, 900M; M is 1,000,000 and Mi 1,048,576."
@@ -71,6 +71,15 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     plan_spot.add_options(spot)
+    energy = commands.add_parser(
+        "energy",
+        help="when to start a job so that it causes the least carbon dioxide",
+        description="Find the start of a job that causes the least carbon dioxide, by an hourly table of the intensity "
+        "of its electricity.",
+        epilog="example: modelwright plan energy --run runs/quickstart --carbon tomorrow.csv",
+        allow_abbrev=False,
+    )
+    plan_energy.add_options(energy)
     return parser
 
 
@@ -151,6 +160,7 @@ _SHOWN: dict[str, Callable[[argparse.Namespace], int]] = {
     "memory": _memory,
     "cost": plan_cost.show,
     "spot": plan_spot.show,
+    "energy": plan_energy.show,
 }
 """The only list of the plans."""
 

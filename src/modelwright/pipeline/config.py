@@ -1,7 +1,7 @@
 """The configuration of a whole run: its stages, a section for each of them, and what they share.
 
 Each section is the config of the component that the stage drives, defined beside that component. A training stage
-inherits the sections `training` and `lora` and sets only what differs. `pipeline.run_config` reads such a
+inherits the sections `training`, `lora` and `energy` and sets only what differs. `pipeline.run_config` reads such a
 configuration; the value `auto` is resolved once, before the run's config.yaml is written (`pipeline.resolve`).
 """
 
@@ -20,6 +20,7 @@ from modelwright.parallel.config import ParallelConfig
 from modelwright.pipeline.stage import StageSpec
 from modelwright.serve.config import ServeConfig
 from modelwright.train.config import SharedTrainConfig, TrainConfig
+from modelwright.train.monitors.energy import EnergyConfig
 
 MAX_THREADS = 1024
 """OpenMP ends the process when it cannot start as many threads as it was asked for."""
@@ -37,6 +38,10 @@ class HardwareConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.num_threads <= MAX_THREADS:
             raise ConfigError(f"num_threads: must be from 0 (every core) to {MAX_THREADS}, got {self.num_threads}")
+
+
+INHERITED = ("lora", "energy")
+"""Sections, beside the settings of `training`, that every training stage inherits under the same name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +71,8 @@ class RunConfig:
     training: SharedTrainConfig = field(default_factory=SharedTrainConfig)
     lora: AdapterConfig = field(default_factory=AdapterConfig)
     """What training stages inherit as their own `lora`, like `training`."""
+    energy: EnergyConfig = field(default_factory=EnergyConfig)
+    """What training stages inherit as their own `energy`."""
     serve: ServeConfig = field(default_factory=ServeConfig)
     sections: Mapping[str, Any]
     """The settings of each stage that has any, by the stage's name."""
@@ -95,7 +102,7 @@ class RunConfig:
 
     def plain(self) -> dict[str, Any]:
         """The settings as YAML holds them: a section for each stage beside what all share, without what a training
-        stage inherits from `training` and `lora`.
+        stage inherits.
         """
         apart = ("sections", "further_sections")
         shared = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in apart}
@@ -104,7 +111,7 @@ class RunConfig:
         }
         sections = {name: dump(section) for name, section in self.sections.items()}
         for stage in self.trainings:
-            inherited = {**plain["training"], "lora": plain["lora"]}
+            inherited = {**plain["training"], **{name: plain[name] for name in INHERITED}}
             sections[stage.name] = _own_settings(sections[stage.name], inherited)
         return plain | sections | dict(self.further_sections)
 

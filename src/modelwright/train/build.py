@@ -29,6 +29,7 @@ from modelwright.train.config import check_layout, without_effect
 from modelwright.train.job import Session, StepParts, TrainJob
 from modelwright.train.monitors.anomalies import AnomalyLog
 from modelwright.train.monitors.anomaly_monitor import anomaly_monitor
+from modelwright.train.monitors.energy import energy_monitor
 from modelwright.train.monitors.recovery_time import recovery_time
 from modelwright.train.monitors.replica_check import replica_check
 from modelwright.train.monitors.stragglers import straggler_monitor
@@ -98,6 +99,7 @@ def technique_builders(job: TrainJob) -> list[TechniqueBuilder]:
         # Monitors come last: they see what all others made of a step.
         anomaly_monitor,
         recovery_time,
+        partial(energy_monitor, config.energy),
         partial(replica_check, every=faults.replica_check_every_steps),
         partial(straggler_monitor, faults.stragglers),
     ]

@@ -43,6 +43,7 @@ from modelwright.parallel.strategies.config import AsyncUpdatesConfig, GradientS
 from modelwright.precision.policy import PrecisionConfig
 from modelwright.train.monitors.anomalies import AnomalyConfig
 from modelwright.train.monitors.config import FaultToleranceConfig
+from modelwright.train.monitors.energy import EnergyConfig
 from modelwright.train.technique import Technique
 from modelwright.train.techniques.loss_spikes import LossSpikeConfig
 
@@ -76,6 +77,7 @@ _WITHOUT_EFFECT_ON_WEIGHTS = (
     "keep_last",
     "log_every_steps",
     "anomalies",
+    "energy",
     "fault_tolerance",
 )
 
@@ -171,6 +173,7 @@ class TrainConfig(SharedTrainConfig):
     """Steps between validations; 0 only at the end."""
     batching: BatchingConfig = field(default_factory=BatchingConfig)
     lora: AdapterConfig = field(default_factory=AdapterConfig)
+    energy: EnergyConfig = field(default_factory=EnergyConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
