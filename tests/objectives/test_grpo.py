@@ -77,8 +77,8 @@ def test_loss_and_gradients_are_those_of_the_papers(name: str) -> None:
     rolled: list[Rollout] = []
     roll_out = objective._roll_out
 
-    def keep(model: Decoder) -> Any:
-        rolled.append(roll_out(model)[0])
+    def keep(whole: Decoder) -> Any:
+        rolled.append(roll_out(whole)[0])
         return rolled[0], {}
 
     objective._roll_out = keep
