@@ -16,7 +16,7 @@ from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import save_model
 from modelwright.serve.config import ServeConfig
-from modelwright.serve.served_model import engine_in_thread
+from modelwright.serve.engines import engine_in_thread
 from modelwright.serve.server import ServerThread
 from modelwright.serve.tokenizer import Codec
 

@@ -18,8 +18,9 @@ from modelwright.infer.engine import EngineConfig
 from modelwright.infer.generate import generate
 from modelwright.infer.sequence import SamplingParams
 from modelwright.serve.config import ServeConfig
+from modelwright.serve.engines import load_engines
+from modelwright.serve.fingerprint import weights_fingerprint
 from modelwright.serve.load import ModelSource, load_folder
-from modelwright.serve.served_model import load_engines, weights_fingerprint
 from modelwright.serve.server import ServerThread
 from serve.conftest import write_model
 from serve.patience import held, wait_until

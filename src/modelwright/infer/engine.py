@@ -119,7 +119,8 @@ class Engine:
         head = head or fastest_head(model)
         multiple = stable_row_multiple(model, head) if config.batch_invariant else 1
         self.is_batch_invariant = config.batch_invariant and multiple > 0
-        self._runner = ModelRunner(model, head, cache, row_multiple=multiple or MULTIPLES[-1])
+        self.row_multiple = multiple or MULTIPLES[-1]
+        self._runner = ModelRunner(model, head, cache, row_multiple=self.row_multiple)
         blocks = BlockManager(num_blocks, config.block_size)
         self._scheduler = Scheduler(
             blocks,

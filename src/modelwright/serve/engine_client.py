@@ -1,12 +1,20 @@
-"""What the event loop sees of engines, wherever they run. `engine_thread` has one in a thread of this process."""
+"""What the event loop sees of engines, wherever they run: in a thread of this process (`engine_thread`) or in processes
+of their own (`engine_pool`).
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from modelwright.infer.engine import EngineStats, StepOutput
 from modelwright.serve.errors import ApiError
 from modelwright.serve.jobs import Job
+
+EngineEnd = Literal["stopped", "died", "wedged"]
+"""On purpose; the process has ended; it gave no sign of life for too long."""
+
+MoveOutcome = Literal["continued", "retried", "lost"]
+"""With the same tokens; from its beginning, of which the client has seen nothing; not at all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +37,12 @@ class EngineEvents(Protocol):
         """New tokens, and the load of one engine; an engine that is started again has another name."""
         ...
 
-    def engine_lost(self, engine_name: str) -> None:
+    def engine_lost(self, engine_name: str, reason: EngineEnd) -> None:
         """An engine is gone; its load counts no more."""
+        ...
+
+    def answer_moved(self, outcome: MoveOutcome) -> None:
+        """An answer of a lost engine is continued by another one, or not."""
         ...
 
     def refuse(self, request_id: str, error: ApiError) -> None:

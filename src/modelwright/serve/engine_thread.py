@@ -68,7 +68,7 @@ class EngineThread:
         """End the thread after its current step."""
         self._commands.put(_Stop())
         await asyncio.to_thread(self._thread.join)
-        self._events.engine_lost(self._name)
+        self._events.engine_lost(self._name, "stopped")
         del self._events  # a cycle would keep the model in memory until the collector comes
 
     def _run(self) -> None:

@@ -1,12 +1,12 @@
 """What an engine is asked to compute, and its form in messages to an engine process."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from modelwright.infer.engine import Engine, EngineStats, StepOutput
+from modelwright.infer.engine import Engine, StepOutput
 from modelwright.infer.sequence import SamplingParams, ScoredToken
-from modelwright.serve.grammars import CompiledGrammar, GrammarCompiler, GrammarSource
+from modelwright.serve.grammars import CompiledGrammar, GrammarSource
 
 
 class Job(Protocol):
@@ -79,15 +79,15 @@ class EmbeddingJob:
         return {"prompt_ids": list(self.prompt_ids), "cache_salt": self.cache_salt}
 
 
-def job_of(message: Mapping[str, Any], grammars: GrammarCompiler) -> Job:
-    """The job of a message. Raises `ApiError` for a grammar that cannot be compiled here."""
+def job_of(message: Mapping[str, Any], compile_grammar: Callable[[GrammarSource], CompiledGrammar]) -> Job:
+    """The job of a message. Raises what `compile_grammar` raises."""
     if "params" not in message:
         return EmbeddingJob(message["prompt_ids"], message["cache_salt"])
     fields = message["params"]
     stop_ids, bias = tuple(fields["stop_ids"]), tuple((token, value) for token, value in fields["logit_bias"])
     params = SamplingParams(**{**fields, "stop_ids": stop_ids, "logit_bias": bias})
     source = message["grammar"]
-    grammar = grammars.compile_now(GrammarSource(**source)) if source else None
+    grammar = compile_grammar(GrammarSource(**source)) if source else None
     return GenerationJob(message["prompt_ids"], params, grammar, message["cache_salt"])
 
 
@@ -119,14 +119,6 @@ def output_of(message: Sequence[Any]) -> StepOutput:
         tuple(embedding),
         num_cached,
     )
-
-
-def stats_message(stats: EngineStats) -> dict[str, int]:
-    return asdict(stats)
-
-
-def stats_of(message: Mapping[str, int]) -> EngineStats:
-    return EngineStats(**message)
 
 
 def _alternatives(pairs: Sequence[Sequence[Any]]) -> tuple[tuple[int, float], ...]:

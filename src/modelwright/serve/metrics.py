@@ -85,6 +85,16 @@ class Metrics:
         self.reloads = Counter(
             "modelwright_reloads", "Reloads of the model by outcome (done, failed)", ["outcome"], registry=registry
         )
+        self.engines = Gauge("modelwright_engines", "Engines that run", registry=registry)
+        self.engine_failures = Counter(
+            "modelwright_engine_failures", "Lost engines by reason (died, wedged)", ["reason"], registry=registry
+        )
+        self.moved_answers = Counter(
+            "modelwright_moved_answers",
+            "Answers of lost engines by outcome (continued, retried, lost)",
+            ["outcome"],
+            registry=registry,
+        )
         registry.register(VllmNames(model_name, self))
         self._engines: dict[str, EngineStats] = {}
 
@@ -110,6 +120,7 @@ class Metrics:
     def _set_load(self) -> None:
         engines = self._engines.values()
         num_blocks, num_free = (sum(e.num_blocks for e in engines), sum(e.num_free_blocks for e in engines))
+        self.engines.set(len(engines))
         self.running.set(sum(e.num_running for e in engines))
         self.waiting.set(sum(e.num_waiting for e in engines))
         self.kv_blocks.labels("free").set(num_free)

@@ -18,13 +18,14 @@ from modelwright.serve.app import build_app
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.connections import ACCEPTS_PER_ROUND, ConnectionTable, connection_limits
 from modelwright.serve.engine_client import EngineClient
+from modelwright.serve.engines import load_engines
 from modelwright.serve.errors import shutting_down
 from modelwright.serve.keys import key_ring
 from modelwright.serve.load import ModelSource
 from modelwright.serve.logs import log_to_stderr
 from modelwright.serve.metrics import Metrics
 from modelwright.serve.reload import Locate, Reloader, same_place
-from modelwright.serve.served_model import ServedModel, load_engines, serve_model
+from modelwright.serve.served_model import ServedModel, serve_model
 from modelwright.serve.service import Service
 from modelwright.serve.tokenizer import Codec
 from modelwright.serve.worker import RETRY_AFTER_S
@@ -63,6 +64,7 @@ class ServerThread:
         host, port = self._socket.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         self.url = f"{'https' if config.tls_certificate else 'http'}://{shown}:{port}"
+        self._reloading: asyncio.Task[None] | None = None
         self._ready = threading.Event()
         self._drain = asyncio.Event()
         self._loop = asyncio.new_event_loop()

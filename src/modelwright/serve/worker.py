@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from modelwright.infer.engine import EngineStats, StepOutput
-from modelwright.serve.engine_client import EngineClient
+from modelwright.serve.engine_client import EngineClient, EngineEnd, MoveOutcome
 from modelwright.serve.errors import ApiError, limit_reached, shutting_down
 from modelwright.serve.jobs import Job
 from modelwright.serve.keys import Caller, Reservation
@@ -177,8 +177,13 @@ class EngineWorker:
                 stream, index = self._streams[output.request_id]
                 stream.put_token(index, output)
 
-    def engine_lost(self, engine_name: str) -> None:
+    def engine_lost(self, engine_name: str, reason: EngineEnd) -> None:
         self.metrics.forget(engine_name)
+        if reason != "stopped":
+            self.metrics.engine_failures.labels(reason).inc()
+
+    def answer_moved(self, outcome: MoveOutcome) -> None:
+        self.metrics.moved_answers.labels(outcome).inc()
 
     def refuse(self, request_id: str, error: ApiError) -> None:
         if request_id in self._streams:
