@@ -10,6 +10,7 @@ from modelwright.core.errors import ConfigError, DataError
 from modelwright.data.document import Document
 from modelwright.data.sources import SourceConfig, SourceReport, read_documents
 from modelwright.data.steps.privacy import Privacy, PrivacyConfig
+from modelwright.data.steps.shingles import identity
 
 USER, GOOD, BAD = (
     {"role": role, "content": text} for role, text in (("user", "Q"), ("assistant", "A"), ("assistant", "B"))
@@ -39,15 +40,63 @@ def test_preference_pairs(tmp_path: Path, record: dict) -> None:
     assert document.map_text(str.lower).meta["rejected"] == [{**BAD, "content": "b"}]
 
 
-@pytest.mark.parametrize(("record", "problem"), [
-    ({"prompt": "Q", "chosen": "A", "rejected": "A"}, "are the same"),
-    ({"chosen": "A", "rejected": "B"}, "needs a field 'prompt'"),
-    ({"chosen": [USER, GOOD], "rejected": [{**USER, "content": "other"}, BAD]}, "differ before the answer"),
-    ({"prompt": "Q", "chosen": "A", "rejected": 3}, "'rejected' is empty or holds no text"),
+def test_dialogues_in_one_text_share_their_prompt(tmp_path: Path) -> None:
+    prompt = "\n\nHuman: Q\n\nAssistant: Which?\n\nHuman: This.\n\nDo it.\n\nAssistant:"
+    (document,), _ = read(tmp_path, {"chosen": f"{prompt} A", "rejected": f"{prompt} B"})
+    assert [turn["content"] for turn in document.messages] == ["Q", "Which?", "This.\n\nDo it.", "A"]
+    assert (document.prompt_turns, document.rejected) == (3, [BAD])
+
+
+def test_an_answer_may_have_several_turns(tmp_path: Path) -> None:
+    more = [USER, {**GOOD, "content": "more"}]
+    (document,), _ = read(tmp_path, {"chosen": [USER, GOOD, *more], "rejected": [USER, BAD]})
+    assert (document.prompt_turns, document.rejected) == (1, [BAD])
+
+
+@pytest.mark.parametrize(("record", "reason", "problem"), [
+    ({"prompt": "Q", "chosen": "A", "rejected": "A"}, "chosen and rejected are the same", "are the same"),
+    ({"chosen": "A", "rejected": "B"}, "bad conversation", "needs a field 'prompt'"),
+    ({"chosen": [USER, GOOD], "rejected": [{**USER, "content": "other"}, BAD]},
+     "chosen and rejected have different prompts", "differ before the answer"),
+    ({"prompt": "Q", "chosen": "A", "rejected": 3}, "bad conversation", "'rejected' is empty or holds no text"),
+    ({"prompt": "Q", "chosen": "A"}, "half a preference pair", "needs the field 'rejected'"),
+    ({"prompt": "Q", "chosen": "A", "rejected": None}, "half a preference pair", "the field 'rejected' is missing"),
+    ({"prompt": "Q", "chosen": "A", "rejected": " "}, "empty answer", "'rejected' is empty"),
+    ({"prompt": [USER], "chosen": [GOOD], "rejected": [{**BAD, "content": ""}]}, "empty answer", "an empty answer"),
+    ({"chosen": [USER, GOOD, USER], "rejected": [USER, BAD]}, "no answer", "chosen does not end with an answer"),
+    ({"prompt": "Q", "chosen": "A", "rejected": "B", "margin": "much"}, "the margin is not a number", "'much'"),
 ])  # fmt: skip
-def test_bad_preference_pairs(tmp_path: Path, record: dict, problem: str) -> None:
+def test_bad_preference_pairs(tmp_path: Path, record: dict, reason: str, problem: str) -> None:
     with pytest.raises(DataError, match=rf"r\.jsonl:1: .*{problem}"):
         read(tmp_path, record)
+    good = {"prompt": "Q", "chosen": "A", "rejected": "B", "margin": 2}
+    (document,), report = read(tmp_path, record, good, on_bad_record="skip")
+    assert report.skipped == {reason: 1}
+    assert document.meta["margin"] == 2.0
+
+
+def test_unpaired_preferences(tmp_path: Path) -> None:
+    turns = {"prompt": [USER, GOOD, USER], "completion": [BAD]}
+    good, bad = {"prompt": "Q", "completion": "A", "label": True}, {**turns, "label": False}
+    found, report = read(tmp_path, good, bad)
+    assert [document.is_undesirable for document in found] == [False, True]
+    assert [document.prompt_turns for document in found] == [1, 3]
+    assert report.record_types == {"unpaired_preference": 2}
+    (document,), report = read(tmp_path, {**good, "label": "sums"})
+    assert (report.record_types, document.is_undesirable) == ({"prompt_completion": 1}, False)
+    with pytest.raises(DataError, match="label is 'sums', not true or false"):
+        read(tmp_path, {**good, "label": "sums"}, record_type="unpaired_preference")
+    again = Document.from_json(found[1].to_json())
+    assert again.is_undesirable
+
+
+def test_pairs_with_other_rejected_answers_are_no_duplicates() -> None:
+    meta = {"question": "Q", "answer": "A"}
+    documents = [
+        Document(id=name, text="Q\n\nA", kind="qa", split="train", source="s", meta={**meta, "rejected": [turn]})
+        for name, turn in (("1", BAD), ("2", {**BAD, "content": "C"}))
+    ]
+    assert len({identity(document) for document in documents}) == 2
 
 
 def test_field_names_and_types_can_be_given(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from modelwright.core.config import parse
 from modelwright.model.decoder import Decoder
+from modelwright.model.hf import deferred_model
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, single
 
@@ -17,7 +18,8 @@ from modelwright.parallel.mesh import World, single
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """One training run. `compute` fp64 computes with the definition of the loss; shape: changes to the model's shape;
-    settings: changes to the training config."""
+    settings: changes to the training config; deferred: a folder from which ranks read
+    their parts of the weights."""
 
     name: str = "run"
     layout: dict[str, Any] = field(default_factory=dict)
@@ -27,12 +29,14 @@ class Case:
     activation: dict[str, Any] = field(default_factory=dict)
     shape: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
+    deferred: str = ""
 
 
 def run_case(case: Case, folder: Path, world: World | None = None) -> dict[str, torch.Tensor]:
     """Train; leave metrics.jsonl and return the whole final weights, the same on every rank."""
-    model = Decoder(replace(tiny.SHAPE, **case.shape))
-    model.init_weights(0)
+    model = deferred_model(Path(case.deferred)) if case.deferred else Decoder(replace(tiny.SHAPE, **case.shape))
+    if not case.deferred:
+        model.init_weights(0)
     exact = case.compute == "fp64"
     config = tiny.settings(
         num_steps=case.steps,

@@ -66,7 +66,7 @@ def test_sources_with_scores_train_from_records_to_a_model(
     assert run.returncode == 0, run.stderr
     rows = PackedRows(tmp_path / "run" / "pack" / "artifact" / "pretrain" / "train")
     assert [name.rpartition("/")[2] for name in rows.sources] == ["a.jsonl", "b.jsonl"]
-    assert rows.row_scores().max() == 119
+    assert rows.group_scores().max() == 119
     losses = [value for _, value in column(read_records(tmp_path / "run" / "pretrain" / "metrics.jsonl"), "loss")]
     assert losses[-1] < losses[0]
 

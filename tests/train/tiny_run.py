@@ -4,7 +4,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -220,18 +220,19 @@ def final_weights(folder: Path, step: int = 12) -> dict[str, torch.Tensor]:
     return writer.read_weights(folder / "checkpoints", step)
 
 
-def train_under_fire(folder: Path, seed: int, num_kills: int) -> list[int]:
+def train_under_fire(folder: Path, seed: int, num_kills: int, **changes: Any) -> list[int]:
     """Start the run again and again in forked processes; kill each at a random moment or amid a checkpoint.
 
-    Returns the signal that ended each of them, and the exit code of a last run, which is left alone.
+    changes: to the settings. Returns the signal that ended each of them, and the exit code of a last run, which is left
+    alone.
     """
     draw, signals = random.Random(seed), []
     for attempt in range(num_kills):
         if attempt % 2:
-            child = _start(folder, die_in_file=draw.randint(1, 5))
+            child = _start(folder, changes, die_in_file=draw.randint(1, 5))
         else:
             seen = _num_records(folder)
-            child = _start(folder)
+            child = _start(folder, changes)
             while (
                 _num_records(folder) == seen
                 and os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None
@@ -240,7 +241,7 @@ def train_under_fire(folder: Path, seed: int, num_kills: int) -> list[int]:
             time.sleep(draw.uniform(0.0, 0.05))
             os.kill(child, signal.SIGKILL)
         signals.append(-_exit_code(child))
-    return [*signals, _exit_code(_start(folder))]
+    return [*signals, _exit_code(_start(folder, changes))]
 
 
 def _exit_code(child: int) -> int:
@@ -253,12 +254,12 @@ def _num_records(folder: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def _start(folder: Path, *, die_in_file: int = 0) -> int:
+def _start(folder: Path, changes: Mapping[str, Any], *, die_in_file: int = 0) -> int:
     child = os.fork()
     if child == 0:
         if die_in_file:
             _die_while_writing(die_in_file)
-        run(folder)
+        run(folder, settings(**changes))
         os._exit(0)
     return child
 

@@ -57,6 +57,16 @@ def doctor_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--seconds", type=float, default=6.0, metavar="S", help="time for each measurement (default: 6)"
     )
+    parser.add_argument(
+        "--nproc", type=int, default=2, metavar="N", help="processes here that would train together (default: 2)"
+    )
+    parser.add_argument(
+        "--results",
+        type=Path,
+        default=Path("benchmarks/results"),
+        metavar="DIR",
+        help="results of the claims, for the gains that techniques had (default: benchmarks/results)",
+    )
     return parser
 
 
@@ -65,10 +75,14 @@ def doctor(words: Sequence[str]) -> int:
     options = doctor_parser().parse_args(words)
     if not 0 < options.seconds < math.inf:
         raise ConfigError(f"--seconds: must be above 0, got {options.seconds}")
+    if options.nproc < 1:
+        raise ConfigError(f"--nproc: must be at least 1, got {options.nproc}")
     from modelwright.pipeline.doctor import examine
     from modelwright.recipes.load import load
 
-    print(examine(load(options.target, {}).config, as_json=options.json, budget_s=options.seconds))
+    config = load(options.target, {}).config
+    results, nproc = options.results, options.nproc
+    print(examine(config, as_json=options.json, budget_s=options.seconds, num_processes=nproc, results=results))
     return 0
 
 
@@ -107,6 +121,7 @@ def serve(words: Sequence[str]) -> int:
     from modelwright.pipeline.models import find_model
     from modelwright.recipes.load import find_target
     from modelwright.serve.config import ServeConfig
+    from modelwright.serve.load import ModelSource
     from modelwright.serve.server import run_server
 
     result = find_model(find_target(parsed.target), stage=parsed.stage, int8=parsed.int8)
@@ -114,9 +129,14 @@ def serve(words: Sequence[str]) -> int:
         leave_with_parent()
     settings = parse(ServeConfig, merge(dump(result.server), read_overrides(ServeConfig, rest, own_names)))
     _remark(result.remark)
-    number = run_server(
-        result.source, settings, model_name=parsed.served_model_name or result.source.name, announce=_say
-    )
+
+    def locate(path: str) -> ModelSource:
+        """For reloads: another run or folder, or the newest model of the run that is served."""
+        stage = "" if path else parsed.stage
+        return find_model(find_target(path or parsed.target), stage=stage, int8=parsed.int8).source
+
+    name = parsed.served_model_name or result.source.name
+    number = run_server(result.source, settings, model_name=name, announce=_say, locate=locate)
     return 128 + number if number else 0
 
 

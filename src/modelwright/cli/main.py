@@ -78,7 +78,9 @@ COMMANDS: dict[str, Command] = {
         run=commands.doctor, parser=commands.doctor_parser, summary="survey this machine and measure what it can do"
     ),
     "plan": Command(
-        run=plan.plan, parser=plan.parser, summary="plan a parallel layout, or the memory of a training step"
+        run=plan.plan,
+        parser=plan.parser,
+        summary="plan a parallel layout, the memory of a training step, or what a project costs",
     ),
     "lr-find": Command(
         run=lr_find.lr_find,

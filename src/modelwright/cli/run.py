@@ -3,7 +3,6 @@ process or in several started here, and show the outcome.
 """
 
 import argparse
-import math
 import sys
 import time
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from modelwright.cli.overrides import read_overrides, split_settings
 from modelwright.cli.parsers import new_parser
 from modelwright.core.errors import ConfigError
 
-_FLAGS = ("run-dir", "dry-run", "restart", "stages", "nproc", "minutes", "help")
+_FLAGS = ("run-dir", "dry-run", "restart", "stages", "nproc", "help")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -40,6 +39,7 @@ def parser() -> argparse.ArgumentParser:
             "  with its answer, on which the stage sft trains. Such a pair has one of these forms (docs/data.md):\n"
             "    question + answer               instruction (+ input) + output      prompt + completion\n"
             '    messages [{"role", "content"}]  conversations [{"from", "value"}]   (prompt +) chosen + rejected\n'
+            "    prompt + completion + label\n"
             "\n"
             "several processes:\n"
             "    modelwright run quickstart --nproc 2                              each takes half of every batch\n"
@@ -66,11 +66,9 @@ def add_run_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     parser.add_argument("--nproc", type=int, default=1, metavar="N", help="processes on this machine (default: 1)")
     parser.add_argument(
         "--minutes",
-        type=float,
-        default=0.0,
         metavar="N",
-        help="train for about this long: steps are timed when the run is created, and their number is written into its "
-        "config.yaml",
+        help="minutes that the whole run may take: steps are timed when it is created, and as many as fit are trained; "
+        "0 trains for the configured lengths",
     )
     return parser
 
@@ -139,19 +137,12 @@ def _run(words: Sequence[str], line: Sequence[str], hosts: Any) -> int:
     options, settings = _read(words)
     if hosts and options.nproc != 1:
         raise ConfigError("--nproc: is an option of launch; put it before the word run")
-    check_minutes(options.minutes)
     from modelwright.pipeline.run_config import run_schema
     from modelwright.recipes.load import load
 
     only = _stages(options.stages)
     request = load(options.target, read_overrides(run_schema(), settings, _FLAGS), options.run_dir, only)
     return carry_out(request, options, line=line, only=only, hosts=hosts)
-
-
-def check_minutes(minutes: float) -> None:
-    """Raise `ConfigError` for a time budget that is none."""
-    if not 0 <= minutes < math.inf:
-        raise ConfigError(f"--minutes: must be above 0, got {minutes:g}")
 
 
 def carry_out(
@@ -183,12 +174,11 @@ def carry_out(
                 only,
                 num_processes=num_processes,
                 num_hosts=start.min_hosts,
-                minutes=options.minutes,
             )
             print("\n".join([plan, *request.notes]))
             return 0
         if hosts or num_processes > 1:
-            return _start(start, line, request, only, options.minutes)
+            return _start(start, line, request, only)
     started = time.monotonic()
     display = choose_display(sys.stderr)
     try:
@@ -203,7 +193,6 @@ def carry_out(
             progress=display,
             elastic=hosts is not None,
             restart=options.restart,
-            minutes=options.minutes,
         )
     finally:
         display.end()
@@ -229,7 +218,7 @@ def _local(num_processes: int) -> Any:
     return LaunchConfig(processes=num_processes, max_restarts=0)
 
 
-def _start(start: Any, line: Sequence[str], request: Any, only: Sequence[str], minutes: float) -> int:
+def _start(start: Any, line: Sequence[str], request: Any, only: Sequence[str]) -> int:
     from modelwright.core.resources import num_usable_cores
     from modelwright.pipeline.run import is_finished
 
@@ -238,7 +227,7 @@ def _start(start: Any, line: Sequence[str], request: Any, only: Sequence[str], m
         start,
         line,
         threads=max(1, num_threads // start.processes),
-        is_done=lambda: is_finished(request.config, request.run, only, minutes=minutes),
+        is_done=lambda: is_finished(request.config, request.run, only),
     )
 
 

@@ -112,6 +112,10 @@ class TokenBatch:
     def to(self, device: torch.device | str) -> "TokenBatch":
         return self.map(lambda x: x.to(device, non_blocking=True))
 
+    def rows_at(self, place: int) -> "TokenBatch":
+        """The rows at one place of every group, each a group of its own."""
+        return replace(self, group_size=1).map(lambda x: x[place :: self.group_size])
+
     def map(
         self, change: Callable[[Tensor], Tensor], *, of_rows: Callable[[Tensor], Tensor] | None = None
     ) -> "TokenBatch":

@@ -6,22 +6,26 @@
     prompt, completion: two texts, or two lists of turns     TRL
     messages: turns with role and content                    OpenAI, TRL
     conversations: turns with from and value                 ShareGPT
-    chosen, rejected, and prompt where there is one          preference pairs, TRL
+    chosen, rejected, and prompt where there is one          preference pairs, TRL; dialogues as one text, HH-RLHF
+    prompt, completion, label                                unpaired preferences, TRL
 
 Any of them may have a field `system`, the text of a system turn, and a field `tools`, the functions that the assistant
 may call. docs/data.md shows an example of each.
 """
 
 import json
+import math
+import re
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from typing import Any, cast
 
-from modelwright.data.document import Message, join_turns
+from modelwright.data.document import Message, join_turns, says_something
 
 FORMS = (
     "question (+ choices) + answer, instruction (+ input) + output, prompt + completion, "
     'messages [{"role": "user", "content": ...}, ...], conversations [{"from": "human", "value": ...}, ...] '
-    "or (prompt +) chosen + rejected"
+    "(prompt +) chosen + rejected or prompt + completion + label"
 )
 """The accepted forms, for messages to the user."""
 
@@ -34,18 +38,33 @@ RECORD_TYPES = {
     "preference": ("chosen", "rejected"), "messages": ("messages",), "sharegpt": ("conversations",),
     "multiple_choice": ("question", "choices"),
     "question_answer": ("question", "answer"), "instruction": ("instruction", "output"),
-    "prompt_completion": ("prompt", "completion"),
+    "unpaired_preference": ("prompt", "completion", "label"), "prompt_completion": ("prompt", "completion"),
 }  # fmt: skip
 """Required fields by record type, in the order in which types are recognized."""
 _FURTHER = ("input", "prompt", "system", "tools", "answerKey")
 FIELDS = tuple(dict.fromkeys([*(name for names in RECORD_TYPES.values() for name in names), *_FURTHER]))
 """All fields that the forms have."""
+UNPAIRED, PAIRED = "unpaired_preference", "preference"
+
+LABELS = {"true": True, "false": False}
+"""The labels of unpaired preferences where a file has only text (CSV)."""
+
+TURN_MARK = re.compile(r"(?:^|\n\n)(Human|Assistant):")
+"""Begins a turn of a dialogue in one text, as in HH-RLHF (Bai et al. 2022)."""
 
 _HINTS = {
-    *(name for names in RECORD_TYPES.values() for name in names), "answers", "query", "response", "responses", "dialog",
-    "dialogue", "conversation", "turns",
+    *(name for names in RECORD_TYPES.values() for name in names if name != "label"), "answers", "query", "response",
+    "responses", "dialog", "dialogue", "conversation", "turns",
 }  # fmt: skip
 """Fields that only questions, answers and conversations have."""
+
+
+class PairError(ValueError):
+    """A preference that cannot be learned from. reason: a few words, under which such records are counted."""
+
+    def __init__(self, reason: str, problem: str) -> None:
+        super().__init__(problem)
+        self.reason = reason
 
 
 def record_type(names: Iterable[str]) -> str:
@@ -54,10 +73,23 @@ def record_type(names: Iterable[str]) -> str:
     return next((name for name, needed in RECORD_TYPES.items() if present.issuperset(needed)), "")
 
 
+def type_of_record(record: Mapping[str, Any]) -> str:
+    """`record_type` of a record with its values: a label that is neither true nor false is another field than that of
+    an unpaired preference.
+    """
+    kind = record_type(record)
+    return "prompt_completion" if kind == UNPAIRED and _label_of(record) is None else kind
+
+
 def is_conversation(record: Mapping[str, Any]) -> bool:
     """Whether a record has one of the types; in a table the values may be those of another row."""
     kind = record_type(record)
     return bool(kind) and record[RECORD_TYPES[kind][0]] is not None
+
+
+def is_half_pair(record: Mapping[str, Any]) -> bool:
+    """Whether a record has only one of the two answers of a preference pair, and no other form."""
+    return not record_type(record) and ("chosen" in record) != ("rejected" in record)
 
 
 def num_hints(names: Iterable[str]) -> int:
@@ -70,20 +102,21 @@ def read_conversation(record: Mapping[str, Any], kind: str = "") -> list[Message
 
     Raises `ValueError` that says what is wrong.
     """
-    kind = kind or record_type(record)
+    kind = kind or type_of_record(record)
     if kind == "multiple_choice" and not record.get("choices"):
         kind = "question_answer"
     form = RECORD_TYPES[kind]
     if missing := [name for name in form if name not in record]:
-        raise ValueError(f"a record of type {kind} needs the field {missing[0]!r}")
-    if kind == "preference":
+        problem = f"a record of type {kind} needs the field {missing[0]!r}"
+        raise PairError("half a preference pair", problem) if kind == PAIRED else ValueError(problem)
+    if kind == PAIRED:
         turns = _preference_turns(record, "chosen")
     elif kind == "multiple_choice":
         choices, right = read_choices(record)
         turns = [_turn("user", _text(record, "question")), _turn("assistant", choices[right])]
     elif len(form) == 1:
         turns = _turns(form[0], record[form[0]])
-    elif kind == "prompt_completion":
+    elif kind in ("prompt_completion", UNPAIRED):
         turns = _side(record, "prompt", "user") + _side(record, "completion", "assistant")
     else:
         question = _text(record, form[0])
@@ -92,10 +125,10 @@ def read_conversation(record: Mapping[str, Any], kind: str = "") -> list[Message
         turns = [_turn("user", question), _turn("assistant", _text(record, form[1]))]
     if record.get("system") and turns[0]["role"] != "system":
         turns = [_turn("system", _text(record, "system")), *turns]
-    if not any(turn["role"] == "assistant" and (turn["content"].strip() or "tool_calls" in turn) for turn in turns):
-        raise ValueError(
-            f"{form[0] if kind == 'preference' else form[-1]} has no answer (a turn of the assistant with text)"
-        )
+    if kind in (PAIRED, UNPAIRED):
+        _check_answer(form[0] if kind == PAIRED else form[1], turns)
+    elif not any(turn["role"] == "assistant" and says_something(turn) for turn in turns):
+        raise ValueError(f"{form[-1]} has no answer (a turn of the assistant with text)")
     return turns
 
 
@@ -137,9 +170,9 @@ def read_tools(record: Mapping[str, Any]) -> list[Any]:
     return tools
 
 
-def read_rejected(record: Mapping[str, Any], turns: list[Message]) -> list[Message]:
-    """The rejected end of a preference pair whose chosen conversation is `turns`: what follows the turns that both
-    have in common. Raises `ValueError` that says what is wrong.
+def read_rejected(record: Mapping[str, Any], turns: list[Message]) -> tuple[int, list[Message]]:
+    """The number of turns that both conversations of a preference pair have in common, and the rejected end, which
+    follows them; `turns` is the chosen conversation. Raises `ValueError` that says what is wrong.
     """
     rejected = _preference_turns(record, "rejected")
     if record.get("system") and rejected[0]["role"] != "system":
@@ -148,10 +181,36 @@ def read_rejected(record: Mapping[str, Any], turns: list[Message]) -> list[Messa
     while common < min(len(turns), len(rejected)) and turns[common] == rejected[common]:
         common += 1
     if common == len(rejected) or common == len(turns):
-        raise ValueError("chosen and rejected are the same")
+        raise PairError("chosen and rejected are the same", "chosen and rejected are the same")
     if any(turn["role"] != "assistant" for turn in (turns[common], rejected[common])):
-        raise ValueError("chosen and rejected differ before the answer")
-    return rejected[common:]
+        raise PairError("chosen and rejected have different prompts", "chosen and rejected differ before the answer")
+    _check_answer("rejected", rejected)
+    return common, rejected[common:]
+
+
+def preference_meta(record: Mapping[str, Any], kind: str, turns: list[Message]) -> dict[str, Any]:
+    """What the `meta` of a document of type `kind` has of its preference: `rejected`, the rejected end of a pair, and
+    `margin` where the record has one; or `desirable`, the label of an unpaired preference; with either `prompt_turns`,
+    the number of turns before the answer. {} for other types.
+
+    Raises `ValueError` that says what is wrong.
+    """
+    if kind == UNPAIRED:
+        label = _label_of(record)
+        if label is None:
+            raise PairError("the label is neither true nor false", f"label is {record['label']!r}, not true or false")
+        num_answer_turns = len(record["completion"]) if isinstance(record["completion"], list) else 1
+        return {"desirable": label, "prompt_turns": len(turns) - num_answer_turns}
+    if kind != PAIRED:
+        return {}
+    common, rejected = read_rejected(record, turns)
+    meta: dict[str, Any] = {"rejected": rejected, "prompt_turns": common}
+    margin = record.get("margin")
+    if margin is None:
+        return meta
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
+        raise PairError("the margin is not a number", f"margin is {margin!r}, not a finite number")
+    return meta | {"margin": float(margin)}
 
 
 def conversation_meta(turns: list[Message]) -> tuple[str, dict[str, Any]]:
@@ -165,14 +224,42 @@ def _preference_turns(record: Mapping[str, Any], name: str) -> list[Message]:
     """The conversation up to the chosen or rejected answer.
 
     A plain text, or turns of the assistant alone, follow the prompt; turns that begin before the answer are the whole
-    conversation, and repeat the prompt where there is one (as in UltraFeedback).
+    conversation, and repeat the prompt where there is one (as in UltraFeedback). Without a prompt, a text may be a
+    whole dialogue (as in HH-RLHF).
     """
+    if record.get(name) is None:
+        raise PairError("half a preference pair", f"the field {name!r} is missing")
+    if isinstance(record[name], str) and record.get("prompt") is None and TURN_MARK.match(record[name]):
+        return _dialogue(record[name])
+    if isinstance(record[name], str) and not record[name].strip():
+        raise PairError("empty answer", f"the field {name!r} is empty or holds no text")
     answer = _side(record, name, "assistant")
     if answer[0]["role"] != "assistant":
         return answer
     if record.get("prompt") is None:
         raise ValueError(f"{name} is an answer alone, so the record needs a field 'prompt'")
     return _side(record, "prompt", "user") + answer
+
+
+def _dialogue(text: str) -> list[Message]:
+    """The turns of a dialogue in one text: `\n\nHuman: ...\n\nAssistant: ...`."""
+    marks = list(TURN_MARK.finditer(text))
+    ends = [after.start() for _, after in pairwise(marks)] + [len(text)]
+    roles = {"Human": "user", "Assistant": "assistant"}
+    return [_turn(roles[mark[1]], text[mark.end() : end].strip()) for mark, end in zip(marks, ends, strict=True)]
+
+
+def _check_answer(name: str, turns: list[Message]) -> None:
+    if turns[-1]["role"] != "assistant":
+        raise PairError("no answer", f"{name} does not end with an answer (a turn of the assistant)")
+    if not says_something(turns[-1]):
+        raise PairError("empty answer", f"{name} ends with an empty answer")
+
+
+def _label_of(record: Mapping[str, Any]) -> bool | None:
+    """The label of an unpaired preference; None if it is neither true nor false."""
+    label = record.get("label")
+    return label if isinstance(label, bool) else LABELS.get(str(label).lower())
 
 
 def _side(record: Mapping[str, Any], name: str, role: str) -> list[Message]:

@@ -25,9 +25,11 @@ class Document:
     `id` is unique within a corpus and names the origin (module, file and line); `source` names the corpus. A "qa"
     document carries its conversation in `meta`: `question` and `answer`, or `messages` when it has other turns, and
     `tools` where the assistant may call any; its `text` is what the turns say, a blank line between them.
-    `meta["rejected"]` of a preference pair holds the turns
-    of the rejected answer, which take the place of the conversation's last ones. `meta["title"]`, where present, is a
-    heading line that the text begins with: texts that differ in their titles only are duplicates.
+    `meta["rejected"]` of a preference pair holds the turns of the rejected answer, which take the place of the
+    conversation's last ones, and `meta["margin"]` by how much it is worse, where that is known. `meta["desirable"]`
+    says whether a single answer is a good one. `meta["prompt_turns"]` of either counts the turns before the answer.
+    `meta["title"]`, where present, is a heading line that the text begins with: texts that differ in their titles only
+    are duplicates.
     """
 
     id: str
@@ -51,10 +53,27 @@ class Document:
         return self.meta.get("tools", ())
 
     @property
+    def rejected(self) -> list[Message]:
+        """The turns of the rejected answer of a preference pair; [] for other documents."""
+        return list(self.meta.get("rejected", ()))
+
+    @property
+    def prompt_turns(self) -> int:
+        """The number of turns that the answer of a preference follows."""
+        return int(self.meta.get("prompt_turns", len(self.messages) - 1))
+
+    @property
+    def is_undesirable(self) -> bool:
+        """Whether it is a single answer that nobody should learn to give."""
+        return not self.meta.get("desirable", True)
+
+    @property
     def body(self) -> str:
-        """The part that identifies the document: the answers of a "qa" document, else the text without its title."""
+        """The part that identifies the document: the answers of a "qa" document, the rejected one included, else the
+        text without its title.
+        """
         if self.kind == "qa":
-            return join_turns([turn for turn in self.messages if turn["role"] == "assistant"])
+            return join_turns([turn for turn in (*self.messages, *self.rejected) if turn["role"] == "assistant"])
         return self.text.removeprefix(self.meta.get("title", "")).lstrip("\n")
 
     def map_text(self, change: Callable[[str], str]) -> "Document":
@@ -87,6 +106,11 @@ class Document:
     @classmethod
     def from_json(cls, line: str | bytes) -> "Document":
         return cls.from_plain(json.loads(line))
+
+
+def says_something(turn: Message) -> bool:
+    """Whether a turn has text or calls tools."""
+    return bool(turn["content"].strip() or turn.get("tool_calls"))
 
 
 def join_turns(messages: Sequence[Message]) -> str:

@@ -8,12 +8,18 @@ A shard folder holds rows of `seq_len` tokens, filled with whole sequences where
     lengths.bin       uint32, the lengths of the pieces, row after row
     offsets.bin       int64 [rows + 1], where each row's pieces start in lengths.bin
     scores.bin        float32 [rows], only when sequences came with scores: the mean over the tokens of the row
+    values.bin        float32 [pieces], only when sequences came with values; in the order of lengths.bin
 
 A sequence longer than a row is cut into pieces that overlap by one token: the last token of a piece is the first of the
 next, so every token but a sequence's first is predicted exactly once. Chunks overlap by more: the tokens that an
 earlier chunk has too are context in the later one, without a label. Sequences of different sources never share a row,
-and the rows of a source follow one another. Memory is bounded by about 40 bytes a piece: the tokens wait in a spool
-file while the rows are planned.
+and the rows of a source follow one another.
+
+Sequences that belong together (the two answers of a preference pair) are packed as groups of `group_size` consecutive
+rows: the first sequences of all of them share the first row of a group, the second ones the second row, in the same
+order, so that piece k of each row belongs to the same group of sequences. They are never cut.
+
+Memory is bounded by about 40 bytes a piece: the tokens wait in a spool file while the rows are planned.
 """
 
 import json
@@ -48,6 +54,8 @@ class TokenSequence(NamedTuple):
     """Sequences of different sources never share a row."""
     score: float | None = None
     """How difficult or how good it is; of all sequences or of none."""
+    value: float | None = None
+    """A number that an objective reads, such as a label or a margin; of all sequences or of none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,18 +132,20 @@ def pack(
     *,
     vocab_size: int,
     eos_id: int,
+    group_size: int = 1,
 ) -> PackReport:
     """Pack sequences into the shard folder `folder` (made if absent).
 
     Each sequence comes with None (every token is a target) or a loss mask of the same length (1: the token is a
     target). A sequence without a mask ends with `eos_id`: it is appended where it is missing. One with a mask is taken
-    as it is. The same sequences give the same bytes. Raises `DataError` when there is nothing to pack or an id lies
-    outside the vocabulary, and `StorageError` when the disk is full.
+    as it is. The same sequences give the same bytes. group_size: so many consecutive sequences belong together; each
+    must fit into a row, with a target. Raises `DataError` when there is nothing to pack or an id lies outside the
+    vocabulary, and `StorageError` when the disk is full.
     """
     report = PackReport()
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        spool = _Spool(folder, np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32))
+        spool = _Spool(folder, np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32), group_size)
         try:
             for sequence in sequences:
                 whole = sequence if isinstance(sequence, TokenSequence) else TokenSequence(*sequence)
@@ -189,23 +199,26 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
 
 def _assign_rows(lengths: np.ndarray, spool: "_Spool", config: PackConfig) -> np.ndarray:
     """The row of each piece [N] int64; the rows of a source follow one another, in the order of the sources."""
-    row_of = np.empty(len(lengths), dtype=np.int64)
-    piece_sources = np.frombuffer(spool.piece_sources, dtype=np.uint16)
-    num_rows = 0
+    size = spool.group_size
+    group_of = np.empty(len(lengths) // size, dtype=np.int64)
+    longest = lengths.reshape(-1, size).max(axis=1)
+    sources = np.frombuffer(spool.piece_sources, dtype=np.uint16)[::size]
+    num_groups = 0
     for source, number in spool.source_numbers.items():
-        chosen = np.flatnonzero(piece_sources == number)
-        rows = best_fit(lengths[chosen], config.seq_len) if config.mode == "best_fit" else np.arange(len(chosen))
-        row_of[chosen] = num_rows + rows
-        spool.source_rows[source] = int(rows.max()) + 1
-        num_rows += spool.source_rows[source]
-    return row_of
+        chosen = np.flatnonzero(sources == number)
+        groups = best_fit(longest[chosen], config.seq_len) if config.mode == "best_fit" else np.arange(len(chosen))
+        group_of[chosen] = num_groups + groups
+        spool.source_rows[source] = (int(groups.max()) + 1) * size
+        num_groups += int(groups.max()) + 1
+    return (group_of[:, None] * size + np.arange(size)).flatten()
 
 
 class _Spool:
     """Tokens and masks of the pieces in files, one after another, until their rows are known."""
 
-    def __init__(self, folder: Path, dtype: np.dtype) -> None:
+    def __init__(self, folder: Path, dtype: np.dtype, group_size: int) -> None:
         self.dtype = dtype
+        self.group_size = group_size
         self.lengths: list[int] = []
         self.has_mask = False
         self.source_numbers: dict[str, int] = {}
@@ -213,19 +226,22 @@ class _Spool:
         """The number of rows of each source, once they are assigned."""
         self.piece_sources = array("H")
         self.scores = array("f")
+        self.values = array("f")
         self._paths = [folder / "spool-tokens.tmp", folder / "spool-mask.tmp"]
         self._files: list[BinaryIO] = [open(path, "wb", buffering=2**20) for path in self._paths]  # noqa: SIM115
 
-    def add(self, ids: np.ndarray, mask: np.ndarray | None, source: str, score: float | None) -> None:
-        number = self.source_numbers.setdefault(source, len(self.source_numbers))
+    def add(self, ids: np.ndarray, mask: np.ndarray | None, sequence: TokenSequence) -> None:
+        """Add a piece of a sequence."""
+        number = self.source_numbers.setdefault(sequence.source, len(self.source_numbers))
         if number == MAX_SOURCES:
             raise DataError(
                 f"the documents come from more than {MAX_SOURCES:,} sources; set pack.group_by to kind or none"
             )
-        if len(self.scores) != (0 if score is None else len(self.lengths)):
-            raise ValueError("only some of the sequences have a score")
-        if score is not None:
-            self.scores.append(score)
+        for name, numbers, own in (("score", self.scores, sequence.score), ("value", self.values, sequence.value)):
+            if len(numbers) != (0 if own is None else len(self.lengths)):
+                raise ValueError(f"only some of the sequences have a {name}")
+            if own is not None:
+                numbers.append(own)
         self.piece_sources.append(number)
         self.lengths.append(len(ids))
         self.has_mask |= mask is not None
@@ -262,6 +278,9 @@ def _add(
         raise DataError(f"{text}; tokenize again with the tokenizer that the model was built for")
     if targets is None and (not len(tokens) or tokens[-1] != eos_id):
         tokens = np.append(tokens, eos_id)
+    fits = 2 <= len(tokens) <= config.seq_len and (targets is None or bool(targets[1:].any()))
+    if spool.group_size > 1 and not fits:
+        raise ValueError(f"sequence {report.num_sequences}: does not fit into a row with a target, but is in a group")
     report.num_sequences += 1
     if len(tokens) < 2:
         return report.skip("empty")
@@ -274,7 +293,7 @@ def _add(
         if piece_targets is not None and not piece_targets[1:].any():
             report.skip("piece without a target")
             continue
-        spool.add(tokens[start:end], piece_targets, sequence.source, sequence.score)
+        spool.add(tokens[start:end], piece_targets, sequence)
         report.num_targets += end - start - 1 if piece_targets is None else int(piece_targets[1:].sum())
     return None
 
@@ -348,6 +367,11 @@ def _write_rows(
         totals = np.bincount(rows, weights=lengths * np.frombuffer(spool.scores, dtype=np.float32))
         (totals / np.bincount(rows, weights=lengths)).astype(np.float32).tofile(folder / "scores.bin")
         further["has_scores"] = True
+    if spool.values:
+        np.frombuffer(spool.values, dtype=np.float32)[order].tofile(folder / "values.bin")
+        further["has_values"] = True
+    if spool.group_size > 1:
+        further["group_size"] = spool.group_size
     index = {
         "format": FORMAT, "seq_len": config.seq_len, "vocab_size": vocab_size, "eos_id": eos_id,
         "dtype": spool.dtype.name, "has_mask": spool.has_mask, "files": files, **asdict(report), **further,

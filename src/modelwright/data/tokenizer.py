@@ -275,6 +275,15 @@ class Tokenizer:
                 mask[: mask.nonzero()[0].max(initial=-1) + 1] = 1
         return chats
 
+    def encode_completion(
+        self, messages: Sequence[Message], first: int, *, tools: Sequence[Any] = ()
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Ids and loss mask, as `encode_chat` gives them, of a conversation of which only the answers from turn number
+        `first` on are learned; the turns before it are the prompt.
+        """
+        spans = self.chat_template.completion_spans(messages, first, tools=tools)
+        return self._encode_spans(spans, ends_at_stop=True)
+
     def _encode_spans(self, spans: Sequence[TextSpan], *, ends_at_stop: bool) -> tuple[np.ndarray, np.ndarray]:
         """ends_at_stop: whether an answer ends with the first token that stops generation."""
         ids: list[int] = []
@@ -286,6 +295,19 @@ class Tokenizer:
             ids += part
             mask += [1] * num_learned + [0] * (len(part) - num_learned)
         return np.array(ids, dtype=np.int64), np.array(mask, dtype=np.uint8)
+
+    def difference_from(self, other: "Tokenizer") -> str:
+        """The first difference in what ids mean or in how text becomes ids, such as `'ab' is token 3 here and token 4
+        there`; "" if both give the same ids for every text.
+        """
+        own, others = (one._library.get_vocab(with_added_tokens=True) for one in (self, other))
+        for token in sorted(own.keys() | others.keys()):
+            if own.get(token) != others.get(token):
+                places = [f"token {ids[token]}" if token in ids else "no token" for ids in (own, others)]
+                return f"{token!r} is {places[0]} here and {places[1]} there"
+        parts = ("normalizer", "pre_tokenizer", "model", "added_tokens")
+        differing = [part for part in parts if self._definition.get(part) != other._definition.get(part)]
+        return f"{differing[0]} is configured differently" if differing else ""
 
     def token_text(self, token_id: int) -> str:
         """A token as text to show; incomplete characters become replacement characters."""

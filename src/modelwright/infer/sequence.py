@@ -100,6 +100,7 @@ class Sequence:
     """A request in progress: all its tokens, and how many of them the cache holds. num_prefill: how many of the first
     ones are computed in chunks, knowing of each other: the prompt, and more once the sequence was restarted.
     constraint: None lets every token follow; embeds: the answer is the last hidden state instead of tokens.
+    cache_salt: only sequences with the same one share cached prompts.
     """
 
     request_id: str
@@ -112,6 +113,15 @@ class Sequence:
     num_prefill: int = 0
     constraint: TokenConstraint | None = None
     embeds: bool = False
+    cache_salt: str = ""
+    num_hit_tokens: int = 0
+    """Tokens of the prompt that were in the cache when the sequence was first started."""
+    was_started: bool = False
+    leader: "Sequence | None" = None
+    """The running sequence that computes the same prompt for this one, too; None when it computes its own."""
+    block_hashes: list[bytes] = field(default_factory=list)
+    hashed_len: int = 0
+    """The `num_prefill` for which `block_hashes` were computed."""
     prompt_scores: list[ScoredToken] = field(default_factory=list)
     """The scores of all tokens of the prompt but the first, as far as they are computed, if they were asked for."""
 
@@ -126,6 +136,11 @@ class Sequence:
     def wants_prompt_scores(self) -> bool:
         """Whether log-probabilities of the prompt are still to be computed."""
         return self.params.num_prompt_logprobs is not None and self.num_new == 0
+
+    def has_same_prompt(self, other: "Sequence") -> bool:
+        """Whether the same tokens are computed in chunks for both, so that one computation serves both."""
+        same = self.num_prefill == other.num_prefill and self.cache_salt == other.cache_salt
+        return same and self.token_ids[: self.num_prefill] == other.token_ids[: other.num_prefill]
 
     @property
     def in_prefill(self) -> bool:

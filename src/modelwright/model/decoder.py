@@ -17,7 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from modelwright.model.adapter_config import AdapterConfig
 from modelwright.model.config import Activation, ModelConfig
+from modelwright.model.low_rank import LowRank
 from modelwright.ops.cross_entropy import (
     CHUNK_TOKENS,
     LossOfLogits,
@@ -26,6 +28,7 @@ from modelwright.ops.cross_entropy import (
     soft_capped,
     softmax_loss,
 )
+from modelwright.ops.distillation_loss import Teacher, distillation_loss
 from modelwright.ops.norm import rms_norm
 from modelwright.ops.rope import apply_rope, document_lengths, rope_tables, scaled_rope_tables
 from modelwright.ops.swiglu import gated_gelu, swiglu
@@ -67,21 +70,40 @@ EmbeddingHook = Callable[[Tensor, Tensor, Tensor], Tensor]
 """`(residual stream before all blocks, tokens, positions) -> residual stream`; the last two are whole rows [B, T], the
 first [B, T, D] or, with sequence parallelism, this rank's tokens of it.
 """
-HEAD_METHODS = ("cross_entropy", "logits", "token_log_probs", "token_log_probs_and_entropies", "head_output")
+HEAD_METHODS = (
+    "cross_entropy",
+    "logits",
+    "token_log_probs",
+    "token_log_probs_and_entropies",
+    "distillation_loss",
+    "head_output",
+)
 """Methods of `Decoder` that read parameters at the end of the model outside `forward`."""
 
 
 class Linear(nn.Linear):
-    """A projection. `product` multiplies: the hook for other number formats and for products that skip a part."""
+    """A projection. `product` multiplies: the hook for other number formats and for products that skip a part. adapter:
+    what is added to it, None without adapters (`adapters.py`).
+    """
 
     def __init__(self, num_inputs: int, num_outputs: int, *, bias: bool = False) -> None:
         super().__init__(num_inputs, num_outputs, bias=bias)  # pyright: ignore[reportUnknownMemberType]
         self.has_bias = bias
         self.product: Product = F.linear
+        self.adapter: LowRank | None = None
 
     def forward(self, input: Tensor) -> Tensor:
-        out = self.product(input, self.weight)
+        out = self.multiply(input)
         return add_bias(out, self.bias) if self.has_bias else out
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """x [..., I] times what this process has of the weight, with the adapter, without the bias."""
+        out = self.product(x, self.own_weight())
+        return out if self.adapter is None else self.adapter(x, out, self.own_weight)
+
+    def own_weight(self) -> Tensor:
+        """What this process multiplies with; layouts replace it."""
+        return self.weight
 
 
 def add_bias(out: Tensor, bias: Tensor) -> Tensor:
@@ -217,7 +239,8 @@ class StoredParameters(Protocol):
 class Decoder(nn.Module):
     """A decoder-only transformer; passes (checkpointing, compile, sharding) work on `blocks`. stored: where the weights
     are while the parameters are on the meta device; a layout then reads this rank's part of them (`parallel/
-    deferred.py`).
+    deferred.py`). adapters: their settings, `r` 0 without; base_fingerprint: identifies the weights that they were
+    attached to (`adapters.py`).
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -227,6 +250,8 @@ class Decoder(nn.Module):
         self.stored: StoredParameters | None = None
         self.embedding_hooks: list[EmbeddingHook] = []
         """What training does to embeddings, where gradients are recorded; shared by pipeline stages."""
+        self.adapters = AdapterConfig()
+        self.base_fingerprint = ""
         self.embedding = nn.Embedding(config.vocab_size, config.model_dim)
         self.blocks = nn.ModuleDict({str(layer): Block(config, layer) for layer in range(config.num_layers)})
         self.norm = RMSNorm(config.model_dim, config)
@@ -317,6 +342,30 @@ class Decoder(nn.Module):
             hidden_ND, self.linear_head(), labels_N, chunk_tokens=chunk_tokens
         )
         return log_probs_N.view_as(labels_BT).clone(), entropies_N.view_as(labels_BT).clone()
+
+    def distillation_loss(
+        self,
+        hidden_BTD: Tensor,
+        labels_BT: Tensor,
+        teacher: Teacher,
+        *,
+        temperature: float,
+        label_share: float,
+        chunk_tokens: int = CHUNK_TOKENS,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The loss of `ops/distillation_loss.py`, with gradients, and its two parts without: the divergence from the
+        teacher and the labels' negative log-likelihoods. Sums over the tokens whose label is not -100.
+        """
+        terms = distillation_loss(
+            hidden_BTD.flatten(0, 1),
+            self.linear_head(),
+            teacher,
+            labels_BT.flatten(),
+            temperature=temperature,
+            label_share=label_share,
+            chunk_tokens=chunk_tokens,
+        )
+        return terms.loss.clone(), terms.divergence, terms.label_loss
 
     def linear_head(self) -> LinearHead:
         """The output projection, for `ops/token_log_probs.py`; valid within the methods of `HEAD_METHODS`, for which

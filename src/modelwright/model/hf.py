@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from modelwright.core.artifacts import fsync_folder, write_atomic
 from modelwright.core.errors import ConfigError, ModelError, StorageError, writing
+from modelwright.model.adapters import ADAPTER
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf_types import HF_TYPES
@@ -225,10 +226,10 @@ def config_from_hf(
 
 
 def hf_tensors(model: Decoder, chosen: HfType) -> dict[str, list[str]]:
-    """The names of this project's parameters that each tensor of a folder holds, by rows; without `Decoder.heads`."""
+    """The names of this project's parameters that each tensor of a folder holds, by rows; no heads, no adapters."""
     tensors: dict[str, list[str]] = {}
     for name, _ in model.named_parameters():
-        if name.startswith("heads."):
+        if name.startswith("heads.") or ADAPTER in name:
             continue  # not part of a language model
         tensors.setdefault(hf_name(name, chosen), []).append(name)
     return tensors
@@ -249,7 +250,11 @@ def hf_name(name: str, chosen: HfType) -> str:
 
 
 def hf_weights(model: Decoder, types: Sequence[HfType] = HF_TYPES) -> dict[str, Tensor]:
-    """The tensors of a model under their Hugging Face names; those that hold several projections are copies."""
+    """The tensors of a model under their Hugging Face names; those that hold several projections are copies. Raises
+    `ConfigError` for a model with adapters, which such a folder would lack.
+    """
+    if model.adapters.r:
+        raise ConfigError("lora: the model has adapters; merge them (merge_adapters) before it is written")
     weights = dict(model.named_parameters())
 
     def joined(names: Sequence[str]) -> Tensor:

@@ -69,6 +69,21 @@ class StoredWeights:
         return piece
 
 
+def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """All tensors of one file, and its metadata. Raises `ModelError` if it is missing or damaged, or if a value is not
+    finite.
+    """
+    if not path.is_file():
+        raise ModelError(f"{path}: no such file; if the weights are pickled, save them again as safetensors")
+    with _opened(path) as file:
+        tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        metadata: dict[str, str] = file.metadata() or {}
+    for name, tensor in tensors.items():
+        if not bool(tensor.sum(dtype=torch.float64).isfinite()):
+            raise ModelError(f"{path}: {name} has values that are not finite, so the file is damaged; copy it again")
+    return tensors, metadata
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object. Raises `ModelError` if the file is missing or damaged."""
     try:

@@ -17,6 +17,7 @@ from modelwright.core.compatibility import (
     SAME_MATMULS,
     SAME_UNITS,
     SYNCHRONOUS_UPDATES,
+    TRAINED_WEIGHTS,
     WHOLE_GRADIENTS,
     WHOLE_MODEL,
     Feature,
@@ -167,7 +168,7 @@ class SparseUpdateConfig:
 def sparsity_features(units: SparseUpdateConfig, rows: BatchSelectionConfig) -> list[Feature]:
     """What sparse updates and batch selection need of a run, and break. Selecting units needs more."""
     needs = {EAGER_BLOCKS, SYNCHRONOUS_UPDATES, PROMPT_GRADIENTS, SAME_MATMULS, WHOLE_GRADIENTS, WHOLE_MODEL}
-    whole = {ADAMW_STATES, RESIDENT_STATES, EXACT_SUMS, EQUAL_REPLICAS}
+    whole = {ADAMW_STATES, RESIDENT_STATES, EXACT_SUMS, EQUAL_REPLICAS, TRAINED_WEIGHTS}
     result = list[Feature]()
     if units.kind != "none":
         breaks = [REVERSIBLE_UPDATES, SAME_UNITS]

@@ -137,6 +137,11 @@ class Replica:
         ]
         self.views = {p: view_of(name, p.detach()) for p, name in self.names.items()}
 
+    def trained_weights(self) -> dict[str, Tensor]:
+        """What a checkpoint holds of the model: everything but the parameters that are never trained."""
+        frozen = {name for name, _ in self.model.named_parameters()} - set(self.names.values())
+        return {name: weight for name, weight in self.model.state_dict().items() if name not in frozen}
+
     def parameters(self) -> list[TensorView]:
         """This rank's part of every trainable parameter, as it is now."""
         return [self.view(parameter, parameter.detach()) for parameter in self.names]

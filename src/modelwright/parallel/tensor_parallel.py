@@ -28,6 +28,7 @@ from torch.func import functional_call
 from modelwright.core.errors import ConfigError
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Attention, Block, Decoder, FeedForward, Linear, RMSNorm, add_bias
+from modelwright.model.low_rank import MAGNITUDE, A, B, Factors, LowRank
 from modelwright.parallel import vocab_parallel
 from modelwright.parallel.mesh import World, axis_world
 from modelwright.parallel.tp_collectives import enter, gather, gather_replicated, leave, reduce_scatter
@@ -162,21 +163,55 @@ def _share_columns(layers: _Layers, linear: Linear) -> None:
     layers.place(linear, Shard(0))
     if linear.has_bias:
         layers.place(linear, Shard(0), "bias")
-    _replace(linear, forward=partial(_project, linear))
+    _replace(linear, forward=partial(_project, linear), own_weight=partial(_local, linear))
+    _share_adapter(layers, linear.adapter, a=Replicate(), b=Shard(0))
 
 
 def _share_rows(layers: _Layers, linear: Linear) -> None:
     layers.place(linear, Shard(1))
     if linear.has_bias:
         layers.place(linear, Replicate(), "bias")
-    _replace(linear, forward=partial(_project_and_sum, layers, linear))
+    _replace(linear, forward=partial(_project_and_sum, layers, linear), own_weight=partial(_local, linear))
+    _share_adapter(layers, linear.adapter, a=Shard(1), b=Replicate())
 
 
 def _share_one_head(layers: _Layers, linear: Linear, head: int, head_dim: int) -> None:
     layers.place(linear, Replicate())
     if linear.has_bias:
         layers.place(linear, Replicate(), "bias")
-    _replace(linear, forward=partial(_project_one_head, linear, slice(head * head_dim, (head + 1) * head_dim)))
+    rows = slice(head * head_dim, (head + 1) * head_dim)
+    own_rows = partial(_rows_of_replica, linear, rows)
+    _replace(linear, forward=partial(_project_one_head, linear, rows), own_weight=own_rows)
+    _share_adapter(layers, linear.adapter, a=Replicate(), b=Replicate(), rows=rows)
+
+
+def _share_adapter(
+    layers: _Layers, adapter: LowRank | None, *, a: Placement, b: Placement, rows: slice = slice(None)
+) -> None:
+    """a, b: placements of the factors; the magnitudes are placed like B, whose rows they scale. rows: of B, those that
+    this rank's weight has. What is replicated has a part of its gradient on every rank.
+    """
+    if adapter is None:
+        return
+    placements = {A: a, B: b, **({MAGNITUDE: b} if adapter.has_magnitude else {})}
+    for name, placement in placements.items():
+        layers.place(adapter, placement, name)
+    _replace(adapter, factors=partial(_local_factors, adapter, rows))
+    if a == Shard(1):
+        _replace(adapter, sum_of_columns=layers.axis.all_reduce_sum)
+
+
+def _local_factors(adapter: LowRank, rows: slice) -> Factors:
+    a_RI, b_OR = (_local(adapter, _gradient_of(adapter, name), name=name) for name in (A, B))
+    if not adapter.has_magnitude:
+        return Factors(a_RI, b_OR[rows], b_OR.new_empty(0))
+    return Factors(a_RI, b_OR[rows], _local(adapter, _gradient_of(adapter, MAGNITUDE), name=MAGNITUDE)[rows])
+
+
+def _gradient_of(adapter: LowRank, name: str) -> Placement | None:
+    parameter = adapter.get_parameter(name)
+    assert isinstance(parameter, DTensor)
+    return Partial() if parameter.placements[0].is_replicate() else None
 
 
 def _share_norm(layers: _Layers, norm: RMSNorm, *, partial_over_axis: bool) -> None:
@@ -191,13 +226,13 @@ def _replace(module: nn.Module, **methods: Callable[..., Any]) -> None:
 
 
 def _project(linear: Linear, x: Tensor) -> Tensor:
-    out = linear.product(x, _local(linear))
+    out = linear.multiply(x)
     return add_bias(out, _local(linear, name="bias")) if linear.has_bias else out
 
 
 def _project_and_sum(layers: _Layers, linear: Linear, x: Tensor) -> Tensor:
     """The bias is added once, to the sum; with sequence parallelism each rank adds it to its own tokens."""
-    out = layers.summed(linear.product(x, _local(linear)))
+    out = layers.summed(linear.multiply(x))
     if not linear.has_bias:
         return out
     gradient = Partial() if layers.sequence_parallel else Replicate()
@@ -205,8 +240,12 @@ def _project_and_sum(layers: _Layers, linear: Linear, x: Tensor) -> Tensor:
 
 
 def _project_one_head(linear: Linear, rows: slice, x: Tensor) -> Tensor:
-    out = linear.product(x, _local(linear, Partial())[rows])
+    out = linear.multiply(x)
     return add_bias(out, _local(linear, Partial(), name="bias")[rows]) if linear.has_bias else out
+
+
+def _rows_of_replica(linear: Linear, rows: slice) -> Tensor:
+    return _local(linear, Partial())[rows]
 
 
 def _norm(norm: RMSNorm, gradient: Placement, x: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from modelwright.data.find_files import locate
-from modelwright.data.sources import BUILTIN, SourceConfig
+from modelwright.data.sources import BUILTIN, WORDS, SourceConfig
 from modelwright.evaluate.config import EvaluateConfig
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.stage import Rates
@@ -59,5 +59,5 @@ def _builtin_bytes(data: SourceConfig, rows: RowSet) -> float:
 
 
 def _own_bytes(data: SourceConfig) -> float:
-    named = tuple(source for source in data.sources if source != BUILTIN)
+    named = tuple(source for source in data.sources if source not in WORDS)
     return sum(file.filesystem.info(file.path).get("size") or 0 for file in locate(named, lambda reason, where: None))

@@ -65,15 +65,13 @@ def execute(
     progress: Progress,
     elastic: bool = False,
     restart: bool = False,
-    minutes: float = 0.0,
 ) -> RunResult:
     """Carry out the run in `run` and return what was done.
 
     `only`: the stages to run (empty: all), which must be stages of the configuration; `words`: the command line, for
     run.json; `elastic`: the layout is fitted to the processes that exist; `restart`: training whose checkpoints are all
-    damaged starts over, and another run in the same folder is replaced; `minutes`: training is as long as fits into
-    this time (`time_budget`), 0 for the configured length. Called by every process that was started. Raises
-    `ModelwrightError` for anything that a person can fix, `Stopped` if training was asked to stop.
+    damaged starts over, and another run in the same folder is replaced. Called by every process that was started.
+    Raises `ModelwrightError` for anything that a person can fix, `Stopped` if training was asked to stop.
     """
     run.create()
     num_rows = shared_rows(config) if elastic else 0
@@ -82,8 +80,8 @@ def execute(
         if ranks is None:
             return RunResult([], False)
         shown = progress if ranks.rank == 0 else SilentProgress()
-        if minutes:
-            config = fit_to_minutes(config, minutes, run, ranks, shown)
+        if config.minutes and config.trainings:
+            config = fit_to_minutes(config, run, ranks, shown)
         if ranks.rank == 0:
             _hold(run, held, LOCK_PATIENCE_S if elastic else 0.0)
             if not restart:
@@ -154,12 +152,12 @@ def check_request(
     check_training(config, layout, num_processes=num_processes, stages=to_do)
 
 
-def is_finished(config: RunConfig, run: RunDir, only: Sequence[str], *, minutes: float = 0.0) -> bool:
-    """Whether nothing of the request remains to be done. minutes: as in `execute`."""
+def is_finished(config: RunConfig, run: RunDir, only: Sequence[str]) -> bool:
+    """Whether nothing of the request remains to be done."""
     previous = previous_config(run)
     if previous is None:
         return False
-    if minutes:
+    if config.minutes:
         config = with_lengths_of(config, previous)
     return not _to_do(run, build_stages(resolve_config(config, run, SilentProgress()), run, only), only)
 

@@ -1,7 +1,7 @@
 """Reads a run's configuration from its plain form: which stages it has, the sections of these, and whether they agree.
 
 A stage's section is a top-level key of its name. The section of a stage that the run does not have is checked and left
-out. A training stage inherits from the section `training`.
+out. A training stage inherits from the sections `training`, `lora` and `energy`.
 """
 
 import functools
@@ -14,7 +14,7 @@ from modelwright.core.config import dump, load_yaml, merge, parse
 from modelwright.core.config_docs import field_docs
 from modelwright.core.errors import ConfigError
 from modelwright.model.hf import load_config
-from modelwright.pipeline.config import RunConfig
+from modelwright.pipeline.config import INHERITED, RunConfig
 from modelwright.pipeline.stage import StageSpec
 from modelwright.pipeline.stages.model_folder import initial_folder
 from modelwright.pipeline.stages.pack import PACK, check_context
@@ -129,9 +129,10 @@ def _selection() -> type:
 
 def _inherited(data: Mapping[str, Any], stages: Sequence[StageSpec]) -> Mapping[str, Any]:
     """Give each training stage the shared settings that it does not set itself."""
-    shared = data.get("training", {})
-    if not isinstance(shared, Mapping):
+    shared, others = data.get("training", {}), {name: data[name] for name in INHERITED if data.get(name)}
+    if not all(isinstance(section, Mapping) for section in (shared, *others.values())):
         return data  # which parsing refuses
+    shared = {**shared, **others}
     own = {stage.name: data.get(stage.name, {}) for stage in stages if stage.objective}
     return {**data, **{name: merge(shared, one) for name, one in own.items() if isinstance(one, Mapping)}}
 
@@ -161,6 +162,6 @@ def _check_lengths(config: RunConfig) -> None:
         )
     for stage in config.trainings:
         try:
-            config.section(stage).batch_rows(config.section(PACK).seq_len)
+            config.section(stage).batch_rows(config.section(PACK).seq_len * stage.trained_rows)
         except ConfigError as error:
             raise ConfigError(f"{stage.name}.{error}") from None

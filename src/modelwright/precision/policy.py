@@ -18,6 +18,7 @@ from modelwright.core.compatibility import (
     SAME_MATMULS,
     SAME_UNITS,
     SYNCHRONOUS_UPDATES,
+    TRAINED_WEIGHTS,
     WHOLE_GRADIENTS,
     Feature,
     feature,
@@ -203,6 +204,7 @@ class PrecisionConfig:
             result.append(feature("fp32_matmul", "tf32", only_with=[ACCELERATOR]))
         if self.adaptive.kind != "none":
             needs = [EAGER_BLOCKS, SYNCHRONOUS_UPDATES, SAME_UNITS, COMMON_LOSS_SCALE, WHOLE_GRADIENTS]
+            needs.append(TRAINED_WEIGHTS)
             result.append(feature("adaptive.kind", self.adaptive.kind, needs=needs, breaks=[SAME_MATMULS]))
         return result
 

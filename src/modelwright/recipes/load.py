@@ -130,10 +130,13 @@ def _from_file(path: Path, data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _lay_over(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`over` merged into `base`; a training length in `over` replaces one that `base` gives in another unit."""
+    """`over` merged into `base`; a training length in `over` replaces one that `base` gives in another unit, or as the
+    time of the whole run.
+    """
     cleared = dict(base)
     for stage in training_names():
         before, after = base.get(stage), over.get(stage)
         if isinstance(before, Mapping) and isinstance(after, Mapping) and any(after.get(name) for name in LENGTHS):
             cleared[stage] = {name: value for name, value in before.items() if name not in LENGTHS}
+            cleared.pop("minutes", None)
     return merge(cleared, over)

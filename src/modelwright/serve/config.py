@@ -6,6 +6,7 @@ from modelwright.compress.int8 import Int8WeightsConfig
 from modelwright.core.config import constant, only_for, word_for_none
 from modelwright.core.errors import ConfigError
 from modelwright.infer.engine import EngineConfig
+from modelwright.serve.logs import LogFormat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,8 @@ class ServeConfig:
     """PEM file with the private key of the certificate."""
     cors_origins: tuple[str, ...] = field(default=(), metadata=word_for_none())
     """Origins (`https://example.com`) whose pages may call the API from a browser."""
+    log_format: LogFormat = "text"
+    """Lines of the log on standard error; `json` writes an object per line, for programs."""
     log_prompts: bool = False
     """Write the bodies of requests to the log."""
     model_aliases: tuple[str, ...] = field(default=(), metadata=word_for_none())

@@ -15,6 +15,7 @@ from modelwright.core.progress import Progress, SilentProgress
 from modelwright.memory.glibc_malloc import freed_memory_kept
 from modelwright.memory.offload import Store, open_store
 from modelwright.memory.step_arena_runtime import step_arena
+from modelwright.model.adapters import attach_adapters, identify_base
 from modelwright.optim.build import build_optimizer
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.deferred import is_deferred
@@ -28,6 +29,7 @@ from modelwright.train.config import check_layout, without_effect
 from modelwright.train.job import Session, StepParts, TrainJob
 from modelwright.train.monitors.anomalies import AnomalyLog
 from modelwright.train.monitors.anomaly_monitor import anomaly_monitor
+from modelwright.train.monitors.energy import energy_monitor
 from modelwright.train.monitors.recovery_time import recovery_time
 from modelwright.train.monitors.replica_check import replica_check
 from modelwright.train.monitors.stragglers import straggler_monitor
@@ -43,6 +45,7 @@ from modelwright.train.technique import Relayout, Technique
 from modelwright.train.techniques.adaptive_precision import adaptive_precision
 from modelwright.train.techniques.amax_history import amax_history
 from modelwright.train.techniques.auxiliary_losses import auxiliary_losses
+from modelwright.train.techniques.base_weights import base_weights
 from modelwright.train.techniques.finite_check import finite_check, skip_empty_batches
 from modelwright.train.techniques.gradient_clipping import gradient_clipping
 from modelwright.train.techniques.learning_rate import learning_rate
@@ -56,6 +59,7 @@ from modelwright.train.techniques.token_balance import token_balance
 from modelwright.train.techniques.weight_decay import dynamic_weight_decay
 from modelwright.train.throughput import Throughput
 from modelwright.train.trainer import Trainer
+from modelwright.train.whole_model import ModelLayout
 
 ALONE, SILENT = single(), SilentProgress()
 """One process on the CPU, without a display."""
@@ -90,10 +94,12 @@ def technique_builders(job: TrainJob) -> list[TechniqueBuilder]:
         auxiliary_losses,  # on_batch: their scale, for the batch as it is now
         partial(pipeline_rebalancing, config.load_balance, every=every),  # on_step_end: ask for another layout
         partial(out_of_memory, faults.on_out_of_memory),  # on_retry: smaller microbatches
+        base_weights,  # state: which model the adapters belong to
         *map(reads_whole_gradients, job.techniques),
         # Monitors come last: they see what all others made of a step.
         anomaly_monitor,
         recovery_time,
+        partial(energy_monitor, config.energy),
         partial(replica_check, every=faults.replica_check_every_steps),
         partial(straggler_monitor, faults.stragglers),
     ]
@@ -130,6 +136,8 @@ def train(job: TrainJob, world: World = ALONE, progress: Progress = SILENT) -> T
     progress = progress if world.is_first else SilentProgress()
     progress.begin(job.name, job.num_steps, "steps")
     _note_unused(job, world, progress)
+    if job.config.lora.r:
+        identify_base(job.model)
     attach_modules(job.model, job.objective, job.seed)
     if not is_deferred(job.model):
         job.model.to(world.device)
@@ -202,6 +210,8 @@ def build_step(job: TrainJob, global_mesh: Mesh, session: Session, on_exit: Exit
     scales = build_loss_scales(job, mesh)
     executor, replica = build_replica(job, mesh, scales, session.store)
     on_exit.callback(remove_passes, job.model)
+    own_modules = job.objective.own_modules
+    job.objective.begin(ModelLayout(mesh=mesh, precision=config.precision, own_modules=own_modules))
     run = Runtime(
         replica=replica,
         executor=executor,
@@ -254,6 +264,7 @@ def build_loss_scales(job: TrainJob, mesh: Mesh) -> LossScales:
 def build_replica(job: TrainJob, mesh: Mesh, scales: LossScales, store: Store | None) -> tuple[Executor, Replica]:
     """Lay the model out, in place, with all passes that the configuration asks for, and build its optimizer."""
     config = job.config
+    attach_adapters(job.model, config.lora, job.seed)
     executor = parallelize(
         job.model if mesh.is_only_data_parallel else move_out(job.model),
         mesh=mesh,

@@ -31,6 +31,7 @@ from modelwright.core.config import constant, dump, only_for, unused_settings
 from modelwright.core.errors import ConfigError
 from modelwright.data.batching.config import BatchingConfig
 from modelwright.memory.config import ActivationCheckpointingConfig
+from modelwright.model.adapter_config import AdapterConfig
 from modelwright.optim.build import OptimizerKind
 from modelwright.optim.clip import AdaptiveClipConfig
 from modelwright.optim.decay import WeightDecayScheduleConfig
@@ -42,6 +43,7 @@ from modelwright.parallel.strategies.config import AsyncUpdatesConfig, GradientS
 from modelwright.precision.policy import PrecisionConfig
 from modelwright.train.monitors.anomalies import AnomalyConfig
 from modelwright.train.monitors.config import FaultToleranceConfig
+from modelwright.train.monitors.energy import EnergyConfig
 from modelwright.train.technique import Technique
 from modelwright.train.techniques.loss_spikes import LossSpikeConfig
 
@@ -75,6 +77,7 @@ _WITHOUT_EFFECT_ON_WEIGHTS = (
     "keep_last",
     "log_every_steps",
     "anomalies",
+    "energy",
     "fault_tolerance",
 )
 
@@ -169,6 +172,8 @@ class TrainConfig(SharedTrainConfig):
     eval_every_steps: int = 100
     """Steps between validations; 0 only at the end."""
     batching: BatchingConfig = field(default_factory=BatchingConfig)
+    lora: AdapterConfig = field(default_factory=AdapterConfig)
+    energy: EnergyConfig = field(default_factory=EnergyConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -234,6 +239,7 @@ class TrainConfig(SharedTrainConfig):
             "async_updates",
             "load_balance",
             "loss_spikes",
+            "lora",
         ):
             result += [replace(one, key=f"{name}.{one.key}") for one in getattr(self, name).features()]
         return result + sparsity_features(self.sparse_updates, self.batch_selection)
@@ -304,6 +310,8 @@ class TrainConfig(SharedTrainConfig):
             del result["neftune_noise_alpha"]  # as before there was such a setting
         if self.batching == BatchingConfig():
             del result["batching"]  # as before there were any of its settings
+        if self.lora == AdapterConfig():
+            del result["lora"]
         return result
 
 

@@ -4,6 +4,8 @@ A token attends to itself and to earlier tokens of its document. Backward costs 
 """
 
 from modelwright.data.batch import TokenBatch
+from modelwright.model.adapter_config import AdapterConfig
+from modelwright.model.adapters import adapter_flops, projection_sizes
 from modelwright.model.config import ModelConfig
 
 
@@ -24,6 +26,17 @@ def all_attention_flops(shape: ModelConfig, batch: TokenBatch) -> int:
 def head_flops(shape: ModelConfig, batch: TokenBatch) -> int:
     """FLOPs of the head; ignored labels cost none."""
     return 2 * batch.num_targets * shape.vocab_size * shape.model_dim
+
+
+def adapter_step_flops(shape: ModelConfig, adapters: AdapterConfig, *, num_tokens: float, num_targets: float) -> float:
+    """What adapters change in the FLOPs of forward and backward: their own products come in addition, and the gradients
+    of the frozen weights are not computed. num_targets: tokens that reach the head.
+    """
+    if not adapters.r:
+        return 0.0
+    frozen = sum(2 * outputs * inputs for outputs, inputs in projection_sizes(shape).values())
+    per_token = 3 * adapter_flops(shape, adapters) - frozen
+    return num_tokens * per_token - num_targets * 2 * shape.vocab_size * shape.model_dim
 
 
 def dense_flops(shape: ModelConfig, batch: TokenBatch) -> int:

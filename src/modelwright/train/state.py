@@ -61,5 +61,10 @@ class TrainState:
 
 
 def load_best(model: Decoder, stage: StageDir, best: Best) -> None:
-    """Load the weights with the lowest held-out loss into the model. Raises `ArtifactError` if they are gone."""
-    model.load_state_dict(read_weights(stage.checkpoints, best.step))
+    """Load the weights with the lowest held-out loss into the model; the others are those of the base that its adapters
+    belong to. Raises `ArtifactError` if they are gone.
+    """
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    missing, unknown = model.load_state_dict(read_weights(stage.checkpoints, best.step), strict=False)
+    assert not unknown, unknown
+    assert set(missing) <= frozen, missing

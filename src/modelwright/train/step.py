@@ -75,10 +75,10 @@ class TrainStep:
 
     def count(self, batch: Batch) -> tuple[dict[str, float], Work]:
         """The normalizer of each loss term over the global batch, and the batch's counts."""
-        mesh, shape, weights = self.run.mesh, self.run.model.config, self.objective.weights(batch)
-        counts = [*map(float, weights.values()), *Work.counts(shape, batch)]
+        mesh, model, weights = self.run.mesh, self.run.model, self.objective.weights(batch)
+        counts = [*map(float, weights.values()), *Work.counts(model, batch)]
         sums = mesh.world.sums([count * mesh.speaks_for_rows for count in counts])
-        return dict(zip(weights, sums, strict=False)), Work.of(shape, sums[len(weights) :])
+        return dict(zip(weights, sums, strict=False)), Work.of(model, sums[len(weights) :])
 
     def forward_backward(
         self, batch: Batch, weights: Mapping[str, float], seed_everything: Any

@@ -5,9 +5,9 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from modelwright.model.config import ModelConfig
+from modelwright.model.decoder import Decoder
 from modelwright.parallel.mesh import World
-from modelwright.train.flops import dense_flops
+from modelwright.train.flops import adapter_step_flops, dense_flops
 from modelwright.train.objective import Batch
 from modelwright.train.technique import StepInfo, Update
 
@@ -17,8 +17,8 @@ class Work:
     """Counts of one global batch, before any of it is computed.
 
     num_tokens: without padding. model_flops: of forward and backward of these tokens: a token attends to itself and to
-    what precedes it in its document; backward costs twice forward; recomputation does not count. executed_flops: of a
-    step that skips nothing, with padding, and a head for labels only.
+    what precedes it in its document; backward costs twice forward, less where weights are frozen; recomputation does
+    not count. executed_flops: of a step that skips nothing, with padding, and a head for labels only.
     """
 
     num_tokens: int
@@ -26,16 +26,20 @@ class Work:
     executed_flops: float
 
     @staticmethod
-    def counts(shape: ModelConfig, batch: Batch) -> list[float]:
+    def counts(model: Decoder, batch: Batch) -> list[float]:
         """This rank's counts, to be summed over the ranks for `of`."""
         real = batch.segments_BT >= 0
         contexts = ((batch.positions_BT + 1) * real).sum()
-        return [float(real.sum()), float(contexts), float(dense_flops(shape, batch))]
+        executed = dense_flops(model.config, batch) + adapter_step_flops(
+            model.config, model.adapters, num_tokens=batch.num_tokens, num_targets=batch.num_targets
+        )
+        return [float(real.sum()), float(contexts), float(executed)]
 
     @classmethod
-    def of(cls, shape: ModelConfig, sums: list[float]) -> "Work":
+    def of(cls, model: Decoder, sums: list[float]) -> "Work":
         num_tokens, contexts, executed = sums
-        model_flops = 3 * num_tokens * shape.flops_per_token(contexts / max(1.0, num_tokens))
+        model_flops = 3 * num_tokens * model.config.flops_per_token(contexts / max(1.0, num_tokens))
+        model_flops += adapter_step_flops(model.config, model.adapters, num_tokens=num_tokens, num_targets=num_tokens)
         return cls(num_tokens=int(num_tokens), model_flops=model_flops, executed_flops=executed)
 
 

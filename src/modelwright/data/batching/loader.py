@@ -4,7 +4,8 @@ The global sequence of rows is planned in blocks: one batch of whole rows, or ab
 a token budget, whose rows are sorted by length before they are divided into batches. Competence and shares of sources
 are those of a block's first batch. Every rank plans all blocks alike, from the lengths alone, and reads its share of a
 batch's rows, so any number of ranks gives the same global batches. Batch number n is a function of n and of the
-updates of the mixture; a resumed run plans the blocks before it again.
+updates of the mixture; a resumed run plans the blocks before it again. Where rows were packed in groups, "row" means
+such a group here, and its length is that of its longest row.
 """
 
 from collections.abc import Callable, Sequence
@@ -86,7 +87,7 @@ class PlannedLoader:
         self.num_batches_per_epoch = num_batches_per_epoch
         """About the number of batches after which as many rows were read as there are."""
         self.seed = seed
-        self.lengths = rows.row_lengths()
+        self.lengths = rows.group_lengths()
         self._generation = mixture.generation
         self._begin()
 
@@ -182,13 +183,13 @@ def build_loader(
     curriculum = config.curriculum
     if not by_tokens and curriculum.by == "none" and not config.mixture.is_on:
         return PackedLoader(rows, batch_rows=batch_rows, seed=seed)
-    lengths, budget = rows.row_lengths(), batch_rows * rows.seq_len if by_tokens else 0
-    num_batches = -(-rows.num_rows // batch_rows)
+    lengths, budget = rows.group_lengths(), batch_rows * rows.seq_len if by_tokens else 0
+    num_batches = -(-rows.num_groups // batch_rows)
     if by_tokens:
         num_batches = _batches_per_epoch(lengths, budget, rows.seq_len, seed=seed)
     num_steps = num_steps_of(num_batches)
     names = list(rows.sources) if config.mixture.is_on else [""]
-    members = [rows.source_rows(name) for name in names] if config.mixture.is_on else [np.arange(rows.num_rows)]
+    members = [rows.source_groups(name) for name in names] if config.mixture.is_on else [np.arange(rows.num_groups)]
     difficulty = _difficulty(rows, curriculum, row_losses)
     return PlannedLoader(
         rows,
@@ -198,7 +199,7 @@ def build_loader(
         ],
         mixture=Mixture(config.mixture, names, [int(lengths[own].sum()) for own in members], num_steps=num_steps),
         pacing=Pacing(curriculum, num_steps),
-        block_rows=_block_rows(config, rows.num_rows, num_batches, num_steps) if by_tokens else batch_rows,
+        block_rows=_block_rows(config, rows.num_groups, num_batches, num_steps) if by_tokens else batch_rows,
         budget=budget,
         num_batches_per_epoch=num_batches,
         seed=seed,
@@ -229,5 +230,5 @@ def _difficulty(rows: PackedRows, config: CurriculumConfig, row_losses: Callable
     if config.by == "none":
         return None
     if config.by == "length":
-        return rows.row_lengths()
-    return row_losses() if config.model else rows.row_scores()
+        return rows.group_lengths()
+    return row_losses() if config.model else rows.group_scores()

@@ -75,7 +75,7 @@ class Privacy:
         changed = replace(changed, meta={**changed.meta, **self._redacted_fields(document, replacer)})
         if not replacer.markers:
             return document, Counter()
-        turns = [*document.messages, *document.meta.get("rejected", ())] if document.kind == "qa" else []
+        turns = [*document.messages, *document.rejected] if document.kind == "qa" else []
         parts = [text for turn in turns for text in turn_texts(turn)] if turns else [document.text]
         return changed, sum((replacer.counts[part] for part in parts), Counter[str]())
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rensa import RMinHash  # pyright: ignore[reportAttributeAccessIssue]
 
-from modelwright.data.document import Document
+from modelwright.data.document import Document, join_turns
 from modelwright.data.words import hash_words, split_words
 
 NUM_PERMUTATIONS, NUM_BANDS = 128, 16
@@ -70,7 +70,7 @@ def fingerprints(documents: Sequence[Document], *, whole_pairs: bool = False) ->
 def identity(document: Document) -> str:
     """The text by which a document is the same as another."""
     is_short = document.kind == "qa" and len(document.body.split()) < MIN_ANSWER_WORDS
-    return document.text if is_short else document.body
+    return join_turns([*document.messages, *document.rejected]) if is_short else document.body
 
 
 def digest(text: str) -> int:

@@ -32,6 +32,7 @@ from modelwright.parallel.pipeline.stages import (
     check_blocks,
     check_microbatches,
     check_ties,
+    check_trained,
     cut,
     is_v_shaped,
     join,
@@ -98,6 +99,7 @@ class Pipeline:
         self.config = config
         self.mesh = mesh
         self.layers = layers_of_stages(model.config, config)
+        check_trained(model, self.layers)
         self.owners = rank_of_stage(config)
         self.weight_dtype = model.embedding.weight.dtype
         self.stages = [

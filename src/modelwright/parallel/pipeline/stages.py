@@ -72,6 +72,15 @@ def check_ties(model: ModelConfig, config: ParallelConfig) -> None:
         )
 
 
+def check_trained(model: Decoder, layers: Sequence[range]) -> None:
+    """Raise `ConfigError` if a stage would have nothing to train, because adapters are in layers only."""
+    if model.adapters.r and not all(layers):
+        raise ConfigError(
+            "parallel.layers_per_stage: a stage without layers has no adapters and so nothing to train; set it so that "
+            "every stage has a layer"
+        )
+
+
 def check_blocks(part: Decoder, config: ParallelConfig) -> None:
     """Raise `ConfigError` if passes have created blocks that zero_bubble cannot split. It computes weight gradients
     separately, from the middle of the graph: a recomputed block would be recomputed for every weight, and a compiled
@@ -136,6 +145,7 @@ def _assemble(
     part.ends = model.ends
     part.stored = model.stored
     part.embedding_hooks = model.embedding_hooks
+    part.adapters, part.base_fingerprint = model.adapters, model.base_fingerprint
     ends = {"embedding": embedding, "blocks": nn.ModuleDict(blocks), "norm": norm, "head": head, "heads": heads}
     for name, module in ends.items():
         setattr(part, name, module)

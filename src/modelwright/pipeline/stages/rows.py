@@ -6,7 +6,7 @@ its artifact with the rows of each split; a split without documents has no folde
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -41,9 +41,9 @@ class PackJob:
     text_kinds: tuple[Kind, ...] = field(default=TEXT_KINDS)
     """The kinds of documents that `TEXT_ROWS` takes."""
 
-    def pack(self, name: str, sequences: Sequences) -> dict[str, Any]:
+    def pack(self, name: str, sequences: Sequences, *, group_size: int = 1) -> dict[str, Any]:
         """Pack one split of a set, such as `pretrain/train`; add its report to the artifact's facts and return it. {}
-        if no sequence is left to pack.
+        if no sequence is left to pack. group_size: see `data.pack.pack`.
         """
         sequences = _counted(sequences, self.context, f"pack {name}")
         first: list[TokenSequence] = []
@@ -56,7 +56,7 @@ class PackJob:
         output = self.context.output
         report = pack(
             chain(first, sequences), output.path / name, self.settings,
-            vocab_size=self.tokenizer.vocab_size, eos_id=self.tokenizer.eos_id,
+            vocab_size=self.tokenizer.vocab_size, eos_id=self.tokenizer.eos_id, group_size=group_size,
         )  # fmt: skip
         output.facts[name] = asdict(report)
         return output.facts[name]
@@ -76,6 +76,10 @@ class RowSet:
     """What the rows are for, for tables."""
     pack: Callable[[PackJob, Split], None]
     """Packs the documents of one split with `PackJob.pack`, under the name `<name>/<split>`."""
+    documents: str = "prose or code document"
+    """What the rows are made from, for messages."""
+    trained_rows: int = 1
+    """Rows of a group that a training learns from, which count in `batch_tokens`; 1 where rows are not grouped."""
     if_empty: str = ""
     """Why a training without rows passes its model on unchanged; "" if that is an error."""
     stdlib_bytes: float = 0.0
@@ -84,17 +88,30 @@ class RowSet:
 
 def _pack_text(job: PackJob, split: Split) -> None:
     """Begin token, text, end token."""
+    job.pack(f"{TEXT_ROWS.name}/{split}", _texts(job, split))
+
+
+def _pack_all(job: PackJob, split: Split) -> None:
+    """Texts, then conversations."""
+    overlong = "skip" if job.settings.long_documents == "skip" else "split"
+    fit = ConversationFit(seq_len=job.settings.seq_len, overlong=overlong)
+    kinds = tuple(kind for kind in job.text_kinds if kind != "qa")
+    texts = _texts(replace(job, text_kinds=kinds), split)
+    job.pack(f"{ALL_ROWS.name}/{split}", chain(texts, _conversations(job, split, fit)))
+
+
+def _texts(job: PackJob, split: Split) -> Sequences:
     labels: deque[tuple[str, float | None]] = deque()
 
     def texts() -> Iterator[str]:
         for document in read_kept(job.clean, split=split):
-            if document.kind in job.text_kinds:
+            if document.kind in job.text_kinds and not document.is_undesirable:
                 labels.append(job.labels(document))
                 yield document.text
 
     # Documents are encoded some blocks ahead; their labels wait in the same order.
     encoded = job.tokenizer.encode_documents(texts(), num_threads=job.config.hardware.num_threads)
-    job.pack(f"{TEXT_ROWS.name}/{split}", (TokenSequence(ids, None, *labels.popleft()) for ids in encoded))
+    return (TokenSequence(ids, None, *labels.popleft()) for ids in encoded)
 
 
 def _pack_chats(job: PackJob, split: Split) -> None:
@@ -116,6 +133,8 @@ def _pack_chats(job: PackJob, split: Split) -> None:
 
 def _conversations(job: PackJob, split: Split, fit: ConversationFit) -> Sequences:
     for document in read_kept(job.clean, split=split, kind="qa"):
+        if document.is_undesirable:
+            continue
         try:
             sequences = job.tokenizer.encode_training_chats(
                 document.messages, tools=document.tools, loss=job.settings.chat_loss
@@ -159,11 +178,12 @@ def suggest_row_len(config: RunConfig, fit: ConversationFit) -> str:
     if requested > config.model.max_seq_len:
         words.append(f"--model.max_seq_len {requested}")
     for stage in config.trainings:
-        training = config.section(stage)
+        training, num_rows = config.section(stage), stage.trained_rows
         try:
-            training.batch_rows(requested)
+            training.batch_rows(requested * num_rows)
         except ConfigError:
-            words.append(f"--{stage.name}.batch_tokens {training.batch_rows(fit.seq_len) * requested}")
+            num_groups = training.batch_rows(fit.seq_len * num_rows)
+            words.append(f"--{stage.name}.batch_tokens {num_groups * num_rows * requested}")
     return f"99% of them fit with {' '.join(words)}"
 
 
@@ -184,3 +204,4 @@ CHAT_ROWS = RowSet(
     if_empty="there are no question/answer pairs to learn from; the model stays as it was",
     stdlib_bytes=4e6,
 )
+ALL_ROWS = RowSet(name="all", title="text and conversations", pack=_pack_all, stdlib_bytes=24e6)

@@ -123,14 +123,14 @@ class CheckpointManager:
     def snapshot(self) -> Snapshot:
         return Snapshot(
             step=self.state.step,
-            weights=self.replica.model.state_dict(),
+            weights=self.replica.trained_weights(),
             state=self.state_dict(),
             gradients=list(self.replica.names.values()),
         )
 
     def load(self, step: int) -> dict[str, Any]:
         """Restore the weights of a checkpoint; return its state."""
-        names, weights = list(self.replica.names.values()), self.replica.model.state_dict()
+        names, weights = list(self.replica.names.values()), self.replica.trained_weights()
         return self.reader.load(step, weights, gradients=names, note=self.note)
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,0 +1,99 @@
+"""Settings of low-rank adapters, under the names that PEFT gives them."""
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from modelwright.core.compatibility import TRAINED_WEIGHTS, Feature, feature
+from modelwright.core.config import only_for
+from modelwright.core.errors import ConfigError
+
+Value = TypeVar("Value", int, float)
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""The projections of a block."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterConfig:
+    """Low-rank adapters (LoRA, Hu et al. 2021): the model's own weights stay as they are, and each chosen projection
+    adds scale * B A x to its output W x.
+
+    A pattern is a regular expression for one or several consecutive parts of a projection's name: `q_proj`, `ffn`,
+    `q_proj|v_proj`, `blocks\\.[01]`. Names are those of this project: `blocks.0.attention.q_proj`,
+    `blocks.0.ffn.up_proj`.
+    """
+
+    r: int = 0
+    """Rank of the adapters; 0 trains the model's own weights instead."""
+    lora_alpha: float = field(default=16.0, metadata=only_for("r"))
+    """The adapters' output is scaled by lora_alpha / r."""
+    lora_dropout: float = field(default=0.0, metadata=only_for("r"))
+    """Probability with which an adapter ignores an input feature of a token in training."""
+    target_modules: tuple[str, ...] = field(default=PROJECTIONS, metadata=only_for("r"))
+    """Patterns of the projections that get adapters."""
+    rank_pattern: dict[str, int] = field(default_factory=dict[str, int], hash=False, metadata=only_for("r"))
+    """Ranks of the projections that a pattern matches, in place of `r`; the first match counts."""
+    alpha_pattern: dict[str, float] = field(default_factory=dict[str, float], hash=False, metadata=only_for("r"))
+    """The same for `lora_alpha`."""
+    use_rslora: bool = field(default=False, metadata=only_for("r"))
+    """Scale by lora_alpha / sqrt(r), which keeps the size of updates at high ranks (Kalajdzievski 2023)."""
+    use_dora: bool = field(default=False, metadata=only_for("r"))
+    """Also train the length of each row of the adapted weights (DoRA, Liu et al. 2024)."""
+
+    def __post_init__(self) -> None:
+        if self.r < 0:
+            raise ConfigError(f"r: must not be negative, got {self.r}; 8 is usual, 0 trains without adapters")
+        if not 0.0 <= self.lora_dropout < 1.0:
+            raise ConfigError(f"lora_dropout: must be at least 0 and below 1, got {self.lora_dropout}")
+        if not self.target_modules:
+            raise ConfigError(f"target_modules: is empty; name projections, such as {', '.join(PROJECTIONS)}")
+        if wrong := [pattern for pattern, rank in self.rank_pattern.items() if rank < 1]:
+            raise ConfigError(f"rank_pattern: the rank of {wrong[0]!r} must be at least 1")
+        for value in (self.lora_alpha, *self.alpha_pattern.values()):
+            if not (value > 0 and math.isfinite(value)):
+                raise ConfigError(f"lora_alpha, alpha_pattern: must be above 0, got {value}")
+        for pattern in (*self.target_modules, *self.rank_pattern, *self.alpha_pattern):
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ConfigError(f"target_modules: {pattern!r} is no regular expression ({error})") from None
+
+    def targets(self, names: Iterable[str]) -> list[str]:
+        """Those of these projections that get adapters, in their order. Raises `ConfigError` for a pattern that matches
+        none of them.
+        """
+        names = list(names)
+        chosen = [name for name in names if any(matches(pattern, name) for pattern in self.target_modules)]
+        patterns = {"target_modules": (self.target_modules, names)}
+        patterns |= {name: (getattr(self, name), chosen) for name in ("rank_pattern", "alpha_pattern")}
+        for setting, (given, among) in patterns.items():
+            for pattern in given:
+                if not any(matches(pattern, name) for name in among):
+                    known = ", ".join(dict.fromkeys(name.split(".", 2)[-1] for name in among))
+                    raise ConfigError(f"lora.{setting}: {pattern!r} matches no projection; there are {known}")
+        return chosen
+
+    def rank_of(self, name: str) -> int:
+        """The rank of a projection's adapter."""
+        return _first_match(self.rank_pattern, name, self.r)
+
+    def scale_of(self, name: str) -> float:
+        """The factor of an adapter's output."""
+        rank = self.rank_of(name)
+        return _first_match(self.alpha_pattern, name, self.lora_alpha) / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def features(self) -> list[Feature]:
+        """What adapters need of a run, and break."""
+        return [feature("r", self.r, breaks=[TRAINED_WEIGHTS])] if self.r else []
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a pattern matches one or several consecutive parts of a dotted name."""
+    return re.search(rf"(?:^|\.)(?:{pattern})(?:\.|$)", name) is not None
+
+
+def _first_match(patterns: Mapping[str, Value], name: str, default: Value) -> Value:
+    return next((value for pattern, value in patterns.items() if matches(pattern, name)), default)

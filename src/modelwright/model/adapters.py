@@ -1,0 +1,238 @@
+"""Low-rank adapters on a decoder: attaching them, computing without them, merging them into the weights.
+
+A model pass on the whole model, before it is laid out: its own weights are frozen, so that gradients, optimizer states
+and checkpoints are those of the adapters and of the objective's heads. One adapter is in `low_rank.py`; folders in
+PEFT's layout are in `peft_folder.py`.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from modelwright.core.errors import ConfigError
+from modelwright.model.adapter_config import AdapterConfig
+from modelwright.model.config import ModelConfig
+from modelwright.model.decoder import Decoder, Linear, StoredParameters
+from modelwright.model.low_rank import A, B, LowRank, initial_a, row_norms
+
+ADAPTER = ".adapter."
+"""What the name of every parameter of an adapter contains, after the name of its projection."""
+HEADS = "heads."
+
+
+def attach_adapters(model: Decoder, config: AdapterConfig, seed: int) -> None:
+    """Give the model new adapters, in place, and freeze its own weights; `config.r` 0 changes nothing. Adapters that it
+    has already are kept.
+
+    The seed decides the initial values, whatever the layout. Raises `ConfigError` if a pattern matches no projection,
+    or if the model has adapters of another form.
+    """
+    if not config.r:
+        return
+    projections = model.projections()
+    targets = config.targets(projections)
+    if model.adapters.r:
+        _keep_adapters(model, config, targets)
+        return
+    model.adapters = config
+    for name in targets:
+        _attach(projections[name], config, name)
+    if model.stored is not None and model.head_weight.is_meta:
+        model.stored = StoredAdapters(stored=model.stored, config=config, seed=seed, shapes=adapter_shapes(model))
+    else:
+        own = _Weights(model)
+        initial = StoredAdapters(stored=own, config=config, seed=seed, shapes=adapter_shapes(model))
+        for name, shape in initial.shapes.items():
+            _fill(model.get_parameter(name), initial.read(name, tuple(slice(0, length) for length in shape)))
+    freeze_base(model)
+
+
+def freeze_base(model: Decoder) -> None:
+    """Make adapters and heads the only parameters that are trained."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_trained(name))
+
+
+def is_trained(name: str) -> bool:
+    """Whether a parameter of a model with adapters is trained."""
+    return ADAPTER in name or name.startswith(HEADS)
+
+
+def adapter_shapes(model: Decoder) -> dict[str, torch.Size]:
+    """The shapes of all parameters of adapters, by name."""
+    return {name: parameter.shape for name, parameter in model.named_parameters() if ADAPTER in name}
+
+
+def adapters_of(model: Decoder) -> dict[str, LowRank]:
+    """The adapters of this process's projections, by the projection's name."""
+    return {name: one.adapter for name, one in model.projections().items() if one.adapter is not None}
+
+
+@contextmanager
+def adapters_disabled(model: Decoder) -> Iterator[None]:
+    """Within the block the model computes as without its adapters: the reference model of DPO and PPO needs no weights
+    of its own.
+    """
+    adapters = list(adapters_of(model).values())
+    before = [adapter.is_on for adapter in adapters]
+    for adapter in adapters:
+        adapter.is_on = False
+    try:
+        yield
+    finally:
+        for adapter, was_on in zip(adapters, before, strict=True):
+            adapter.is_on = was_on
+
+
+def merge_adapters(model: Decoder) -> None:
+    """Put the adapters into the weights, in place, and remove them: the same outputs, up to rounding, from a plain
+    model whose weights can be trained.
+    """
+    for projection in model.projections().values():
+        if projection.adapter is not None:
+            with torch.no_grad():
+                projection.weight.copy_(projection.adapter.merged(projection.weight))
+    remove_adapters(model)
+
+
+def remove_adapters(model: Decoder) -> None:
+    """Remove the adapters without a trace, in place."""
+    for projection in model.projections().values():
+        projection.adapter = None
+    model.adapters, model.base_fingerprint = AdapterConfig(), ""
+    model.requires_grad_(True)
+
+
+@contextmanager
+def merged_adapters(model: Decoder) -> Iterator[None]:
+    """Within the block the adapters are part of the weights, which makes products as fast as without them. Afterwards
+    the weights are what they were, to the bit.
+    """
+    projections = {name: one for name, one in model.projections().items() if one.adapter is not None}
+    before = {name: one.weight.detach().clone() for name, one in projections.items()}
+    with torch.no_grad():
+        for one in projections.values():
+            assert one.adapter is not None
+            one.weight.copy_(one.adapter.merged(one.weight))
+    try:
+        with adapters_disabled(model):
+            yield
+    finally:
+        with torch.no_grad():
+            for name, one in projections.items():
+                one.weight.copy_(before[name])
+
+
+def identify_base(model: Decoder) -> None:
+    """Store the fingerprint of the weights that adapters belong to in the model, unless it is known."""
+    model.base_fingerprint = model.base_fingerprint or base_fingerprint(model)
+
+
+def base_fingerprint(model: Decoder) -> str:
+    """A digest that tells a model's weights from those of others: of names and shapes, and of the first row of every
+    tensor, rounded to BF16, so that it is the same in every format that a model is kept in. Independent of adapters.
+    """
+    digest = hashlib.sha256()
+    source = model.stored if model.stored is not None and model.head_weight.is_meta else _Weights(model)
+    for name, parameter in model.named_parameters():
+        if not is_trained(name):
+            *rows, width = parameter.shape
+            sample = (
+                source.read(name, (*(slice(0, 1) for _ in rows), slice(0, width)))
+                .detach()
+                .to("cpu", torch.bfloat16)
+                .contiguous()
+            )
+            digest.update(f"{name} {list(parameter.shape)}".encode())
+            digest.update(sample.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def adapter_flops(shape: ModelConfig, config: AdapterConfig) -> float:
+    """FLOPs per token of a forward pass through all adapters, 2 per multiply-add."""
+    sizes = projection_sizes(shape)
+    return sum(2.0 * config.rank_of(name) * sum(sizes[name]) for name in config.targets(sizes)) if config.r else 0.0
+
+
+def projection_sizes(shape: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Outputs and inputs of every projection of a model of this shape, by name."""
+    queries, pairs = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    width, inner = shape.model_dim, shape.ffn_dim
+    block = {
+        "attention.q_proj": (queries, width),
+        "attention.k_proj": (pairs, width),
+        "attention.v_proj": (pairs, width),
+        "attention.o_proj": (width, queries),
+        "ffn.gate_proj": (inner, width),
+        "ffn.up_proj": (inner, width),
+        "ffn.down_proj": (width, inner),
+    }
+    return {f"blocks.{layer}.{name}": size for layer in range(shape.num_layers) for name, size in block.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredAdapters(StoredParameters):
+    """Initial values of adapters, beside the stored weights of the model that they are attached to."""
+
+    stored: StoredParameters
+    config: AdapterConfig
+    seed: int
+    shapes: Mapping[str, torch.Size]
+
+    def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
+        if name not in self.shapes:
+            return self.stored.read(name, part)
+        projection, _, own = name.partition(ADAPTER)
+        if own == A:
+            return initial_a(self.seed, projection, *self.shapes[name])[part]
+        if own == B:
+            return torch.zeros(self.shapes[name])[part]
+        num_inputs = self.shapes[f"{projection}{ADAPTER}{A}"][1]
+        rows_OI = self.stored.read(f"{projection}.weight", (part[0], slice(0, num_inputs)))
+        return row_norms(rows_OI)
+
+
+@dataclass(frozen=True)
+class _Weights(StoredParameters):
+    """The weights of a model in memory."""
+
+    model: Decoder
+
+    def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
+        return self.model.get_parameter(name).detach()[part]
+
+
+def _keep_adapters(model: Decoder, config: AdapterConfig, targets: Sequence[str]) -> None:
+    """Go on with the adapters that a model has, with the dropout of the configuration."""
+    present, before = adapters_of(model), model.adapters
+    is_same = list(present) == list(targets) and config.use_dora == before.use_dora
+    is_same = is_same and all(one.rank == config.rank_of(name) for name, one in present.items())
+    if not (is_same and all(one.scale == config.scale_of(name) for name, one in present.items())):
+        raise ConfigError(
+            f"lora: the model has adapters of another form; set the section to theirs, {before}, or merge them first"
+        )
+    model.adapters = config
+    for adapter in present.values():
+        adapter.set_dropout(config.lora_dropout)
+    freeze_base(model)
+
+
+def _attach(projection: Linear, config: AdapterConfig, name: str) -> None:
+    adapter = LowRank(
+        projection.in_features,
+        projection.out_features,
+        config.rank_of(name),
+        scale=config.scale_of(name),
+        dropout=config.lora_dropout,
+        has_magnitude=config.use_dora,
+    )
+    projection.adapter = adapter.to(projection.weight.device, projection.weight.dtype)
+
+
+def _fill(parameter: Tensor, value: Tensor) -> None:
+    with torch.no_grad():
+        parameter.copy_(value)

@@ -1,0 +1,115 @@
+"""The low-rank adapter of one projection: LoRA, and DoRA with a magnitude for each output.
+
+LoRA (Hu et al. 2021): y = W x + s B A x. DoRA (Liu et al. 2024, equation 5): y = m / c * (W x + s B A x), where m is
+trained and c is the length of each row of W + s B A, through which no gradient flows (section 4.3).
+
+Legend: I inputs, O outputs, R rank.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from modelwright.core.seeds import derive_seed
+from modelwright.ops.lowp_linear import in_float
+
+A, B, MAGNITUDE = "lora_A", "lora_B", "magnitude"
+"""The parameters of an adapter."""
+
+
+class Factors(NamedTuple):
+    """What an adapter multiplies with: A [R, I], B [O, R] and the magnitudes [O], empty without DoRA."""
+
+    a_RI: Tensor
+    b_OR: Tensor
+    magnitude_O: Tensor
+
+
+class LowRank(nn.Module):
+    """Adds its product to the output of a projection.
+
+    dropout: probability with which it ignores an input feature in training. is_on: false while the model is to compute
+    as without adapters.
+    """
+
+    def __init__(
+        self, num_inputs: int, num_outputs: int, rank: int, *, scale: float, dropout: float, has_magnitude: bool
+    ) -> None:
+        super().__init__()
+        self.rank = rank
+        self.scale = scale
+        self.dropout: nn.Module = nn.Identity()
+        self.set_dropout(dropout)
+        self.has_magnitude = has_magnitude
+        self.is_on = True
+        self.lora_A = nn.Parameter(torch.empty(rank, num_inputs))
+        self.lora_B = nn.Parameter(torch.empty(num_outputs, rank))
+        self.magnitude = nn.Parameter(torch.empty(num_outputs)) if has_magnitude else None
+
+    def set_dropout(self, probability: float) -> None:
+        """From now on ignore input features with this probability."""
+        self.dropout = nn.Dropout(probability) if probability else nn.Identity()
+
+    def factors(self) -> Factors:
+        """The parameters; under tensor parallelism what this rank multiplies with."""
+        magnitude_O = self.lora_B.new_empty(0) if self.magnitude is None else self.magnitude
+        return Factors(self.lora_A, self.lora_B, magnitude_O)
+
+    def sum_of_columns(self, partial: Tensor) -> Tensor:
+        """The sum of what ranks have computed from their columns of the weight; all columns are here."""
+        return partial
+
+    def forward(self, x: Tensor, out: Tensor, weight: Callable[[], Tensor]) -> Tensor:
+        """x [..., I], out [..., O] of the projection without bias, in whose format the products are computed. weight:
+        the projection's [O, I], which DoRA reads.
+        """
+        if not self.is_on:
+            return out
+        factors = self.factors()
+        low = in_float(out.dtype, self.dropout(x), factors.a_RI)
+        out = out + in_float(out.dtype, low * self.scale, factors.b_OR)
+        if not self.has_magnitude:
+            return out
+        lengths_O = self.row_lengths(weight(), factors)
+        return out * (factors.magnitude_O / lengths_O).to(out.dtype)
+
+    @torch.no_grad()
+    def row_lengths(self, weight_OI: Tensor, factors: Factors) -> Tensor:
+        """The length of each row of W + s B A, [O], from products that are as narrow as A: |w|^2 + 2 s b.(A w) +
+        s^2 b (A A') b'.
+        """
+        wide = torch.promote_types(weight_OI.dtype, torch.float32)
+        weight_OI, a_RI, b_OR = weight_OI.to(wide), factors.a_RI.to(wide), self.scale * factors.b_OR.to(wide)
+        squares_O = self.sum_of_columns(row_norms(weight_OI).square())
+        crossed_OR = self.sum_of_columns(weight_OI @ a_RI.T)
+        own_RR = self.sum_of_columns(a_RI @ a_RI.T)
+        return (squares_O + (b_OR * (2 * crossed_OR + b_OR @ own_RR)).sum(dim=1)).sqrt()
+
+    @torch.no_grad()
+    def merged(self, weight_OI: Tensor) -> Tensor:
+        """A weight whose product is that of projection and adapter together, in the same format."""
+        wide = torch.promote_types(weight_OI.dtype, torch.float32)
+        factors = self.factors()
+        sum_OI: Tensor = weight_OI.to(wide) + self.scale * (factors.b_OR.to(wide) @ factors.a_RI.to(wide))
+        if self.has_magnitude:
+            sum_OI *= (factors.magnitude_O.to(wide) / row_norms(sum_OI))[:, None]
+        return sum_OI.to(weight_OI.dtype)
+
+
+def row_norms(weight_OI: Tensor) -> Tensor:
+    """The length of each row, [O], in FP32 at least."""
+    wide = torch.promote_types(weight_OI.dtype, torch.float32)
+    norm: Callable[..., Tensor] = torch.linalg.vector_norm  # pyright: ignore[reportUnknownMemberType]
+    return norm(weight_OI, dim=1, dtype=wide)
+
+
+def initial_a(seed: int, name: str, rank: int, num_inputs: int) -> Tensor:
+    """A [R, I] of the projection of this name, in FP32: uniform up to 1 / sqrt(I), as PEFT draws it. B starts as zeros,
+    so that training starts from the model's own outputs.
+    """
+    generator = torch.Generator().manual_seed(derive_seed(seed, "lora", name))
+    bound = 1.0 / math.sqrt(num_inputs)
+    return torch.empty(rank, num_inputs).uniform_(-bound, bound, generator=generator)

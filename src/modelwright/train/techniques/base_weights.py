@@ -1,0 +1,32 @@
+"""Adapters: a checkpoint has the trained weights only, so a run resumes on the base that it began with, or not."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from modelwright.core.errors import ArtifactError
+from modelwright.train.runtime import Runtime
+from modelwright.train.technique import Technique
+
+
+class BaseIdentity:
+    """Keeps the fingerprint of the base in the checkpoint. Raises `ArtifactError` on another base."""
+
+    def __init__(self, fingerprint: str) -> None:
+        self.fingerprint = fingerprint
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"fingerprint": self.fingerprint}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state["fingerprint"] != self.fingerprint:
+            raise ArtifactError(
+                "lora: the checkpoint has adapters of another model than the one that the run starts from; give the "
+                "model that the run began with, or another --run-dir"
+            )
+
+
+def base_weights(run: Runtime) -> Technique | None:
+    """Acts on a model with adapters only."""
+    if not run.model.adapters.r:
+        return None
+    return Technique(name="base_weights", state=BaseIdentity(run.model.base_fingerprint))
