@@ -44,10 +44,7 @@ class FakeDocument:
     source: str = "fake"
     meta: Mapping[str, Any] = field(default_factory=dict)
     tools: Sequence[Any] = ()
-
-    @property
-    def body(self) -> str:
-        return self.meta["answer"]
+    is_undesirable: bool = False
 
     @property
     def messages(self) -> list[dict[str, str]]:

@@ -8,7 +8,7 @@ from modelwright.cli.parsers import new_parser
 from modelwright.cli.run import add_run_options, carry_out
 from modelwright.core.errors import ConfigError
 
-_FLAGS = ("run-dir", "dry-run", "restart", "nproc", "help")
+_FLAGS = ("lora", "run-dir", "dry-run", "restart", "nproc", "help")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -18,8 +18,8 @@ def parser() -> argparse.ArgumentParser:
         "and after on what was held out, and write a report. The result is a folder that `transformers` loads and "
         "`modelwright chat` and `modelwright serve` take. The same command resumes what was cut off.",
         example="modelwright finetune models/SmolLM2-135M-Instruct support.jsonl --minutes 5 --sft.learning_rate 3e-4",
-        usage="modelwright finetune MODEL DATA [DATA ...] [--run-dir DIR] [--minutes N] [--dry-run] [--restart] "
-        "[--nproc N] [--a.b VALUE ...]",
+        usage="modelwright finetune MODEL DATA [DATA ...] [--lora] [--run-dir DIR] [--minutes N] [--dry-run] "
+        "[--restart] [--nproc N] [--a.b VALUE ...]",
         notes=(
             "MODEL is a Hugging Face folder or a run; DATA are files, folders or globs with records in any form of\n"
             "docs/data.md. Settings are those of the recipe `finetune` (modelwright run finetune --init-from MODEL):\n"
@@ -28,6 +28,11 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("target", metavar="MODEL", help="a Hugging Face folder, a run directory, or a run's name")
     parser.add_argument("sources", metavar="DATA", nargs="+", help="as in data.sources")
+    parser.add_argument(
+        "--lora",
+        action="store_true",
+        help="train low-rank adapters only: --sft.lora.r 16 --sft.learning_rate 2e-4",
+    )
     return add_run_options(parser)
 
 
@@ -41,5 +46,12 @@ def finetune(words: Sequence[str]) -> int:
     from modelwright.recipes.finetune import finetune_request
 
     overrides = read_overrides(run_schema(), settings, _FLAGS)
-    request = finetune_request(options.target, options.sources, overrides, options.run_dir, num_processes=options.nproc)
+    request = finetune_request(
+        options.target,
+        options.sources,
+        overrides,
+        options.run_dir,
+        lora=options.lora,
+        num_processes=options.nproc,
+    )
     return carry_out(request, options, line=["finetune", *words])

@@ -41,6 +41,9 @@ RECORD_TYPES = {
     "unpaired_preference": ("prompt", "completion", "label"), "prompt_completion": ("prompt", "completion"),
 }  # fmt: skip
 """Required fields by record type, in the order in which types are recognized."""
+_FURTHER = ("input", "prompt", "system", "tools", "answerKey")
+FIELDS = tuple(dict.fromkeys([*(name for names in RECORD_TYPES.values() for name in names), *_FURTHER]))
+"""All fields that the forms have."""
 UNPAIRED, PAIRED = "unpaired_preference", "preference"
 
 LABELS = {"true": True, "false": False}
@@ -48,9 +51,6 @@ LABELS = {"true": True, "false": False}
 
 TURN_MARK = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 """Begins a turn of a dialogue in one text, as in HH-RLHF (Bai et al. 2022)."""
-_FURTHER = ("input", "prompt", "system", "tools", "answerKey")
-FIELDS = tuple(dict.fromkeys([*(name for names in RECORD_TYPES.values() for name in names), *_FURTHER]))
-"""All fields that the forms have."""
 
 _HINTS = {
     *(name for names in RECORD_TYPES.values() for name in names if name != "label"), "answers", "query", "response",

@@ -14,7 +14,7 @@ import numpy as np
 from modelwright.core.errors import DataError
 from modelwright.core.progress import Progress
 from modelwright.core.seeds import derive_seed
-from modelwright.data.document import Document
+from modelwright.data.document import Document, join_turns
 from modelwright.data.tokenizer import Tokenizer
 from modelwright.evaluate.bits_per_byte import bootstrap_ratio
 from modelwright.evaluate.config import EvaluateConfig
@@ -50,11 +50,16 @@ def score_answers(
         {
             "id": document.id,
             "num_tokens": sum(int(scored.mask.sum()) for scored in of_one if scored.mask is not None),
-            "num_bytes": len(document.body.encode("utf-8")),
+            "num_bytes": len(answer_text(document).encode("utf-8")),
             "nats": float(total),
         }
         for document, of_one, total in zip(documents, texts, totals, strict=True)
     ]
+
+
+def answer_text(document: Document) -> str:
+    """What the assistant says in a conversation, of a preference pair with the chosen answer alone."""
+    return join_turns([turn for turn in document.messages if turn["role"] == "assistant"])
 
 
 def summarize_answer_scores(records: Sequence[Mapping[str, Any]], *, resamples: int, seed: int) -> dict[str, Any]:
@@ -93,7 +98,7 @@ def _texts(tokenizer: Tokenizer, document: Document) -> list[Scored]:
     except DataError as error:
         raise DataError(f"{document.id}: {error}") from None
     return [
-        Scored(ids[:end], max(1, int(learned[0])), mask[:end])
+        Scored(ids[:end].tolist(), max(1, int(learned[0])), mask[:end])
         for ids, mask in chats
         if len(learned := np.flatnonzero(mask)) and (end := int(learned[-1]) + 1) > 1
     ]

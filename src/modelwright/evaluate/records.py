@@ -10,7 +10,7 @@ from modelwright.core.errors import DataError
 from modelwright.core.progress import Progress
 from modelwright.data.document import Document
 from modelwright.data.tokenizer import Tokenizer
-from modelwright.evaluate.answers import score_answers
+from modelwright.evaluate.answers import answer_text, score_answers
 from modelwright.evaluate.config import EvaluateConfig
 from modelwright.evaluate.scoring import Scored, sequence_nats
 from modelwright.infer.generate import generate
@@ -88,7 +88,8 @@ def generate_numbers(
     An answer's number is that in its last box, after its last `####`, or its last one. Prompts that leave no room for
     an answer in the model's context count as wrong.
     """
-    asked = [(d, number) for d in documents if MARKER in d.body and (number := final_number(d.body, "marker"))]
+    answers = [(document, answer_text(document)) for document in documents]
+    asked = [(d, number) for d, text in answers if MARKER in text and (number := final_number(text, "marker"))]
     prompts = [_prompt(tokenizer, document) for document, _ in asked]
     room = [model.config.max_seq_len - len(prompt) for prompt in prompts]
     params = [

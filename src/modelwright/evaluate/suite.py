@@ -116,7 +116,12 @@ def _answers_difference(folder: Path, reference: Path, config: EvaluateConfig) -
 
 
 def _conversations(documents: Sequence[Document], config: EvaluateConfig) -> list[Document]:
-    return select_documents(documents, kinds=("qa",), max_bytes_per_kind=config.max_bytes_per_domain, seed=config.seed)
+    return select_documents(
+        (document for document in documents if document.kind == "qa" and not document.is_undesirable),
+        kinds=("qa",),
+        max_bytes_per_kind=config.max_bytes_per_domain,
+        seed=config.seed,
+    )
 
 
 def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:

@@ -89,7 +89,7 @@ def compare_models(
 
 def _records(sources: Sequence[str], num_records: int) -> list[Document]:
     config = SourceConfig(sources=tuple(sources), validation_fraction=0.0)
-    documents = (d for d in read_documents(config, report=SourceReport()) if d.kind == "qa")
+    documents = (d for d in read_documents(config, report=SourceReport()) if d.kind == "qa" and not d.is_undesirable)
     records = list(islice(documents, num_records or None))
     if not records:
         raise DataError(

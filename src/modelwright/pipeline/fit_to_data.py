@@ -41,7 +41,7 @@ def measure_records(sources: SourceConfig, tokenizer: Tokenizer, *, max_seq_len:
     """
     fit, num_tokens = ConversationFit(seq_len=max_seq_len, overlong="split"), 0
     for document in read_documents(sources, report=SourceReport(), sample=MOST_MEASURED):
-        if document.kind != "qa":
+        if document.kind != "qa" or document.is_undesirable:
             continue
         try:
             chats = tokenizer.encode_training_chats(document.messages, tools=document.tools)

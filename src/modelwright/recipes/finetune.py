@@ -15,22 +15,31 @@ from modelwright.pipeline.stages.sft import SFT
 from modelwright.recipes.load import Request, find_target, load
 
 RECIPE = "finetune"
+LORA: Mapping[str, Any] = {SFT.name: {"lora": {"r": 16}, "learning_rate": 2e-4}}
+"""What `--lora` stands for: the rank of PEFT's examples, with the rate of QLoRA (Dettmers et al. 2023, table 9)."""
 
 
 def finetune_request(
-    model: str, sources: Sequence[str], overrides: Mapping[str, Any], run_dir: str = "", *, num_processes: int = 1
+    model: str,
+    sources: Sequence[str],
+    overrides: Mapping[str, Any],
+    run_dir: str = "",
+    *,
+    lora: bool = False,
+    num_processes: int = 1,
 ) -> Request:
     """The request to fine-tune `model`, a Hugging Face folder or a run, on `sources`.
 
-    A run that exists keeps the lengths that it was created with. Raises `ConfigError` and `DataError` as `load` does,
-    and if the sources hold nothing to fine-tune on.
+    lora: train low-rank adapters, which are merged into the model at the end. A run that exists keeps the lengths that
+    it was created with. Raises `ConfigError` and `DataError` as `load` does, and if the sources hold nothing to
+    fine-tune on.
     """
     if not sources:
         raise ConfigError("finetune: name the files with the examples after the model: modelwright finetune MODEL DATA")
     found = find_model(find_target(model))
     names = {"name": _name(found.source.name, sources[0])}
     start = {"init_from": str(found.source.folder.resolve()), "data": {"sources": list(sources)}}
-    settings = merge(merge(names, start), overrides)
+    settings = merge(merge(merge(names, start), LORA if lora else {}), overrides)
     request = load(RECIPE, settings, run_dir)
     previous = previous_config(request.run)
     if previous is not None and previous.has(SFT):

@@ -41,4 +41,4 @@ def answer_facts(results: Mapping[str, Any], titles: Mapping[str, str]) -> Seque
 def _tables(results: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
     """The summaries of the models that were scored on answers, in the order in which they were trained."""
     models: Mapping[str, Any] = results["models"]
-    return [(name, model["answers"]) for name, model in reversed(models.items()) if model.get("answers")]
+    return [(name, model["answers"]) for name, model in reversed(list(models.items())) if model.get("answers")]
