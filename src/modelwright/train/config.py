@@ -157,7 +157,8 @@ class TrainConfig(SharedTrainConfig):
     """Microbatches of one update. They change memory, not results; a pipeline runs them through its stages."""
     optimizer: OptimizerKind = "adamw"
     """`adamw` (Loshchilov and Hutter 2019), fused; `adamw_8bit` and `adamw_bf16_states`: with smaller states; `lion`
-    (Chen et al. 2023); `muon` (Jordan et al. 2024) for the blocks' matrices and AdamW for the rest."""
+    (Chen et al. 2023); `muon` (Jordan et al. 2024) for the blocks' matrices and AdamW for the rest; `sgd`: plain, for
+    federated averaging."""
     learning_rate: float = 1e-3
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)
