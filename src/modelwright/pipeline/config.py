@@ -15,6 +15,7 @@ from modelwright.data.sources import SourceConfig
 from modelwright.data.tokenizer import TokenizerConfig
 from modelwright.model.config import ModelConfig
 from modelwright.parallel.config import ParallelConfig
+from modelwright.pipeline.augmentation_config import AugmentationConfig
 from modelwright.pipeline.stage import StageSpec
 from modelwright.serve.config import ServeConfig
 from modelwright.train.config import SharedTrainConfig, TrainConfig
@@ -58,6 +59,7 @@ class RunConfig:
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     model: ModelConfig
     training: SharedTrainConfig = field(default_factory=SharedTrainConfig)
+    augmentation: AugmentationConfig = field(default_factory=AugmentationConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
     sections: Mapping[str, Any]
     """The settings of each stage that has any, by the stage's name."""

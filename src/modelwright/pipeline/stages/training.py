@@ -32,6 +32,7 @@ from modelwright.pipeline.report.learning import training_section
 from modelwright.pipeline.report.run_data import RunData, StageData
 from modelwright.pipeline.resolve import product_rate
 from modelwright.pipeline.stage import Rates, Stage, StageContext, StageInputs, StageSpec, no_facts
+from modelwright.pipeline.stages.augmented_rows import augmentation_digest, augmented, is_augmented, tell_cost
 from modelwright.pipeline.stages.model_folder import folder_fingerprint, save_model_folder
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.rows import TEXT_ROWS, RowSet
@@ -112,6 +113,8 @@ def _stage(config: RunConfig, spec: StageSpec) -> Stage:
     }
     if judge := training.batching.curriculum.model:
         settings["curriculum_model"] = folder_fingerprint(Path(judge), f"{name}.batching.curriculum.by")
+    if is_augmented(config, spec):
+        settings["augmentation"] = augmentation_digest(config.augmentation)
     if not before:
         settings["model"] = dump(config.model)
     return Stage(
@@ -172,7 +175,8 @@ def _learn(context: StageContext, config: RunConfig, spec: StageSpec, model: Dec
         num_steps_of=training.resolve_num_steps,
         row_losses=lambda: stored_row_losses(packed, judge, context.folder.path, world),
     )
-    objective = spec.objective(StageInputs(config=config, training=training, loader=loader, parents=context.parents))
+    source, augmentation = augmented(loader, config, spec, context.parents[tokenizer_stage(config)], context.progress)
+    objective = spec.objective(StageInputs(config=config, training=training, loader=source, parents=context.parents))
     num_steps = training.resolve_num_steps(loader.num_batches_per_epoch)
     if note := _repeats(name, num_steps * batch_rows, packed.num_groups):
         context.progress.note(note)
@@ -194,6 +198,7 @@ def _learn(context: StageContext, config: RunConfig, spec: StageSpec, model: Dec
             parallel=config.parallel,
             restart=context.restart,
             techniques=[
+                *augmentation,
                 *_mixture_techniques(loader, objective, config, training, rows, batch_rows=microbatch_rows),
                 text_samples(context.folder.path, tokenizer, first_prompt(heldout)),
                 *_bits_per_byte(context, config, spec),
@@ -205,6 +210,7 @@ def _learn(context: StageContext, config: RunConfig, spec: StageSpec, model: Dec
     peaks = _peaks_after(context, config, training, result)
     used_share = _utilization(result, peaks, context.ranks.size)
     context.progress.note(_summary(name, num_steps, result, used_share))
+    tell_cost(name, result, context.progress)
     taken = _take_best(model, context, training, result)
     return _facts(result, model, num_steps, loader, taken, context) | peaks
 
