@@ -8,6 +8,7 @@ the place of a row in all of that: groups are numbered, counted, shuffled and sh
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -20,6 +21,17 @@ from modelwright.data.batch import IGNORED, TokenBatch
 from modelwright.data.pack import FORMAT, INDEX
 
 
+@dataclass(frozen=True)
+class RowShare:
+    """A rank's rows of a batch. groups: their numbers [B] int64; epochs: how often each group was read before, or the
+    number of the draw where rows are drawn with replacement [B] int64; num_tokens: of each row, 0 for whole rows.
+    """
+
+    groups: np.ndarray
+    epochs: np.ndarray
+    num_tokens: int = 0
+
+
 class PackedRows:
     """A shard folder written by `pack`, mapped into memory. Raises `ArtifactError` when it is missing or damaged."""
 
@@ -28,6 +40,7 @@ class PackedRows:
         index = _read_index(folder)
         self.seq_len: int = index["seq_len"]
         self.vocab_size: int = index["vocab_size"]
+        self.eos_id: int = index["eos_id"]
         self.num_rows: int = index["num_rows"]
         self.group_size: int = index.get("group_size", 1)
         """Consecutive rows that belong together; 1 where each row is a group of its own."""
@@ -140,12 +153,26 @@ class PackedLoader:
 
     def batch(self, index: int, *, rank: int = 0, world_size: int = 1) -> TokenBatch:
         """This rank's share of global batch `index` (from 0, without end). Raises `ConfigError` for uneven shares."""
+        return self.rows.gather(self.share(index, rank=rank, world_size=world_size).groups)
+
+    def share(self, index: int, *, rank: int = 0, world_size: int = 1) -> RowShare:
+        """The rows of `batch`."""
         if self.batch_rows % world_size:
             text = f"batch_rows: {self.batch_rows} rows cannot be shared equally by {world_size} ranks"
             raise ConfigError(f"{text}; choose a multiple of {world_size}")
         share = self.batch_rows // world_size
         first = index * self.batch_rows + rank * share
-        return self.rows.gather(self.order(first, first + share))
+        epochs = np.arange(first, first + share) // self.rows.num_groups
+        return RowShare(self.order(first, first + share), epochs)
+
+    @property
+    def plan_version(self) -> tuple[int, int]:
+        """The plan of the batches never changes."""
+        return (0, 0)
+
+    def fork(self) -> "PackedLoader":
+        """A loader with the same plan, which can be asked for other batches at the same time."""
+        return self
 
     def order(self, first: int, last: int) -> np.ndarray:
         """Rows, or groups, at places `first` to `last` of the endless global order [last - first] int64."""

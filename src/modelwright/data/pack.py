@@ -10,6 +10,8 @@ A shard folder holds rows of `seq_len` tokens, filled with whole sequences where
     scores.bin        float32 [rows], only when sequences came with scores: the mean over the tokens of the row
     values.bin        float32 [pieces], only when sequences came with values; in the order of lengths.bin
 
+and the documents of the rows where sequences came with an origin (`row_origins.py`).
+
 A sequence longer than a row is cut into pieces that overlap by one token: the last token of a piece is the first of the
 next, so every token but a sequence's first is predicted exactly once. Chunks overlap by more: the tokens that an
 earlier chunk has too are context in the later one, without a label. Sequences of different sources never share a row,
@@ -19,7 +21,7 @@ Sequences that belong together (the two answers of a preference pair) are packed
 rows: the first sequences of all of them share the first row of a group, the second ones the second row, in the same
 order, so that piece k of each row belongs to the same group of sequences. They are never cut.
 
-Memory is bounded by about 40 bytes a piece: the tokens wait in a spool file while the rows are planned.
+Memory is bounded by about 60 bytes a piece: the tokens wait in a spool file while the rows are planned.
 """
 
 import json
@@ -35,6 +37,7 @@ from modelwright.core.artifacts import write_atomic
 from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError, DataError, writing
 from modelwright.data.chat import ChatLoss
+from modelwright.data.row_origins import Origin, OriginSpool
 
 FORMAT = "modelwright-rows/1"
 INDEX = "index.json"
@@ -56,6 +59,8 @@ class TokenSequence(NamedTuple):
     """How difficult or how good it is; of all sequences or of none."""
     value: float | None = None
     """A number that an objective reads, such as a label or a margin; of all sequences or of none."""
+    origin: Origin | None = None
+    """The document that is kept beside the rows; of all sequences or of none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +89,8 @@ class PackConfig:
     """Whether only documents of the same kind, or of the same source, share a row; `batching.mixture` asks for it."""
     score: str = constant("")
     """The score that is stored with each row (`row_labels.row_score`); `batching.curriculum` asks for it."""
+    keep_documents: bool = constant(False)
+    """Whether the documents of training rows are kept beside them; the section `augmentation` asks for it."""
     shard_bytes: int = constant(256 * 2**20)
     """Size at which a shard file is closed."""
 
@@ -227,6 +234,8 @@ class _Spool:
         self.piece_sources = array("H")
         self.scores = array("f")
         self.values = array("f")
+        self.folder = folder
+        self.origins: OriginSpool | None = None
         self._paths = [folder / "spool-tokens.tmp", folder / "spool-mask.tmp"]
         self._files: list[BinaryIO] = [open(path, "wb", buffering=2**20) for path in self._paths]  # noqa: SIM115
 
@@ -248,8 +257,16 @@ class _Spool:
         self._files[0].write(ids.astype(self.dtype).tobytes())
         self._files[1].write(b"\1" * len(ids) if mask is None else mask.tobytes())
 
+    def add_origin(self, origin: Origin | None, *, first: int, num_repeated: int, is_last: bool) -> None:
+        """Add where the piece that was added last comes from."""
+        if origin is None:
+            return
+        if self.origins is None:
+            self.origins = OriginSpool(self.folder)
+        self.origins.add(origin, first=first, num_repeated=num_repeated, is_last=is_last)
+
     def finish(self) -> None:
-        for file in self._files:
+        for file in [*self._files, *([self.origins] if self.origins else [])]:
             file.close()
 
     def tokens(self) -> np.ndarray:
@@ -276,8 +293,8 @@ def _add(
     if len(tokens) and int(tokens.view(np.uint64).max()) >= vocab_size:  # a negative id is a huge one
         text = f"sequence {report.num_sequences}: a token id lies outside the vocabulary of {vocab_size}"
         raise DataError(f"{text}; tokenize again with the tokenizer that the model was built for")
-    if targets is None and (not len(tokens) or tokens[-1] != eos_id):
-        tokens = np.append(tokens, eos_id)
+    if targets is None:
+        tokens = with_end(tokens, eos_id)
     fits = 2 <= len(tokens) <= config.seq_len and (targets is None or bool(targets[1:].any()))
     if spool.group_size > 1 and not fits:
         raise ValueError(f"sequence {report.num_sequences}: does not fit into a row with a target, but is in a group")
@@ -289,13 +306,20 @@ def _add(
             return report.skip("longer than a row")
         report.num_cut += 1
     for start, end, num_repeated in _cuts(len(tokens), config):
-        piece_targets = _piece_targets(targets, start, end, 0 if config.count_overlap else num_repeated)
+        num_repeated = 0 if config.count_overlap else num_repeated
+        piece_targets = targets_of_piece(targets, start, end, num_repeated)
         if piece_targets is not None and not piece_targets[1:].any():
             report.skip("piece without a target")
             continue
         spool.add(tokens[start:end], piece_targets, sequence)
+        spool.add_origin(sequence.origin, first=start, num_repeated=num_repeated, is_last=end == len(tokens))
         report.num_targets += end - start - 1 if piece_targets is None else int(piece_targets[1:].sum())
     return None
+
+
+def with_end(tokens: np.ndarray, eos_id: int) -> np.ndarray:
+    """A sequence without a mask, which ends with `eos_id`: it is appended where it is missing."""
+    return tokens if len(tokens) and tokens[-1] == eos_id else np.append(tokens, eos_id)
 
 
 def _cuts(length: int, config: PackConfig) -> Iterator[tuple[int, int, int]]:
@@ -310,7 +334,7 @@ def _cuts(length: int, config: PackConfig) -> Iterator[tuple[int, int, int]]:
         before = end
 
 
-def _piece_targets(targets: np.ndarray | None, start: int, end: int, num_repeated: int) -> np.ndarray | None:
+def targets_of_piece(targets: np.ndarray | None, start: int, end: int, num_repeated: int) -> np.ndarray | None:
     """The loss mask of a piece. The first token of a piece is never a target, so one that is repeated needs none."""
     if num_repeated <= 1:
         return None if targets is None else targets[start:end]
@@ -370,6 +394,9 @@ def _write_rows(
     if spool.values:
         np.frombuffer(spool.values, dtype=np.float32)[order].tofile(folder / "values.bin")
         further["has_values"] = True
+    if spool.origins:
+        spool.origins.write(order)
+        further["has_origins"] = True
     if spool.group_size > 1:
         further["group_size"] = spool.group_size
     index = {

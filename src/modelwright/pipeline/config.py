@@ -17,6 +17,7 @@ from modelwright.data.tokenizer import TokenizerConfig
 from modelwright.model.adapter_config import AdapterConfig
 from modelwright.model.config import ModelConfig
 from modelwright.parallel.config import ParallelConfig
+from modelwright.pipeline.augmentation_config import AugmentationConfig
 from modelwright.pipeline.stage import StageSpec
 from modelwright.serve.config import ServeConfig
 from modelwright.train.config import SharedTrainConfig, TrainConfig
@@ -73,6 +74,7 @@ class RunConfig:
     """What training stages inherit as their own `lora`, like `training`."""
     energy: EnergyConfig = field(default_factory=EnergyConfig)
     """What training stages inherit as their own `energy`."""
+    augmentation: AugmentationConfig = field(default_factory=AugmentationConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
     sections: Mapping[str, Any]
     """The settings of each stage that has any, by the stage's name."""

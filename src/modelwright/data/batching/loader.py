@@ -8,6 +8,7 @@ updates of the mixture; a resumed run plans the blocks before it again. Where ro
 such a group here, and its length is that of its longest row.
 """
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -20,7 +21,7 @@ from modelwright.data.batching.config import BatchingConfig, CurriculumConfig
 from modelwright.data.batching.curriculum import Pacing, RowOrder, permutation
 from modelwright.data.batching.mixture import Mixture, apportion
 from modelwright.data.batching.token_budget import cut, padded_len
-from modelwright.data.loader import PackedLoader, PackedRows
+from modelwright.data.loader import PackedLoader, PackedRows, RowShare
 
 POOL_BATCHES = 50
 """Batches of a block; a quarter of an epoch at most (as the length-grouped sampler of Hugging Face Transformers)."""
@@ -34,6 +35,8 @@ class BatchPlan:
 
     rows: np.ndarray
     """[N] int64."""
+    epochs: np.ndarray
+    """`RowShare.epochs` of the rows, [N] int64."""
     ends: np.ndarray
     """Where each batch ends in `rows`, [num_batches] int64."""
     order: np.ndarray
@@ -43,10 +46,10 @@ class BatchPlan:
     def num_batches(self) -> int:
         return len(self.ends)
 
-    def batch(self, number: int) -> np.ndarray:
-        """The rows of one of the batches, [B] int64."""
+    def batch(self, number: int) -> slice:
+        """Where the rows of one of the batches are."""
         chosen = int(self.order[number])
-        return self.rows[(self.ends[chosen - 1] if chosen else 0) : self.ends[chosen]]
+        return slice(int(self.ends[chosen - 1]) if chosen else 0, int(self.ends[chosen]))
 
 
 @dataclass(frozen=True)
@@ -97,25 +100,51 @@ class PlannedLoader:
 
         Raises `ConfigError` if batches without a token budget do not divide into equal shares.
         """
-        chosen = self.global_rows(index)
+        share = self.share(index, rank=rank, world_size=world_size)
+        return self.rows.gather(share.groups, share.num_tokens).padded(1)
+
+    def share(self, index: int, *, rank: int = 0, world_size: int = 1) -> RowShare:
+        """The rows of `batch`; without any there is one of padding."""
+        chosen, epochs = self.global_rows(index), self.global_epochs(index)
         if self.budget:
-            share = chosen[rank::world_size]
-            longest = int(self.lengths[share].max()) if len(share) else 1
-            return self.rows.gather(share, padded_len(longest, self.rows.seq_len)).padded(1)
+            own = slice(rank, None, world_size)
+            longest = int(self.lengths[chosen[own]].max(initial=1))
+            return RowShare(chosen[own], epochs[own], padded_len(longest, self.rows.seq_len))
         if len(chosen) % world_size:
             text = f"batch_rows: {len(chosen)} rows cannot be shared equally by {world_size} ranks"
             raise ConfigError(f"{text}; choose a multiple of {world_size}")
         num_rows = len(chosen) // world_size
-        return self.rows.gather(chosen[rank * num_rows : (rank + 1) * num_rows])
+        own = slice(rank * num_rows, (rank + 1) * num_rows)
+        return RowShare(chosen[own], epochs[own])
+
+    @property
+    def plan_version(self) -> tuple[int, int]:
+        """Changes whenever the plan of batches to come may have changed."""
+        return self.mixture.generation, len(self.mixture.history)
+
+    def fork(self) -> "PlannedLoader":
+        """A loader with the same plan and the same mixture, which can be asked for other batches at the same time."""
+        return copy.copy(self)  # positions and plans of blocks are never changed in place
 
     def global_rows(self, index: int) -> np.ndarray:
         """The rows of global batch `index`, [B] int64. Going back plans again from the beginning."""
+        return self._block_of(index).rows[self._place(index)]
+
+    def global_epochs(self, index: int) -> np.ndarray:
+        """`RowShare.epochs` of the rows of global batch `index`, [B] int64."""
+        return self._block_of(index).epochs[self._place(index)]
+
+    def _place(self, index: int) -> slice:
+        return self._planned().batch(index - self._position.first_batch)
+
+    def _block_of(self, index: int) -> BatchPlan:
+        """Move to the block with global batch `index`."""
         if self._generation != self.mixture.generation or index < self._position.first_batch:
             self._generation = self.mixture.generation
             self._begin()
         while index >= self._position.first_batch + self._num_batches():
             self._advance()
-        return self._planned().batch(index - self._position.first_batch)
+        return self._planned()
 
     def _begin(self) -> None:
         zeros = np.zeros(len(self.orders))
@@ -151,17 +180,18 @@ class PlannedLoader:
         sources = np.repeat(np.arange(len(counts)), counts)
         sources = sources[permutation(derive_seed(self.seed, "sources", position.block), len(sources))]
         competence = self.pacing.competence(position.first_batch)
-        rows = np.empty(len(sources), dtype=np.int64)
+        rows, epochs = np.empty(len(sources), dtype=np.int64), np.empty(len(sources), dtype=np.int64)
         for source in np.flatnonzero(counts):
             numbers = position.num_drawn[source] + np.arange(counts[source])
             rows[sources == source] = self.orders[int(source)].draw(numbers, competence)
+            epochs[sources == source] = self.orders[int(source)].epochs(numbers, competence)
         if not self.budget:
-            return BatchPlan(rows=rows, ends=np.array([len(rows)]), order=np.zeros(1, dtype=np.int64))
+            return BatchPlan(rows=rows, epochs=epochs, ends=np.array([len(rows)]), order=np.zeros(1, dtype=np.int64))
         lengths = self.lengths[rows]
         by_length = np.argsort(-lengths, kind="stable")
         ends = cut(lengths[by_length], self.budget, self.rows.seq_len)
         order = permutation(derive_seed(self.seed, "batches", position.block), len(ends))
-        return BatchPlan(rows=rows[by_length], ends=ends, order=order)
+        return BatchPlan(rows=rows[by_length], epochs=epochs[by_length], ends=ends, order=order)
 
 
 def build_loader(

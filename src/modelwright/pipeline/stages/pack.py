@@ -54,7 +54,12 @@ def with_labels(config: RunConfig) -> PackConfig:
             raise ConfigError(
                 f"batching.{setting}: the training stages need rows by {' and by '.join(names)}; choose one for all"
             )
-    return replace(config.section(PACK), score=scores[0] if scores else "", group_by=groups[0] if groups else "none")
+    return replace(
+        config.section(PACK),
+        score=scores[0] if scores else "",
+        group_by=groups[0] if groups else "none",
+        keep_documents=config.augmentation.is_on,
+    )
 
 
 def _settings(config: PackConfig) -> dict[str, Any]:
@@ -62,10 +67,10 @@ def _settings(config: PackConfig) -> dict[str, Any]:
     return {name: value for name, value in dump(config).items() if (name, value) != ("chat_loss", "assistant")}
 
 
-def _label_settings(config: PackConfig) -> dict[str, str]:
+def _label_settings(config: PackConfig) -> dict[str, str | bool]:
     """The labels of rows that are not the default, for the digest."""
-    labels = {"score": config.score, "group_by": config.group_by}
-    return {name: value for name, value in labels.items() if value not in ("", "none")}
+    labels = {"score": config.score, "group_by": config.group_by, "keep_documents": config.keep_documents}
+    return {name: value for name, value in labels.items() if value not in ("", "none", False)}
 
 
 def _run(context: StageContext, config: RunConfig, settings: PackConfig, tokenizer: Tokenizer) -> None:

@@ -11,12 +11,17 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from modelwright.core.errors import ConfigError, DataError
+from modelwright.data.augment.row_copies import Encode, RowEncoder
+from modelwright.data.chat import ChatLoss
 from modelwright.data.clean import read_kept
 from modelwright.data.document import Document, Kind, Split
 from modelwright.data.fit import ConversationFit
 from modelwright.data.pack import PackConfig, TokenSequence, pack
 from modelwright.data.row_labels import row_score, row_source
+from modelwright.data.row_origins import Origin
 from modelwright.data.tokenizer import Tokenizer
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.stage import StageContext
@@ -61,6 +66,13 @@ class PackJob:
         output.facts[name] = asdict(report)
         return output.facts[name]
 
+    def labeled(
+        self, document: Document, ids: np.ndarray, mask: np.ndarray | None = None, *, part: int = 0
+    ) -> TokenSequence:
+        """A sequence of a document, with its labels; part: its number among those of the document."""
+        is_kept = self.settings.keep_documents and document.split == "train"
+        return TokenSequence(ids, mask, *self.labels(document), origin=Origin(document, part) if is_kept else None)
+
     def labels(self, document: Document) -> tuple[str, float | None]:
         """What is stored with the rows of a document: its source and its score."""
         return row_source(document, self.settings.group_by), row_score(document, self.settings.score)
@@ -76,6 +88,9 @@ class RowSet:
     """What the rows are for, for tables."""
     pack: Callable[[PackJob, Split], None]
     """Packs the documents of one split with `PackJob.pack`, under the name `<name>/<split>`."""
+    encoder: Callable[[PackConfig, Path], RowEncoder] | None = None
+    """From the settings of packing and the tokenizer's folder: encodes a document as `pack` did, for augmentation while
+    a model trains. None if documents of these rows cannot be augmented."""
     documents: str = "prose or code document"
     """What the rows are made from, for messages."""
     trained_rows: int = 1
@@ -101,17 +116,17 @@ def _pack_all(job: PackJob, split: Split) -> None:
 
 
 def _texts(job: PackJob, split: Split) -> Sequences:
-    labels: deque[tuple[str, float | None]] = deque()
+    waiting: deque[Document] = deque()
 
     def texts() -> Iterator[str]:
         for document in read_kept(job.clean, split=split):
             if document.kind in job.text_kinds and not document.is_undesirable:
-                labels.append(job.labels(document))
+                waiting.append(document)
                 yield document.text
 
-    # Documents are encoded some blocks ahead; their labels wait in the same order.
+    # Documents are encoded some blocks ahead; they wait in the same order.
     encoded = job.tokenizer.encode_documents(texts(), num_threads=job.config.hardware.num_threads)
-    return (TokenSequence(ids, None, *labels.popleft()) for ids in encoded)
+    return (job.labeled(waiting.popleft(), ids) for ids in encoded)
 
 
 def _pack_chats(job: PackJob, split: Split) -> None:
@@ -135,16 +150,50 @@ def _conversations(job: PackJob, split: Split, fit: ConversationFit) -> Sequence
     for document in read_kept(job.clean, split=split, kind="qa"):
         if document.is_undesirable:
             continue
-        try:
-            sequences = job.tokenizer.encode_training_chats(
-                document.messages, tools=document.tools, loss=job.settings.chat_loss
-            )
-        except DataError as error:
-            raise DataError(f"{document.id}: {error}") from None
-        labels = job.labels(document)
-        for ids, mask in sequences:
-            if fitted := fit.fit(ids, mask, stop_ids=job.tokenizer.stop_ids):
-                yield TokenSequence(*fitted, *labels)
+        for part, fitted in enumerate(_chats(job.tokenizer, document, job.settings.chat_loss, fit)):
+            if fitted:
+                yield job.labeled(document, *fitted, part=part)
+
+
+def _chats(
+    tokenizer: Tokenizer, document: Document, loss: ChatLoss, fit: ConversationFit
+) -> Iterator[tuple[np.ndarray, np.ndarray] | None]:
+    """The ids and loss masks of the sequences by which a conversation is learned; None for one that is dropped."""
+    try:
+        sequences = tokenizer.encode_training_chats(document.messages, tools=document.tools, loss=loss)
+    except DataError as error:
+        raise DataError(f"{document.id}: {error}") from None
+    return (fit.fit(ids, mask, stop_ids=tokenizer.stop_ids) for ids, mask in sequences)
+
+
+@dataclass(frozen=True)
+class TextEncoder:
+    """Encodes documents as `TEXT_ROWS` has them."""
+
+    tokenizer: Path
+
+    def load(self) -> Encode:
+        tokenizer = Tokenizer.load(self.tokenizer)
+        return lambda document: [TokenSequence(tokenizer.encode_document(document.text))]
+
+
+@dataclass(frozen=True)
+class ChatEncoder:
+    """Encodes documents as `CHAT_ROWS` has them; a sequence that is dropped is empty."""
+
+    tokenizer: Path
+    seq_len: int
+    loss: ChatLoss
+
+    def load(self) -> Encode:
+        tokenizer = Tokenizer.load(self.tokenizer)
+
+        def encode(document: Document) -> list[TokenSequence]:
+            fit = ConversationFit(seq_len=self.seq_len, overlong="skip")  # half an answer is worse than the original
+            chats = _chats(tokenizer, document, self.loss, fit)
+            return [TokenSequence(*fitted) if fitted else TokenSequence([], []) for fitted in chats]
+
+        return encode
 
 
 def _tell_overlong(job: PackJob, fit: ConversationFit) -> None:
@@ -196,11 +245,18 @@ def _counted(sequences: Sequences, context: StageContext, name: str) -> Sequence
     context.progress.end()
 
 
-TEXT_ROWS = RowSet(name="pretrain", title="pretraining", pack=_pack_text, stdlib_bytes=20e6)
+TEXT_ROWS = RowSet(
+    name="pretrain",
+    title="pretraining",
+    pack=_pack_text,
+    stdlib_bytes=20e6,
+    encoder=lambda settings, tokenizer: TextEncoder(tokenizer),
+)
 CHAT_ROWS = RowSet(
     name="sft",
     title="fine-tuning",
     pack=_pack_chats,
+    encoder=lambda settings, tokenizer: ChatEncoder(tokenizer, settings.seq_len, settings.chat_loss),
     if_empty="there are no question/answer pairs to learn from; the model stays as it was",
     stdlib_bytes=4e6,
 )

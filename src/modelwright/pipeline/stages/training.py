@@ -35,6 +35,7 @@ from modelwright.pipeline.report.learning import NATS_PER_TOKEN, training_sectio
 from modelwright.pipeline.report.run_data import RunData, StageData
 from modelwright.pipeline.resolve import product_rate
 from modelwright.pipeline.stage import Rates, Stage, StageContext, StageInputs, StageSpec, no_facts
+from modelwright.pipeline.stages.augmented_rows import augmentation_digest, augmented, is_augmented, tell_cost
 from modelwright.pipeline.stages.init import INIT
 from modelwright.pipeline.stages.model_folder import folder_fingerprint, save_model_folder
 from modelwright.pipeline.stages.pack import PACK
@@ -187,6 +188,8 @@ def _stage(config: RunConfig, spec: StageSpec, traits: _Traits) -> Stage:
         settings["curriculum_model"] = folder_fingerprint(Path(judge), f"{name}.batching.curriculum.by")
     for setting, folder in traits.frozen(training).folders.items():
         settings[setting] = folder_fingerprint(Path(folder), f"{name}.{setting}")
+    if is_augmented(config, spec):
+        settings["augmentation"] = augmentation_digest(config.augmentation)
     if not before:
         if training.lora.r:
             raise ConfigError(
@@ -260,10 +263,11 @@ def _learn(
         num_steps_of=training.resolve_num_steps,
         row_losses=lambda: stored_row_losses(packed, judge, context.folder.path, world),
     )
+    source, augmentation = augmented(loader, config, spec, context.parents[tokenizer_stage(config)], context.progress)
     inputs = StageInputs(
         config=config,
         training=training,
-        loader=loader,
+        loader=source,
         parents=context.parents,
         world=world,
         folder=context.folder.path,
@@ -292,6 +296,7 @@ def _learn(
             parallel=config.parallel,
             restart=context.restart,
             techniques=[
+                *augmentation,
                 *_mixture_techniques(loader, objective, config, training, rows, batch_rows=microbatch_rows),
                 text_samples(context.folder.path, tokenizer, first_prompt(heldout) if spec.model_title else ()),
                 *_bits_per_byte(context, config, spec),
@@ -305,6 +310,7 @@ def _learn(
     peaks = _peaks_after(context, config, training, result)
     used_share = _utilization(result, peaks, context.ranks.size)
     context.progress.note(_summary(name, num_steps, result, used_share))
+    tell_cost(name, result, context.progress)
     taken = _take_best(model, context, training, result)
     return _facts(result, model, num_steps / batches_per_epoch, taken, context) | peaks
 
