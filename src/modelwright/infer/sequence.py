@@ -99,7 +99,8 @@ class TokenConstraint(Protocol):
 class Sequence:
     """A request in progress: all its tokens, and how many of them the cache holds. num_prefill: how many of the first
     ones are computed in chunks, knowing of each other: the prompt, and more once the sequence was restarted.
-    constraint: None lets every token follow; embeds: the answer is the last hidden state instead of tokens.
+    constraint: None lets every token follow; embeds: the answer is the last hidden state instead of tokens; adapter:
+    name of the one that it is computed with, "" for the model itself.
     """
 
     request_id: str
@@ -112,6 +113,7 @@ class Sequence:
     num_prefill: int = 0
     constraint: TokenConstraint | None = None
     embeds: bool = False
+    adapter: str = ""
     prompt_scores: list[ScoredToken] = field(default_factory=list)
     """The scores of all tokens of the prompt but the first, as far as they are computed, if they were asked for."""
 

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from modelwright.model.adapter_config import AdapterConfig
 from modelwright.model.config import Activation, ModelConfig
 from modelwright.model.frozen_weight import FrozenWeight
-from modelwright.model.low_rank import LowRank
 from modelwright.ops.cross_entropy import (
     CHUNK_TOKENS,
     LossOfLogits,
@@ -66,6 +65,18 @@ Attend = Callable[[AttentionSpec, Tensor, Tensor, Tensor], Tensor]
 the head width."""
 Product = Callable[[Tensor, Tensor], Tensor]
 """`(x [..., I], weight [O, I]) -> [..., O]`."""
+
+
+class Adapter(Protocol):
+    """What is added to a projection: `low_rank.py`, or several to choose from, `adapter_bank.py`."""
+
+    def __call__(self, x: Tensor, out: Tensor, row_blocks: Callable[[], Iterable[Tensor]]) -> Tensor:
+        """The output [..., O] for x [..., I], from the projection's own, `out`, without bias. row_blocks: its weight,
+        some rows at a time.
+        """
+        ...
+
+
 HEAD_METHODS = ("cross_entropy", "logits", "token_log_probs", "token_log_probs_and_entropies", "head_output")
 """Methods of `Decoder` that read parameters at the end of the model outside `forward`."""
 
@@ -80,7 +91,7 @@ class Linear(nn.Linear):
         super().__init__(num_inputs, num_outputs, bias=bias)  # pyright: ignore[reportUnknownMemberType]
         self.has_bias = bias
         self.product: Product = F.linear
-        self.adapter: LowRank | None = None
+        self.adapter: Adapter | None = None
         self.frozen: FrozenWeight | None = None
 
     def forward(self, input: Tensor) -> Tensor:
