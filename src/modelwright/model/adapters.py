@@ -191,6 +191,16 @@ def adapter_flops(shape: ModelConfig, config: AdapterConfig) -> float:
     return sum(2.0 * config.rank_of(name) * sum(sizes[name]) for name in config.targets(sizes)) if config.r else 0.0
 
 
+def adapter_parameters(shape: ModelConfig, config: AdapterConfig) -> int:
+    """Parameters of all adapters of a model of this shape."""
+    sizes = projection_sizes(shape)
+    if not config.r:
+        return 0
+    return sum(
+        config.rank_of(name) * sum(sizes[name]) + config.use_dora * sizes[name][0] for name in config.targets(sizes)
+    )
+
+
 def projection_sizes(shape: ModelConfig) -> dict[str, tuple[int, int]]:
     """Outputs and inputs of every projection of a model of this shape, by name."""
     queries, pairs = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
