@@ -3,6 +3,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from modelwright.memory.config import ActivationCheckpointingConfig
+from modelwright.model.adapter_config import AdapterConfig
+from modelwright.model.adapters import attach_adapters, merge_adapters
 from modelwright.model.attention import causal_attend
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
@@ -15,6 +17,7 @@ from modelwright.plan.estimate import (
     training_memory,
     training_stage,
 )
+from modelwright.train.flops import adapter_step_flops
 
 EACH = ActivationCheckpointingConfig(mode="full", layers_per_segment=1)
 SHAPE = {
@@ -50,6 +53,17 @@ def counted_flops(model: Decoder, *, backward: bool) -> int:
         if backward:
             logits.square().sum().backward()
     return counter.get_total_flops()
+
+
+def test_flops_of_adapters_are_what_torch_counts() -> None:
+    model, config = small_model(), AdapterConfig(r=1)
+    whole = 3 * 32 * model.config.flops_per_token(16)
+    attach_adapters(model, config, 0)
+    wanted = whole + adapter_step_flops(model.config, config, num_tokens=32, num_targets=32)
+    assert wanted < 0.85 * whole
+    # the embedding is frozen, so that nothing is passed back from the first queries, keys and values and their adapters
+    not_passed_back = 2 * 32 * 24 * (32 + 16 + 16 + 3)
+    assert counted_flops(model, backward=True) == pytest.approx(wanted - not_passed_back, rel=5e-3)
 
 
 def test_flops_are_what_torch_counts() -> None:
@@ -116,3 +130,23 @@ def test_plan_reads_well() -> None:
     assert "memory of pretrain: " in text
     assert [duration(s) for s in (5, 600, 11_100)] == ["5 s", "10 min", "3 h 05 min"]
     assert [size(b) for b in (5, 3 * 2**20, 2.5 * 2**30)] == ["5 B", "3 MiB", "2.5 GiB"]
+
+
+def test_adapters_shrink_what_training_needs() -> None:
+    """The states of the planned run are those that training makes."""
+    model = Decoder(ModelConfig(**SHAPE))
+    model.init_weights(0)
+    for base_format in ("full", "int8", "nf4"):
+        config = AdapterConfig(r=8, use_dora=True, base_format=base_format)
+        attach_adapters(model, config, 0)
+        planned = training_memory(
+            model.config, tokens_per_microbatch=512, compute="fp32", activations=EACH, adapters=config
+        )
+        assert planned.weights == pytest.approx(sum(one.nbytes for one in model.parameters()), rel=0.01)
+        trained = sum(one.nbytes for one in model.parameters() if one.requires_grad)
+        assert planned.optimizer == pytest.approx(2 * trained, rel=0.01)
+        assert planned.checkpoint_copy == pytest.approx(3 * trained, rel=0.01)
+        assert planned.gradients <= trained
+        merge_adapters(model)
+    whole = training_memory(model.config, tokens_per_microbatch=512, compute="fp32", activations=EACH)
+    assert planned.total < whole.total - 3 * sum(one.nbytes for one in model.parameters())

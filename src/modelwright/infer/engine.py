@@ -20,6 +20,7 @@ from modelwright.infer.prefix_cache import PrefixCache
 from modelwright.infer.sampler import SampledToken, SampleRequest, sample
 from modelwright.infer.scheduler import Scheduler
 from modelwright.infer.sequence import SamplingParams, ScoredToken, Sequence, TokenConstraint
+from modelwright.model.adapter_bank import BASE, AdapterChoice
 from modelwright.model.decoder import Decoder
 
 
@@ -96,11 +97,19 @@ class Engine:
     """Continuous batching over a paged cache.
 
     head: how logits are made. None takes the fastest way, which is measured, so that two engines may differ in the last
-    bits.
+    bits. adapters: those that requests may name (`model/adapter_bank.py`); None if the model has none.
     """
 
-    def __init__(self, model: Decoder, config: EngineConfig, *, head: Product | None = None) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        config: EngineConfig,
+        *,
+        head: Product | None = None,
+        adapters: AdapterChoice | None = None,
+    ) -> None:
         self.config = config
+        self.adapters = adapters or AdapterChoice()
         self.max_seq_len = model.config.max_seq_len
         self.vocab_size = model.config.vocab_size
         self.num_parameters = model.config.num_parameters
@@ -120,7 +129,7 @@ class Engine:
         multiple = stable_row_multiple(model, head) if config.batch_invariant else 1
         self.is_batch_invariant = config.batch_invariant and multiple > 0
         self.row_multiple = multiple or MULTIPLES[-1]
-        self._runner = ModelRunner(model, head, cache, row_multiple=self.row_multiple)
+        self._runner = ModelRunner(model, head, cache, self.adapters, row_multiple=self.row_multiple)
         blocks = BlockManager(num_blocks, config.block_size)
         self._scheduler = Scheduler(
             blocks,
@@ -155,13 +164,16 @@ class Engine:
         constraint: TokenConstraint | None = None,
         *,
         cache_salt: str = "",
+        adapter: str = BASE,
     ) -> None:
         """Queue a request. `max_tokens` is capped by the context. constraint: of this request alone; cache_salt: only
-        requests with the same one share cached prompts.
+        requests with the same one share cached prompts; adapter: name of the one that it is computed with.
 
-        Raises `ConfigError` when the id is in use, or the prompt is empty, holds unknown tokens or leaves no room.
+        Raises `ConfigError` when the id is in use, the adapter is unknown, or the prompt is empty, holds unknown tokens
+        or leaves no room.
         """
         prompt = self._checked(request_id, prompt_ids)
+        self.adapters.check(adapter)
         unknown = [token for token, _ in params.logit_bias if not 0 <= token < self.vocab_size]
         unknown += [token for token in params.stop_ids if not 0 <= token < self.vocab_size]
         if unknown:
@@ -170,7 +182,17 @@ class Engine:
             )
         room = self.max_seq_len - len(prompt)
         params = replace(params, max_tokens=min(params.max_tokens, room), min_tokens=min(params.min_tokens, room))
-        self._queue(Sequence(request_id, prompt, len(prompt), params, constraint=constraint, cache_salt=cache_salt))
+        self._queue(
+            Sequence(
+                request_id,
+                prompt,
+                len(prompt),
+                params,
+                constraint=constraint,
+                cache_salt=cache_salt,
+                adapter=adapter,
+            )
+        )
 
     def embed(self, request_id: str, prompt_ids: Ids[int], *, cache_salt: str = "") -> None:
         """Queue a request for the hidden state of the last token after the final norm, scaled to unit length, which is

@@ -21,6 +21,7 @@ from modelwright.infer.lm_head import Product
 from modelwright.infer.sampler import score
 from modelwright.infer.scheduler import Chunk, SchedulerOutput
 from modelwright.infer.sequence import Sequence
+from modelwright.model.adapter_bank import BASE, AdapterChoice
 from modelwright.model.attention import causal_attend
 from modelwright.model.decoder import Attend, AttentionSpec, Decoder
 from modelwright.ops.attention import masked_attention
@@ -67,7 +68,7 @@ class ChunkPiece:
 class StepTensors:
     """A plan as tensors. `lengths_1N`: tokens known of each token's sequence when it was first computed: the whole
     prompt, or all up to the token itself. `logit_rows` are the rows whose next token is needed, in the order of
-    `sampled`.
+    `sampled`. `adapters`: of every row.
     """
 
     tokens_1N: Tensor
@@ -78,13 +79,19 @@ class StepTensors:
     pieces: list[ChunkPiece]
     sampled: list[Sequence]
     logit_rows: Tensor
+    adapters: list[str]
 
 
 class ModelRunner:
-    """Runs plans on one model and one cache. `row_multiple`: the rows of every product are padded to a multiple."""
+    """Runs plans on one model and one cache. `row_multiple`: the rows of every product are padded to a multiple.
+    adapters: sets which adapter each row is computed with.
+    """
 
-    def __init__(self, model: Decoder, head: Product, cache: PagedCache, *, row_multiple: int) -> None:
+    def __init__(
+        self, model: Decoder, head: Product, cache: PagedCache, adapters: AdapterChoice, *, row_multiple: int
+    ) -> None:
         self._model = model
+        self._adapters = adapters
         self._head = head
         self._cache = cache
         self._row_multiple = row_multiple
@@ -98,7 +105,8 @@ class ModelRunner:
         their logits [B, V].
         """
         step = self._prepare(plan)
-        hidden_1ND = self._model(step.tokens_1N, step.positions_1N, self._attend(step), step.lengths_1N)
+        with self._adapters.chosen(step.adapters, self._device):
+            hidden_1ND = self._model(step.tokens_1N, step.positions_1N, self._attend(step), step.lengths_1N)
         for chunk, piece in zip(plan.chunks, step.pieces, strict=True):
             if chunk.sequence.wants_prompt_scores:
                 self._score_prompt(chunk, hidden_1ND[0, piece.start : piece.end])
@@ -141,6 +149,7 @@ class ModelRunner:
         first = [s.num_prefill for s in ordered]
         first += [chunk.sequence.num_prefill for chunk in plan.chunks for _ in range(chunk.start, chunk.end)]
         lengths = [max(prefill, position + 1) for prefill, position in zip(first, positions, strict=True)]
+        owners = ordered + [chunk.sequence for chunk in plan.chunks for _ in range(chunk.start, chunk.end)]
         sampled = [(row, s) for row, s in enumerate(ordered) if not s.is_replaying]
         sampled += [
             (piece.end - 1, sequence)
@@ -160,6 +169,7 @@ class ModelRunner:
             pieces=pieces,
             sampled=[sequence for _, sequence in sampled],
             logit_rows=self._ints(logit_rows),
+            adapters=[sequence.adapter for sequence in owners] + [BASE] * len(padding),
         )
 
     def _decode_groups(

@@ -6,6 +6,7 @@ computed in chunks are found again: decoding one token at a time rounds differen
 """
 
 import hashlib
+import json
 import math
 from array import array
 
@@ -17,8 +18,8 @@ from modelwright.ops.rope_scaling import RopeScaling
 class PrefixCache:
     """Finds and stores the blocks of whole chunks. enabled: False finds nothing.
 
-    Two prompts share blocks only if their sequences have the same `cache_salt`, and, where the rotary frequencies
-    depend on the length of the sequence, the same frequencies.
+    Two prompts share blocks only if their sequences have the same `cache_salt` and `adapter`, and, where the rotary
+    frequencies depend on the length of the sequence, the same frequencies.
     """
 
     def __init__(self, blocks: BlockManager, rope: RopeScaling, *, prefill_chunk: int, enabled: bool) -> None:
@@ -69,7 +70,7 @@ class PrefixCache:
         if sequence.hashed_len != sequence.num_prefill:
             sequence.hashed_len = sequence.num_prefill
             sequence.block_hashes = []
-            before = f"{sequence.cache_salt} {self._frequencies(sequence)}".encode()
+            before = json.dumps([sequence.cache_salt, sequence.adapter, self._frequencies(sequence)]).encode()
             for start in range(0, num_blocks * block_len, block_len):
                 tokens = array("q", sequence.token_ids[start : start + block_len]).tobytes()
                 before = hashlib.sha256(before + tokens).digest()

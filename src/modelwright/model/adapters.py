@@ -6,7 +6,7 @@ PEFT's layout are in `peft_folder.py`.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -98,11 +98,12 @@ def adapter_shapes(model: Decoder) -> dict[str, torch.Size]:
 
 def adapters_of(model: Decoder) -> dict[str, LowRank]:
     """The adapters of this process's projections, by the projection's name."""
-    return {name: one.adapter for name, one in model.projections().items() if one.adapter is not None}
+    found = {name: one.adapter for name, one in model.projections().items()}
+    return {name: adapter for name, adapter in found.items() if isinstance(adapter, LowRank)}
 
 
 @contextmanager
-def adapters_disabled(model: Decoder) -> Iterator[None]:
+def adapters_disabled(model: Decoder) -> Generator[None]:
     """Within the block the model computes as without its adapters: the reference model of DPO and PPO needs no weights
     of its own.
     """
@@ -122,10 +123,10 @@ def merge_adapters(model: Decoder) -> None:
     model whose weights can be trained.
     """
     _unpack_projections(model)
-    for projection in model.projections().values():
-        if projection.adapter is not None:
-            with torch.no_grad():
-                projection.weight.copy_(projection.adapter.merged(projection.weight))
+    projections = model.projections()
+    with torch.no_grad():
+        for name, adapter in adapters_of(model).items():
+            projections[name].weight.copy_(adapter.merged(projections[name].weight))
     remove_adapters(model)
 
 
@@ -139,25 +140,24 @@ def remove_adapters(model: Decoder) -> None:
 
 
 @contextmanager
-def merged_adapters(model: Decoder) -> Iterator[None]:
+def merged_adapters(model: Decoder) -> Generator[None]:
     """Within the block the adapters are part of the weights, which makes products as fast as without them. Afterwards
     the weights are what they were, to the bit. Raises `ConfigError` for packed weights, which cannot take them.
     """
     if model.adapters.base_format != "full":
         raise ConfigError("lora.base_format: packed weights cannot be merged for a while; use merge_adapters")
-    projections = {name: one for name, one in model.projections().items() if one.adapter is not None}
-    before = {name: one.weight.detach().clone() for name, one in projections.items()}
+    projections, adapters = model.projections(), adapters_of(model)
+    before = {name: projections[name].weight.detach().clone() for name in adapters}
     with torch.no_grad():
-        for one in projections.values():
-            assert one.adapter is not None
-            one.weight.copy_(one.adapter.merged(one.weight))
+        for name, adapter in adapters.items():
+            projections[name].weight.copy_(adapter.merged(projections[name].weight))
     try:
         with adapters_disabled(model):
             yield
     finally:
         with torch.no_grad():
-            for name, one in projections.items():
-                one.weight.copy_(before[name])
+            for name, weight in before.items():
+                projections[name].weight.copy_(weight)
 
 
 def identify_base(model: Decoder) -> None:
@@ -189,6 +189,16 @@ def adapter_flops(shape: ModelConfig, config: AdapterConfig) -> float:
     """FLOPs per token of a forward pass through all adapters, 2 per multiply-add."""
     sizes = projection_sizes(shape)
     return sum(2.0 * config.rank_of(name) * sum(sizes[name]) for name in config.targets(sizes)) if config.r else 0.0
+
+
+def adapter_parameters(shape: ModelConfig, config: AdapterConfig) -> int:
+    """Parameters of all adapters of a model of this shape."""
+    sizes = projection_sizes(shape)
+    if not config.r:
+        return 0
+    return sum(
+        config.rank_of(name) * sum(sizes[name]) + config.use_dora * sizes[name][0] for name in config.targets(sizes)
+    )
 
 
 def projection_sizes(shape: ModelConfig) -> dict[str, tuple[int, int]]:

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from modelwright.model.adapter_config import AdapterConfig
 from modelwright.model.config import Activation, ModelConfig
 from modelwright.model.frozen_weight import FrozenWeight
-from modelwright.model.low_rank import LowRank
 from modelwright.ops.cross_entropy import (
     CHUNK_TOKENS,
     LossOfLogits,
@@ -71,6 +70,18 @@ EmbeddingHook = Callable[[Tensor, Tensor, Tensor], Tensor]
 """`(residual stream before all blocks, tokens, positions) -> residual stream`; the last two are whole rows [B, T], the
 first [B, T, D] or, with sequence parallelism, this rank's tokens of it.
 """
+
+
+class Adapter(Protocol):
+    """What is added to a projection: `low_rank.py`, or several to choose from, `adapter_bank.py`."""
+
+    def __call__(self, x: Tensor, out: Tensor, row_blocks: Callable[[], Iterable[Tensor]]) -> Tensor:
+        """The output [..., O] for x [..., I], from the projection's own, `out`, without bias. row_blocks: its weight,
+        some rows at a time.
+        """
+        ...
+
+
 HEAD_METHODS = (
     "cross_entropy",
     "logits",
@@ -92,7 +103,7 @@ class Linear(nn.Linear):
         super().__init__(num_inputs, num_outputs, bias=bias)  # pyright: ignore[reportUnknownMemberType]
         self.has_bias = bias
         self.product: Product = F.linear
-        self.adapter: LowRank | None = None
+        self.adapter: Adapter | None = None
         self.frozen: FrozenWeight | None = None
 
     def forward(self, input: Tensor) -> Tensor:

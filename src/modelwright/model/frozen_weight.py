@@ -6,17 +6,14 @@ Dettmers et al. 2023). No gradient reaches the weight.
 Legend: I inputs, O outputs, P stored columns of codes.
 """
 
-# PyTorch leaves the types of autograd functions open.
-# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
-# pyright: reportUnknownParameterType=false, reportMissingParameterType=false
-
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from modelwright.ops.nf4 import RUN_LEN, RUNS, dequantize_nf4, quantize_nf4
+from modelwright.ops.packed_product import Product, packed_product
 from modelwright.ops.quantize import dequantize, quantize
 
 PackedFormat = Literal["int8", "nf4"]
@@ -47,17 +44,18 @@ class FrozenWeight(nn.Module):
         """Codes and scales; under tensor parallelism this rank's parts."""
         return self.codes, self.scales
 
-    def forward(self, x: Tensor, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    def forward(self, x: Tensor, product: Product) -> Tensor:
         """product(x, W) for x [..., I]; backward uses the same product with W transposed."""
         codes, scales = self.tensors()
-        return _FrozenProduct.apply(x, codes, scales, self.row_blocks, product)  # type: ignore[return-value]
+        return packed_product(x, codes, scales, self.row_blocks, product)
 
     def row_blocks(self, codes_OP: Tensor, scales: Tensor) -> Iterator[Tensor]:
         """The dequantized weight, some rows at a time."""
         num_inputs = min(self.num_inputs, scales.shape[1] * RUN_LEN)
         num_rows = max(1, self.chunk_elements // num_inputs)
-        for codes, own in zip(codes_OP.split(num_rows), scales.split(num_rows), strict=True):
-            yield unpack(codes, own, num_inputs, self.packed_format)
+        for start in range(0, len(codes_OP), num_rows):
+            rows = slice(start, start + num_rows)
+            yield unpack(codes_OP[rows], scales[rows], num_inputs, self.packed_format)
 
     @torch.no_grad()
     def dense(self) -> Tensor:
@@ -77,29 +75,3 @@ def unpack(codes_OP: Tensor, scales: Tensor, num_inputs: int, packed_format: Pac
     return (
         dequantize_nf4(codes_OP, scales, num_inputs) if packed_format == "nf4" else dequantize(codes_OP, scales, RUNS)
     )
-
-
-class _FrozenProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, codes_OP, scales, row_blocks, product):
-        ctx.save_for_backward(codes_OP, scales)
-        ctx.row_blocks, ctx.product, ctx.dtype = row_blocks, product, x.dtype
-        return _joined([product(x, rows_RI) for rows_RI in row_blocks(codes_OP, scales)])
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
-        if not ctx.needs_input_grad[0]:
-            return None, None, None, None, None
-        dx, start = None, 0
-        for rows_RI in ctx.row_blocks(*ctx.saved_tensors):
-            part = ctx.product(grad[..., start : start + rows_RI.shape[0]], rows_RI.T)
-            # several parts are added up in FP32 at least
-            dx = part if dx is None else dx.to(torch.promote_types(part.dtype, torch.float32)) + part
-            start += rows_RI.shape[0]
-        assert dx is not None
-        return dx.to(ctx.dtype), None, None, None, None
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)

@@ -103,8 +103,7 @@ class LowRank(nn.Module):
 def row_norms(weight_OI: Tensor) -> Tensor:
     """The length of each row, [O], in FP32 at least."""
     wide = torch.promote_types(weight_OI.dtype, torch.float32)
-    norm: Callable[..., Tensor] = torch.linalg.vector_norm  # pyright: ignore[reportUnknownMemberType]
-    return norm(weight_OI, dim=1, dtype=wide)
+    return torch.linalg.vector_norm(weight_OI, dim=1, dtype=wide)  # pyright: ignore
 
 
 def initial_a(seed: int, name: str, rank: int, num_inputs: int) -> Tensor:

@@ -67,7 +67,7 @@ def _projection_weights(module: nn.Module) -> set[nn.Parameter]:
     weights = set[nn.Parameter]()
     for one in blocks.modules():
         if isinstance(one, Linear):
-            weights |= {one.weight} if one.frozen is None else set(one.frozen.parameters())
+            weights.update([cast(nn.Parameter, one.weight)] if one.frozen is None else one.frozen.parameters())
     return weights
 
 

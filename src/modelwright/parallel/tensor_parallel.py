@@ -27,7 +27,7 @@ from torch.func import functional_call
 
 from modelwright.core.errors import ConfigError
 from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Attention, Block, Decoder, FeedForward, Linear, RMSNorm, add_bias
+from modelwright.model.decoder import Adapter, Attention, Block, Decoder, FeedForward, Linear, RMSNorm, add_bias
 from modelwright.model.frozen_weight import CODES, SCALES, FrozenWeight
 from modelwright.model.low_rank import MAGNITUDE, A, B, Factors, LowRank
 from modelwright.ops.nf4 import RUN_LEN
@@ -214,13 +214,14 @@ def _share_one_head(layers: _Layers, linear: Linear, head: int, head_dim: int) -
 
 
 def _share_adapter(
-    layers: _Layers, adapter: LowRank | None, *, a: Placement, b: Placement, rows: slice = slice(None)
+    layers: _Layers, adapter: Adapter | None, *, a: Placement, b: Placement, rows: slice = slice(None)
 ) -> None:
     """a, b: placements of the factors; the magnitudes are placed like B, whose rows they scale. rows: of B, those that
     this rank's weight has. What is replicated has a part of its gradient on every rank.
     """
     if adapter is None:
         return
+    assert isinstance(adapter, LowRank), "several adapters at once are for inference"
     placements = {A: a, B: b, **({MAGNITUDE: b} if adapter.has_magnitude else {})}
     for name, placement in placements.items():
         layers.place(adapter, placement, name)

@@ -108,6 +108,7 @@ def _memories(config: RunConfig, num_processes: int) -> dict[str, MemoryEstimate
                 num_microbatches=training.gradient_accumulation_steps,
                 activations=training.activation_checkpointing,
                 fused=cpu_kernels.are_used_on(device),
+                adapters=training.lora,
             )
             result[stage.name] = memory.on_device(device, arena=training.step_arena)
     return result

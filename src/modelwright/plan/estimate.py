@@ -9,9 +9,11 @@ from dataclasses import asdict, dataclass, replace
 from modelwright.memory.activations import FP32_BYTES, Compute, block_shape, total_recomputed_flops
 from modelwright.memory.checkpointing import segments_for
 from modelwright.memory.config import ActivationCheckpointingConfig
+from modelwright.model.adapter_config import AdapterConfig
 from modelwright.model.config import ModelConfig
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
 from modelwright.plan.memory import PROCESS_BYTES, MemoryEstimate, RankPart, rank_memory
+from modelwright.train.flops import adapter_step_flops
 
 ASSUMED_TRAIN_MFU = 0.60
 """Share of the products' measured rate that a training step reaches on a CPU; the rest is norms, attention, softmax,
@@ -19,6 +21,10 @@ the optimizer and Python. Prototypes of 7 M parameters reached 0.59-0.73 on two 
 
 ASSUMED_FORWARD_MFU = 0.50
 """The same for scoring: packing is less even and the log-softmax weighs more without a backward pass."""
+
+
+WITHOUT_ADAPTERS = AdapterConfig()
+"""All weights of the model are trained."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,12 +48,13 @@ def training_memory(
     head_chunk_tokens: int = CHUNK_TOKENS,
     async_checkpoints: bool = True,
     fused: bool = False,
+    adapters: AdapterConfig = WITHOUT_ADAPTERS,
 ) -> MemoryEstimate:
     """Memory of training on one rank that holds everything; `tokens_per_microbatch`: padding included; fused: see
     `BlockShape`."""
     part = _whole_model(model, tokens_per_microbatch, compute, activations, fused=fused)
     part = replace(part, num_microbatches=num_microbatches, head_chunk_tokens=head_chunk_tokens)
-    return rank_memory(model, replace(part, async_checkpoints=async_checkpoints))
+    return rank_memory(model, replace(part, async_checkpoints=async_checkpoints, adapters=adapters))
 
 
 def _whole_model(
@@ -73,15 +80,17 @@ def training_stage(
     mfu: float = ASSUMED_TRAIN_MFU,
     world_size: int = 1,
     fused: bool = False,
+    adapters: AdapterConfig = WITHOUT_ADAPTERS,
 ) -> StageEstimate:
     """A training stage. `flops_per_s`: measured rate of the model's products on one rank (`doctor.measure_rates`)."""
     num_tokens = float(num_steps * batch_tokens)
     # forward and twice that for backward (PaLM, appendix B)
     flops = 3.0 * num_tokens * model.flops_per_token(mean_context)
+    flops += adapter_step_flops(model, adapters, num_tokens=num_tokens, num_targets=num_tokens)
     tokens_per_microbatch = batch_tokens // (num_microbatches * world_size)
     part = _whole_model(model, tokens_per_microbatch, compute, activations, fused=fused)
     again = num_tokens * total_recomputed_flops(replace(part.shape, mean_context=mean_context), part.segments)
-    memory = rank_memory(model, replace(part, num_microbatches=num_microbatches))
+    memory = rank_memory(model, replace(part, num_microbatches=num_microbatches, adapters=adapters))
     return StageEstimate(
         name=name,
         tokens=num_tokens,

@@ -6,12 +6,16 @@ message next to the copies made of it, the next group prefetched, the last scatt
 `torch.distributed.fsdp._fully_shard`. Tests compare totals with measured peaks.
 """
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 
 from modelwright.memory.activations import FP32_BYTES, BlockShape, Segment, head_workspace_bytes, total_kept_bytes
+from modelwright.model.adapter_config import AdapterConfig, BaseFormat
+from modelwright.model.adapters import adapter_parameters, projection_sizes
 from modelwright.model.config import ModelConfig
+from modelwright.model.frozen_weight import CHUNK_ELEMENTS
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
+from modelwright.ops.nf4 import RUN_LEN
 from modelwright.parallel.config import ZeroStage
 
 PROCESS_BYTES = 395 * 2**20
@@ -24,6 +28,13 @@ HEAP_GAPS = 0.27
 measured 0.2 to 0.4 after a few dozen steps, over formats, sizes of microbatches and ways to treat activations."""
 
 ADAM_STATES = 2
+
+PROJECTION_BYTES: Mapping[BaseFormat, float] = {
+    "full": FP32_BYTES,
+    "int8": 1 + FP32_BYTES / RUN_LEN,
+    "nf4": 0.5 + FP32_BYTES / RUN_LEN,
+}
+"""Bytes of one weight of a frozen projection, its share of the scales included."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +86,7 @@ class RankPart:
     segments: how its blocks treat activations; shape: their widths on this rank; num_tokens: of one microbatch on this
     rank; in_flight: microbatches whose activations it holds at once (fractional if a rank has several stages); tensor:
     ranks that share each matrix; zero_stage, sharing: what is sharded over how many ranks; copies: ranks whose
-    gradients are summed.
+    gradients are summed; adapters: with them nothing else is trained.
     """
 
     segments: tuple[Segment, ...]
@@ -91,6 +102,7 @@ class RankPart:
     copies: int = 1
     head_chunk_tokens: int = CHUNK_TOKENS
     async_checkpoints: bool = True
+    adapters: AdapterConfig = field(default_factory=AdapterConfig)
 
     @property
     def num_layers(self) -> int:
@@ -117,15 +129,37 @@ def root_parameters(model: ModelConfig, part: RankPart) -> int:
     return table * (part.has_embedding + has_own_head) + model.model_dim * part.has_head
 
 
+def block_bytes(model: ModelConfig, part: RankPart) -> int:
+    """Bytes of one block's weights on one rank, adapters included."""
+    whole = FP32_BYTES * block_parameters(model, part.tensor)
+    if not part.adapters.r:
+        return whole
+    matrices = sum(outputs * inputs for outputs, inputs in projection_sizes(model).values()) // model.num_layers
+    saved = matrices * (FP32_BYTES - PROJECTION_BYTES[part.adapters.base_format]) / part.tensor
+    return int(whole - saved) + FP32_BYTES * trained_of_block(model, part)
+
+
+def trained_of_block(model: ModelConfig, part: RankPart) -> int:
+    """Parameters of one block on one rank that are trained."""
+    if not part.adapters.r:
+        return block_parameters(model, part.tensor)
+    return adapter_parameters(model, part.adapters) // (model.num_layers * part.tensor)
+
+
+def trained_of_root(model: ModelConfig, part: RankPart) -> int:
+    """Parameters outside the blocks on one rank that are trained."""
+    return 0 if part.adapters.r else root_parameters(model, part)
+
+
 def rank_memory(model: ModelConfig, part: RankPart) -> MemoryEstimate:
     """Memory of training with FP32 master weights and AdamW."""
-    root, blocks = root_parameters(model, part), part.num_layers * block_parameters(model, part.tensor)
-    weights = FP32_BYTES * (root + blocks) // part.pieces
+    weights = FP32_BYTES * root_parameters(model, part) + part.num_layers * block_bytes(model, part)
+    trained = FP32_BYTES * _num_trained(model, part) // part.pieces
     states = MemoryEstimate(
         process=PROCESS_BYTES,
-        weights=weights,
-        optimizer=ADAM_STATES * weights,
-        checkpoint_copy=(1 + ADAM_STATES) * weights if part.async_checkpoints else 0,
+        weights=weights // part.pieces,
+        optimizer=ADAM_STATES * trained,
+        checkpoint_copy=(1 + ADAM_STATES) * trained if part.async_checkpoints else 0,
     )
     moments = [*_forward_moments(model, part), *_backward_moments(model, part), *_end_moments(model, part)]
     peak = max(moments, key=lambda moment: moment.total)
@@ -156,7 +190,7 @@ def _forward_moments(model: ModelConfig, part: RankPart) -> Iterator[MemoryEstim
 
 def _backward_moments(model: ModelConfig, part: RankPart) -> Iterator[MemoryEstimate]:
     """Each segment's backward, with the activations saved before it and the gradients of what came after it."""
-    block = FP32_BYTES * block_parameters(model, part.tensor)
+    block = block_bytes(model, part)
     messages = 0 if part.zero_stage == 0 else 2 * block
     kept, layer = (part.in_flight - 1) * _kept(part), 0
     for place, segment in enumerate(part.segments):
@@ -168,6 +202,8 @@ def _backward_moments(model: ModelConfig, part: RankPart) -> Iterator[MemoryEsti
         widest = 2 * model.model_dim * max(part.shape.ffn_dim, part.shape.query_dim)
         casts = segment.num_layers * block // 2 if segment.recompute else widest
         casts = 0 if part.shape.compute == "fp32" else casts
+        if part.adapters.base_format != "full":
+            casts += FP32_BYTES * min(CHUNK_ELEMENTS, widest // 2)
         whole, divided = _fresh_gradients(model, part, layer - 1)
         yield MemoryEstimate(
             activations=int(kept) + _tables(model, part),
@@ -184,14 +220,18 @@ def _end_moments(model: ModelConfig, part: RankPart) -> Iterator[MemoryEstimate]
     whole, divided = _fresh_gradients(model, part, 0)
     gradients = _earlier_gradients(model, part) + whole + divided
     others = int((part.in_flight - 1) * _kept(part))
-    added = part.has_embedding and (part.num_microbatches > 1 or (model.tie_embeddings and part.has_head))
+    added = (
+        not part.adapters.r
+        and part.has_embedding
+        and (part.num_microbatches > 1 or (model.tie_embeddings and part.has_head))
+    )
     yield MemoryEstimate(
         gradients=gradients,
         activations=others + _tables(model, part),
         gathered=0 if part.zero_stage == 0 else 2 * root,
         workspace=table if added else 0,
     )
-    states = FP32_BYTES * _num_parameters(model, part) // part.pieces
+    states = FP32_BYTES * _num_trained(model, part) // part.pieces
     yield MemoryEstimate(gradients=states, transport=states if part.copies > 1 else 0)
 
 
@@ -200,8 +240,8 @@ def _fresh_gradients(model: ModelConfig, part: RankPart, first_layer: int) -> tu
     gradient exists from its own turn on.
     """
     layers = part.num_layers - first_layer
-    blocks = FP32_BYTES * layers * block_parameters(model, part.tensor)
-    root = FP32_BYTES * root_parameters(model, part)
+    blocks = FP32_BYTES * layers * trained_of_block(model, part)
+    root = FP32_BYTES * trained_of_root(model, part)
     head = FP32_BYTES * model.vocab_size * model.model_dim // part.tensor if part.has_head else 0
     outside = root if first_layer == 0 else min(head, root)
     if first_layer == part.num_layers:
@@ -217,7 +257,7 @@ def _earlier_gradients(model: ModelConfig, part: RankPart) -> int:
     """Gradients accumulated by earlier microbatches of the step."""
     if part.num_microbatches == 1:
         return 0
-    whole = FP32_BYTES * _num_parameters(model, part)
+    whole = FP32_BYTES * _num_trained(model, part)
     return whole if part.zero_stage == 1 else whole // part.pieces
 
 
@@ -228,11 +268,11 @@ def _gathered_bytes(model: ModelConfig, part: RankPart, num_layers: int) -> int:
         return 0
     if part.zero_stage == 3:
         return root
-    return root + FP32_BYTES * num_layers * block_parameters(model, part.tensor)
+    return root + num_layers * block_bytes(model, part)
 
 
-def _num_parameters(model: ModelConfig, part: RankPart) -> int:
-    return root_parameters(model, part) + part.num_layers * block_parameters(model, part.tensor)
+def _num_trained(model: ModelConfig, part: RankPart) -> int:
+    return trained_of_root(model, part) + part.num_layers * trained_of_block(model, part)
 
 
 def _kept(part: RankPart) -> int:

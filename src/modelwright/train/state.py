@@ -65,6 +65,7 @@ def load_best(model: Decoder, stage: StageDir, best: Best) -> None:
     belong to. Raises `ArtifactError` if they are gone.
     """
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    missing, unknown = model.load_state_dict(read_weights(stage.checkpoints, best.step), strict=False)
-    assert not unknown, unknown
-    assert set(missing) <= frozen, missing
+    weights = read_weights(stage.checkpoints, best.step)
+    lacking = set(model.state_dict()) - set(weights)
+    assert lacking <= frozen, lacking
+    model.load_state_dict({**{name: model.get_parameter(name) for name in lacking}, **weights})

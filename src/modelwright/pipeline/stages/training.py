@@ -503,6 +503,7 @@ def _estimate(
         activations=training.activation_checkpointing,
         flops_per_s=rates.flops_per_s[training.precision.planned_as],
         fused=cpu_kernels.are_used_on(config.hardware.device),
+        adapters=training.lora,
         world_size=rates.num_hosts,  # the rate is that of all threads of a host, which its processes share
     )
     further = traits.frozen(training)

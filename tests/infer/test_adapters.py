@@ -1,0 +1,121 @@
+"""Sequences of different adapters in one batch: each is computed as by a model that has its adapter alone."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from modelwright.core.errors import ConfigError, ModelError
+from modelwright.infer.engine import Engine, EngineConfig, StepOutput
+from modelwright.infer.sequence import SamplingParams
+from modelwright.model.adapter_bank import load_adapters
+from modelwright.model.adapter_config import AdapterConfig
+from modelwright.model.adapters import attach_adapters
+from modelwright.model.decoder import Decoder
+from modelwright.model.peft_folder import load_adapter, save_adapter
+from tiny_decoder import make_decoder
+
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
+SETTINGS: dict[str, dict[str, Any]] = {
+    "poet": {"r": 4, "lora_alpha": 40.0},
+    "coder": {"r": 3, "use_dora": True, "target_modules": ("attention",)},
+    "clerk": {"r": 5, "use_rslora": True, "target_modules": ("down_proj", "q_proj")},
+}
+NAMES = ("", *SETTINGS)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("adapters")
+    for seed, (name, settings) in enumerate(SETTINGS.items()):
+        model = make_decoder()
+        attach_adapters(model, AdapterConfig(**settings), seed)
+        draw = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter_name, parameter in model.named_parameters():
+                if parameter_name.endswith(("lora_B", "magnitude")):
+                    parameter += 0.2 * torch.randn(parameter.shape, generator=draw)
+        save_adapter(model, root / name)
+    return {name: root / name for name in SETTINGS}
+
+
+def prompt(number: int) -> list[int]:
+    return [(7 * number + 3 * place) % 96 for place in range(3 + 5 * number)]
+
+
+def drain(engine: Engine) -> dict[str, list[StepOutput]]:
+    outputs: dict[str, list[StepOutput]] = {}
+    while engine.has_work:
+        for output in engine.step():
+            outputs.setdefault(output.request_id, []).append(output)
+    return outputs
+
+
+def served(model: Decoder, folders: dict[str, Path]) -> Engine:
+    return Engine(model.eval(), EngineConfig(), adapters=load_adapters(model, folders))
+
+
+def test_a_batch_of_several_adapters_is_each_of_them_alone(folders: dict[str, Path]) -> None:
+    engine = served(make_decoder(), folders)
+    for number, name in enumerate(NAMES * 2):
+        engine.add(f"{number}", prompt(number), GREEDY, adapter=name)
+    together, by_name = drain(engine), dict[str, list[int]]()
+    for number, name in enumerate(NAMES * 2):
+        model = make_decoder()
+        if name:
+            load_adapter(model, folders[name])
+        alone = Engine(model.eval(), EngineConfig())
+        alone.add("0", prompt(number), GREEDY)
+        wanted, found = drain(alone)["0"], together[f"{number}"]
+        assert [output.token_id for output in found] == [output.token_id for output in wanted]
+        for one, other in zip(found, wanted, strict=True):
+            assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+        by_name.setdefault(name, []).extend(output.token_id for output in wanted)
+    assert len({tuple(tokens) for tokens in by_name.values()}) == len(NAMES)
+
+
+def test_what_others_use_changes_no_bit(folders: dict[str, Path]) -> None:
+    engine = served(make_decoder(), folders)
+    assert engine.is_batch_invariant
+    for number, name in enumerate(NAMES):
+        engine.add(name, prompt(number), GREEDY, adapter=name)
+    together = drain(engine)
+    for number, name in enumerate(NAMES):
+        engine.add(name, prompt(number), GREEDY, adapter=name)
+        assert drain(engine)[name] == together[name]
+
+
+def test_outside_of_the_engine_the_model_is_the_base(folders: dict[str, Path]) -> None:
+    model, plain = make_decoder(), make_decoder()
+    before = {name: value.clone() for name, value in plain.state_dict().items()}
+    engine = served(model, folders)
+    engine.add("0", prompt(1), GREEDY, adapter="poet")
+    drain(engine)
+    assert model.state_dict().keys() == before.keys()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    x = torch.randn(2, 5, 32)
+    attention, twin = (one.projections()["blocks.0.attention.q_proj"] for one in (model, plain))
+    assert torch.equal(attention(x), twin(x))
+
+
+def test_unknown_names_and_foreign_adapters_are_refused(folders: dict[str, Path]) -> None:
+    engine = served(make_decoder(), folders)
+    with pytest.raises(ConfigError, match="adapter: 'pirate' is unknown; choose from poet, coder, clerk"):
+        engine.add("0", prompt(1), GREEDY, adapter="pirate")
+    with pytest.raises(ConfigError, match="'pirate' is unknown; choose from none are loaded"):
+        Engine(make_decoder(), EngineConfig()).add("0", prompt(1), GREEDY, adapter="pirate")
+    other = make_decoder()
+    other.init_weights(5)
+    with pytest.raises(ModelError, match="belongs to other weights"):
+        load_adapters(other, folders)
+    with pytest.raises(ConfigError, match="'' is the name of the model itself"):
+        load_adapters(make_decoder(), {"": folders["poet"]})
