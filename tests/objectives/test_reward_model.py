@@ -95,16 +95,7 @@ def test_losses_and_gradients_equal_those_written_out(changes: dict[str, Any], r
 def padded_rows() -> tuple[list[TokenSequence], TokenBatch]:
     """One sequence in each row, padded at the end."""
     sequences = [one for pair in preference_rows.pairs(3) for one in pair]
-    lengths = [len(one.ids) for one in sequences]
-    ids_BT = torch.full((len(sequences), max(lengths) + 2), PAD)
-    segments_BT = torch.full_like(ids_BT, -1, dtype=torch.int32)
-    for row, (sequence, length) in enumerate(zip(sequences, lengths, strict=True)):
-        ids_BT[row, :length], segments_BT[row, :length] = torch.from_numpy(np.asarray(sequence.ids)), 0
-    positions_BT = torch.arange(ids_BT.shape[1]).expand_as(ids_BT).contiguous()
-    labels_BT = torch.full_like(ids_BT, -100)
-    return sequences, TokenBatch(
-        input_ids_BT=ids_BT, labels_BT=labels_BT, positions_BT=positions_BT, segments_BT=segments_BT
-    )
+    return sequences, TokenBatch.of_sequences([one.ids for one in sequences]).padded(len(sequences))
 
 
 def their_scores(folder: Path, batch: TokenBatch) -> Tensor:
