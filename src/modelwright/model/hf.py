@@ -8,7 +8,7 @@ A model folder holds `config.json` (of a type in `hf_types/`), `model.safetensor
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf_types import HF_TYPES
 from modelwright.model.hf_types.hf_type import HfSettings, HfType
+from modelwright.model.hf_types.own import OWN_TYPE
 from modelwright.model.stored_weights import WEIGHTS, StoredWeights, check_tensors, read_json
 
 _TOP_NAMES = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
@@ -174,11 +175,18 @@ def load_config(folder: Path, *, types: Sequence[HfType] = HF_TYPES) -> ModelCon
 
 def type_of(config: ModelConfig, types: Sequence[HfType] = HF_TYPES) -> HfType:
     """The type that a model is written as. Raises `ConfigError` if it is not in the table."""
-    name = config.hf_type or ("qwen3" if config.qk_norm else "llama")
+    name = config.hf_type or _plain_type(config)
     found = next((one for one in types if one.name == name), None)
     if found is None:
         raise ConfigError(f"hf_type: {name!r} is unknown; choose from {', '.join(one.name for one in types)}")
     return found
+
+
+def _plain_type(config: ModelConfig) -> str:
+    """The type of a model that comes from no folder."""
+    if config.attention_gate != "none":
+        return OWN_TYPE
+    return "qwen3" if config.qk_norm else "llama"
 
 
 def hf_config(config: ModelConfig, types: Sequence[HfType] = HF_TYPES) -> dict[str, Any]:
@@ -212,8 +220,8 @@ def config_from_hf(
     )
     try:
         fields = chosen.read(settings)
-        fits = chosen.name == ("qwen3" if fields["qk_norm"] else "llama")
-        return ModelConfig(**fields, hf_type="" if fits else chosen.name)
+        config = ModelConfig(**fields)
+        return config if _plain_type(config) == chosen.name else replace(config, hf_type=chosen.name)
     except ModelError:
         raise
     except ConfigError as error:

@@ -1,5 +1,6 @@
 """Selects a model of a run, and exports it."""
 
+import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from modelwright.core.artifacts import (
 )
 from modelwright.core.errors import ArtifactError, ConfigError
 from modelwright.core.rundir import RunDir
+from modelwright.model.hf_types.own import OWN_TYPE
 from modelwright.pipeline.run_config import read_run_config
 from modelwright.pipeline.stage_log import read_attempts
 from modelwright.pipeline.stages.quantize import QUANTIZE
@@ -69,12 +71,23 @@ def export_hf(found: FoundModel, target: Path, *, overwrite: bool) -> Path:
         raise ConfigError(f"{target}: is a file, so it is not replaced by a folder; choose another one")
     if target.exists() and not overwrite:
         raise ConfigError(f"{target}: exists; choose another folder or add --overwrite")
+    _require_exportable(source)
     with write_artifact(target, kind="export", digest="") as draft:
         for path in sorted(source.iterdir()):
             if path.is_file() and path.name != MANIFEST:
                 shutil.copyfile(path, draft.path / path.name)
     (target / MANIFEST).unlink()
     return target
+
+
+def _require_exportable(source: Path) -> None:
+    """Raise `ConfigError` for a model that `transformers` has no type for."""
+    settings = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    if settings.get("model_type") == OWN_TYPE:
+        raise ConfigError(
+            f"model.attention_gate: {source} has a gate on attention's output ({settings['attention_gate']}), and no "
+            "model type of transformers has one; train a model with attention_gate none to export it"
+        )
 
 
 def _in_folder(folder: Path, stage: str) -> FoundModel:
