@@ -13,6 +13,7 @@ from modelwright.pipeline.stages.evaluate import EVALUATE
 from modelwright.pipeline.stages.init import INIT
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.pretrain import PRETRAIN
+from modelwright.pipeline.stages.qat import QAT
 from modelwright.pipeline.stages.quantize import QUANTIZE
 from modelwright.pipeline.stages.report import REPORT
 from modelwright.pipeline.stages.serve import SERVE_CHECK
@@ -21,7 +22,7 @@ from modelwright.pipeline.stages.student import STUDENT
 from modelwright.pipeline.stages.tokenize import TOKENIZE
 
 STAGES: tuple[StageSpec, ...] = (
-    INIT, CLEAN, TOKENIZE, PACK, PRETRAIN, SFT, STUDENT, DISTILL, EVALUATE, QUANTIZE, SERVE_CHECK, REPORT
+    INIT, CLEAN, TOKENIZE, PACK, PRETRAIN, SFT, STUDENT, DISTILL, QAT, EVALUATE, QUANTIZE, SERVE_CHECK, REPORT
 )  # fmt: skip
 
 STAGES_GROUP = "modelwright.stages"

@@ -55,6 +55,7 @@ TOO_LOW = 1.02
 """Steps faster than the peak by more than this share of measurement error show that the peak is wrong."""
 
 TechniquesOf = Callable[[StageInputs], Sequence[TechniqueBuilder]]
+Finish = Callable[[StageContext, RunConfig, Decoder], None]
 
 
 def training_spec(
@@ -73,6 +74,7 @@ def training_spec(
     follows: str = "",
     start: Callable[[RunConfig, str], str] = model_before,
     techniques: TechniquesOf = lambda inputs: (),
+    finish: Finish = lambda context, config, model: None,
 ) -> StageSpec:
     """A stage that trains the model of the stage before it, or random weights, on some rows of the stage pack.
 
@@ -80,6 +82,7 @@ def training_spec(
     config: `TrainConfig`, or a dataclass that adds settings of the objective to it
     start: names the stage whose model is trained, "" for random weights
     techniques: what the stage adds to the techniques of all trainings
+    finish: called on the first rank with the trained model when its folder is written, to add to the artifact
 
     For the rest see `StageSpec`.
     """
@@ -93,7 +96,7 @@ def training_spec(
         title=title,
         config=config,
         needs=needs,
-        build=lambda run_config, run, present: _stage(run_config, spec, start(run_config, name), techniques),
+        build=lambda run_config, run, present: _stage(run_config, spec, start(run_config, name), techniques, finish),
         estimate=lambda run_config, run, rates: _estimate(run_config, run, rates, spec),
         report=report,
         headline=headline,
@@ -108,7 +111,7 @@ def training_spec(
     return spec
 
 
-def _stage(config: RunConfig, spec: StageSpec, before: str, techniques: TechniquesOf) -> Stage:
+def _stage(config: RunConfig, spec: StageSpec, before: str, techniques: TechniquesOf, finish: Finish) -> Stage:
     """before: the stage whose model is trained, "" for random weights."""
     name, training = spec.name, config.section(spec)
     settings = {
@@ -129,12 +132,19 @@ def _stage(config: RunConfig, spec: StageSpec, before: str, techniques: Techniqu
             tokenizer_stage(config),
             *([before] if before not in ("", tokenizer_stage(config)) else []),
         ),
-        run=lambda context: _run(context, config, spec, before, techniques),
+        run=lambda context: _run(context, config, spec, before, techniques, finish),
         every_rank=True,
     )
 
 
-def _run(context: StageContext, config: RunConfig, spec: StageSpec, before: str, techniques: TechniquesOf) -> None:
+def _run(
+    context: StageContext,
+    config: RunConfig,
+    spec: StageSpec,
+    before: str,
+    techniques: TechniquesOf,
+    finish: Finish,
+) -> None:
     assert spec.rows is not None
     rows = context.parents[PACK.name] / spec.rows.name / "train"
     load = deferred_model if rows.is_dir() else load_model
@@ -152,6 +162,7 @@ def _run(context: StageContext, config: RunConfig, spec: StageSpec, before: str,
         tokenizer = Tokenizer.load(context.parents[tokenizer_stage(config)])
         save_model_folder(model, tokenizer, context.output.path)
         context.output.facts |= facts
+        finish(context, config, model)
 
 
 def fresh_model(config: RunConfig) -> Decoder:
