@@ -166,7 +166,15 @@ def _part_of(name: str, weights: Mapping[str, Tensor], chosen: Sequence[Kept], c
     weight = weights[f"blocks.{kept.layer}.{rest}"]
     heads, kv_heads = (_rows_of(numbers, config.head_dim) for numbers in (kept.heads, kept.kv_heads))
     channels = torch.tensor(kept.channels)
-    rows = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads, "gate_proj": channels, "up_proj": channels}
+    gates = heads if config.attention_gate == "element" else torch.tensor(kept.heads)
+    rows = {
+        "output_gate": gates,
+        "q_proj": heads,
+        "k_proj": kv_heads,
+        "v_proj": kv_heads,
+        "gate_proj": channels,
+        "up_proj": channels,
+    }
     columns = {"o_proj": heads, "down_proj": channels}
     projection, _, kind = rest.rpartition(".")
     projection = projection.rpartition(".")[2]

@@ -170,6 +170,7 @@ class Attention(nn.Module):
         self.k_proj = Linear(config.model_dim, kv_dim, bias=attention.qkv_bias)
         self.v_proj = Linear(config.model_dim, kv_dim, bias=attention.qkv_bias)
         self.o_proj = Linear(query_dim, config.model_dim, bias=attention.output_bias)
+        self.output_gate = Linear(config.model_dim, config.gate_dim) if config.gate_dim else None
         self.q_norm = RMSNorm(config.head_dim, config) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(config.head_dim, config) if config.qk_norm else nn.Identity()
 
@@ -177,7 +178,14 @@ class Attention(nn.Module):
         q_BTHd, k_BTKd = self.queries_and_keys(x_BTD, cos, sin)
         v_BTKd = self.v_proj(x_BTD).unflatten(-1, (-1, self.head_dim))
         out_BTHd = attend(self.spec, q_BTHd, k_BTKd, v_BTKd)
-        return self.o_proj(out_BTHd.flatten(-2))
+        return self.o_proj(self.gated(out_BTHd, x_BTD).flatten(-2))
+
+    def gated(self, out_BTHd: Tensor, x_BTD: Tensor) -> Tensor:
+        """Attention's output times sigmoids of a projection of the input (arXiv 2505.06708, position G1)."""
+        if self.output_gate is None:
+            return out_BTHd
+        gates_BTHg = self.output_gate(x_BTD).unflatten(-1, (out_BTHd.shape[-2], -1))
+        return out_BTHd * gates_BTHg.sigmoid().to(out_BTHd.dtype)
 
     def queries_and_keys(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """[B, T, H, d] and [B, T, K, d], with their positions."""

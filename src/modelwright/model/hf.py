@@ -24,6 +24,7 @@ from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf_types import HF_TYPES
 from modelwright.model.hf_types.hf_type import HfSettings, HfType
+from modelwright.model.hf_types.own import OWN_TYPE
 from modelwright.model.stored_weights import WEIGHTS, StoredWeights, check_tensors, read_json
 
 CLASSIFIER, SCORE = "ForSequenceClassification", "score"
@@ -213,11 +214,18 @@ def load_config(folder: Path, *, types: Sequence[HfType] = HF_TYPES) -> ModelCon
 
 def type_of(config: ModelConfig, types: Sequence[HfType] = HF_TYPES) -> HfType:
     """The type that a model is written as. Raises `ConfigError` if it is not in the table."""
-    name = config.hf_type or ("qwen3" if config.qk_norm else "llama")
+    name = config.hf_type or _plain_type(config)
     found = next((one for one in types if one.name == name), None)
     if found is None:
         raise ConfigError(f"hf_type: {name!r} is unknown; choose from {', '.join(one.name for one in types)}")
     return found
+
+
+def _plain_type(config: ModelConfig) -> str:
+    """The type of a model that comes from no folder."""
+    if config.attention_gate != "none":
+        return OWN_TYPE
+    return "qwen3" if config.qk_norm else "llama"
 
 
 def hf_config(config: ModelConfig, types: Sequence[HfType] = HF_TYPES) -> dict[str, Any]:
@@ -251,8 +259,8 @@ def config_from_hf(
     )
     try:
         fields = chosen.read(settings)
-        fits = chosen.name == ("qwen3" if fields["qk_norm"] else "llama")
-        return ModelConfig(**fields, hf_type="" if fits else chosen.name)
+        config = ModelConfig(**fields)
+        return config if _plain_type(config) == chosen.name else replace(config, hf_type=chosen.name)
     except ModelError:
         raise
     except ConfigError as error:

@@ -1,7 +1,7 @@
 """Reads what layers compute inside a forward pass: outputs of blocks, and the queries, keys and values of attention.
 
 Hooks on single-device code: what they keep is whole wherever a layout leaves the layers' outputs, or all heads of a
-layer, on every rank (`LAYER_OUTPUTS` and `ALL_HEADS` in `core/compatibility.py`).
+layer, on every rank (`LAYER_OUTPUTS` and `WHOLE_LAYERS` in `core/compatibility.py`).
 """
 
 from collections.abc import Sequence

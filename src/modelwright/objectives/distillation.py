@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from modelwright.core.compatibility import ALL_HEADS, EAGER_BLOCKS, LAYER_OUTPUTS, WHOLE_ROWS
+from modelwright.core.compatibility import EAGER_BLOCKS, LAYER_OUTPUTS, WHOLE_LAYERS, WHOLE_ROWS
 from modelwright.core.errors import ConfigError
 from modelwright.data.batch import TokenBatch
 from modelwright.model.config import ModelConfig
@@ -107,7 +107,7 @@ class Distillation(Objective):
     def __post_init__(self) -> None:
         needs = {
             "hidden": {LAYER_OUTPUTS, EAGER_BLOCKS},
-            "attention": {ALL_HEADS, WHOLE_ROWS, EAGER_BLOCKS},
+            "attention": {WHOLE_LAYERS, WHOLE_ROWS, EAGER_BLOCKS},
             "logits": set[str](),
         }
         self.needs = frozenset[str]().union(*(needs[name] for name in self.used))

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from modelwright.core.compatibility import (
-    ALL_HEADS,
     GRADIENT_SUMS,
     LAYER_OUTPUTS,
     ONE_COPY,
@@ -12,6 +11,7 @@ from modelwright.core.compatibility import (
     SEVERAL_STAGES,
     UNDIVIDED_GRADIENTS,
     WHOLE_GRADIENTS,
+    WHOLE_LAYERS,
     WHOLE_MATRICES,
     WHOLE_MODEL,
     WHOLE_ROWS,
@@ -124,12 +124,12 @@ class ParallelConfig:
         if not self.shared_memory:
             result.append(feature("shared_memory", "false", breaks=[ONE_COPY]))
         if self.pipeline > 1:
-            breaks = {WHOLE_MODEL, UNDIVIDED_GRADIENTS, LAYER_OUTPUTS, ALL_HEADS}
+            breaks = {WHOLE_MODEL, UNDIVIDED_GRADIENTS, LAYER_OUTPUTS, WHOLE_LAYERS}
             result.append(feature("pipeline", self.pipeline, needs=[WHOLE_GRADIENTS], breaks=breaks))
         if self.context > 1:
             result.append(feature("context", self.context, breaks=[WHOLE_MODEL, WHOLE_ROWS]))
         if self.tensor > 1:
-            breaks = {WHOLE_MODEL, WHOLE_MATRICES, UNDIVIDED_GRADIENTS, ALL_HEADS}
+            breaks = {WHOLE_MODEL, WHOLE_MATRICES, UNDIVIDED_GRADIENTS, WHOLE_LAYERS}
             result.append(feature("tensor", self.tensor, breaks=breaks))
             if self.sequence_parallel:
                 result.append(feature("sequence_parallel", "true", breaks=[LAYER_OUTPUTS]))

@@ -1,5 +1,6 @@
 """Selects a model of a run, and exports it."""
 
+import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from modelwright.core.errors import ArtifactError, ConfigError
 from modelwright.core.rundir import RunDir
 from modelwright.data.tokenizer import Tokenizer
 from modelwright.model.hf import load_config
+from modelwright.model.hf_types.own import OWN_TYPE
 from modelwright.pipeline.model_card import CARD, model_card
 from modelwright.pipeline.report.run_data import read_run
 from modelwright.pipeline.run_config import read_run_config
@@ -78,6 +80,7 @@ def export_hf(found: FoundModel, target: Path, *, overwrite: bool) -> Path:
         raise ConfigError(f"{target}: is a file, so it is not replaced by a folder; choose another one")
     if target.exists() and not overwrite:
         raise ConfigError(f"{target}: exists; choose another folder or add --overwrite")
+    _require_exportable(source)
     with write_artifact(target, kind="export", digest="") as draft:
         for path in sorted(source.iterdir()):
             if path.is_file() and path.name != MANIFEST:
@@ -103,6 +106,16 @@ def export_gguf_file(found: FoundModel, target: Path, *, number_format: GgufForm
     )
     write_atomic(target.with_name("Modelfile"), text)
     return target
+
+
+def _require_exportable(source: Path) -> None:
+    """Raise `ConfigError` for a model that `transformers` has no type for."""
+    settings = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    if settings.get("model_type") == OWN_TYPE:
+        raise ConfigError(
+            f"model.attention_gate: {source} has a gate on attention's output ({settings['attention_gate']}), and no "
+            "model type of transformers has one; train a model with attention_gate none to export it"
+        )
 
 
 def _in_folder(folder: Path, stage: str) -> FoundModel:

@@ -1,6 +1,7 @@
 """The report's sections on results: benchmarks with their baselines, INT8 against FP32, served answers."""
 
 import math
+import statistics
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -121,10 +122,17 @@ def int8_section(data: RunData, stage: StageData) -> Section:
         f"{number(agreement['divergence'], 3)} nats, the largest difference of a logit "
         f"{number(agreement['max_logit_gap'], 3)}."
     )
-    lead = (
-        f"Weights are quantized per output channel, activations per token at run time. Backend: {results['backend']}."
-    )
-    return Section("int8", "INT8 beside FP32", [table, Note(words)], lead)
+    lead = f"{results['grid']} Backend: {results['backend']}."
+    blocks: list[Block] = [table, Note(words)]
+    if errors := results["layer_errors"]:
+        mean = {name: statistics.mean(error[name] for error in errors.values()) for name in ("gptq", "nearest")}
+        blocks.append(
+            Note(
+                f"GPTQ leaves {percent(mean['gptq'], 2)} of the layers' squared outputs on calibration rows as error, "
+                f"rounding to the nearest code {percent(mean['nearest'], 2)} (means over layers)."
+            )
+        )
+    return Section("int8", "INT8 beside FP32", blocks, lead)
 
 
 def serving_section(data: RunData, stage: StageData) -> Section:

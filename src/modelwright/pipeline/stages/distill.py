@@ -12,14 +12,12 @@ from modelwright.core.artifacts import read_manifest
 from modelwright.core.config import constant, digest
 from modelwright.core.errors import ConfigError
 from modelwright.core.rundir import RunDir
-from modelwright.data.batching.config import BatchingConfig
 from modelwright.data.clean import read_kept
 from modelwright.data.document import Document
 from modelwright.data.tokenizer import Tokenizer
 from modelwright.evaluate.bits_per_byte import score_documents, select_documents, summarize_scores
 from modelwright.evaluate.config import EvaluateConfig
 from modelwright.model.decoder import Decoder
-from modelwright.model.hf import load_model
 from modelwright.objectives.distillation import Distillation, DistillationSettings, LossPart, PartName
 from modelwright.objectives.teacher import TeacherModel
 from modelwright.objectives.teacher_cache import TeacherCache
@@ -74,8 +72,6 @@ class DistillConfig(TrainConfig):
     computes all logits anew. The rest of the probability counts as one more outcome."""
     layer_map: tuple[int, ...] = constant(())
     """For each layer of the student that of the teacher, -1 for none; empty maps evenly."""
-    betas: tuple[float, float] = constant((0.9, 0.95))
-    batching: BatchingConfig = constant(BatchingConfig())
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -145,27 +141,24 @@ def _cache(inputs: StageInputs, training: DistillConfig, teacher: TeacherModel, 
 
 
 def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
-    """The training, then the comparison."""
+    """The training, which reads the teacher and the held-out documents besides."""
     stage = _TRAINING.build(config, run, present)
-
-    def train_and_compare(context: StageContext) -> None:
-        stage.run(context)
-        if context.ranks.rank == 0:
-            context.output.facts["comparison"] = _compare(context, config)
-
     return replace(
         stage,
         settings={**stage.settings, "teacher": teacher_settings(config)},
         parents=tuple(dict.fromkeys((*stage.parents, CLEAN.name, *teacher_parents(config)))),
-        run=train_and_compare,
     )
 
 
-def _compare(context: StageContext, config: RunConfig) -> dict[str, Any]:
+def _finish(context: StageContext, config: RunConfig, model: Decoder) -> None:
+    context.output.facts["comparison"] = _compare(context, config, model)
+
+
+def _compare(context: StageContext, config: RunConfig, student: Decoder) -> dict[str, Any]:
     """Parameters, bits per byte and speed of teacher and student, each a pair."""
     device = context.ranks.world.device
     tokenizer = Tokenizer.load(context.parents[tokenizer_stage(config)])
-    models = [load_teacher(config, context.parents), load_model(context.output.path)]
+    models = [load_teacher(config, context.parents), student]
     documents = _documents(context.parents[CLEAN.name])
     bits = [_bits(model.to(device), tokenizer, documents, context) for model in models]
     teacher, student = (model.cpu() for model in models)
@@ -248,6 +241,7 @@ _TRAINING = training_spec(
     config=DistillConfig,
     only_if_named=True,
     start=lambda config, name: STUDENT.name,
+    finish=_finish,
     headline=_facts,
 )
 DISTILL = replace(_TRAINING, build=_build, estimate=_estimate, report=_report, reads=(STUDENT,))

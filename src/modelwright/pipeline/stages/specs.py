@@ -17,6 +17,7 @@ from modelwright.pipeline.stages.kto import KTO
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.ppo import PPO
 from modelwright.pipeline.stages.pretrain import PRETRAIN
+from modelwright.pipeline.stages.qat import QAT
 from modelwright.pipeline.stages.quantize import QUANTIZE
 from modelwright.pipeline.stages.report import REPORT
 from modelwright.pipeline.stages.reward import REWARD
@@ -26,8 +27,8 @@ from modelwright.pipeline.stages.student import STUDENT
 from modelwright.pipeline.stages.tokenize import TOKENIZE
 
 STAGES: tuple[StageSpec, ...] = (
-    INIT, CLEAN, TOKENIZE, PACK, PRETRAIN, SFT, REWARD, DPO, KTO, GRPO, PPO, STUDENT, DISTILL, EVALUATE, QUANTIZE,
-    SERVE_CHECK, REPORT,
+    INIT, CLEAN, TOKENIZE, PACK, PRETRAIN, SFT, REWARD, DPO, KTO, GRPO, PPO, STUDENT, DISTILL, QAT, EVALUATE,
+    QUANTIZE, SERVE_CHECK, REPORT,
 )  # fmt: skip
 
 STAGES_GROUP = "modelwright.stages"

@@ -80,6 +80,10 @@ class TrainedModel:
     """Of the artifact."""
     heldout: Path
     """Of the held-out rows; there is none if nothing is held out."""
+    training: Any
+    """Settings of the stage."""
+    stage: Path
+    """The folder of the stage, with what its techniques have written."""
 
 
 def save_language_model(trained: TrainedModel) -> Mapping[str, Any]:
@@ -233,7 +237,12 @@ def _run(context: StageContext, config: RunConfig, spec: StageSpec, traits: _Tra
             save_adapter(model, context.output.path / ADAPTER_FOLDER, base=started_from)
             merge_adapters(model)
         trained = TrainedModel(
-            model=model, tokenizer=tokenizer, folder=context.output.path, heldout=rows.parent / "heldout"
+            model=model,
+            tokenizer=tokenizer,
+            folder=context.output.path,
+            heldout=rows.parent / "heldout",
+            training=config.section(spec),
+            stage=context.folder.path,
         )
         context.output.facts |= {**facts, **traits.save(trained)}
 
