@@ -152,7 +152,7 @@ class _Stream:
         self.real_BT = batch.segments_BT >= 0
         self.attend = packed_attend(batch.segments_BT, model.config.windows)
         self.rotary = model.rotary_tables(batch.positions_BT)
-        self.hidden_BTD = model.embed(batch.input_ids_BT)
+        self.hidden_BTD = model.embed(batch.input_ids_BT, batch.positions_BT)
 
     def output(self, block: Block) -> Tensor:
         return block(self.hidden_BTD, *self.rotary.of(block), self.attend)

@@ -2,7 +2,7 @@
 its tokenizer in the Hugging Face layout.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from modelwright.pipeline.stages.student import (
     teacher_settings,
     teacher_stage,
 )
-from modelwright.pipeline.stages.training import training_spec
+from modelwright.pipeline.stages.training import TrainedModel, save_language_model, training_spec
 from modelwright.plan.estimate import StageEstimate
 from modelwright.train.config import TrainConfig
 
@@ -150,8 +150,9 @@ def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
     )
 
 
-def _finish(context: StageContext, config: RunConfig, model: Decoder) -> None:
-    context.output.facts["comparison"] = _compare(context, config, model)
+def _save(trained: TrainedModel) -> Mapping[str, Any]:
+    save_language_model(trained)
+    return {"comparison": _compare(trained.context, trained.config, trained.model)}
 
 
 def _compare(context: StageContext, config: RunConfig, student: Decoder) -> dict[str, Any]:
@@ -241,7 +242,7 @@ _TRAINING = training_spec(
     config=DistillConfig,
     only_if_named=True,
     start=lambda config, name: STUDENT.name,
-    finish=_finish,
+    save=_save,
     headline=_facts,
 )
 DISTILL = replace(_TRAINING, build=_build, estimate=_estimate, report=_report, reads=(STUDENT,))

@@ -78,10 +78,10 @@ def _techniques(inputs: StageInputs) -> list[TechniqueBuilder]:
 def _save(trained: TrainedModel) -> Mapping[str, Any]:
     """Write the grid beside the weights."""
     save_language_model(trained)
-    model, settings = trained.model, trained.training.quantization()
+    model, settings = trained.model, _settings(trained.config)
     steps = model.heads[MODULE] if settings.learned_steps else None
     names = list(model.projections()) if isinstance(steps, StepSizes) else []
-    ranges = json.loads((trained.stage / RANGES).read_text(encoding="utf-8"))
+    ranges = json.loads((trained.context.folder.path / RANGES).read_text(encoding="utf-8"))
     TrainedGrid(
         weights=settings.weights,
         activations="tensor" if settings.activations.startswith("tensor") else _plain(settings.activations),

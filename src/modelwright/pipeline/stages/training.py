@@ -80,10 +80,8 @@ class TrainedModel:
     """Of the artifact."""
     heldout: Path
     """Of the held-out rows; there is none if nothing is held out."""
-    training: Any
-    """Settings of the stage."""
-    stage: Path
-    """The folder of the stage, with what its techniques have written."""
+    config: RunConfig
+    context: StageContext
 
 
 def save_language_model(trained: TrainedModel) -> Mapping[str, Any]:
@@ -241,8 +239,8 @@ def _run(context: StageContext, config: RunConfig, spec: StageSpec, traits: _Tra
             tokenizer=tokenizer,
             folder=context.output.path,
             heldout=rows.parent / "heldout",
-            training=config.section(spec),
-            stage=context.folder.path,
+            config=config,
+            context=context,
         )
         context.output.facts |= {**facts, **traits.save(trained)}
 
