@@ -60,6 +60,7 @@ def concrete_subclassing(sources: Mapping[str, str]) -> Iterator[str]:
 
 
 SETTINGS = ["train/config.py: TrainConfig(SharedTrainConfig)"]
+OF_A_STAGE = "Config(TrainConfig)"
 """Plain data without behavior: a stage has all the shared fields and its own."""
 
 
@@ -86,4 +87,4 @@ def test_the_package_composes_instead_of_inheriting() -> None:
     assert len(paths) > 100
     sources = {str(path.relative_to(PACKAGE)): path.read_text(encoding="utf-8") for path in paths}
     found = [re.sub(r":\d+", "", line) for line in concrete_subclassing(sources)]
-    assert found == SETTINGS
+    assert [line for line in found if not line.endswith(OF_A_STAGE)] == SETTINGS

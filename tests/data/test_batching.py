@@ -182,7 +182,8 @@ def test_competence_is_that_of_the_paper(pacing) -> None:
 def test_rows_come_from_the_easiest_fraction(rows: PackedRows, by: str) -> None:
     loader = loader_of(rows, curriculum={"by": by, "fraction": 1.0})
     difficulty = {
-        "length": rows.row_lengths(), "quality": rows.row_scores(), "loss:models/small": np.arange(rows.num_rows)[::-1],
+        "length": rows.group_lengths(), "quality": rows.group_scores(),
+        "loss:models/small": np.arange(rows.num_rows)[::-1],
     }[by]  # fmt: skip
     for index in range(0, 200, 7):
         num_easy = max(1, int(loader.pacing.competence(index) * rows.num_rows))
@@ -274,7 +275,7 @@ def test_rows_of_a_source_are_all_read_before_one_is_read_again(rows: PackedRows
     drawn: Counter[int] = Counter()
     for index in range(rows.sources["c"] // 8):
         drawn.update(loader.global_rows(index).tolist())
-    assert {drawn[row] for row in rows.source_rows("c")[: rows.sources["c"] // 8 * 8]} <= {0, 1}
+    assert {drawn[row] for row in rows.source_groups("c")[: rows.sources["c"] // 8 * 8]} <= {0, 1}
 
 
 def test_settings_are_checked(rows: PackedRows) -> None:

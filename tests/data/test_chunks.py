@@ -95,17 +95,17 @@ def test_sources_share_no_row_and_scores_are_means(tmp_path: Path, mode) -> None
     assert list(rows.sources) == names
     assert sum(rows.sources.values()) == rows.num_rows
     for number, name in enumerate(names):
-        batch = rows.gather(rows.source_rows(name))
+        batch = rows.gather(rows.source_groups(name))
         real = batch.input_ids_BT[(batch.segments_BT >= 0) & (batch.input_ids_BT != EOS)]
         assert set(real.tolist()) == {2 + number}
-        assert np.all(rows.row_scores()[rows.source_rows(name)] == number)
+        assert np.all(rows.group_scores()[rows.source_groups(name)] == number)
 
 
 def test_row_lengths_and_narrow_rows(tmp_path: Path) -> None:
     pack([(np.full(length, 3), None) for length in (4, 9, 2, 30)], tmp_path, PackConfig(seq_len=12, mode="one_per_row"),
          vocab_size=8, eos_id=EOS)  # fmt: skip
     rows = PackedRows(tmp_path)
-    assert rows.row_lengths().tolist() == [5, 10, 3, 12, 12, 9]
+    assert rows.group_lengths().tolist() == [5, 10, 3, 12, 12, 9]
     whole, narrow = rows.gather(np.array([2, 0])), rows.gather(np.array([2, 0]), 5)
     for name in ("input_ids_BT", "labels_BT", "positions_BT", "segments_BT"):
         assert getattr(narrow, name).tolist() == getattr(whole, name)[:, :5].tolist()

@@ -214,3 +214,15 @@ def test_a_heldout_text_that_is_dropped_itself_costs_no_training_text(tmp_path: 
     assert kept == ["d1", "d2", "d4"], "d2 has the answer of d0, which is held out no more"
     kept, dropped = clean(tmp_path / "without", [*heldout, *training, document("Something else.", 5)])
     assert kept == ["d0", "d1", "d5"], "which it is where the longer text is missing"
+
+
+@pytest.mark.parametrize(("pairs_by", "num_kept"), [("answer", 1), ("conversation", 3)])
+def test_answers_that_many_questions_share(tmp_path: Path, pairs_by: str, num_kept: int) -> None:
+    label = "The sentiment of this review is clearly positive."
+    questions = ("Great.", "Lovely.", "Fine.", "Fine.")
+    pairs = [
+        document(f"{question}\n\n{label}", number, kind="qa", meta={"question": question, "answer": label})
+        for number, question in enumerate(questions)
+    ]
+    kept, _ = clean(tmp_path, pairs, near=False, pairs_by=pairs_by)
+    assert len(kept) == num_kept

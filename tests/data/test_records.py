@@ -5,9 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from chat_templates import CALL, TOOL_CHAT, WEATHER
 from modelwright.core.errors import ConfigError, DataError
 from modelwright.data.document import Document
 from modelwright.data.sources import SourceConfig, SourceReport, read_documents
+from modelwright.data.steps.privacy import Privacy, PrivacyConfig
+from modelwright.data.steps.shingles import identity
 
 USER, GOOD, BAD = (
     {"role": role, "content": text} for role, text in (("user", "Q"), ("assistant", "A"), ("assistant", "B"))
@@ -37,15 +40,63 @@ def test_preference_pairs(tmp_path: Path, record: dict) -> None:
     assert document.map_text(str.lower).meta["rejected"] == [{**BAD, "content": "b"}]
 
 
-@pytest.mark.parametrize(("record", "problem"), [
-    ({"prompt": "Q", "chosen": "A", "rejected": "A"}, "are the same"),
-    ({"chosen": "A", "rejected": "B"}, "needs a field 'prompt'"),
-    ({"chosen": [USER, GOOD], "rejected": [{**USER, "content": "other"}, BAD]}, "differ before the answer"),
-    ({"prompt": "Q", "chosen": "A", "rejected": 3}, "'rejected' is empty or holds no text"),
+def test_dialogues_in_one_text_share_their_prompt(tmp_path: Path) -> None:
+    prompt = "\n\nHuman: Q\n\nAssistant: Which?\n\nHuman: This.\n\nDo it.\n\nAssistant:"
+    (document,), _ = read(tmp_path, {"chosen": f"{prompt} A", "rejected": f"{prompt} B"})
+    assert [turn["content"] for turn in document.messages] == ["Q", "Which?", "This.\n\nDo it.", "A"]
+    assert (document.prompt_turns, document.rejected) == (3, [BAD])
+
+
+def test_an_answer_may_have_several_turns(tmp_path: Path) -> None:
+    more = [USER, {**GOOD, "content": "more"}]
+    (document,), _ = read(tmp_path, {"chosen": [USER, GOOD, *more], "rejected": [USER, BAD]})
+    assert (document.prompt_turns, document.rejected) == (1, [BAD])
+
+
+@pytest.mark.parametrize(("record", "reason", "problem"), [
+    ({"prompt": "Q", "chosen": "A", "rejected": "A"}, "chosen and rejected are the same", "are the same"),
+    ({"chosen": "A", "rejected": "B"}, "bad conversation", "needs a field 'prompt'"),
+    ({"chosen": [USER, GOOD], "rejected": [{**USER, "content": "other"}, BAD]},
+     "chosen and rejected have different prompts", "differ before the answer"),
+    ({"prompt": "Q", "chosen": "A", "rejected": 3}, "bad conversation", "'rejected' is empty or holds no text"),
+    ({"prompt": "Q", "chosen": "A"}, "half a preference pair", "needs the field 'rejected'"),
+    ({"prompt": "Q", "chosen": "A", "rejected": None}, "half a preference pair", "the field 'rejected' is missing"),
+    ({"prompt": "Q", "chosen": "A", "rejected": " "}, "empty answer", "'rejected' is empty"),
+    ({"prompt": [USER], "chosen": [GOOD], "rejected": [{**BAD, "content": ""}]}, "empty answer", "an empty answer"),
+    ({"chosen": [USER, GOOD, USER], "rejected": [USER, BAD]}, "no answer", "chosen does not end with an answer"),
+    ({"prompt": "Q", "chosen": "A", "rejected": "B", "margin": "much"}, "the margin is not a number", "'much'"),
 ])  # fmt: skip
-def test_bad_preference_pairs(tmp_path: Path, record: dict, problem: str) -> None:
+def test_bad_preference_pairs(tmp_path: Path, record: dict, reason: str, problem: str) -> None:
     with pytest.raises(DataError, match=rf"r\.jsonl:1: .*{problem}"):
         read(tmp_path, record)
+    good = {"prompt": "Q", "chosen": "A", "rejected": "B", "margin": 2}
+    (document,), report = read(tmp_path, record, good, on_bad_record="skip")
+    assert report.skipped == {reason: 1}
+    assert document.meta["margin"] == 2.0
+
+
+def test_unpaired_preferences(tmp_path: Path) -> None:
+    turns = {"prompt": [USER, GOOD, USER], "completion": [BAD]}
+    good, bad = {"prompt": "Q", "completion": "A", "label": True}, {**turns, "label": False}
+    found, report = read(tmp_path, good, bad)
+    assert [document.is_undesirable for document in found] == [False, True]
+    assert [document.prompt_turns for document in found] == [1, 3]
+    assert report.record_types == {"unpaired_preference": 2}
+    (document,), report = read(tmp_path, {**good, "label": "sums"})
+    assert (report.record_types, document.is_undesirable) == ({"prompt_completion": 1}, False)
+    with pytest.raises(DataError, match="label is 'sums', not true or false"):
+        read(tmp_path, {**good, "label": "sums"}, record_type="unpaired_preference")
+    again = Document.from_json(found[1].to_json())
+    assert again.is_undesirable
+
+
+def test_pairs_with_other_rejected_answers_are_no_duplicates() -> None:
+    meta = {"question": "Q", "answer": "A"}
+    documents = [
+        Document(id=name, text="Q\n\nA", kind="qa", split="train", source="s", meta={**meta, "rejected": [turn]})
+        for name, turn in (("1", BAD), ("2", {**BAD, "content": "C"}))
+    ]
+    assert len({identity(document) for document in documents}) == 2
 
 
 def test_field_names_and_types_can_be_given(tmp_path: Path) -> None:
@@ -99,3 +150,53 @@ def test_other_parts_are_refused_with_file_and_line(tmp_path: Path, part: object
     turns = [{"role": "user", "content": [part]}, GOOD]
     with pytest.raises(DataError, match=r"r\.jsonl:1: .*turn 1 of messages has a part that is not text"):
         read(tmp_path, {"messages": turns})
+
+
+def test_tools_calls_and_results_are_kept(tmp_path: Path) -> None:
+    record = {"messages": TOOL_CHAT, "tools": [WEATHER]}
+    (document,), _ = read(tmp_path, record)
+    assert document.messages == TOOL_CHAT
+    assert document.tools == [WEATHER]
+    assert '{"name": "weather", "arguments": {"city": "Bern"}}\n\nYes, 24 degrees.' in document.body
+    assert Document.from_json(document.to_json()) == document
+    again, _ = read(tmp_path, json.loads(document.to_json()))
+    assert again == [document]
+
+
+def test_calls_and_tools_as_texts_and_with_the_empty_fields_of_tables(tmp_path: Path) -> None:
+    function = {"name": "weather", "arguments": '{"city": "Bern"}', "strict": None}
+    turns = [USER, {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": function}]}]
+    (document,), _ = read(tmp_path, {"messages": turns, "tools": json.dumps([WEATHER])})
+    assert document.messages[1]["tool_calls"] == [{"id": "1", **CALL}]
+    assert document.tools == [WEATHER]
+
+
+def test_a_change_of_the_text_reaches_arguments_but_not_names(tmp_path: Path) -> None:
+    (document,), _ = read(tmp_path, {"messages": TOOL_CHAT, "tools": [WEATHER]})
+    changed = document.map_text(str.upper)
+    (call,) = changed.messages[2]["tool_calls"]
+    assert call["function"] == {"name": "weather", "arguments": {"city": "BERN"}}
+    assert '{"name": "weather", "arguments": {"city": "BERN"}}' in changed.text
+    assert changed.tools == [WEATHER]
+
+
+@pytest.mark.parametrize(("changes", "problem"), [
+    ({"tools": {"name": "f"}}, "the field 'tools' is no list of functions"),
+    ({"tools": [{"type": "function"}]}, "tool 1 of the field 'tools' is no function with a name"),
+    ({"messages": [USER, {**GOOD, "tool_calls": [{"arguments": {}}]}]}, "a call without the name of a function"),
+    ({"messages": [USER, {**GOOD, "tool_calls": "f()"}]}, "tool_calls that are no list"),
+    ({"messages": [USER, {**GOOD, "tool_calls": [{"name": "f", "arguments": "x=1"}]}]}, "no JSON object"),
+])  # fmt: skip
+def test_bad_tools_are_refused_with_file_and_line(tmp_path: Path, changes: dict, problem: str) -> None:
+    with pytest.raises(DataError, match=rf"r\.jsonl:1: .*{problem}"):
+        read(tmp_path, {"messages": [USER, GOOD], **changes})
+
+
+def test_personal_data_in_arguments_is_replaced_and_counted(tmp_path: Path) -> None:
+    call = {"type": "function", "function": {"name": "mail", "arguments": {"to": ["ann.lee@acme-mail.com"]}}}
+    turns = [USER, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "sent"}]
+    (document,), _ = read(tmp_path, {"messages": [*turns, GOOD]})
+    step = Privacy(PrivacyConfig())
+    (changed,) = step(document).messages[1]["tool_calls"]
+    assert changed["function"]["arguments"] == {"to": ["<EMAIL_1>"]}
+    assert step.take_counts()["replaced"] == {"email": 1}

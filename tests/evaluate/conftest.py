@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -30,6 +31,10 @@ class ByteTokenizer:
             ids += [257 if message["role"] == "user" else 258, *message["content"].encode("utf-8")]
         return [*ids, 258]
 
+    def encode_training_chats(self, messages: Sequence[Mapping[str, str]], *, tools: Sequence[Any] = ()) -> list[Any]:
+        prompt, answer = self.encode_prompt(messages[:-1]), [*self.encode(messages[-1]["content"]), self.eos_id]
+        return [(np.array([*prompt, *answer]), np.array([0] * len(prompt) + [1] * len(answer), dtype=np.uint8))]
+
 
 @dataclass(frozen=True, kw_only=True)
 class FakeDocument:
@@ -38,6 +43,15 @@ class FakeDocument:
     kind: str = "prose"
     source: str = "fake"
     meta: Mapping[str, Any] = field(default_factory=dict)
+    tools: Sequence[Any] = ()
+    is_undesirable: bool = False
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        return [
+            {"role": "user", "content": self.meta["question"]},
+            {"role": "assistant", "content": self.meta["answer"]},
+        ]
 
 
 @pytest.fixture(autouse=True)

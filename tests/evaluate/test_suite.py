@@ -49,6 +49,7 @@ def test_fp32_and_int8_models_go_through_the_same_suite(model, tokenizer, docume
         assert json.loads(json.dumps(result)) == result
         assert result["lossless"] is True
         assert set(result["bits_per_byte"]) == {"prose", "code"}
+        assert result["answers"]["perplexity_low"] <= result["answers"]["perplexity"]
         assert result["multiple_choice"]["questions"] == 5
         assert len((folders[name] / "questions.jsonl").read_text().splitlines()) == 5
         if name == "fp32":
@@ -59,6 +60,7 @@ def test_fp32_and_int8_models_go_through_the_same_suite(model, tokenizer, docume
     change = compare_evaluations(folders["int8"], folders["fp32"], CONFIG)
     assert abs(change["bits_per_byte"]["code"]["difference"]) < 0.2
     assert change["bits_per_byte"]["code"]["low"] <= change["bits_per_byte"]["code"]["difference"]
+    assert change["answers"]["low"] <= change["answers"]["difference"] <= change["answers"]["high"]
     assert change["multiple_choice"]["won"] + change["multiple_choice"]["lost"] <= 5
     (folders["int8"] / "documents.jsonl").write_text("")
     with pytest.raises(ValueError, match="same documents"):

@@ -1,6 +1,7 @@
 """Runs whose rows are chunked, bucketed by length, ordered by a curriculum and mixed from sources."""
 
 import json
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -61,14 +62,17 @@ def test_sources_with_scores_train_from_records_to_a_model(
         "--pretrain.batching.mixture.update", "heldout_loss", "--pretrain.eval_every_steps", "2",
         "--clean.quality.limits.max_top_ngram_fraction", "1", "--clean.quality.limits.min_stop_word_fraction", "0",
         "--clean.quality.limits.max_compression_ratio", "1", "--clean.quality.limits.max_misordered_fraction", "1",
-        "--clean.duplicates.min_jaccard", "0.99",
+        "--clean.duplicates.min_jaccard", "0.99", "--augmentation.methods", "random_swap", "case_noise",
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
+    assert re.search(r"pretrain: [1-9]\d* copies of documents \(.*made in [\d.]+ CPU seconds", run.stderr)
     rows = PackedRows(tmp_path / "run" / "pack" / "artifact" / "pretrain" / "train")
     assert [name.rpartition("/")[2] for name in rows.sources] == ["a.jsonl", "b.jsonl"]
-    assert rows.row_scores().max() == 119
+    assert rows.group_scores().max() == 119
     losses = [value for _, value in column(read_records(tmp_path / "run" / "pretrain" / "metrics.jsonl"), "loss")]
     assert losses[-1] < losses[0]
+    strengths = column(read_records(tmp_path / "run" / "pretrain" / "metrics.jsonl"), "augmentation_strength")
+    assert [strength for _, strength in strengths] == pytest.approx([0.3] * 9 + [0.45] * (len(losses) - 9))
 
 
 def test_trainings_that_need_different_rows_are_refused(tmp_path: Path) -> None:

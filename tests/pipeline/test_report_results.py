@@ -17,6 +17,8 @@ SPEEDS = [(1, 1, 2431.0, 1343.3), (8, 1, 18006.5, 11016.2), (32, 1, 58786.6, 439
 CHOICE = {"questions": 15, "accuracy": 0.2}
 QUANTIZED = {
     "backend": "int_mm",
+    "grid": "Weights are quantized per output channel, activations per token at run time.",
+    "layer_errors": {},
     "comparison": {
         "reference_bytes": 493056,
         "int8_bytes": 131584,

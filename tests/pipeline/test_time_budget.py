@@ -1,5 +1,6 @@
-"""`run --minutes N`: training as long as fits into a time budget."""
+"""`run --minutes N`: training as long as fits into the time budget of the run."""
 
+import re
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -11,12 +12,14 @@ from modelwright.core.artifacts import read_manifest
 from modelwright.core.config import load_yaml
 from modelwright.core.errors import ConfigError
 from modelwright.core.progress import SilentProgress
+from modelwright.core.rundir import RunDir
 from modelwright.pipeline import plan
 from modelwright.pipeline.process_group import join_ranks
 from modelwright.pipeline.resolve import resolve
 from modelwright.pipeline.run_config import parse_run
-from modelwright.pipeline.time_budget import num_steps_within, step_seconds
-from modelwright.recipes.load import recipe
+from modelwright.pipeline.stage import Rates
+from modelwright.pipeline.time_budget import num_steps_within, step_seconds, training_seconds
+from modelwright.recipes.load import load, recipe
 from rank_processes import run_ranks
 
 TIMED_COMMAND = Path(__file__).with_name("timed_command.py")
@@ -37,23 +40,26 @@ def test_steps_and_validations_share_the_budget() -> None:
 
 
 def test_a_budget_that_is_too_small_says_how_much_is_needed() -> None:
-    with pytest.raises(ConfigError, match=r"--minutes: 0\.1 is too short for 10 steps of sft; give at least"):
-        num_steps_within(recipe("tiny"), 6.0, {"pretrain": 0.01, "sft": 1.0})
+    with pytest.raises(ConfigError, match=r"minutes: 0\.5 are too few for 10 steps of sft .* give at least"):
+        num_steps_within(replace(recipe("tiny"), minutes=0.5), 6.0, {"pretrain": 0.01, "sft": 1.0})
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_the_length_is_measured_once_and_kept(small_words: Sequence[str], tmp_path: Path, num_processes: int) -> None:
     run = tmp_path / "run"
     words = [*small_words, "--run-dir", str(run), "--stages", "clean,tokenize,pack,pretrain"]
-    run_ranks(TIMED_COMMAND, STEP_S, *words, "--minutes", "0.12", size=num_processes)
+    run_ranks(TIMED_COMMAND, STEP_S, *words, "--minutes", "0.5", size=num_processes)
     config = load_yaml(run / "config.yaml")
-    num_steps = num_steps_within(parse_run(config), 7.2, {"pretrain": STEP_S})
-    for name, count in num_steps.items():
-        assert (config[name]["num_steps"], config[name]["num_tokens"], config[name]["num_epochs"]) == (count, 0, 0.0)
+    assert config["minutes"] == 0.5
+    left_s = training_seconds(parse_run(config), RunDir(run), Rates(flops_per_s={"fp32": 1e11, "bf16": 1e11}))
+    most = num_steps_within(parse_run(config), left_s, {"pretrain": STEP_S})["pretrain"]
+    settings = config["pretrain"]
+    assert (settings["num_tokens"], settings["num_epochs"]) == (0, 0.0)
+    assert 10 <= settings["num_steps"] <= most, "timing the steps took a part of the time"
     assert not (run / "time-budget").exists()
     digest = read_manifest(run / "pretrain" / "artifact").content_digest
     run_ranks(TIMED_COMMAND, STEP_S, *words, "--minutes", "1", size=num_processes)
-    assert load_yaml(run / "config.yaml") == config
+    assert load_yaml(run / "config.yaml") == config | {"minutes": 1.0}
     assert read_manifest(run / "pretrain" / "artifact").content_digest == digest
 
 
@@ -76,6 +82,15 @@ def test_the_plan_keeps_the_budget(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_length_that_is_given_takes_the_place_of_the_time(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("recipe: tiny\nminutes: 7\n", encoding="utf-8")
+    target = str(tmp_path / "mine.yaml")
+    assert load(target, {}).config.minutes == 7
+    assert load(target, {"pretrain": {"num_steps": 30}}).config.minutes == 0
+    both = load(target, {"minutes": 3, "pretrain": {"num_steps": 30}}).config
+    assert (both.minutes, both.section("pretrain").num_steps) == (3, 30)
+
+
 def test_a_step_takes_as_long_as_the_median_of_those_that_were_timed(tmp_path: Path) -> None:
     """A positive time, of this machine."""
     config = resolve(recipe("tiny"), None, SilentProgress())
@@ -88,4 +103,4 @@ def test_a_step_takes_as_long_as_the_median_of_those_that_were_timed(tmp_path: P
 def test_a_budget_is_a_number_above_0(inside: Command, tmp_path: Path, minutes: str) -> None:
     done = inside("run", "tiny", "--run-dir", str(tmp_path / "run"), "--minutes", minutes)
     assert done.returncode == 2
-    assert "--minutes: must be above 0" in done.stderr
+    assert re.search(r"minutes: (must be above 0|expected float)", done.stderr)

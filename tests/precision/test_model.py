@@ -234,7 +234,7 @@ def test_parts_change_their_format_while_the_others_keep_theirs(monkeypatch):
 
 
 def test_names_of_all_projections_are_the_models():
-    assert set(names_of_projections(2)) == set(make_decoder().projections())
+    assert set(names_of_projections(make_decoder().config)) == set(make_decoder().projections())
 
 
 def test_delayed_scaling_goes_by_the_largest_of_the_last_steps():

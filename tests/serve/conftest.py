@@ -14,7 +14,9 @@ from modelwright.data.tokenizer import SPECIAL_TOKENS, Tokenizer, TokenizerConfi
 from modelwright.infer.engine import EngineConfig
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
+from modelwright.model.hf import save_model
 from modelwright.serve.config import ServeConfig
+from modelwright.serve.engines import engine_in_thread
 from modelwright.serve.server import ServerThread
 from modelwright.serve.tokenizer import Codec
 
@@ -36,14 +38,14 @@ def make_codec() -> Codec:
         return Codec.load(Path(folder))
 
 
-def make_model(max_seq_len: int = 512) -> Decoder:
+def make_model(max_seq_len: int = 512, *, seed: int = 7) -> Decoder:
     """Random weights; control tokens are made unlikely, so that greedy answers run to their limit."""
     config = ModelConfig(
         vocab_size=336, num_layers=2, model_dim=48, num_heads=4, num_kv_heads=2, head_dim=16, ffn_dim=96,
         max_seq_len=max_seq_len, init_std=0.2, tie_embeddings=False,
     )  # fmt: skip
     model = Decoder(config)
-    model.init_weights(7)
+    model.init_weights(seed)
     assert model.head is not None
     model.head.weight.data[: len(SPECIAL_TOKENS)] = 0
     model.head.weight.data[make_tokenizer().vocab_size :] = 0
@@ -61,7 +63,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerThread]:
     config = ServeConfig(port=0, max_queued=64, max_body_bytes=20_000)
-    with ServerThread(make_model(), make_codec(), config, model_name="tiny") as running:
+    with ServerThread(engine_in_thread(make_model(), config), make_codec(), config, model_name="tiny") as running:
         yield running
 
 
@@ -77,15 +79,25 @@ def slow_server() -> Iterator[Callable[..., ServerThread]]:
     started: list[ServerThread] = []
 
     def make(**settings) -> ServerThread:
-        engine = EngineConfig(max_num_seqs=settings.pop("max_running", 1))
+        chunk = settings.pop("prefill_chunk_size", 256)
+        engine = EngineConfig(max_num_seqs=settings.pop("max_running", 1), prefill_chunk_size=chunk)
         config = ServeConfig(port=settings.pop("port", 0), engine=engine, **settings)
-        started.append(ServerThread(make_model(2048), make_codec(), config, model_name="tiny").start())
+        started.append(
+            ServerThread(engine_in_thread(make_model(2048), config), make_codec(), config, model_name="tiny").start()
+        )
         return started[-1]
 
     yield make
     for server in started:
         server.stop_soon(at_once=True)
         assert server.join(120)
+
+
+def write_model(folder: Path, *, seed: int) -> Path:
+    """A folder in the Hugging Face layout that the server can load."""
+    save_model(make_model(seed=seed), folder, eos_id=1)
+    make_tokenizer().save(folder)
+    return folder
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from modelwright.serve.server import ServerThread
 def held(server: ServerThread, *, after: int = 0) -> Iterator[None]:
     """The engine makes that many steps and no more until the block is left: however fast or busy the machine is, a
     longer answer stays unfinished."""
-    engine, left = server.service.worker.engine, itertools.repeat(None, after)
+    engine, left = server.service.worker.client.engine, itertools.repeat(None, after)
     step = engine.step
 
     def step_or_wait():

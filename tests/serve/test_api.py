@@ -32,7 +32,7 @@ def test_plain_chat_equals_generation_without_cache(client: OpenAI, server: Serv
     answer = ask(client, temperature=0)
     codec = server.service.codec
     prompt = codec.encode_chat(QUESTION)
-    model = server.service.worker.engine._runner._model
+    model = server.service.worker.client.engine._runner._model
     params = SamplingParams(max_tokens=12, temperature=0, stop_ids=codec.stop_ids)
     expected = [draw.token_id for draw in generate_naive(model, prompt, params)]
     assert answer.choices[0].message.content == codec.decode(expected)

@@ -149,7 +149,7 @@ def test_the_queue_is_bounded_in_tokens_too(slow_server):
 def test_a_client_that_leaves_frees_the_cache_within_a_step(slow_server):
     server = slow_server()
     worker = server.service.worker
-    step, abort, release = worker.engine.step, worker.engine.abort, worker.release
+    step, abort, release = worker.client.engine.step, worker.client.engine.abort, worker.release
     steps, released, freed = [0], [], []
 
     def counted_step():
@@ -158,23 +158,23 @@ def test_a_client_that_leaves_frees_the_cache_within_a_step(slow_server):
 
     def counted_abort(request_id: str) -> bool:
         was_running = abort(request_id)
-        freed.append((steps[0], worker.engine.stats().num_free_blocks)) if was_running else None
+        freed.append((steps[0], worker.client.engine.stats().num_free_blocks)) if was_running else None
         return was_running
 
     def counted_release(request_id: str, answer_s: float) -> None:
         release(request_id, answer_s)
         released.append(steps[0])
 
-    worker.engine.step, worker.engine.abort, worker.release = counted_step, counted_abort, counted_release
+    worker.client.engine.step, worker.client.engine.abort, worker.release = counted_step, counted_abort, counted_release
     body = {"model": "tiny", "prompt": "the", "max_tokens": 1800, "temperature": 0, "stream": True}
     for _ in range(3):
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
             assert next(response.iter_lines())
-        wait_until(lambda: not worker.engine.has_work)
+        wait_until(lambda: not worker.client.engine.has_work)
     assert len(freed) == 3
     for (at_step, num_free), asked_at in zip(freed, released, strict=True):
         assert at_step - asked_at <= 1
-        assert num_free == worker.engine.stats().num_blocks
+        assert num_free == worker.client.engine.stats().num_blocks
 
 
 @pytest.mark.skipif(not shutil.which("openssl"), reason="no openssl on this machine")

@@ -11,15 +11,18 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import openai
 import pytest
 from openai import OpenAI
 
+from modelwright.compress.int8 import Int8WeightsConfig, quantize_model, save_int8
 from modelwright.core.errors import ConfigError
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.server import ServerThread
+from serve.conftest import make_model
 from serve.patience import held, wait_until
 
 LONG = {"model": "tiny", "prompt": "the quick", "max_tokens": 1800, "temperature": 0}
@@ -72,7 +75,7 @@ def test_a_client_that_leaves_frees_its_place(slow_server, stream):
     metrics = httpx.get(f"{server.url}/metrics").text
     assert 'modelwright_generations_total{reason="aborted"} 1.0' in metrics
     assert post(server.url, max_tokens=2).status_code == 200
-    stats = server.service.worker.engine.stats()
+    stats = server.service.worker.client.engine.stats()
     assert stats.num_free_blocks == stats.num_blocks
 
 
@@ -112,6 +115,19 @@ def test_drain_is_bounded_in_time(slow_server):
         assert "shutting down" in events.result()[-2]
 
 
+def reload_by_signal(process: subprocess.Popen, url: str, folder: Path) -> None:
+    """Put other weights in the folder, as a training stage does, and let the server reload them."""
+
+    def version() -> str:
+        return httpx.get(f"{url}/readyz", timeout=60).json()["version"]
+
+    before, other = version(), folder.parent / "other"
+    save_int8(quantize_model(make_model(320, seed=8), Int8WeightsConfig()), other)
+    os.replace(other / "model.safetensors", folder / "model.safetensors")
+    process.send_signal(signal.SIGHUP)
+    wait_until(lambda: version() != before)
+
+
 def test_sigterm_drains_and_exits_with_zero(model_folder):
     program = (
         "import logging, pathlib, sys\n"
@@ -133,6 +149,7 @@ def test_sigterm_drains_and_exits_with_zero(model_folder):
             line = process.stdout.readline()
             found = re.search(r"http://\S+:\d+", line)
             assert found, line
+            reload_by_signal(process, found.group(), model_folder)
             with OpenAI(base_url=f"{found.group()}/v1", api_key="hush-hush", max_retries=0) as client:
                 chunks = client.completions.create(model="tiny", prompt="private words", max_tokens=250, stream=True)
                 first = next(iter(chunks))
@@ -172,7 +189,7 @@ def test_api_key_is_required_and_never_logged(slow_server, monkeypatch, caplog):
 
 def test_missing_key_and_taken_port_say_what_to_do(server: ServerThread):
     taken = int(server.url.rsplit(":", 1)[1])
-    arguments = (server.service.worker.engine._runner._model, server.service.codec)
+    arguments = (server.service.worker.client, server.service.codec)
     with pytest.raises(ConfigError, match="choose another port"):
         ServerThread(*arguments, ServeConfig(port=taken), model_name="tiny")
     with pytest.raises(ConfigError, match="NO_SUCH_KEY is not set"):
@@ -193,7 +210,7 @@ def test_an_engine_that_fails_is_reported(slow_server, monkeypatch, caplog):
     def broken():
         raise RuntimeError("no more electrons")
 
-    monkeypatch.setattr(server.service.worker.engine, "step", broken)
+    monkeypatch.setattr(server.service.worker.client.engine, "step", broken)
     assert post(server.url).status_code == 500
     assert httpx.get(f"{server.url}/health").status_code == 503
     assert post(server.url).json()["error"]["code"] == "engine_failed"

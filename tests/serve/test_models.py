@@ -16,7 +16,7 @@ from modelwright.serve.server import ServerThread
 
 
 def test_hugging_face_folder(server: ServerThread, tmp_path: Path):
-    model = server.service.worker.engine._runner._model
+    model = server.service.worker.client.engine._runner._model
     save_model(model, tmp_path, eos_id=1)
     server.service.codec._tokenizer.save(tmp_path)
     loaded, codec = load_folder(tmp_path, Int8WeightsConfig())

@@ -26,9 +26,9 @@ def script(*lines: str):
 
 
 def small_engine(server: ServerThread) -> Engine:
-    model = copy.copy(server.service.worker.engine._runner._model)
+    model = copy.copy(server.service.worker.client.engine._runner._model)
     model.config = replace(model.config, max_seq_len=200)
-    return Engine(model, server.service.worker.engine.config)
+    return Engine(model, server.service.worker.client.engine.config)
 
 
 def test_chat_answers_and_leaves(model_folder: Path):

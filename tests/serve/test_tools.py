@@ -30,7 +30,7 @@ def post(server: ServerThread, path: str, body: dict) -> dict:
 
 @torch.inference_mode()
 def local_loglikelihood(server: ServerThread, context: list[int], continuation: list[int]) -> tuple[float, bool]:
-    model = server.service.worker.engine._runner._model
+    model = server.service.worker.client.engine._runner._model
     ids = torch.tensor([context + continuation])
     logprobs_TV = model.logits(model(ids, torch.arange(ids.shape[1])[None], causal_attend()))[0].log_softmax(dim=-1)
     places = range(len(context) - 1, ids.shape[1] - 1)

@@ -68,7 +68,7 @@ def run(folder: Path, rows: Path, *, world: World | None = None, stop_after: int
 
     loader.global_rows = global_rows  # type: ignore[method-assign]
     objective = NextToken(loader)
-    heldout = {name: [data.gather(data.source_rows(name)[:8])] for name in data.sources}
+    heldout = {name: [data.gather(data.source_groups(name)[:8])] for name in data.sources}
     build = partial(
         heldout_mixture, parse(BatchingConfig, BATCHING).mixture, mixture=loader.mixture, objective=objective,
         heldout=heldout, every=EVERY,

@@ -11,6 +11,7 @@ from distributed import run_distributed
 from modelwright.core.records import column, read_records
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World
+from modelwright.train.monitors.energy import ENERGY_FILE, read_energy
 from tolerances import TOLERANCES
 
 EXACT = {"rtol": 1e-11, "atol": 1e-13}
@@ -100,3 +101,10 @@ def test_checkpoint_of_one_process_goes_on_with_two_ranks_and_four_microbatches(
     )
     assert torch.equal(single[:4], moved[:4])
     torch.testing.assert_close(moved, single, **LOSS)
+
+
+def test_energy_is_that_of_all_processes(one_rank, two_ranks):
+    alone, both = (read_energy(path / ENERGY_FILE) for path in (one_rank[0], two_ranks[0] / "fp32-1"))
+    assert both[0]["num_tokens"] == alone[0]["num_tokens"]
+    assert both[0]["joules"].keys() == alone[0]["joules"].keys()
+    assert len(both) == len(alone) == 1

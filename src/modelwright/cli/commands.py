@@ -57,6 +57,16 @@ def doctor_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--seconds", type=float, default=6.0, metavar="S", help="time for each measurement (default: 6)"
     )
+    parser.add_argument(
+        "--nproc", type=int, default=2, metavar="N", help="processes here that would train together (default: 2)"
+    )
+    parser.add_argument(
+        "--results",
+        type=Path,
+        default=Path("benchmarks/results"),
+        metavar="DIR",
+        help="results of the claims, for the gains that techniques had (default: benchmarks/results)",
+    )
     return parser
 
 
@@ -65,10 +75,14 @@ def doctor(words: Sequence[str]) -> int:
     options = doctor_parser().parse_args(words)
     if not 0 < options.seconds < math.inf:
         raise ConfigError(f"--seconds: must be above 0, got {options.seconds}")
+    if options.nproc < 1:
+        raise ConfigError(f"--nproc: must be at least 1, got {options.nproc}")
     from modelwright.pipeline.doctor import examine
     from modelwright.recipes.load import load
 
-    print(examine(load(options.target, {}).config, as_json=options.json, budget_s=options.seconds))
+    config = load(options.target, {}).config
+    results, nproc = options.results, options.nproc
+    print(examine(config, as_json=options.json, budget_s=options.seconds, num_processes=nproc, results=results))
     return 0
 
 
@@ -105,17 +119,24 @@ def serve(words: Sequence[str]) -> int:
     parsed = serve_parser().parse_args([*leading, *own])
     from modelwright.core.config import dump, merge, parse
     from modelwright.pipeline.models import find_model
+    from modelwright.recipes.load import find_target
     from modelwright.serve.config import ServeConfig
+    from modelwright.serve.load import ModelSource
     from modelwright.serve.server import run_server
 
-    result = find_model(_run_or_folder(parsed.target), stage=parsed.stage, int8=parsed.int8)
+    result = find_model(find_target(parsed.target), stage=parsed.stage, int8=parsed.int8)
     if parsed.exit_with_parent:
         leave_with_parent()
     settings = parse(ServeConfig, merge(dump(result.server), read_overrides(ServeConfig, rest, own_names)))
     _remark(result.remark)
-    number = run_server(
-        result.source, settings, model_name=parsed.served_model_name or result.source.name, announce=_say
-    )
+
+    def locate(path: str) -> ModelSource:
+        """For reloads: another run or folder, or the newest model of the run that is served."""
+        stage = "" if path else parsed.stage
+        return find_model(find_target(path or parsed.target), stage=stage, int8=parsed.int8).source
+
+    name = parsed.served_model_name or result.source.name
+    number = run_server(result.source, settings, model_name=name, announce=_say, locate=locate)
     return 128 + number if number else 0
 
 
@@ -139,10 +160,11 @@ def chat(words: Sequence[str]) -> int:
     options = chat_parser().parse_args(words)
     from modelwright.infer.sequence import SamplingParams
     from modelwright.pipeline.models import find_model
+    from modelwright.recipes.load import find_target
     from modelwright.serve.terminal import chat as talk
 
     params = SamplingParams(temperature=options.temperature, top_p=options.top_p)
-    result = find_model(_run_or_folder(options.target), stage=options.stage, int8=options.int8)
+    result = find_model(find_target(options.target), stage=options.stage, int8=options.int8)
     _remark(result.remark)
     _say(f"Model: {result.source.describe()}")
     talk(result.source.folder, params)
@@ -152,12 +174,18 @@ def chat(words: Sequence[str]) -> int:
 def export_parser() -> argparse.ArgumentParser:
     parser = new_parser(
         "export",
-        "Write a run's model as a folder that `transformers` loads.",
-        example="modelwright export runs/quickstart --to hf exported",
-        usage="modelwright export RUN --to hf [DEST] [--stage NAME] [--overwrite]",
+        "Write a model for other programs: as a folder that `transformers` loads, with a model card, or as a GGUF file "
+        "for llama.cpp, with a Modelfile for Ollama beside it.",
+        example="modelwright export runs/quickstart --to gguf model.gguf --dtype q8_0",
+        usage="modelwright export RUN --to hf [DEST] [--stage NAME] [--overwrite]\n"
+        "       modelwright export RUN|MODEL_FOLDER --to gguf [DEST] [--dtype f16|q8_0|q4_0] [--stage NAME] "
+        "[--overwrite]",
     )
-    parser.add_argument("target", metavar="RUN", help="a run directory or its name")
-    parser.add_argument("--to", nargs="+", required=True, metavar=("hf", "DEST"), help="format, and where to")
+    parser.add_argument("target", metavar="RUN|MODEL_FOLDER", help="a run directory, its name, or a model folder")
+    parser.add_argument("--to", nargs="+", required=True, metavar=("hf|gguf", "DEST"), help="format, and where to")
+    parser.add_argument(
+        "--dtype", choices=("f16", "q8_0", "q4_0"), default="f16", help="number format of a GGUF file (default: f16)"
+    )
     parser.add_argument("--stage", default="", help=STAGE_HELP)
     parser.add_argument("--overwrite", action="store_true", help="replace DEST when it exists")
     return parser
@@ -166,18 +194,24 @@ def export_parser() -> argparse.ArgumentParser:
 def export(words: Sequence[str]) -> int:
     """`modelwright export`"""
     options = export_parser().parse_args(words)
-    if options.to[0] != "hf" or len(options.to) > 2:
-        raise ConfigError(f"--to: {' '.join(options.to)!r} is not understood; write --to hf, or --to hf DEST")
-    from modelwright.pipeline.models import export_hf, find_model
-    from modelwright.recipes.load import find_run
+    kind, *rest = options.to
+    if kind not in ("hf", "gguf") or len(rest) > 1:
+        written = " ".join(options.to)
+        raise ConfigError(f"--to: {written!r} is not understood; write --to hf or --to gguf, with or without DEST")
+    from modelwright.pipeline.models import export_gguf_file, export_hf, find_model
+    from modelwright.recipes.load import find_run, find_target
 
-    run = find_run(options.target)
-    target = Path(options.to[1]) if len(options.to) == 2 else run.path / "hf"
-    result = find_model(run.path, stage=options.stage)
+    path = find_run(options.target).path if kind == "hf" else find_target(options.target)
+    result = find_model(path, stage=options.stage)
     _remark(result.remark)
-    folder = export_hf(result, target, overwrite=options.overwrite)
+    if kind == "hf":
+        written = export_hf(result, Path(*rest) if rest else path / "hf", overwrite=options.overwrite)
+    else:
+        name = f"{result.source.name}-{options.dtype.upper()}.gguf"
+        target = Path(*rest) if rest else (path / "gguf" / name if result.run else Path(name))
+        written = export_gguf_file(result, target, number_format=options.dtype, overwrite=options.overwrite)
     print(f"Model: {result.source.describe()}", file=sys.stderr)
-    print(folder)
+    print(written)
     return 0
 
 
@@ -227,13 +261,6 @@ def prove(words: Sequence[str]) -> int:
         "prove: the claims are a package of their own, modelwright-claims, which is not installed; "
         "in a checkout: pip install -e claims"
     )
-
-
-def _run_or_folder(word: str) -> Path:
-    """A run directory, a model folder, or the name of a run under runs/."""
-    from modelwright.recipes.load import find_run
-
-    return Path(word) if (Path(word) / "config.json").is_file() else find_run(word).path
 
 
 def leave_with_parent() -> None:

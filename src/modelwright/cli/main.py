@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 
 from modelwright import __version__
-from modelwright.cli import augment, clean, commands, config, lr_find, plan, run
+from modelwright.cli import augment, clean, commands, compare, config, finetune, lr_find, plan, run
 from modelwright.cli.completion import completion_parser, completion_script
 from modelwright.cli.launch import EXIT_REPORT_DIR, GOES_ON, write_exit_report
 from modelwright.cli.parsers import Command
@@ -24,7 +24,7 @@ _ABOUT_PATHS = (
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP
 )  # fmt: skip
 
-_RESUMABLE = ("run", "launch")
+_RESUMABLE = ("run", "launch", "finetune")
 _SPARED: Mapping[str, tuple[int, ...]] = {"chat": (signal.SIGINT,)}
 """Signals that a command may outlive: Ctrl-C ends an answer."""
 
@@ -36,6 +36,13 @@ COMMANDS: dict[str, Command] = {
         targets=commands.recipe_names,
         summary="run a recipe, a YAML file, or a run directory again; resumes what was cut off",
     ),
+    "finetune": Command(
+        run=finetune.finetune,
+        parser=finetune.parser,
+        settings=config.setting_names,
+        summary="fine-tune a model folder on your own examples",
+    ),
+    "compare": Command(run=compare.compare, parser=compare.parser, summary="compare two models on the same records"),
     "launch": Command(
         run=run.launch,
         parser=run.launch_parser,
@@ -71,7 +78,9 @@ COMMANDS: dict[str, Command] = {
         run=commands.doctor, parser=commands.doctor_parser, summary="survey this machine and measure what it can do"
     ),
     "plan": Command(
-        run=plan.plan, parser=plan.parser, summary="plan a parallel layout, or the memory of a training step"
+        run=plan.plan,
+        parser=plan.parser,
+        summary="plan a parallel layout, the memory of a training step, or what a project costs",
     ),
     "lr-find": Command(
         run=lr_find.lr_find,
@@ -88,7 +97,9 @@ COMMANDS: dict[str, Command] = {
     ),
     "chat": Command(run=commands.chat, parser=commands.chat_parser, summary="talk to a run's model in the terminal"),
     "export": Command(
-        run=commands.export, parser=commands.export_parser, summary="write a run's model as a Hugging Face folder"
+        run=commands.export,
+        parser=commands.export_parser,
+        summary="write a model as a Hugging Face folder or a GGUF file",
     ),
     "report": Command(run=commands.report, parser=commands.report_parser, summary="write a run's report.html again"),
     "prove": Command(

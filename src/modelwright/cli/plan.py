@@ -2,10 +2,10 @@
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from modelwright.cli import plan_memory
+from modelwright.cli import plan_cost, plan_energy, plan_memory, plan_spot
 from modelwright.cli.parsers import new_parser
 from modelwright.core.errors import ConfigError
 from modelwright.core.quantities import parse_quantity
@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # PyTorch takes seconds to load
     from modelwright.precision.policy import PrecisionConfig
 
 
+_NAMES = ("layout", "memory", "cost", "spot", "energy")
 _SIZES = (
     "TARGET: a recipe, a YAML file, a run directory, or a well-known size (gpt3-175b, llama2-7b, llama3.1-8b). "
     "Sizes, rates and counts take prefixes and units: 80GB, 64GiB, 900M; M is 1,000,000 and Mi 1,048,576."
@@ -29,7 +30,7 @@ def parser() -> argparse.ArgumentParser:
         "Plan a training before it runs.",
         example="modelwright plan layout llama3.1-8b --hosts 2 --devices-per-host 8 --device h100",
     )
-    commands = parser.add_subparsers(dest="command", metavar="layout|memory", required=True)
+    commands = parser.add_subparsers(dest="command", metavar="|".join(_NAMES), required=True)
     _layout_options(
         commands.add_parser(
             "layout",
@@ -51,6 +52,34 @@ def parser() -> argparse.ArgumentParser:
     )
     _shared_options(memory)
     plan_memory.add_options(memory)
+    cost = commands.add_parser(
+        "cost",
+        help="price training, serving, storage and traffic, line by line",
+        description="Price a workload from a dated table of list prices, and show which assumption the total depends "
+        f"on most. {plan_cost.TARGETS}",
+        epilog="example: modelwright plan cost runs/quickstart --instance c7i.xlarge --months 1",
+        allow_abbrev=False,
+    )
+    plan_cost.add_options(cost)
+    spot = commands.add_parser(
+        "spot",
+        help="how often to save on spot instances, and what a job on them takes and costs",
+        description="Choose the checkpoint interval of a job on spot instances (Young, Daly, or by simulation), "
+        "simulate its time and cost, with a deadline if there is one, and write it as a SkyPilot task.",
+        epilog="example: modelwright plan spot --work-hours 40 --interruptions-per-hour 0.2 --stall-s 5 "
+        "--recovery-s 180 --instance g5.xlarge --deadline-hours 60",
+        allow_abbrev=False,
+    )
+    plan_spot.add_options(spot)
+    energy = commands.add_parser(
+        "energy",
+        help="when to start a job so that it causes the least carbon dioxide",
+        description="Find the start of a job that causes the least carbon dioxide, by an hourly table of the intensity "
+        "of its electricity.",
+        epilog="example: modelwright plan energy --run runs/quickstart --carbon tomorrow.csv",
+        allow_abbrev=False,
+    )
+    plan_energy.add_options(energy)
     return parser
 
 
@@ -93,10 +122,21 @@ def _layout_options(parser: argparse.ArgumentParser) -> None:
 def plan(words: Sequence[str]) -> int:
     """`modelwright plan`"""
     options = parser().parse_args(_spelled_out(words))
+    return _SHOWN[options.command](options)
+
+
+def _memory(options: argparse.Namespace) -> int:
+    _read_seq_len(options)
+    return plan_memory.show(options, number)
+
+
+def _read_seq_len(options: argparse.Namespace) -> None:
     if options.seq_len is not None:
         options.seq_len = plan_memory.count(options.seq_len, "--seq-len")
-    if options.command == "memory":
-        return plan_memory.show(options, number)
+
+
+def _layout(options: argparse.Namespace) -> int:
+    _read_seq_len(options)
     for name in ("hosts", "devices-per-host", "top"):
         if (given := getattr(options, name.replace("-", "_"))) < 1:
             raise ConfigError(f"--{name}: must be at least 1, got {given}")
@@ -115,12 +155,22 @@ def plan(words: Sequence[str]) -> int:
     return 0
 
 
+_SHOWN: dict[str, Callable[[argparse.Namespace], int]] = {
+    "layout": _layout,
+    "memory": _memory,
+    "cost": plan_cost.show,
+    "spot": plan_spot.show,
+    "energy": plan_energy.show,
+}
+"""The only list of the plans."""
+
+
 def _spelled_out(words: Sequence[str]) -> list[str]:
     """The arguments; raises `ConfigError` for `plan TARGET`, a command of earlier versions, and names the present
     ones.
     """
     first = next((word for word in words if not word.startswith("-")), "")
-    if first and first not in ("layout", "memory"):
+    if first and first not in _NAMES:
         raise ConfigError(
             f"plan: name what to plan: modelwright plan layout {first}, or modelwright plan memory {first}"
         )

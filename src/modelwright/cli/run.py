@@ -3,7 +3,6 @@ process or in several started here, and show the outcome.
 """
 
 import argparse
-import math
 import sys
 import time
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from modelwright.cli.overrides import read_overrides, split_settings
 from modelwright.cli.parsers import new_parser
 from modelwright.core.errors import ConfigError
 
-_FLAGS = ("run-dir", "dry-run", "restart", "stages", "nproc", "minutes", "help")
+_FLAGS = ("run-dir", "dry-run", "restart", "stages", "nproc", "help")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -40,6 +39,7 @@ def parser() -> argparse.ArgumentParser:
             "  with its answer, on which the stage sft trains. Such a pair has one of these forms (docs/data.md):\n"
             "    question + answer               instruction (+ input) + output      prompt + completion\n"
             '    messages [{"role", "content"}]  conversations [{"from", "value"}]   (prompt +) chosen + rejected\n'
+            "    prompt + completion + label\n"
             "\n"
             "several processes:\n"
             "    modelwright run quickstart --nproc 2                              each takes half of every batch\n"
@@ -48,6 +48,13 @@ def parser() -> argparse.ArgumentParser:
         ),
     )
     parser.add_argument("target", metavar="RECIPE|CONFIG.yaml|RUN_DIR", help="what to run")
+    parser.add_argument("--stages", metavar="A,B", help="work on these stages only")
+    parser.add_argument("--init-from", metavar="PATH", help="start training from a Hugging Face folder")
+    return add_run_options(parser)
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add what `carry_out` reads; returns the parser."""
     parser.add_argument("--run-dir", metavar="DIR", default="", help="where the run lies (default: runs/<name>)")
     parser.add_argument("--dry-run", action="store_true", help="print the plan with its estimates and do nothing")
     parser.add_argument(
@@ -56,17 +63,13 @@ def parser() -> argparse.ArgumentParser:
         help="replace a run of other sources or of another model in the same folder, and start a training over whose "
         "checkpoints are all damaged (they are kept as *.damaged)",
     )
-    parser.add_argument("--stages", metavar="A,B", help="work on these stages only")
     parser.add_argument("--nproc", type=int, default=1, metavar="N", help="processes on this machine (default: 1)")
     parser.add_argument(
         "--minutes",
-        type=float,
-        default=0.0,
         metavar="N",
-        help="train for about this long: steps are timed when the run is created, and their number is written into its "
-        "config.yaml",
+        help="minutes that the whole run may take: steps are timed when it is created, and as many as fit are trained; "
+        "0 trains for the configured lengths",
     )
-    parser.add_argument("--init-from", metavar="PATH", help="start training from a Hugging Face folder")
     return parser
 
 
@@ -134,15 +137,25 @@ def _run(words: Sequence[str], line: Sequence[str], hosts: Any) -> int:
     options, settings = _read(words)
     if hosts and options.nproc != 1:
         raise ConfigError("--nproc: is an option of launch; put it before the word run")
-    from modelwright.pipeline.plan import describe_plan
-    from modelwright.pipeline.run import check_request, execute
     from modelwright.pipeline.run_config import run_schema
     from modelwright.recipes.load import load
 
-    if not 0 <= options.minutes < math.inf:
-        raise ConfigError(f"--minutes: must be above 0, got {options.minutes:g}")
     only = _stages(options.stages)
     request = load(options.target, read_overrides(run_schema(), settings, _FLAGS), options.run_dir, only)
+    return carry_out(request, options, line=line, only=only, hosts=hosts)
+
+
+def carry_out(
+    request: Any, options: argparse.Namespace, *, line: Sequence[str], only: Sequence[str] = (), hosts: Any = None
+) -> int:
+    """Run a `Request` in this process, or start others that do; returns the exit code.
+
+    options: those of `add_run_options`; line: the whole command line, for the processes that are started; only, hosts:
+    as in `_run`.
+    """
+    from modelwright.pipeline.plan import describe_plan
+    from modelwright.pipeline.run import check_request, execute
+
     if options.dry_run or not is_started():
         start = hosts or _local(options.nproc)
         num_processes = start.processes * start.min_hosts
@@ -161,12 +174,11 @@ def _run(words: Sequence[str], line: Sequence[str], hosts: Any) -> int:
                 only,
                 num_processes=num_processes,
                 num_hosts=start.min_hosts,
-                minutes=options.minutes,
             )
             print("\n".join([plan, *request.notes]))
             return 0
         if hosts or num_processes > 1:
-            return _start(start, line, request, only, options.minutes)
+            return _start(start, line, request, only)
     started = time.monotonic()
     display = choose_display(sys.stderr)
     try:
@@ -181,7 +193,6 @@ def _run(words: Sequence[str], line: Sequence[str], hosts: Any) -> int:
             progress=display,
             elastic=hosts is not None,
             restart=options.restart,
-            minutes=options.minutes,
         )
     finally:
         display.end()
@@ -207,7 +218,7 @@ def _local(num_processes: int) -> Any:
     return LaunchConfig(processes=num_processes, max_restarts=0)
 
 
-def _start(start: Any, line: Sequence[str], request: Any, only: Sequence[str], minutes: float) -> int:
+def _start(start: Any, line: Sequence[str], request: Any, only: Sequence[str]) -> int:
     from modelwright.core.resources import num_usable_cores
     from modelwright.pipeline.run import is_finished
 
@@ -216,7 +227,7 @@ def _start(start: Any, line: Sequence[str], request: Any, only: Sequence[str], m
         start,
         line,
         threads=max(1, num_threads // start.processes),
-        is_done=lambda: is_finished(request.config, request.run, only, minutes=minutes),
+        is_done=lambda: is_finished(request.config, request.run, only),
     )
 
 
@@ -242,9 +253,10 @@ def _summary(done: Any, request: Any, wall_s: float) -> str:
         lines += ["", *(f"  {line}" for line in done.lines), ""]
     if done.report:
         lines.append(f"  report   {done.report}")
-    if done.has_model:
+    if done.model:
+        lines.append(f"  model    {done.model}")
         lines.append(f"  chat     modelwright chat {request.run.path}")
         lines.append(f"  serve    modelwright serve {request.run.path}")
-    if done.has_model and tuple(request.config.data.sources) == ("stdlib",):
+    if done.model and tuple(request.config.data.sources) == ("stdlib",):
         lines.append("  next     modelwright run quickstart --name mine --data.sources FOLDER    trains on your text")
     return "\n".join(lines)

@@ -3,13 +3,13 @@
 Folder format: `config.json` with `format: "modelwright-int8"`, the model's shape and the quantization's parameters;
 `model.safetensors` with, for each quantized matrix `NAME`, `NAME.weight` (int8, [out, in]) and `NAME.scale` (float32,
 [out]), and every other tensor in float32 under its own name. The embedding is one of them; a head that is tied to it
-is not stored again.
+is not stored again. Version 2, for other grids, is that of `grid_model.py`.
 """
 
 import json
 import statistics
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -19,6 +19,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from modelwright.compress.grid_model import VERSION as GRID_VERSION
+from modelwright.compress.grid_model import load_grid_model
 from modelwright.compress.int8_linear import (
     ACTIVATION_LEVELS,
     WEIGHT_LEVELS,
@@ -28,10 +30,11 @@ from modelwright.compress.int8_linear import (
     quantize_rows,
     require_backend,
 )
-from modelwright.core.config import dump, parse
+from modelwright.core.config import dump, only_for, parse
 from modelwright.core.errors import ConfigError, ModelError, writing
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
+from modelwright.ops.int_grid import Granularity
 from modelwright.ops.microbenchmark import repeated, seconds_of
 
 FORMAT = "modelwright-int8"
@@ -41,7 +44,13 @@ BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
 @dataclass(frozen=True, kw_only=True)
 class Int8WeightsConfig:
-    """INT8 inference."""
+    """Integer inference."""
+
+    weights: Literal["int8", "int4_nearest", "int4_gptq"] = "int8"
+    """What the stage quantize makes of a model that was not trained on a grid: INT8 weights and activations; or 4-bit
+    weights of the decoder's linear layers alone, rounded to the nearest code or by GPTQ (Frantar et al. 2023)."""
+    granularity: Granularity = field(default="group_32", metadata=only_for("weights", "int4_nearest", "int4_gptq"))
+    """What shares a step of 4-bit weights."""
 
     backend: Literal["auto", "fbgemm", "int_mm"] = "auto"
     """INT8 GEMM kernels; `auto` measures them at the model's own shapes when it is loaded. All give the same numbers
@@ -95,6 +104,8 @@ def load_int8(folder: Path, config: Int8WeightsConfig) -> Decoder:
     if not is_int8_folder(folder):
         raise ModelError(f"{folder}: is not an INT8 model folder (the format in its config.json is not {FORMAT!r})")
     description: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if description.get("version") == GRID_VERSION:
+        return load_grid_model(folder, description, partial(choose_backend, config))
     try:
         shape = parse(ModelConfig, description["model"], constants=True)
         tensors = load_file(folder / "model.safetensors")
@@ -130,7 +141,7 @@ def _assemble(shape: ModelConfig, tensors: dict[str, Tensor], config: Int8Weight
     if expected != set(tensors):
         wrong = ", ".join(sorted(expected ^ set(tensors))[:4])
         raise ModelError(f"INT8 weights: missing or unknown tensors ({wrong}); quantize the model again")
-    backend = _choose(config, {name: (tensors[f"{name}.weight"], tensors[f"{name}.scale"]) for name in matrices})
+    backend = choose_backend(config, {name: (tensors[f"{name}.weight"], tensors[f"{name}.scale"]) for name in matrices})
     for name, tensor_shape in matrices.items():
         quantized, scale = tensors.pop(f"{name}.weight"), tensors.pop(f"{name}.scale")
         if quantized.shape != tensor_shape or scale.shape != tensor_shape[:1] or quantized.dtype != torch.int8:
@@ -152,7 +163,8 @@ def _place(model: Decoder, name: str, quantized: Tensor, scale: Tensor, backend:
     setattr(model.get_submodule(parent), leaf, Int8Linear(quantized, scale, backend))
 
 
-def _choose(config: Int8WeightsConfig, matrices: dict[str, tuple[Tensor, Tensor]]) -> Backend:
+def choose_backend(config: Int8WeightsConfig, matrices: Mapping[str, tuple[Tensor, Tensor]]) -> Backend:
+    """The kernels of the configuration, or the fastest for matrices, given as codes and scales."""
     if config.backend != "auto":
         require_backend(config.backend)
         return config.backend

@@ -21,12 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from modelwright.core.errors import ConfigError
+from modelwright.ops.int_grid import ACTIVATION_LEVELS, TINY
+from modelwright.ops.int_grid import WEIGHT_LEVELS as LEVELS
 
 Backend = Literal["fbgemm", "int_mm"]
 
-WEIGHT_LEVELS = 64
-ACTIVATION_LEVELS = 127
-_TINY = 1e-12
+WEIGHT_LEVELS = LEVELS[8]
+_TINY = TINY
 _INT_MM_MIN_ROWS = 17
 
 

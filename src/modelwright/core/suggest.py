@@ -12,11 +12,11 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def nearest(word: str, known: Iterable[str], *, similarity: float = SIMILARITY) -> str:
-    """The known word that `word` most resembles, or whose initials it is (`lr` for `learning_rate`); "" for none."""
+    """The known word whose initials `word` is (`lr` for `learning_rate`), or that it most resembles; "" for none."""
     known = list(known)
     near = difflib.get_close_matches(word, known, n=1, cutoff=similarity)
     by_initials = [name for name in known if "_" in name and "".join(part[:1] for part in name.split("_")) == word]
-    return [*near, *by_initials, ""][0]
+    return [*by_initials, *near, ""][0]
 
 
 def did_you_mean(word: str, known: Iterable[str], *, prefix: str = "") -> str:

@@ -1,10 +1,11 @@
 """A batch of packed token rows: what a loader yields and a training step consumes."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,6 +56,22 @@ class TokenBatch:
                 raise ValueError(
                     f"extras: {name} has shape {list(values.shape)}, which does not start with {list(shape)}"
                 )
+
+    @classmethod
+    def of_sequences(cls, sequences: Sequence[Sequence[int] | np.ndarray]) -> "TokenBatch":
+        """One sequence of token ids in each row, padded at the end, without labels: for scoring."""
+        length = max(map(len, sequences))
+        ids_BT = torch.zeros(len(sequences), length, dtype=torch.int64)
+        segments_BT = torch.full((len(sequences), length), -1, dtype=torch.int32)
+        for row, ids in enumerate(sequences):
+            ids_BT[row, : len(ids)] = torch.as_tensor(ids)
+            segments_BT[row, : len(ids)] = 0
+        return cls(
+            input_ids_BT=ids_BT,
+            labels_BT=torch.full_like(ids_BT, IGNORED),
+            positions_BT=torch.arange(length).expand_as(ids_BT).contiguous(),
+            segments_BT=segments_BT,
+        )
 
     @property
     def num_rows(self) -> int:
@@ -111,6 +128,10 @@ class TokenBatch:
 
     def to(self, device: torch.device | str) -> "TokenBatch":
         return self.map(lambda x: x.to(device, non_blocking=True))
+
+    def rows_at(self, place: int) -> "TokenBatch":
+        """The rows at one place of every group, each a group of its own."""
+        return replace(self, group_size=1).map(lambda x: x[place :: self.group_size])
 
     def map(
         self, change: Callable[[Tensor], Tensor], *, of_rows: Callable[[Tensor], Tensor] | None = None

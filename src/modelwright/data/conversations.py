@@ -1,48 +1,70 @@
 """Records that hold a question with its answer or a whole conversation, in the layouts of published data sets.
 
     question, answer
+    question, choices, answer (or answerKey)                 MMLU, ARC: the number, label or text of the right choice
     instruction, output, and input where there is one        Alpaca
     prompt, completion: two texts, or two lists of turns     TRL
     messages: turns with role and content                    OpenAI, TRL
     conversations: turns with from and value                 ShareGPT
-    chosen, rejected, and prompt where there is one          preference pairs, TRL
+    chosen, rejected, and prompt where there is one          preference pairs, TRL; dialogues as one text, HH-RLHF
+    prompt, completion, label                                unpaired preferences, TRL
 
-Any of them may have a field `system`, the text of a system turn. docs/data.md shows an example of each.
+Any of them may have a field `system`, the text of a system turn, and a field `tools`, the functions that the assistant
+may call. docs/data.md shows an example of each.
 """
 
+import json
+import math
+import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from itertools import pairwise
+from typing import Any, cast
 
-from modelwright.data.document import Message, join_turns
+from modelwright.data.document import Message, join_turns, says_something
 
 FORMS = (
-    "question + answer, instruction (+ input) + output, prompt + completion, "
+    "question (+ choices) + answer, instruction (+ input) + output, prompt + completion, "
     'messages [{"role": "user", "content": ...}, ...], conversations [{"from": "human", "value": ...}, ...] '
-    "or (prompt +) chosen + rejected"
+    "(prompt +) chosen + rejected or prompt + completion + label"
 )
 """The accepted forms, for messages to the user."""
 
 ROLES = {
-    "system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant",
+    "system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant", "tool": "tool",
 }  # fmt: skip
 """The role of a turn by the names that data sets give it."""
 
 RECORD_TYPES = {
     "preference": ("chosen", "rejected"), "messages": ("messages",), "sharegpt": ("conversations",),
+    "multiple_choice": ("question", "choices"),
     "question_answer": ("question", "answer"), "instruction": ("instruction", "output"),
-    "prompt_completion": ("prompt", "completion"),
+    "unpaired_preference": ("prompt", "completion", "label"), "prompt_completion": ("prompt", "completion"),
 }  # fmt: skip
 """Required fields by record type, in the order in which types are recognized."""
-FIELDS = tuple(
-    dict.fromkeys([*(name for names in RECORD_TYPES.values() for name in names), "input", "prompt", "system"])
-)
+_FURTHER = ("input", "prompt", "system", "tools", "answerKey")
+FIELDS = tuple(dict.fromkeys([*(name for names in RECORD_TYPES.values() for name in names), *_FURTHER]))
 """All fields that the forms have."""
+UNPAIRED, PAIRED = "unpaired_preference", "preference"
+
+LABELS = {"true": True, "false": False}
+"""The labels of unpaired preferences where a file has only text (CSV)."""
+
+TURN_MARK = re.compile(r"(?:^|\n\n)(Human|Assistant):")
+"""Begins a turn of a dialogue in one text, as in HH-RLHF (Bai et al. 2022)."""
 
 _HINTS = {
-    *(name for names in RECORD_TYPES.values() for name in names), "answers", "query", "response", "responses", "dialog",
-    "dialogue", "conversation", "turns",
+    *(name for names in RECORD_TYPES.values() for name in names if name != "label"), "answers", "query", "response",
+    "responses", "dialog", "dialogue", "conversation", "turns",
 }  # fmt: skip
 """Fields that only questions, answers and conversations have."""
+
+
+class PairError(ValueError):
+    """A preference that cannot be learned from. reason: a few words, under which such records are counted."""
+
+    def __init__(self, reason: str, problem: str) -> None:
+        super().__init__(problem)
+        self.reason = reason
 
 
 def record_type(names: Iterable[str]) -> str:
@@ -51,10 +73,23 @@ def record_type(names: Iterable[str]) -> str:
     return next((name for name, needed in RECORD_TYPES.items() if present.issuperset(needed)), "")
 
 
+def type_of_record(record: Mapping[str, Any]) -> str:
+    """`record_type` of a record with its values: a label that is neither true nor false is another field than that of
+    an unpaired preference.
+    """
+    kind = record_type(record)
+    return "prompt_completion" if kind == UNPAIRED and _label_of(record) is None else kind
+
+
 def is_conversation(record: Mapping[str, Any]) -> bool:
     """Whether a record has one of the types; in a table the values may be those of another row."""
     kind = record_type(record)
     return bool(kind) and record[RECORD_TYPES[kind][0]] is not None
+
+
+def is_half_pair(record: Mapping[str, Any]) -> bool:
+    """Whether a record has only one of the two answers of a preference pair, and no other form."""
+    return not record_type(record) and ("chosen" in record) != ("rejected" in record)
 
 
 def num_hints(names: Iterable[str]) -> int:
@@ -67,15 +102,21 @@ def read_conversation(record: Mapping[str, Any], kind: str = "") -> list[Message
 
     Raises `ValueError` that says what is wrong.
     """
-    kind = kind or record_type(record)
+    kind = kind or type_of_record(record)
+    if kind == "multiple_choice" and not record.get("choices"):
+        kind = "question_answer"
     form = RECORD_TYPES[kind]
     if missing := [name for name in form if name not in record]:
-        raise ValueError(f"a record of type {kind} needs the field {missing[0]!r}")
-    if kind == "preference":
+        problem = f"a record of type {kind} needs the field {missing[0]!r}"
+        raise PairError("half a preference pair", problem) if kind == PAIRED else ValueError(problem)
+    if kind == PAIRED:
         turns = _preference_turns(record, "chosen")
+    elif kind == "multiple_choice":
+        choices, right = read_choices(record)
+        turns = [_turn("user", _text(record, "question")), _turn("assistant", choices[right])]
     elif len(form) == 1:
         turns = _turns(form[0], record[form[0]])
-    elif kind == "prompt_completion":
+    elif kind in ("prompt_completion", UNPAIRED):
         turns = _side(record, "prompt", "user") + _side(record, "completion", "assistant")
     else:
         question = _text(record, form[0])
@@ -84,16 +125,54 @@ def read_conversation(record: Mapping[str, Any], kind: str = "") -> list[Message
         turns = [_turn("user", question), _turn("assistant", _text(record, form[1]))]
     if record.get("system") and turns[0]["role"] != "system":
         turns = [_turn("system", _text(record, "system")), *turns]
-    if not any(turn["role"] == "assistant" and turn["content"].strip() for turn in turns):
-        raise ValueError(
-            f"{form[0] if kind == 'preference' else form[-1]} has no answer (a turn of the assistant with text)"
-        )
+    if kind in (PAIRED, UNPAIRED):
+        _check_answer(form[0] if kind == PAIRED else form[1], turns)
+    elif not any(turn["role"] == "assistant" and says_something(turn) for turn in turns):
+        raise ValueError(f"{form[-1]} has no answer (a turn of the assistant with text)")
     return turns
 
 
-def read_rejected(record: Mapping[str, Any], turns: list[Message]) -> list[Message]:
-    """The rejected end of a preference pair whose chosen conversation is `turns`: what follows the turns that both
-    have in common. Raises `ValueError` that says what is wrong.
+def read_choices(record: Mapping[str, Any]) -> tuple[list[str], int]:
+    """The choices of a question and the place of the right one, from 0; no choices if the record has none.
+
+    `choices` is a list of texts, or `{"text": [...], "label": [...]}`; `answer` or `answerKey` is the place, the label
+    (a letter where there are none) or the text of the right one. Raises `ValueError` that says what is wrong.
+    """
+    choices = record.get("choices")
+    if not choices:
+        return [], 0
+    texts: Any = choices.get("text") if isinstance(choices, Mapping) else choices
+    if not isinstance(texts, list) or len(texts) < 2 or not all(isinstance(t, str) and t.strip() for t in texts):
+        raise ValueError("the field 'choices' is no list of two or more texts")
+    labels = choices.get("label") if isinstance(choices, Mapping) else None
+    names = [str(one) for one in labels] if labels else [chr(ord("A") + place) for place in range(len(texts))]
+    answer = record.get("answer") if record.get("answer") is not None else record.get("answerKey")
+    if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(texts):
+        return texts, answer
+    for known in (names, texts):
+        if isinstance(answer, str) and known.count(answer) == 1:
+            return texts, known.index(answer)
+    raise ValueError(f"the answer {answer!r} is neither the place nor the label nor the text of one of the choices")
+
+
+def read_tools(record: Mapping[str, Any]) -> list[Any]:
+    """The functions of a record's field `tools`, a list of JSON schemas or the text of one; empty without any.
+
+    Raises `ValueError` that says what is wrong.
+    """
+    tools = _parsed(_without_none(record.get("tools") or []))
+    if not isinstance(tools, list):
+        raise ValueError("the field 'tools' is no list of functions")
+    for number, tool in enumerate(cast(list[Any], tools), start=1):
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ValueError(f"tool {number} of the field 'tools' is no function with a name")
+    return tools
+
+
+def read_rejected(record: Mapping[str, Any], turns: list[Message]) -> tuple[int, list[Message]]:
+    """The number of turns that both conversations of a preference pair have in common, and the rejected end, which
+    follows them; `turns` is the chosen conversation. Raises `ValueError` that says what is wrong.
     """
     rejected = _preference_turns(record, "rejected")
     if record.get("system") and rejected[0]["role"] != "system":
@@ -102,15 +181,41 @@ def read_rejected(record: Mapping[str, Any], turns: list[Message]) -> list[Messa
     while common < min(len(turns), len(rejected)) and turns[common] == rejected[common]:
         common += 1
     if common == len(rejected) or common == len(turns):
-        raise ValueError("chosen and rejected are the same")
+        raise PairError("chosen and rejected are the same", "chosen and rejected are the same")
     if any(turn["role"] != "assistant" for turn in (turns[common], rejected[common])):
-        raise ValueError("chosen and rejected differ before the answer")
-    return rejected[common:]
+        raise PairError("chosen and rejected have different prompts", "chosen and rejected differ before the answer")
+    _check_answer("rejected", rejected)
+    return common, rejected[common:]
+
+
+def preference_meta(record: Mapping[str, Any], kind: str, turns: list[Message]) -> dict[str, Any]:
+    """What the `meta` of a document of type `kind` has of its preference: `rejected`, the rejected end of a pair, and
+    `margin` where the record has one; or `desirable`, the label of an unpaired preference; with either `prompt_turns`,
+    the number of turns before the answer. {} for other types.
+
+    Raises `ValueError` that says what is wrong.
+    """
+    if kind == UNPAIRED:
+        label = _label_of(record)
+        if label is None:
+            raise PairError("the label is neither true nor false", f"label is {record['label']!r}, not true or false")
+        num_answer_turns = len(record["completion"]) if isinstance(record["completion"], list) else 1
+        return {"desirable": label, "prompt_turns": len(turns) - num_answer_turns}
+    if kind != PAIRED:
+        return {}
+    common, rejected = read_rejected(record, turns)
+    meta: dict[str, Any] = {"rejected": rejected, "prompt_turns": common}
+    margin = record.get("margin")
+    if margin is None:
+        return meta
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
+        raise PairError("the margin is not a number", f"margin is {margin!r}, not a finite number")
+    return meta | {"margin": float(margin)}
 
 
 def conversation_meta(turns: list[Message]) -> tuple[str, dict[str, Any]]:
     """The text of a conversation's document and its `meta`: `question` and `answer`, or `messages` for other turns."""
-    if [turn["role"] for turn in turns] == ["user", "assistant"]:
+    if [turn["role"] for turn in turns] == ["user", "assistant"] and "tool_calls" not in turns[1]:
         return join_turns(turns), {"question": turns[0]["content"], "answer": turns[1]["content"]}
     return join_turns(turns), {"messages": turns}
 
@@ -119,14 +224,42 @@ def _preference_turns(record: Mapping[str, Any], name: str) -> list[Message]:
     """The conversation up to the chosen or rejected answer.
 
     A plain text, or turns of the assistant alone, follow the prompt; turns that begin before the answer are the whole
-    conversation, and repeat the prompt where there is one (as in UltraFeedback).
+    conversation, and repeat the prompt where there is one (as in UltraFeedback). Without a prompt, a text may be a
+    whole dialogue (as in HH-RLHF).
     """
+    if record.get(name) is None:
+        raise PairError("half a preference pair", f"the field {name!r} is missing")
+    if isinstance(record[name], str) and record.get("prompt") is None and TURN_MARK.match(record[name]):
+        return _dialogue(record[name])
+    if isinstance(record[name], str) and not record[name].strip():
+        raise PairError("empty answer", f"the field {name!r} is empty or holds no text")
     answer = _side(record, name, "assistant")
     if answer[0]["role"] != "assistant":
         return answer
     if record.get("prompt") is None:
         raise ValueError(f"{name} is an answer alone, so the record needs a field 'prompt'")
     return _side(record, "prompt", "user") + answer
+
+
+def _dialogue(text: str) -> list[Message]:
+    """The turns of a dialogue in one text: `\n\nHuman: ...\n\nAssistant: ...`."""
+    marks = list(TURN_MARK.finditer(text))
+    ends = [after.start() for _, after in pairwise(marks)] + [len(text)]
+    roles = {"Human": "user", "Assistant": "assistant"}
+    return [_turn(roles[mark[1]], text[mark.end() : end].strip()) for mark, end in zip(marks, ends, strict=True)]
+
+
+def _check_answer(name: str, turns: list[Message]) -> None:
+    if turns[-1]["role"] != "assistant":
+        raise PairError("no answer", f"{name} does not end with an answer (a turn of the assistant)")
+    if not says_something(turns[-1]):
+        raise PairError("empty answer", f"{name} ends with an empty answer")
+
+
+def _label_of(record: Mapping[str, Any]) -> bool | None:
+    """The label of an unpaired preference; None if it is neither true nor false."""
+    label = record.get("label")
+    return label if isinstance(label, bool) else LABELS.get(str(label).lower())
 
 
 def _side(record: Mapping[str, Any], name: str, role: str) -> list[Message]:
@@ -149,11 +282,53 @@ def _read_turn(name: str, number: int, turn: Any) -> Message:
     if not isinstance(role, str) or role not in ROLES:
         raise ValueError(f"turn {number} of {name} has the role {role!r}, not one of {', '.join(ROLES)}")
     text = _first(turn, "content", "value")
+    calls = _read_calls(f"turn {number} of {name}", turn) if ROLES[role] == "assistant" else []
     if isinstance(text, list):
         text = "\n".join(_part_text(f"turn {number} of {name}", part) for part in text)
+    if text is None and calls:
+        text = ""
     if not isinstance(text, str):
         raise ValueError(f"turn {number} of {name} has no text in its content")
-    return _turn(ROLES[role], text)
+    named = {key: turn[key] for key in ("name", "tool_call_id") if ROLES[role] == "tool" and turn.get(key)}
+    return {**_turn(ROLES[role], text), **({"tool_calls": calls} if calls else {}), **named}
+
+
+def _read_calls(where: str, turn: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The calls of a turn, with arguments as objects: chat templates write them as JSON."""
+    calls = _parsed(_without_none(turn.get("tool_calls") or []))
+    if not isinstance(calls, list):
+        raise ValueError(f"{where} has tool_calls that are no list")
+    return [_read_call(where, call) for call in cast(list[Any], calls)]
+
+
+def _read_call(where: str, call: Any) -> dict[str, Any]:
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError(f"{where} has a call without the name of a function")
+    arguments = _parsed(function.get("arguments") or {})
+    if not isinstance(arguments, dict):
+        raise ValueError(f"{where} calls {function['name']} with arguments that are no JSON object")
+    named = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+    return {**named, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def _parsed(value: Any) -> Any:
+    """A value that some data sets store as the text of its JSON."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
+def _without_none(value: Any) -> Any:
+    """A JSON value without the empty fields that tables add: their rows all have the same fields, at every depth."""
+    if isinstance(value, dict):
+        return {key: _without_none(entry) for key, entry in value.items() if entry is not None}
+    if isinstance(value, list):
+        return [_without_none(entry) for entry in value]
+    return value
 
 
 def _part_text(where: str, part: Any) -> str:

@@ -1,15 +1,17 @@
 """The unit that travels from sources through cleaning to tokens."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 Kind = Literal["prose", "code", "qa"]
 Split = Literal["train", "heldout", "open"]
 """`open`: the run that reads the document decides."""
-Message = Mapping[str, str]
-"""One turn of a conversation: `role` ("system", "user", "assistant") and `content`."""
+Message = Mapping[str, Any]
+"""One turn of a conversation: `role` ("system", "user", "assistant", "tool") and `content`, a text. A turn of the
+assistant may have `tool_calls` (`{"type": "function", "function": {"name": ..., "arguments": {...}}}`), and the tool's
+answer the `name` or the `tool_call_id` of its call. These are the names that chat templates know."""
 
 KINDS: tuple[Kind, ...] = ("prose", "code", "qa")
 SPLITS: tuple[Split, ...] = ("train", "heldout")
@@ -21,10 +23,13 @@ class Document:
     """A text with where it came from.
 
     `id` is unique within a corpus and names the origin (module, file and line); `source` names the corpus. A "qa"
-    document carries its conversation in `meta`: `question` and `answer`, or `messages` when it has other turns; its
-    `text` is the turns' contents, a blank line between them. `meta["rejected"]` of a preference pair holds the turns
-    of the rejected answer, which take the place of the conversation's last ones. `meta["title"]`, where present, is a
-    heading line that the text begins with: texts that differ in their titles only are duplicates.
+    document carries its conversation in `meta`: `question` and `answer`, or `messages` when it has other turns, and
+    `tools` where the assistant may call any; its `text` is what the turns say, a blank line between them.
+    `meta["rejected"]` of a preference pair holds the turns of the rejected answer, which take the place of the
+    conversation's last ones, and `meta["margin"]` by how much it is worse, where that is known. `meta["desirable"]`
+    says whether a single answer is a good one. `meta["prompt_turns"]` of either counts the turns before the answer.
+    `meta["title"]`, where present, is a heading line that the text begins with: texts that differ in their titles only
+    are duplicates.
     """
 
     id: str
@@ -43,10 +48,32 @@ class Document:
         return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
     @property
+    def tools(self) -> Sequence[Any]:
+        """The functions that the assistant of a "qa" document may call, as JSON schemas."""
+        return self.meta.get("tools", ())
+
+    @property
+    def rejected(self) -> list[Message]:
+        """The turns of the rejected answer of a preference pair; [] for other documents."""
+        return list(self.meta.get("rejected", ()))
+
+    @property
+    def prompt_turns(self) -> int:
+        """The number of turns that the answer of a preference follows."""
+        return int(self.meta.get("prompt_turns", len(self.messages) - 1))
+
+    @property
+    def is_undesirable(self) -> bool:
+        """Whether it is a single answer that nobody should learn to give."""
+        return not self.meta.get("desirable", True)
+
+    @property
     def body(self) -> str:
-        """The part that identifies the document: the answers of a "qa" document, else the text without its title."""
+        """The part that identifies the document: the answers of a "qa" document, the rejected one included, else the
+        text without its title.
+        """
         if self.kind == "qa":
-            return "\n\n".join(turn["content"] for turn in self.messages if turn["role"] == "assistant")
+            return join_turns([turn for turn in (*self.messages, *self.rejected) if turn["role"] == "assistant"])
         return self.text.removeprefix(self.meta.get("title", "")).lstrip("\n")
 
     def map_text(self, change: Callable[[str], str]) -> "Document":
@@ -57,7 +84,7 @@ class Document:
                 meta[key] = change(meta[key])
         for key in ("messages", "rejected"):
             if key in meta:
-                meta[key] = [{**turn, "content": change(turn["content"])} for turn in meta[key]]
+                meta[key] = [map_turn(turn, change) for turn in meta[key]]
         if self.kind == "qa":
             return replace(changed := replace(self, meta=meta), text=join_turns(changed.messages))
         return replace(self, text=change(self.text), meta=meta)
@@ -81,6 +108,45 @@ class Document:
         return cls.from_plain(json.loads(line))
 
 
-def join_turns(messages: list[Message]) -> str:
-    """The text of a conversation."""
-    return "\n\n".join(turn["content"] for turn in messages)
+def says_something(turn: Message) -> bool:
+    """Whether a turn has text or calls tools."""
+    return bool(turn["content"].strip() or turn.get("tool_calls"))
+
+
+def join_turns(messages: Sequence[Message]) -> str:
+    """The text of a conversation: contents, and calls of tools as lines of JSON."""
+    return "\n\n".join(_said(turn) for turn in messages)
+
+
+def map_turn(turn: Message, change: Callable[[str], str]) -> Message:
+    """The turn with `change` applied to its content and to the texts in the arguments of its calls."""
+    changed = {**turn, "content": change(turn["content"])}
+    if "tool_calls" in turn:
+        changed["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": _mapped(call["function"]["arguments"], change)}}
+            for call in turn["tool_calls"]
+        ]
+    return changed
+
+
+def turn_texts(turn: Message) -> Iterator[str]:
+    """The texts that `map_turn` changes."""
+    texts: list[str] = []
+    map_turn(turn, lambda text: texts.append(text) or text)
+    yield from texts
+
+
+def _said(turn: Message) -> str:
+    calls = [json.dumps(call["function"], ensure_ascii=False) for call in turn.get("tool_calls", ())]
+    return "\n".join([*([turn["content"]] if turn["content"] or not calls else []), *calls])
+
+
+def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+    """A JSON value with its texts changed, but not the keys of its objects."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, list):
+        return [_mapped(entry, change) for entry in value]
+    if isinstance(value, dict):
+        return {key: _mapped(entry, change) for key, entry in value.items()}
+    return value

@@ -27,6 +27,9 @@ class DuplicatesConfig:
     """Drop near-duplicates."""
     min_jaccard: float = 0.85
     """Jaccard similarity of word 5-grams from which two documents are near-duplicates."""
+    pairs_by: Literal["answer", "conversation"] = "answer"
+    """What question/answer pairs are compared by: `answer`, so that one answer to many questions is learned once, or
+    `conversation`, which keeps answers that many questions have in common, such as labels."""
     index: str = ""
     """Folder that keeps the fingerprints of kept documents across runs; near-duplicates of earlier runs' documents are
     dropped, too."""

@@ -2,11 +2,13 @@
 
 All ranks see one global order: rows are shuffled anew in every epoch, epochs follow one another without a gap, and
 batch `i` holds places `i * batch_rows` to `(i + 1) * batch_rows` of that order. A rank takes its equal share of
-consecutive rows, so any number of ranks gives the same global batch.
+consecutive rows, so any number of ranks gives the same global batch. Where rows were packed in groups, a group takes
+the place of a row in all of that: groups are numbered, counted, shuffled and shared among ranks.
 """
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -19,6 +21,17 @@ from modelwright.data.batch import IGNORED, TokenBatch
 from modelwright.data.pack import FORMAT, INDEX
 
 
+@dataclass(frozen=True)
+class RowShare:
+    """A rank's rows of a batch. groups: their numbers [B] int64; epochs: how often each group was read before, or the
+    number of the draw where rows are drawn with replacement [B] int64; num_tokens: of each row, 0 for whole rows.
+    """
+
+    groups: np.ndarray
+    epochs: np.ndarray
+    num_tokens: int = 0
+
+
 class PackedRows:
     """A shard folder written by `pack`, mapped into memory. Raises `ArtifactError` when it is missing or damaged."""
 
@@ -27,7 +40,11 @@ class PackedRows:
         index = _read_index(folder)
         self.seq_len: int = index["seq_len"]
         self.vocab_size: int = index["vocab_size"]
+        self.eos_id: int = index["eos_id"]
         self.num_rows: int = index["num_rows"]
+        self.group_size: int = index.get("group_size", 1)
+        """Consecutive rows that belong together; 1 where each row is a group of its own."""
+        self.num_groups: int = self.num_rows // self.group_size
         self.num_tokens: int = index["num_tokens"]
         self.num_targets: int = index["num_targets"]
         dtype = np.dtype(index["dtype"])
@@ -39,39 +56,49 @@ class PackedRows:
         self._file_starts = np.cumsum([0] + [f["rows"] for f in files])
         self._offsets = _map(folder / "offsets.bin", np.dtype(np.int64), (self.num_rows + 1,))
         self._lengths = _map(folder / "lengths.bin", np.dtype(np.uint32), (index["num_pieces"],))
-        self.sources: dict[str, int] = index.get("sources", {"": self.num_rows})
-        """The number of rows of each source, in the order of the rows."""
+        sources: dict[str, int] = index.get("sources", {"": self.num_rows})
+        self.sources = {name: num_rows // self.group_size for name, num_rows in sources.items()}
+        """The number of groups of each source, in the order of the rows."""
         self.has_scores: bool = index.get("has_scores", False)
+        self._values: np.ndarray | None = None
+        if index.get("has_values", False):
+            self._values = _map(folder / "values.bin", np.dtype(np.float32), (index["num_pieces"],))
 
-    def row_lengths(self) -> np.ndarray:
-        """Tokens of each row without padding, [rows] int32."""
+    def group_lengths(self) -> np.ndarray:
+        """Tokens without padding of the longest row of each group, [groups] int32."""
         ends = np.cumsum(self._lengths, dtype=np.int64)[self._offsets[1:] - 1]
-        return np.diff(ends, prepend=0).astype(np.int32)
+        return np.diff(ends, prepend=0).astype(np.int32).reshape(-1, self.group_size).max(axis=1)
 
-    def row_scores(self) -> np.ndarray:
-        """The score of each row, [rows] float32. Raises `ArtifactError` if they were packed without scores."""
+    def group_scores(self) -> np.ndarray:
+        """The mean score of the rows of each group, [groups] float32. Raises `ArtifactError` if they were packed
+        without scores.
+        """
         if not self.has_scores:
             raise ArtifactError(
                 f"{self.folder}: the rows have no scores; run the pack stage again with this curriculum"
             )
-        return _map(self.folder / "scores.bin", np.dtype(np.float32), (self.num_rows,))
+        scores = _map(self.folder / "scores.bin", np.dtype(np.float32), (self.num_rows,))
+        return scores.reshape(-1, self.group_size).mean(axis=1, dtype=np.float32)
 
-    def source_rows(self, name: str) -> np.ndarray:
-        """The rows of one source, [N] int64."""
+    def source_groups(self, name: str) -> np.ndarray:
+        """The groups of one source, [N] int64."""
         first = 0
-        for source, num_rows in self.sources.items():
+        for source, num_groups in self.sources.items():
             if source == name:
-                return np.arange(first, first + num_rows)
-            first += num_rows
+                return np.arange(first, first + num_groups)
+            first += num_groups
         raise KeyError(name)
 
-    def gather(self, rows: np.ndarray, num_tokens: int = 0) -> TokenBatch:
-        """The given rows as a batch, in the given order. num_tokens: how many of each row, which must include all that
-        are not padding; 0 for whole rows.
+    def gather(self, groups: np.ndarray, num_tokens: int = 0) -> TokenBatch:
+        """The rows of the given groups as a batch, in the given order. num_tokens: how many of each row, which must
+        include all that are not padding; 0 for whole rows. Where sequences were packed with values, the extra
+        `values_BT` has that of each token's piece; 0 for padding.
         """
+        rows = (groups[:, None] * self.group_size + np.arange(self.group_size)).flatten()
         shape = (len(rows), num_tokens or self.seq_len)
         tokens, targets = np.empty(shape, dtype=np.int64), np.ones(shape, dtype=bool)
         positions, segments = np.zeros(shape, dtype=np.int64), np.full(shape, -1, dtype=np.int32)
+        values = np.zeros(shape, dtype=np.float32)
         for place, row in enumerate(rows.tolist()):
             file = int(np.searchsorted(self._file_starts, row, side="right")) - 1
             tokens[place] = self._tokens[file][row - self._file_starts[file], : shape[1]]
@@ -82,6 +109,8 @@ class PackedRows:
             begins = np.cumsum(lengths) - lengths
             positions[place, :used] = np.arange(used) - np.repeat(begins, lengths)
             segments[place, :used] = np.repeat(np.arange(len(lengths)), lengths)
+            if self._values is not None:
+                values[place, :used] = np.repeat(self._values[self._offsets[row] : self._offsets[row + 1]], lengths)
         labels = np.full(shape, IGNORED, dtype=np.int64)
         predicted = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] >= 0) & targets[:, 1:]
         labels[:, :-1][predicted] = tokens[:, 1:][predicted]
@@ -90,6 +119,8 @@ class PackedRows:
             labels_BT=torch.from_numpy(labels),
             positions_BT=torch.from_numpy(positions),
             segments_BT=torch.from_numpy(segments),
+            extras={} if self._values is None else {"values_BT": torch.from_numpy(values)},
+            group_size=self.group_size,
         )
 
     def piece_lengths(self, row: int) -> np.ndarray:
@@ -97,13 +128,15 @@ class PackedRows:
         return self._lengths[self._offsets[row] : self._offsets[row + 1]].astype(np.int64)
 
     def batches(self, batch_rows: int) -> Iterator[TokenBatch]:
-        """Every row once, in the order on disk; the last batch may be smaller. For evaluation."""
-        for first in range(0, self.num_rows, batch_rows):
-            yield self.gather(np.arange(first, min(first + batch_rows, self.num_rows)))
+        """Every row once, in the order on disk, `batch_rows` rows or groups at a time; the last batch may be smaller.
+        For evaluation.
+        """
+        for first in range(0, self.num_groups, batch_rows):
+            yield self.gather(np.arange(first, min(first + batch_rows, self.num_groups)))
 
 
 class PackedLoader:
-    """Global batches of `batch_rows` rows, in an order that `seed` fixes."""
+    """Global batches of `batch_rows` rows (or groups of rows), in an order that `seed` fixes."""
 
     def __init__(self, rows: PackedRows, *, batch_rows: int, seed: int) -> None:
         if batch_rows < 1:
@@ -116,29 +149,43 @@ class PackedLoader:
     @property
     def num_batches_per_epoch(self) -> int:
         """Number of batches after which every row was seen at least once."""
-        return -(-self.rows.num_rows // self.batch_rows)
+        return -(-self.rows.num_groups // self.batch_rows)
 
     def batch(self, index: int, *, rank: int = 0, world_size: int = 1) -> TokenBatch:
         """This rank's share of global batch `index` (from 0, without end). Raises `ConfigError` for uneven shares."""
+        return self.rows.gather(self.share(index, rank=rank, world_size=world_size).groups)
+
+    def share(self, index: int, *, rank: int = 0, world_size: int = 1) -> RowShare:
+        """The rows of `batch`."""
         if self.batch_rows % world_size:
             text = f"batch_rows: {self.batch_rows} rows cannot be shared equally by {world_size} ranks"
             raise ConfigError(f"{text}; choose a multiple of {world_size}")
         share = self.batch_rows // world_size
         first = index * self.batch_rows + rank * share
-        return self.rows.gather(self.order(first, first + share))
+        epochs = np.arange(first, first + share) // self.rows.num_groups
+        return RowShare(self.order(first, first + share), epochs)
+
+    @property
+    def plan_version(self) -> tuple[int, int]:
+        """The plan of the batches never changes."""
+        return (0, 0)
+
+    def fork(self) -> "PackedLoader":
+        """A loader with the same plan, which can be asked for other batches at the same time."""
+        return self
 
     def order(self, first: int, last: int) -> np.ndarray:
-        """Rows at places `first` to `last` of the endless global order [last - first] int64."""
-        num_rows = self.rows.num_rows
+        """Rows, or groups, at places `first` to `last` of the endless global order [last - first] int64."""
+        num_groups = self.rows.num_groups
         places = np.arange(first, last)
-        epochs = places // num_rows
-        parts = [self._epoch_order(int(epoch))[places[epochs == epoch] % num_rows] for epoch in np.unique(epochs)]
+        epochs = places // num_groups
+        parts = [self._epoch_order(int(epoch))[places[epochs == epoch] % num_groups] for epoch in np.unique(epochs)]
         return np.concatenate(parts)
 
     def _shuffle(self, epoch: int) -> np.ndarray:
         """A permutation from Philox's raw stream, which NumPy keeps stable (its `permutation` it does not)."""
         bits = np.random.Philox(derive_seed(self.seed, "rows", epoch))
-        return np.argsort(bits.random_raw(self.rows.num_rows), kind="stable")
+        return np.argsort(bits.random_raw(self.rows.num_groups), kind="stable")
 
 
 def _read_index(folder: Path) -> dict:

@@ -8,12 +8,20 @@ A shard folder holds rows of `seq_len` tokens, filled with whole sequences where
     lengths.bin       uint32, the lengths of the pieces, row after row
     offsets.bin       int64 [rows + 1], where each row's pieces start in lengths.bin
     scores.bin        float32 [rows], only when sequences came with scores: the mean over the tokens of the row
+    values.bin        float32 [pieces], only when sequences came with values; in the order of lengths.bin
+
+and the documents of the rows where sequences came with an origin (`row_origins.py`).
 
 A sequence longer than a row is cut into pieces that overlap by one token: the last token of a piece is the first of the
 next, so every token but a sequence's first is predicted exactly once. Chunks overlap by more: the tokens that an
 earlier chunk has too are context in the later one, without a label. Sequences of different sources never share a row,
-and the rows of a source follow one another. Memory is bounded by about 40 bytes a piece: the tokens wait in a spool
-file while the rows are planned.
+and the rows of a source follow one another.
+
+Sequences that belong together (the two answers of a preference pair) are packed as groups of `group_size` consecutive
+rows: the first sequences of all of them share the first row of a group, the second ones the second row, in the same
+order, so that piece k of each row belongs to the same group of sequences. They are never cut.
+
+Memory is bounded by about 60 bytes a piece: the tokens wait in a spool file while the rows are planned.
 """
 
 import json
@@ -28,6 +36,8 @@ import numpy as np
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError, DataError, writing
+from modelwright.data.chat import ChatLoss
+from modelwright.data.row_origins import Origin, OriginSpool
 
 FORMAT = "modelwright-rows/1"
 INDEX = "index.json"
@@ -47,6 +57,10 @@ class TokenSequence(NamedTuple):
     """Sequences of different sources never share a row."""
     score: float | None = None
     """How difficult or how good it is; of all sequences or of none."""
+    value: float | None = None
+    """A number that an objective reads, such as a label or a margin; of all sequences or of none."""
+    origin: Origin | None = None
+    """The document that is kept beside the rows; of all sequences or of none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +75,10 @@ class PackConfig:
     long_documents: Literal["split", "chunk", "skip"] = "split"
     """What happens to documents that are longer than a row: `split` divides them; `chunk` divides them into chunks of
     `seq_len` tokens that overlap; both truncate conversations. `skip` drops and counts documents and conversations."""
+    chat_loss: ChatLoss = "assistant"
+    """Tokens of a conversation that fine-tuning learns: `assistant` those of all answers, `last_answer` those of the
+    last one (completion only), `all` also those of prompts, up to the last answer. Where a chat template marks what
+    the assistant generates, answers are what it marks."""
     chunk_overlap: int = constant(50)
     """`chunk`: tokens that a chunk repeats from the one before it, as context."""
     min_chunk_tokens: int = constant(256)
@@ -71,6 +89,8 @@ class PackConfig:
     """Whether only documents of the same kind, or of the same source, share a row; `batching.mixture` asks for it."""
     score: str = constant("")
     """The score that is stored with each row (`row_labels.row_score`); `batching.curriculum` asks for it."""
+    keep_documents: bool = constant(False)
+    """Whether the documents of training rows are kept beside them; the section `augmentation` asks for it."""
     shard_bytes: int = constant(256 * 2**20)
     """Size at which a shard file is closed."""
 
@@ -119,18 +139,20 @@ def pack(
     *,
     vocab_size: int,
     eos_id: int,
+    group_size: int = 1,
 ) -> PackReport:
     """Pack sequences into the shard folder `folder` (made if absent).
 
     Each sequence comes with None (every token is a target) or a loss mask of the same length (1: the token is a
     target). A sequence without a mask ends with `eos_id`: it is appended where it is missing. One with a mask is taken
-    as it is. The same sequences give the same bytes. Raises `DataError` when there is nothing to pack or an id lies
-    outside the vocabulary, and `StorageError` when the disk is full.
+    as it is. The same sequences give the same bytes. group_size: so many consecutive sequences belong together; each
+    must fit into a row, with a target. Raises `DataError` when there is nothing to pack or an id lies outside the
+    vocabulary, and `StorageError` when the disk is full.
     """
     report = PackReport()
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        spool = _Spool(folder, np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32))
+        spool = _Spool(folder, np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32), group_size)
         try:
             for sequence in sequences:
                 whole = sequence if isinstance(sequence, TokenSequence) else TokenSequence(*sequence)
@@ -184,23 +206,26 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
 
 def _assign_rows(lengths: np.ndarray, spool: "_Spool", config: PackConfig) -> np.ndarray:
     """The row of each piece [N] int64; the rows of a source follow one another, in the order of the sources."""
-    row_of = np.empty(len(lengths), dtype=np.int64)
-    piece_sources = np.frombuffer(spool.piece_sources, dtype=np.uint16)
-    num_rows = 0
+    size = spool.group_size
+    group_of = np.empty(len(lengths) // size, dtype=np.int64)
+    longest = lengths.reshape(-1, size).max(axis=1)
+    sources = np.frombuffer(spool.piece_sources, dtype=np.uint16)[::size]
+    num_groups = 0
     for source, number in spool.source_numbers.items():
-        chosen = np.flatnonzero(piece_sources == number)
-        rows = best_fit(lengths[chosen], config.seq_len) if config.mode == "best_fit" else np.arange(len(chosen))
-        row_of[chosen] = num_rows + rows
-        spool.source_rows[source] = int(rows.max()) + 1
-        num_rows += spool.source_rows[source]
-    return row_of
+        chosen = np.flatnonzero(sources == number)
+        groups = best_fit(longest[chosen], config.seq_len) if config.mode == "best_fit" else np.arange(len(chosen))
+        group_of[chosen] = num_groups + groups
+        spool.source_rows[source] = (int(groups.max()) + 1) * size
+        num_groups += int(groups.max()) + 1
+    return (group_of[:, None] * size + np.arange(size)).flatten()
 
 
 class _Spool:
     """Tokens and masks of the pieces in files, one after another, until their rows are known."""
 
-    def __init__(self, folder: Path, dtype: np.dtype) -> None:
+    def __init__(self, folder: Path, dtype: np.dtype, group_size: int) -> None:
         self.dtype = dtype
+        self.group_size = group_size
         self.lengths: list[int] = []
         self.has_mask = False
         self.source_numbers: dict[str, int] = {}
@@ -208,27 +233,40 @@ class _Spool:
         """The number of rows of each source, once they are assigned."""
         self.piece_sources = array("H")
         self.scores = array("f")
+        self.values = array("f")
+        self.folder = folder
+        self.origins: OriginSpool | None = None
         self._paths = [folder / "spool-tokens.tmp", folder / "spool-mask.tmp"]
         self._files: list[BinaryIO] = [open(path, "wb", buffering=2**20) for path in self._paths]  # noqa: SIM115
 
-    def add(self, ids: np.ndarray, mask: np.ndarray | None, source: str, score: float | None) -> None:
-        number = self.source_numbers.setdefault(source, len(self.source_numbers))
+    def add(self, ids: np.ndarray, mask: np.ndarray | None, sequence: TokenSequence) -> None:
+        """Add a piece of a sequence."""
+        number = self.source_numbers.setdefault(sequence.source, len(self.source_numbers))
         if number == MAX_SOURCES:
             raise DataError(
                 f"the documents come from more than {MAX_SOURCES:,} sources; set pack.group_by to kind or none"
             )
-        if len(self.scores) != (0 if score is None else len(self.lengths)):
-            raise ValueError("only some of the sequences have a score")
-        if score is not None:
-            self.scores.append(score)
+        for name, numbers, own in (("score", self.scores, sequence.score), ("value", self.values, sequence.value)):
+            if len(numbers) != (0 if own is None else len(self.lengths)):
+                raise ValueError(f"only some of the sequences have a {name}")
+            if own is not None:
+                numbers.append(own)
         self.piece_sources.append(number)
         self.lengths.append(len(ids))
         self.has_mask |= mask is not None
         self._files[0].write(ids.astype(self.dtype).tobytes())
         self._files[1].write(b"\1" * len(ids) if mask is None else mask.tobytes())
 
+    def add_origin(self, origin: Origin | None, *, first: int, num_repeated: int, is_last: bool) -> None:
+        """Add where the piece that was added last comes from."""
+        if origin is None:
+            return
+        if self.origins is None:
+            self.origins = OriginSpool(self.folder)
+        self.origins.add(origin, first=first, num_repeated=num_repeated, is_last=is_last)
+
     def finish(self) -> None:
-        for file in self._files:
+        for file in [*self._files, *([self.origins] if self.origins else [])]:
             file.close()
 
     def tokens(self) -> np.ndarray:
@@ -255,8 +293,11 @@ def _add(
     if len(tokens) and int(tokens.view(np.uint64).max()) >= vocab_size:  # a negative id is a huge one
         text = f"sequence {report.num_sequences}: a token id lies outside the vocabulary of {vocab_size}"
         raise DataError(f"{text}; tokenize again with the tokenizer that the model was built for")
-    if targets is None and (not len(tokens) or tokens[-1] != eos_id):
-        tokens = np.append(tokens, eos_id)
+    if targets is None:
+        tokens = with_end(tokens, eos_id)
+    fits = 2 <= len(tokens) <= config.seq_len and (targets is None or bool(targets[1:].any()))
+    if spool.group_size > 1 and not fits:
+        raise ValueError(f"sequence {report.num_sequences}: does not fit into a row with a target, but is in a group")
     report.num_sequences += 1
     if len(tokens) < 2:
         return report.skip("empty")
@@ -265,13 +306,20 @@ def _add(
             return report.skip("longer than a row")
         report.num_cut += 1
     for start, end, num_repeated in _cuts(len(tokens), config):
-        piece_targets = _piece_targets(targets, start, end, 0 if config.count_overlap else num_repeated)
+        num_repeated = 0 if config.count_overlap else num_repeated
+        piece_targets = targets_of_piece(targets, start, end, num_repeated)
         if piece_targets is not None and not piece_targets[1:].any():
             report.skip("piece without a target")
             continue
-        spool.add(tokens[start:end], piece_targets, sequence.source, sequence.score)
+        spool.add(tokens[start:end], piece_targets, sequence)
+        spool.add_origin(sequence.origin, first=start, num_repeated=num_repeated, is_last=end == len(tokens))
         report.num_targets += end - start - 1 if piece_targets is None else int(piece_targets[1:].sum())
     return None
+
+
+def with_end(tokens: np.ndarray, eos_id: int) -> np.ndarray:
+    """A sequence without a mask, which ends with `eos_id`: it is appended where it is missing."""
+    return tokens if len(tokens) and tokens[-1] == eos_id else np.append(tokens, eos_id)
 
 
 def _cuts(length: int, config: PackConfig) -> Iterator[tuple[int, int, int]]:
@@ -286,7 +334,7 @@ def _cuts(length: int, config: PackConfig) -> Iterator[tuple[int, int, int]]:
         before = end
 
 
-def _piece_targets(targets: np.ndarray | None, start: int, end: int, num_repeated: int) -> np.ndarray | None:
+def targets_of_piece(targets: np.ndarray | None, start: int, end: int, num_repeated: int) -> np.ndarray | None:
     """The loss mask of a piece. The first token of a piece is never a target, so one that is repeated needs none."""
     if num_repeated <= 1:
         return None if targets is None else targets[start:end]
@@ -343,6 +391,14 @@ def _write_rows(
         totals = np.bincount(rows, weights=lengths * np.frombuffer(spool.scores, dtype=np.float32))
         (totals / np.bincount(rows, weights=lengths)).astype(np.float32).tofile(folder / "scores.bin")
         further["has_scores"] = True
+    if spool.values:
+        np.frombuffer(spool.values, dtype=np.float32)[order].tofile(folder / "values.bin")
+        further["has_values"] = True
+    if spool.origins:
+        spool.origins.write(order)
+        further["has_origins"] = True
+    if spool.group_size > 1:
+        further["group_size"] = spool.group_size
     index = {
         "format": FORMAT, "seq_len": config.seq_len, "vocab_size": vocab_size, "eos_id": eos_id,
         "dtype": spool.dtype.name, "has_mask": spool.has_mask, "files": files, **asdict(report), **further,

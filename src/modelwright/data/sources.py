@@ -15,15 +15,22 @@ from typing import Any, Literal, cast
 from modelwright.core.errors import ConfigError, DataError
 from modelwright.core.seeds import derive_seed
 from modelwright.data import readers
+from modelwright.data.arithmetic import arithmetic_problems
 from modelwright.data.conversations import (
     FIELDS,
     FORMS,
+    PAIRED,
+    PairError,
     conversation_meta,
     is_conversation,
+    is_half_pair,
     num_hints,
+    preference_meta,
+    read_choices,
     read_conversation,
-    read_rejected,
+    read_tools,
     record_type,
+    type_of_record,
 )
 from modelwright.data.document import KINDS, SPLITS, Document, Kind, Split
 from modelwright.data.find_files import (
@@ -37,6 +44,10 @@ from modelwright.data.record_schema import RecordSchema
 from modelwright.data.stdlib_corpus import machine_corpus
 
 BUILTIN = "stdlib"
+GENERATED: Mapping[str, Callable[[], Iterator[Document]]] = {"arithmetic": arithmetic_problems}
+"""Sources that a program makes, by the word that names them."""
+WORDS = (BUILTIN, *GENERATED)
+"""Sources that are no files."""
 DEFAULT_TEXT_FIELD = "text"
 MAX_EXAMPLES = 5
 ENOUGH_HINTS = 2
@@ -52,7 +63,8 @@ class SourceConfig:
     """Where the text comes from; docs/data.md lists file formats and record types."""
 
     sources: tuple[str, ...] = (BUILTIN,)
-    """Files, directories, globs, fsspec URLs, or `stdlib` for the source and docs of Python's standard library."""
+    """Files, directories, globs, fsspec URLs, `stdlib` for the source and docs of Python's standard library, or
+    `arithmetic` for generated problems with answers."""
     text_field: str = DEFAULT_TEXT_FIELD
     """Field of a record that holds its text. Any name but `text` is taken even where the record is a question with its
     answer."""
@@ -61,8 +73,9 @@ class SourceConfig:
     fields: dict[str, str] = field(default_factory=dict)
     """Names of the records' own fields by the names that are expected: `{question: q, answer: a}`."""
     record_type: Literal[
-        "auto", "text", "messages", "sharegpt", "question_answer", "instruction", "prompt_completion", "preference"
-    ] = "auto"
+        "auto", "text", "messages", "sharegpt", "question_answer", "multiple_choice", "instruction",
+        "prompt_completion", "preference", "unpaired_preference",
+    ] = "auto"  # fmt: skip
     """Type of all records; `auto` recognizes it from the fields of each. docs/data.md lists the fields of each type."""
     keep_fields: tuple[str, ...] = ()
     """Further fields of a record that its document keeps, such as a score."""
@@ -187,7 +200,10 @@ def _read(config: SourceConfig, report: SourceReport, sample: int) -> Iterator[D
     if BUILTIN in config.sources:
         documents = machine_corpus(fraction=config.stdlib_fraction, skip=report.pass_over)
         yield from islice(documents, sample or None)
-    named = tuple(source for source in config.sources if source != BUILTIN)
+    for name, generate in GENERATED.items():
+        if name in config.sources:
+            yield from islice(generate(), sample or None)
+    named = tuple(source for source in config.sources if source not in WORDS)
     complain = _complaint(config, report)
     files: Iterable[readers.File] = locate(named, report.pass_over)
     most: int | None = None
@@ -315,15 +331,22 @@ def _document(
     meta: dict[str, Any] = {}
     wants_text = config.text_field != DEFAULT_TEXT_FIELD and config.text_field in record
     wanted = "" if config.record_type in ("auto", "text") else config.record_type
+    if not wanted and config.text_field not in record and is_half_pair(record):
+        wanted = PAIRED
     if config.record_type != "text" and not wants_text and (wanted or is_conversation(record)):
-        name = wanted or record_type(record)
+        name = wanted or type_of_record(record)
         try:
-            turns = read_conversation(record, wanted)
+            turns = read_conversation(record, name)
             text, meta = conversation_meta(turns)
-            if name == "preference":
-                meta["rejected"] = read_rejected(record, turns)
+            meta |= preference_meta(record, name, turns)
+            choices, right = read_choices(record) if name == "multiple_choice" else ([], 0)
+            if choices:
+                meta |= {"choices": choices, "right": right}
+            if tools := read_tools(record):
+                meta["tools"] = tools
         except ValueError as error:
-            complain("bad conversation", where, str(error), f"accepted are {FORMS}")
+            reason = error.reason if isinstance(error, PairError) else "bad conversation"
+            complain(reason, where, str(error), f"accepted are {FORMS}")
             return None
         report.record_types[name] = report.record_types.get(name, 0) + 1
         kind = "qa"
@@ -359,6 +382,8 @@ def _is_document(record: Mapping[str, Any]) -> bool:
     meta = record["meta"]
     if not all(isinstance(meta.get(name, ""), str) for name in ("title", "summary", "question", "answer")):
         return False
+    if not isinstance(meta.get("desirable", True), bool):
+        return False
     if not all(_are_turns(meta[name]) for name in ("messages", "rejected") if name in meta):
         return False
     return record["kind"] != "qa" or "messages" in meta or ("question" in meta and "answer" in meta)
@@ -367,8 +392,15 @@ def _is_document(record: Mapping[str, Any]) -> bool:
 def _are_turns(value: Any) -> bool:
     if not isinstance(value, list) or not value:
         return False
-    turns = cast(list[Any], value)
-    return all(isinstance(turn, dict) and _is_text(turn, "role") and _is_text(turn, "content") for turn in turns)
+    return all(_is_turn(turn) for turn in cast(list[Any], value))
+
+
+def _is_turn(turn: Any) -> bool:
+    if not isinstance(turn, dict) or not _is_text(turn, "role") or not _is_text(turn, "content"):
+        return False
+    calls = turn.get("tool_calls", [])
+    functions = [call.get("function") if isinstance(call, dict) else None for call in calls]
+    return all(isinstance(function, dict) and "arguments" in function for function in functions)
 
 
 def _is_text(record: Mapping[str, Any], name: str) -> bool:

@@ -25,7 +25,7 @@ from modelwright.core.artifacts import write_atomic
 from modelwright.core.errors import ArtifactError, ConfigError, DataError
 from modelwright.core.resources import num_usable_cores
 from modelwright.core.seeds import derive_seed
-from modelwright.data.chat import DEFAULT_TEMPLATE, ChatTemplate, TextSpan, unshield
+from modelwright.data.chat import DEFAULT_TEMPLATE, ChatLoss, ChatTemplate, TextSpan, unshield
 from modelwright.data.document import Message
 from modelwright.data.fast_bpe import fast_encoding, is_byte_level, token_bytes
 from modelwright.data.stream_decode import ByteStream, LibraryStream, TextStream
@@ -243,35 +243,71 @@ class Tokenizer:
             return ByteStream(self._bytes, added)
         return LibraryStream(self._library, skip_special)
 
-    def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
+    def render_chat(
+        self, messages: Sequence[Message], *, tools: Sequence[Any] = (), add_generation_prompt: bool
+    ) -> str:
         """The conversation as the text that the model sees. Raises `DataError` if the template rejects it."""
-        return unshield(self.chat_template.render(messages, add_generation_prompt=add_generation_prompt))
+        template = self.chat_template
+        return unshield(template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt))
 
-    def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
+    def encode_prompt(self, messages: Sequence[Message], *, tools: Sequence[Any] = ()) -> list[int]:
         """Ids of a conversation up to where the assistant's turn begins."""
-        return self._encode_rendered(self.chat_template.render(messages, add_generation_prompt=True))
+        return self._encode_rendered(self.chat_template.render(messages, tools=tools, add_generation_prompt=True))
 
     def encode_chat(self, messages: Sequence[Message]) -> tuple[np.ndarray, np.ndarray]:
         """Ids [T] int64 of a conversation and its loss mask [T] uint8: 1 for every answer of the assistant up to the
         token at which generation stops. What the template renders after that token (the line end of ChatML) is never
         generated, so it is not learned. The ids up to an answer are those of `encode_prompt` for the turns before it.
         """
-        return self._encode_spans(self.chat_template.spans(messages))
+        return self._encode_spans(self.chat_template.spans(messages), ends_at_stop=True)
 
-    def encode_training_chats(self, messages: Sequence[Message]) -> list[tuple[np.ndarray, np.ndarray]]:
+    def encode_training_chats(
+        self, messages: Sequence[Message], *, tools: Sequence[Any] = (), loss: ChatLoss = "assistant"
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
         """Ids and loss masks, as `encode_chat` gives them, of the texts by which a conversation is learned: one, or
-        one for each answer, whichever the chat template allows (`ChatTemplate.training_spans`)."""
-        return [self._encode_spans(spans) for spans in self.chat_template.training_spans(messages)]
+        one for each answer, whichever the chat template allows (`ChatTemplate.training_spans`). Where the template
+        marks what is generated, the marks alone decide; a text of `loss` `all` is learned up to its last answer."""
+        template = self.chat_template
+        texts = template.training_spans(messages, tools=tools, loss=loss)
+        chats = [self._encode_spans(spans, ends_at_stop=not template.marks_answers) for spans in texts]
+        if loss == "all":
+            for _, mask in chats:
+                mask[: mask.nonzero()[0].max(initial=-1) + 1] = 1
+        return chats
 
-    def _encode_spans(self, spans: Sequence[TextSpan]) -> tuple[np.ndarray, np.ndarray]:
+    def encode_completion(
+        self, messages: Sequence[Message], first: int, *, tools: Sequence[Any] = ()
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Ids and loss mask, as `encode_chat` gives them, of a conversation of which only the answers from turn number
+        `first` on are learned; the turns before it are the prompt.
+        """
+        spans = self.chat_template.completion_spans(messages, first, tools=tools)
+        return self._encode_spans(spans, ends_at_stop=True)
+
+    def _encode_spans(self, spans: Sequence[TextSpan], *, ends_at_stop: bool) -> tuple[np.ndarray, np.ndarray]:
+        """ends_at_stop: whether an answer ends with the first token that stops generation."""
         ids: list[int] = []
         mask: list[int] = []
         for span in spans:
             part = self._encode_rendered(span.text)
-            num_learned = self._answer_len(part) if span.spoken else 0
+            num_spoken = self._answer_len(part) if ends_at_stop else len(part)
+            num_learned = num_spoken if span.spoken else 0
             ids += part
             mask += [1] * num_learned + [0] * (len(part) - num_learned)
         return np.array(ids, dtype=np.int64), np.array(mask, dtype=np.uint8)
+
+    def difference_from(self, other: "Tokenizer") -> str:
+        """The first difference in what ids mean or in how text becomes ids, such as `'ab' is token 3 here and token 4
+        there`; "" if both give the same ids for every text.
+        """
+        own, others = (one._library.get_vocab(with_added_tokens=True) for one in (self, other))
+        for token in sorted(own.keys() | others.keys()):
+            if own.get(token) != others.get(token):
+                places = [f"token {ids[token]}" if token in ids else "no token" for ids in (own, others)]
+                return f"{token!r} is {places[0]} here and {places[1]} there"
+        parts = ("normalizer", "pre_tokenizer", "model", "added_tokens")
+        differing = [part for part in parts if self._definition.get(part) != other._definition.get(part)]
+        return f"{differing[0]} is configured differently" if differing else ""
 
     def token_text(self, token_id: int) -> str:
         """A token as text to show; incomplete characters become replacement characters."""

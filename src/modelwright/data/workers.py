@@ -72,7 +72,7 @@ class LocalProcesses:
         the next attempt can go on.
         """
         context = multiprocessing.get_context("spawn")  # a fork would copy locks that threads of PyTorch hold
-        pool = ProcessPoolExecutor(self.num_workers, context, initializer=_follow_parent)
+        pool = ProcessPoolExecutor(self.num_workers, context, initializer=follow_parent)
         try:
             running = {pool.submit(function, item): number for number, item in unfinished.items()}
             while True:
@@ -89,7 +89,7 @@ class LocalProcesses:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _follow_parent() -> None:
+def follow_parent() -> None:
     """Leave Ctrl-C to the parent, and exit when it is gone, even if it was killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()

@@ -116,14 +116,19 @@ def bootstrap_ratio(
 
     Efron & Tibshirani 1993, chapter 13. The ratio is of sums, so long documents weigh as they do in the figure.
     """
+    low, high = np.quantile(resampled_ratios(numerators, denominators, resamples=resamples, seed=seed), [0.025, 0.975])
+    return float(low), float(high)
+
+
+def resampled_ratios(numerators: np.ndarray, denominators: np.ndarray, *, resamples: int, seed: int) -> np.ndarray:
+    """sum(numerators) / sum(denominators) over documents drawn with replacement, once for each resample."""
     rng = np.random.default_rng(seed)
     count = len(numerators)
     ratios = np.empty(resamples)
     for i in range(resamples):
         drawn = rng.integers(0, count, count)
         ratios[i] = numerators[drawn].sum() / denominators[drawn].sum()
-    low, high = np.quantile(ratios, [0.025, 0.975])
-    return float(low), float(high)
+    return ratios
 
 
 def _summarize_kind(scores: Sequence[DocumentScore], resamples: int, seed: int) -> dict[str, Any]:

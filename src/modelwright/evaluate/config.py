@@ -41,7 +41,7 @@ class EvaluateConfig:
 
     domains: tuple[str, ...] = ("prose", "code")
     """Kinds of validation documents that get bits per byte; where none of them exists, the question/answer pairs get
-    them."""
+    them. Empty measures none. Answers get a perplexity in any case."""
     max_bytes_per_domain: int = 400_000
     """Size of a deterministic sample of whole documents; 0 takes all."""
     context_overlap: float = 0.5

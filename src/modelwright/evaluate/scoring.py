@@ -24,6 +24,8 @@ class Scored:
 
     ids: Sequence[int]
     first: int
+    mask: np.ndarray | None = None
+    """1 for the tokens that count [len(ids)]; None if all from `first` on do."""
 
 
 @torch.no_grad()
@@ -77,6 +79,9 @@ def _score_rows(model: Decoder, sequences: Sequence[Scored], rows: list[list[Win
             inputs[r, here], labels[r, here] = ids[:-1], ids[1:]
             positions[r, here], segments[r, here] = np.arange(window.length), number
             owner[r, at + window.scored_from - window.start : at + window.length] = window.sequence
+            mask = sequences[window.sequence].mask
+            if mask is not None:
+                owner[r, here][mask[window.start + 1 : window.end + 1] == 0] = -1
             at += window.length
     counted = owner >= 0
     device = next(iter(model.parameters())).device

@@ -20,6 +20,7 @@ from modelwright.core.seeds import derive_seed
 from modelwright.data.batch import TokenBatch
 from modelwright.data.document import Document
 from modelwright.data.tokenizer import Tokenizer
+from modelwright.evaluate.answers import score_answers, summarize_answer_scores
 from modelwright.evaluate.baselines import bigram_table, compressor_table
 from modelwright.evaluate.bits_per_byte import bootstrap_ratio, score_documents, select_documents, summarize_scores
 from modelwright.evaluate.config import EvaluateConfig
@@ -28,6 +29,7 @@ from modelwright.evaluate.questions import build_questions
 from modelwright.evaluate.statistics import log10_sign_test
 from modelwright.model.decoder import Decoder
 
+ANSWERS_FILE = "answers.jsonl"
 DOCUMENTS_FILE = "documents.jsonl"
 QUESTIONS_FILE = "questions.jsonl"
 
@@ -42,27 +44,32 @@ def evaluate_model(
     folder: Path,
     progress: Progress,
 ) -> dict[str, Any]:
-    """Bits per byte per kind, baselines on the same documents, multiple choice.
+    """Bits per byte per kind, baselines on the same documents, perplexity of answers, multiple choice.
 
     `train_rows`: the training batches that the bigram learns from; an empty iterable leaves the baselines out (a
-    second model on the same documents needs them no second time). Per-document and per-question results are written
-    to `folder` as `documents.jsonl` and `questions.jsonl`.
+    second model on the same documents needs them no second time). Results of single documents, conversations and
+    questions are written to `folder` as `documents.jsonl`, `answers.jsonl` and `questions.jsonl`.
 
-    Returns `{"bits_per_byte": {kind: ...}, "baselines": {} or {"bigram": ..., "compressors": {kind: ...}},
-    "multiple_choice": ..., "lossless": whether every scored text survives encoding and decoding}`; the inner shapes
-    are those of `summarize_scores`, `bigram_table`, `compressor_table` and `summarize_answers`.
+    Returns `{"bits_per_byte": {kind: ...}, "baselines": {} or {"bigram": ..., "compressors": {kind: ...}}, "answers":
+    ..., "multiple_choice": ..., "lossless": whether every scored text survives encoding and decoding}`; the inner
+    shapes are those of `summarize_scores`, `bigram_table`, `compressor_table`, `summarize_answer_scores` and
+    `summarize_answers`.
     """
     documents = list(documents)
-    kinds = config.domains if any(document.kind in config.domains for document in documents) else ("qa",)
+    has_text = any(document.kind in config.domains for document in documents)
+    kinds = config.domains if has_text or not config.domains else ("qa",)
     chosen = select_documents(documents, kinds=kinds, max_bytes_per_kind=config.max_bytes_per_domain, seed=config.seed)
     scores = score_documents(model, tokenizer, chosen, config, progress=progress)
     write_lines(folder / DOCUMENTS_FILE, [asdict(score) for score in scores])
+    spoken = score_answers(model, tokenizer, _conversations(documents, config), config, progress=progress)
+    write_lines(folder / ANSWERS_FILE, spoken)
     questions = build_questions(documents, config.multiple_choice)
     answers = answer_questions(model, tokenizer, questions, config, progress=progress)
     write_lines(folder / QUESTIONS_FILE, answers)
     return {
         "bits_per_byte": summarize_scores(scores, resamples=config.bootstrap_resamples, seed=config.seed),
         "baselines": _baselines(model, tokenizer, chosen, config, train_rows, progress),
+        "answers": summarize_answer_scores(spoken, resamples=config.bootstrap_resamples, seed=config.seed),
         "multiple_choice": summarize_answers(answers, score=config.multiple_choice.score),
         "lossless": is_lossless(tokenizer, [document.text for document in chosen]),
     }
@@ -71,28 +78,50 @@ def evaluate_model(
 def compare_evaluations(folder: Path, reference: Path, config: EvaluateConfig) -> dict[str, Any]:
     """Paired differences between the model evaluated into `folder` and the one evaluated into `reference`.
 
-    `{"bits_per_byte": {kind: {"difference", "low", "high"}}, "multiple_choice": {"won", "lost", "log10_p_value"}}`:
-    bits per byte with a 95% bootstrap interval over documents (negative: better), questions that only the one or
-    only the other gets right with the two-sided sign test. Raises `ValueError` when the two were not evaluated on
-    the same documents and questions.
+    `{"bits_per_byte": {kind: {"difference", "low", "high"}}, "answers": {} or the same, "multiple_choice": {"won",
+    "lost", "log10_p_value"}}`: bits per byte of documents and of answers with a 95% bootstrap interval over documents
+    (negative: better), questions that only the one or only the other gets right with the two-sided sign test. Raises
+    `ValueError` when the two were not evaluated on the same documents and questions.
     """
     now, before = (read_records(path / DOCUMENTS_FILE) for path in (folder, reference))
     _require_same(now, before, folder, reference)
     tables = {}
     for kind in dict.fromkeys(record["kind"] for record in now):
         pairs = [(a, b) for a, b in zip(now, before, strict=True) if a["kind"] == kind]
-        bits = np.array([a["nats"] - b["nats"] for a, b in pairs]) / math.log(2)
-        sizes = np.array([float(a["num_bytes"]) for a, _ in pairs])
-        low, high = bootstrap_ratio(
-            bits, sizes, resamples=config.bootstrap_resamples, seed=derive_seed(config.seed, "compare", kind)
-        )
-        tables[kind] = {"difference": float(bits.sum() / sizes.sum()), "low": low, "high": high}
+        tables[kind] = _bits_difference(pairs, config, kind)
+    answers = _answers_difference(folder, reference, config)
     now, before = (read_records(path / QUESTIONS_FILE) for path in (folder, reference))
     _require_same(now, before, folder, reference)
     won = sum(a["correct"] and not b["correct"] for a, b in zip(now, before, strict=True))
     lost = sum(b["correct"] and not a["correct"] for a, b in zip(now, before, strict=True))
     test = {"won": won, "lost": lost, "log10_p_value": log10_sign_test(won, lost)}
-    return {"bits_per_byte": tables, "multiple_choice": test}
+    return {"bits_per_byte": tables, "answers": answers, "multiple_choice": test}
+
+
+def _bits_difference(pairs: Sequence[tuple[dict, dict]], config: EvaluateConfig, name: str) -> dict[str, float]:
+    bits = np.array([a["nats"] - b["nats"] for a, b in pairs]) / math.log(2)
+    sizes = np.array([float(a["num_bytes"]) for a, _ in pairs])
+    seed = derive_seed(config.seed, "compare", name)
+    low, high = bootstrap_ratio(bits, sizes, resamples=config.bootstrap_resamples, seed=seed)
+    return {"difference": float(bits.sum() / sizes.sum()), "low": low, "high": high}
+
+
+def _answers_difference(folder: Path, reference: Path, config: EvaluateConfig) -> dict[str, float]:
+    """{} without conversations, and for a reference that was evaluated before answers were."""
+    if not (reference / ANSWERS_FILE).exists():
+        return {}
+    now, before = (read_records(path / ANSWERS_FILE) for path in (folder, reference))
+    _require_same(now, before, folder, reference)
+    return _bits_difference(list(zip(now, before, strict=True)), config, "answers") if now else {}
+
+
+def _conversations(documents: Sequence[Document], config: EvaluateConfig) -> list[Document]:
+    return select_documents(
+        (document for document in documents if document.kind == "qa" and not document.is_undesirable),
+        kinds=("qa",),
+        max_bytes_per_kind=config.max_bytes_per_domain,
+        seed=config.seed,
+    )
 
 
 def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:

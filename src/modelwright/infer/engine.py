@@ -16,6 +16,7 @@ from modelwright.infer.batch_invariance import MULTIPLES, stable_row_multiple
 from modelwright.infer.kv_cache import BlockManager, PagedCache
 from modelwright.infer.lm_head import Product, fastest_head
 from modelwright.infer.model_runner import CONTEXT_STEP, ModelRunner
+from modelwright.infer.prefix_cache import PrefixCache
 from modelwright.infer.sampler import SampledToken, SampleRequest, sample
 from modelwright.infer.scheduler import Scheduler
 from modelwright.infer.sequence import SamplingParams, ScoredToken, Sequence, TokenConstraint
@@ -37,6 +38,9 @@ class EngineConfig:
     """Prompts are computed in chunks of this many tokens."""
     max_num_batched_tokens: int = 512
     """About how many prompt tokens join one step, so that long prompts do not hold up running answers."""
+    enable_prefix_caching: bool = True
+    """Keep the keys and values of prompts for later ones that begin with the same chunks of `prefill_chunk_size`
+    tokens. It changes no answer."""
     batch_invariant: bool = True
     """Pad products so that load cannot change a request's bits; off, a lone stream decodes somewhat faster."""
 
@@ -56,7 +60,8 @@ class StepOutput:
     "error" (the model's output was not finite; `token_id` is meaningless then), or "constraint" (its constraint can go
     no further; likewise). `logprob` is under the model's own distribution, before temperature; `alternatives` are
     (token, log-probability), likeliest first. `prompt_scores`: with the first token, if they were asked for.
-    `embedding`: the answer to `Engine.embed`, unit length, else empty.
+    `embedding`: the answer to `Engine.embed`, unit length, else empty. `num_cached_tokens`: tokens of the prompt that
+    did not have to be computed.
     """
 
     request_id: str
@@ -66,6 +71,7 @@ class StepOutput:
     finish_reason: str
     prompt_scores: tuple[ScoredToken, ...] = ()
     embedding: tuple[float, ...] = ()
+    num_cached_tokens: int = 0
 
     @property
     def finished(self) -> bool:
@@ -74,13 +80,17 @@ class StepOutput:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Load of the engine."""
+    """Load of the engine. Prefix queries and hits are prompt tokens that were looked up and found in the cache since
+    the start.
+    """
 
     num_running: int
     num_waiting: int
     num_blocks: int
     num_free_blocks: int
     num_preemptions: int
+    num_prefix_queries: int
+    num_prefix_hits: int
 
 
 class Engine:
@@ -118,9 +128,12 @@ class Engine:
         head = head or fastest_head(model)
         multiple = stable_row_multiple(model, head) if config.batch_invariant else 1
         self.is_batch_invariant = config.batch_invariant and multiple > 0
-        self._runner = ModelRunner(model, head, cache, self.adapters, row_multiple=multiple or MULTIPLES[-1])
+        self.row_multiple = multiple or MULTIPLES[-1]
+        self._runner = ModelRunner(model, head, cache, self.adapters, row_multiple=self.row_multiple)
+        blocks = BlockManager(num_blocks, config.block_size)
         self._scheduler = Scheduler(
-            BlockManager(num_blocks, config.block_size),
+            blocks,
+            PrefixCache(blocks, rope, prefill_chunk=config.prefill_chunk_size, enabled=config.enable_prefix_caching),
             max_running=config.max_num_seqs,
             prefill_chunk=config.prefill_chunk_size,
             prefill_budget=config.max_num_batched_tokens,
@@ -139,6 +152,8 @@ class Engine:
             num_blocks=scheduler.blocks.num_blocks,
             num_free_blocks=scheduler.blocks.num_free,
             num_preemptions=scheduler.num_preemptions,
+            num_prefix_queries=scheduler.prefixes.num_queries,
+            num_prefix_hits=scheduler.prefixes.num_hits,
         )
 
     def add(
@@ -148,10 +163,11 @@ class Engine:
         params: SamplingParams,
         constraint: TokenConstraint | None = None,
         *,
+        cache_salt: str = "",
         adapter: str = BASE,
     ) -> None:
-        """Queue a request. `max_tokens` is capped by the context. constraint: of this request alone; adapter: name of
-        the one that it is computed with.
+        """Queue a request. `max_tokens` is capped by the context. constraint: of this request alone; cache_salt: only
+        requests with the same one share cached prompts; adapter: name of the one that it is computed with.
 
         Raises `ConfigError` when the id is in use, the adapter is unknown, or the prompt is empty, holds unknown tokens
         or leaves no room.
@@ -166,14 +182,25 @@ class Engine:
             )
         room = self.max_seq_len - len(prompt)
         params = replace(params, max_tokens=min(params.max_tokens, room), min_tokens=min(params.min_tokens, room))
-        self._queue(Sequence(request_id, prompt, len(prompt), params, constraint=constraint, adapter=adapter))
+        self._queue(
+            Sequence(
+                request_id,
+                prompt,
+                len(prompt),
+                params,
+                constraint=constraint,
+                cache_salt=cache_salt,
+                adapter=adapter,
+            )
+        )
 
-    def embed(self, request_id: str, prompt_ids: Ids[int]) -> None:
+    def embed(self, request_id: str, prompt_ids: Ids[int], *, cache_salt: str = "") -> None:
         """Queue a request for the hidden state of the last token after the final norm, scaled to unit length, which is
         how a model without a pooling layer embeds a text. Raises like `add`.
         """
         prompt = self._checked(request_id, prompt_ids)
-        self._queue(Sequence(request_id, prompt, len(prompt), SamplingParams(max_tokens=1), embeds=True))
+        params = SamplingParams(max_tokens=1)
+        self._queue(Sequence(request_id, prompt, len(prompt), params, embeds=True, cache_salt=cache_salt))
 
     def _checked(self, request_id: str, prompt_ids: Ids[int]) -> list[int]:
         if request_id in self._sequences:
@@ -204,7 +231,9 @@ class Engine:
         """Compute one step: at most one new token per running request. Without work there are no outputs."""
         if not self._sequences:
             return []
-        sequences, hidden_BD, logits_BV = self._runner.run(self._scheduler.plan())
+        plan = self._scheduler.plan()
+        sequences, hidden_BD, logits_BV = self._runner.run(plan)
+        self._scheduler.complete(plan)
         outputs: list[StepOutput] = []
         rows: list[int] = []
         requests: list[SampleRequest] = []
@@ -227,13 +256,22 @@ class Engine:
     def _advanced(self, sequence: Sequence, draw: SampledToken) -> StepOutput:
         """Append a token to a sequence, and end or restart the sequence if need be."""
         scores = tuple(sequence.prompt_scores) if sequence.wants_prompt_scores else ()
+        num_cached = 0 if sequence.num_new else sequence.num_hit_tokens
         reason = sequence.append(draw.token_id) if math.isfinite(draw.logprob) else "error"
         if reason:
             self.abort(sequence.request_id)
         elif len(sequence.token_ids) == self._switch_len:
             # LongRoPE has other frequencies from here on, so that the keys in the cache are no longer valid
             self._scheduler.restart(sequence)
-        return StepOutput(sequence.request_id, draw.token_id, draw.logprob, draw.alternatives, reason, scores)
+        return StepOutput(
+            sequence.request_id,
+            draw.token_id,
+            draw.logprob,
+            draw.alternatives,
+            reason,
+            scores,
+            num_cached_tokens=num_cached,
+        )
 
     def _embedded(self, sequence: Sequence, hidden_D: Tensor) -> StepOutput:
         self.abort(sequence.request_id)

@@ -39,7 +39,8 @@ def generate(
     if len(model.blocks) < model.config.num_layers or any(isinstance(p, DTensor) for p in model.parameters()):
         raise ConfigError(
             "parallel: generation needs a whole model on every rank, and this layout divides the model; train with "
-            "data parallelism alone (an objective says so in advance with needs = {WHOLE_MODEL})"
+            "data parallelism alone (an objective says so in advance with needs = {WHOLE_MODEL}), or generate with "
+            "ModelLayout.whole_model, which gathers it"
         )
     was_training = model.training
     try:

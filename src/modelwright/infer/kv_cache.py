@@ -5,6 +5,8 @@ Block 0 is never handed out: padded entries of block tables point at it, and the
 Legend: L blocks, S tokens per block, B sequences, N tokens, K key/value heads, d head width.
 """
 
+from collections import OrderedDict
+
 import torch
 from torch import Tensor
 
@@ -13,16 +15,26 @@ from modelwright.model.config import ModelConfig
 
 
 class BlockManager:
-    """Counts and allocates blocks."""
+    """Counts, allocates and shares blocks.
+
+    A block belongs to as many sequences as refer to it. One that holds a known beginning of a prompt (`store`) can be
+    found again (`find`), also when it is free; of those, the least recently used one is overwritten when no other block
+    is free.
+    """
 
     def __init__(self, num_blocks: int, block_len: int) -> None:
         self.num_blocks = num_blocks
         self.block_len = block_len
         self._free = list(range(num_blocks, 0, -1))
+        self._num_users = [0] * (num_blocks + 1)
+        self._hash_of: dict[int, bytes] = {}
+        self._block_of: dict[bytes, int] = {}
+        self._reusable: OrderedDict[int, None] = OrderedDict()
+        """Free blocks that can still be found, the least recently used one first."""
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return len(self._free) + len(self._reusable)
 
     def num_needed(self, sequence: Sequence, num_tokens: int) -> int:
         """How many more blocks `sequence` needs before it can hold `num_tokens` tokens."""
@@ -30,17 +42,48 @@ class BlockManager:
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Allocate room for `num_tokens` tokens of `sequence`; false, with nothing changed, if blocks are short."""
-        needed = self.num_needed(sequence, num_tokens)
-        if needed > len(self._free):
+        return self.share(sequence, [], num_tokens)
+
+    def share(self, sequence: Sequence, blocks: list[int], num_tokens: int) -> bool:
+        """Give `sequence` the `blocks`, which others may have, too, and new ones, up to room for `num_tokens` tokens;
+        false, with nothing changed, if blocks are short.
+        """
+        num_new = self.num_needed(sequence, num_tokens) - len(blocks)
+        if num_new > self.num_free - sum(block in self._reusable for block in blocks):
             return False
-        sequence.block_table.extend(self._free.pop() for _ in range(needed))
+        for block in blocks:
+            self._reusable.pop(block, None)
+            self._num_users[block] += 1
+        sequence.block_table.extend(blocks)
+        sequence.block_table.extend(self._take() for _ in range(num_new))
         return True
 
     def release(self, sequence: Sequence) -> None:
-        """Free all blocks of `sequence`; its cache is gone."""
-        self._free.extend(reversed(sequence.block_table))
+        """Give back all blocks of `sequence`. What can be found again is overwritten from its end on."""
+        for block in reversed(sequence.block_table):
+            self._num_users[block] -= 1
+            if self._num_users[block] == 0 and block in self._hash_of:
+                self._reusable[block] = None
+            elif self._num_users[block] == 0:
+                self._free.append(block)
         sequence.block_table.clear()
         sequence.num_cached = 0
+
+    def find(self, block_hash: bytes) -> int | None:
+        """The block that was stored under a hash."""
+        return self._block_of.get(block_hash)
+
+    def store(self, block: int, block_hash: bytes) -> None:
+        """Let a block be found by the hash of its contents and of all before it, unless one is known already."""
+        if block_hash not in self._block_of:
+            self._hash_of[block], self._block_of[block_hash] = block_hash, block
+
+    def _take(self) -> int:
+        block = self._free.pop() if self._free else self._reusable.popitem(last=False)[0]
+        if block in self._hash_of:
+            del self._block_of[self._hash_of.pop(block)]
+        self._num_users[block] = 1
+        return block
 
 
 class PagedCache:
@@ -64,6 +107,11 @@ class PagedCache:
         """
         self._keys[layer].flatten(0, 1).index_copy_(0, slots_N, k_NKd.to(self._keys.dtype))
         self._values[layer].flatten(0, 1).index_copy_(0, slots_N, v_NKd.to(self._values.dtype))
+
+    def copy(self, sources: list[int], targets: list[int]) -> None:
+        """Copy whole blocks."""
+        self._keys[:, targets] = self._keys[:, sources]
+        self._values[:, targets] = self._values[:, sources]
 
     def read(self, layer: int, table: Tensor, num_sequences: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Keys and values [B, tokens, K, d] of sequences whose block tables, equally long, are concatenated, in the

@@ -6,6 +6,7 @@ it once. The faster one is found by measuring; an INT8 head brings its own produ
 
 import statistics
 from collections.abc import Callable
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -16,23 +17,45 @@ from modelwright.ops.microbenchmark import repeated, seconds_of
 Product = Callable[[Tensor], Tensor]
 """Hidden states [rows, D] to logits [rows, V]."""
 
+HeadKind = Literal["plain", "packed"]
+"""`plain` is PyTorch's product, or that of an INT8 head; `packed` packs the weight once, for oneDNN."""
+
+HEAD_KINDS: tuple[HeadKind, ...] = get_args(HeadKind)
+
 _ROWS = (4, 32)
 
 
 @torch.inference_mode()
 def fastest_head(model: Decoder) -> Product:
     """The fastest way to multiply by the head on this machine; all ways agree up to rounding."""
-    if model.head is not None and not isinstance(model.head, torch.nn.Linear):
+    return head_of(model, fastest_head_kind(model))
+
+
+@torch.inference_mode()
+def fastest_head_kind(model: Decoder) -> HeadKind:
+    """What `fastest_head` takes, by measuring: engines that are to agree bit for bit need the same."""
+    if not _is_plain(model) or not _can_pack(model.head_weight):
+        return "plain"
+    width = model.head_weight.shape[1]
+    return min(HEAD_KINDS, key=lambda kind: _seconds(head_of(model, kind), width))
+
+
+@torch.inference_mode()
+def head_of(model: Decoder, kind: HeadKind) -> Product:
+    """One way to multiply by the head."""
+    if kind == "plain":
         return model.logits
-    weight_VD = model.head_weight
-    if not _can_pack(weight_VD):
-        return model.logits
-    products = _packed(weight_VD)
+    products = _packed(model.head_weight)
 
     def packed(hidden_BD: Tensor) -> Tensor:
         return model.cap(products(hidden_BD))
 
-    return min((model.logits, packed), key=lambda product: _seconds(product, weight_VD.shape[1]))
+    return packed
+
+
+def _is_plain(model: Decoder) -> bool:
+    """Whether the head is not quantized, which brings a product of its own."""
+    return model.head is None or isinstance(model.head, torch.nn.Linear)
 
 
 def _can_pack(weight_VD: Tensor) -> bool:

@@ -114,9 +114,19 @@ class ModelRunner:
             sequence.num_cached += 1
         for chunk in plan.chunks:
             chunk.sequence.num_cached = chunk.end
+            self._fork(chunk)
         rows_BD = hidden_1ND[0].index_select(0, step.logit_rows)
         logits_BV = self._head(rows_BD) if step.sampled else rows_BD
         return step.sampled, rows_BD[: len(step.sampled)], logits_BV[: len(step.sampled)]
+
+    def _fork(self, chunk: Chunk) -> None:
+        """Complete the caches of the sequences that follow a prompt: they share its full blocks already."""
+        index, num_in_last = divmod(chunk.end, self._cache.block_len)
+        if chunk.followers and num_in_last:
+            targets = [follower.block_table[index] for follower in chunk.followers]
+            self._cache.copy([chunk.sequence.block_table[index]] * len(targets), targets)
+        for follower in chunk.followers:
+            follower.num_cached = chunk.end
 
     def _score_prompt(self, chunk: Chunk, hidden_CD: Tensor) -> None:
         """Score the tokens after those of a chunk. The head gets the chunk alone, so that a prompt's scores do not
@@ -142,9 +152,10 @@ class ModelRunner:
         owners = ordered + [chunk.sequence for chunk in plan.chunks for _ in range(chunk.start, chunk.end)]
         sampled = [(row, s) for row, s in enumerate(ordered) if not s.is_replaying]
         sampled += [
-            (piece.end - 1, chunk.sequence)
+            (piece.end - 1, sequence)
             for piece, chunk in zip(pieces, plan.chunks, strict=True)
-            if chunk.end == len(chunk.sequence.token_ids)
+            for sequence in (chunk.sequence, *chunk.followers)
+            if chunk.end == len(sequence.token_ids)
         ]
         padding = [0] * (-len(tokens) % self._row_multiple)
         logit_rows = [row for row, _ in sampled]

@@ -5,22 +5,28 @@ First come, first served. Every step carries one token of each running sequence 
 split at multiples of `prefill_chunk_size` of the prompt itself, never to fit a step, so that a prompt is computed in
 the same chunks whatever else is running. When blocks run out, the newest running sequence is preempted and requeued;
 later its prompt is computed again in the same chunks and its tokens are replayed one by one, bit for bit.
+
+Neighbors in the queue with the same prompt (`n` answers, a group of rollouts) are started together: the first one
+computes the prompt, the others follow it. They share its full blocks from the start, and fork when it is done: each
+gets a copy of the last block, which is not full, and a row of logits of its own.
 """
 
 from collections import deque
 from dataclasses import dataclass, field
 
 from modelwright.infer.kv_cache import BlockManager
+from modelwright.infer.prefix_cache import PrefixCache
 from modelwright.infer.sequence import Sequence
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens `start` to `end` of a prompt."""
+    """Tokens `start` to `end` of a prompt. followers: sequences with the same prompt that fork when it is computed."""
 
     sequence: Sequence
     start: int
     end: int
+    followers: tuple[Sequence, ...] = ()
 
 
 @dataclass
@@ -34,8 +40,17 @@ class SchedulerOutput:
 class Scheduler:
     """Holds waiting and running sequences."""
 
-    def __init__(self, blocks: BlockManager, *, max_running: int, prefill_chunk: int, prefill_budget: int) -> None:
+    def __init__(
+        self,
+        blocks: BlockManager,
+        prefixes: PrefixCache,
+        *,
+        max_running: int,
+        prefill_chunk: int,
+        prefill_budget: int,
+    ) -> None:
         self.blocks = blocks
+        self.prefixes = prefixes
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
@@ -49,6 +64,8 @@ class Scheduler:
     def remove(self, sequence: Sequence) -> None:
         """Remove a finished or aborted sequence and free its blocks."""
         if sequence in self.running:
+            for follower in reversed(self._followers(sequence)):
+                self._requeue(follower)
             self.running.remove(sequence)
         else:
             self.waiting.remove(sequence)
@@ -63,18 +80,28 @@ class Scheduler:
         """Choose the next step. An empty plan means that there is no work."""
         plan = SchedulerOutput(decodes=self._reserve_decodes())
         budget = self._prefill_budget
-        for sequence in [sequence for sequence in self.running if sequence.in_prefill]:
+        for sequence in [one for one in self.running if one.in_prefill and one.leader is None]:
             budget = self._take_chunk(sequence, plan, budget)
         while budget > 0 and self._admit_next():
-            budget = self._take_chunk(self.running[-1], plan, budget)
+            leader = self.running[-1]
+            while self._admit_follower(leader):
+                pass
+            budget = self._take_chunk(leader, plan, budget)
         return plan
+
+    def complete(self, plan: SchedulerOutput) -> None:
+        """Take note that a plan is computed: later prompts can find its chunks, and followers are on their own."""
+        for chunk in plan.chunks:
+            self.prefixes.store(chunk.sequence, chunk.start)
+            for follower in chunk.followers:
+                follower.leader = None
 
     def _reserve_decodes(self) -> list[Sequence]:
         """Allocate room for one more token of every decoding sequence, oldest first; the newest are preempted."""
         ready: list[Sequence] = []
         for sequence in list(self.running):
             if sequence.in_prefill or sequence not in self.running:
-                continue
+                continue  # a follower counts as in prefill until it forks
             while not self.blocks.grow(sequence, sequence.num_cached + 1):
                 newest = self.running[-1]
                 self._preempt(newest)
@@ -91,6 +118,7 @@ class Scheduler:
     def _requeue(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self.blocks.release(sequence)
+        sequence.leader = None
         self.waiting.appendleft(sequence)
 
     def _admit_next(self) -> bool:
@@ -98,10 +126,33 @@ class Scheduler:
         if not self.waiting or len(self.running) >= self._max_running:
             return False
         sequence = self.waiting[0]
-        if not self.blocks.grow(sequence, len(sequence.token_ids) + 1):
+        found = self.prefixes.find(sequence)
+        if not self.blocks.share(sequence, found, len(sequence.token_ids) + 1):
             return False
+        self.prefixes.count(sequence, len(found))
+        sequence.num_cached = len(found) * self.blocks.block_len
+        if not sequence.was_started:
+            sequence.was_started, sequence.num_hit_tokens = True, sequence.num_cached
         self.running.append(self.waiting.popleft())
         return True
+
+    def _admit_follower(self, leader: Sequence) -> bool:
+        """Start the first waiting sequence if it has the prompt of `leader`, which is not computed yet, and there is a
+        slot and room for it.
+        """
+        sequence = self.waiting[0] if self.waiting else leader
+        has_slot = len(self.running) < self._max_running
+        if sequence is leader or not has_slot or sequence.wants_prompt_scores or not sequence.has_same_prompt(leader):
+            return False
+        full = leader.block_table[: leader.num_prefill // self.blocks.block_len]
+        if not self.blocks.share(sequence, full, len(sequence.token_ids) + 1):
+            return False
+        sequence.leader, sequence.was_started = leader, True
+        self.running.append(self.waiting.popleft())
+        return True
+
+    def _followers(self, leader: Sequence) -> list[Sequence]:
+        return [sequence for sequence in self.running if sequence.leader is leader]
 
     def _take_chunk(self, sequence: Sequence, plan: SchedulerOutput, budget: int) -> int:
         """Plan the next chunk of a prompt if any budget is left; one per step, because a chunk needs its
@@ -111,5 +162,6 @@ class Scheduler:
             return budget
         start = sequence.num_cached
         end = min(sequence.num_prefill, start + self._prefill_chunk)
-        plan.chunks.append(Chunk(sequence, start, end))
+        followers = self._followers(sequence) if end == sequence.num_prefill else []
+        plan.chunks.append(Chunk(sequence, start, end, tuple(followers)))
         return budget - (end - start)

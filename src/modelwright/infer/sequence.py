@@ -99,8 +99,9 @@ class TokenConstraint(Protocol):
 class Sequence:
     """A request in progress: all its tokens, and how many of them the cache holds. num_prefill: how many of the first
     ones are computed in chunks, knowing of each other: the prompt, and more once the sequence was restarted.
-    constraint: None lets every token follow; embeds: the answer is the last hidden state instead of tokens; adapter:
-    name of the one that it is computed with, "" for the model itself.
+    constraint: None lets every token follow; embeds: the answer is the last hidden state instead of tokens; cache_salt:
+    only sequences with the same one share cached prompts; adapter: name of the one that it is computed with, "" for the
+    model itself.
     """
 
     request_id: str
@@ -113,6 +114,15 @@ class Sequence:
     num_prefill: int = 0
     constraint: TokenConstraint | None = None
     embeds: bool = False
+    cache_salt: str = ""
+    num_hit_tokens: int = 0
+    """Tokens of the prompt that were in the cache when the sequence was first started."""
+    was_started: bool = False
+    leader: "Sequence | None" = None
+    """The running sequence that computes the same prompt for this one, too; None when it computes its own."""
+    block_hashes: list[bytes] = field(default_factory=list)
+    hashed_len: int = 0
+    """The `num_prefill` for which `block_hashes` were computed."""
     adapter: str = ""
     prompt_scores: list[ScoredToken] = field(default_factory=list)
     """The scores of all tokens of the prompt but the first, as far as they are computed, if they were asked for."""
@@ -128,6 +138,15 @@ class Sequence:
     def wants_prompt_scores(self) -> bool:
         """Whether log-probabilities of the prompt are still to be computed."""
         return self.params.num_prompt_logprobs is not None and self.num_new == 0
+
+    def has_same_prompt(self, other: "Sequence") -> bool:
+        """Whether the same tokens are computed in chunks for both, so that one computation serves both."""
+        same = self.cache_salt == other.cache_salt and self.adapter == other.adapter
+        return (
+            same
+            and self.num_prefill == other.num_prefill
+            and self.token_ids[: self.num_prefill] == other.token_ids[: other.num_prefill]
+        )
 
     @property
     def in_prefill(self) -> bool:

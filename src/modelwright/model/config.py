@@ -11,6 +11,9 @@ from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
 from modelwright.ops.rope_scaling import RopeScaling
 
+AttentionGate = Literal["none", "head", "element"]
+"""What attention's output is multiplied by (Qiu et al. 2025, arXiv 2505.06708): nothing, or sigmoids of a projection of
+the layer's input, one for each head or for each element."""
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 """What the gate of a feed-forward layer goes through; `gelu_tanh` is the approximation by a tanh."""
 
@@ -89,6 +92,9 @@ class ModelConfig:
     """Epsilon of RMSNorm."""
     qk_norm: bool = True
     """RMSNorm on queries and keys."""
+    attention_gate: AttentionGate = "none"
+    """Sigmoid gate on the output of attention, from the layer's input: one factor for each `head` or each `element`
+    (Qiu et al. 2025). `transformers` has no model type for it."""
     tie_embeddings: bool = True
     """Share the embedding matrix with the output head."""
     init_std: float = 0.02
@@ -138,6 +144,11 @@ class ModelConfig:
         return self.rotary_dim or self.head_dim
 
     @property
+    def gate_dim(self) -> int:
+        """Outputs of the projection that gates attention's output; 0 without a gate."""
+        return {"none": 0, "head": self.num_heads, "element": self.num_heads * self.head_dim}[self.attention_gate]
+
+    @property
     def windows(self) -> tuple[int, ...]:
         """The distinct attention spans of the layers, as `window_of` gives them."""
         return tuple(sorted({self.window_of(layer) for layer in range(self.num_layers)}))
@@ -154,9 +165,9 @@ class ModelConfig:
 
     @property
     def block_parameters(self) -> int:
-        """Parameters of one block: four attention projections, three FFN projections, their biases, norms."""
+        """Parameters of one block: four attention projections, a gate, three FFN projections, biases, norms."""
         heads, pairs = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        matrices = self.model_dim * 2 * (heads + pairs) + 3 * self.model_dim * self.ffn_dim
+        matrices = self.model_dim * (2 * (heads + pairs) + self.gate_dim) + 3 * self.model_dim * self.ffn_dim
         biases = (heads + 2 * pairs) * self.attention.qkv_bias + 2 * self.ffn_dim * self.feed_forward.bias
         return matrices + biases + self.replicated_block_parameters
 
@@ -176,7 +187,7 @@ class ModelConfig:
         packed row. A layer with a window attends to at most the window. A training step costs three times as much
         (PaLM, appendix B).
         """
-        projections = self.model_dim * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+        projections = self.model_dim * (self.head_dim * 2 * (self.num_heads + self.num_kv_heads) + self.gate_dim)
         products = self.num_layers * (projections + 3 * self.model_dim * self.ffn_dim)
         contexts = sum(_within(mean_context, self.window_of(layer)) for layer in range(self.num_layers))
         attention = 2 * self.num_heads * self.head_dim * contexts

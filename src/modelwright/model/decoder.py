@@ -28,6 +28,7 @@ from modelwright.ops.cross_entropy import (
     soft_capped,
     softmax_loss,
 )
+from modelwright.ops.distillation_loss import Teacher, distillation_loss
 from modelwright.ops.norm import rms_norm
 from modelwright.ops.rope import apply_rope, document_lengths, rope_tables, scaled_rope_tables
 from modelwright.ops.swiglu import gated_gelu, swiglu
@@ -65,6 +66,10 @@ Attend = Callable[[AttentionSpec, Tensor, Tensor, Tensor], Tensor]
 the head width."""
 Product = Callable[[Tensor, Tensor], Tensor]
 """`(x [..., I], weight [O, I]) -> [..., O]`."""
+EmbeddingHook = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""`(residual stream before all blocks, tokens, positions) -> residual stream`; the last two are whole rows [B, T], the
+first [B, T, D] or, with sequence parallelism, this rank's tokens of it.
+"""
 
 
 class Adapter(Protocol):
@@ -77,7 +82,14 @@ class Adapter(Protocol):
         ...
 
 
-HEAD_METHODS = ("cross_entropy", "logits", "token_log_probs", "token_log_probs_and_entropies", "head_output")
+HEAD_METHODS = (
+    "cross_entropy",
+    "logits",
+    "token_log_probs",
+    "token_log_probs_and_entropies",
+    "distillation_loss",
+    "head_output",
+)
 """Methods of `Decoder` that read parameters at the end of the model outside `forward`."""
 
 
@@ -158,6 +170,7 @@ class Attention(nn.Module):
         self.k_proj = Linear(config.model_dim, kv_dim, bias=attention.qkv_bias)
         self.v_proj = Linear(config.model_dim, kv_dim, bias=attention.qkv_bias)
         self.o_proj = Linear(query_dim, config.model_dim, bias=attention.output_bias)
+        self.output_gate = Linear(config.model_dim, config.gate_dim) if config.gate_dim else None
         self.q_norm = RMSNorm(config.head_dim, config) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(config.head_dim, config) if config.qk_norm else nn.Identity()
 
@@ -165,7 +178,14 @@ class Attention(nn.Module):
         q_BTHd, k_BTKd = self.queries_and_keys(x_BTD, cos, sin)
         v_BTKd = self.v_proj(x_BTD).unflatten(-1, (-1, self.head_dim))
         out_BTHd = attend(self.spec, q_BTHd, k_BTKd, v_BTKd)
-        return self.o_proj(out_BTHd.flatten(-2))
+        return self.o_proj(self.gated(out_BTHd, x_BTD).flatten(-2))
+
+    def gated(self, out_BTHd: Tensor, x_BTD: Tensor) -> Tensor:
+        """Attention's output times sigmoids of a projection of the input (arXiv 2505.06708, position G1)."""
+        if self.output_gate is None:
+            return out_BTHd
+        gates_BTHg = self.output_gate(x_BTD).unflatten(-1, (out_BTHd.shape[-2], -1))
+        return out_BTHd * gates_BTHg.sigmoid().to(out_BTHd.dtype)
 
     def queries_and_keys(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """[B, T, H, d] and [B, T, K, d], with their positions."""
@@ -254,6 +274,8 @@ class Decoder(nn.Module):
         self.config = config
         self.ends = EndFormats()
         self.stored: StoredParameters | None = None
+        self.embedding_hooks: list[EmbeddingHook] = []
+        """What training does to embeddings, where gradients are recorded; shared by pipeline stages."""
         self.adapters = AdapterConfig()
         self.base_fingerprint = ""
         self.embedding = nn.Embedding(config.vocab_size, config.model_dim)
@@ -276,13 +298,15 @@ class Decoder(nn.Module):
         tokens_BT, positions_BT: int64 [B, T]; positions restart at 0 in each packed document. lengths_BT: see
         `rotary_tables`.
         """
-        return self.norm(self.run_blocks(self.embed(tokens_BT), positions_BT, attend, lengths_BT))
+        return self.norm(self.run_blocks(self.embed(tokens_BT, positions_BT), positions_BT, attend, lengths_BT))
 
-    def embed(self, tokens_BT: Tensor) -> Tensor:
+    def embed(self, tokens_BT: Tensor, positions_BT: Tensor) -> Tensor:
         """The residual stream [B, T, D] before all blocks."""
         hidden_BTD = self.embedding(tokens_BT)
         if self.config.embedding_scale != 1.0:
             hidden_BTD = hidden_BTD * self.config.embedding_scale
+        for hook in self.embedding_hooks if torch.is_grad_enabled() else ():
+            hidden_BTD = hook(hidden_BTD, tokens_BT, positions_BT)
         return hidden_BTD.to(self.ends.stream_dtype) if self.ends.stream_dtype else hidden_BTD
 
     def run_blocks(
@@ -344,6 +368,30 @@ class Decoder(nn.Module):
             hidden_ND, self.linear_head(), labels_N, chunk_tokens=chunk_tokens
         )
         return log_probs_N.view_as(labels_BT).clone(), entropies_N.view_as(labels_BT).clone()
+
+    def distillation_loss(
+        self,
+        hidden_BTD: Tensor,
+        labels_BT: Tensor,
+        teacher: Teacher,
+        *,
+        temperature: float,
+        label_share: float,
+        chunk_tokens: int = CHUNK_TOKENS,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The loss of `ops/distillation_loss.py`, with gradients, and its two parts without: the divergence from the
+        teacher and the labels' negative log-likelihoods. Sums over the tokens whose label is not -100.
+        """
+        terms = distillation_loss(
+            hidden_BTD.flatten(0, 1),
+            self.linear_head(),
+            teacher,
+            labels_BT.flatten(),
+            temperature=temperature,
+            label_share=label_share,
+            chunk_tokens=chunk_tokens,
+        )
+        return terms.loss.clone(), terms.divergence, terms.label_loss
 
     def linear_head(self) -> LinearHead:
         """The output projection, for `ops/token_log_probs.py`; valid within the methods of `HEAD_METHODS`, for which

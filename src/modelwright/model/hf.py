@@ -8,7 +8,7 @@ A model folder holds `config.json` (of a type in `hf_types/`), `model.safetensor
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,11 @@ from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf_types import HF_TYPES
 from modelwright.model.hf_types.hf_type import HfSettings, HfType
+from modelwright.model.hf_types.own import OWN_TYPE
 from modelwright.model.stored_weights import WEIGHTS, StoredWeights, check_tensors, read_json
 
+CLASSIFIER, SCORE = "ForSequenceClassification", "score"
+"""How `transformers` names such models, and their output projection."""
 _TOP_NAMES = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 
 
@@ -63,11 +66,11 @@ def save_sequence_classifier(
     `StorageError` if writing fails.
     """
     weights = {name: tensor for name, tensor in hf_weights(model, types).items() if not name.startswith("lm_head.")}
-    weights["score.weight"] = model.heads[head].get_parameter("weight").detach().contiguous()
+    weights[f"{SCORE}.weight"] = model.heads[head].get_parameter("weight").detach().contiguous()
     plain = hf_config(model.config, types)
     config = {
         **plain,
-        "architectures": [name.replace("ForCausalLM", "ForSequenceClassification") for name in plain["architectures"]],
+        "architectures": [name.replace("ForCausalLM", CLASSIFIER) for name in plain["architectures"]],
         "id2label": {"0": label},
         "label2id": {label: 0},
         "eos_token_id": eos_id,
@@ -97,8 +100,34 @@ def load_model(folder: Path, *, dtype: torch.dtype = torch.float32, types: Seque
     """
     model, weights = open_model(folder, types=types)
     for name, parameter in list(model.named_parameters()):
-        whole = tuple(slice(0, length) for length in parameter.shape)
-        set_parameter(model, name, weights.read(name, whole).to(dtype))
+        set_parameter(model, name, weights.read(name, _whole(parameter)).to(dtype))
+    return model
+
+
+def load_sequence_classifier(
+    folder: Path, *, head: str, dtype: torch.dtype = torch.float32, types: Sequence[HfType] = HF_TYPES
+) -> Decoder:
+    """Read the folder of a sequence classification with one label, such as `save_sequence_classifier` and
+    `transformers` write, into a decoder with `score.weight` as the module `head` of its `heads`. It has no output
+    projection of its own, so its logits mean nothing.
+
+    Raises `ModelError` as `load_model` does, and for a folder of another kind.
+    """
+    settings = read_json(folder / "config.json")
+    architecture = str((settings.get("architectures") or [""])[0])
+    if not architecture.endswith(CLASSIFIER):
+        raise ModelError(
+            f"{folder}: holds a {architecture or 'model of unknown kind'}, not a sequence classification; give the "
+            "folder of a reward model"
+        )
+    config = replace(load_config(folder, types=types), tie_embeddings=True)
+    score = f"{SCORE}.weight"
+    model, weights = _open(config, folder, types, {score: torch.Size((1, config.model_dim))})
+    for name, parameter in list(model.named_parameters()):
+        set_parameter(model, name, weights.read(name, _whole(parameter)).to(dtype))
+    model.heads[head] = nn.Linear(config.model_dim, 1, bias=False)
+    one_row = slice(0, 1), slice(0, config.model_dim)
+    set_parameter(model, f"heads.{head}.weight", weights.stored.read(score, one_row).to(dtype))
     return model
 
 
@@ -140,14 +169,20 @@ class FolderWeights:
 
 def open_model(folder: Path, *, types: Sequence[HfType] = HF_TYPES) -> tuple[Decoder, FolderWeights]:
     """A decoder on the meta device, and its weights, none of which is read yet. Raises `ModelError` as `load_model`."""
-    config = load_config(folder, types=types)
+    return _open(load_config(folder, types=types), folder, types, {})
+
+
+def _open(
+    config: ModelConfig, folder: Path, types: Sequence[HfType], further: Mapping[str, torch.Size]
+) -> tuple[Decoder, FolderWeights]:
+    """further: tensors that the folder must have besides."""
     with torch.device("meta"):
         model = Decoder(config)
     stored = StoredWeights(folder)
     shapes = {name: tensor.shape for name, tensor in stored.tensors.items() if not name.endswith("rotary_emb.inv_freq")}
     if config.tie_embeddings:
         shapes.pop("lm_head.weight", None)
-    wanted: dict[str, torch.Size] = {}
+    wanted = dict(further)
     sources: dict[str, ParameterSource] = {}
     for tensor, names in hf_tensors(model, type_of(config, types)).items():
         parts = [model.get_parameter(name).shape for name in names]
@@ -156,6 +191,10 @@ def open_model(folder: Path, *, types: Sequence[HfType] = HF_TYPES) -> tuple[Dec
             sources[name] = ParameterSource(tensor, sum(shape[0] for shape in parts[:place]))
     check_tensors(folder, wanted=wanted, stored=shapes)
     return model, FolderWeights(stored, sources)
+
+
+def _whole(parameter: Tensor) -> tuple[slice, ...]:
+    return tuple(slice(0, length) for length in parameter.shape)
 
 
 def set_parameter(model: nn.Module, name: str, value: Tensor) -> None:
@@ -175,11 +214,18 @@ def load_config(folder: Path, *, types: Sequence[HfType] = HF_TYPES) -> ModelCon
 
 def type_of(config: ModelConfig, types: Sequence[HfType] = HF_TYPES) -> HfType:
     """The type that a model is written as. Raises `ConfigError` if it is not in the table."""
-    name = config.hf_type or ("qwen3" if config.qk_norm else "llama")
+    name = config.hf_type or _plain_type(config)
     found = next((one for one in types if one.name == name), None)
     if found is None:
         raise ConfigError(f"hf_type: {name!r} is unknown; choose from {', '.join(one.name for one in types)}")
     return found
+
+
+def _plain_type(config: ModelConfig) -> str:
+    """The type of a model that comes from no folder."""
+    if config.attention_gate != "none":
+        return OWN_TYPE
+    return "qwen3" if config.qk_norm else "llama"
 
 
 def hf_config(config: ModelConfig, types: Sequence[HfType] = HF_TYPES) -> dict[str, Any]:
@@ -213,8 +259,8 @@ def config_from_hf(
     )
     try:
         fields = chosen.read(settings)
-        fits = chosen.name == ("qwen3" if fields["qk_norm"] else "llama")
-        return ModelConfig(**fields, hf_type="" if fits else chosen.name)
+        config = ModelConfig(**fields)
+        return config if _plain_type(config) == chosen.name else replace(config, hf_type=chosen.name)
     except ModelError:
         raise
     except ConfigError as error:

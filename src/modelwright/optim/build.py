@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import AdamW, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 
 from modelwright.core.errors import ConfigError
 from modelwright.optim.lion import Lion
@@ -13,9 +13,10 @@ from modelwright.optim.multi_optimizer import MultiOptimizer
 from modelwright.optim.muon import Muon
 from modelwright.optim.offload import OffloadedAdamW
 
-OptimizerKind = Literal["adamw", "adamw_8bit", "adamw_bf16_states", "lion", "muon"]
+OptimizerKind = Literal["adamw", "adamw_8bit", "adamw_bf16_states", "lion", "muon", "sgd"]
 """AdamW (Loshchilov and Hutter 2019), fused, or with states in 8 bits or BF16; Lion; Muon (Jordan et al. 2024) for the
-matrices of the blocks, with AdamW's rate (the factor of Liu et al. 2025), and AdamW for all else.
+matrices of the blocks, with AdamW's rate (the factor of Liu et al. 2025), and AdamW for all else; plain SGD, without
+momentum, which federated averaging is defined with.
 
 What was published as DeepSeekAdam is `adamw` with `weight_decay_schedule.grad_norm_threshold` 5: FP32 weights and
 states, and updates that are skipped on overflow, every run has anyway."""
@@ -51,6 +52,8 @@ def build_optimizer(
             return LowBitAdamW(groups, **adam, names=names, states="bf16")
         case "lion":
             return Lion(groups, lr=learning_rate, betas=betas)
+        case "sgd":
+            return SGD(groups, lr=learning_rate)
         case "muon":
             matrices = [p for name, p in named if p.dim() == 2 and name.startswith("blocks.")]
             if any(isinstance(p, DTensor) for p in matrices):

@@ -5,11 +5,13 @@ from typing import Literal
 
 from modelwright.core.compatibility import (
     GRADIENT_SUMS,
+    LAYER_OUTPUTS,
     ONE_COPY,
     SEVERAL_REPLICAS,
     SEVERAL_STAGES,
     UNDIVIDED_GRADIENTS,
     WHOLE_GRADIENTS,
+    WHOLE_LAYERS,
     WHOLE_MATRICES,
     WHOLE_MODEL,
     WHOLE_ROWS,
@@ -122,13 +124,15 @@ class ParallelConfig:
         if not self.shared_memory:
             result.append(feature("shared_memory", "false", breaks=[ONE_COPY]))
         if self.pipeline > 1:
-            result.append(
-                feature("pipeline", self.pipeline, needs=[WHOLE_GRADIENTS], breaks=[WHOLE_MODEL, UNDIVIDED_GRADIENTS])
-            )
+            breaks = {WHOLE_MODEL, UNDIVIDED_GRADIENTS, LAYER_OUTPUTS, WHOLE_LAYERS}
+            result.append(feature("pipeline", self.pipeline, needs=[WHOLE_GRADIENTS], breaks=breaks))
         if self.context > 1:
             result.append(feature("context", self.context, breaks=[WHOLE_MODEL, WHOLE_ROWS]))
         if self.tensor > 1:
-            result.append(feature("tensor", self.tensor, breaks=[WHOLE_MODEL, WHOLE_MATRICES, UNDIVIDED_GRADIENTS]))
+            breaks = {WHOLE_MODEL, WHOLE_MATRICES, UNDIVIDED_GRADIENTS, WHOLE_LAYERS}
+            result.append(feature("tensor", self.tensor, breaks=breaks))
+            if self.sequence_parallel:
+                result.append(feature("sequence_parallel", "true", breaks=[LAYER_OUTPUTS]))
         if self.zero_stage != 0:
             axes = self.axes(num_processes)
             num_sharing = axes["shard"] * axes["context"]

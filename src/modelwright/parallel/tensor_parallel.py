@@ -147,6 +147,8 @@ def _share_attention(layers: _Layers, attention: Attention, config: ModelConfig)
         else:
             head = layers.axis.rank * config.num_kv_heads // layers.axis.size
             _share_one_head(layers, projection, head, config.head_dim)
+    if attention.output_gate is not None:
+        _share_columns(layers, attention.output_gate)
     _share_rows(layers, attention.o_proj)
     for norm in (attention.q_norm, attention.k_norm):
         if isinstance(norm, RMSNorm):

@@ -47,21 +47,21 @@ class ShardJob:
     settings: Mapping[str, Any]
 
 
-def make_methods(augment: AugmentConfig, settings: Mapping[str, Any]) -> list[Augmentation]:
+def make_methods(names: Sequence[str], settings: Mapping[str, Any]) -> list[Augmentation]:
     """The methods that are named. settings: by name, as plain data. Raises `ConfigError`."""
     configs = {
         method.name: parse(method.config, settings[method.name], method.name)
         for method in AUGMENTATIONS
         if method.name in settings
     }
-    return build_methods(augment.methods, configs, InfillModel)
+    return build_methods(names, configs, InfillModel)
 
 
 def preview(
     data: SourceConfig, augment: AugmentConfig, settings: Mapping[str, Any], num_pairs: int
 ) -> list[tuple[Document, Document]]:
     """The first documents that change, each with its changed copy."""
-    augmenter = Augmenter(make_methods(augment, settings), seed=augment.seed)
+    augmenter = Augmenter(make_methods(augment.methods, settings), seed=augment.seed)
     pairs: list[tuple[Document, Document]] = []
     documents = read_documents(data, report=SourceReport())
     for document in islice(documents, num_pairs * _PREVIEW_TRIES):
@@ -81,7 +81,7 @@ def augment_sources(
     settings: of the methods, by name, as plain data. Documents that `data` holds out get no copy. Raises `ConfigError`
     and `DataError`.
     """
-    make_methods(augment, settings)  # complains before anything is read
+    make_methods(augment.methods, settings)  # complains before anything is read
     work = out.with_name(f"{out.name}.work")
     with writing(work):
         work.mkdir(parents=True, exist_ok=True)
@@ -109,7 +109,7 @@ def augment_shard(job: ShardJob) -> int:
     """Make the copies of one shard, unless they are there; returns the number of its documents."""
     facts = job.shard.facts(_COPIES)
     if facts is None:
-        methods = make_methods(job.augment, job.settings)
+        methods = make_methods(job.augment.methods, job.settings)
         augmenter = Augmenter(methods, seed=job.augment.seed)
         documents = unpack_documents(job.shard.read(_ORIGINALS, "originals.zst"))
         lines = [copy.to_json() for copy in _copies(documents, augmenter, job.augment)]

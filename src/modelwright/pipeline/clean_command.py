@@ -18,7 +18,7 @@ from modelwright.data.clean_config import CleanConfig, build_steps
 from modelwright.data.clean_folder import DROPPED, KEPT, REPORT
 from modelwright.data.clean_report import CleanReport, describe_drops
 from modelwright.data.find_files import locate
-from modelwright.data.sources import BUILTIN, SourceConfig, SourceReport, read_documents
+from modelwright.data.sources import WORDS, SourceConfig, SourceReport, read_documents
 from modelwright.pipeline.cleaning import QUARANTINE, clean_into, engine_of, fingerprint, noise_warnings
 
 SETTINGS = "settings.json"
@@ -98,8 +98,8 @@ def _checked(out: str, sources: tuple[str, ...]) -> Path:
     folder = Path(out)
     check_folder(folder, "--out")
     place = folder.resolve()
-    inside = [source for source in sources if source != BUILTIN and "://" not in source and _covers(source, place)]
-    named = tuple(source for source in sources if source != BUILTIN)
+    inside = [source for source in sources if source not in WORDS and "://" not in source and _covers(source, place)]
+    named = tuple(source for source in sources if source not in WORDS)
     files = [file.name for file in locate(named, lambda reason, where: None) if place in Path(file.path).parents]
     if inside or files:
         text = f"--out: {out} lies in the source {inside[0]}" if inside else f"--out: {out} holds the source {files[0]}"

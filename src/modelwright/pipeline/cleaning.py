@@ -22,7 +22,7 @@ from modelwright.data.clean_report import CleanReport
 from modelwright.data.find_files import locate
 from modelwright.data.noise_cascade import low_recall
 from modelwright.data.ray_tasks import RayTasks
-from modelwright.data.sources import BUILTIN, SourceConfig, SourceReport, read_documents
+from modelwright.data.sources import BUILTIN, WORDS, SourceConfig, SourceReport, read_documents
 from modelwright.data.workers import LocalProcesses, ShardEngine
 from modelwright.pipeline.redact import redact_text
 
@@ -47,7 +47,7 @@ def fingerprint(data: SourceConfig, clean: CleanConfig) -> list[list[str | int |
         if path.is_file():
             facts = path.stat()
             result.append([str(path), facts.st_size, facts.st_mtime])
-    named = tuple(source for source in sources if source != BUILTIN)
+    named = tuple(source for source in sources if source not in WORDS)
     for file in locate(named, lambda reason, where: None):
         facts = file.filesystem.info(file.path)
         changed = facts.get("mtime") or facts.get("LastModified") or facts.get("ETag") or ""

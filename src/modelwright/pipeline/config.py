@@ -1,10 +1,11 @@
 """The configuration of a whole run: its stages, a section for each of them, and what they share.
 
 Each section is the config of the component that the stage drives, defined beside that component. A training stage
-inherits the sections `training` and `lora` and sets only what differs. `pipeline.run_config` reads such a
+inherits the sections `training`, `lora` and `energy` and sets only what differs. `pipeline.run_config` reads such a
 configuration; the value `auto` is resolved once, before the run's config.yaml is written (`pipeline.resolve`).
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
@@ -16,9 +17,11 @@ from modelwright.data.tokenizer import TokenizerConfig
 from modelwright.model.adapter_config import AdapterConfig
 from modelwright.model.config import ModelConfig
 from modelwright.parallel.config import ParallelConfig
+from modelwright.pipeline.augmentation_config import AugmentationConfig
 from modelwright.pipeline.stage import StageSpec
 from modelwright.serve.config import ServeConfig
 from modelwright.train.config import SharedTrainConfig, TrainConfig
+from modelwright.train.monitors.energy import EnergyConfig
 
 MAX_THREADS = 1024
 """OpenMP ends the process when it cannot start as many threads as it was asked for."""
@@ -38,6 +41,10 @@ class HardwareConfig:
             raise ConfigError(f"num_threads: must be from 0 (every core) to {MAX_THREADS}, got {self.num_threads}")
 
 
+INHERITED = ("lora", "energy")
+"""Sections, beside the settings of `training`, that every training stage inherits under the same name."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """A run from raw text to a served model."""
@@ -51,6 +58,10 @@ class RunConfig:
     init_from: str = ""
     """Hugging Face folder (Llama, Qwen2 or 3, Mistral, Gemma 2 or 3 text, Phi-3, SmolLM3) to start from; its tokenizer
     and shape replace the sections `tokenizer` and `model`. "" starts from random weights."""
+    minutes: float = 0.0
+    """Minutes that the whole run may take, all stages included; 0 trains for the configured lengths. Steps are timed
+    when the run is created, and what the other stages are expected to leave of the time decides the number of them,
+    which is written into the run's config.yaml."""
     validation_tokens: int = 65_536
     """Size of the fixed random sample of validation text that training is judged by while it runs; 0 takes all."""
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
@@ -61,6 +72,9 @@ class RunConfig:
     training: SharedTrainConfig = field(default_factory=SharedTrainConfig)
     lora: AdapterConfig = field(default_factory=AdapterConfig)
     """What training stages inherit as their own `lora`, like `training`."""
+    energy: EnergyConfig = field(default_factory=EnergyConfig)
+    """What training stages inherit as their own `energy`."""
+    augmentation: AugmentationConfig = field(default_factory=AugmentationConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
     sections: Mapping[str, Any]
     """The settings of each stage that has any, by the stage's name."""
@@ -71,6 +85,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         if not self.name or "/" in self.name or self.name.startswith(".") or not self.name.isprintable():
             raise ConfigError(f"name: {self.name!r} must be usable as a folder name, without slashes or a leading dot")
+        if not 0.0 <= self.minutes < math.inf:
+            raise ConfigError(f"minutes: must be above 0, or 0 for the configured lengths, got {self.minutes:g}")
         if self.validation_tokens < 0:
             raise ConfigError(f"validation_tokens: must be 0 (all) or more, got {self.validation_tokens}")
 
@@ -88,7 +104,7 @@ class RunConfig:
 
     def plain(self) -> dict[str, Any]:
         """The settings as YAML holds them: a section for each stage beside what all share, without what a training
-        stage inherits from `training` and `lora`.
+        stage inherits.
         """
         apart = ("sections", "further_sections")
         shared = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in apart}
@@ -97,7 +113,7 @@ class RunConfig:
         }
         sections = {name: dump(section) for name, section in self.sections.items()}
         for stage in self.trainings:
-            inherited = {**plain["training"], "lora": plain["lora"]}
+            inherited = {**plain["training"], **{name: plain[name] for name in INHERITED}}
             sections[stage.name] = _own_settings(sections[stage.name], inherited)
         return plain | sections | dict(self.further_sections)
 

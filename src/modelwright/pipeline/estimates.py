@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from modelwright.data.find_files import locate
-from modelwright.data.sources import BUILTIN, SourceConfig
+from modelwright.data.sources import BUILTIN, WORDS, SourceConfig
 from modelwright.evaluate.config import EvaluateConfig
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.stage import Rates
@@ -14,7 +14,7 @@ BYTES_PER_TOKEN = 3.7
 CHOICE_TOKENS = 80
 """Tokens of one candidate with its question."""
 SCORED_FRACTION = 0.05
-"""Share of the built-in text that is held out and scored where `evaluate.max_bytes_per_domain` sets no limit."""
+"""Share of the built-in text that is held out."""
 
 
 def text_bytes(data: SourceConfig, rows: RowSet) -> float:
@@ -37,8 +37,11 @@ def fixed_estimate(name: str, *, seconds: float, library_bytes: int = 0) -> Stag
 def scoring_estimate(
     name: str, config: RunConfig, evaluate: EvaluateConfig, rates: Rates, *, num_models: int, library_bytes: int
 ) -> StageEstimate:
-    """A stage that scores the held-out text and the questions with some models."""
-    num_bytes = evaluate.max_bytes_per_domain * len(evaluate.domains) or SCORED_FRACTION * TEXT_ROWS.stdlib_bytes
+    """A stage that scores the held-out text, answers and questions with some models."""
+    builtin = sum(_builtin_bytes(config.data, rows) for rows in (TEXT_ROWS, CHAT_ROWS))
+    heldout = SCORED_FRACTION * builtin + config.data.validation_fraction * _own_bytes(config.data)
+    most = evaluate.max_bytes_per_domain * (len(evaluate.domains) + 1)  # and the answers
+    num_bytes = min(most, heldout) if most else heldout
     num_tokens = num_bytes / BYTES_PER_TOKEN + 4 * CHOICE_TOKENS * evaluate.multiple_choice.num_questions
     estimate = scoring_stage(
         name,
@@ -56,5 +59,5 @@ def _builtin_bytes(data: SourceConfig, rows: RowSet) -> float:
 
 
 def _own_bytes(data: SourceConfig) -> float:
-    named = tuple(source for source in data.sources if source != BUILTIN)
+    named = tuple(source for source in data.sources if source not in WORDS)
     return sum(file.filesystem.info(file.path).get("size") or 0 for file in locate(named, lambda reason, where: None))

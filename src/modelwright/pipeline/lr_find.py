@@ -33,6 +33,7 @@ from modelwright.pipeline.run import execute, resolve_config
 from modelwright.pipeline.runner import survey
 from modelwright.pipeline.stage import StageInputs
 from modelwright.pipeline.stages.build import build_stages
+from modelwright.pipeline.stages.init import INIT
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.training import fresh_model
 from modelwright.train.build import train
@@ -125,11 +126,23 @@ def sweep(config: RunConfig, rows: Path, test: RangeConfig, progress: Progress) 
     assert stage.objective is not None
     training = range_settings(config.first_training, test)
     loader = PackedLoader(
-        packed, batch_rows=training.batch_rows(packed.seq_len), seed=derive_seed(config.seed, stage.name, "order")
+        packed,
+        batch_rows=training.batch_rows(packed.seq_len * stage.trained_rows),
+        seed=derive_seed(config.seed, stage.name, "order"),
     )
-    inputs = StageInputs(config=config, training=training, loader=loader, parents={})
+    world = single(config.hardware.device)
+    parents = {INIT.name: Path(config.init_from)} if config.init_from else {}
     follow, diverged = Follow(test.num_steps), False
     with tempfile.TemporaryDirectory(prefix="modelwright-lr-find-") as scratch:
+        inputs = StageInputs(
+            config=config,
+            training=training,
+            loader=loader,
+            parents=parents,
+            world=world,
+            folder=Path(scratch),
+            note=progress.note,
+        )
         try:
             train(
                 TrainJob(
@@ -143,7 +156,7 @@ def sweep(config: RunConfig, rows: Path, test: RangeConfig, progress: Progress) 
                     input_digest="lr-find",
                     techniques=[observer("lr_range", follow.observe)],
                 ),
-                single(config.hardware.device),
+                world,
                 progress,
             )
         except RanAwayError:

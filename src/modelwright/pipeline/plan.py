@@ -17,7 +17,7 @@ from modelwright.pipeline.run_identity import is_same_run
 from modelwright.pipeline.runner import survey
 from modelwright.pipeline.stage import Rates
 from modelwright.pipeline.stages.build import build_stages
-from modelwright.pipeline.time_budget import num_steps_within, with_lengths, with_lengths_of
+from modelwright.pipeline.time_budget import num_steps_within, training_seconds, with_lengths, with_lengths_of
 from modelwright.plan.catalog import ComputeRate
 from modelwright.plan.communication import Cluster
 from modelwright.plan.estimate import duration, plan_text, training_memory
@@ -50,20 +50,18 @@ def describe_plan(
     *,
     num_processes: int = 1,
     num_hosts: int = 1,
-    minutes: float = 0.0,
 ) -> str:
     """The plan as plain text. Measures the machine's rates (seconds); raises what the run itself would raise.
 
     num_processes: of all hosts, which are assumed to be like this one
-    minutes: the time budget of training, 0 for the configured lengths
     """
     previous, busy = previous_config(run), []
     config = resolve(config, previous, SilentProgress())
     torch.set_num_threads(config.hardware.num_threads)
     flops_per_s = measured_rates(config, config.first_training.precision, busy.append)
     rates = Rates(flops_per_s=flops_per_s, num_hosts=num_hosts)
-    if minutes:
-        config = _within(config, previous, run, rates, 60.0 * minutes)
+    if config.minutes:
+        config = _within(config, previous, run, rates)
     states = survey(run, build_stages(config, run, only)).states
     memories = _memories(config, num_processes)
     estimates = [stage.estimate(config, run, rates) for stage in config.stages]
@@ -81,13 +79,13 @@ def describe_plan(
     return "\n".join(lines + [f"Busy machine: {note}" for note in busy])
 
 
-def _within(config: RunConfig, previous: RunConfig | None, run: RunDir, rates: Rates, budget_s: float) -> RunConfig:
+def _within(config: RunConfig, previous: RunConfig | None, run: RunDir, rates: Rates) -> RunConfig:
     """The lengths of training that fit into the budget, by estimated times of steps; those of a run that has them."""
     if previous and is_same_run(config, previous):
         return with_lengths_of(config, previous)
     one_step = with_lengths(config, {stage.name: 1 for stage in config.trainings})
     seconds = {stage.name: stage.estimate(one_step, run, rates).seconds for stage in config.trainings}
-    return with_lengths(config, num_steps_within(config, budget_s, seconds))
+    return with_lengths(config, num_steps_within(config, training_seconds(config, run, rates), seconds))
 
 
 def _words(state: str, name: str, only: Sequence[str]) -> str:

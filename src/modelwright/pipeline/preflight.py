@@ -15,6 +15,7 @@ from modelwright.parallel.pipeline.stages import check_microbatches, check_ties,
 from modelwright.parallel.tensor_parallel import check_shape, stage_tokens
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.resolve import check_size, resolved_device
+from modelwright.pipeline.stage import StageSpec
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.stage_inputs import model_before
 from modelwright.train.config import TrainConfig, check_layout
@@ -33,16 +34,16 @@ def check_training(config: RunConfig, layout: ParallelConfig, *, num_processes: 
     """Check whether `num_processes` laid out as `layout` can do the trainings among `stages` (names).
     `config.model` is the model that is trained. Raises `ConfigError`.
     """
-    trainings = [stage.name for stage in config.trainings if stage.name in stages]
+    trainings = {stage.name: stage for stage in config.trainings if stage.name in stages}
     if not trainings:
         return
     check_size(config.model)
     with prefix_errors("parallel"):
         axes = layout.axes(num_processes)
     _check_model(config, layout)
-    for name in trainings:
+    for name, stage in trainings.items():
         with prefix_errors(name):
-            _check_stage(config.section(name), layout, config, axes)
+            _check_stage(stage, layout, config, axes)
             if not model_before(config, name) and config.section(name).batch_selection.max_initial_loss:
                 raise ConfigError(
                     "batch_selection.max_initial_loss: the initial weights of a run from scratch have the loss "
@@ -66,12 +67,14 @@ def _check_model(config: RunConfig, layout: ParallelConfig) -> None:
         stage_tokens(row_len // layout.context, layout.tensor, sequence_parallel=layout.sequence_parallel)
 
 
-def _check_stage(training: TrainConfig, layout: ParallelConfig, config: RunConfig, axes: Mapping[str, int]) -> None:
+def _check_stage(stage: StageSpec, layout: ParallelConfig, config: RunConfig, axes: Mapping[str, int]) -> None:
+    training: TrainConfig = config.section(stage)
     check_layout(training, layout, num_processes=math.prod(axes.values()))
     num_copies = training.num_copies(axes)
-    num_rows = training.batch_rows(config.section(PACK).seq_len, num_copies=num_copies) // num_copies
+    group_tokens = config.section(PACK).seq_len * stage.trained_rows
+    num_groups = training.batch_rows(group_tokens, num_copies=num_copies) // num_copies
     if training.batch_selection.signal != "none":
-        training.batch_selection.num_chosen(num_rows, training.gradient_accumulation_steps)
+        training.batch_selection.num_chosen(num_groups, training.gradient_accumulation_steps)
     check_microbatches(layout, training.gradient_accumulation_steps)
     kept, on_cpu = training.activation_checkpointing, resolved_device(config.hardware.device) == "cpu"
     if training.precision.fp32_matmul == "onednn" and not on_cpu:

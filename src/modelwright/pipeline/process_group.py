@@ -28,6 +28,7 @@ from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.plan_inputs import planned
 from modelwright.pipeline.preflight import prefix_errors
 from modelwright.pipeline.resolve import check_device, resolve_model, resolved_device
+from modelwright.pipeline.stage import StageSpec
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.plan.layout import expected_traffic
 from modelwright.train.config import TrainConfig
@@ -130,16 +131,16 @@ def _join_all(parallel: ParallelConfig, device: torch.device) -> Iterator[tuple[
 
 
 def shared_rows(config: RunConfig) -> int:
-    """The number that the replicas of the model must divide: rows of a microbatch over all replicas, in every training
-    of the run.
+    """The number that the replicas of the model must divide: rows, or groups of rows, of a microbatch over all
+    replicas, in every training of the run.
     """
-    trainings: list[TrainConfig] = [config.section(stage) for stage in config.trainings]
-    return (
-        math.gcd(
-            *(one.batch_rows(config.section(PACK).seq_len) // one.gradient_accumulation_steps for one in trainings)
-        )
-        or 1
-    )
+
+    def num_rows(stage: StageSpec) -> int:
+        training: TrainConfig = config.section(stage)
+        num_groups = training.batch_rows(config.section(PACK).seq_len * stage.trained_rows)
+        return num_groups // training.gradient_accumulation_steps
+
+    return math.gcd(*map(num_rows, config.trainings)) or 1
 
 
 def _own_device(device: str) -> torch.device:

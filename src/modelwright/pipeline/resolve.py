@@ -13,21 +13,22 @@ from typing import Any, Literal
 
 import torch
 
-from modelwright.compress.int8 import BACKENDS, Int8WeightsConfig, backend_seconds
+from modelwright.compress.int8 import BACKENDS, backend_seconds
 from modelwright.compress.int8_linear import Backend, quantize_rows
 from modelwright.core.busy import OtherProcesses
 from modelwright.core.config import dump
 from modelwright.core.errors import ConfigError
 from modelwright.core.progress import Progress
 from modelwright.core.resources import hardware, num_usable_cores
-from modelwright.core.suggest import hub_hint
 from modelwright.data.clean_config import CleanConfig
 from modelwright.model.config import ModelConfig
 from modelwright.ops.lowp_emulation import is_emulated
 from modelwright.ops.microbenchmark import in_turn, undisturbed
 from modelwright.pipeline.config import HardwareConfig, RunConfig
 from modelwright.pipeline.stages.clean import CLEAN
+from modelwright.pipeline.stages.model_folder import initial_folder
 from modelwright.pipeline.stages.pack import check_context
+from modelwright.pipeline.stages.student import STUDENT, StudentConfig
 from modelwright.plan.doctor import busy_note, measure_rates
 from modelwright.plan.estimate import size
 from modelwright.precision.apply import fp32_products
@@ -97,12 +98,7 @@ def resolve_model(config: RunConfig) -> RunConfig:
         return config
     from modelwright.model.hf import load_config
 
-    folder = Path(config.init_from).expanduser().resolve()
-    if not folder.is_dir():
-        raise ConfigError(
-            f"init_from: {config.init_from} is not a folder; give the path of a model folder in the Hugging Face "
-            f"layout{hub_hint(config.init_from)}"
-        )
+    folder = initial_folder(config.init_from)
     config = replace(config, model=load_config(folder), init_from=str(folder))
     check_context(config)
     return config
@@ -113,6 +109,10 @@ def resolve_paths(config: RunConfig) -> RunConfig:
     data = config.data
     data = replace(data, sources=tuple(map(_absolute, data.sources)), schema=_absolute_path(data.schema))
     config = replace(config, data=data)
+    if STUDENT.name in config.sections:
+        student: StudentConfig = config.section(STUDENT)
+        student = replace(student, teacher=_absolute_path(student.teacher))
+        config = config.with_sections({STUDENT.name: student})
     if not config.has(CLEAN):
         return config
     clean: CleanConfig = config.section(CLEAN)
@@ -243,7 +243,9 @@ def _resolve_int8(config: RunConfig, previous: RunConfig | None, progress: Progr
     if config.serve.int8.backend != "auto":
         return config
     if previous:
-        return replace(config, serve=replace(config.serve, int8=previous.serve.int8))
+        return replace(
+            config, serve=replace(config.serve, int8=replace(config.serve.int8, backend=previous.serve.int8.backend))
+        )
     torch.set_num_threads(config.hardware.num_threads)
     matrices = [quantize_rows(torch.randn(shape)) for shape in matrix_shapes(config.model)]
     usable: list[Backend] = [
@@ -260,7 +262,7 @@ def _resolve_int8(config: RunConfig, previous: RunConfig | None, progress: Progr
     best = min(times, key=lambda name: times[name])
     shown = ", ".join(f"{name} {1e3 * value:.2f} ms" for name, value in times.items())
     progress.note(f"INT8 backend: {best} ({shown})")
-    return replace(config, serve=replace(config.serve, int8=Int8WeightsConfig(backend=best)))
+    return replace(config, serve=replace(config.serve, int8=replace(config.serve.int8, backend=best)))
 
 
 def _absolute_path(path: str) -> str:

@@ -43,13 +43,14 @@ LOCK_PATIENCE_S = 120.0
 class RunResult:
     """How a run ended: the result of each stage; `is_first` on the process that may print.
 
+    model: the folder of the last model that is finished, in the Hugging Face layout; None without one
     report: the page about these stages; None if the stage `report` is not one of those that are finished now
     lines: the figures of the finished stages, for the terminal
     """
 
     outcomes: Sequence[Outcome]
     is_first: bool
-    has_model: bool
+    model: Path | None = None
     report: Path | None = None
     lines: Sequence[str] = ()
 
@@ -64,25 +65,23 @@ def execute(
     progress: Progress,
     elastic: bool = False,
     restart: bool = False,
-    minutes: float = 0.0,
 ) -> RunResult:
     """Carry out the run in `run` and return what was done.
 
     `only`: the stages to run (empty: all), which must be stages of the configuration; `words`: the command line, for
     run.json; `elastic`: the layout is fitted to the processes that exist; `restart`: training whose checkpoints are all
-    damaged starts over, and another run in the same folder is replaced; `minutes`: training is as long as fits into
-    this time (`time_budget`), 0 for the configured length. Called by every process that was started. Raises
-    `ModelwrightError` for anything that a person can fix, `Stopped` if training was asked to stop.
+    damaged starts over, and another run in the same folder is replaced. Called by every process that was started.
+    Raises `ModelwrightError` for anything that a person can fix, `Stopped` if training was asked to stop.
     """
     run.create()
     num_rows = shared_rows(config) if elastic else 0
     joined = join_ranks(config, links=run.path / "links.json", num_rows=num_rows)
     with joined as ranks, ExitStack() as held:
         if ranks is None:
-            return RunResult([], False, False)
+            return RunResult([], False)
         shown = progress if ranks.rank == 0 else SilentProgress()
-        if minutes:
-            config = fit_to_minutes(config, minutes, run, ranks, shown)
+        if config.minutes and config.trainings:
+            config = fit_to_minutes(config, run, ranks, shown)
         if ranks.rank == 0:
             _hold(run, held, LOCK_PATIENCE_S if elastic else 0.0)
             if not restart:
@@ -112,12 +111,12 @@ def execute(
                 restart=restart,
                 after_stage=after_stage,
             )
-        has_model = any(run.stage(name).artifact.is_dir() for name in config.model_names)
+        models = [run.stage(name).artifact for name in config.model_names if run.stage(name).artifact.is_dir()]
         has_report = any(outcome.stage == REPORT.name for outcome in outcomes)
         return RunResult(
             outcomes,
             ranks.rank == 0,
-            has_model,
+            model=models[-1] if models else None,
             report=run.report if has_report else None,
             lines=closing_lines(config, run) if ranks.rank == 0 else (),
         )
@@ -153,12 +152,12 @@ def check_request(
     check_training(config, layout, num_processes=num_processes, stages=to_do)
 
 
-def is_finished(config: RunConfig, run: RunDir, only: Sequence[str], *, minutes: float = 0.0) -> bool:
-    """Whether nothing of the request remains to be done. minutes: as in `execute`."""
+def is_finished(config: RunConfig, run: RunDir, only: Sequence[str]) -> bool:
+    """Whether nothing of the request remains to be done."""
     previous = previous_config(run)
     if previous is None:
         return False
-    if minutes:
+    if config.minutes:
         config = with_lengths_of(config, previous)
     return not _to_do(run, build_stages(resolve_config(config, run, SilentProgress()), run, only), only)
 

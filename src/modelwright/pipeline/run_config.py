@@ -1,7 +1,7 @@
 """Reads a run's configuration from its plain form: which stages it has, the sections of these, and whether they agree.
 
 A stage's section is a top-level key of its name. The section of a stage that the run does not have is checked and left
-out. A training stage inherits from the sections `training` and `lora`.
+out. A training stage inherits from the sections `training`, `lora` and `energy`.
 """
 
 import functools
@@ -10,11 +10,13 @@ from dataclasses import MISSING, Field, field, fields, make_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast, get_type_hints
 
-from modelwright.core.config import load_yaml, merge, parse
+from modelwright.core.config import dump, load_yaml, merge, parse
 from modelwright.core.config_docs import field_docs
 from modelwright.core.errors import ConfigError
-from modelwright.pipeline.config import RunConfig
+from modelwright.model.hf import load_config
+from modelwright.pipeline.config import INHERITED, RunConfig
 from modelwright.pipeline.stage import StageSpec
+from modelwright.pipeline.stages.model_folder import initial_folder
 from modelwright.pipeline.stages.pack import PACK, check_context
 from modelwright.pipeline.stages.specs import STAGES, known_stages, stage_names
 from modelwright.pipeline.stages.tokenize import TOKENIZE
@@ -44,6 +46,7 @@ def training_names() -> tuple[str, ...]:
 def parse_run(data: Mapping[str, Any]) -> RunConfig:
     """The configuration with this plain form. Raises `ConfigError` that starts with the path of the field to change."""
     schema = run_schema()
+    data = _with_model(data)
     stages = _stages_of(data)
     names = {part.name for stage in stages for part in (stage, *stage.reads) if part.config}
     sections = {stage.name: stage.config for stage in known_stages() if stage.config}
@@ -57,6 +60,16 @@ def parse_run(data: Mapping[str, Any]) -> RunConfig:
     config = RunConfig(**{**shared, "stages": stages, "sections": own})
     _check_lengths(config)
     return config
+
+
+def _with_model(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """With a section `model`: that of the folder for a run that starts from one."""
+    if "model" in data:
+        return data
+    start = data.get("init_from")
+    if not start or not isinstance(start, str):
+        raise ConfigError("model: is missing; give the shape of a model, or start from a model folder with init_from")
+    return {**data, "model": dump(load_config(initial_folder(start)))}
 
 
 def read_run_config(path: Path) -> RunConfig:
@@ -116,10 +129,10 @@ def _selection() -> type:
 
 def _inherited(data: Mapping[str, Any], stages: Sequence[StageSpec]) -> Mapping[str, Any]:
     """Give each training stage the shared settings that it does not set itself."""
-    shared, adapters = data.get("training", {}), data.get("lora", {})
-    if not (isinstance(shared, Mapping) and isinstance(adapters, Mapping)):
+    shared, others = data.get("training", {}), {name: data[name] for name in INHERITED if data.get(name)}
+    if not all(isinstance(section, Mapping) for section in (shared, *others.values())):
         return data  # which parsing refuses
-    shared = {**shared, **({"lora": adapters} if adapters else {})}
+    shared = {**shared, **others}
     own = {stage.name: data.get(stage.name, {}) for stage in stages if stage.objective}
     return {**data, **{name: merge(shared, one) for name, one in own.items() if isinstance(one, Mapping)}}
 
@@ -149,6 +162,6 @@ def _check_lengths(config: RunConfig) -> None:
         )
     for stage in config.trainings:
         try:
-            config.section(stage).batch_rows(config.section(PACK).seq_len)
+            config.section(stage).batch_rows(config.section(PACK).seq_len * stage.trained_rows)
         except ConfigError as error:
             raise ConfigError(f"{stage.name}.{error}") from None

@@ -16,6 +16,7 @@ from modelwright.core.progress import Progress
 from modelwright.core.rundir import RunDir, StageDir
 
 if TYPE_CHECKING:
+    from modelwright.parallel.mesh import World
     from modelwright.pipeline.config import RunConfig
     from modelwright.pipeline.report.blocks import Fact, Section
     from modelwright.pipeline.report.run_data import RunData, StageData
@@ -99,6 +100,12 @@ class StageInputs:
     """Batches of the stage's rows."""
     parents: Mapping[str, Path]
     """The artifacts that the stage reads, by stage name: a reference model, for example."""
+    world: "World"
+    """The processes of the run, for models that work beside the one in training."""
+    folder: Path
+    """The folder of the stage, for what the objective keeps on disk."""
+    note: Callable[[str], None]
+    """Shows a line to the user."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,6 +183,11 @@ class StageSpec:
     """Share of the time budget (`--minutes`) that a training stage gets, relative to the other training stages."""
     follows: str = ""
     """The stage after which a stage from another package comes in the pipeline's order."""
+
+    @property
+    def trained_rows(self) -> int:
+        """Rows that a training stage learns from together: those of a group, or one."""
+        return self.rows.trained_rows if self.rows else 1
 
     @property
     def is_implied(self) -> bool:

@@ -1,11 +1,13 @@
-"""Fits the length of training to a time budget, from steps that are timed when the run is created.
+"""Fits the length of training to the time budget of the run, from steps that are timed when it is created.
 
-The lengths are written into the run's config.yaml as `num_steps`, so that a resumed run ends with the same bits as an
-uninterrupted one. They are measured once: the same command keeps them.
+What the other stages are expected to take comes off first. The lengths are written into the run's config.yaml as
+`num_steps`, so that a resumed run ends with the same bits as an uninterrupted one. They are measured once: the same
+command keeps them.
 """
 
 import shutil
 import statistics
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -22,10 +24,10 @@ from modelwright.model.hf import load_model
 from modelwright.objectives.next_token import NextToken
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.process_group import RunGroup, use_threads
-from modelwright.pipeline.resolve import resolve, resolve_model, resolve_paths
+from modelwright.pipeline.resolve import measured_rates, resolve, resolve_model, resolve_paths
 from modelwright.pipeline.run_config import read_run_config
 from modelwright.pipeline.run_identity import is_same_run
-from modelwright.pipeline.stage import StageSpec
+from modelwright.pipeline.stage import Rates, StageSpec
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.training import fresh_model
 from modelwright.train.build import train
@@ -40,16 +42,22 @@ FEWEST_STEPS = 10
 FOLDER = "time-budget"
 
 
-def fit_to_minutes(config: RunConfig, minutes: float, run: RunDir, ranks: RunGroup, progress: Progress) -> RunConfig:
-    """The configuration with a `num_steps` for each training stage, such that training takes about `minutes`.
+def fit_to_minutes(config: RunConfig, run: RunDir, ranks: RunGroup, progress: Progress) -> RunConfig:
+    """The configuration with a `num_steps` for each training stage, such that the run takes about `config.minutes`.
 
-    Called on all ranks, before the run's config.yaml is written. A run that already has lengths keeps them. Raises
-    `ConfigError` if the budget is too small for a useful number of steps.
+    Called on all ranks, before the run's config.yaml is written. A stage that the run already has keeps its length.
+    Raises `ConfigError` if the budget is too small for a useful number of steps.
     """
     previous = read_run_config(run.config) if run.config.exists() else None
     ranks.barrier()
     if previous and is_same_run(resolve_paths(resolve_model(config)), previous):
-        return with_lengths_of(config, previous)
+        config = with_lengths_of(config, previous)
+        new = [stage for stage in config.trainings if not previous.has(stage)]
+    else:
+        new = list(config.trainings)
+    if not new:
+        return config
+    started = time.monotonic()
     folder = run.path / FOLDER
     if ranks.rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
@@ -58,14 +66,24 @@ def fit_to_minutes(config: RunConfig, minutes: float, run: RunDir, ranks: RunGro
     ranks.barrier()
     resolved = read_run_config(folder / "config.yaml")
     use_threads(resolved.hardware.num_threads)
-    seconds = {one.name: step_seconds(resolved, one, folder, ranks, progress) for one in resolved.trainings}
-    lengths = num_steps_within(resolved, 60.0 * minutes, seconds)
+    seconds = {one.name: step_seconds(resolved, one, folder, ranks, progress) for one in new}
+    rates = Rates(flops_per_s=measured_rates(resolved, resolved.first_training.precision, progress.note))
+    left_s = training_seconds(resolved, run, rates) - (time.monotonic() - started)
+    (least_s,) = ranks.world.maxima(-left_s)  # all ranks take the lengths of the slowest one
+    share = sum(one.time_weight for one in new) / sum(one.time_weight for one in config.trainings)
+    lengths = num_steps_within(resolved, -least_s * share, seconds)
     ranks.barrier()
     if ranks.rank == 0:
         shutil.rmtree(folder)
         for name, num_steps in lengths.items():
-            progress.note(f"{name}: {num_steps:,} steps of {seconds[name]:.3g} s fit into the time budget")
+            progress.note(f"{name}: {num_steps:,} steps of {seconds[name]:.3g} s fit into {config.minutes:g} minutes")
     return with_lengths(resolved, lengths)
+
+
+def training_seconds(config: RunConfig, run: RunDir, rates: Rates) -> float:
+    """What the stages that do not train leave of `config.minutes`."""
+    others = [stage for stage in config.stages if not stage.objective]
+    return 60.0 * config.minutes - sum(stage.estimate(config, run, rates).seconds for stage in others)
 
 
 def with_lengths_of(config: RunConfig, other: RunConfig) -> RunConfig:
@@ -86,8 +104,8 @@ def with_lengths(config: RunConfig, num_steps: Mapping[str, int]) -> RunConfig:
 
 
 def num_steps_within(config: RunConfig, budget_s: float, seconds: Mapping[str, float]) -> dict[str, int]:
-    """Updates of each training stage that together take `budget_s`, validation included. seconds: of one update, by
-    stage. A validation token costs a third of a training token (no backward pass).
+    """Updates of training stages that together take `budget_s`, validation included. seconds: of one update, by stage,
+    for the stages to fit. A validation token costs a third of a training token (no backward pass).
     """
     weights = {stage.name: stage.time_weight for stage in config.trainings if stage.name in seconds}
     lengths: dict[str, int] = {}
@@ -97,10 +115,10 @@ def num_steps_within(config: RunConfig, budget_s: float, seconds: Mapping[str, f
         each_s = step_s + (validation_s / training.eval_every_steps if training.eval_every_steps else 0.0)
         lengths[name] = int((fraction * budget_s - validation_s) / each_s)
         if lengths[name] < FEWEST_STEPS:
-            needed_s = (FEWEST_STEPS * each_s + validation_s) / fraction
+            needed_s = (FEWEST_STEPS * each_s + validation_s) / fraction - budget_s
             raise ConfigError(
-                f"--minutes: {budget_s / 60:g} is too short for {FEWEST_STEPS} steps of {name}; "
-                f"give at least {needed_s / 60:.2g}, or a smaller model or batch"
+                f"minutes: {config.minutes:g} are too few for {FEWEST_STEPS} steps of {name} beside the other stages; "
+                f"give at least {config.minutes + needed_s / 60:.2g}, or a smaller model or batch"
             )
     return lengths
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from modelwright.core.errors import ConfigError
+from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Block, Decoder, Product, RMSNorm
 from modelwright.ops.linear_gemms import PLAIN, LinearGemms
 from modelwright.ops.lowp_linear import FLOATS, Format, Fp8, Int8, Role, in_float, in_products
@@ -37,11 +38,12 @@ def kind_of(part: str) -> Kind:
     return "ffn" if part.endswith(".ffn") else "attention"
 
 
-def names_of_projections(num_layers: int) -> list[str]:
-    """Names of all projections of a model with this many blocks, in the order of the layers."""
+def names_of_projections(config: ModelConfig) -> list[str]:
+    """Names of all projections of a model of this shape, in the order of the layers."""
     attention = [f"attention.{name}_proj" for name in ("q", "k", "v", "o")]
+    gate = ["attention.output_gate"] if config.gate_dim else []
     ffn = [f"ffn.{name}_proj" for name in ("gate", "up", "down")]
-    return [f"blocks.{layer}.{name}" for layer in range(num_layers) for name in (*attention, *ffn)]
+    return [f"blocks.{layer}.{name}" for layer in range(config.num_layers) for name in (*attention, *gate, *ffn)]
 
 
 class AmaxHistory:
@@ -100,6 +102,7 @@ class ModelPrecision:
             part: SharedCodes() for part in self.parts if config.fp8.save_quantized_input and not config.delays
         }
         self._watched: Watched = _unwatched
+        self._quantized: Watched = _unwatched
         self._around: Around | None = None
         self._apply()
 
@@ -111,6 +114,11 @@ class ModelPrecision:
     def watch(self, watched: Watched | None) -> None:
         """From now on every product goes through `watched`; None removes it."""
         self._watched = watched or _unwatched
+        self._apply()
+
+    def quantize(self, quantized: Watched) -> None:
+        """From now on every product goes through `quantized`, which rounds its factors, also in evaluation in FP32."""
+        self._quantized = quantized
         self._apply()
 
     def wrap_products(self, around: Around | None) -> None:
@@ -165,6 +173,8 @@ class ModelPrecision:
             yield
             return
         remove_formats(self.model)
+        for name, projection in self.projections.items():
+            projection.product = self._quantized(name, projection.product)
         try:
             yield
         finally:
@@ -182,7 +192,8 @@ class ModelPrecision:
         self.model.ends.head_dtype = None if plain else FLOATS[formats["head"]]
         self.model.ends.loss_in_fp32 = "loss" in ops
         for name, projection in self.projections.items():
-            projection.product = self._watched(name, self.product(name, self.formats[part_of(name)]))
+            product = self._quantized(name, self.product(name, self.formats[part_of(name)]))
+            projection.product = self._watched(name, product)
         for norm in norms_of(self.model):
             norm.in_fp32 = "norm" in ops
         for layer, block in self.model.blocks.items():
@@ -205,7 +216,7 @@ class SyncAmaxHistory:
     def synchronize(self) -> None:
         """All ranks list all layers of the whole model, whichever they hold."""
         own, nothing = self.formats.delayed, [0.0] * len(ROLES)
-        names = names_of_projections(self.formats.model.config.num_layers)
+        names = names_of_projections(self.formats.model.config)
         result = self.agree([value for name in names for value in (own[name].collect() if name in own else nothing)])
         for number, name in enumerate(names):
             if name in own:

@@ -97,6 +97,11 @@ def find_run(word: str) -> RunDir:
     raise ConfigError(f"{word}: is not a run directory (no run.json in it or in {RUNS / word}){hub_hint(word)}")
 
 
+def find_target(word: str) -> Path:
+    """A run directory, a model folder, or the name of a run under runs/. Raises `ConfigError` if there is none."""
+    return Path(word) if (Path(word) / "config.json").is_file() else find_run(word).path
+
+
 def _base(target: str) -> tuple[dict[str, Any], Mapping[str, Any], Path | None, str]:
     """The settings that a target stands for, those of them that the user wrote, its run folder and its description."""
     path = Path(target)
@@ -125,10 +130,13 @@ def _from_file(path: Path, data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _lay_over(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`over` merged into `base`; a training length in `over` replaces one that `base` gives in another unit."""
+    """`over` merged into `base`; a training length in `over` replaces one that `base` gives in another unit, or as the
+    time of the whole run.
+    """
     cleared = dict(base)
     for stage in training_names():
         before, after = base.get(stage), over.get(stage)
         if isinstance(before, Mapping) and isinstance(after, Mapping) and any(after.get(name) for name in LENGTHS):
             cleared[stage] = {name: value for name, value in before.items() if name not in LENGTHS}
+            cleared.pop("minutes", None)
     return merge(cleared, over)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -14,18 +15,21 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from modelwright.serve.errors import ApiError, error_body
+from modelwright.serve.logs import ID_HEADER, ID_SCOPE, request_id, with_fields
 from modelwright.serve.operations import OPERATIONS
+from modelwright.serve.reload import Reloader
 from modelwright.serve.service import Service
 
 log = logging.getLogger("modelwright.serve")
 
 
-def build_app(service: Service) -> ASGIApp:
+def build_app(service: Service, reloader: Reloader) -> ASGIApp:
     """The application around a started worker."""
     routes = [Route(one.path, one.handler, methods=[one.method]) for one in OPERATIONS]
     handlers: dict[Any, Any] = {ApiError: _api_error, HTTPException: _http_error, Exception: _bug}
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.state.service = service
+    app.state.reloader = reloader
     app.state.operations = OPERATIONS
     return _observed(_with_cors(app, service.config.cors_origins), service)
 
@@ -45,11 +49,13 @@ def _observed(app: ASGIApp, service: Service) -> ASGIApp:
             await app(scope, receive, send)
             return
         started, status = time.perf_counter(), 499
+        scope[ID_SCOPE] = name = request_id(Headers(scope=scope))
 
         async def sending(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                MutableHeaders(scope=message)[ID_HEADER] = name
             await send(message)
 
         try:
@@ -58,7 +64,9 @@ def _observed(app: ASGIApp, service: Service) -> ASGIApp:
             route = getattr(scope.get("route"), "path", "other")
             method = scope["method"] if scope["method"] in ("GET", "POST", "HEAD") else "other"
             service.metrics.requests.labels(route, method, str(status)).inc()
-            log.info("%s %s %d %.3fs", method, route, status, time.perf_counter() - started)
+            seconds = round(time.perf_counter() - started, 6)
+            fields = with_fields(request_id=name, method=method, route=route, status=status, duration_s=seconds)
+            log.info("%s %s %d %.3fs %s", method, route, status, seconds, name, extra=fields)
 
     return observed
 

@@ -8,7 +8,8 @@ from typing import TypeVar
 from starlette.requests import ClientDisconnect, Request
 
 from modelwright.serve.errors import ApiError
-from modelwright.serve.service import Service
+from modelwright.serve.logs import ID_SCOPE, with_fields
+from modelwright.serve.service import Lease
 
 log = logging.getLogger("modelwright.serve")
 
@@ -21,18 +22,18 @@ DISCARD_PAUSE_S = 0.01
 """Between two reads (of up to 256 KiB each) of a body that is too large."""
 
 
-async def parsed(read: Callable[[bytes, Service], T], body: bytes, service: Service) -> T:
+async def parsed(read: Callable[[bytes, Lease], T], body: bytes, lease: Lease) -> T:
     """`read`, in another thread if the body is large, so that streams continue meanwhile."""
     if len(body) <= INLINE_BODY_BYTES:
-        return read(body, service)
-    result = await asyncio.to_thread(read, body, service)
-    service.require_open()
+        return read(body, lease)
+    result = await asyncio.to_thread(read, body, lease)
+    lease.require_open()
     return result
 
 
-async def read_body(request: Request, service: Service, *, num_prompts: int) -> bytes:
+async def read_body(request: Request, lease: Lease, *, num_prompts: int) -> bytes:
     """The body, up to the size limit. Raises `ApiError`."""
-    config, most = service.config, service.limits.body_bytes(num_prompts)
+    config, most = lease.config, lease.model.limits.body_bytes(num_prompts)
     length = request.headers.get("content-length", "0")
     is_too_large = length.isdigit() and int(length) > most
     body = bytearray()
@@ -44,15 +45,16 @@ async def read_body(request: Request, service: Service, *, num_prompts: int) -> 
                 is_too_large = len(body) > most
             if is_too_large:
                 await _discard(parts)
-                raise service.limits.body_too_large(num_prompts)
+                raise lease.model.limits.body_too_large(num_prompts)
     except TimeoutError:
         if is_too_large:
-            raise service.limits.body_too_large(num_prompts) from None
+            raise lease.model.limits.body_too_large(num_prompts) from None
         raise ApiError(408, f"The body did not arrive within {config.body_timeout_s:g} s.", code="timeout") from None
     except ClientDisconnect:
         raise ApiError(400, "The client left before the body had arrived.") from None
     if config.log_prompts:
-        log.info("%s %s", request.url.path, body.decode("utf-8", errors="replace"))
+        text, name = body.decode("utf-8", errors="replace"), request.scope[ID_SCOPE]
+        log.info("%s %s %s", request.url.path, text, name, extra=with_fields(request_id=name))
     return bytes(body)
 
 

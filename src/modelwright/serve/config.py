@@ -6,6 +6,7 @@ from modelwright.compress.int8 import Int8WeightsConfig
 from modelwright.core.config import constant, only_for, word_for_none
 from modelwright.core.errors import ConfigError
 from modelwright.infer.engine import EngineConfig
+from modelwright.serve.logs import LogFormat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,8 +17,12 @@ class ServeConfig:
     """Address to listen on."""
     port: int = 8000
     """0 takes a free port."""
+    engines: int = 1
+    """Engines with the model, each with the cache of `engine.kv_cache_tokens`. One runs inside the server; more are
+    processes of their own, which share its threads, are started again when they end, and take over from each other."""
     max_queued: int = 128
-    """Requests that may wait beyond the `engine.max_num_seqs` that are running; more are refused with 429."""
+    """Requests that may wait beyond the `engine.max_num_seqs` that are running in each engine; more are refused with
+    429."""
     max_queued_tokens: int = 1_048_576
     """Tokens of prompts and of the longest possible answers that all running and waiting requests may have together;
     more are refused with 429."""
@@ -40,6 +45,8 @@ class ServeConfig:
     """PEM file with the private key of the certificate."""
     cors_origins: tuple[str, ...] = field(default=(), metadata=word_for_none())
     """Origins (`https://example.com`) whose pages may call the API from a browser."""
+    log_format: LogFormat = "text"
+    """Lines of the log on standard error; `json` writes an object per line, for programs."""
     log_prompts: bool = False
     """Write the bodies of requests to the log."""
     model_aliases: tuple[str, ...] = field(default=(), metadata=word_for_none())
@@ -60,7 +67,7 @@ class ServeConfig:
             raise ConfigError(f"max_queued: must not be negative, got {self.max_queued}")
         if bool(self.tls_certificate) != bool(self.tls_key):
             raise ConfigError("tls_certificate, tls_key: HTTPS needs both; give both files or none")
-        for name in ("max_completions", "max_body_bytes", "max_queued_tokens"):
+        for name in ("engines", "max_completions", "max_body_bytes", "max_queued_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: must be at least 1, got {getattr(self, name)}")
         for name in ("body_timeout_s", "drain_timeout_s"):

@@ -56,7 +56,7 @@ class ConnectionLimits:
 
 def connection_limits(config: ServeConfig) -> ConnectionLimits:
     """Limits that leave this process enough file descriptors. Raises `ConfigError` if it may open too few."""
-    answers = config.engine.max_num_seqs + config.max_queued
+    answers = config.engines * config.engine.max_num_seqs + config.max_queued
     total = answers + IDLE_CONNECTIONS
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY:

@@ -2,7 +2,7 @@
 
 import base64
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -13,6 +13,7 @@ from modelwright.serve.bodies import parsed, read_body
 from modelwright.serve.errors import ApiError
 from modelwright.serve.generation import Prompt, start
 from modelwright.serve.grammars import CompiledGrammar
+from modelwright.serve.jobs import EmbeddingJob
 from modelwright.serve.parsing import parse_request
 from modelwright.serve.protocol import (
     ChatRequest,
@@ -22,30 +23,31 @@ from modelwright.serve.protocol import (
     GenerationRequest,
     TokenizeRequest,
 )
-from modelwright.serve.service import Service, service_of
+from modelwright.serve.service import Lease, service_of, version_header
 from modelwright.serve.streams import respond, unless_disconnected
-from modelwright.serve.worker import EmbeddingJob
 
 
 async def create_completion(request: Request) -> Response:
     service = service_of(request)
     caller = service.caller(request, "infer")
-    body = await _admit(request, service, num_prompts=service.config.max_completions)
-    asked, prompts = await parsed(_read_completion, body, service)
-    grammar = await _compiled(asked, service)
     most = service.config.max_completions
-    generation = start(asked, prompts, service.model, caller, kind="cmpl", max_choices=most, grammar=grammar)
+    with service.lease() as lease:
+        body = await _admit(request, lease, num_prompts=most)
+        asked, prompts = await parsed(_read_completion, body, lease)
+        grammar = await _compiled(asked, lease)
+        generation = start(asked, prompts, lease.model, caller, kind="cmpl", max_choices=most, grammar=grammar)
     return await respond(request, generation, completions)
 
 
 async def create_chat_completion(request: Request) -> Response:
     service = service_of(request)
     caller = service.caller(request, "infer")
-    body = await _admit(request, service, num_prompts=1)
-    asked, prompt = await parsed(_read_chat, body, service)
-    grammar = await _compiled(asked, service)
     most = service.config.max_completions
-    generation = start(asked, [prompt], service.model, caller, kind="chatcmpl", max_choices=most, grammar=grammar)
+    with service.lease() as lease:
+        body = await _admit(request, lease, num_prompts=1)
+        asked, prompt = await parsed(_read_chat, body, lease)
+        grammar = await _compiled(asked, lease)
+        generation = start(asked, [prompt], lease.model, caller, kind="chatcmpl", max_choices=most, grammar=grammar)
     return await respond(request, generation, chat)
 
 
@@ -53,9 +55,10 @@ async def create_embeddings(request: Request) -> Response:
     """The last hidden state of each input, see `Engine.embed`."""
     service = service_of(request)
     caller = service.caller(request, "infer")
-    body = await _admit(request, service, num_prompts=service.config.max_completions)
-    asked, inputs = await parsed(_read_embedding, body, service)
-    stream = service.worker.submit([EmbeddingJob(ids) for ids in inputs], caller)
+    with service.lease() as lease:
+        body = await _admit(request, lease, num_prompts=service.config.max_completions)
+        asked, inputs = await parsed(_read_embedding, body, lease)
+        stream = lease.model.worker.submit([EmbeddingJob(ids, caller.salt) for ids in inputs], caller)
     vectors: list[Sequence[float]] = [()] * len(inputs)
 
     async def collect() -> None:
@@ -72,31 +75,34 @@ async def create_embeddings(request: Request) -> Response:
         for index, vector in enumerate(vectors)
     ]
     usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-    return JSONResponse({"object": "list", "data": data, "model": asked.model, "usage": usage})
+    body = {"object": "list", "data": data, "model": asked.model, "usage": usage}
+    return JSONResponse(body, headers=version_header(lease.model))
 
 
 async def tokenize(request: Request) -> Response:
-    service = service_of(request)
-    service.caller(request, "infer")
-    body = await read_body(request, service, num_prompts=1)
-    return JSONResponse(await parsed(_tokenized, body, service))
+    return await _without_engine(request, _tokenized)
 
 
 async def detokenize(request: Request) -> Response:
+    return await _without_engine(request, _detokenized)
+
+
+async def _without_engine(request: Request, read: Callable[[bytes, Lease], dict[str, Any]]) -> Response:
     service = service_of(request)
     service.caller(request, "infer")
-    body = await read_body(request, service, num_prompts=1)
-    return JSONResponse(await parsed(_detokenized, body, service))
+    with service.lease() as lease:
+        body = await read_body(request, lease, num_prompts=1)
+        return JSONResponse(await parsed(read, body, lease), headers=version_header(lease.model))
 
 
-async def _admit(request: Request, service: Service, *, num_prompts: int) -> bytes:
+async def _admit(request: Request, lease: Lease, *, num_prompts: int) -> bytes:
     """What all requests to the engine pass before they are parsed: capacity, body. Raises `ApiError`."""
-    service.require_open()
-    service.worker.require_room(1)
-    return await read_body(request, service, num_prompts=num_prompts)
+    lease.require_open()
+    lease.model.worker.require_room(1)
+    return await read_body(request, lease, num_prompts=num_prompts)
 
 
-async def _compiled(asked: GenerationRequest, service: Service) -> CompiledGrammar | None:
+async def _compiled(asked: GenerationRequest, lease: Lease) -> CompiledGrammar | None:
     """The grammar of the answers, None if they may have any text. Raises `ApiError`."""
     source = asked.grammar()
     if source is None:
@@ -104,59 +110,59 @@ async def _compiled(asked: GenerationRequest, service: Service) -> CompiledGramm
     if asked.ignore_eos or asked.min_tokens:
         text = f"{source.param} says where the answer ends, so it cannot be combined with ignore_eos or min_tokens."
         raise ApiError(400, text, param=source.param, code="invalid_value")
-    return await service.model.grammars.compile(source)
+    return await lease.model.grammars.compile(source)
 
 
-def _read_completion(body: bytes, service: Service) -> tuple[CompletionRequest, list[Prompt]]:
-    asked = parse_request(CompletionRequest, body, service.limits)
-    service.require_model(asked.model)
+def _read_completion(body: bytes, lease: Lease) -> tuple[CompletionRequest, list[Prompt]]:
+    asked = parse_request(CompletionRequest, body, lease.model.limits)
+    lease.require_model(asked.model)
     _require_no_stream_scores(asked)
-    return asked, [_prompt(prompt, asked, service) for prompt in _prompts(asked.prompts, "prompt")]
+    return asked, [_prompt(prompt, asked, lease) for prompt in _prompts(asked.prompts, "prompt")]
 
 
-def _prompt(prompt: str | list[int], asked: CompletionRequest, service: Service) -> Prompt:
-    ids = _ids(prompt, "prompt", service)
+def _prompt(prompt: str | list[int], asked: CompletionRequest, lease: Lease) -> Prompt:
+    ids = _ids(prompt, "prompt", lease)
     if isinstance(prompt, str) or not asked.echo:
         return Prompt(ids, prompt if isinstance(prompt, str) else "")
-    return Prompt(ids, service.codec.decode(ids))
+    return Prompt(ids, lease.model.codec.decode(ids))
 
 
-def _read_chat(body: bytes, service: Service) -> tuple[ChatRequest, Prompt]:
-    asked = parse_request(ChatRequest, body, service.limits)
-    service.require_model(asked.model)
+def _read_chat(body: bytes, lease: Lease) -> tuple[ChatRequest, Prompt]:
+    asked = parse_request(ChatRequest, body, lease.model.limits)
+    lease.require_model(asked.model)
     _require_no_stream_scores(asked)
     if asked.top_logprobs and not asked.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs to be true.", param="top_logprobs", code="invalid_value")
-    return asked, Prompt(service.codec.encode_chat(asked.plain_messages()), "")
+    return asked, Prompt(lease.model.codec.encode_chat(asked.plain_messages()), "")
 
 
-def _read_embedding(body: bytes, service: Service) -> tuple[EmbeddingRequest, list[list[int]]]:
-    asked = parse_request(EmbeddingRequest, body, service.limits)
-    service.require_model(asked.model)
-    inputs = [_ids(one, "input", service) for one in _prompts(asked.inputs, "input")]
+def _read_embedding(body: bytes, lease: Lease) -> tuple[EmbeddingRequest, list[list[int]]]:
+    asked = parse_request(EmbeddingRequest, body, lease.model.limits)
+    lease.require_model(asked.model)
+    inputs = [_ids(one, "input", lease) for one in _prompts(asked.inputs, "input")]
     longest = max(map(len, inputs))
-    if longest >= service.limits.context:
-        text = f"This model's context is {service.limits.context} tokens; an input has {longest}. Shorten it."
+    if longest >= lease.model.limits.context:
+        text = f"This model's context is {lease.model.limits.context} tokens; an input has {longest}. Shorten it."
         raise ApiError(400, text, param="input", code="context_length_exceeded")
     return asked, inputs
 
 
-def _tokenized(body: bytes, service: Service) -> dict[str, Any]:
-    asked = parse_request(TokenizeRequest, body, service.limits)
-    service.require_model(asked.model)
-    codec = service.codec
+def _tokenized(body: bytes, lease: Lease) -> dict[str, Any]:
+    asked = parse_request(TokenizeRequest, body, lease.model.limits)
+    lease.require_model(asked.model)
+    codec = lease.model.codec
     if asked.messages is not None:
         ids = codec.encode_chat([message.plain() for message in asked.messages])
     else:
         ids = codec.encode(asked.prompt or "", with_begin=asked.add_special_tokens)
     texts = {"token_strs": [codec.token_text(token) for token in ids]} if asked.return_token_strs else {}
-    return {"count": len(ids), "max_model_len": service.limits.context, "tokens": ids, **texts}
+    return {"count": len(ids), "max_model_len": lease.model.limits.context, "tokens": ids, **texts}
 
 
-def _detokenized(body: bytes, service: Service) -> dict[str, Any]:
-    asked = parse_request(DetokenizeRequest, body, service.limits)
-    service.require_model(asked.model)
-    return {"prompt": service.codec.decode(_known_ids(asked.tokens, "tokens", service))}
+def _detokenized(body: bytes, lease: Lease) -> dict[str, Any]:
+    asked = parse_request(DetokenizeRequest, body, lease.model.limits)
+    lease.require_model(asked.model)
+    return {"prompt": lease.model.codec.decode(_known_ids(asked.tokens, "tokens", lease))}
 
 
 def _prompts(prompts: list[str] | list[list[int]], param: str) -> list[str] | list[list[int]]:
@@ -165,8 +171,8 @@ def _prompts(prompts: list[str] | list[list[int]], param: str) -> list[str] | li
     return prompts
 
 
-def _ids(prompt: str | list[int], param: str, service: Service) -> list[int]:
-    ids = service.codec.encode(prompt) if isinstance(prompt, str) else _known_ids(prompt, param, service)
+def _ids(prompt: str | list[int], param: str, lease: Lease) -> list[int]:
+    ids = lease.model.codec.encode(prompt) if isinstance(prompt, str) else _known_ids(prompt, param, lease)
     if not ids:
         raise _empty(param)
     return ids
@@ -176,8 +182,8 @@ def _empty(param: str) -> ApiError:
     return ApiError(400, f"The {param} is empty; give at least one token.", param=param, code="invalid_value")
 
 
-def _known_ids(ids: list[int], param: str, service: Service) -> list[int]:
-    size = service.worker.engine.vocab_size
+def _known_ids(ids: list[int], param: str, lease: Lease) -> list[int]:
+    size = lease.model.info.vocab_size
     if any(not 0 <= token < size for token in ids):
         raise ApiError(400, f"Token ids must be between 0 and {size - 1}.", param=param, code="invalid_value")
     return ids

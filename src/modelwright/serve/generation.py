@@ -13,13 +13,14 @@ from modelwright.infer.sequence import SamplingParams, ScoredToken
 from modelwright.serve.detokenizer import Delta, IncrementalDetokenizer, TokenInfo
 from modelwright.serve.errors import ApiError
 from modelwright.serve.grammars import CompiledGrammar
+from modelwright.serve.jobs import GenerationJob
 from modelwright.serve.keys import Caller
 from modelwright.serve.limits import too_many_answers
 from modelwright.serve.protocol import GenerationRequest
 from modelwright.serve.served_model import ServedModel
 from modelwright.serve.tokenizer import Codec
 from modelwright.serve.tools import CallText, ForcedCall
-from modelwright.serve.worker import GenerationJob, Stream
+from modelwright.serve.worker import Stream
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     num_ids_sent: int = 0
     prompt_scores: tuple[ScoredToken, ...] = ()
+    num_cached_tokens: int = 0
     finish_reason: str = ""
     call: CallText | None = None
     """Reads the text as a call of a function; None for an answer that is text."""
@@ -106,11 +108,14 @@ class Generation:
         }
 
     def usage(self) -> dict[str, Any]:
+        """Tokens so far. Those of a prompt count once, however many answers it has."""
         completion = sum(len(answer.token_ids) for answer in self.answers)
+        num_cached = sum(answer.num_cached_tokens for answer in self.answers[:: self.request.n or 1])
         return {
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": completion,
             "total_tokens": self.num_prompt_tokens + completion,
+            "prompt_tokens_details": {"cached_tokens": num_cached},
         }
 
     def _pieces(self, answer: Answer, output: StepOutput) -> list[Delta]:
@@ -118,7 +123,7 @@ class Generation:
         _require_good(output)
         pieces = []
         if not answer.token_ids:
-            answer.prompt_scores = output.prompt_scores
+            answer.prompt_scores, answer.num_cached_tokens = output.prompt_scores, output.num_cached_tokens
             pieces = [self._echo(answer)] if self.request.echoes else []
         if self.request.asked_tokens == 0:
             return [*pieces, answer.text.finish("length")]
@@ -163,10 +168,7 @@ def start(
     for prompt in prompts:
         params = _sampling(request, model, len(prompt.ids))
         seeds = [seed, *(derive_seed(seed, "choice", index) for index in range(1, num_choices))]
-        jobs += [
-            GenerationJob(prompt.ids, replace(params, seed=one), grammar.constraint() if grammar else None)
-            for one in seeds
-        ]
+        jobs += [GenerationJob(prompt.ids, replace(params, seed=one), grammar, caller.salt) for one in seeds]
         num_echoed = len(prompt.text) if request.echoes else 0
         answers += [
             Answer(
@@ -236,7 +238,7 @@ def _sampling(request: GenerationRequest, model: ServedModel, num_prompt: int) -
 
 
 def _require_known_ids(request: GenerationRequest, model: ServedModel) -> None:
-    size = model.worker.engine.vocab_size
+    size = model.info.vocab_size
     named = {"logit_bias": [token for token, _ in request.logit_bias], "stop_token_ids": request.stop_token_ids or []}
     for param, ids in named.items():
         if any(not 0 <= token < size for token in ids):

@@ -87,6 +87,7 @@ class GrammarConstraint:
 class CompiledGrammar:
     """A grammar from which each sequence gets a state of its own."""
 
+    source: GrammarSource
     matcher: "LLMatcher"
     vocab_size: int
 
@@ -111,14 +112,12 @@ class GrammarCompiler:
             raise _bad(source.param, f"{text}[structured]")
         try:
             async with asyncio.timeout(COMPILE_TIMEOUT_S), self._places:
-                matcher = await asyncio.to_thread(self._matcher, source)
+                return await asyncio.to_thread(self.compile_now, source)
         except TimeoutError:
             raise _bad(source.param, f"compiling takes more than {COMPILE_TIMEOUT_S:g} s; simplify it") from None
-        if matcher.is_error():
-            raise _bad(source.param, matcher.get_error().strip().splitlines()[0][:300])
-        return CompiledGrammar(matcher, self._vocab_size)
 
-    def _matcher(self, source: GrammarSource) -> "LLMatcher":
+    def compile_now(self, source: GrammarSource) -> CompiledGrammar:
+        """Compile in this thread, for as long as it takes. Raises like `compile`."""
         from llguidance import LLMatcher, LLParserLimits
 
         try:
@@ -126,7 +125,10 @@ class GrammarCompiler:
         except ValueError as error:
             raise _bad(source.param, str(error)[:300]) from None
         limits = LLParserLimits(verbose_errors=False)
-        return LLMatcher(self._shared_tokenizer(), grammar, log_level=0, limits=limits)
+        matcher = LLMatcher(self._shared_tokenizer(), grammar, log_level=0, limits=limits)
+        if matcher.is_error():
+            raise _bad(source.param, matcher.get_error().strip().splitlines()[0][:300])
+        return CompiledGrammar(source, matcher, self._vocab_size)
 
     def _shared_tokenizer(self) -> "LLTokenizer":
         with self._lock:

@@ -1,20 +1,35 @@
-"""Prometheus metrics of one server, in a registry of their own."""
+"""Prometheus metrics of one server, in a registry of their own. Those that vLLM has, too, appear a second time under
+vLLM's names, so that dashboards and autoscalers made for it work here.
+"""
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from modelwright.infer.engine import EngineStats
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _FINE_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 5)
 
+NO_LOAD = EngineStats(
+    num_running=0,
+    num_waiting=0,
+    num_blocks=0,
+    num_free_blocks=0,
+    num_preemptions=0,
+    num_prefix_queries=0,
+    num_prefix_hits=0,
+)
+
 
 class Metrics:
     """All metrics by name. Times are in seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, model_name: str) -> None:
         self.registry = registry = CollectorRegistry()
         self.requests = Counter(
             "modelwright_http_requests", "Finished HTTP requests", ["route", "method", "status"], registry=registry
@@ -52,17 +67,102 @@ class Metrics:
             "modelwright_answer_seconds", "Arrival to last token", buckets=_SECONDS, registry=registry
         )
 
-    def observe(self, stats: EngineStats) -> None:
-        """Update from the engine's figures."""
-        self.running.set(stats.num_running)
-        self.waiting.set(stats.num_waiting)
-        self.kv_blocks.labels("free").set(stats.num_free_blocks)
-        self.kv_blocks.labels("used").set(stats.num_blocks - stats.num_free_blocks)
-        self.preemptions.set(stats.num_preemptions)
+        self.kv_usage = Gauge(
+            "modelwright_kv_cache_usage_ratio", "Used share of the key/value cache, 0 to 1", registry=registry
+        )
+        self.prefix_queries = Counter(
+            "modelwright_prefix_cache_queries", "Prompt tokens looked up in the prefix cache", registry=registry
+        )
+        self.prefix_hits = Counter(
+            "modelwright_prefix_cache_hits", "Prompt tokens found in the prefix cache", registry=registry
+        )
+        self.model_info = Gauge(
+            "modelwright_model_info",
+            "The version that new requests get, with the value 1",
+            ["version"],
+            registry=registry,
+        )
+        self.reloads = Counter(
+            "modelwright_reloads", "Reloads of the model by outcome (done, failed)", ["outcome"], registry=registry
+        )
+        self.engines = Gauge("modelwright_engines", "Engines that run", registry=registry)
+        self.engine_failures = Counter(
+            "modelwright_engine_failures", "Lost engines by reason (died, wedged)", ["reason"], registry=registry
+        )
+        self.moved_answers = Counter(
+            "modelwright_moved_answers",
+            "Answers of lost engines by outcome (continued, retried, lost)",
+            ["outcome"],
+            registry=registry,
+        )
+        registry.register(VllmNames(model_name, self))
+        self._engines: dict[str, EngineStats] = {}
+
+    def observe(self, engine_name: str, stats: EngineStats) -> None:
+        """Update from one engine's figures; those of all engines are added up."""
+        before = self._engines.get(engine_name, NO_LOAD)
+        self._engines[engine_name] = stats
+        self.preemptions.inc(stats.num_preemptions - before.num_preemptions)
+        self.prefix_queries.inc(stats.num_prefix_queries - before.num_prefix_queries)
+        self.prefix_hits.inc(stats.num_prefix_hits - before.num_prefix_hits)
+        self._set_load()
+
+    def forget(self, engine_name: str) -> None:
+        """Leave out an engine that has ended."""
+        self._engines.pop(engine_name, None)
+        self._set_load()
+
+    def show_version(self, version: str) -> None:
+        """Name the version that new requests get from now on."""
+        self.model_info.clear()
+        self.model_info.labels(version).set(1)
+
+    def _set_load(self) -> None:
+        engines = self._engines.values()
+        num_blocks, num_free = (sum(e.num_blocks for e in engines), sum(e.num_free_blocks for e in engines))
+        self.engines.set(len(engines))
+        self.running.set(sum(e.num_running for e in engines))
+        self.waiting.set(sum(e.num_waiting for e in engines))
+        self.kv_blocks.labels("free").set(num_free)
+        self.kv_blocks.labels("used").set(num_blocks - num_free)
+        self.kv_usage.set(1 - num_free / num_blocks if num_blocks else 0)
 
     def text(self) -> bytes:
         """Prometheus text format."""
         return generate_latest(self.registry)
+
+
+class VllmNames(Collector):
+    """Metrics of vLLM (vllm.v1.metrics.loggers), with the values of ours and the label that vLLM gives them."""
+
+    def __init__(self, model_name: str, metrics: "Metrics") -> None:
+        self._label = {"model_name": model_name}
+        self._sources: dict[str, tuple[str, Collector]] = {
+            "num_requests_running": ("gauge", metrics.running),
+            "num_requests_waiting": ("gauge", metrics.waiting),
+            "kv_cache_usage_perc": ("gauge", metrics.kv_usage),
+            "gpu_cache_usage_perc": ("gauge", metrics.kv_usage),
+            "num_preemptions": ("counter", metrics.preemptions),
+            "prefix_cache_queries": ("counter", metrics.prefix_queries),
+            "prefix_cache_hits": ("counter", metrics.prefix_hits),
+            "prompt_tokens": ("counter", metrics.prompt_tokens),
+            "generation_tokens": ("counter", metrics.output_tokens),
+            "time_to_first_token_seconds": ("histogram", metrics.first_token),
+            "inter_token_latency_seconds": ("histogram", metrics.next_token),
+            "time_per_output_token_seconds": ("histogram", metrics.next_token),
+            "e2e_request_latency_seconds": ("histogram", metrics.duration),
+        }
+
+    def collect(self) -> Iterator[Metric]:
+        for name, (kind, source) in self._sources.items():
+            for metric in source.collect():
+                renamed = Metric(f"vllm:{name}", metric.documentation, kind)
+                for sample in metric.samples:
+                    suffix = sample.name.removeprefix(metric.name)
+                    if suffix != "_created":
+                        suffix = "_total" if kind == "counter" else suffix
+                        renamed.add_sample(renamed.name + suffix, self._label | sample.labels, sample.value)
+                yield renamed
 
 
 @dataclass

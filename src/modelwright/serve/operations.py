@@ -7,12 +7,13 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from modelwright.serve import endpoints, pages
+from modelwright.serve import admin, endpoints, pages
 from modelwright.serve.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
+    ReloadRequest,
     TokenizeRequest,
 )
 
@@ -53,6 +54,9 @@ class Operation:
 OPERATIONS = (
     Operation("GET", "/", pages.chat_page, "The chat page", "text/html"),
     Operation("GET", "/health", pages.health, "Whether the server takes requests", "HealthReply", errors=(503,)),
+    Operation("GET", "/livez", pages.livez, "Whether the server needs no restart", "LiveReply", errors=(503,)),
+    Operation("GET", "/readyz", pages.readyz, "Whether new requests are taken", "ReadyReply", errors=(503,)),
+    Operation("GET", "/grafana.json", pages.grafana_dashboard, "A dashboard for Grafana", "application/json"),
     Operation("GET", "/metrics", pages.metrics, "Metrics for Prometheus", "text/plain", errors=NEEDS_KEY),
     Operation("GET", "/openapi.json", pages.openapi, "This description", "application/json"),
     Operation("GET", "/v1/models", pages.list_models, "The names of the model", "ModelListReply", errors=NEEDS_KEY),
@@ -85,6 +89,15 @@ OPERATIONS = (
         "CreateEmbeddingResponse",
         EmbeddingRequest,
         GENERATES,
+    ),
+    Operation(
+        "POST",
+        "/admin/reload",
+        admin.reload_model,
+        "Put another version of the model in service",
+        "ReloadReply",
+        ReloadRequest,
+        (400, 401, 403, 408, 409, 413, 429),
     ),
     Operation("POST", "/tokenize", endpoints.tokenize, "Text to tokens", "TokenizeReply", TokenizeRequest, READS_BODY),
     Operation(

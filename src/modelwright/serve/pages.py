@@ -7,6 +7,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
+from modelwright.serve.errors import ApiError
 from modelwright.serve.expectation import expectation
 from modelwright.serve.openapi import describe
 from modelwright.serve.service import Service, service_of
@@ -17,15 +18,38 @@ PAGE_POLICY = (
 
 
 async def chat_page(request: Request) -> Response:
-    page = importlib.resources.files("modelwright.serve") / "static" / "chat.html"
     headers = {"Content-Security-Policy": PAGE_POLICY, "X-Content-Type-Options": "nosniff"}
-    return HTMLResponse(page.read_text(encoding="utf-8"), headers=headers)
+    return HTMLResponse(_static("chat.html"), headers=headers)
+
+
+async def grafana_dashboard(request: Request) -> Response:
+    return Response(_static("grafana.json"), media_type="application/json")
+
+
+def _static(name: str) -> str:
+    return (importlib.resources.files("modelwright.serve") / "static" / name).read_text(encoding="utf-8")
+
+
+async def livez(request: Request) -> Response:
+    """Fails when only a restart helps, as Kubernetes takes it."""
+    state = service_of(request).state
+    if state.name == "broken":
+        raise ApiError(503, state.reason, code=state.name)
+    return JSONResponse({"status": "alive"})
+
+
+async def readyz(request: Request) -> Response:
+    """Fails while new requests would be refused."""
+    service = service_of(request)
+    if service.state.name != "ready":
+        raise ApiError(503, service.state.reason, code=service.state.name)
+    return JSONResponse({"status": "ready", "model": service.model_name, "version": service.model.fingerprint})
 
 
 async def health(request: Request) -> Response:
     service = service_of(request)
-    state = "failed" if service.worker.failed else "draining" if service.is_draining else "ok"
-    body = {"status": state, "model": service.model_name, "open_answers": service.worker.num_open}
+    state = {"ready": "ok", "broken": "failed"}.get(service.state.name, service.state.name)
+    body = {"status": state, "model": service.model_name, "open_answers": service.num_open}
     return JSONResponse(body, status_code=200 if state == "ok" else 503)
 
 
@@ -60,8 +84,8 @@ def _describe(service: Service, name: str) -> dict[str, Any]:
         "object": "model",
         "created": service.model.created,
         "owned_by": "modelwright",
-        "max_model_len": service.worker.engine.max_seq_len,
-        "description": expectation(service.worker.engine.num_parameters),
+        "max_model_len": service.model.info.max_seq_len,
+        "description": expectation(service.model.info.num_parameters),
     }
 
 

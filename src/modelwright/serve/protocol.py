@@ -294,3 +294,15 @@ class EmbeddingRequest(RequestModel):
     @classmethod
     def check_size(cls, data: dict[str, Any], limits: Limits) -> None:
         limits.check_prompts(data, "input")
+
+
+class ReloadRequest(RequestModel):
+    """POST /admin/reload. `path`: a run or model folder on the server's machine; "" is where the model in service came
+    from.
+    """
+
+    path: Annotated[str, Field(max_length=4096)] = ""
+
+    @classmethod
+    def check_size(cls, data: dict[str, Any], limits: Limits) -> None:
+        """One short field needs no further check."""

@@ -25,9 +25,31 @@ class ErrorReply(BaseModel):
 class HealthReply(BaseModel):
     """The state of the server."""
 
-    status: Literal["ok", "draining", "failed"]
+    status: Literal["ok", "starting", "draining", "failed"]
     model: str
     open_answers: int
+
+
+class LiveReply(BaseModel):
+    """The server needs no restart."""
+
+    status: Literal["alive"]
+
+
+class ReadyReply(BaseModel):
+    """The server takes requests. `version`: of the weights that answer new ones."""
+
+    status: Literal["ready"]
+    model: str
+    version: str
+
+
+class ReloadReply(BaseModel):
+    """Which version new requests get from now on, and which one they got before."""
+
+    status: Literal["reloaded"]
+    version: str
+    previous_version: str
 
 
 class ModelReply(BaseModel):

@@ -14,15 +14,18 @@ from types import FrameType
 import uvicorn
 
 from modelwright.core.errors import ConfigError
-from modelwright.model.decoder import Decoder
 from modelwright.serve.app import build_app
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.connections import ACCEPTS_PER_ROUND, ConnectionTable, connection_limits
+from modelwright.serve.engine_client import EngineClient
+from modelwright.serve.engines import load_engines
 from modelwright.serve.errors import shutting_down
 from modelwright.serve.keys import key_ring
-from modelwright.serve.load import ModelSource, load_folder
+from modelwright.serve.load import ModelSource
+from modelwright.serve.logs import log_to_stderr
 from modelwright.serve.metrics import Metrics
-from modelwright.serve.served_model import serve_model
+from modelwright.serve.reload import Locate, Reloader, same_place
+from modelwright.serve.served_model import ServedModel, serve_model
 from modelwright.serve.service import Service
 from modelwright.serve.tokenizer import Codec
 from modelwright.serve.worker import RETRY_AFTER_S
@@ -42,22 +45,26 @@ class ServerThread:
 
     def __init__(
         self,
-        model: Decoder,
+        client: EngineClient,
         codec: Codec,
         config: ServeConfig,
         *,
         model_name: str,
         source: ModelSource | None = None,
+        locate: Locate | None = None,
     ) -> None:
+        """client: the engines, not started; locate: finds the models of reloads, by default in folders."""
         keys = key_ring(config)
         _check_tls(config)
-        metrics = Metrics()
-        served = serve_model(model, codec, config, metrics, source)
+        metrics = Metrics(model_name)
+        served = serve_model(client, codec, config, metrics, source)
         self.service = Service(config, model_name, served, metrics, keys)
+        self._reloader = Reloader(self.service, locate or same_place(source), self._load)
         self._socket = _bind(config)
         host, port = self._socket.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         self.url = f"{'https' if config.tls_certificate else 'http'}://{shown}:{port}"
+        self._reloading: asyncio.Task[None] | None = None
         self._ready = threading.Event()
         self._drain = asyncio.Event()
         self._loop = asyncio.new_event_loop()
@@ -76,6 +83,15 @@ class ServerThread:
         """
         self.stop_soon()
         self._thread.join()
+
+    def reload_soon(self) -> None:
+        """Start a reload of the place where the model came from; its outcome is logged. Safe from any thread."""
+
+        def begin() -> None:
+            self._reloading = self._loop.create_task(self._reloader.reload_and_log())
+
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(begin)
 
     def stop_soon(self, *, at_once: bool = False) -> None:
         """Start draining without waiting; `at_once` aborts running answers."""
@@ -100,11 +116,16 @@ class ServerThread:
         finally:
             self._ready.set()
 
+    def _load(self, source: ModelSource) -> ServedModel:
+        client, codec = load_engines(source, self.service.config)
+        return serve_model(client, codec, self.service.config, self.service.metrics, source)
+
     async def _serve(self) -> None:
-        worker, config = self.service.worker, self.service.config
-        worker.start()
+        config = self.service.config
+        self.service.worker.start()
+        self.service.metrics.show_version(self.service.model.fingerprint)
         settings = uvicorn.Config(
-            build_app(self.service),
+            build_app(self.service, self._reloader),
             log_config=None,
             access_log=False,
             server_header=False,
@@ -125,15 +146,19 @@ class ServerThread:
         watching = asyncio.create_task(self._connections.watch())
         draining = asyncio.create_task(self._drain.wait())
         await asyncio.wait({serving, draining}, return_when=asyncio.FIRST_COMPLETED)
-        if not await worker.wait_idle(config.drain_timeout_s):
+        if not await self._wait_idle(config.drain_timeout_s):
             log.warning("running answers were cut off after %gs", config.drain_timeout_s)
             self._cut_off()
-            await worker.wait_idle(_CLOSE_TIMEOUT_S)
+            await self._wait_idle(_CLOSE_TIMEOUT_S)
         server.should_exit = True
         await serving
         draining.cancel()
         watching.cancel()
-        await worker.stop()
+        await self._reloader.close()
+        await self.service.worker.stop()
+
+    async def _wait_idle(self, timeout_s: float) -> bool:
+        return all(await asyncio.gather(*(worker.wait_idle(timeout_s) for worker in self.service.workers)))
 
     def _begin_drain(self) -> None:
         self.service.is_draining = True
@@ -141,42 +166,54 @@ class ServerThread:
 
     def _cut_off(self) -> None:
         self._begin_drain()
-        self.service.worker.abort_all(shutting_down("The server is shutting down.", RETRY_AFTER_S))
+        for worker in self.service.workers:
+            worker.abort_all(shutting_down("The server is shutting down.", RETRY_AFTER_S))
 
 
 def run_server(
-    source: ModelSource, config: ServeConfig, *, model_name: str, announce: Callable[[str], None] = print
+    source: ModelSource,
+    config: ServeConfig,
+    *,
+    model_name: str,
+    announce: Callable[[str], None] = print,
+    locate: Locate | None = None,
 ) -> int:
     """Serve the model in `source.folder` until SIGTERM or Ctrl-C; then drain and return the signal's number (0 when the
-    server ended by itself). A second signal aborts running answers.
+    server ended by itself). A second signal aborts running answers. SIGHUP reloads the model. locate: finds the models
+    of reloads, by default in folders.
 
     Call from the main thread. `announce` receives one line with the address once the server is ready, and one that
     names the model's origin. Raises `ConfigError` if the port is taken, `ModelError` if the folder cannot be loaded.
     """
-    model, codec = load_folder(source.folder, config.int8)
-    gc.collect()
-    gc.freeze()  # collections while requests are parsed hold up the engine, and what is loaded now stays anyway
-    server = ServerThread(model, codec, config, model_name=model_name, source=source)
-    with _signals(server) as received:
-        server.start()
-        log.info("serving %s", source.describe())
-        announce(f"Serving {model_name} at {server.url} (chat page: {server.url}/, API: {server.url}/v1)")
-        announce(f"Model: {source.describe()}")
-        while not server.join(0.5):
-            pass
-    return received[0] if received else 0
+    with log_to_stderr(config.log_format):
+        server = ServerThread(
+            *load_engines(source, config), config, model_name=model_name, source=source, locate=locate
+        )
+        gc.collect()
+        gc.freeze()  # collections while requests are parsed hold up the engine, and most of this stays anyway
+        with _signals(server) as received:
+            server.start()
+            announce(f"Serving {model_name} at {server.url} (chat page: {server.url}/, API: {server.url}/v1)")
+            announce(f"Model: {source.describe()}")
+            while not server.join(0.5):
+                pass
+        return received[0] if received else 0
 
 
 @contextlib.contextmanager
 def _signals(server: ServerThread) -> Iterator[list[int]]:
-    """SIGTERM and SIGINT drain; the second one aborts. Yields those received."""
+    """SIGTERM and SIGINT drain; the second one aborts. Yields those received. SIGHUP reloads the model."""
     received: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
         received.append(number)
         server.stop_soon(at_once=len(received) > 1)
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    def reload(number: int, frame: FrameType | None) -> None:
+        server.reload_soon()
+
+    handlers = {signal.SIGTERM: stop, signal.SIGINT: stop, signal.SIGHUP: reload}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield received
     finally:

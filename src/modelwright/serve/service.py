@@ -1,6 +1,9 @@
 """State shared by the routes, and what every request must pass: key, capacity, model."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Literal
 
 from starlette.requests import Request
 
@@ -14,9 +17,17 @@ from modelwright.serve.tokenizer import Codec
 from modelwright.serve.worker import RETRY_AFTER_S, EngineWorker
 
 
+@dataclass(frozen=True)
+class ServiceState:
+    """Whether the server takes requests, and why it does not."""
+
+    name: Literal["ready", "starting", "draining", "broken"]
+    reason: str = ""
+
+
 @dataclass
 class Service:
-    """A server's state. `model`: the version that new requests get."""
+    """A server's state. `model`: the version that new requests get; `retiring`: versions that still finish answers."""
 
     config: ServeConfig
     model_name: str
@@ -24,6 +35,21 @@ class Service:
     metrics: Metrics
     keys: KeyRing = field(repr=False)
     is_draining: bool = False
+    retiring: list[ServedModel] = field(default_factory=list)
+
+    @contextmanager
+    def lease(self) -> Iterator["Lease"]:
+        """The version that new requests get. It stays in service until the request has been read and its answers are
+        open, so that a reload meanwhile does not mix two versions in it.
+        """
+        model = self.model
+        with model.worker.held():
+            yield Lease(self, model)
+
+    @property
+    def workers(self) -> list[EngineWorker]:
+        """Those of all versions that have answers to finish."""
+        return [model.worker for model in (self.model, *self.retiring)]
 
     @property
     def worker(self) -> EngineWorker:
@@ -38,13 +64,29 @@ class Service:
         return self.model.limits
 
     @property
+    def state(self) -> ServiceState:
+        """A broken server stays broken until it is started again; one that drains ends soon."""
+        if self.worker.failed:
+            return ServiceState("broken", self.worker.client.unavailable)
+        if self.is_draining:
+            return ServiceState("draining", "The server is shutting down; try another one or try again later.")
+        if self.worker.client.unavailable:
+            return ServiceState("starting", self.worker.client.unavailable)
+        return ServiceState("ready")
+
+    @property
     def names(self) -> tuple[str, ...]:
         """What clients may call the model."""
         return (self.model_name, *self.config.model_aliases)
 
+    @property
+    def num_open(self) -> int:
+        """Answers that are running or waiting."""
+        return sum(worker.num_open for worker in self.workers)
+
     def require_open(self) -> None:
         if self.is_draining:
-            raise shutting_down("The server is shutting down; try another one or try again later.", RETRY_AFTER_S)
+            raise shutting_down(self.state.reason, RETRY_AFTER_S)
 
     def require_model(self, name: str | None) -> None:
         """Raises `ApiError` 404 for a name that the model does not have; None is any model."""
@@ -61,6 +103,29 @@ class Service:
         caller.require_scope(scope)
         caller.count_request()
         return caller
+
+
+@dataclass(frozen=True)
+class Lease:
+    """A request's hold on one version of the model."""
+
+    service: Service
+    model: ServedModel
+
+    @property
+    def config(self) -> ServeConfig:
+        return self.service.config
+
+    def require_open(self) -> None:
+        self.service.require_open()
+
+    def require_model(self, name: str | None) -> None:
+        self.service.require_model(name)
+
+
+def version_header(model: ServedModel) -> dict[str, str]:
+    """The header of an answer that says which weights made it."""
+    return {"X-Model-Version": model.fingerprint}
 
 
 def service_of(request: Request) -> Service:

@@ -12,6 +12,7 @@ from starlette.types import Message
 from modelwright.serve.detokenizer import Delta
 from modelwright.serve.errors import ApiError
 from modelwright.serve.generation import Generation
+from modelwright.serve.service import version_header
 from modelwright.serve.worker import Stream
 
 
@@ -29,12 +30,13 @@ class AnswerForm(Protocol):
 
 async def respond(request: Request, generation: Generation, form: AnswerForm) -> Response:
     """The answer in one piece, or as a stream of events if the client asked for one."""
+    version = version_header(generation.model)
     if generation.request.stream:
         events = _events(generation, form)
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        headers = version | {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         return StreamingResponse(events, media_type="text/event-stream", headers=headers)
     await unless_disconnected(request, generation.complete(), generation.stream)
-    return JSONResponse(form.full(generation))
+    return JSONResponse(form.full(generation), headers=version)
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, None], stream: Stream) -> None:

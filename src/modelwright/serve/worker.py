@@ -1,93 +1,25 @@
-"""The thread that owns the engine, and the streams by which it reports to the event loop.
+"""Answers in progress: the streams by which engines report to the event loop, and how many of them may be open.
 
-The event loop never waits for the engine: it puts commands on a queue and receives tokens by `call_soon_threadsafe`,
-one call per engine step.
+The event loop never waits for an engine; see `engine_client`.
 """
 
 import asyncio
 import itertools
-import logging
-import queue
-import threading
-from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
-from modelwright.infer.engine import Engine, EngineStats, StepOutput
-from modelwright.infer.sequence import SamplingParams, TokenConstraint
-from modelwright.serve.errors import ApiError, limit_reached
+from modelwright.infer.engine import EngineStats, StepOutput
+from modelwright.serve.engine_client import EngineClient, EngineEnd, MoveOutcome
+from modelwright.serve.errors import ApiError, limit_reached, shutting_down
+from modelwright.serve.jobs import Job
 from modelwright.serve.keys import Caller, Reservation
 from modelwright.serve.metrics import Metrics, RequestTimer
-
-log = logging.getLogger("modelwright.serve")
 
 RETRY_AFTER_S = 2
 """For a server that is shutting down or has no connection left: another one may answer."""
 
 TYPICAL_SHARE = 0.1
 """Weight of the newest answer in the running average of how long answers take."""
-
-
-class Job(Protocol):
-    """One answer to compute."""
-
-    @property
-    def prompt_ids(self) -> Sequence[int]: ...
-
-    @property
-    def max_total_tokens(self) -> int:
-        """Tokens of prompt and answer at most."""
-        ...
-
-    def submit(self, engine: Engine, request_id: str) -> None:
-        """Queue it in the engine. Raises `ConfigError` for what the engine rejects."""
-        ...
-
-
-@dataclass(frozen=True)
-class GenerationJob:
-    """New tokens after a prompt."""
-
-    prompt_ids: Sequence[int]
-    params: SamplingParams
-    constraint: TokenConstraint | None = None
-
-    @property
-    def max_total_tokens(self) -> int:
-        return len(self.prompt_ids) + self.params.max_tokens
-
-    def submit(self, engine: Engine, request_id: str) -> None:
-        engine.add(request_id, self.prompt_ids, self.params, self.constraint)
-
-
-@dataclass(frozen=True)
-class EmbeddingJob:
-    """The embedding of a text."""
-
-    prompt_ids: Sequence[int]
-
-    @property
-    def max_total_tokens(self) -> int:
-        return len(self.prompt_ids)
-
-    def submit(self, engine: Engine, request_id: str) -> None:
-        engine.embed(request_id, self.prompt_ids)
-
-
-@dataclass(frozen=True)
-class _Add:
-    request_id: str
-    job: Job
-
-
-@dataclass(frozen=True)
-class _Abort:
-    request_id: str
-
-
-@dataclass(frozen=True)
-class _Stop:
-    pass
 
 
 class Stream:
@@ -145,44 +77,54 @@ class Stream:
 
 
 class EngineWorker:
-    """Runs an engine in its own thread. All public methods belong to the event loop."""
+    """The answers that the engines behind `client` compute for one version of the model. All methods belong to the
+    event loop.
+    """
 
-    def __init__(self, engine: Engine, metrics: Metrics, *, max_queue: int, max_tokens: int) -> None:
-        self.engine = engine
+    def __init__(self, client: EngineClient, metrics: Metrics, *, max_queue: int, max_tokens: int) -> None:
+        self.client = client
         self.metrics = metrics
         self.failed = False
         self.typical_answer_s = 1.0
-        self._capacity = engine.config.max_num_seqs + max_queue
+        self.num_held = 0
+        self._capacity = client.info.max_num_seqs + max_queue
         self._max_tokens = max_tokens
         self._num_tokens = 0
-        self._commands: queue.SimpleQueue[_Add | _Abort | _Stop] = queue.SimpleQueue()
         self._streams: dict[str, tuple[Stream, int]] = {}
         self._jobs: dict[str, Job] = {}
         self._numbers = itertools.count()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self.metrics.observe(engine.stats())
 
     def start(self) -> None:
         """Call inside the running event loop."""
-        self._loop = asyncio.get_running_loop()
-        self._thread.start()
+        self.client.start(self)
 
     @property
     def num_open(self) -> int:
         """Answers that are running or waiting."""
         return len(self._streams)
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep the engines while a request that has no answer open yet is read."""
+        self.num_held += 1
+        try:
+            yield
+        finally:
+            self.num_held -= 1
+
     def require_room(self, count: int, num_tokens: int = 0) -> None:
-        """Raises `ApiError` 429 if `count` more answers with so many tokens do not fit in the queue, 503 if the engine
-        has failed. One request fits in an empty queue, whatever its tokens.
+        """Raises `ApiError` 429 if `count` more answers with so many tokens do not fit in the queue, 503 if there is no
+        engine. One request fits in an empty queue, whatever its tokens.
         """
         if self.failed:
-            raise ApiError(503, "The engine has failed; restart the server and see its log.", code="engine_failed")
+            raise ApiError(503, self.client.unavailable, code="engine_failed")
+        if self.client.unavailable:
+            raise shutting_down(self.client.unavailable, RETRY_AFTER_S)
         excess = self.num_open + count - self._capacity
         if excess > 0:
-            raise limit_reached("The queue is full.", self.typical_answer_s * excess / self.engine.config.max_num_seqs)
+            raise limit_reached("The queue is full.", self.typical_answer_s * excess / self.client.info.max_num_seqs)
         if self.num_open and self._num_tokens + num_tokens > self._max_tokens:
             raise limit_reached("The queue holds as many tokens as it may.", self.typical_answer_s)
 
@@ -197,18 +139,17 @@ class EngineWorker:
         self._idle.clear()
         self._jobs |= named
         self._num_tokens += num_tokens
-        for index, (request_id, job) in enumerate(named.items()):
-            self._streams[request_id] = (stream, index)
-            self._commands.put(_Add(request_id, job))
+        self._streams |= {request_id: (stream, index) for index, request_id in enumerate(named)}
+        self.client.add(named)
         return stream
 
     def release(self, request_id: str, answer_s: float) -> None:
-        """Forget an answer; it is aborted if the engine is still working on it. answer_s: how long it took."""
+        """Forget an answer; it is aborted if an engine is still working on it. answer_s: how long it took."""
         if self._streams.pop(request_id, None) is None:
             return
         self._num_tokens -= self._jobs.pop(request_id).max_total_tokens
         self.typical_answer_s += TYPICAL_SHARE * (answer_s - self.typical_answer_s)
-        self._commands.put(_Abort(request_id))
+        self.client.abort(request_id)
         if not self._streams:
             self._idle.set()
 
@@ -226,54 +167,28 @@ class EngineWorker:
             stream.put_error(error)
 
     async def stop(self) -> None:
-        """End the thread after its current step."""
-        self._commands.put(_Stop())
-        await asyncio.to_thread(self._thread.join)
+        """Stop the engines after their current step."""
+        await self.client.stop()
 
-    def _run(self) -> None:
-        try:
-            while self._obey():
-                outputs = self.engine.step()
-                self._tell(outputs)
-        except Exception:
-            log.exception("the engine has failed")
-            self._loop.call_soon_threadsafe(self._fail)
-
-    def _obey(self) -> bool:
-        """Execute all commands; waits for one if there is nothing to compute. False: stop."""
-        while True:
-            try:
-                command = self._commands.get(block=not self.engine.has_work)
-            except queue.Empty:
-                return True
-            if isinstance(command, _Stop):
-                return False
-            if isinstance(command, _Add):
-                self._add(command)
-            elif self.engine.abort(command.request_id) and not self.engine.has_work:
-                self._tell([])
-
-    def _add(self, command: _Add) -> None:
-        try:
-            command.job.submit(self.engine, command.request_id)
-        except ValueError as error:
-            refusal = ApiError(400, str(error), code="invalid_value")
-            self._loop.call_soon_threadsafe(self._refuse, command.request_id, refusal)
-
-    def _tell(self, outputs: list[StepOutput]) -> None:
-        self._loop.call_soon_threadsafe(self._deliver, outputs, self.engine.stats())
-
-    def _deliver(self, outputs: list[StepOutput], stats: EngineStats) -> None:
-        self.metrics.observe(stats)
+    def deliver(self, engine_name: str, outputs: Sequence[StepOutput], stats: EngineStats) -> None:
+        self.metrics.observe(engine_name, stats)
         for output in outputs:
             if output.request_id in self._streams:
                 stream, index = self._streams[output.request_id]
                 stream.put_token(index, output)
 
-    def _refuse(self, request_id: str, error: ApiError) -> None:
+    def engine_lost(self, engine_name: str, reason: EngineEnd) -> None:
+        self.metrics.forget(engine_name)
+        if reason != "stopped":
+            self.metrics.engine_failures.labels(reason).inc()
+
+    def answer_moved(self, outcome: MoveOutcome) -> None:
+        self.metrics.moved_answers.labels(outcome).inc()
+
+    def refuse(self, request_id: str, error: ApiError) -> None:
         if request_id in self._streams:
             self._streams[request_id][0].put_error(error)
 
-    def _fail(self) -> None:
+    def fail(self) -> None:
         self.failed = True
         self.abort_all(ApiError(500, "The engine has failed; see the server's log.", code="engine_failed"))

@@ -1,8 +1,9 @@
-"""The rows of an objective's batches, step by step."""
+"""The rows of an objective's batches, step by step, with what it measures of them before the step."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from modelwright.train.forward_sums import LaidOutForward
 from modelwright.train.objective import Batch, Objective
 from modelwright.train.runtime import Runtime
 
@@ -23,4 +24,7 @@ class BatchStream:
             data = self.run.mesh.data
             self.batches = self.objective.batches(self.run.model, first=step, rank=data.rank, world_size=data.size)
         self.next_step = step + 1
-        return next(self.batches)
+        batch, run = next(self.batches), self.run
+        num_parts = run.runner.num_microbatches(batch.num_groups)
+        forward_sums = LaidOutForward(run.executor, run.mesh, num_parts=num_parts, evaluating=run.formats.evaluating)
+        return self.objective.measure(batch, run.model, forward_sums)

@@ -29,6 +29,7 @@ from modelwright.train.config import check_layout, without_effect
 from modelwright.train.job import Session, StepParts, TrainJob
 from modelwright.train.monitors.anomalies import AnomalyLog
 from modelwright.train.monitors.anomaly_monitor import anomaly_monitor
+from modelwright.train.monitors.energy import energy_monitor
 from modelwright.train.monitors.recovery_time import recovery_time
 from modelwright.train.monitors.replica_check import replica_check
 from modelwright.train.monitors.stragglers import straggler_monitor
@@ -50,6 +51,7 @@ from modelwright.train.techniques.gradient_clipping import gradient_clipping
 from modelwright.train.techniques.learning_rate import learning_rate
 from modelwright.train.techniques.loss_scaling import loss_scaling
 from modelwright.train.techniques.loss_spikes import loss_spikes
+from modelwright.train.techniques.neftune import neftune
 from modelwright.train.techniques.out_of_memory import out_of_memory
 from modelwright.train.techniques.pipeline_rebalancing import pipeline_rebalancing
 from modelwright.train.techniques.sparse_updates import layer_sparsity
@@ -57,6 +59,7 @@ from modelwright.train.techniques.token_balance import token_balance
 from modelwright.train.techniques.weight_decay import dynamic_weight_decay
 from modelwright.train.throughput import Throughput
 from modelwright.train.trainer import Trainer
+from modelwright.train.whole_model import ModelLayout
 
 ALONE, SILENT = single(), SilentProgress()
 """One process on the CPU, without a display."""
@@ -83,6 +86,7 @@ def technique_builders(job: TrainJob) -> list[TechniqueBuilder]:
         skip_empty_batches,  # on_gradients
         partial(learning_rate, config.schedule, peak=config.peak_learning_rate),  # on_batch
         partial(loss_spikes, config.loss_spikes, checkpoint_every=every),  # on_batch: lower rate; on_gradients: skip
+        partial(neftune, config.neftune_noise_alpha),  # on_batch: which noise the forward passes of this step add
         partial(adaptive_precision, config.precision.adaptive, objective=job.objective),  # on_batch: observe
         partial(gradient_clipping, clip_norm, config.adaptive_clip),  # on_gradients
         partial(dynamic_weight_decay, config.weight_decay_schedule),  # on_gradients
@@ -95,6 +99,7 @@ def technique_builders(job: TrainJob) -> list[TechniqueBuilder]:
         # Monitors come last: they see what all others made of a step.
         anomaly_monitor,
         recovery_time,
+        partial(energy_monitor, config.energy),
         partial(replica_check, every=faults.replica_check_every_steps),
         partial(straggler_monitor, faults.stragglers),
     ]
@@ -203,6 +208,8 @@ def build_step(job: TrainJob, global_mesh: Mesh, session: Session, on_exit: Exit
     scales = build_loss_scales(job, mesh)
     executor, replica = build_replica(job, mesh, scales, session.store)
     on_exit.callback(remove_passes, job.model)
+    own_modules = job.objective.own_modules
+    job.objective.begin(ModelLayout(mesh=mesh, precision=config.precision, own_modules=own_modules))
     run = Runtime(
         replica=replica,
         executor=executor,

@@ -43,6 +43,7 @@ from modelwright.parallel.strategies.config import AsyncUpdatesConfig, GradientS
 from modelwright.precision.policy import PrecisionConfig
 from modelwright.train.monitors.anomalies import AnomalyConfig
 from modelwright.train.monitors.config import FaultToleranceConfig
+from modelwright.train.monitors.energy import EnergyConfig
 from modelwright.train.technique import Technique
 from modelwright.train.techniques.loss_spikes import LossSpikeConfig
 
@@ -76,6 +77,7 @@ _WITHOUT_EFFECT_ON_WEIGHTS = (
     "keep_last",
     "log_every_steps",
     "anomalies",
+    "energy",
     "fault_tolerance",
 )
 
@@ -110,11 +112,14 @@ class SharedTrainConfig:
     async_updates: AsyncUpdatesConfig = field(default_factory=AsyncUpdatesConfig)
     load_balance: LoadBalanceConfig = field(default_factory=LoadBalanceConfig)
     loss_spikes: LossSpikeConfig = field(default_factory=LossSpikeConfig)
+    neftune_noise_alpha: float = 0.0
+    """Strength of the noise on the embeddings of training batches (NEFTune, Jain et al. 2023); the paper takes 5 to 15,
+    and 0 adds none."""
     max_skipped_steps: int = constant(20)
     """Updates in a row that may be skipped for values that are not finite before the run fails."""
     fault_tolerance: FaultToleranceConfig = field(default_factory=FaultToleranceConfig)
     anomalies: AnomalyConfig = field(default_factory=AnomalyConfig)
-    log_every_steps: int = 1
+    log_every_steps: int = constant(1)
     """Steps between lines of `metrics.jsonl`."""
     checkpoint_every_steps: int = 0
     """Steps between checkpoints; 0 for none by steps."""
@@ -129,7 +134,7 @@ class SharedTrainConfig:
         for name in ("lr_reference_batch_tokens", "keep_last", "log_every_steps", "max_skipped_steps"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: must be at least 1, got {getattr(self, name)}")
-        for name in ("checkpoint_every_steps", "checkpoint_every_minutes"):
+        for name in ("checkpoint_every_steps", "checkpoint_every_minutes", "neftune_noise_alpha"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}: must not be negative, got {getattr(self, name)}; 0 disables it")
 
@@ -152,7 +157,8 @@ class TrainConfig(SharedTrainConfig):
     """Microbatches of one update. They change memory, not results; a pipeline runs them through its stages."""
     optimizer: OptimizerKind = "adamw"
     """`adamw` (Loshchilov and Hutter 2019), fused; `adamw_8bit` and `adamw_bf16_states`: with smaller states; `lion`
-    (Chen et al. 2023); `muon` (Jordan et al. 2024) for the blocks' matrices and AdamW for the rest."""
+    (Chen et al. 2023); `muon` (Jordan et al. 2024) for the blocks' matrices and AdamW for the rest; `sgd`: plain, for
+    federated averaging."""
     learning_rate: float = 1e-3
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -168,6 +174,7 @@ class TrainConfig(SharedTrainConfig):
     """Steps between validations; 0 only at the end."""
     batching: BatchingConfig = field(default_factory=BatchingConfig)
     lora: AdapterConfig = field(default_factory=AdapterConfig)
+    energy: EnergyConfig = field(default_factory=EnergyConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -300,6 +307,8 @@ class TrainConfig(SharedTrainConfig):
         }
         if not (self.optimizer_in_backward and self.max_grad_norm):
             del result["optimizer_in_backward"]  # the same weights, to the last bit
+        if not self.neftune_noise_alpha:
+            del result["neftune_noise_alpha"]  # as before there was such a setting
         if self.batching == BatchingConfig():
             del result["batching"]  # as before there were any of its settings
         if self.lora == AdapterConfig():

@@ -14,19 +14,22 @@ from torch import Tensor
 from modelwright.data.loader import PackedRows
 from modelwright.model.decoder import Decoder
 from modelwright.parallel.mesh import Mesh
+from modelwright.train.forward_sums import LaidOutForward
 from modelwright.train.objective import Batch, Objective, TermSums
 from modelwright.train.runner import Executor
 
 
 class HeldoutBatches(Sequence[Batch]):
-    """Every held-out row once, `batch_rows` at a time, in the order on disk; the last batch may have fewer."""
+    """Every held-out row once, `batch_rows` rows or groups at a time, in the order on disk; the last batch may have
+    fewer.
+    """
 
     def __init__(self, rows: PackedRows, *, batch_rows: int) -> None:
         self.rows = rows
         self.batch_rows = batch_rows
 
     def __len__(self) -> int:
-        return -(-self.rows.num_rows // self.batch_rows)
+        return -(-self.rows.num_groups // self.batch_rows)
 
     @overload
     def __getitem__(self, index: int) -> Batch: ...
@@ -40,7 +43,7 @@ class HeldoutBatches(Sequence[Batch]):
         if not 0 <= index < len(self):
             raise IndexError(index)
         first = index * self.batch_rows
-        return self.rows.gather(np.arange(first, min(first + self.batch_rows, self.rows.num_rows)))
+        return self.rows.gather(np.arange(first, min(first + self.batch_rows, self.rows.num_groups)))
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,7 @@ def evaluate_heldout(
         alive()
         counts = first + copies.rank < len(batches)  # all copies take part in every round: layers may be gathered
         batch = objective.prepare(batches[first + copies.rank if counts else first].to(mesh.world.device), model)
+        batch = objective.measure(batch, model, LaidOutForward(executor, mesh, own_replica=True))
         totals.begin(batch, counts=counts)
         executor.evaluate([batch], totals.add)
     model.train()

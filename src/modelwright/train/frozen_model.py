@@ -12,6 +12,7 @@ from torch import Tensor
 from modelwright.model.decoder import Decoder
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
 from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.deferred import is_deferred
 from modelwright.parallel.mesh import World, build_mesh, single
 from modelwright.precision.policy import PrecisionConfig
 from modelwright.train.objective import Batch
@@ -23,15 +24,19 @@ class FrozenModel:
 
     Its layout is independent of that of the model in training. sharded: its weights are sharded over all ranks of
     `world` (as in ZeRO-3) and each layer is gathered when it is needed; then all ranks call together, each with its own
-    rows, equally many. Otherwise every rank has a whole copy. dtype: of its weights, None to keep theirs. It is not in
-    checkpoints: a resumed run must be given the same model again.
+    rows, equally many. Otherwise every rank has a whole copy. dtype: of its weights, None to keep theirs. Weights that
+    are still on disk (`deferred_model`) are read here, by each rank its own part. It is not in checkpoints: a resumed
+    run must be given the same model again.
     """
 
     def __init__(
         self, model: Decoder, world: World, *, sharded: bool = False, dtype: torch.dtype | None = None
     ) -> None:
         parallel = ParallelConfig(zero_stage=3 if sharded else 0)
-        model = copy.deepcopy(model).to(world.device, dtype).requires_grad_(False).eval()
+        model = copy.deepcopy(model)
+        if not is_deferred(model):
+            model.to(world.device)
+        model.to(dtype).requires_grad_(False).eval()
         self.device = world.device
         self.executor = parallelize(
             model,
@@ -44,11 +49,11 @@ class FrozenModel:
 
     def hidden(self, batch: Batch, *, num_parts: int = 1) -> Tensor:
         """Hidden states [B, T, D] after the last norm. num_parts: number of chunks in which the rows are processed."""
-        return self._outputs(batch, num_parts, lambda hidden_BTD, part: hidden_BTD)
+        return self.outputs(batch, num_parts, lambda hidden_BTD, part: hidden_BTD)
 
     def logits(self, batch: Batch, *, num_parts: int = 1) -> Tensor:
         """Logits of every token, [B, T, V]."""
-        return self._outputs(batch, num_parts, lambda hidden_BTD, part: self.executor.model.logits(hidden_BTD))
+        return self.outputs(batch, num_parts, lambda hidden_BTD, part: self.executor.model.logits(hidden_BTD))
 
     def log_probs(self, batch: Batch, *, num_parts: int = 1, chunk_tokens: int = CHUNK_TOKENS) -> Tensor:
         """log p(label) of every token, [B, T] in FP32 at least; 0 where the label is ignored. Logits exist for at most
@@ -58,10 +63,17 @@ class FrozenModel:
         def log_probs(hidden_BTD: Tensor, part: Batch) -> Tensor:
             return self.executor.model.token_log_probs(hidden_BTD, part.labels_BT, chunk_tokens=chunk_tokens)
 
-        return self._outputs(batch, num_parts, log_probs)
+        return self.outputs(batch, num_parts, log_probs)
+
+    def head_output(self, name: str, batch: Batch, *, num_parts: int = 1) -> Tensor:
+        """What one of the model's `heads` makes of every token, [B, T, ...]."""
+        return self.outputs(
+            batch, num_parts, lambda hidden_BTD, part: self.executor.model.head_output(name, hidden_BTD)
+        )
 
     @torch.no_grad()
-    def _outputs(self, batch: Batch, num_parts: int, output_of: Callable[[Tensor, Batch], Tensor]) -> Tensor:
+    def outputs(self, batch: Batch, num_parts: int, output_of: Callable[[Tensor, Batch], Tensor]) -> Tensor:
+        """What a function makes of the hidden states of each chunk of rows, [rows, ...], for all rows of the batch."""
         result: list[Tensor] = []
 
         def keep(hidden_BTD: Tensor, part: Batch) -> Tensor:

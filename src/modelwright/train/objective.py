@@ -4,7 +4,7 @@ An objective returns sums and the weights that normalize them; the training step
 that any number of microbatches and ranks gives the gradient of the whole batch.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
@@ -15,6 +15,7 @@ from modelwright.data.batch import TokenBatch
 from modelwright.model.attention import packed_attend
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
+from modelwright.train.whole_model import ModelLayout
 
 Batch = TokenBatch
 """What the loop splits, moves and runs the model on: rows, named extra tensors, and groups that nothing cuts."""
@@ -22,6 +23,16 @@ Batch = TokenBatch
 
 Metric = tuple[Tensor, Tensor]
 """A sum and the count that it is divided by, scalars without gradient on the device of the batch."""
+
+
+class ForwardSums(Protocol):
+    """Evaluates rows with the model in training, in whatever layout it is."""
+
+    def __call__(self, rows: Batch, sums_of: Callable[[Tensor, Batch], Tensor], *, size: int) -> Tensor:
+        """The sum over all rows of what `sums_of` returns, [size] in FP64, for the hidden states [B, T, D] of some of
+        them; on all ranks. In training the rows are those of all replicas.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -74,7 +85,7 @@ class Objective(Protocol):
     needs: ClassVar[frozenset[str]] = frozenset()
     """Properties of a run that it relies on (`core/compatibility.py`), such as whole rows on every rank."""
 
-    metric_names: ClassVar[Sequence[str]] = ()
+    metric_names: Sequence[str] = ()
     """Names of the figures that `losses` returns beside the terms, the same in every batch: ranks that do not compute
     the loss have to know them too."""
 
@@ -86,6 +97,11 @@ class Objective(Protocol):
         default generator, which is seeded. They may have parameters but no buffers.
         """
         return {}
+
+    def begin(self, layout: ModelLayout) -> None:
+        """Called on all ranks whenever the model has been laid out, before the first batch. An objective that rolls out
+        keeps the layout: `layout.whole_model(model)` is what it generates with. Must not communicate.
+        """
 
     def batches(self, model: Decoder, *, first: int, rank: int, world_size: int) -> Iterator[Batch]:
         """This rank's rows of the global batches `first`, `first + 1`, ..., without end.
@@ -99,6 +115,12 @@ class Objective(Protocol):
     def prepare(self, batch: Batch, model: Decoder) -> Batch:
         """Held-out rows with the extras that `losses` reads, such as a reference model's log-probabilities. `batches`
         yields rows that have them. Called on all ranks together, without gradients.
+        """
+        return batch
+
+    def measure(self, batch: Batch, model: Decoder, forward_sums: ForwardSums) -> Batch:
+        """The batch with extras that need the model in training, as it is before the step, over all of the batch: a KL
+        divergence, for example. Called on all ranks together, without gradients, after `batches` or `prepare`.
         """
         return batch
 

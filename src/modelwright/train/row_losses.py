@@ -1,4 +1,6 @@
-"""The loss of a given model on each packed row: measured once, kept in a file, for a curriculum by loss."""
+"""The loss of a given model on each packed row, or group of rows: measured once, kept in a file, for a curriculum by
+loss.
+"""
 
 from pathlib import Path
 
@@ -18,7 +20,8 @@ ROWS_AT_ONCE = 8
 
 
 def stored_row_losses(rows: PackedRows, model_folder: Path, folder: Path, world: World) -> np.ndarray:
-    """The mean loss of the labels of each row in nats, [rows] float32, under the model of a Hugging Face folder.
+    """The mean loss of the labels of each group of rows in nats, [groups] float32, under the model of a Hugging Face
+    folder.
 
     The first rank measures them, unless a file in `folder`, which all ranks see, has them already. All ranks call it.
     Raises `ConfigError` if the model has another vocabulary, `ModelError` if it cannot be read.
@@ -46,15 +49,16 @@ def stored_row_losses(rows: PackedRows, model_folder: Path, folder: Path, world:
 
 @torch.no_grad()
 def row_losses(model: Decoder, rows: PackedRows, device: torch.device) -> np.ndarray:
-    """The mean loss of the labels of each row, [rows] float32; 0 for a row without labels."""
+    """The mean loss of the labels of each group, [groups] float32; 0 for one without labels."""
     model.eval()
-    losses = np.empty(rows.num_rows, dtype=np.float32)
-    order, lengths = np.argsort(rows.row_lengths(), kind="stable"), rows.row_lengths()
-    for first in range(0, rows.num_rows, ROWS_AT_ONCE):
+    losses = np.empty(rows.num_groups, dtype=np.float32)
+    order, lengths = np.argsort(rows.group_lengths(), kind="stable"), rows.group_lengths()
+    for first in range(0, rows.num_groups, ROWS_AT_ONCE):
         chosen = order[first : first + ROWS_AT_ONCE]
         batch = rows.gather(chosen, int(lengths[chosen].max())).to(device)
         hidden_BTD = forward(model, batch)
         log_probs_BT = model.token_log_probs(hidden_BTD, batch.labels_BT)
-        counts_B = (batch.labels_BT != IGNORED).sum(dim=1).clamp(min=1)
-        losses[chosen] = (-log_probs_BT.sum(dim=1) / counts_B).cpu().numpy()
+        sums_G = log_probs_BT.reshape(len(chosen), -1).sum(dim=1)
+        counts_G = (batch.labels_BT != IGNORED).reshape(len(chosen), -1).sum(dim=1)
+        losses[chosen] = (-sums_G / counts_G.clamp(min=1)).cpu().numpy()
     return losses

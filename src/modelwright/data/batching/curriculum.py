@@ -52,6 +52,10 @@ class RowOrder:
             drawn[of_epoch] = self._epoch_order(int(epoch))[numbers[of_epoch] % num_rows]
         return self.rows[drawn]
 
+    def epochs(self, numbers: np.ndarray, competence: float) -> np.ndarray:
+        """How often the row of each draw [K] int64 was drawn before; with replacement, the number of the draw."""
+        return numbers if competence < 1.0 else numbers // len(self.rows)
+
     def _shuffle(self, epoch: int) -> np.ndarray:
         """A permutation from Philox's raw stream, which NumPy keeps stable (its `permutation` it does not)."""
         return permutation(derive_seed(self.seed, "rows", epoch), len(self.rows))

@@ -4,9 +4,11 @@ The global sequence of rows is planned in blocks: one batch of whole rows, or ab
 a token budget, whose rows are sorted by length before they are divided into batches. Competence and shares of sources
 are those of a block's first batch. Every rank plans all blocks alike, from the lengths alone, and reads its share of a
 batch's rows, so any number of ranks gives the same global batches. Batch number n is a function of n and of the
-updates of the mixture; a resumed run plans the blocks before it again.
+updates of the mixture; a resumed run plans the blocks before it again. Where rows were packed in groups, "row" means
+such a group here, and its length is that of its longest row.
 """
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -19,7 +21,7 @@ from modelwright.data.batching.config import BatchingConfig, CurriculumConfig
 from modelwright.data.batching.curriculum import Pacing, RowOrder, permutation
 from modelwright.data.batching.mixture import Mixture, apportion
 from modelwright.data.batching.token_budget import cut, padded_len
-from modelwright.data.loader import PackedLoader, PackedRows
+from modelwright.data.loader import PackedLoader, PackedRows, RowShare
 
 POOL_BATCHES = 50
 """Batches of a block; a quarter of an epoch at most (as the length-grouped sampler of Hugging Face Transformers)."""
@@ -33,6 +35,8 @@ class BatchPlan:
 
     rows: np.ndarray
     """[N] int64."""
+    epochs: np.ndarray
+    """`RowShare.epochs` of the rows, [N] int64."""
     ends: np.ndarray
     """Where each batch ends in `rows`, [num_batches] int64."""
     order: np.ndarray
@@ -42,10 +46,10 @@ class BatchPlan:
     def num_batches(self) -> int:
         return len(self.ends)
 
-    def batch(self, number: int) -> np.ndarray:
-        """The rows of one of the batches, [B] int64."""
+    def batch(self, number: int) -> slice:
+        """Where the rows of one of the batches are."""
         chosen = int(self.order[number])
-        return self.rows[(self.ends[chosen - 1] if chosen else 0) : self.ends[chosen]]
+        return slice(int(self.ends[chosen - 1]) if chosen else 0, int(self.ends[chosen]))
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,7 @@ class PlannedLoader:
         self.num_batches_per_epoch = num_batches_per_epoch
         """About the number of batches after which as many rows were read as there are."""
         self.seed = seed
-        self.lengths = rows.row_lengths()
+        self.lengths = rows.group_lengths()
         self._generation = mixture.generation
         self._begin()
 
@@ -96,25 +100,51 @@ class PlannedLoader:
 
         Raises `ConfigError` if batches without a token budget do not divide into equal shares.
         """
-        chosen = self.global_rows(index)
+        share = self.share(index, rank=rank, world_size=world_size)
+        return self.rows.gather(share.groups, share.num_tokens).padded(1)
+
+    def share(self, index: int, *, rank: int = 0, world_size: int = 1) -> RowShare:
+        """The rows of `batch`; without any there is one of padding."""
+        chosen, epochs = self.global_rows(index), self.global_epochs(index)
         if self.budget:
-            share = chosen[rank::world_size]
-            longest = int(self.lengths[share].max()) if len(share) else 1
-            return self.rows.gather(share, padded_len(longest, self.rows.seq_len)).padded(1)
+            own = slice(rank, None, world_size)
+            longest = int(self.lengths[chosen[own]].max(initial=1))
+            return RowShare(chosen[own], epochs[own], padded_len(longest, self.rows.seq_len))
         if len(chosen) % world_size:
             text = f"batch_rows: {len(chosen)} rows cannot be shared equally by {world_size} ranks"
             raise ConfigError(f"{text}; choose a multiple of {world_size}")
         num_rows = len(chosen) // world_size
-        return self.rows.gather(chosen[rank * num_rows : (rank + 1) * num_rows])
+        own = slice(rank * num_rows, (rank + 1) * num_rows)
+        return RowShare(chosen[own], epochs[own])
+
+    @property
+    def plan_version(self) -> tuple[int, int]:
+        """Changes whenever the plan of batches to come may have changed."""
+        return self.mixture.generation, len(self.mixture.history)
+
+    def fork(self) -> "PlannedLoader":
+        """A loader with the same plan and the same mixture, which can be asked for other batches at the same time."""
+        return copy.copy(self)  # positions and plans of blocks are never changed in place
 
     def global_rows(self, index: int) -> np.ndarray:
         """The rows of global batch `index`, [B] int64. Going back plans again from the beginning."""
+        return self._block_of(index).rows[self._place(index)]
+
+    def global_epochs(self, index: int) -> np.ndarray:
+        """`RowShare.epochs` of the rows of global batch `index`, [B] int64."""
+        return self._block_of(index).epochs[self._place(index)]
+
+    def _place(self, index: int) -> slice:
+        return self._planned().batch(index - self._position.first_batch)
+
+    def _block_of(self, index: int) -> BatchPlan:
+        """Move to the block with global batch `index`."""
         if self._generation != self.mixture.generation or index < self._position.first_batch:
             self._generation = self.mixture.generation
             self._begin()
         while index >= self._position.first_batch + self._num_batches():
             self._advance()
-        return self._planned().batch(index - self._position.first_batch)
+        return self._planned()
 
     def _begin(self) -> None:
         zeros = np.zeros(len(self.orders))
@@ -150,17 +180,18 @@ class PlannedLoader:
         sources = np.repeat(np.arange(len(counts)), counts)
         sources = sources[permutation(derive_seed(self.seed, "sources", position.block), len(sources))]
         competence = self.pacing.competence(position.first_batch)
-        rows = np.empty(len(sources), dtype=np.int64)
+        rows, epochs = np.empty(len(sources), dtype=np.int64), np.empty(len(sources), dtype=np.int64)
         for source in np.flatnonzero(counts):
             numbers = position.num_drawn[source] + np.arange(counts[source])
             rows[sources == source] = self.orders[int(source)].draw(numbers, competence)
+            epochs[sources == source] = self.orders[int(source)].epochs(numbers, competence)
         if not self.budget:
-            return BatchPlan(rows=rows, ends=np.array([len(rows)]), order=np.zeros(1, dtype=np.int64))
+            return BatchPlan(rows=rows, epochs=epochs, ends=np.array([len(rows)]), order=np.zeros(1, dtype=np.int64))
         lengths = self.lengths[rows]
         by_length = np.argsort(-lengths, kind="stable")
         ends = cut(lengths[by_length], self.budget, self.rows.seq_len)
         order = permutation(derive_seed(self.seed, "batches", position.block), len(ends))
-        return BatchPlan(rows=rows[by_length], ends=ends, order=order)
+        return BatchPlan(rows=rows[by_length], epochs=epochs[by_length], ends=ends, order=order)
 
 
 def build_loader(
@@ -182,13 +213,13 @@ def build_loader(
     curriculum = config.curriculum
     if not by_tokens and curriculum.by == "none" and not config.mixture.is_on:
         return PackedLoader(rows, batch_rows=batch_rows, seed=seed)
-    lengths, budget = rows.row_lengths(), batch_rows * rows.seq_len if by_tokens else 0
-    num_batches = -(-rows.num_rows // batch_rows)
+    lengths, budget = rows.group_lengths(), batch_rows * rows.seq_len if by_tokens else 0
+    num_batches = -(-rows.num_groups // batch_rows)
     if by_tokens:
         num_batches = _batches_per_epoch(lengths, budget, rows.seq_len, seed=seed)
     num_steps = num_steps_of(num_batches)
     names = list(rows.sources) if config.mixture.is_on else [""]
-    members = [rows.source_rows(name) for name in names] if config.mixture.is_on else [np.arange(rows.num_rows)]
+    members = [rows.source_groups(name) for name in names] if config.mixture.is_on else [np.arange(rows.num_groups)]
     difficulty = _difficulty(rows, curriculum, row_losses)
     return PlannedLoader(
         rows,
@@ -198,7 +229,7 @@ def build_loader(
         ],
         mixture=Mixture(config.mixture, names, [int(lengths[own].sum()) for own in members], num_steps=num_steps),
         pacing=Pacing(curriculum, num_steps),
-        block_rows=_block_rows(config, rows.num_rows, num_batches, num_steps) if by_tokens else batch_rows,
+        block_rows=_block_rows(config, rows.num_groups, num_batches, num_steps) if by_tokens else batch_rows,
         budget=budget,
         num_batches_per_epoch=num_batches,
         seed=seed,
@@ -229,5 +260,5 @@ def _difficulty(rows: PackedRows, config: CurriculumConfig, row_losses: Callable
     if config.by == "none":
         return None
     if config.by == "length":
-        return rows.row_lengths()
-    return row_losses() if config.model else rows.row_scores()
+        return rows.group_lengths()
+    return row_losses() if config.model else rows.group_scores()

@@ -30,7 +30,7 @@ class Duplicates:
 
     def measure(self, documents: Sequence[Document], columns: Columns) -> Columns:
         """The fingerprints, and `quality` [N]: the best of near-duplicates is kept, any if nothing judged them."""
-        prints = fingerprints(documents)
+        prints = fingerprints(documents, whole_pairs=self.config.pairs_by == "conversation")
         no_features = np.zeros((len(documents), len(FEATURES)), np.float32)
         return {
             "own": prints.own, "keys": prints.keys, "bands": prints.bands, "shingles": prints.shingles,

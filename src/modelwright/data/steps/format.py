@@ -40,7 +40,7 @@ class FormatConfig:
 
     max_control_fraction: float = constant(0.05)
     """A text with a larger fraction of control and replacement characters is dropped as binary data."""
-    repair_encoding: bool = True
+    repair_encoding: bool = constant(True)
     """Repair text that was decoded with the wrong encoding (`cafÃ©` to `café`) with ftfy, except in code."""
     html: Literal["to_text", "keep"] = "to_text"
     """Extract the text of prose that is marked up in HTML; web pages (`.html`) are always read as text."""

@@ -12,7 +12,7 @@ import phonenumbers
 
 from modelwright.core.config import word_for_none
 from modelwright.core.errors import ConfigError
-from modelwright.data.document import Document
+from modelwright.data.document import Document, turn_texts
 from modelwright.data.personal_data.find import find
 from modelwright.data.personal_data.pattern import KINDS
 from modelwright.data.steps.step import StepSpec
@@ -75,8 +75,8 @@ class Privacy:
         changed = replace(changed, meta={**changed.meta, **self._redacted_fields(document, replacer)})
         if not replacer.markers:
             return document, Counter()
-        turns = [*document.messages, *document.meta.get("rejected", ())] if document.kind == "qa" else []
-        parts = [turn["content"] for turn in turns] if turns else [document.text]
+        turns = [*document.messages, *document.rejected] if document.kind == "qa" else []
+        parts = [text for turn in turns for text in turn_texts(turn)] if turns else [document.text]
         return changed, sum((replacer.counts[part] for part in parts), Counter[str]())
 
     def _redacted_fields(self, document: Document, replacer: "_Replacer") -> dict[str, str]:

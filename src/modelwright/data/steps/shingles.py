@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rensa import RMinHash  # pyright: ignore[reportAttributeAccessIssue]
 
-from modelwright.data.document import Document
+from modelwright.data.document import Document, join_turns
 from modelwright.data.words import hash_words, split_words
 
 NUM_PERMUTATIONS, NUM_BANDS = 128, 16
@@ -43,17 +43,21 @@ class Fingerprints:
     bands: NDArray[np.uint64]
 
 
-def fingerprints(documents: Sequence[Document]) -> Fingerprints:
+def fingerprints(documents: Sequence[Document], *, whole_pairs: bool = False) -> Fingerprints:
     """Compute the fingerprints of some documents: own [N], keys [N, 2], shingles [S], offsets [N + 1], bands [N, 16].
 
-    Documents of fewer than 5 words have no shingles and bands of 0.
+    whole_pairs: take pairs by the whole conversation, not by its answers. Documents of fewer than 5 words have no
+    shingles and bands of 0.
     """
-    rows = [shingles(document.body) for document in documents]
+    bodies = [d.text if whole_pairs and d.kind == "qa" else d.body for d in documents]
+    identities = [d.text if whole_pairs and d.kind == "qa" else identity(d) for d in documents]
+    rows = [shingles(body) for body in bodies]
     lengths = np.array([len(row) for row in rows], dtype=np.int64)
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
     flat = np.concatenate(rows) if rows else np.empty(0, np.uint32)
-    own = [digest(f"{d.kind} {d.split} {identity(d)}") for d in documents]
-    keys = [(digest(identity(d)), digest(d.meta["summary"]) if d.meta.get("summary") else 0) for d in documents]
+    pairs = list(zip(documents, identities, strict=True))
+    own = [digest(f"{d.kind} {d.split} {same}") for d, same in pairs]
+    keys = [(digest(same), digest(d.meta["summary"]) if d.meta.get("summary") else 0) for d, same in pairs]
     return Fingerprints(
         own=np.array(own, dtype=np.uint64),
         keys=np.array(keys, dtype=np.uint64).reshape(-1, 2),
@@ -66,7 +70,7 @@ def fingerprints(documents: Sequence[Document]) -> Fingerprints:
 def identity(document: Document) -> str:
     """The text by which a document is the same as another."""
     is_short = document.kind == "qa" and len(document.body.split()) < MIN_ANSWER_WORDS
-    return document.text if is_short else document.body
+    return join_turns([*document.messages, *document.rejected]) if is_short else document.body
 
 
 def digest(text: str) -> int:

@@ -75,7 +75,7 @@ class ModelStage:
 
     def _forward(self, hidden_BTD: Tensor | None = None) -> Tensor:
         attend, batch = next(self.feed)
-        entering_BTD = self.part.embed(batch.input_ids_BT) if hidden_BTD is None else hidden_BTD
+        entering_BTD = self.part.embed(batch.input_ids_BT, batch.positions_BT) if hidden_BTD is None else hidden_BTD
         leaving_BTD = self.part.run_blocks(entering_BTD, batch.positions_BT, attend)
         return self.part.norm(leaving_BTD) if self.is_last else leaving_BTD
 

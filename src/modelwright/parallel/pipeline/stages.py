@@ -144,6 +144,7 @@ def _assemble(
     part.config = model.config
     part.ends = model.ends
     part.stored = model.stored
+    part.embedding_hooks = model.embedding_hooks
     part.adapters, part.base_fingerprint = model.adapters, model.base_fingerprint
     ends = {"embedding": embedding, "blocks": nn.ModuleDict(blocks), "norm": norm, "head": head, "heads": heads}
     for name, module in ends.items():

@@ -6,6 +6,7 @@ from modelwright import __version__
 from modelwright.core.rundir import RunDir
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.report.blocks import Fact, Page
+from modelwright.pipeline.report.energy import energy_section
 from modelwright.pipeline.report.environment import cost_section, machine_words, settings_section, used
 from modelwright.pipeline.report.format import compact, count, plural, seconds
 from modelwright.pipeline.report.run_data import RunData, StageData, read_run
@@ -34,7 +35,7 @@ def build_page(config: RunConfig, run: RunDir, *, without: StageSpec) -> Page:
             *(fact for spec, stage in finished for fact in spec.headline(data, stage)),
             _cost(timed),
         ],
-        sections=[*filter(None, sections), cost_section(timed), settings_section(data)],
+        sections=[*filter(None, [*sections, cost_section(timed), energy_section(timed)]), settings_section(data)],
         footer=f"Written by Modelwright {__version__}"
         + (f", commit {last['commit']}" if last.get("commit") else "")
         + ". This file needs no network.",

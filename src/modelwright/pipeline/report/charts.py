@@ -126,6 +126,26 @@ def bar_chart(
     return _svg(figure, name)
 
 
+def tornado_chart(
+    names: Sequence[str], ranges: Sequence[tuple[float, float]], *, base: float, name: str, x_label: str
+) -> str:
+    """Horizontal bars from the result at one end of an assumption to that at its other end, `base` as a vertical line.
+
+    `ranges`: (lowest, highest) result of each of `names`.
+    """
+    figure, axes = _figure(height_in=0.55 + 0.27 * len(names))
+    for row, (low, high) in enumerate(ranges):
+        axes.barh(row, high - low, left=low, height=0.62, color=_SERIES[0])
+    axes.axvline(base, color=_INK, linewidth=1)
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.set_xlabel(x_label)
+    axes.xaxis.set_major_formatter(lambda value, _: compact(value))
+    axes.grid(visible=False, axis="y")
+    axes.tick_params(axis="y", colors=_INK)
+    return _svg(figure, name)
+
+
 def smooth(points: Sequence[tuple[float, float]], weight: float = 0.0) -> list[tuple[float, float]]:
     """Exponential moving average of the finite values; weight: of the past, 0 for an average over about a fortieth of
     the points (two at least, fifty at most).

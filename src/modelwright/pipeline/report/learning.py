@@ -14,8 +14,9 @@ from modelwright.pipeline.report.watch import watch_blocks
 from modelwright.precision.policy import PrecisionConfig
 from modelwright.train.config import TrainConfig
 
+NATS_PER_TOKEN = "nats per token"
 _SUMMARIES = {
-    "loss": "loss, nats per token",
+    "loss": "loss",
     "grad_norm": "gradient norm",
     "tokens_per_s": "tokens per second",
     "step_time_s": "time per step, s",
@@ -26,15 +27,16 @@ _SUMMARIES = {
 _EVENTS_SHOWN = 40
 
 
-def training_section(stage: StageData, config: TrainConfig, title: str) -> Section:
-    """Curves and figures of one training stage. title: of the section."""
+def training_section(stage: StageData, config: TrainConfig, title: str, *, loss_unit: str = NATS_PER_TOKEN) -> Section:
+    """Curves and figures of one training stage. title: of the section. loss_unit: "" for a number without one."""
     name = stage.name
     if "skipped" in stage.facts:
         return Section(name, title, [Note(str(stage.facts["skipped"]).capitalize() + ".")])
     records = _with_final_peak(stage)
-    blocks: list[Block] = [*_charts(records, name, config.max_grad_norm, bool(stage.facts.get("peak_flops")))]
+    has_peak = bool(stage.facts.get("peak_flops"))
+    blocks: list[Block] = [*_charts(records, name, config.max_grad_norm, has_peak, loss_unit)]
     blocks += [*scale_blocks(stage, records), *_format_blocks(stage, records)]
-    blocks.append(_summary_table(records, stage.facts["world_size"]))
+    blocks.append(_summary_table(records, stage.facts["world_size"], loss_unit))
     blocks += [*watch_blocks(stage), *spike_blocks(stage)]
     return Section(name, title, blocks, _lead(stage, config))
 
@@ -92,14 +94,16 @@ def _lead(stage: StageData, config: TrainConfig) -> str:
     return "".join(words)
 
 
-def _charts(records: Sequence[dict[str, Any]], name: str, clip_norm: float, has_peak: bool) -> list[Chart]:
+def _charts(
+    records: Sequence[dict[str, Any]], name: str, clip_norm: float, has_peak: bool, loss_unit: str
+) -> list[Chart]:
     losses, heldout = column(records, "loss"), column(records, "heldout_loss")
     lines = [
         Line("every step", losses, faint=True),
         Line("training", smooth(losses)),
         Line("held out", heldout, marks=True, color=1),
     ]
-    loss = line_chart(lines, name=f"{name}-loss", x_label="step", y_label="nats per token", top=_ceiling(losses))
+    loss = line_chart(lines, name=f"{name}-loss", x_label="step", y_label=loss_unit or "loss", top=_ceiling(losses))
     clip = {"level": clip_norm, "level_label": f"clipped at {clip_norm:g}"} if clip_norm else {}
     norm = line_chart(
         [Line("gradient norm", column(records, "grad_norm"), color=2)],
@@ -147,7 +151,7 @@ def _loss_words(losses: Sequence[tuple[int, float]], heldout: Sequence[tuple[int
     return words + (f", the last held-out loss {number(heldout[-1][1])}." if heldout else ".")
 
 
-def _summary_table(records: Sequence[dict[str, Any]], world_size: int) -> Table:
+def _summary_table(records: Sequence[dict[str, Any]], world_size: int, loss_unit: str) -> Table:
     """Omits utilization if no peak rate is known, and communication if there is one process."""
     rows = []
     for key, label in _SUMMARIES.items():
@@ -155,6 +159,8 @@ def _summary_table(records: Sequence[dict[str, Any]], world_size: int) -> Table:
         if "mean" not in summary or (key == "mfu" and summary["max"] == 0) or (key == "comm_s" and world_size == 1):
             continue
         names = ("mean", "std", "min", "p05", "p50", "p95", "p99", "max")
+        if key == "loss" and loss_unit:
+            label += f", {loss_unit}"
         rows.append([label, *[percent(summary[part]) if key == "mfu" else number(summary[part], 3) for part in names]])
     header = ["metric", "mean", "std", "min", "p5", "median", "p95", "p99", "max"]
     return Table(header, rows, "Metrics over all steps", numeric=range(1, 9))

@@ -1,12 +1,10 @@
 """The memory of a training step over time, before and after a plan, as one page that works offline."""
 
 import itertools
-from importlib.resources import files
-
-from jinja2 import Environment, StrictUndefined
 
 from modelwright.memory.lifetimes import Kind, MemoryTimeline
 from modelwright.pipeline.report.charts import Line, line_chart
+from modelwright.pipeline.report.plan_page import plan_page
 from modelwright.plan.estimate import size
 from modelwright.plan.format_memory import Known, plan_text
 from modelwright.plan.memory_plan import StepPlan
@@ -31,10 +29,7 @@ def memory_page(plan: StepPlan, configured: TrainConfig, *, title: str, known: K
         (f"{plan.saved_share:.0%}", "less memory"),
         (f"{plan.more_flops:.1%}", "more FLOPs"),
     ]
-    source = files("modelwright.pipeline.report").joinpath("memory.html.jinja").read_text(encoding="utf-8")
-    template = Environment(autoescape=True, undefined=StrictUndefined).from_string(source)
-    text = plan_text(plan, configured, top=12, known=known)
-    return template.render(title=title, facts=facts, charts=charts, text=text)
+    return plan_page(title, facts, charts, plan_text(plan, configured, top=12, known=known))
 
 
 def _chart(lines: list[Line], name: str) -> str:

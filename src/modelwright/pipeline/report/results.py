@@ -1,9 +1,11 @@
 """The report's sections on results: benchmarks with their baselines, INT8 against FP32, served answers."""
 
 import math
+import statistics
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from modelwright.pipeline.report.answers import answer_blocks, answer_facts
 from modelwright.pipeline.report.blocks import (
     Block,
     Chart,
@@ -28,16 +30,21 @@ def evaluation_section(data: RunData, stage: StageData) -> Section:
     models = results["models"]
     blocks: list[Block] = []
     if any(model["bits_per_byte"] for model in models.values()):
-        blocks += [_bits_chart(results, titles), _choice_chart(models, titles), _bits_table(results, titles)]
+        choice_chart = [_choice_chart(models, titles)] if _asks(models) else []
+        blocks += [_bits_chart(results, titles), *choice_chart, _bits_table(results, titles)]
     else:
-        blocks.append(Note("No text was held out, so bits per byte were not measured."))
-        if any(model["multiple_choice"]["questions"] for model in models.values()):
+        if not any(model.get("answers") for model in models.values()):
+            blocks.append(Note("No text was held out, so bits per byte were not measured."))
+        if _asks(models):
             blocks.append(_choice_chart(models, titles))
+    blocks += answer_blocks(results, titles)
     choice = models[results["final"]]["multiple_choice"]
     if choice["questions"]:
         blocks += [_choice_table(results, titles), _choice_examples(stage, results["final"])]
     blocks.append(_method_note(choice))
-    lead = "Measured on held-out documents, which were never trained on. Lower bits per byte are better."
+    lead = (
+        "Measured on held-out documents, which were never trained on. Lower bits per byte and perplexities are better."
+    )
     return Section("evaluation", "Benchmarks", blocks, lead)
 
 
@@ -52,11 +59,16 @@ def evaluation_facts(data: RunData, stage: StageData) -> Sequence[Fact]:
         baseline = best_baseline(rows, kind, models)
         hint = f"{best}" + (f"; best baseline {baseline[1]:.2f} ({baseline[0]})" if baseline else "")
         facts.append(Fact(f"Bits per byte, {kind_title(kind)}", number(rows[best][kind], 3), hint))
+    facts += answer_facts(results, data.model_titles)
     choice = results["models"][results["final"]]["multiple_choice"]
     if choice["questions"]:
         hint = f"chance {percent(choice['chance'], 0)}, p = {power(choice['log10_p_value'])}"
         facts.append(Fact("Multiple choice", percent(choice["accuracy"]), hint))
     return facts
+
+
+def _asks(models: Mapping[str, Any]) -> bool:
+    return any(model["multiple_choice"]["questions"] for model in models.values())
 
 
 def bits_rows(results: Mapping[str, Any], titles: Mapping[str, str]) -> dict[str, dict[str, float]]:
@@ -110,10 +122,17 @@ def int8_section(data: RunData, stage: StageData) -> Section:
         f"{number(agreement['divergence'], 3)} nats, the largest difference of a logit "
         f"{number(agreement['max_logit_gap'], 3)}."
     )
-    lead = (
-        f"Weights are quantized per output channel, activations per token at run time. Backend: {results['backend']}."
-    )
-    return Section("int8", "INT8 beside FP32", [table, Note(words)], lead)
+    lead = f"{results['grid']} Backend: {results['backend']}."
+    blocks: list[Block] = [table, Note(words)]
+    if errors := results["layer_errors"]:
+        mean = {name: statistics.mean(error[name] for error in errors.values()) for name in ("gptq", "nearest")}
+        blocks.append(
+            Note(
+                f"GPTQ leaves {percent(mean['gptq'], 2)} of the layers' squared outputs on calibration rows as error, "
+                f"rounding to the nearest code {percent(mean['nearest'], 2)} (means over layers)."
+            )
+        )
+    return Section("int8", "INT8 beside FP32", blocks, lead)
 
 
 def serving_section(data: RunData, stage: StageData) -> Section:

@@ -26,6 +26,8 @@ def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
     """Reads the sources and cleans them. Its digest covers names, sizes and modification times of the files read."""
     clean: CleanConfig = config.section(CLEAN)
     settings = {name: value for name, value in dump(clean).items() if name not in ("engine", "num_workers")}
+    if clean.duplicates.pairs_by == "answer":
+        del settings["duplicates"]["pairs_by"]  # as before there was a choice
     if clean.noise.enabled:
         settings["seed"] = config.seed
     return Stage(

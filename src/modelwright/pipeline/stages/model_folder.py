@@ -5,6 +5,7 @@ from pathlib import Path
 
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.errors import ConfigError
+from modelwright.core.suggest import hub_hint
 from modelwright.data.tokenizer import Tokenizer
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import save_model
@@ -20,6 +21,17 @@ def save_model_folder(model: Decoder, tokenizer: Tokenizer, folder: Path) -> Non
     settings = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     settings["eos_token_id"] = list(tokenizer.stop_ids)
     write_atomic(path, json.dumps(settings, indent=2) + "\n")
+
+
+def initial_folder(init_from: str) -> Path:
+    """The folder that `init_from` names. Raises `ConfigError` if there is none."""
+    folder = Path(init_from).expanduser().resolve()
+    if not folder.is_dir():
+        raise ConfigError(
+            f"init_from: {init_from} is not a folder; give the path of a model folder in the Hugging Face "
+            f"layout{hub_hint(init_from)}"
+        )
+    return folder
 
 
 def folder_fingerprint(folder: Path, setting: str) -> list[list[str | int]]:

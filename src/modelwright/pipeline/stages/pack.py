@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from modelwright.core.config import dump
 from modelwright.core.errors import ConfigError, DataError
@@ -34,7 +35,7 @@ def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
     return Stage(
         name=PACK.name,
         title=PACK.title,
-        settings=dump(settings) | _label_settings(settings) | ({"rows": further} if further else {}),
+        settings=_settings(settings) | _label_settings(settings) | ({"rows": further} if further else {}),
         parents=(CLEAN.name, tokenizer_from),
         run=lambda context: _run(context, config, settings, Tokenizer.load(context.parents[tokenizer_from])),
         version=2,
@@ -53,13 +54,23 @@ def with_labels(config: RunConfig) -> PackConfig:
             raise ConfigError(
                 f"batching.{setting}: the training stages need rows by {' and by '.join(names)}; choose one for all"
             )
-    return replace(config.section(PACK), score=scores[0] if scores else "", group_by=groups[0] if groups else "none")
+    return replace(
+        config.section(PACK),
+        score=scores[0] if scores else "",
+        group_by=groups[0] if groups else "none",
+        keep_documents=config.augmentation.is_on,
+    )
 
 
-def _label_settings(config: PackConfig) -> dict[str, str]:
+def _settings(config: PackConfig) -> dict[str, Any]:
+    """The settings for the digest; without the loss of conversations where it is the one that there always was."""
+    return {name: value for name, value in dump(config).items() if (name, value) != ("chat_loss", "assistant")}
+
+
+def _label_settings(config: PackConfig) -> dict[str, str | bool]:
     """The labels of rows that are not the default, for the digest."""
-    labels = {"score": config.score, "group_by": config.group_by}
-    return {name: value for name, value in labels.items() if value not in ("", "none")}
+    labels = {"score": config.score, "group_by": config.group_by, "keep_documents": config.keep_documents}
+    return {name: value for name, value in labels.items() if value not in ("", "none", False)}
 
 
 def _run(context: StageContext, config: RunConfig, settings: PackConfig, tokenizer: Tokenizer) -> None:

@@ -1,26 +1,33 @@
-"""quantize: the final model with INT8 matrices, and its effect on size, speed and accuracy. Artifact: an INT8 model
-folder with its tokenizer, `results.json`, and the evaluation's records.
+"""quantize: the final model with integer matrices, and its effect on size, speed and accuracy. A model that was trained
+on a grid keeps exactly that; any other gets what `serve.int8.weights` says. Artifact: a quantized model folder with its
+tokenizer, `results.json`, and the evaluation's records.
 """
 
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from modelwright.compress.compare import compare
-from modelwright.compress.int8 import load_int8, quantize_model, save_int8
+from modelwright.compress.gptq import LayerError, gptq
+from modelwright.compress.grid_model import TrainedGrid, quantize_to_grid, save_grid_model
+from modelwright.compress.int8 import choose_backend, load_int8, quantize_model, save_int8
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.config import dump
 from modelwright.core.rundir import RunDir
+from modelwright.data.batch import TokenBatch
 from modelwright.data.clean import read_kept
 from modelwright.data.loader import PackedRows
 from modelwright.data.tokenizer import Tokenizer
 from modelwright.evaluate.suite import compare_evaluations, evaluate_model
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import load_model
+from modelwright.ops.int_grid import WeightGrid
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimates import scoring_estimate
 from modelwright.pipeline.report.results import int8_facts, int8_section
@@ -28,11 +35,12 @@ from modelwright.pipeline.stage import Rates, Stage, StageContext, StageSpec
 from modelwright.pipeline.stages.clean import CLEAN
 from modelwright.pipeline.stages.evaluate import EVALUATE, RESULTS, headline
 from modelwright.pipeline.stages.pack import PACK
-from modelwright.pipeline.stages.rows import CHAT_ROWS, TEXT_ROWS
+from modelwright.pipeline.stages.rows import ALL_ROWS, CHAT_ROWS, TEXT_ROWS
 from modelwright.pipeline.stages.stage_inputs import final_model, needed_model
 from modelwright.plan.estimate import StageEstimate
 
 AGREEMENT_ROWS = 16
+CALIBRATION_ROWS = 64
 LIBRARY_BYTES = 35 * 2**20
 """What the stage loads and leaves in the process, as measured in a run of all stages."""
 
@@ -56,12 +64,18 @@ def _run(context: StageContext, config: RunConfig) -> None:
     source = context.parents[name]
     reference, tokenizer = load_model(source), Tokenizer.load(source)
     context.progress.begin("quantize", 0, "tensors")
-    save_int8(quantize_model(reference, config.serve.int8), out)
+    described, errors = _quantize(context, source, reference, config)
     tokenizer.save(out, max_length=config.model.max_seq_len)
     int8 = load_int8(out, config.serve.int8)
     comparison = compare(reference, int8, _sample(context.parents[PACK.name]))
     context.progress.end()
-    results: dict[str, Any] = {"model": name, "backend": config.serve.int8.backend, "comparison": asdict(comparison)}
+    results: dict[str, Any] = {
+        "model": name,
+        "backend": config.serve.int8.backend,
+        "grid": described,
+        "layer_errors": errors,
+        "comparison": asdict(comparison),
+    }
     results["int8"] = _evaluate(context, config, int8, tokenizer, out / "int8")
     if evaluated := context.parents.get(EVALUATE.name):
         before = evaluated / name
@@ -73,6 +87,30 @@ def _run(context: StageContext, config: RunConfig) -> None:
     write_atomic(out / RESULTS, json.dumps(results, indent=1))
     ratio = comparison.reference_bytes / comparison.int8_bytes
     context.progress.note(f"INT8: {ratio:.1f}x smaller; {headline(results['int8'])}")
+
+
+def _quantize(context: StageContext, source: Path, reference: Decoder, config: RunConfig) -> tuple[str, dict[str, Any]]:
+    """Write the quantized model; returns what its grid is, in words, and the errors of its layers if GPTQ made them."""
+    settings, out = config.serve.int8, context.output.path
+    grid, codes, errors = TrainedGrid.load(source), None, dict[str, LayerError]()
+    if grid is None and settings.weights == "int8":
+        save_int8(quantize_model(reference, settings), out)
+        return "Weights are quantized per output channel, activations per token at run time.", {}
+    if grid is None:
+        grid = TrainedGrid(weights=WeightGrid(bits=4, granularity=settings.granularity))
+        if settings.weights == "int4_gptq":
+            rows = _calibration(context.parents[PACK.name])
+            codes = gptq(reference, rows, grid.weights, show=errors.__setitem__)
+    quantized = quantize_to_grid(reference, grid, codes=codes, choose=partial(choose_backend, settings))
+    save_grid_model(quantized, grid, out)
+    return grid.describe(), {name: asdict(error) for name, error in errors.items()}
+
+
+def _calibration(pack: Path) -> list[TokenBatch]:
+    """Training rows, a few at a time, that GPTQ keeps the outputs on."""
+    places = [pack / rows.name / "train" for rows in (ALL_ROWS, TEXT_ROWS, CHAT_ROWS)]
+    packed = PackedRows(next(place for place in places if place.is_dir()))
+    return list(islice(packed.batches(CALIBRATION_ROWS // 8), 8))
 
 
 def _evaluate(

@@ -6,17 +6,22 @@ its artifact with the rows of each split; a split without documents has no folde
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from modelwright.core.errors import ConfigError, DataError
+from modelwright.data.augment.row_copies import Encode, RowEncoder
+from modelwright.data.chat import ChatLoss
 from modelwright.data.clean import read_kept
 from modelwright.data.document import Document, Kind, Split
 from modelwright.data.fit import ConversationFit
 from modelwright.data.pack import PackConfig, TokenSequence, pack
 from modelwright.data.row_labels import row_score, row_source
+from modelwright.data.row_origins import Origin
 from modelwright.data.tokenizer import Tokenizer
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.stage import StageContext
@@ -41,9 +46,9 @@ class PackJob:
     text_kinds: tuple[Kind, ...] = field(default=TEXT_KINDS)
     """The kinds of documents that `TEXT_ROWS` takes."""
 
-    def pack(self, name: str, sequences: Sequences) -> dict[str, Any]:
+    def pack(self, name: str, sequences: Sequences, *, group_size: int = 1) -> dict[str, Any]:
         """Pack one split of a set, such as `pretrain/train`; add its report to the artifact's facts and return it. {}
-        if no sequence is left to pack.
+        if no sequence is left to pack. group_size: see `data.pack.pack`.
         """
         sequences = _counted(sequences, self.context, f"pack {name}")
         first: list[TokenSequence] = []
@@ -56,10 +61,17 @@ class PackJob:
         output = self.context.output
         report = pack(
             chain(first, sequences), output.path / name, self.settings,
-            vocab_size=self.tokenizer.vocab_size, eos_id=self.tokenizer.eos_id,
+            vocab_size=self.tokenizer.vocab_size, eos_id=self.tokenizer.eos_id, group_size=group_size,
         )  # fmt: skip
         output.facts[name] = asdict(report)
         return output.facts[name]
+
+    def labeled(
+        self, document: Document, ids: np.ndarray, mask: np.ndarray | None = None, *, part: int = 0
+    ) -> TokenSequence:
+        """A sequence of a document, with its labels; part: its number among those of the document."""
+        is_kept = self.settings.keep_documents and document.split == "train"
+        return TokenSequence(ids, mask, *self.labels(document), origin=Origin(document, part) if is_kept else None)
 
     def labels(self, document: Document) -> tuple[str, float | None]:
         """What is stored with the rows of a document: its source and its score."""
@@ -76,6 +88,13 @@ class RowSet:
     """What the rows are for, for tables."""
     pack: Callable[[PackJob, Split], None]
     """Packs the documents of one split with `PackJob.pack`, under the name `<name>/<split>`."""
+    encoder: Callable[[PackConfig, Path], RowEncoder] | None = None
+    """From the settings of packing and the tokenizer's folder: encodes a document as `pack` did, for augmentation while
+    a model trains. None if documents of these rows cannot be augmented."""
+    documents: str = "prose or code document"
+    """What the rows are made from, for messages."""
+    trained_rows: int = 1
+    """Rows of a group that a training learns from, which count in `batch_tokens`; 1 where rows are not grouped."""
     if_empty: str = ""
     """Why a training without rows passes its model on unchanged; "" if that is an error."""
     stdlib_bytes: float = 0.0
@@ -84,17 +103,30 @@ class RowSet:
 
 def _pack_text(job: PackJob, split: Split) -> None:
     """Begin token, text, end token."""
-    labels: deque[tuple[str, float | None]] = deque()
+    job.pack(f"{TEXT_ROWS.name}/{split}", _texts(job, split))
+
+
+def _pack_all(job: PackJob, split: Split) -> None:
+    """Texts, then conversations."""
+    overlong = "skip" if job.settings.long_documents == "skip" else "split"
+    fit = ConversationFit(seq_len=job.settings.seq_len, overlong=overlong)
+    kinds = tuple(kind for kind in job.text_kinds if kind != "qa")
+    texts = _texts(replace(job, text_kinds=kinds), split)
+    job.pack(f"{ALL_ROWS.name}/{split}", chain(texts, _conversations(job, split, fit)))
+
+
+def _texts(job: PackJob, split: Split) -> Sequences:
+    waiting: deque[Document] = deque()
 
     def texts() -> Iterator[str]:
         for document in read_kept(job.clean, split=split):
-            if document.kind in job.text_kinds:
-                labels.append(job.labels(document))
+            if document.kind in job.text_kinds and not document.is_undesirable:
+                waiting.append(document)
                 yield document.text
 
-    # Documents are encoded some blocks ahead; their labels wait in the same order.
+    # Documents are encoded some blocks ahead; they wait in the same order.
     encoded = job.tokenizer.encode_documents(texts(), num_threads=job.config.hardware.num_threads)
-    job.pack(f"{TEXT_ROWS.name}/{split}", (TokenSequence(ids, None, *labels.popleft()) for ids in encoded))
+    return (job.labeled(waiting.popleft(), ids) for ids in encoded)
 
 
 def _pack_chats(job: PackJob, split: Split) -> None:
@@ -116,14 +148,52 @@ def _pack_chats(job: PackJob, split: Split) -> None:
 
 def _conversations(job: PackJob, split: Split, fit: ConversationFit) -> Sequences:
     for document in read_kept(job.clean, split=split, kind="qa"):
-        try:
-            sequences = job.tokenizer.encode_training_chats(document.messages)
-        except DataError as error:
-            raise DataError(f"{document.id}: {error}") from None
-        labels = job.labels(document)
-        for ids, mask in sequences:
-            if fitted := fit.fit(ids, mask, stop_ids=job.tokenizer.stop_ids):
-                yield TokenSequence(*fitted, *labels)
+        if document.is_undesirable:
+            continue
+        for part, fitted in enumerate(_chats(job.tokenizer, document, job.settings.chat_loss, fit)):
+            if fitted:
+                yield job.labeled(document, *fitted, part=part)
+
+
+def _chats(
+    tokenizer: Tokenizer, document: Document, loss: ChatLoss, fit: ConversationFit
+) -> Iterator[tuple[np.ndarray, np.ndarray] | None]:
+    """The ids and loss masks of the sequences by which a conversation is learned; None for one that is dropped."""
+    try:
+        sequences = tokenizer.encode_training_chats(document.messages, tools=document.tools, loss=loss)
+    except DataError as error:
+        raise DataError(f"{document.id}: {error}") from None
+    return (fit.fit(ids, mask, stop_ids=tokenizer.stop_ids) for ids, mask in sequences)
+
+
+@dataclass(frozen=True)
+class TextEncoder:
+    """Encodes documents as `TEXT_ROWS` has them."""
+
+    tokenizer: Path
+
+    def load(self) -> Encode:
+        tokenizer = Tokenizer.load(self.tokenizer)
+        return lambda document: [TokenSequence(tokenizer.encode_document(document.text))]
+
+
+@dataclass(frozen=True)
+class ChatEncoder:
+    """Encodes documents as `CHAT_ROWS` has them; a sequence that is dropped is empty."""
+
+    tokenizer: Path
+    seq_len: int
+    loss: ChatLoss
+
+    def load(self) -> Encode:
+        tokenizer = Tokenizer.load(self.tokenizer)
+
+        def encode(document: Document) -> list[TokenSequence]:
+            fit = ConversationFit(seq_len=self.seq_len, overlong="skip")  # half an answer is worse than the original
+            chats = _chats(tokenizer, document, self.loss, fit)
+            return [TokenSequence(*fitted) if fitted else TokenSequence([], []) for fitted in chats]
+
+        return encode
 
 
 def _tell_overlong(job: PackJob, fit: ConversationFit) -> None:
@@ -157,11 +227,12 @@ def suggest_row_len(config: RunConfig, fit: ConversationFit) -> str:
     if requested > config.model.max_seq_len:
         words.append(f"--model.max_seq_len {requested}")
     for stage in config.trainings:
-        training = config.section(stage)
+        training, num_rows = config.section(stage), stage.trained_rows
         try:
-            training.batch_rows(requested)
+            training.batch_rows(requested * num_rows)
         except ConfigError:
-            words.append(f"--{stage.name}.batch_tokens {training.batch_rows(fit.seq_len) * requested}")
+            num_groups = training.batch_rows(fit.seq_len * num_rows)
+            words.append(f"--{stage.name}.batch_tokens {num_groups * num_rows * requested}")
     return f"99% of them fit with {' '.join(words)}"
 
 
@@ -174,11 +245,19 @@ def _counted(sequences: Sequences, context: StageContext, name: str) -> Sequence
     context.progress.end()
 
 
-TEXT_ROWS = RowSet(name="pretrain", title="pretraining", pack=_pack_text, stdlib_bytes=20e6)
+TEXT_ROWS = RowSet(
+    name="pretrain",
+    title="pretraining",
+    pack=_pack_text,
+    stdlib_bytes=20e6,
+    encoder=lambda settings, tokenizer: TextEncoder(tokenizer),
+)
 CHAT_ROWS = RowSet(
     name="sft",
     title="fine-tuning",
     pack=_pack_chats,
+    encoder=lambda settings, tokenizer: ChatEncoder(tokenizer, settings.seq_len, settings.chat_loss),
     if_empty="there are no question/answer pairs to learn from; the model stays as it was",
     stdlib_bytes=4e6,
 )
+ALL_ROWS = RowSet(name="all", title="text and conversations", pack=_pack_all, stdlib_bytes=24e6)

@@ -11,7 +11,7 @@ SFT = training_spec(
     title="Fine-tuning on questions and answers",
     report_title="Fine-tuning",
     model_title="fine-tuned",
-    objective=lambda inputs: NextToken(inputs.loader, answers_only=True),
+    objective=lambda inputs: NextToken(inputs.loader, answers_only=inputs.config.section(PACK).chat_loss != "all"),
     rows=CHAT_ROWS,
     needs=lambda config: (PACK.name, *needed_start(config, "sft")),
 )

@@ -8,18 +8,27 @@ from importlib.metadata import entry_points
 from modelwright.core.errors import ConfigError
 from modelwright.pipeline.stage import StageSpec
 from modelwright.pipeline.stages.clean import CLEAN
+from modelwright.pipeline.stages.distill import DISTILL
+from modelwright.pipeline.stages.dpo import DPO
 from modelwright.pipeline.stages.evaluate import EVALUATE
+from modelwright.pipeline.stages.grpo import GRPO
 from modelwright.pipeline.stages.init import INIT
+from modelwright.pipeline.stages.kto import KTO
 from modelwright.pipeline.stages.pack import PACK
+from modelwright.pipeline.stages.ppo import PPO
 from modelwright.pipeline.stages.pretrain import PRETRAIN
+from modelwright.pipeline.stages.qat import QAT
 from modelwright.pipeline.stages.quantize import QUANTIZE
 from modelwright.pipeline.stages.report import REPORT
+from modelwright.pipeline.stages.reward import REWARD
 from modelwright.pipeline.stages.serve import SERVE_CHECK
 from modelwright.pipeline.stages.sft import SFT
+from modelwright.pipeline.stages.student import STUDENT
 from modelwright.pipeline.stages.tokenize import TOKENIZE
 
 STAGES: tuple[StageSpec, ...] = (
-    INIT, CLEAN, TOKENIZE, PACK, PRETRAIN, SFT, EVALUATE, QUANTIZE, SERVE_CHECK, REPORT
+    INIT, CLEAN, TOKENIZE, PACK, PRETRAIN, SFT, REWARD, DPO, KTO, GRPO, PPO, STUDENT, DISTILL, QAT, EVALUATE,
+    QUANTIZE, SERVE_CHECK, REPORT,
 )  # fmt: skip
 
 STAGES_GROUP = "modelwright.stages"

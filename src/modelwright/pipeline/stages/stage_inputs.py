@@ -1,5 +1,7 @@
 """Which stage provides the tokenizer, the model that training starts from, and the run's final model."""
 
+from itertools import takewhile
+
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.stages.init import INIT
 from modelwright.pipeline.stages.tokenize import TOKENIZE
@@ -14,10 +16,11 @@ def tokenizer_stage(config: RunConfig) -> str:
 
 
 def model_before(config: RunConfig, stage: str) -> str:
-    """The stage whose model training in `stage` starts from, "" for random weights."""
-    names = config.model_names
-    place = names.index(stage)
-    return names[place - 1] if place else ""
+    """The stage whose model training in `stage` starts from, "" for random weights. The model of `stage` itself need
+    not be one of those that later stages continue (a reward model is not).
+    """
+    earlier = takewhile(lambda one: one.name != stage, config.stages)
+    return next((one.name for one in reversed(list(earlier)) if one.model_title), "")
 
 
 def final_model(config: RunConfig) -> str:

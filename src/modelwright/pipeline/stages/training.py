@@ -5,8 +5,8 @@ tokenizer in the Hugging Face layout, and its adapters in PEFT's, if it trained 
 import json
 import math
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,9 @@ from modelwright.core.rundir import RunDir
 from modelwright.core.seeds import derive_seed
 from modelwright.data.batch import TokenBatch
 from modelwright.data.batching.loader import PlannedLoader, build_loader
-from modelwright.data.loader import PackedLoader, PackedRows
+from modelwright.data.loader import PackedRows
 from modelwright.data.tokenizer import Tokenizer
+from modelwright.memory.activations import FP32_BYTES
 from modelwright.model.adapters import merge_adapters
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import deferred_model, load_model
@@ -28,22 +29,23 @@ from modelwright.model.peft_folder import save_adapter
 from modelwright.ops import cpu_kernels
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimates import BYTES_PER_TOKEN, text_bytes
-from modelwright.pipeline.report.blocks import Fact, Section
+from modelwright.pipeline.report.blocks import Block, Fact, Section
 from modelwright.pipeline.report.format import plural
-from modelwright.pipeline.report.learning import training_section
+from modelwright.pipeline.report.learning import NATS_PER_TOKEN, training_section
 from modelwright.pipeline.report.run_data import RunData, StageData
 from modelwright.pipeline.resolve import product_rate
 from modelwright.pipeline.stage import Rates, Stage, StageContext, StageInputs, StageSpec, no_facts
+from modelwright.pipeline.stages.augmented_rows import augmentation_digest, augmented, is_augmented, tell_cost
 from modelwright.pipeline.stages.init import INIT
 from modelwright.pipeline.stages.model_folder import folder_fingerprint, save_model_folder
 from modelwright.pipeline.stages.pack import PACK
+from modelwright.pipeline.stages.row_use import RowUse
 from modelwright.pipeline.stages.rows import TEXT_ROWS, RowSet
 from modelwright.pipeline.stages.stage_inputs import model_before, tokenizer_stage
 from modelwright.pipeline.text_samples import first_prompt, sample_block, text_samples
 from modelwright.plan.estimate import StageEstimate, training_stage
 from modelwright.train.build import train
 from modelwright.train.config import TrainConfig
-from modelwright.train.evaluation import HeldoutBatches
 from modelwright.train.job import TrainJob
 from modelwright.train.objective import BatchSource, Objective
 from modelwright.train.row_losses import stored_row_losses
@@ -52,12 +54,68 @@ from modelwright.train.state import TrainResult, load_best
 from modelwright.train.technique import StepInfo
 from modelwright.train.techniques.heldout_mixture import heldout_mixture
 
+USES_ROWS = RowUse()
+"""Each row is learned from once per epoch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenModels:
+    """What a training stage computes without gradients, for each of its rows."""
+
+    num_models: int = 0
+    """Further models in memory, of the size of the one in training."""
+    num_forwards: float = 0.0
+    """Forward passes."""
+    folders: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Folders of models that settings name, by the setting; they decide the result."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedModel:
+    """What a training stage has when it ends."""
+
+    model: Decoder
+    tokenizer: Tokenizer
+    folder: Path
+    """Of the artifact."""
+    heldout: Path
+    """Of the held-out rows; there is none if nothing is held out."""
+    training: Any
+    """Settings of the stage."""
+    stage: Path
+    """The folder of the stage, with what its techniques have written."""
+
+
+def save_language_model(trained: TrainedModel) -> Mapping[str, Any]:
+    """Writes a Hugging Face folder."""
+    save_model_folder(trained.model, trained.tokenizer, trained.folder)
+    return {}
+
+
+def no_blocks(stage: StageData) -> Sequence[Block]:
+    """`training_spec(blocks=...)` of a stage whose section has what all have."""
+    return ()
+
+
 MANY_EPOCHS = 4.0
 """Up to here repeated text is worth almost as much as new text (Muennighoff et al. 2023, section 6)."""
 ADAPTER_FOLDER = "adapter"
 """Where in its artifact a stage that trains adapters writes them, beside the model with the adapters merged in."""
 TOO_LOW = 1.02
 """Steps faster than the peak by more than this share of measurement error show that the peak is wrong."""
+
+TechniquesOf = Callable[[StageInputs], Sequence[TechniqueBuilder]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Traits:
+    """What `training_spec` is told of a stage and only this file uses."""
+
+    start: Callable[[RunConfig, str], str]
+    frozen: Callable[[Any], FrozenModels]
+    techniques: TechniquesOf
+    row_use: RowUse
+    save: Callable[[TrainedModel], Mapping[str, Any]]
 
 
 def training_spec(
@@ -74,26 +132,42 @@ def training_spec(
     time_weight: float = 1.0,
     only_if_named: bool = False,
     follows: str = "",
+    loss_unit: str = NATS_PER_TOKEN,
+    blocks: Callable[[StageData], Sequence[Block]] = no_blocks,
+    frozen: Callable[[Any], FrozenModels] = lambda training: FrozenModels(),
+    start: Callable[[RunConfig, str], str] = model_before,
+    techniques: TechniquesOf = lambda inputs: (),
+    row_use: RowUse = USES_ROWS,
+    save: Callable[[TrainedModel], Mapping[str, Any]] = save_language_model,
 ) -> StageSpec:
     """A stage that trains the model of the stage before it, or random weights, on some rows of the stage pack.
 
     report_title: title of its section of the report
     config: `TrainConfig`, or a dataclass that adds settings of the objective to it
+    loss_unit: of the loss, for charts
+    blocks: what its section of the report has besides
+    frozen: the models that evaluate the rows besides, from the stage's settings
+    start: names the stage whose model is trained, "" for random weights
+    techniques: what the stage adds to the techniques of all trainings
+    row_use: what a stage does that generates what it learns from
+    save: writes the artifact on the first rank and returns further facts
 
     For the rest see `StageSpec`.
     """
 
+    traits = _Traits(start=start, frozen=frozen, techniques=techniques, row_use=row_use, save=save)
+
     def report(data: RunData, stage: StageData) -> Section:
-        section = training_section(stage, data.config.section(name), report_title)
-        return replace(section, blocks=[*sample_block(stage.folder.path), *section.blocks])
+        section = training_section(stage, data.config.section(name), report_title, loss_unit=loss_unit)
+        return replace(section, blocks=[*sample_block(stage.folder.path), *blocks(stage), *section.blocks])
 
     spec = StageSpec(
         name=name,
         title=title,
         config=config,
         needs=needs,
-        build=lambda run_config, run, present: _stage(run_config, spec),
-        estimate=lambda run_config, run, rates: _estimate(run_config, run, rates, spec),
+        build=lambda run_config, run, present: _stage(run_config, spec, traits),
+        estimate=lambda run_config, run, rates: _estimate(run_config, run, rates, spec, traits),
         report=report,
         headline=headline,
         warnings=_warnings,
@@ -107,9 +181,8 @@ def training_spec(
     return spec
 
 
-def _stage(config: RunConfig, spec: StageSpec) -> Stage:
-    name, training = spec.name, config.section(spec)
-    before = model_before(config, name)
+def _stage(config: RunConfig, spec: StageSpec, traits: _Traits) -> Stage:
+    name, training, before = spec.name, config.section(spec), traits.start(config, spec.name)
     settings = {
         "training": training.identity(),
         "seed": derive_seed(config.seed, name),
@@ -117,6 +190,10 @@ def _stage(config: RunConfig, spec: StageSpec) -> Stage:
     }
     if judge := training.batching.curriculum.model:
         settings["curriculum_model"] = folder_fingerprint(Path(judge), f"{name}.batching.curriculum.by")
+    for setting, folder in traits.frozen(training).folders.items():
+        settings[setting] = folder_fingerprint(Path(folder), f"{name}.{setting}")
+    if is_augmented(config, spec):
+        settings["augmentation"] = augmentation_digest(config.augmentation)
     if not before:
         if training.lora.r:
             raise ConfigError(
@@ -133,25 +210,25 @@ def _stage(config: RunConfig, spec: StageSpec) -> Stage:
             tokenizer_stage(config),
             *([before] if before not in ("", tokenizer_stage(config)) else []),
         ),
-        run=lambda context: _run(context, config, spec),
+        run=lambda context: _run(context, config, spec, traits),
         every_rank=True,
     )
 
 
-def _run(context: StageContext, config: RunConfig, spec: StageSpec) -> None:
-    before = model_before(config, spec.name)
+def _run(context: StageContext, config: RunConfig, spec: StageSpec, traits: _Traits) -> None:
+    before = traits.start(config, spec.name)
     assert spec.rows is not None
     rows = context.parents[PACK.name] / spec.rows.name / "train"
     load = deferred_model if rows.is_dir() else load_model
     model = load(context.parents[before]) if before else fresh_model(config)
     if rows.is_dir():
-        facts = _learn(context, config, spec, model, rows)
+        facts = _learn(context, config, spec, model, rows, traits)
     elif spec.rows.if_empty:
         facts = {"skipped": spec.rows.if_empty}
         context.progress.note(f"{spec.name}: {facts['skipped']}")
     else:
         raise DataError(
-            f"{spec.name}: no prose or code document is left to train on; see the dropped documents of the clean stage"
+            f"{spec.name}: no {spec.rows.documents} is left to train on; see the dropped documents of the clean stage"
         )
     if context.ranks.rank == 0:
         tokenizer = Tokenizer.load(context.parents[tokenizer_stage(config)])
@@ -159,8 +236,15 @@ def _run(context: StageContext, config: RunConfig, spec: StageSpec) -> None:
             started_from = config.init_from if before == INIT.name else str(context.parents[before])
             save_adapter(model, context.output.path / ADAPTER_FOLDER, base=started_from)
             merge_adapters(model)
-        save_model_folder(model, tokenizer, context.output.path)
-        context.output.facts |= facts
+        trained = TrainedModel(
+            model=model,
+            tokenizer=tokenizer,
+            folder=context.output.path,
+            heldout=rows.parent / "heldout",
+            training=config.section(spec),
+            stage=context.folder.path,
+        )
+        context.output.facts |= {**facts, **traits.save(trained)}
 
 
 def fresh_model(config: RunConfig) -> Decoder:
@@ -170,12 +254,14 @@ def fresh_model(config: RunConfig) -> Decoder:
     return model
 
 
-def _learn(context: StageContext, config: RunConfig, spec: StageSpec, model: Decoder, rows: Path) -> dict[str, Any]:
+def _learn(
+    context: StageContext, config: RunConfig, spec: StageSpec, model: Decoder, rows: Path, traits: _Traits
+) -> dict[str, Any]:
     assert spec.objective is not None
     name, training = spec.name, config.section(spec)
     packed, world = PackedRows(rows), context.ranks.world
     num_copies = training.num_copies(config.parallel.axes(world.size))
-    batch_rows = training.batch_rows(packed.seq_len, num_copies=num_copies)
+    batch_rows = training.batch_rows(packed.seq_len * spec.trained_rows, num_copies=num_copies)
     judge = Path(training.batching.curriculum.model)
     loader = build_loader(
         packed,
@@ -186,12 +272,23 @@ def _learn(context: StageContext, config: RunConfig, spec: StageSpec, model: Dec
         num_steps_of=training.resolve_num_steps,
         row_losses=lambda: stored_row_losses(packed, judge, context.folder.path, world),
     )
-    objective = spec.objective(StageInputs(config=config, training=training, loader=loader, parents=context.parents))
-    num_steps = training.resolve_num_steps(loader.num_batches_per_epoch)
-    if note := _repeats(name, num_steps * batch_rows, packed.num_rows):
+    source, augmentation = augmented(loader, config, spec, context.parents[tokenizer_stage(config)], context.progress)
+    inputs = StageInputs(
+        config=config,
+        training=training,
+        loader=source,
+        parents=context.parents,
+        world=world,
+        folder=context.folder.path,
+        note=context.progress.note,
+    )
+    objective, row_use = spec.objective(inputs), traits.row_use
+    batches_per_epoch = math.ceil(loader.num_batches_per_epoch * row_use.updates_per_row(training))
+    num_steps = training.resolve_num_steps(batches_per_epoch)
+    if row_use.learns_by_heart and (note := _repeats(name, num_steps * batch_rows, packed.num_groups)):
         context.progress.note(note)
     microbatch_rows = max(1, batch_rows // (training.gradient_accumulation_steps * num_copies))
-    heldout = heldout_sample(rows.parent / "heldout", config, batch_rows=microbatch_rows)
+    heldout = row_use.heldout(rows.parent / "heldout", config, batch_rows=microbatch_rows)
     tokenizer = Tokenizer.load(context.parents[tokenizer_stage(config)])
     result = train(
         TrainJob(
@@ -208,9 +305,12 @@ def _learn(context: StageContext, config: RunConfig, spec: StageSpec, model: Dec
             parallel=config.parallel,
             restart=context.restart,
             techniques=[
+                *augmentation,
                 *_mixture_techniques(loader, objective, config, training, rows, batch_rows=microbatch_rows),
-                text_samples(context.folder.path, tokenizer, first_prompt(heldout)),
+                text_samples(context.folder.path, tokenizer, first_prompt(heldout) if spec.model_title else ()),
                 *_bits_per_byte(context, config, spec),
+                *traits.techniques(inputs),
+                *row_use.techniques(objective, heldout, context.folder.path),
             ],
         ),
         world,
@@ -219,8 +319,9 @@ def _learn(context: StageContext, config: RunConfig, spec: StageSpec, model: Dec
     peaks = _peaks_after(context, config, training, result)
     used_share = _utilization(result, peaks, context.ranks.size)
     context.progress.note(_summary(name, num_steps, result, used_share))
+    tell_cost(name, result, context.progress)
     taken = _take_best(model, context, training, result)
-    return _facts(result, model, num_steps, loader, taken, context) | peaks
+    return _facts(result, model, num_steps / batches_per_epoch, taken, context) | peaks
 
 
 def _bits_per_byte(context: StageContext, config: RunConfig, spec: StageSpec) -> list[TechniqueBuilder]:
@@ -250,18 +351,6 @@ def _repeats(name: str, num_read: int, num_rows: int) -> str:
         f"after about {MANY_EPOCHS:.0f} passes a model mostly learns its text by heart: add text, or train for fewer "
         "steps"
     )
-
-
-def heldout_sample(folder: Path, config: RunConfig, *, batch_rows: int) -> Sequence[TokenBatch]:
-    """The held-out batches that training is evaluated on: about `config.validation_tokens`, always the same ones."""
-    if not folder.is_dir():
-        return ()
-    packed = PackedRows(folder)
-    requested = packed.num_rows if not config.validation_tokens else config.validation_tokens // packed.seq_len
-    if requested >= packed.num_rows:
-        return HeldoutBatches(packed, batch_rows=batch_rows)
-    loader = PackedLoader(packed, batch_rows=batch_rows, seed=derive_seed(config.seed, "heldout"))
-    return [loader.batch(number) for number in range(max(1, requested // batch_rows))]
 
 
 def _mixture_techniques(
@@ -294,9 +383,10 @@ def heldout_by_source(folder: Path, config: RunConfig, *, batch_rows: int) -> di
     if not folder.is_dir():
         return {}
     packed = PackedRows(folder)
-    tokens = config.validation_tokens or packed.num_rows * packed.seq_len
-    most = max(1, tokens // packed.seq_len // len(packed.sources))
-    chosen = {name: packed.source_rows(name)[:most] for name in packed.sources}
+    group_tokens = packed.seq_len * packed.group_size
+    tokens = config.validation_tokens or packed.num_groups * group_tokens
+    most = max(1, tokens // group_tokens // len(packed.sources))
+    chosen = {name: packed.source_groups(name)[:most] for name in packed.sources}
     return {
         name: [packed.gather(own[first : first + batch_rows]) for first in range(0, len(own), batch_rows)]
         for name, own in chosen.items()
@@ -315,11 +405,9 @@ def _take_best(model: Decoder, context: StageContext, training: TrainConfig, res
     return result.best.step if better else result.num_steps
 
 
-def _facts(
-    result: TrainResult, model: Decoder, num_steps: int, loader: BatchSource, taken: int, context: StageContext
-) -> dict[str, Any]:
+def _facts(result: TrainResult, model: Decoder, num_epochs: float, taken: int, context: StageContext) -> dict[str, Any]:
     return {
-        "num_steps": num_steps,
+        "num_steps": result.num_steps,
         "taken_step": taken,
         "num_parameters": model.config.num_parameters,
         "heldout_loss": _finite(result.heldout_loss),
@@ -332,7 +420,8 @@ def _facts(
         "loss_scale": dict(result.summary_of("loss_scaling")),
         "left_out": list(result.summary_of("loss_spikes").get("left_out", ())),
         "events": dict(result.summary_of("anomalies").get("num_events", {})),
-        "num_epochs": num_steps / loader.num_batches_per_epoch,
+        "num_epochs": num_epochs,
+        "heldout_metrics": dict(result.heldout_metrics),
         "world_size": context.ranks.size,
     }
 
@@ -401,12 +490,20 @@ def _warnings(stage: StageData) -> Sequence[str]:
     return [f"{num_skipped} steps were skipped because values were not finite."] if num_skipped else []
 
 
-def _estimate(config: RunConfig, run: RunDir, rates: Rates, spec: StageSpec) -> StageEstimate:
+def _estimate(
+    config: RunConfig,
+    run: RunDir,
+    rates: Rates,
+    spec: StageSpec,
+    traits: _Traits,
+) -> StageEstimate:
     training, seq_len = config.section(spec), config.section(PACK).seq_len
-    return training_stage(
+    estimate = training_stage(
         spec.name,
         config.model,
-        num_steps=training.resolve_num_steps(_batches_per_epoch(config, run, spec)),
+        num_steps=training.resolve_num_steps(
+            math.ceil(_batches_per_epoch(config, run, spec) * traits.row_use.updates_per_row(training))
+        ),
         batch_tokens=training.batch_tokens,
         num_microbatches=training.gradient_accumulation_steps,
         # half of a document on average, and documents are about half of a row
@@ -418,6 +515,14 @@ def _estimate(config: RunConfig, run: RunDir, rates: Rates, spec: StageSpec) -> 
         adapters=training.lora,
         world_size=rates.num_hosts,  # the rate is that of all threads of a host, which its processes share
     )
+    further = traits.frozen(training)
+    factor = 1 + further.num_forwards / 3  # of forward and backward
+    return replace(
+        estimate,
+        flops=estimate.flops * factor,
+        seconds=estimate.seconds * factor,
+        peak_bytes=estimate.peak_bytes + further.num_models * config.model.num_parameters * FP32_BYTES,
+    )
 
 
 def _batches_per_epoch(config: RunConfig, run: RunDir, spec: StageSpec) -> int:
@@ -426,7 +531,8 @@ def _batches_per_epoch(config: RunConfig, run: RunDir, spec: StageSpec) -> int:
     packed = run.stage(PACK.name).artifact
     try:
         read_manifest(packed, kind=PACK.name)
-        tokens = float(PackedRows(packed / spec.rows.name / "train").num_rows * config.section(PACK).seq_len)
+        rows = PackedRows(packed / spec.rows.name / "train")
+        tokens = float(rows.num_groups * spec.trained_rows * config.section(PACK).seq_len)
     except ArtifactError:
         tokens = text_bytes(config.data, spec.rows) / BYTES_PER_TOKEN
     return max(1, round(tokens / config.section(spec).batch_tokens))

@@ -99,8 +99,7 @@ class AdaptivePrecision:
     def __post_init__(
         self, names: Mapping[Tensor, str], num_holders: Sequence[int], trial: Callable[[], float]
     ) -> None:
-        num_layers = self.formats.model.config.num_layers
-        self.parts = list(dict.fromkeys(map(part_of, names_of_projections(num_layers))))
+        self.parts = list(dict.fromkeys(map(part_of, names_of_projections(self.formats.model.config))))
         self.statistics = PartStatistics(
             parts=self.parts,
             config=self.formats.config,

@@ -1,19 +1,20 @@
 """Strength of text augmentation that follows the training loss: more for a model that has much to learn, less for one
 that has nearly learned its data.
 
-What augments documents is `data/augment/augmenter.py`; it is told the strength by the function that is handed in here.
+What augments documents is `data/batching/augmented.py`, which is told the strengths. It makes batches ahead of the
+step that needs them, so a loss takes effect `AHEAD` batches later.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
+from modelwright.core.compatibility import EQUAL_REPLICAS, SYNCHRONOUS_UPDATES
+from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
+from modelwright.data.batching.augmented import AHEAD, AugmentationCost
+from modelwright.train.runtime import Runtime
 from modelwright.train.technique import Technique, Update
-
-SetStrength = Callable[[float], None]
-"""Takes the probability that a document of the next batch is augmented."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,13 +28,13 @@ class AugmentationStrengthConfig:
     the end of its training."""
     low_loss: float = 0.3
     """Lower threshold, in the same unit."""
-    high_factor: float = 1.5
+    high_factor: float = constant(1.5)
     """Factor while the loss is above the upper threshold."""
-    low_factor: float = 0.7
+    low_factor: float = constant(0.7)
     """Factor while the loss is below the lower threshold."""
     relative: bool = False
     """Thresholds are fractions of the mean loss over the first `window` steps."""
-    window: int = 50
+    window: int = constant(50)
     """Steps over which the loss is averaged: the time constant of an exponential mean."""
 
     def __post_init__(self) -> None:
@@ -54,23 +55,44 @@ class AugmentationStrengthConfig:
         return min(1.0, self.probability * factor)
 
 
-class AugmentationStrength:
-    """Follows the loss, step by step. Its state is a function of the losses so far, so it resumes exactly."""
+class AugmentedBatches(Protocol):
+    """What augments the documents of batches (`AugmentedLoader`)."""
 
-    def __init__(self, config: AugmentationStrengthConfig, set_strength: SetStrength) -> None:
+    cost: AugmentationCost
+
+    def set_strength(self, batch: int, strength: float) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class AugmentationStrength:
+    """Follows the loss, step by step, and tells `loader` the strength of each batch. Its state is a function of the
+    losses so far, so it resumes exactly.
+    """
+
+    def __init__(self, config: AugmentationStrengthConfig, loader: AugmentedBatches) -> None:
         self.config = config
-        self.set_strength = set_strength
+        self.loader = loader
         self.num_losses = 0
         self.running_loss = 0.0
         self.first_loss = 0.0
-        set_strength(self.strength)
+        self.next_batch = 0
+        self.planned = [self.strength] * (AHEAD + 1)
+        """The strengths of the batches from `next_batch` on that are decided."""
+        self.reported = AugmentationCost()
+        self.tell()
 
     @property
     def strength(self) -> float:
-        """The probability for the next batch; the plain one before the first loss."""
+        """The probability at the losses so far; the plain one before the first loss."""
         if not self.num_losses:
             return self.config.probability
         return self.config.strength(self.running_loss, self.first_loss)
+
+    def tell(self) -> None:
+        """Tell the loader what is decided."""
+        for place, strength in enumerate(self.planned):
+            self.loader.set_strength(self.next_batch + place, strength)
 
     def observe(self, loss: float) -> None:
         """Take the loss of a step into account, unless it is not finite."""
@@ -84,21 +106,42 @@ class AugmentationStrength:
             self.first_loss = self.running_loss
 
     def on_gradients(self, update: Update) -> None:
+        """Decide the strength of one more batch; record that of this one, and what its copies took."""
         if not update.is_empty:
             self.observe(update.loss)
-        update.metrics["augmentation_strength"] = self.strength
-        self.set_strength(self.strength)
+        cost = self.loader.cost
+        update.metrics["augmentation_strength"] = self.planned[0]
+        update.metrics["augmented_pieces"] = float(cost.num_copies - self.reported.num_copies)
+        update.metrics["augmentation_cpu_s"] = cost.cpu_s - self.reported.cpu_s
+        self.reported = replace(cost)
+        self.next_batch = update.step + 1
+        self.planned = [*self.planned[1:], self.strength]
+        self.tell()
+
+    def summary(self) -> dict[str, Any]:
+        """What augmentation took on this rank since the run was started or resumed, by method."""
+        cost = self.loader.cost
+        return {**vars(cost), "methods": {name: vars(method) for name, method in cost.methods.items()}}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"num_losses": self.num_losses, "running_loss": self.running_loss, "first_loss": self.first_loss}
+        names = ("num_losses", "running_loss", "first_loss", "next_batch", "planned")
+        return {name: vars(self)[name] for name in names}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.num_losses = int(state["num_losses"])
+        self.num_losses, self.next_batch = int(state["num_losses"]), int(state["next_batch"])
         self.running_loss, self.first_loss = float(state["running_loss"]), float(state["first_loss"])
-        self.set_strength(self.strength)
+        self.planned = [float(strength) for strength in state["planned"]]
+        self.tell()
 
 
-def augmentation_strength(config: AugmentationStrengthConfig, set_strength: SetStrength) -> Technique:
-    """The technique. set_strength: called at the start, after each step and after a checkpoint is loaded."""
-    follower = AugmentationStrength(config, set_strength)
-    return Technique(name="augmentation_strength", on_gradients=follower.on_gradients, state=follower)
+def augmentation_strength(config: AugmentationStrengthConfig, loader: AugmentedBatches, run: Runtime) -> Technique:
+    """The technique. All ranks must see the same loss, because they decide the strength each for itself."""
+    follower = AugmentationStrength(config, loader)
+    run.on_exit.callback(loader.close)
+    return Technique(
+        name="augmentation_strength",
+        on_gradients=follower.on_gradients,
+        state=follower,
+        summary=follower.summary,
+        needs=frozenset({SYNCHRONOUS_UPDATES, EQUAL_REPLICAS}),
+    )

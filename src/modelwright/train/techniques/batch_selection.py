@@ -182,5 +182,5 @@ def first_queries_and_keys(model: Decoder, batch: TokenBatch) -> tuple[Tensor, T
     """Queries and keys of the first block's attention, [B, T, H, d] and [B, T, K, d]."""
     block = next(iter(model.blocks.values()))
     assert isinstance(block, Block)
-    x_BTD = block.attention_norm(model.embed(batch.input_ids_BT))
+    x_BTD = block.attention_norm(model.embed(batch.input_ids_BT, batch.positions_BT))
     return block.attention.queries_and_keys(x_BTD, *model.rotary_tables(batch.positions_BT).of(block))

@@ -1,0 +1,48 @@
+"""`modelwright compare`: two models on the same records."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from modelwright.cli.display import choose_display
+from modelwright.cli.parsers import new_parser
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = new_parser(
+        "compare",
+        "Compare two models on the same records: how likely they find the reference answers, which of several choices "
+        "they find likeliest, and whether the number at the end of a greedy answer is right (references that end with "
+        '"#### 42", as in GSM8K). Each difference comes with the 95%% interval and the p-value of a paired bootstrap '
+        "over records. Models with different tokenizers are compared in bits per byte.",
+        example="modelwright compare models/base runs/base-support heldout.jsonl --json",
+        usage="modelwright compare A B DATA [DATA ...] [--json] [--resamples N] [--max-new-tokens N] [--num-records N]",
+    )
+    parser.add_argument("first", metavar="A", help="a run directory, its name, or a model folder")
+    parser.add_argument("second", metavar="B", help="the same")
+    parser.add_argument("sources", metavar="DATA", nargs="+", help="files with records; docs/data.md has the forms")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument("--resamples", type=int, default=10_000, metavar="N", help="of the bootstrap (10,000)")
+    parser.add_argument("--max-new-tokens", type=int, default=512, metavar="N", help="of a generated answer (512)")
+    parser.add_argument("--num-records", type=int, default=0, metavar="N", help="take the first N (default: all)")
+    return parser
+
+
+def compare(words: Sequence[str]) -> int:
+    """`modelwright compare`"""
+    options = parser().parse_args(words)
+    from modelwright.pipeline.compare import CompareConfig, compare_models
+    from modelwright.pipeline.models import find_model
+    from modelwright.recipes.load import find_target
+
+    config = CompareConfig(
+        resamples=options.resamples, max_new_tokens=options.max_new_tokens, num_records=options.num_records
+    )
+    first, second = (find_model(find_target(word)) for word in (options.first, options.second))
+    display = choose_display(sys.stderr)
+    try:
+        result = compare_models(first, second, options.sources, config, display)
+    finally:
+        display.end()
+    print(result.as_json() if options.json else result.table())
+    return 0

@@ -1,0 +1,57 @@
+"""`modelwright finetune`: from a model folder and examples to a fine-tuned and evaluated model."""
+
+import argparse
+from collections.abc import Sequence
+
+from modelwright.cli.overrides import read_overrides, split_settings
+from modelwright.cli.parsers import new_parser
+from modelwright.cli.run import add_run_options, carry_out
+from modelwright.core.errors import ConfigError
+
+_FLAGS = ("lora", "run-dir", "dry-run", "restart", "nproc", "help")
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = new_parser(
+        "finetune",
+        "Fine-tune a model on your own examples: read and clean them, hold some out, train, compare the model before "
+        "and after on what was held out, and write a report. The result is a folder that `transformers` loads and "
+        "`modelwright chat` and `modelwright serve` take. The same command resumes what was cut off.",
+        example="modelwright finetune models/SmolLM2-135M-Instruct support.jsonl --minutes 5 --sft.learning_rate 3e-4",
+        usage="modelwright finetune MODEL DATA [DATA ...] [--lora] [--run-dir DIR] [--minutes N] [--dry-run] "
+        "[--restart] [--nproc N] [--a.b VALUE ...]",
+        notes=(
+            "MODEL is a Hugging Face folder or a run; DATA are files, folders or globs with records in any form of\n"
+            "docs/data.md. Settings are those of the recipe `finetune` (modelwright run finetune --init-from MODEL):\n"
+            "  --sft.learning_rate 3e-4 --sft.num_epochs 2 --sft.neftune_noise_alpha 5 --pack.chat_loss last_answer\n"
+        ),
+    )
+    parser.add_argument("target", metavar="MODEL", help="a Hugging Face folder, a run directory, or a run's name")
+    parser.add_argument("sources", metavar="DATA", nargs="+", help="as in data.sources")
+    parser.add_argument(
+        "--lora",
+        action="store_true",
+        help="train low-rank adapters only: --sft.lora.r 16 --sft.learning_rate 2e-4",
+    )
+    return add_run_options(parser)
+
+
+def finetune(words: Sequence[str]) -> int:
+    """`modelwright finetune ...`"""
+    leading, own, settings = split_settings(words, _FLAGS)
+    if len(leading) < 2 and "--help" not in own:
+        raise ConfigError("finetune: name a model and its data: modelwright finetune MODEL DATA [DATA ...]")
+    options = parser().parse_args([*leading, *own])
+    from modelwright.pipeline.run_config import run_schema
+    from modelwright.recipes.finetune import finetune_request
+
+    overrides = read_overrides(run_schema(), settings, _FLAGS)
+    request = finetune_request(
+        options.target,
+        options.sources,
+        overrides,
+        options.run_dir,
+        lora=options.lora,
+        num_processes=options.nproc,
+    )
+    return carry_out(request, options, line=["finetune", *words])

@@ -1,0 +1,202 @@
+"""Decoders whose projections are integers on a trained or chosen grid; embedding, head and norms keep their format.
+
+Folder format: as `int8.py` writes it, version 2; for each projection `NAME.weight` (codes; two to a byte for 4 bits),
+`NAME.scale` and `NAME.zero` (float32, one of each group).
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]
+from torch import Tensor, nn
+
+from modelwright.compress.grid_linear import ActivationGrid, GridLinear, InputGrid, unpack_nibbles
+from modelwright.compress.int8_linear import Backend, Int8Linear
+from modelwright.core.artifacts import write_atomic
+from modelwright.core.config import dump, parse
+from modelwright.core.errors import ConfigError, ModelError, writing
+from modelwright.model.config import ModelConfig
+from modelwright.model.decoder import Decoder
+from modelwright.ops.int_grid import Codes, WeightGrid
+
+FORMAT, VERSION = "modelwright-int8", 2
+GRID, STEPS = "quantization.json", "quantization.safetensors"
+"""The files in a model folder that hold its trained grid."""
+ChooseBackend = Callable[[Mapping[str, tuple[Tensor, Tensor]]], Backend]
+"""Codes and scales of all matrices -> the kernels for them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedGrid:
+    """The grid that a model was trained for. steps: learned ones of projections, [G] each; without, steps span the
+    weights. ranges: of projections' inputs, for activations of kind `tensor`.
+    """
+
+    weights: WeightGrid
+    activations: ActivationGrid = "none"
+    steps: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    ranges: Mapping[str, tuple[float, float]] = field(default_factory=dict[str, "tuple[float, float]"])
+
+    def codes(self, name: str, weight_OI: Tensor) -> Codes:
+        """The integers of a projection's weight."""
+        step_G, zero_G = self.weights.ranges(weight_OI)
+        if name in self.steps:
+            step_G, zero_G = self.steps[name].to(step_G.dtype), torch.zeros_like(zero_G)
+        return self.weights.codes(weight_OI, step_G, zero_G)
+
+    def inputs(self, name: str) -> InputGrid:
+        """How a projection's input is quantized."""
+        if self.activations != "tensor":
+            return InputGrid(kind=self.activations)
+        if name not in self.ranges:
+            return InputGrid()  # a layer whose input was never observed stays as it is in training, too
+        least, most = self.ranges[name]
+        return InputGrid(kind="tensor", least=least, most=most)
+
+    def describe(self) -> str:
+        """The grid in a sentence for people."""
+        kind = "symmetric" if self.weights.symmetric else "asymmetric"
+        where = {"tensor": "per matrix", "channel": "per output channel"}.get(
+            self.weights.granularity, f"per group of {self.weights.group_size} inputs"
+        )
+        activations = {
+            "none": "activations stay as they are",
+            "token": "activations are quantized per token at run time",
+            "tensor": "activations are quantized by observed ranges",
+        }
+        learned = " with learned steps" if self.steps else ""
+        return (
+            f"Projections have {self.weights.bits}-bit weights, {kind} {where}{learned}; "
+            f"{activations[self.activations]}; embedding, head and norms keep their format."
+        )
+
+    def save(self, folder: Path) -> None:
+        """Write the grid beside a model's weights."""
+        settings = {"weights": asdict(self.weights), "activations": self.activations, "ranges": dict(self.ranges)}
+        with writing(folder):
+            save_file({name: step.detach().contiguous() for name, step in self.steps.items()}, folder / STEPS)
+        write_atomic(folder / GRID, json.dumps(settings, indent=1))
+
+    @classmethod
+    def load(cls, folder: Path) -> "TrainedGrid | None":
+        """The grid beside a model's weights, None if there is none. Raises `ModelError` if it is damaged."""
+        if not (folder / GRID).is_file():
+            return None
+        try:
+            settings = json.loads((folder / GRID).read_text(encoding="utf-8"))
+            return cls(
+                weights=WeightGrid(**settings["weights"]),
+                activations=settings["activations"],
+                steps=load_file(folder / STEPS),
+                ranges={name: (float(low), float(high)) for name, (low, high) in settings["ranges"].items()},
+            )
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+            raise ModelError(f"{folder / GRID}: is damaged ({error}); run its stage again") from None
+
+
+def quantize_to_grid(
+    model: Decoder, grid: TrainedGrid, *, codes: Mapping[str, Codes] | None = None, choose: ChooseBackend
+) -> Decoder:
+    """A new decoder whose projections are integers on the grid. codes: of projections, in place of those to which the
+    grid rounds, such as GPTQ's. `model` is not changed. The result is for inference.
+    """
+    found = {name: (codes or {}).get(name) or grid.codes(name, one.weight) for name, one in model.projections().items()}
+    inputs = {name: grid.inputs(name) for name in found}
+    rest = {name: one.detach().clone() for name, one in model.named_parameters() if not name.startswith("heads.")}
+    for name in found:
+        del rest[f"{name}.weight"]
+    return _assemble(model.config, grid.weights, found, inputs, rest, choose)
+
+
+def _assemble(
+    shape: ModelConfig,
+    grid: WeightGrid,
+    codes: Mapping[str, Codes],
+    inputs: Mapping[str, InputGrid],
+    rest: Mapping[str, Tensor],
+    choose: ChooseBackend,
+) -> Decoder:
+    with torch.device("meta"):
+        model = Decoder(shape)
+    fast = {name for name in codes if _has_kernel(grid, inputs[name])}
+    scales = {name: _row_scales(codes[name]) for name in fast}
+    backend = choose({name: (codes[name].codes_OI, scales[name]) for name in fast}) if fast else "int_mm"
+    for name, own in codes.items():
+        if name in fast:
+            module: nn.Module = Int8Linear(own.codes_OI, scales[name], backend)
+        else:
+            module = GridLinear(own, grid, inputs[name])
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, module)
+    for name, tensor in rest.items():
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, nn.Parameter(tensor, requires_grad=False))
+    return model.eval()
+
+
+def _has_kernel(grid: WeightGrid, inputs: InputGrid) -> bool:
+    """Whether the kernels of `int8_linear.py` compute exactly this."""
+    return grid.bits == 8 and grid.symmetric and not grid.group_size and inputs.kind == "token"
+
+
+def _row_scales(codes: Codes) -> Tensor:
+    return codes.step_G.float().expand(codes.codes_OI.shape[0]).contiguous()
+
+
+def save_grid_model(model: Decoder, grid: TrainedGrid, folder: Path) -> None:
+    """Write a decoder of `quantize_to_grid` into `folder`."""
+    tensors: dict[str, Tensor] = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    for name, module in model.named_modules():
+        if isinstance(module, (Int8Linear, GridLinear)):
+            zero = module.zero if isinstance(module, GridLinear) else torch.zeros_like(module.scale)
+            tensors |= {f"{name}.weight": module.quantized, f"{name}.scale": module.scale, f"{name}.zero": zero}
+    description = {
+        "format": FORMAT,
+        "version": VERSION,
+        "model": dump(model.config, constants=True),
+        "quantization_config": {
+            "quant_method": FORMAT,
+            "weights": asdict(grid.weights),
+            "activations": grid.activations,
+            "ranges": dict(grid.ranges),
+        },
+    }
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+
+
+def load_grid_model(folder: Path, description: Mapping[str, Any], choose: ChooseBackend) -> Decoder:
+    """Read a folder of `save_grid_model`; description: its config.json. Raises `ModelError` if it is damaged."""
+    try:
+        shape = parse(ModelConfig, description["model"], constants=True)
+        settings = description["quantization_config"]
+        ranges = {name: (float(low), float(high)) for name, (low, high) in settings["ranges"].items()}
+        grid = TrainedGrid(
+            weights=WeightGrid(**settings["weights"]), activations=settings["activations"], ranges=ranges
+        )
+        tensors = load_file(folder / "model.safetensors")
+    except (ConfigError, KeyError, TypeError, ValueError, OSError, SafetensorError) as error:
+        raise ModelError(f"{folder}: is damaged ({error}); write it again") from None
+    with torch.device("meta"):
+        plain = Decoder(shape)
+    projections = plain.projections()
+    expected = {name for name, _ in plain.named_parameters()}
+    expected |= {f"{name}.{part}" for name in projections for part in ("scale", "zero")}
+    if expected != set(tensors):
+        wrong = ", ".join(sorted(expected ^ set(tensors))[:4])
+        raise ModelError(f"{folder}: missing or unknown tensors ({wrong}); quantize the model again")
+    codes: dict[str, Codes] = {}
+    for name, one in projections.items():
+        stored = tensors.pop(f"{name}.weight")
+        stored = unpack_nibbles(stored, one.in_features) if stored.dtype == torch.uint8 else stored
+        codes[name] = Codes(stored, tensors.pop(f"{name}.scale"), tensors.pop(f"{name}.zero"))
+        if stored.shape != one.weight.shape:
+            raise ModelError(f"{folder}: {name} has shape {tuple(stored.shape)}, not {tuple(one.weight.shape)}")
+    return _assemble(shape, grid.weights, codes, {name: grid.inputs(name) for name in codes}, tensors, choose)

@@ -1,0 +1,188 @@
+"""Structured pruning: a smaller decoder out of the layers, heads and feed-forward channels of a larger one.
+
+Depth: evenly spaced layers, the first and the last among them (Sanh et al. 2019, DistilBERT). Width: what contributes
+most to the output of its projection is kept. Channel c of a projection y = W x contributes sqrt(E[x_c^2]) * |W[:, c]|
+(Sun et al. 2024, Wanda, arXiv 2306.11695, section 3, summed over outputs); a head is the sum over its channels, a
+key/value head that of its query heads. Without activations E[x_c^2] is the squared norm of the weights that make x_c.
+
+Legend: D model width, F feed-forward channels, H query heads, K key/value heads, d head width.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from modelwright.core.errors import ConfigError
+from modelwright.data.batch import TokenBatch
+from modelwright.model.attention import packed_attend
+from modelwright.model.config import ModelConfig
+from modelwright.model.decoder import Block, Decoder, Linear
+
+Moments = Mapping[str, Tensor]
+"""E[x_c^2] of the inputs of output and down projections, by their names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """What of one layer is kept, in order: the layer, its query heads, key/value heads and feed-forward channels."""
+
+    layer: int
+    heads: Sequence[int]
+    kv_heads: Sequence[int]
+    channels: Sequence[int]
+
+
+def prune(teacher: Decoder, smaller: ModelConfig, moments: Moments) -> Decoder:
+    """A decoder of the shape `smaller`, on the CPU, with weights of `teacher`. moments: from `input_moments`, or empty
+    to judge by weights alone. Raises `ConfigError` for a shape that is no part of the teacher's.
+    """
+    check_part(smaller, teacher.config)
+    chosen = [_choose(teacher, layer, smaller, moments) for layer in even_layers(teacher.config, smaller.num_layers)]
+    result = Decoder(pruned_config(teacher.config, smaller, [kept.layer for kept in chosen]))
+    weights = dict(teacher.named_parameters())
+    with torch.no_grad():
+        for name, parameter in result.named_parameters():
+            parameter.copy_(_part_of(name, weights, chosen, teacher.config))
+    return result.to(teacher.head_weight.dtype)
+
+
+def pruned_config(teacher: ModelConfig, smaller: ModelConfig, layers: Sequence[int]) -> ModelConfig:
+    """The teacher's configuration with a smaller shape; windows and layers without positions go with their layers."""
+
+    def moved(old: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(new for new, layer in enumerate(layers) if layer in old)
+
+    attention = teacher.attention
+    window_layers = moved(attention.window_layers)
+    attention = replace(
+        attention,
+        window_layers=window_layers,
+        window=attention.window if window_layers else 0,
+        layers_without_rope=moved(attention.layers_without_rope),
+    )
+    names = ("num_layers", "num_heads", "num_kv_heads", "ffn_dim")
+    return replace(teacher, attention=attention, **{name: getattr(smaller, name) for name in names})
+
+
+def check_part(smaller: ModelConfig, teacher: ModelConfig) -> None:
+    """Raise `ConfigError` that names the first dimension in which `smaller` is no part of `teacher`."""
+    for name in ("model_dim", "head_dim", "vocab_size"):
+        if getattr(smaller, name) != getattr(teacher, name):
+            raise ConfigError(
+                f"{name}: {getattr(smaller, name)} differs from the teacher's {getattr(teacher, name)}, and pruning "
+                "keeps it; leave it at 0 or start from scratch"
+            )
+    for name in ("num_layers", "num_heads", "num_kv_heads", "ffn_dim"):
+        if getattr(smaller, name) > getattr(teacher, name):
+            raise ConfigError(
+                f"{name}: {getattr(smaller, name)} is more than the teacher's {getattr(teacher, name)}; pruning only "
+                "takes away"
+            )
+    groups = [one.num_heads // one.num_kv_heads for one in (smaller, teacher)]
+    if groups[0] > groups[1]:
+        raise ConfigError(
+            f"num_kv_heads: with {smaller.num_heads} query heads each of {smaller.num_kv_heads} key/value heads would "
+            f"serve {groups[0]}, and the teacher's serve {groups[1]}; keep more key/value heads"
+        )
+
+
+def even_layers(teacher: ModelConfig, num_layers: int) -> list[int]:
+    """Evenly spaced layers of the teacher, its first and last among them; of a single one, the first."""
+    last = teacher.num_layers - 1
+    return [round(place * last / max(1, num_layers - 1)) for place in range(num_layers)]
+
+
+@torch.no_grad()
+def input_moments(teacher: Decoder, batches: Iterable[TokenBatch]) -> Moments:
+    """E[x_c^2] over the tokens of some rows, padding left out, for what width pruning judges by."""
+    names = [name for name in teacher.projections() if name.endswith(("o_proj", "down_proj"))]
+    sums = {name: torch.zeros(teacher.projections()[name].in_features, dtype=torch.float64) for name in names}
+    count = 0
+    for batch in batches:
+        real_BT = batch.segments_BT >= 0
+        with _watching(teacher, partial(_add_squares, sums, real_BT)):
+            teacher(batch.input_ids_BT, batch.positions_BT, packed_attend(batch.segments_BT, teacher.config.windows))
+        count += int(real_BT.sum())
+    return {name: total / max(1, count) for name, total in sums.items()}
+
+
+def _add_squares(sums: dict[str, Tensor], real_BT: Tensor, name: str, x_BTC: Tensor) -> None:
+    if name in sums:
+        sums[name] += x_BTC[real_BT].double().square().sum(dim=0)
+
+
+@contextmanager
+def _watching(model: Decoder, see: Any) -> Iterator[None]:
+    """Within the block every projection's name and input are shown to `see`."""
+
+    def hook(name: str, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        see(name, inputs[0])
+
+    hooks = [one.register_forward_pre_hook(partial(hook, name)) for name, one in model.projections().items()]
+    try:
+        yield
+    finally:
+        for one in hooks:
+            one.remove()
+
+
+def _choose(teacher: Decoder, layer: int, smaller: ModelConfig, moments: Moments) -> Kept:
+    config, block = teacher.config, teacher.blocks[str(layer)]
+    assert isinstance(block, Block)
+    attention, ffn, place = block.attention, block.ffn, f"blocks.{layer}"
+    per_group = config.num_heads // config.num_kv_heads
+    value_KX = attention.v_proj.weight.detach().double().square().sum(dim=1).view(config.num_kv_heads, -1)
+    of_weights = value_KX.repeat_interleave(per_group, dim=0).flatten()
+    scores_HX = _scores(attention.o_proj, moments.get(f"{place}.attention.o_proj", of_weights)).view(
+        config.num_heads, -1
+    )
+    scores_KG = scores_HX.sum(dim=1).view(config.num_kv_heads, per_group)
+    kept_per_group = smaller.num_heads // smaller.num_kv_heads
+    best_KG = scores_KG.topk(kept_per_group, dim=1)
+    kv_heads = sorted(best_KG.values.sum(dim=1).topk(smaller.num_kv_heads).indices.tolist())
+    heads = [kv * per_group + one for kv in kv_heads for one in sorted(best_KG.indices[kv].tolist())]
+    made = [linear.weight.detach().double().square().sum(dim=1) for linear in (ffn.gate_proj, ffn.up_proj)]
+    scores_F = _scores(ffn.down_proj, moments.get(f"{place}.ffn.down_proj", made[0] * made[1]))
+    channels = sorted(scores_F.topk(smaller.ffn_dim).indices.tolist())
+    return Kept(layer=layer, heads=heads, kv_heads=kv_heads, channels=channels)
+
+
+def _scores(linear: Linear, moments_C: Tensor) -> Tensor:
+    """The squared contribution of each input channel."""
+    return moments_C.double() * linear.weight.detach().double().square().sum(dim=0)
+
+
+def _part_of(name: str, weights: Mapping[str, Tensor], chosen: Sequence[Kept], config: ModelConfig) -> Tensor:
+    """The part of the teacher's weight that a parameter of the pruned model takes."""
+    if not name.startswith("blocks."):
+        return weights[name]
+    _, place, rest = name.split(".", 2)
+    kept = chosen[int(place)]
+    weight = weights[f"blocks.{kept.layer}.{rest}"]
+    heads, kv_heads = (_rows_of(numbers, config.head_dim) for numbers in (kept.heads, kept.kv_heads))
+    channels = torch.tensor(kept.channels)
+    gates = heads if config.attention_gate == "element" else torch.tensor(kept.heads)
+    rows = {
+        "output_gate": gates,
+        "q_proj": heads,
+        "k_proj": kv_heads,
+        "v_proj": kv_heads,
+        "gate_proj": channels,
+        "up_proj": channels,
+    }
+    columns = {"o_proj": heads, "down_proj": channels}
+    projection, _, kind = rest.rpartition(".")
+    projection = projection.rpartition(".")[2]
+    if projection in rows:
+        return weight[rows[projection]]
+    return weight[:, columns[projection]] if projection in columns and kind == "weight" else weight
+
+
+def _rows_of(heads: Sequence[int], head_dim: int) -> Tensor:
+    """The channels of some heads."""
+    return (torch.tensor(heads)[:, None] * head_dim + torch.arange(head_dim)).flatten()

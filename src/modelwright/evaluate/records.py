@@ -1,0 +1,119 @@
+"""Scores of single records for one model: reference answers, choices by likelihood, generated numbers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from modelwright.core.errors import DataError
+from modelwright.core.progress import Progress
+from modelwright.data.document import Document
+from modelwright.data.tokenizer import Tokenizer
+from modelwright.evaluate.answers import answer_text, score_answers
+from modelwright.evaluate.config import EvaluateConfig
+from modelwright.evaluate.scoring import Scored, sequence_nats
+from modelwright.infer.generate import generate
+from modelwright.infer.sequence import SamplingParams
+from modelwright.model.decoder import Decoder
+from modelwright.reward.numbers import equal
+from modelwright.reward.numeric_match import MARKER, final_number
+
+Rows = list[dict[str, Any]]
+"""Plain results, one for each record, with its `id`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordScores:
+    """What one model makes of some records; the lists of two models on the same records have the same ids."""
+
+    answers: Rows
+    """`num_tokens`, `num_bytes` and `nats` of the reference answers."""
+    choices: Rows
+    """`choice`, `right` and `correct` of records with choices."""
+    numbers: Rows
+    """`answer`, as generated, and `correct` of records whose reference answer ends with a number, as in GSM8K."""
+
+
+def score_records(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    documents: Sequence[Document],
+    config: EvaluateConfig,
+    *,
+    max_new_tokens: int,
+    progress: Progress,
+) -> RecordScores:
+    """Score question/answer documents. Raises `DataError` that names a record which the chat template refuses."""
+    return RecordScores(
+        answers=score_answers(model, tokenizer, documents, config, progress=progress),
+        choices=score_choices(model, tokenizer, documents, config, progress=progress),
+        numbers=generate_numbers(model, tokenizer, documents, max_new_tokens=max_new_tokens, progress=progress),
+    )
+
+
+def score_choices(
+    model: Decoder, tokenizer: Tokenizer, documents: Sequence[Document], config: EvaluateConfig, *, progress: Progress
+) -> Rows:
+    """The likeliest choice per byte of each record with choices, as the assistant's answer (see `multiple_choice`)."""
+    asked = [document for document in documents if document.meta.get("choices")]
+    sequences: list[Scored] = []
+    for document in asked:
+        prompt = _prompt(tokenizer, document)
+        sequences += [Scored([*prompt, *tokenizer.encode(text)], len(prompt)) for text in document.meta["choices"]]
+    nats = sequence_nats(
+        model,
+        sequences,
+        context_overlap=config.context_overlap,
+        max_context=config.max_context,
+        batch_tokens=config.batch_tokens,
+        progress=progress,
+        name="choices",
+    )
+    rows, at = [], 0
+    for document in asked:
+        sizes = np.array([len(text.encode("utf-8")) for text in document.meta["choices"]])
+        choice = int((nats[at : at + len(sizes)] / sizes).argmin())
+        at += len(sizes)
+        right = int(document.meta["right"])
+        rows.append({"id": document.id, "choice": choice, "right": right, "correct": choice == right})
+    return rows
+
+
+def generate_numbers(
+    model: Decoder, tokenizer: Tokenizer, documents: Sequence[Document], *, max_new_tokens: int, progress: Progress
+) -> Rows:
+    """Greedy answers to the records whose reference answer has a number after `####`, and whether theirs equals it.
+
+    An answer's number is that in its last box, after its last `####`, or its last one. Prompts that leave no room for
+    an answer in the model's context count as wrong.
+    """
+    answers = [(document, answer_text(document)) for document in documents]
+    asked = [(d, number) for d, text in answers if MARKER in text and (number := final_number(text, "marker"))]
+    prompts = [_prompt(tokenizer, document) for document, _ in asked]
+    room = [model.config.max_seq_len - len(prompt) for prompt in prompts]
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=min(max_new_tokens, most), stop_ids=tokenizer.stop_ids)
+        for most in room
+        if most > 0
+    ]
+    progress.begin("exact match", len(params), "answers")
+    fitting = [prompt for prompt, most in zip(prompts, room, strict=True) if most > 0]
+    completions = iter(generate(model, fitting, params, on_step=progress.advance) if fitting else ())
+    progress.end()
+    rows = []
+    for (document, reference), most in zip(asked, room, strict=True):
+        text = tokenizer.decode(next(completions).token_ids) if most > 0 else ""
+        number = final_number(text, "any")
+        correct = number is not None and equal(number, reference, 0.0)
+        rows.append({"id": document.id, "answer": text, "correct": correct})
+    return rows
+
+
+def _prompt(tokenizer: Tokenizer, document: Document) -> list[int]:
+    """Everything before the last answer."""
+    last = max(place for place, turn in enumerate(document.messages) if turn["role"] == "assistant")
+    try:
+        return tokenizer.encode_prompt(document.messages[:last], tools=document.tools)
+    except DataError as error:
+        raise DataError(f"{document.id}: {error}") from None

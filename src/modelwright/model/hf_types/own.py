@@ -1,0 +1,37 @@
+"""The project's own type, for what no type of `transformers` has: a gate on attention's output. `transformers` refuses
+its folders, and the export does so by name.
+"""
+
+from typing import Any
+
+from modelwright.model.config import AttentionConfig, FeedForwardConfig, ModelConfig
+from modelwright.model.hf_types.hf_type import HfSettings, HfType, read_activation, read_shape, write_shape
+from modelwright.model.hf_types.rope import read_rope, write_rope
+
+OWN_TYPE = "modelwright"
+
+
+def _read(settings: HfSettings) -> dict[str, Any]:
+    shape = read_shape(settings)
+    gate = settings.required("attention_gate")
+    if gate not in ("head", "element"):
+        settings.refuse("attention_gate", f"gate {gate!r}")
+    bias = bool(settings.get("attention_bias", False))
+    return {
+        **shape,
+        **read_rope(settings, max_len=shape["max_seq_len"]),
+        "qk_norm": bool(settings.required("qk_norm")),
+        "attention_gate": gate,
+        "attention": AttentionConfig(qkv_bias=bias, output_bias=bias),
+        "feed_forward": FeedForwardConfig(
+            activation=read_activation(settings, "hidden_act"), bias=bool(settings.get("mlp_bias", False))
+        ),
+    }
+
+
+def _write(config: ModelConfig) -> dict[str, Any]:
+    own = {"qk_norm": config.qk_norm, "attention_gate": config.attention_gate, "mlp_bias": config.feed_forward.bias}
+    return {**write_shape(config), **write_rope(config), **own}
+
+
+OWN = HfType(name=OWN_TYPE, architecture="ModelwrightForCausalLM", read=_read, write=_write)

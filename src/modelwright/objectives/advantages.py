@@ -1,0 +1,89 @@
+"""How much better a completion, or a token of it, is than expected: baselines of a group, and generalized advantage
+estimation.
+
+Legend: P prompts, G completions of each, C completions, T places (see `completion_rows.py`).
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Baseline = Literal["group_mean", "leave_one_out"]
+RewardScale = Literal["group", "batch", "none"]
+
+STD_EPS = 1e-4
+"""Added to standard deviations of rewards, as in TRL."""
+WHITEN_EPS = 1e-8
+"""Added to variances in whitening, as in TRL and lm-human-preferences."""
+
+
+def group_advantages(rewards_PG: Tensor, *, baseline: Baseline, scale: RewardScale) -> Tensor:
+    """Advantages [P, G] float64 of the completions of each prompt. NaN in `rewards_PG` are completions without a
+    reward: they count for nothing and stay NaN, and so does a completion that is alone in its group.
+
+    baseline: `group_mean` is the mean of the group (GRPO, Shao et al. 2024, section 4.1.2), `leave_one_out` that of the
+    others (RLOO, Kool et al. 2019; Ahmadian et al. 2024), which gives G / (G - 1) times as much. scale: what divides
+    the difference: the standard deviation of the group, as in GRPO, that of the whole rollout, or nothing, as in Dr.
+    GRPO (Liu et al. 2025, section 3.1), because the division gives questions weights by how hard they are.
+    """
+    scored_PG = rewards_PG.isfinite()
+    counts_P1 = scored_PG.sum(dim=1, keepdim=True)
+    rewards_PG = rewards_PG.double().where(scored_PG, 0.0)
+    above_PG = rewards_PG - rewards_PG.sum(dim=1, keepdim=True) / counts_P1.clamp(min=1)
+    if baseline == "leave_one_out":
+        above_PG = above_PG * counts_P1 / (counts_P1 - 1).clamp(min=1)
+    counted_PG = scored_PG & (counts_P1 > 1)
+    if scale == "group":
+        above_PG = above_PG / (group_stds(rewards_PG.where(scored_PG, torch.nan))[:, None].nan_to_num(0.0) + STD_EPS)
+    elif scale == "batch":
+        kept = rewards_PG[scored_PG]
+        above_PG = above_PG / ((kept.std() if len(kept) > 1 else torch.zeros(())) + STD_EPS)
+    return above_PG.where(counted_PG, torch.nan)
+
+
+def group_stds(rewards_PG: Tensor) -> Tensor:
+    """The standard deviation (divisor n - 1) of each prompt's rewards [P] float64; NaN with fewer than two."""
+    scored_PG = rewards_PG.isfinite()
+    counts_P = scored_PG.sum(dim=1)
+    values_PG = rewards_PG.double().where(scored_PG, 0.0)
+    means_P1 = values_PG.sum(dim=1, keepdim=True) / counts_P.clamp(min=1)[:, None]
+    squares_P = ((values_PG - means_P1).square() * scored_PG).sum(dim=1)
+    return (squares_P / (counts_P - 1).clamp(min=1)).sqrt().where(counts_P > 1, torch.nan)
+
+
+def differs(rewards_PG: Tensor) -> Tensor:
+    """Whether a prompt has two different rewards [P] bool. Rounding may leave equal ones a standard deviation."""
+    scored_PG = rewards_PG.isfinite()
+    return rewards_PG.where(scored_PG, -torch.inf).amax(dim=1) > rewards_PG.where(scored_PG, torch.inf).amin(dim=1)
+
+
+def generalized_advantages(
+    rewards_CT: Tensor, values_CT: Tensor, mask_CT: Tensor, *, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns of each token, [C, T] each, 0 outside of `mask_CT`, whose places follow one another
+    (generalized advantage estimation, Schulman et al. 2016, equation 16). The value after the last token is 0: a
+    completion is an episode.
+    """
+    advantages_CT = torch.zeros_like(values_CT)
+    following_C = torch.zeros_like(values_CT[:, 0])
+    next_values_C = torch.zeros_like(following_C)
+    for place in reversed(range(values_CT.shape[1])):
+        mask_C = mask_CT[:, place]
+        deltas_C = rewards_CT[:, place] + gamma * next_values_C - values_CT[:, place]
+        following_C = (deltas_C + gamma * lam * following_C) * mask_C
+        next_values_C = values_CT[:, place] * mask_C
+        advantages_CT[:, place] = following_C
+    return advantages_CT, (advantages_CT + values_CT) * mask_CT
+
+
+def whitened(values_CT: Tensor, mask_CT: Tensor, *, shift_mean: bool = True) -> Tensor:
+    """The values [C, T] with mean 0 and variance 1 over `mask_CT`, 0 outside of it. shift_mean: without it the mean
+    stays as it was.
+    """
+    kept = values_CT[mask_CT]
+    if len(kept) < 2:
+        return values_CT * mask_CT
+    mean, variance = kept.mean(), kept.var()
+    whitened_CT = (values_CT - mean) * (variance + WHITEN_EPS).rsqrt()
+    return (whitened_CT if shift_mean else whitened_CT + mean) * mask_CT

@@ -1,0 +1,276 @@
+"""Distillation: a student learns a teacher's hidden states, attention relations and logits, each in its own phase.
+
+Sources: hidden states through learned projections (Jiao et al. 2020, TinyBERT), relations between queries, keys and
+values (Wang et al. 2021, MiniLMv2, arXiv 2012.15828), logits with a temperature beside hard labels (Hinton et al.
+2015). Relations stand in for attention distributions: those exist per head, which a student with other numbers or
+widths of heads cannot match, and a relation compares any two models.
+
+Legend: B rows, T tokens, D width of the student, E width of the teacher.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import gcd
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from modelwright.core.compatibility import EAGER_BLOCKS, LAYER_OUTPUTS, WHOLE_LAYERS, WHOLE_ROWS
+from modelwright.core.errors import ConfigError
+from modelwright.data.batch import TokenBatch
+from modelwright.model.config import ModelConfig
+from modelwright.model.decoder import Decoder
+from modelwright.model.layer_taps import HeadInputs, LayerTaps
+from modelwright.objectives.next_token import num_targets, numbered_batches
+from modelwright.objectives.teacher import TeacherModel
+from modelwright.objectives.teacher_cache import LOG_PROBS, TOKENS, TeacherCache
+from modelwright.ops.cross_entropy import CHUNK_TOKENS
+from modelwright.ops.distillation_loss import Teacher, TopTokens
+from modelwright.ops.relation_loss import relation_loss
+from modelwright.train.objective import BatchSource, Metric, Objective, Terms
+
+PartName = Literal["hidden", "attention", "logits"]
+PARTS: tuple[PartName, ...] = ("hidden", "attention", "logits")
+
+
+@dataclass(frozen=True)
+class LossPart:
+    """A part of the loss: its weight from the share `start` of the training to the share `end`, and 0 otherwise."""
+
+    weight: float
+    start: float = 0.0
+    end: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.weight < 0 or not 0.0 <= self.start <= self.end <= 1.0:
+            raise ConfigError(
+                f"must be a weight that is not negative and two shares of the training in order, such as [1, 0, 0.25]; "
+                f"got [{self.weight:g}, {self.start:g}, {self.end:g}]"
+            )
+
+    def at(self, progress: float) -> float:
+        """The weight at a share of the training in [0, 1]."""
+        is_on = self.start <= progress < self.end or progress == self.end == 1.0
+        return self.weight if is_on else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillationSettings:
+    """What is learned of the teacher. layer_map: for each layer of the student, that of the teacher whose output it
+    learns, -1 for none; empty maps the layers evenly.
+    """
+
+    parts: Mapping[PartName, LossPart]
+    temperature: float = 2.5
+    label_share: float = 0.5
+    """Share of the hard labels in the part `logits`."""
+    layer_map: tuple[int, ...] = ()
+    chunk_tokens: int = CHUNK_TOKENS
+
+
+def even_layer_map(num_layers: int, num_teacher_layers: int) -> tuple[int, ...]:
+    """The teacher's layer for each of the student's: both end with their last, equally far apart (TinyBERT)."""
+    step = num_teacher_layers / num_layers
+    return tuple(max(0, round((layer + 1) * step) - 1) for layer in range(num_layers))
+
+
+def num_relation_heads(student: ModelConfig, teacher: ModelConfig) -> int:
+    """The largest number that divides the widths of queries and of keys of both, at most twice the teacher's heads:
+    more relation heads than attention heads carry finer relations (MiniLMv2, section 4.4).
+    """
+    widths = [heads * one.head_dim for one in (student, teacher) for heads in (one.num_heads, one.num_kv_heads)]
+    common = gcd(*widths)
+    return max(number for number in range(1, 2 * teacher.num_heads + 1) if common % number == 0)
+
+
+@dataclass(kw_only=True)
+class Distillation(Objective):
+    """Three terms, `hidden`, `attention` and `logits`, whose factors follow the step. Held-out rows are judged by the
+    factors at the end of training, so that evaluations can be compared with each other.
+
+    num_steps: updates of the whole training, which phases are shares of. cache: stored probabilities of the teacher in
+    place of its logits.
+    """
+
+    metric_names = ("divergence", "label_loss")
+
+    source: BatchSource
+    teacher: TeacherModel
+    settings: DistillationSettings
+    num_steps: int
+    cache: TeacherCache | None = None
+    needs: frozenset[str] = field(init=False)  # pyright: ignore[reportIncompatibleVariableOverride]
+    watched: list[tuple[Decoder, LayerTaps]] = field(default_factory=list[tuple[Decoder, LayerTaps]], init=False)
+    """The model whose layers are read, and how."""
+
+    def __post_init__(self) -> None:
+        needs = {
+            "hidden": {LAYER_OUTPUTS, EAGER_BLOCKS},
+            "attention": {WHOLE_LAYERS, WHOLE_ROWS, EAGER_BLOCKS},
+            "logits": set[str](),
+        }
+        self.needs = frozenset[str]().union(*(needs[name] for name in self.used))
+
+    @property
+    def used(self) -> list[PartName]:
+        """The parts that have a weight at some time."""
+        return [name for name in PARTS if name in self.settings.parts and self.settings.parts[name].weight > 0]
+
+    def layer_pairs(self, student: ModelConfig) -> list[tuple[int, int]]:
+        """The layers of student and teacher whose outputs are compared. Raises `ConfigError` for an impossible map."""
+        if "hidden" not in self.used:
+            return []
+        wanted, depth = self.settings.layer_map, self.teacher.config.num_layers
+        layers = wanted or even_layer_map(student.num_layers, depth)
+        if len(layers) != student.num_layers or not all(-1 <= layer < depth for layer in layers):
+            raise ConfigError(
+                f"layer_map: needs a layer of the teacher (0 to {depth - 1}, or -1 for none) for each of the student's "
+                f"{student.num_layers} layers, got {list(layers)}"
+            )
+        return [(own, layer) for own, layer in enumerate(layers) if layer >= 0]
+
+    def own_modules(self, config: ModelConfig) -> Mapping[str, nn.Module]:
+        """A projection from the student's width to the teacher's for each pair of layers; the identity at first where
+        the widths are equal.
+        """
+        width = self.teacher.config.model_dim
+        pairs = self.layer_pairs(config)
+        modules = {_projection(own): nn.Linear(config.model_dim, width, bias=False) for own, _ in pairs}
+        for module in modules.values() if config.model_dim == width else ():
+            nn.init.eye_(module.weight)
+        return modules
+
+    def batches(self, model: Decoder, *, first: int, rank: int, world_size: int) -> Iterator[TokenBatch]:
+        batches = numbered_batches(self.source, first=first, rank=rank, world_size=world_size)
+        try:
+            for step, batch in enumerate(batches, start=first):
+                yield self._with_teacher(batch, model, step / self.num_steps)
+        finally:
+            self._unwatch(model)
+
+    def prepare(self, batch: TokenBatch, model: Decoder) -> TokenBatch:
+        return self._with_teacher(batch, model, 1.0)
+
+    def weights(self, batch: TokenBatch) -> Mapping[str, Tensor]:
+        num_tokens = (batch.segments_BT >= 0).sum()
+        counts = {"hidden": num_tokens, "attention": num_tokens, "logits": num_targets(batch)}
+        return {name: counts[name] * (_factor(name) in batch.extras) for name in self.used}
+
+    def losses(self, output: Tensor, batch: TokenBatch, model: Decoder) -> Terms:
+        outputs, heads = self._watch(model).take() if self._reads_layers else ([], [])
+        # FSDP gathers a layer's weights for backward when the gradient of its output arrives: each must get one, though
+        # it be zero, also where what is learned branches off inside of the layer.
+        nothing = 0.0 * output.sum(dtype=torch.promote_types(output.dtype, torch.float32))
+        losses: dict[str, Tensor] = dict.fromkeys(self.used, nothing)
+        metrics: dict[str, Metric] = dict.fromkeys(self.metric_names, (nothing.detach(), nothing.detach()))
+        if _factor("hidden") in batch.extras:
+            losses["hidden"] = nothing + _scaled(self._hidden_loss(outputs, batch, model), "hidden", batch)
+        if _factor("attention") in batch.extras:
+            losses["attention"] = nothing + _scaled(self._attention_loss(heads[0], batch, model), "attention", batch)
+        if _factor("logits") in batch.extras:
+            loss, divergence, label_loss = model.distillation_loss(
+                output,
+                batch.labels_BT,
+                self._targets(batch),
+                temperature=self.settings.temperature,
+                label_share=self.settings.label_share,
+                chunk_tokens=self.settings.chunk_tokens,
+            )
+            losses["logits"] = _scaled(loss, "logits", batch)
+            metrics = {"divergence": (divergence, num_targets(batch)), "label_loss": (label_loss, num_targets(batch))}
+        return Terms(losses, metrics)
+
+    def _hidden_loss(self, outputs: Sequence[Tensor], batch: TokenBatch, model: Decoder) -> Tensor:
+        """Sum over tokens of the mean squared difference, over width and layers."""
+        pairs, real_BT = self.layer_pairs(model.config), batch.segments_BT >= 0
+        losses: list[Tensor] = []
+        for (own, _), hidden_BTD in zip(pairs, outputs, strict=True):
+            wide_BTD = hidden_BTD.to(torch.promote_types(hidden_BTD.dtype, torch.float32))
+            gap_BTE = model.head_output(_projection(own), wide_BTD) - batch.extras[_extra("output", own)]
+            losses.append((gap_BTE.square().mean(dim=-1) * real_BT).sum())
+        return torch.stack(losses).sum() / len(losses)
+
+    def _attention_loss(self, heads: HeadInputs, batch: TokenBatch, model: Decoder) -> Tensor:
+        """Sum over tokens of the mean divergence of relations, over heads and the three kinds."""
+        num_heads = num_relation_heads(model.config, self.teacher.config)
+        losses = [
+            relation_loss(own, batch.extras[_extra("relation", kind)], batch.segments_BT, num_heads=num_heads)
+            for kind, own in enumerate(heads)
+        ]
+        return torch.stack(losses).sum() / (num_heads * len(losses))
+
+    def _targets(self, batch: TokenBatch) -> Teacher:
+        if self.cache is None:
+            return self.teacher.targets(batch.extras["teacher_hidden_BTE"])
+        log_probs_BTK, tokens_BTK = batch.extras[LOG_PROBS], batch.extras[TOKENS]
+        return TopTokens(log_probs_NK=log_probs_BTK.flatten(0, 1), tokens_NK=tokens_BTK.flatten(0, 1))
+
+    def _with_teacher(self, batch: TokenBatch, model: Decoder, progress: float) -> TokenBatch:
+        """The rows with what the parts in force at this share of the training need."""
+        factors = {name: self.settings.parts[name].at(progress) for name in self.used}
+        active: list[PartName] = [name for name in self.used if factors[name] > 0]
+        device = batch.input_ids_BT.device
+        extras: dict[str, Tensor] = {
+            _factor(name): torch.full((batch.num_rows,), factors[name], dtype=torch.float64, device=device)
+            for name in active
+        }
+        if self._reads_layers:
+            self._watch(model)
+        if "logits" in active and self.cache is not None:
+            extras |= self.cache.extras(batch)
+        if {"hidden", "attention"} & set(active) or ("logits" in active and self.cache is None):
+            extras |= self._teacher_extras(batch, model.config, active)
+        return replace(batch, extras={**batch.extras, **extras})
+
+    def _teacher_extras(
+        self, batch: TokenBatch, student: ModelConfig, active: Sequence[PartName]
+    ) -> Mapping[str, Tensor]:
+        pairs = self.layer_pairs(student) if "hidden" in active else []
+        heads = [self.teacher.config.num_layers - 1] if "attention" in active else []
+        layers = list(dict.fromkeys(layer for _, layer in pairs))
+        found = self.teacher.output(batch, outputs=layers, heads=heads)
+        device = batch.input_ids_BT.device
+        extras = {_extra("output", own): found.outputs[layers.index(layer)].to(device) for own, layer in pairs}
+        for attended in found.heads:
+            extras |= {_extra("relation", kind): channels.to(device) for kind, channels in enumerate(attended)}
+        if "logits" in active and self.cache is None:
+            extras["teacher_hidden_BTE"] = found.hidden_BTE.to(device)
+        return extras
+
+    @property
+    def _reads_layers(self) -> bool:
+        return bool({"hidden", "attention"} & set(self.used))
+
+    def _watch(self, model: Decoder) -> LayerTaps:
+        """How this model's layers are read; hooks are set once."""
+        for watched, taps in self.watched:
+            if watched is model:
+                return taps
+        heads = [model.config.num_layers - 1] if "attention" in self.used else []
+        taps = LayerTaps(model, outputs=[own for own, _ in self.layer_pairs(model.config)], heads=heads)
+        self.watched.append((model, taps))
+        return taps
+
+    def _unwatch(self, model: Decoder) -> None:
+        for watched, taps in self.watched:
+            if watched is model:
+                taps.remove()
+        self.watched = [pair for pair in self.watched if pair[0] is not model]
+
+
+def _projection(layer: int) -> str:
+    return f"distillation_{layer}"
+
+
+def _factor(name: str) -> str:
+    return f"{name}_factor_B"
+
+
+def _extra(kind: str, number: int) -> str:
+    return f"{kind}_{number}_BTE"
+
+
+def _scaled(loss: Tensor, name: str, batch: TokenBatch) -> Tensor:
+    """Times the part's factor in this step; rows of padding have a factor of zero."""
+    return loss * batch.extras[_factor(name)].max()

@@ -1,0 +1,126 @@
+"""Experience: completions with what updates learn from them, taken in minibatches over several epochs.
+
+It is the same on all ranks, so that minibatches do not depend on how many data ranks share them.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from modelwright.core.seeds import derive_seed
+from modelwright.data.batch import TokenBatch
+from modelwright.data.batching.curriculum import permutation
+from modelwright.objectives.completion_rows import RowPlan, completion_batch
+from modelwright.objectives.rollouts import Rollout, gather_rows, share
+from modelwright.parallel.mesh import World
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experience:
+    """Completions that are trained on, with values for their places.
+
+    Legend: C completions, L tokens of the longest one with its prompt, T = L - 1 places.
+    """
+
+    ids_CL: Tensor
+    """int64, prompt and completion."""
+    lengths_C: Tensor
+    """int64, places of prompt and completion."""
+    mask_CT: Tensor
+    """bool, the places that predict a generated token."""
+    extras_CT: Mapping[str, Tensor]
+    """Values for each place, by the name of the extra of a batch without its shape."""
+    metrics: Mapping[str, float]
+    """Figures of the rollout."""
+
+    @classmethod
+    def of(cls, rollout: Rollout, extras_CT: Mapping[str, Tensor], metrics: Mapping[str, float]) -> "Experience":
+        return cls(
+            ids_CL=rollout.ids_CL,
+            lengths_C=rollout.lens_C - 1,
+            mask_CT=rollout.mask_CT,
+            extras_CT=extras_CT,
+            metrics=metrics,
+        )
+
+    def rows(self, numbers: Tensor, row_len: int) -> TokenBatch:
+        """The completions with these numbers [N] int64, packed into rows of `row_len` tokens, at least one row."""
+        plan = RowPlan.of(self.lengths_C[numbers], row_len)
+        extras_CT = {name: values[numbers] for name, values in self.extras_CT.items()}
+        return completion_batch(self.ids_CL[numbers], self.mask_CT[numbers], plan, extras_CT).padded(1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**vars(self), "extras_CT": dict(self.extras_CT), "metrics": dict(self.metrics)}
+
+
+@dataclass(kw_only=True)
+class ExperienceBuffer:
+    """Hands out minibatches of the newest experience: in each of `num_epochs` all completions once, in an order of its
+    own, in `num_minibatches` parts."""
+
+    num_epochs: int
+    num_minibatches: int
+    row_len: int
+    seed: int
+    experience: Experience | None = None
+    number: int = -1
+    """Number of the newest rollout, from 0."""
+    position: int = 0
+    """Minibatches of it that were handed out."""
+
+    @property
+    def is_used_up(self) -> bool:
+        return self.experience is None or self.position >= self.num_epochs * self.num_minibatches
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Figures of the newest rollout."""
+        return self.experience.metrics if self.experience else {}
+
+    def fill(self, experience: Experience) -> None:
+        """Begin with the experience of the next rollout."""
+        self.experience, self.position, self.number = experience, 0, self.number + 1
+
+    def next_minibatch(self, *, rank: int, world_size: int) -> TokenBatch:
+        """This data rank's part of the next minibatch."""
+        assert self.experience is not None
+        epoch, part = divmod(self.position, self.num_minibatches)
+        self.position += 1
+        order = permutation(derive_seed(self.seed, "minibatches", self.number, epoch), len(self.experience.lengths_C))
+        own = np.array_split(np.array_split(order, self.num_minibatches)[part], world_size)[rank]
+        return self.experience.rows(torch.from_numpy(own), self.row_len)
+
+    def end(self) -> None:
+        """Hand out nothing more of this experience."""
+        self.position = self.num_epochs * self.num_minibatches
+
+    def state_dict(self) -> dict[str, Any]:
+        experience = {"experience": self.experience.state_dict()} if self.experience else {}
+        return {"number": self.number, "position": self.position, **experience}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.number, self.position = state["number"], state["position"]
+        self.experience = Experience(**state["experience"]) if "experience" in state else None
+
+
+def values_of_places(
+    rollout: Rollout, world: World, row_len: int, compute: Callable[[TokenBatch], Mapping[str, Tensor]]
+) -> dict[str, Tensor]:
+    """What `compute` makes of the rows of the completions, [B, row_len] each, as values of places [C, T] on the CPU.
+
+    Each rank computes the rows of its share, equally many; all ranks call together and get the values of all.
+    """
+    part = rollout.take(torch.tensor([*share(rollout.num_completions, world)], dtype=torch.int64))
+    plan = RowPlan.of(part.lens_C - 1, row_len)
+    num_rows = int(world.maxima(plan.num_rows)[0])
+    batch = completion_batch(part.ids_CL, part.mask_CT, plan).padded(max(1, num_rows))
+    found = compute(batch)
+    num_places = rollout.log_probs_CT.shape[1]
+    return {
+        name: gather_rows(world, plan.taken(values_BT[: plan.num_rows].cpu(), num_places) * part.mask_CT)
+        for name, values_BT in found.items()
+    }

@@ -1,0 +1,269 @@
+"""Group-relative policy optimization: several completions of each prompt, of which each is as good as it is better than
+the others.
+
+GRPO (Shao et al. 2024, arXiv 2402.03300), with the changes of Dr. GRPO (Liu et al. 2025, arXiv 2503.20783) and DAPO (Yu
+et al. 2025, arXiv 2503.14476) and the baseline of RLOO (Ahmadian et al. 2024, arXiv 2402.14740) as settings. Names of
+settings and metrics are those of TRL. docs/techniques/grpo.md explains both.
+
+Legend: P prompts, G completions of each, C = P * G, T places (see `completion_rows.py`), B rows.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from modelwright.core.compatibility import EQUAL_REPLICAS, SYNCHRONOUS_UPDATES
+from modelwright.core.errors import ConfigError
+from modelwright.data.batch import IGNORED, TokenBatch
+from modelwright.data.prompts import prompt_numbers
+from modelwright.model.decoder import Decoder
+from modelwright.objectives.advantages import Baseline, RewardScale, differs, group_advantages, group_stds
+from modelwright.objectives.experience import Experience, ExperienceBuffer
+from modelwright.objectives.heldout_rewards import HeldoutRewards, is_heldout
+from modelwright.objectives.policy_terms import clipped_policy_loss, kl_k3
+from modelwright.objectives.reference_model import ReferenceModel
+from modelwright.objectives.rollouts import (
+    Rollout,
+    RolloutConfig,
+    RolloutWorker,
+    check_rollout_training,
+    constant_metrics,
+    rollout_metrics,
+    shown,
+)
+from modelwright.train.config import TrainConfig
+from modelwright.train.objective import Metric, Objective, Terms
+from modelwright.train.whole_model import ModelLayout, one_process
+
+LossType = Literal["grpo", "dapo", "dr_grpo"]
+CLIP_NAMES = ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrpoConfig(TrainConfig):
+    """Group-relative policy optimization on prompts with rewards. An update learns from `batch_tokens / pack.seq_len`
+    completions."""
+
+    learning_rate: float = 1e-6
+    """Peak learning rate."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay of matrices; norms do not decay."""
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    rewards: dict[str, Any] = field(default_factory=lambda: {"exact_match": {}}, hash=False)
+    """Terms of the reward by name, each with its options, `kind` and `weight`; docs/rewards.md lists the kinds."""
+    num_generations: int = 8
+    """Completions of each prompt: the group."""
+    steps_per_generation: int = 1
+    """Updates in which a rollout is learned from once, each from another part of it."""
+    num_iterations: int = 1
+    """How often each completion is learned from (the GRPO paper's mu)."""
+    epsilon: float = 0.2
+    """The ratio of probabilities is clipped to at least 1 - epsilon."""
+    epsilon_high: float = 0.2
+    """The ratio is clipped to at most 1 + epsilon_high; 0.28 in DAPO."""
+    beta: float = 0.0
+    """Weight of the KL divergence from the model that training began with; 0 needs no reference model."""
+    loss_type: LossType = "dapo"
+    """What tokens are averaged over: `grpo` over each completion, then over completions; `dapo` over all tokens of the
+    update; `dr_grpo` divides by the number of completions times `rollout.max_completion_length`."""
+    scale_rewards: RewardScale = "group"
+    """Rewards are divided by their standard deviation in the `group`, in the whole `batch`, or by nothing (`none`, Dr.
+    GRPO)."""
+    baseline: Baseline = "group_mean"
+    """What a completion is compared with: the mean of its group, or that of the others of its group (`leave_one_out`,
+    RLOO)."""
+    resampling_rounds: int = 0
+    """Most further rounds of generation that replace groups whose rewards are all equal (the dynamic sampling of DAPO);
+    0 keeps those groups."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_rollout_training(self.batching)
+        if self.num_generations < 2:
+            raise ConfigError(f"num_generations: a group needs at least 2 completions, got {self.num_generations}")
+        for name in ("steps_per_generation", "num_iterations"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: must be at least 1, got {getattr(self, name)}")
+        if not 0 < self.epsilon < 1 or self.epsilon_high <= 0:
+            raise ConfigError(
+                f"epsilon: must be between 0 and 1, and epsilon_high above 0; got {self.epsilon}, {self.epsilon_high}"
+            )
+        for name in ("beta", "resampling_rounds"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}: must not be negative, got {getattr(self, name)}; 0 disables it")
+
+
+@dataclass(kw_only=True)
+class Grpo(Objective):
+    """Rolls out, and learns from each rollout in `num_iterations * steps_per_generation` updates."""
+
+    needs = frozenset({EQUAL_REPLICAS, SYNCHRONOUS_UPDATES})
+    config: GrpoConfig
+    worker: RolloutWorker
+    heldout: HeldoutRewards
+    reference: ReferenceModel
+    num_completions: int
+    """Completions of one update."""
+    row_len: int
+    """Tokens of a row."""
+    observe: Callable[[int, Sequence[Mapping[str, Any]]], None] = lambda number, samples: None
+    """Called on the first rank with the number of each rollout and some of its completions."""
+    layout: ModelLayout = field(default_factory=one_process)
+    next_place: int = 0
+    """Prompts used so far, in their endless random order."""
+    buffer: ExperienceBuffer = field(init=False)
+
+    def __post_init__(self) -> None:
+        config = self.config
+        if self.num_completions * config.steps_per_generation % config.num_generations:
+            raise ConfigError(
+                f"num_generations: groups of {config.num_generations} do not make up the "
+                f"{self.num_completions * config.steps_per_generation} completions of a rollout "
+                "(batch_tokens / pack.seq_len * steps_per_generation); change one of them"
+            )
+        self.buffer = ExperienceBuffer(
+            num_epochs=config.num_iterations,
+            num_minibatches=config.steps_per_generation,
+            row_len=self.row_len,
+            seed=self.worker.seed,
+        )
+
+    @property
+    def metric_names(self) -> Sequence[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        own = ["reward_std", "frac_reward_zero_std", "sampling/rounds", *CLIP_NAMES, "entropy"]
+        return [*self.heldout.metric_names, *own, *(["kl"] if self.config.beta else [])]
+
+    def begin(self, layout: ModelLayout) -> None:
+        self.layout = layout
+
+    def batches(self, model: Decoder, *, first: int, rank: int, world_size: int) -> Iterator[TokenBatch]:
+        for _ in itertools.count(first):
+            if self.buffer.is_used_up:
+                self.buffer.fill(self._experience(model))
+            yield self.buffer.next_minibatch(rank=rank, world_size=world_size)
+
+    def prepare(self, batch: TokenBatch, model: Decoder) -> TokenBatch:
+        return self.heldout.prepare(batch, model, self.layout)
+
+    def weights(self, batch: TokenBatch) -> Mapping[str, Tensor]:
+        if is_heldout(batch):
+            return {"policy": self.heldout.weight(batch)}
+        return {"policy": batch.extras["normalizers_BT"].double().sum()}
+
+    def losses(self, output: Tensor, batch: TokenBatch, model: Decoder) -> Terms:
+        if is_heldout(batch):
+            return Terms(
+                {"policy": self.heldout.loss(batch)}, {**self._no_metrics(output), **self.heldout.metrics(batch)}
+            )
+        extras, mask_BT = batch.extras, batch.labels_BT != IGNORED
+        log_probs_BT, entropies_BT = model.token_log_probs_and_entropies(output, batch.labels_BT)
+        policy = clipped_policy_loss(
+            log_probs_BT,
+            extras["old_log_probs_BT"],
+            extras["advantages_BT"],
+            low=self.config.epsilon,
+            high=self.config.epsilon_high,
+        )
+        losses_BT, count = policy.losses, mask_BT.sum()
+        low, high = (policy.clipped_low & mask_BT).sum(), (policy.clipped_high & mask_BT).sum()
+        metrics: dict[str, Metric] = dict(
+            zip(CLIP_NAMES, ((low, count), (high, count), (low + high, count)), strict=True)
+        )
+        metrics["entropy"] = ((entropies_BT.detach() * mask_BT).sum(), count)
+        if self.config.beta:
+            kl_BT = kl_k3(log_probs_BT, extras["reference_log_probs_BT"])
+            losses_BT = losses_BT + self.config.beta * kl_BT
+            metrics["kl"] = ((kl_BT.detach() * mask_BT).sum(), count)
+        loss = (losses_BT * extras["loss_weights_BT"] * mask_BT).sum()
+        return Terms({"policy": loss}, {**self._no_metrics(output), **self._rollout_metrics(output), **metrics})
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next_place": self.next_place, "buffer": self.buffer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.next_place = state["next_place"]
+        self.buffer.load_state_dict(state["buffer"])
+
+    def _no_metrics(self, output: Tensor) -> dict[str, Metric]:
+        return constant_metrics({}, self.metric_names, output.device)
+
+    def _rollout_metrics(self, output: Tensor) -> dict[str, Metric]:
+        return constant_metrics(self.buffer.metrics, list(self.buffer.metrics), output.device)
+
+    def _experience(self, model: Decoder) -> Experience:
+        """Roll out, and keep what can be learned from."""
+        with self.layout.whole_model(model) as whole:
+            rollout, metrics = self._roll_out(whole)
+        rewards_PG = rollout.rewards_C.view(-1, self.config.num_generations)
+        advantages_C = group_advantages(
+            rewards_PG, baseline=self.config.baseline, scale=self.config.scale_rewards
+        ).flatten()
+        kept = advantages_C.isfinite().nonzero().flatten()
+        rollout, advantages_C = rollout.take(kept), advantages_C[kept]
+        weights_C, normalizers_C = loss_weights(rollout, self.config)
+        of_completions = {"advantages": advantages_C, "loss_weights": weights_C, "normalizers": normalizers_C}
+        extras_CT = {name: values_C.float()[:, None] * rollout.mask_CT for name, values_C in of_completions.items()}
+        extras_CT["old_log_probs"] = rollout.log_probs_CT
+        if self.config.beta:
+            extras_CT["reference_log_probs"] = self.reference.log_probs(rollout, self.layout.world)
+        return Experience.of(rollout, extras_CT, metrics)
+
+    def _roll_out(self, whole: Decoder) -> tuple[Rollout, dict[str, float]]:
+        """As many groups as an update needs, or fewer if too many have equal rewards; and figures of all that was
+        generated.
+        """
+        config, worker, number = self.config, self.worker, self.buffer.number + 1
+        num_groups = self.num_completions * config.steps_per_generation // config.num_generations
+        most = num_groups * config.num_generations
+        generated, kept = list[Rollout](), list[Rollout]()
+        while len(generated) <= config.resampling_rounds and sum(one.num_completions for one in kept) < most:
+            numbers = prompt_numbers(self.next_place, num_groups, num_prompts=len(worker.prompts), seed=worker.seed)
+            self.next_place += num_groups
+            stream = ("rollout", number, len(generated))
+            rollout = worker.roll_out(
+                whole, self.layout.world, numbers, num_generations=config.num_generations, stream=stream
+            )
+            generated.append(rollout)
+            kept.append(unequal_groups(rollout, config.num_generations) if config.resampling_rounds else rollout)
+        everything, chosen = Rollout.joined(generated), Rollout.joined(kept)
+        if self.layout.world.is_first:
+            self.observe(number, shown(everything, worker, worker.config.shown_completions))
+        chosen = chosen.take(torch.arange(min(chosen.num_completions, most)))
+        return chosen, self._figures(everything, len(generated))
+
+    def _figures(self, rollout: Rollout, num_rounds: int) -> dict[str, float]:
+        rewards_PG = rollout.rewards_C.view(-1, self.config.num_generations)
+        stds_P = group_stds(rewards_PG)
+        known_P = stds_P.isfinite()
+        figures = {**rollout_metrics(rollout, self.worker.term_names), "sampling/rounds": float(num_rounds)}
+        if known_P.any():
+            figures["reward_std"] = float(stds_P[known_P].mean())
+            figures["frac_reward_zero_std"] = float((~differs(rewards_PG)[known_P]).double().mean())
+        return figures
+
+
+def unequal_groups(rollout: Rollout, num_generations: int) -> Rollout:
+    """The groups whose rewards are not all equal: the others have no advantages, so nothing is learned from them."""
+    unequal_P = differs(rollout.rewards_C.view(-1, num_generations))
+    return rollout.take(unequal_P.repeat_interleave(num_generations))
+
+
+def loss_weights(rollout: Rollout, config: GrpoConfig) -> tuple[Tensor, Tensor]:
+    """What the loss of each token of a completion is multiplied by, and what it adds to the number that the sum is
+    divided by, [C] each.
+    """
+    lens_C = rollout.completion_lens_C.double()
+    counted_C = torch.ones_like(lens_C)
+    if config.rollout.mask_truncated:
+        counted_C = rollout.stopped_C.double()
+    match config.loss_type:
+        case "grpo":
+            return counted_C / lens_C, counted_C / lens_C
+        case "dapo":
+            return counted_C, counted_C
+        case "dr_grpo":
+            return counted_C, counted_C * config.rollout.max_completion_length / lens_C

@@ -1,0 +1,79 @@
+"""Preference pairs in a batch: which pieces of two neighboring rows belong together, and sums over them.
+
+Legend: B rows, T tokens, G groups of two rows, S pieces of a row, P pairs.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from modelwright.data.batch import IGNORED, TokenBatch
+from modelwright.ops.piece_sums import count_pieces, piece_sums
+from modelwright.train.frozen_model import FrozenModel
+from modelwright.train.objective import Metric
+
+
+class PairValues(NamedTuple):
+    """A number of each answer of the pairs in a batch, [P] each."""
+
+    chosen: Tensor
+    rejected: Tensor
+
+    def __truediv__(self, other: "PairValues") -> "PairValues":
+        return PairValues(self.chosen / other.chosen, self.rejected / other.rejected)
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The pairs of a batch: piece s of the first row of a group is the chosen answer, that of the second row the
+    rejected one. Pieces without labels, such as padding, are none.
+    """
+
+    segments_BT: Tensor
+    num_pieces: int
+    is_pair_GS: Tensor
+    lengths: PairValues
+    """Number of labels of each answer."""
+
+    @classmethod
+    def of(cls, batch: TokenBatch) -> "Pairs":
+        """The pairs of a batch with groups of two rows."""
+        num_pieces = count_pieces(batch.segments_BT)
+        lengths_G2S = piece_sums(batch.labels_BT != IGNORED, batch.segments_BT, num_pieces).unflatten(0, (-1, 2))
+        is_pair_GS = (lengths_G2S > 0).all(dim=1)
+        return cls(batch.segments_BT, num_pieces, is_pair_GS, _selected(lengths_G2S, is_pair_GS))
+
+    @property
+    def count(self) -> Tensor:
+        """The number of pairs, a scalar."""
+        return self.is_pair_GS.sum()
+
+    def sums(self, values_BT: Tensor) -> PairValues:
+        """The sum of the values over the tokens of each answer, with gradients."""
+        sums_BS = piece_sums(values_BT, self.segments_BT, self.num_pieces)
+        return _selected(sums_BS.unflatten(0, (-1, 2)), self.is_pair_GS)
+
+    def means(self, values_P: Mapping[str, Tensor]) -> dict[str, Metric]:
+        """The mean of each value over the pairs, as metrics."""
+        return {name: (values.detach().sum(), self.count) for name, values in values_P.items()}
+
+
+def _selected(values_G2S: Tensor, is_pair_GS: Tensor) -> PairValues:
+    return PairValues(values_G2S[:, 0][is_pair_GS], values_G2S[:, 1][is_pair_GS])
+
+
+def with_reference(batch: TokenBatch, reference: FrozenModel, *, num_parts: int) -> TokenBatch:
+    """The batch with the extra `reference_BT`: log-probabilities of the labels under a reference model, in FP32.
+    num_parts: number of chunks in which the rows are processed.
+    """
+    log_probs_BT = reference.log_probs(batch, num_parts=num_parts).to(batch.labels_BT.device)
+    return replace(batch, extras={**batch.extras, "reference_BT": log_probs_BT})
+
+
+def absent(names: Sequence[str], device: torch.device) -> dict[str, Metric]:
+    """Metrics without a value, which are left out of the record."""
+    nothing = torch.zeros((), device=device)
+    return dict.fromkeys(names, (nothing, nothing))

@@ -1,0 +1,336 @@
+"""Proximal policy optimization of a language model with a value head (Schulman et al. 2017, arXiv 1707.06347; Ziegler
+et al. 2019, arXiv 1909.08593; Ouyang et al. 2022, arXiv 2203.02155).
+
+Names of settings and metrics are those of TRL's PPOTrainer. docs/techniques/ppo.md links each implementation detail
+to its function here.
+
+Legend: C completions, T places (see `completion_rows.py`), B rows.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from modelwright.core.compatibility import EQUAL_REPLICAS, SYNCHRONOUS_UPDATES
+from modelwright.core.config import constant
+from modelwright.core.errors import ConfigError
+from modelwright.data.batch import IGNORED, TokenBatch
+from modelwright.data.prompts import prompt_numbers
+from modelwright.model.config import ModelConfig
+from modelwright.model.decoder import Decoder
+from modelwright.objectives.advantages import generalized_advantages, whitened
+from modelwright.objectives.experience import Experience, ExperienceBuffer, values_of_places
+from modelwright.objectives.heldout_rewards import HeldoutRewards, is_heldout
+from modelwright.objectives.policy_terms import clipped_policy_loss, clipped_value_loss, kl_k1, kl_k2
+from modelwright.objectives.reference_model import ROWS_AT_ONCE, ReferenceModel
+from modelwright.objectives.reward_shaping import KlController, RunningMoments, completion_scores
+from modelwright.objectives.rollouts import (
+    Rollout,
+    RolloutConfig,
+    RolloutWorker,
+    check_rollout_training,
+    constant_metrics,
+    rollout_metrics,
+    shown,
+)
+from modelwright.train.config import TrainConfig
+from modelwright.train.objective import Metric, Objective, Terms, forward
+from modelwright.train.whole_model import ModelLayout, one_process
+
+VALUE = "value"
+ROLLOUT_NAMES = (
+    "objective/kl", "objective/entropy", "objective/non_score_reward", "objective/rlhf_reward", "objective/scores",
+    "objective/kl_coef", "val/num_eos_tokens",
+)  # fmt: skip
+UPDATE_NAMES = (
+    "policy/approxkl_avg", "policy/clipfrac_avg", "policy/entropy_avg", "loss/policy_avg", "loss/value_avg",
+    "val/clipfrac_avg", "val/ratio",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class PpoConfig(TrainConfig):
+    """Proximal policy optimization on prompts with rewards. An update learns from `batch_tokens / pack.seq_len`
+    completions, one of each prompt."""
+
+    learning_rate: float = 3e-6
+    """Peak learning rate."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay of matrices; norms do not decay."""
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    rewards: dict[str, Any] = field(default_factory=lambda: {"exact_match": {}}, hash=False)
+    """Terms of the reward by name, each with its options, `kind` and `weight`; docs/rewards.md lists the kinds."""
+    num_ppo_epochs: int = 4
+    """How often each rollout is learned from."""
+    num_mini_batches: int = 1
+    """Updates of an epoch, each from another part of the rollout."""
+    cliprange: float = 0.2
+    """The ratio of probabilities is clipped to 1 +- cliprange."""
+    cliprange_value: float = 0.2
+    """Most that a value may differ from that at the time of the rollout before its loss is clipped."""
+    vf_coef: float = 0.1
+    """Weight of the value loss."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus; 0 for none."""
+    gamma: float = 1.0
+    """Discount of later rewards."""
+    lam: float = 0.95
+    """Lambda of generalized advantage estimation."""
+    kl_coef: float = 0.05
+    """Weight of the KL penalty in the reward of each token, at first; 0 for none, which needs no reference model."""
+    kl_target: float = 0.0
+    """KL of a completion, in nats, that the weight of the penalty is adapted to (Ziegler et al. 2019, section 2.2); 0
+    keeps the weight."""
+    kl_horizon: int = constant(10_000)
+    """Completions over which the weight of the penalty adapts."""
+    target_kl: float = 0.0
+    """Approximate KL of an update, in nats per token, above which the rest of the rollout is not learned from; 0 for no
+    limit."""
+    whiten_rewards: bool = False
+    """Divide the rewards of tokens by their standard deviation."""
+    normalize_rewards: bool = False
+    """Bring the scores of completions to mean 0 and variance 1, over all rollouts so far."""
+    reward_clip: float = 0.0
+    """Scores are clipped to +- this; 0 does not clip."""
+    missing_eos_penalty: float = 0.0
+    """Subtracted from the score of a completion that does not end by itself."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_rollout_training(self.batching)
+        for name in ("num_ppo_epochs", "num_mini_batches", "kl_horizon"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: must be at least 1, got {getattr(self, name)}")
+        for name in ("gamma", "lam"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"{name}: must be from 0 to 1, got {getattr(self, name)}")
+        if not 0 < self.cliprange < 1 or self.cliprange_value <= 0:
+            raise ConfigError(
+                f"cliprange: must be between 0 and 1, and cliprange_value above 0; got {self.cliprange}, "
+                f"{self.cliprange_value}"
+            )
+        names = ("vf_coef", "entropy_coef", "kl_coef", "kl_target", "target_kl", "reward_clip", "missing_eos_penalty")
+        for name in names:
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}: must not be negative, got {getattr(self, name)}; 0 disables it")
+        if self.kl_target and not self.kl_coef:
+            raise ConfigError("kl_target: adapts kl_coef, which is 0 and stays 0; set it above 0")
+
+
+class ValueHead(nn.Module):
+    """The value of each token, from its hidden state. It begins with zero everywhere, as in lm-human-preferences: the
+    first advantages are then those of a baseline of 0, not of a random one."""
+
+    def __init__(self, model_dim: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(model_dim, 1)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, hidden_BTD: Tensor) -> Tensor:
+        return self.linear(hidden_BTD.to(self.linear.weight.dtype))[..., 0]
+
+
+@dataclass(kw_only=True)
+class Ppo(Objective):
+    """Rolls out, and learns from each rollout in `num_ppo_epochs * num_mini_batches` updates."""
+
+    needs = frozenset({EQUAL_REPLICAS, SYNCHRONOUS_UPDATES})
+    config: PpoConfig
+    worker: RolloutWorker
+    heldout: HeldoutRewards
+    reference: ReferenceModel
+    num_completions: int
+    """Completions of one update."""
+    row_len: int
+    """Tokens of a row."""
+    observe: Callable[[int, Sequence[Mapping[str, Any]]], None] = lambda number, samples: None
+    """Called on the first rank with the number of each rollout and some of its completions."""
+    layout: ModelLayout = field(default_factory=one_process)
+    next_place: int = 0
+    """Prompts used so far, in their endless random order."""
+    moments: RunningMoments = field(default_factory=RunningMoments)
+    """Of the scores."""
+    buffer: ExperienceBuffer = field(init=False)
+    kl: KlController = field(init=False)
+    update_kl: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    """Sum and number of the approximate KL of the newest update on this rank, until all ranks have added it up."""
+
+    def __post_init__(self) -> None:
+        config = self.config
+        self.kl = KlController(coefficient=config.kl_coef, target=config.kl_target, horizon=config.kl_horizon)
+        self.buffer = ExperienceBuffer(
+            num_epochs=config.num_ppo_epochs,
+            num_minibatches=config.num_mini_batches,
+            row_len=self.row_len,
+            seed=self.worker.seed,
+        )
+
+    @property
+    def metric_names(self) -> Sequence[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return [*self.heldout.metric_names, *ROLLOUT_NAMES, *UPDATE_NAMES]
+
+    def own_modules(self, config: ModelConfig) -> Mapping[str, nn.Module]:
+        return {VALUE: ValueHead(config.model_dim)}
+
+    def begin(self, layout: ModelLayout) -> None:
+        self.layout = layout
+
+    def batches(self, model: Decoder, *, first: int, rank: int, world_size: int) -> Iterator[TokenBatch]:
+        for _ in itertools.count(first):
+            self._stop_early()
+            if self.buffer.is_used_up:
+                self.buffer.fill(self._experience(model))
+            yield self.buffer.next_minibatch(rank=rank, world_size=world_size)
+
+    def prepare(self, batch: TokenBatch, model: Decoder) -> TokenBatch:
+        return self.heldout.prepare(batch, model, self.layout)
+
+    def weights(self, batch: TokenBatch) -> Mapping[str, Tensor]:
+        if is_heldout(batch):
+            weight = self.heldout.weight(batch)
+            return {"policy": weight, VALUE: torch.zeros_like(weight)}
+        num_tokens = (batch.labels_BT != IGNORED).sum()
+        return {"policy": num_tokens, VALUE: num_tokens}
+
+    def losses(self, output: Tensor, batch: TokenBatch, model: Decoder) -> Terms:
+        nothing = constant_metrics({}, self.metric_names, output.device)
+        if is_heldout(batch):
+            loss = self.heldout.loss(batch)
+            metrics = {**nothing, **self.heldout.metrics(batch)}
+            return Terms({"policy": loss, VALUE: torch.zeros_like(loss)}, metrics)
+        config, extras, mask_BT = self.config, batch.extras, batch.labels_BT != IGNORED
+        log_probs_BT, entropies_BT = model.token_log_probs_and_entropies(output, batch.labels_BT)
+        old_BT = extras["old_log_probs_BT"]
+        policy = clipped_policy_loss(
+            log_probs_BT, old_BT, extras["advantages_BT"], low=config.cliprange, high=config.cliprange
+        )
+        values_BT = model.head_output(VALUE, output)
+        value_losses_BT, value_clipped_BT = clipped_value_loss(
+            values_BT, extras["old_values_BT"], extras["returns_BT"], cliprange=config.cliprange_value
+        )
+        detached_BT = log_probs_BT.detach()
+        count, figures = mask_BT.sum(), {
+            "policy/approxkl_avg": kl_k2(detached_BT, old_BT),
+            "policy/clipfrac_avg": policy.clipped_low | policy.clipped_high,
+            "policy/entropy_avg": entropies_BT.detach(),
+            "loss/policy_avg": policy.losses.detach(),
+            "loss/value_avg": value_losses_BT.detach(),
+            "val/clipfrac_avg": value_clipped_BT,
+            "val/ratio": (detached_BT - old_BT).exp(),
+        }  # fmt: skip
+        metrics: dict[str, Metric] = {name: ((values * mask_BT).sum(), count) for name, values in figures.items()}
+        if output.requires_grad:
+            self.update_kl[0] += float(metrics["policy/approxkl_avg"][0])
+            self.update_kl[1] += float(count)
+        policy_BT = policy.losses - config.entropy_coef * entropies_BT
+        rollout = constant_metrics(self.buffer.metrics, list(self.buffer.metrics), output.device)
+        return Terms(
+            {"policy": (policy_BT * mask_BT).sum(), VALUE: config.vf_coef * (value_losses_BT * mask_BT).sum()},
+            {**nothing, **rollout, **metrics},
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        self._stop_early()
+        return {
+            "next_place": self.next_place,
+            "kl_coef": self.kl.coefficient,
+            "moments": dict(vars(self.moments)),
+            "buffer": self.buffer.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.next_place, self.kl.coefficient = state["next_place"], state["kl_coef"]
+        self.moments = RunningMoments(**state["moments"])
+        self.buffer.load_state_dict(state["buffer"])
+
+    def _stop_early(self) -> None:
+        """End the rollout if its newest update went too far. All ranks call this together, after the same updates."""
+        if not self.config.target_kl:
+            return
+        total, count = self.layout.world.sums(self.update_kl)
+        self.update_kl = [0.0, 0.0]
+        if count and total / count > self.config.target_kl:
+            self.buffer.end()
+
+    def _experience(self, model: Decoder) -> Experience:
+        with self.layout.whole_model(model) as whole:
+            rollout = self._roll_out(whole)
+            figures = rollout_metrics(rollout, self.worker.term_names)
+            rollout = rollout.take(rollout.scored_C)
+            values_CT = self._values(whole, rollout)
+        mask_CT = rollout.mask_CT
+        scores_C = completion_scores(
+            rollout,
+            self.moments if self.config.normalize_rewards else None,
+            clip=self.config.reward_clip,
+            missing_eos_penalty=self.config.missing_eos_penalty,
+        )
+        kl_CT = torch.zeros_like(rollout.log_probs_CT)
+        if self.config.kl_coef:
+            kl_CT = kl_k1(rollout.log_probs_CT, self.reference.log_probs(rollout, self.layout.world)) * mask_CT
+        rewards_CT = token_rewards(-self.kl.coefficient * kl_CT, scores_C, rollout)
+        figures |= self._figures(rollout, kl_CT, scores_C)
+        if self.config.whiten_rewards:
+            rewards_CT = whitened(rewards_CT, mask_CT, shift_mean=False)
+        advantages_CT, returns_CT = generalized_advantages(
+            rewards_CT, values_CT, mask_CT, gamma=self.config.gamma, lam=self.config.lam
+        )
+        if rollout.num_completions:
+            self.kl.update(float(kl_CT.double().sum(dim=1).mean()), rollout.num_completions)
+        extras_CT = {
+            "old_log_probs": rollout.log_probs_CT,
+            "advantages": whitened(advantages_CT, mask_CT),
+            "returns": returns_CT,
+            "old_values": values_CT,
+        }
+        return Experience.of(rollout, extras_CT, figures)
+
+    def _roll_out(self, whole: Decoder) -> Rollout:
+        count, worker = self.num_completions * self.config.num_mini_batches, self.worker
+        numbers = prompt_numbers(self.next_place, count, num_prompts=len(worker.prompts), seed=worker.seed)
+        self.next_place += count
+        number = self.buffer.number + 1
+        rollout = worker.roll_out(whole, self.layout.world, numbers, num_generations=1, stream=("rollout", number))
+        if self.layout.world.is_first:
+            self.observe(number, shown(rollout, worker, worker.config.shown_completions))
+        return rollout
+
+    def _values(self, whole: Decoder, rollout: Rollout) -> Tensor:
+        """The value before each generated token [C, T] float32, 0 elsewhere. All ranks call together."""
+
+        @torch.no_grad()
+        def values(batch: TokenBatch) -> Mapping[str, Tensor]:
+            parts = batch.to(whole.norm.weight.device).split(-(-batch.num_rows // ROWS_AT_ONCE))
+            return {VALUE: torch.cat([whole.head_output(VALUE, forward(whole, part)) for part in parts])}
+
+        return values_of_places(rollout, self.layout.world, self.row_len, values)[VALUE].float()
+
+    def _figures(self, rollout: Rollout, kl_CT: Tensor, scores_C: Tensor) -> dict[str, float]:
+        """Figures of the rollout, means over its completions; none without any."""
+        if not rollout.num_completions:
+            return {}
+        kl_C = kl_CT.double().sum(dim=1)
+        penalty = -self.kl.coefficient * float(kl_C.mean())
+        score = float(scores_C.mean())
+        return {
+            "objective/kl": float(kl_C.mean()),
+            "objective/entropy": float(-rollout.log_probs_CT.double().sum(dim=1).mean()),
+            "objective/non_score_reward": penalty,
+            "objective/rlhf_reward": penalty + score,
+            "objective/scores": score,
+            "objective/kl_coef": self.kl.coefficient,
+            "val/num_eos_tokens": float(rollout.stopped_C.sum()),
+        }
+
+
+def token_rewards(penalties_CT: Tensor, scores_C: Tensor, rollout: Rollout) -> Tensor:
+    """The reward of each token [C, T]: its penalty, and at the last token the score of the completion."""
+    rewards_CT = penalties_CT.clone()
+    last_C = rollout.lens_C - 2
+    rewards_CT[torch.arange(rollout.num_completions), last_C] += scores_C.to(rewards_CT.dtype)
+    return rewards_CT

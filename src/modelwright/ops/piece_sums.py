@@ -1,0 +1,31 @@
+"""Sums over the pieces of packed rows: log-probabilities of sequences, numbers of their tokens, values at their ends.
+
+Legend: B rows, T tokens, S pieces.
+"""
+
+import torch
+from torch import Tensor
+
+
+def count_pieces(segments_BT: Tensor) -> int:
+    """The largest number of pieces in any of the rows. segments_BT: as in `TokenBatch`, -1 for padding."""
+    return int(segments_BT.max()) + 1 if segments_BT.numel() else 0
+
+
+def piece_sums(values_BT: Tensor, segments_BT: Tensor, num_pieces: int) -> Tensor:
+    """The sum of the values of each piece, [B, num_pieces], in FP32 at least, with gradients; 0 for a piece that a row
+    does not have. Padding does not count.
+
+    By comparison with each piece's number, not by a scatter, whose order of summation varies from run to run on CUDA.
+    """
+    values_BT = values_BT.to(torch.promote_types(values_BT.dtype, torch.float32))
+    pieces_S = torch.arange(num_pieces, device=segments_BT.device)
+    is_inside_BST = segments_BT[:, None, :] == pieces_S[:, None]
+    return torch.where(is_inside_BST, values_BT[:, None, :], 0.0).sum(dim=-1)
+
+
+def piece_ends(segments_BT: Tensor) -> Tensor:
+    """Whether each token is the last one of its piece, bool [B, T]; padding is not."""
+    before_end_BT = torch.zeros_like(segments_BT, dtype=torch.bool)
+    before_end_BT[:, :-1] = segments_BT[:, 1:] == segments_BT[:, :-1]
+    return (segments_BT >= 0) & ~before_end_BT

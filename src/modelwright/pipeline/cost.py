@@ -1,0 +1,58 @@
+"""What a run would have cost on rented instances: a workload from its time and its artifacts."""
+
+import statistics
+
+from modelwright.core.errors import ConfigError
+from modelwright.core.records import column, read_records
+from modelwright.core.rundir import RunDir
+from modelwright.pipeline.run import previous_config
+from modelwright.pipeline.stage_log import read_attempts
+from modelwright.plan.cost.prices import Purchase
+from modelwright.plan.cost.workload import StorageUse, TrainingUse, Workload
+
+HOUR_S = 3600
+
+
+def workload_of_run(
+    run: RunDir, *, provider: str, region: str, instance: str, purchase: Purchase, count: int, months: float
+) -> Workload:
+    """The run's measured time on so many instances, as if they were as fast as the machine that it ran on, and its
+    folder in hot storage for some months. Raises `ConfigError` if no stage has run.
+    """
+    config = previous_config(run)
+    stages = config.stages if config else ()
+    seconds = {spec.name: sum(entry["wall_s"] for entry in read_attempts(run.stage(spec.name))) for spec in stages}
+    training = [
+        TrainingUse(name=name, instance=instance, purchase=purchase, count=count, hours=wall_s / HOUR_S)
+        for name, wall_s in seconds.items()
+        if wall_s
+    ]
+    if not training:
+        raise ConfigError(f"{run.path}: no stage of this run has finished an attempt; run it first")
+    size_bytes = sum(path.stat().st_size for path in run.path.rglob("*") if path.is_file())
+    storage = (StorageUse(name="run folder", size_bytes=size_bytes, months=months),) if months else ()
+    return Workload(
+        name=run.path.name,
+        provider=provider,
+        region=region,
+        training=tuple(training),
+        storage=storage,
+    )
+
+
+def measured_stall_s(run: RunDir) -> float:
+    """Median seconds that training stood still for a checkpoint. Raises `ConfigError` if none was saved."""
+    files = sorted(run.path.glob("*/metrics.jsonl"))
+    stalls = [stall for path in files for _, stall in column(read_records(path), "checkpoint_stall_s")]
+    if not stalls:
+        raise ConfigError(f"--run: {run.path} has saved no checkpoint; give --stall-s")
+    return statistics.median(stalls)
+
+
+def measured_recovery_s(run: RunDir) -> float:
+    """Mean seconds from an interruption to the first step after it. Raises `ConfigError` if none was survived."""
+    files = sorted(run.path.glob("*/recoveries.jsonl"))
+    down = [record["down_s"] for path in files for record in read_records(path)]
+    if not down:
+        raise ConfigError(f"--run: {run.path} was never interrupted and resumed; give --recovery-s")
+    return statistics.fmean(down)

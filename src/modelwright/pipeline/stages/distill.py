@@ -1,0 +1,247 @@
+"""distill: the student of the stage before learns from the teacher; then both are compared. Artifact: the student with
+its tokenizer in the Hugging Face layout.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from modelwright.compress.compare import measure_speed
+from modelwright.core.artifacts import read_manifest
+from modelwright.core.config import constant, digest
+from modelwright.core.errors import ConfigError
+from modelwright.core.rundir import RunDir
+from modelwright.data.clean import read_kept
+from modelwright.data.document import Document
+from modelwright.data.tokenizer import Tokenizer
+from modelwright.evaluate.bits_per_byte import score_documents, select_documents, summarize_scores
+from modelwright.evaluate.config import EvaluateConfig
+from modelwright.model.decoder import Decoder
+from modelwright.objectives.distillation import Distillation, DistillationSettings, LossPart, PartName
+from modelwright.objectives.teacher import TeacherModel
+from modelwright.objectives.teacher_cache import TeacherCache
+from modelwright.pipeline.config import RunConfig
+from modelwright.pipeline.report.blocks import Fact, Section, Table
+from modelwright.pipeline.report.format import count, kind_title, number
+from modelwright.pipeline.report.run_data import RunData, StageData
+from modelwright.pipeline.stage import Rates, Stage, StageContext, StageInputs
+from modelwright.pipeline.stages.clean import CLEAN
+from modelwright.pipeline.stages.pack import PACK
+from modelwright.pipeline.stages.rows import ALL_ROWS, TEXT_KINDS
+from modelwright.pipeline.stages.stage_inputs import tokenizer_stage
+from modelwright.pipeline.stages.student import (
+    STUDENT,
+    load_teacher,
+    student_shape,
+    teacher_parents,
+    teacher_settings,
+    teacher_stage,
+)
+from modelwright.pipeline.stages.training import training_spec
+from modelwright.plan.estimate import StageEstimate
+from modelwright.train.config import TrainConfig
+
+FP32_BYTES = 4
+COMPARED_BYTES = 200_000
+"""Held-out text of each kind that teacher and student are compared on."""
+SPEED_SHAPES = {"decoding, 8 streams": (8, 1), "prompt of 256 tokens": (1, 256)}
+"""What speed is measured at: streams, and tokens of each."""
+
+Window = tuple[float, float, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillConfig(TrainConfig):
+    """What the student learns of the teacher, and when: a weight, and the shares of the training at which it begins and
+    ends.
+    """
+
+    hidden: Window = (1.0, 0.0, 0.25)
+    """Hidden states of evenly mapped layers: mean squared error after a learned projection (TinyBERT)."""
+    attention: Window = (1.0, 0.25, 0.5)
+    """Attention: divergence of the relations between the last layer's queries, keys and values (MiniLMv2)."""
+    logits: Window = (1.0, 0.5, 1.0)
+    """Logits: divergence from the teacher, mixed with the cross-entropy of the labels."""
+    temperature: float = 2.5
+    """Temperature of both models' logits; the divergence is multiplied by its square."""
+    label_share: float = 0.5
+    """Share of the labels in the part `logits`."""
+    cache_top_k: int = 0
+    """The teacher's likeliest tokens that are stored on disk for each token, so that later epochs need no teacher; 0
+    computes all logits anew. The rest of the probability counts as one more outcome."""
+    layer_map: tuple[int, ...] = constant(())
+    """For each layer of the student that of the teacher, -1 for none; empty maps evenly."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        parts = self.parts()
+        if not any(part.weight > 0 and part.end == 1.0 for part in parts.values()):
+            raise ConfigError("logits: no part of the loss lasts until the end; let one of them end at 1")
+        if self.temperature <= 0:
+            raise ConfigError(f"temperature: must be above 0, got {self.temperature}; 2.5 is usual")
+        if not 0 <= self.label_share <= 1:
+            raise ConfigError(f"label_share: must be in [0, 1], got {self.label_share}")
+        if self.cache_top_k < 0:
+            raise ConfigError(f"cache_top_k: must be 0 (no cache) or more, got {self.cache_top_k}")
+
+    def parts(self) -> dict[PartName, LossPart]:
+        """The parts of the loss by name. Raises `ConfigError` that names the part."""
+        windows: dict[PartName, Window] = {"hidden": self.hidden, "attention": self.attention, "logits": self.logits}
+        result: dict[PartName, LossPart] = {}
+        for name, window in windows.items():
+            try:
+                result[name] = LossPart(*window)
+            except ConfigError as error:
+                raise ConfigError(f"{name}: {error}") from None
+        return result
+
+
+def _objective(inputs: StageInputs) -> Distillation:
+    training, config = inputs.training, inputs.config
+    assert isinstance(training, DistillConfig)
+    sharded = config.parallel.zero_stage == 3 and inputs.world.size > 1
+    teacher = TeacherModel.of(load_teacher(config, inputs.parents), inputs.world, sharded=sharded)
+    return Distillation(
+        source=inputs.loader,
+        teacher=teacher,
+        settings=DistillationSettings(
+            parts=training.parts(),
+            temperature=training.temperature,
+            label_share=training.label_share,
+            layer_map=training.layer_map,
+        ),
+        num_steps=training.resolve_num_steps(inputs.loader.num_batches_per_epoch),
+        cache=_cache(inputs, training, teacher, sharded=sharded) if training.cache_top_k else None,
+    )
+
+
+def _cache(inputs: StageInputs, training: DistillConfig, teacher: TeacherModel, *, sharded: bool) -> TeacherCache:
+    """In a folder of its own for each teacher, temperature and number of tokens."""
+    if sharded:
+        raise ConfigError(
+            "distill.cache_top_k: rows that are not stored yet need the whole teacher on every process, which "
+            "parallel.zero_stage 3 divides; choose a lower stage or no cache"
+        )
+    if training.cache_top_k > teacher.config.vocab_size:
+        raise ConfigError(
+            f"distill.cache_top_k: {training.cache_top_k} is more than the vocabulary ({teacher.config.vocab_size})"
+        )
+    identity: Any = teacher_settings(inputs.config)
+    if not identity:
+        identity = read_manifest(inputs.parents[teacher_stage(inputs.config)]).content_digest
+    name = digest({"teacher": identity, "temperature": training.temperature, "top_k": training.cache_top_k})
+    return TeacherCache(
+        teacher=teacher,
+        folder=inputs.folder / "teacher" / name[:16],
+        temperature=training.temperature,
+        top_k=training.cache_top_k,
+        rank=inputs.world.rank,
+    )
+
+
+def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
+    """The training, which reads the teacher and the held-out documents besides."""
+    stage = _TRAINING.build(config, run, present)
+    return replace(
+        stage,
+        settings={**stage.settings, "teacher": teacher_settings(config)},
+        parents=tuple(dict.fromkeys((*stage.parents, CLEAN.name, *teacher_parents(config)))),
+    )
+
+
+def _finish(context: StageContext, config: RunConfig, model: Decoder) -> None:
+    context.output.facts["comparison"] = _compare(context, config, model)
+
+
+def _compare(context: StageContext, config: RunConfig, student: Decoder) -> dict[str, Any]:
+    """Parameters, bits per byte and speed of teacher and student, each a pair."""
+    device = context.ranks.world.device
+    tokenizer = Tokenizer.load(context.parents[tokenizer_stage(config)])
+    models = [load_teacher(config, context.parents), student]
+    documents = _documents(context.parents[CLEAN.name])
+    bits = [_bits(model.to(device), tokenizer, documents, context) for model in models]
+    teacher, student = (model.cpu() for model in models)
+    speeds: dict[str, list[float]] = {}
+    for name, (num_streams, num_tokens) in SPEED_SHAPES.items():
+        longest = min(model.config.max_seq_len for model in models)
+        pair = measure_speed(teacher, student, num_streams=num_streams, num_tokens=min(num_tokens, longest))
+        speeds[name] = [pair.reference_tokens_per_s, pair.int8_tokens_per_s]
+    return {
+        "parameters": [model.config.num_parameters for model in models],
+        "bits_per_byte": {kind: [one[kind]["bits_per_byte"] for one in bits] for kind in bits[0]},
+        "tokens_per_s": speeds,
+    }
+
+
+def _documents(clean: Path) -> list[Document]:
+    documents = list(read_kept(clean, split="heldout"))
+    kinds = TEXT_KINDS if any(document.kind in TEXT_KINDS for document in documents) else ("qa",)
+    return select_documents(documents, kinds=kinds, max_bytes_per_kind=COMPARED_BYTES, seed=0)
+
+
+def _bits(
+    model: Decoder, tokenizer: Tokenizer, documents: Sequence[Document], context: StageContext
+) -> dict[str, dict[str, Any]]:
+    scores = score_documents(model, tokenizer, documents, EvaluateConfig(), progress=context.progress)
+    return summarize_scores(scores, resamples=1, seed=0)
+
+
+def _report(data: RunData, stage: StageData) -> Section:
+    section = _TRAINING.report(data, stage)
+    assert section is not None
+    return replace(section, blocks=[_table(stage), *section.blocks]) if "comparison" in stage.facts else section
+
+
+def _table(stage: StageData) -> Table:
+    comparison = stage.facts["comparison"]
+    rows = [["parameters", *map(count, comparison["parameters"]), _ratio(comparison["parameters"])]]
+    for kind, pair in comparison["bits_per_byte"].items():
+        rows.append([f"bits per byte, {kind_title(kind)}", *(number(one, 4) for one in pair), _ratio(pair)])
+    for name, pair in comparison["tokens_per_s"].items():
+        rows.append([f"tokens per second, {name}", *map(count, pair), _ratio(pair)])
+    header = ["measure", "teacher", "student", "student / teacher"]
+    return Table(header, rows, "The student beside its teacher", numeric=range(1, 4))
+
+
+def _ratio(pair: Sequence[float]) -> str:
+    return f"{pair[1] / pair[0]:.2f}x" if pair[0] else "-"
+
+
+def _facts(data: RunData, stage: StageData) -> Sequence[Fact]:
+    """The student's size and speed."""
+    if "comparison" not in stage.facts:
+        return []
+    comparison = stage.facts["comparison"]
+    share = comparison["parameters"][1] / comparison["parameters"][0]
+    speed = next(iter(comparison["tokens_per_s"].values()))
+    return [Fact("Student", f"{share:.0%} of the parameters", f"decodes {speed[1] / speed[0]:.1f}x as fast")]
+
+
+def _estimate(config: RunConfig, run: RunDir, rates: Rates) -> StageEstimate:
+    """The student's training, and a forward pass of the teacher, which is a third of a training step, for each row."""
+    student = _TRAINING.estimate(replace(config, model=student_shape(config)), run, rates)
+    teacher = _TRAINING.estimate(config, run, rates)
+    return replace(
+        student,
+        flops=student.flops + teacher.flops / 3,
+        seconds=student.seconds + teacher.seconds / 3,
+        peak_bytes=student.peak_bytes + FP32_BYTES * config.model.num_parameters,
+    )
+
+
+_TRAINING = training_spec(
+    name="distill",
+    title="Distilling the teacher into the student",
+    report_title="Distillation",
+    model_title="student",
+    objective=_objective,
+    rows=ALL_ROWS,
+    needs=lambda config: (PACK.name, STUDENT.name),
+    config=DistillConfig,
+    only_if_named=True,
+    start=lambda config, name: STUDENT.name,
+    finish=_finish,
+    headline=_facts,
+)
+DISTILL = replace(_TRAINING, build=_build, estimate=_estimate, report=_report, reads=(STUDENT,))

@@ -1,0 +1,52 @@
+"""dpo: preference optimization on pairs of a chosen and a rejected answer: DPO, IPO, ORPO."""
+
+from collections.abc import Sequence
+
+from modelwright.objectives.preference import Preference, PreferenceConfig
+from modelwright.pipeline.report.blocks import Block
+from modelwright.pipeline.report.run_data import StageData
+from modelwright.pipeline.stage import StageInputs
+from modelwright.pipeline.stages.alignment import metric_charts, reference_model
+from modelwright.pipeline.stages.pack import PACK
+from modelwright.pipeline.stages.preference_rows import PAIR_ROWS
+from modelwright.pipeline.stages.stage_inputs import needed_start
+from modelwright.pipeline.stages.training import FrozenModels, training_spec
+
+
+def _objective(inputs: StageInputs) -> Preference:
+    config = inputs.training
+    assert isinstance(config, PreferenceConfig)
+    reference = reference_model(inputs, DPO.name, config.reference) if config.has_reference else None
+    return Preference(inputs.loader, config, reference)
+
+
+def _frozen(config: PreferenceConfig) -> FrozenModels:
+    count = int(config.has_reference)
+    folders = {"reference": config.reference} if config.has_reference and config.reference else {}
+    return FrozenModels(num_models=count, num_forwards=count, folders=folders)
+
+
+def _blocks(stage: StageData) -> Sequence[Block]:
+    return metric_charts(
+        stage,
+        {
+            "Rewards": {"rewards/chosen": "chosen", "rewards/rejected": "rejected", "rewards/margins": "margin"},
+            "Share of pairs in the right order": {"rewards/accuracies": "accuracy"},
+        },
+    )
+
+
+DPO = training_spec(
+    name="dpo",
+    title="Preference optimization",
+    report_title="Preference optimization",
+    model_title="preference-optimized (DPO)",
+    objective=_objective,
+    rows=PAIR_ROWS,
+    needs=lambda config: (PACK.name, *needed_start(config, "dpo")),
+    config=PreferenceConfig,
+    only_if_named=True,
+    loss_unit="",
+    blocks=_blocks,
+    frozen=_frozen,
+)

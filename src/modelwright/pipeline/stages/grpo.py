@@ -1,0 +1,36 @@
+"""grpo: reinforcement learning from rewards by rules, with groups of completions as their own baseline."""
+
+from modelwright.objectives.grpo import Grpo, GrpoConfig
+from modelwright.pipeline.stage import StageInputs
+from modelwright.pipeline.stages.rollout_training import rollout_parts, rollout_training
+from modelwright.pipeline.stages.training import FrozenModels
+
+
+def _objective(inputs: StageInputs) -> Grpo:
+    config = inputs.training
+    assert isinstance(config, GrpoConfig)
+    return Grpo(config=config, **vars(rollout_parts(inputs, "grpo", config.rollout, config.rewards)))
+
+
+def _frozen(config: GrpoConfig) -> FrozenModels:
+    count = int(config.beta > 0)
+    return FrozenModels(num_models=count, num_forwards=(1 + count) / config.num_iterations)
+
+
+GRPO = rollout_training(
+    name="grpo",
+    title="Reinforcement learning from groups of completions (GRPO)",
+    report_title="GRPO",
+    model_title="GRPO",
+    objective=_objective,
+    config=GrpoConfig,
+    updates_per_row=lambda config: config.num_generations * config.num_iterations,
+    frozen=_frozen,
+    charts={
+        "KL from the start, nats per token": {"kl": "updates"},
+        "Entropy, nats per token": {"entropy": "updates"},
+        "Share of clipped tokens": {"clip_ratio/region_mean": "updates"},
+        "Mean length of completions, tokens": {"completions/mean_length": "rollouts"},
+        "Share of groups with equal rewards": {"frac_reward_zero_std": "rollouts"},
+    },
+)

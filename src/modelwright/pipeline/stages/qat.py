@@ -1,0 +1,110 @@
+"""qat: the final model trains some steps on the grid of integer inference. Artifact: the model with its tokenizer in
+the Hugging Face layout, and the grid, which the stage quantize takes over exactly.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+from modelwright.compress.grid_model import TrainedGrid
+from modelwright.core.errors import ConfigError
+from modelwright.objectives.next_token import NextToken
+from modelwright.objectives.step_sizes import WithStepSizes
+from modelwright.ops.int_grid import Granularity, WeightGrid
+from modelwright.pipeline.config import RunConfig
+from modelwright.pipeline.stage import StageInputs
+from modelwright.pipeline.stages.pack import PACK
+from modelwright.pipeline.stages.rows import ALL_ROWS
+from modelwright.pipeline.stages.stage_inputs import needed_start
+from modelwright.pipeline.stages.training import TrainedModel, save_language_model, training_spec
+from modelwright.precision.quantization_aware import MODULE, Activations, QuantizationAwareConfig, StepSizes
+from modelwright.train.config import TrainConfig
+from modelwright.train.objective import Objective
+from modelwright.train.runtime import TechniqueBuilder
+from modelwright.train.techniques.fake_quantization import RANGES, fake_quantization
+
+
+@dataclass(frozen=True, kw_only=True)
+class QatConfig(TrainConfig):
+    """Quantization-aware training of the decoder's linear layers; embedding, head and norms stay as they are."""
+
+    weights: Literal["int8", "int4"] = "int4"
+    """Format of the weights."""
+    asymmetric: bool = False
+    """Whether each group of weights has a zero point besides its step."""
+    granularity: Granularity = "group_32"
+    """What shares a step: the whole matrix, an output channel, or so many neighboring inputs of a channel."""
+    activations: Activations = "token"
+    """`token` quantizes each token by its largest magnitude at run time; `tensor_min_max` and `tensor_moving_average`
+    by one range for all tokens, observed in the steps before `start_step`; `none` leaves activations alone."""
+    learned_steps: bool = False
+    """Train the steps of the weights, too (LSQ, Esser et al. 2020); otherwise they span each group."""
+    start_step: int = 0
+    """Step from which weights and activations are rounded."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.quantization()
+        if self.num_steps and self.start_step >= self.num_steps:
+            raise ConfigError(f"start_step: {self.start_step} is not before the last of {self.num_steps} steps")
+
+    def quantization(self) -> QuantizationAwareConfig:
+        """The grids. Raises `ConfigError` for settings that do not go together."""
+        grid = WeightGrid(
+            bits=8 if self.weights == "int8" else 4, symmetric=not self.asymmetric, granularity=self.granularity
+        )
+        return QuantizationAwareConfig(
+            weights=grid, activations=self.activations, learned_steps=self.learned_steps, start_step=self.start_step
+        )
+
+
+def _settings(config: RunConfig) -> QuantizationAwareConfig:
+    section: QatConfig = config.section(QAT)
+    return section.quantization()
+
+
+def _objective(inputs: StageInputs) -> Objective:
+    settings = _settings(inputs.config)
+    objective = NextToken(inputs.loader)
+    return WithStepSizes(inner=objective, grid=settings.weights) if settings.learned_steps else objective
+
+
+def _techniques(inputs: StageInputs) -> list[TechniqueBuilder]:
+    return [partial(fake_quantization, _settings(inputs.config))]
+
+
+def _save(trained: TrainedModel) -> Mapping[str, Any]:
+    """Write the grid beside the weights."""
+    save_language_model(trained)
+    model, settings = trained.model, trained.training.quantization()
+    steps = model.heads[MODULE] if settings.learned_steps else None
+    names = list(model.projections()) if isinstance(steps, StepSizes) else []
+    ranges = json.loads((trained.stage / RANGES).read_text(encoding="utf-8"))
+    TrainedGrid(
+        weights=settings.weights,
+        activations="tensor" if settings.activations.startswith("tensor") else _plain(settings.activations),
+        steps={name: steps.step(name) for name in names if isinstance(steps, StepSizes)},
+        ranges={name: (float(least), float(most)) for name, (least, most) in ranges.items()},
+    ).save(trained.folder)
+    return {}
+
+
+def _plain(activations: Activations) -> Literal["none", "token"]:
+    return "token" if activations == "token" else "none"
+
+
+QAT = training_spec(
+    name="qat",
+    title="Training on the grid of integer inference",
+    report_title="Quantization-aware training",
+    model_title="quantization-aware model",
+    objective=_objective,
+    rows=ALL_ROWS,
+    needs=lambda config: (PACK.name, *needed_start(config, "qat")),
+    config=QatConfig,
+    only_if_named=True,
+    techniques=_techniques,
+    save=_save,
+)

@@ -1,0 +1,136 @@
+"""reward: a reward model, learned from preference pairs. Later stages go on with the language model, not with it.
+
+Artifact: a sequence-classification folder of `transformers` with one label. Facts: `heldout_pairs`, its accuracy and
+calibration.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from modelwright.data.loader import PackedRows
+from modelwright.data.tokenizer import Tokenizer
+from modelwright.evaluate.calibration import calibration
+from modelwright.model.hf import save_sequence_classifier
+from modelwright.objectives.pairs import Pairs
+from modelwright.objectives.reward_model import HEAD, RewardModel, reward_model
+from modelwright.objectives.reward_modeling import RewardModelConfig, RewardModeling
+from modelwright.parallel.mesh import single
+from modelwright.pipeline.report.blocks import Block, Chart, Fact, Table
+from modelwright.pipeline.report.charts import Line, line_chart
+from modelwright.pipeline.report.format import count, number, percent
+from modelwright.pipeline.report.run_data import RunData, StageData
+from modelwright.pipeline.stage import StageInputs
+from modelwright.pipeline.stages.alignment import metric_charts
+from modelwright.pipeline.stages.pack import PACK
+from modelwright.pipeline.stages.preference_rows import PAIR_ROWS
+from modelwright.pipeline.stages.stage_inputs import needed_start
+from modelwright.pipeline.stages.training import TrainedModel, training_spec
+
+LABEL = "reward"
+GROUPS_AT_ONCE = 8
+
+
+def _objective(inputs: StageInputs) -> RewardModeling:
+    config = inputs.training
+    assert isinstance(config, RewardModelConfig)
+    return RewardModeling(inputs.loader, config)
+
+
+def _save(trained: TrainedModel) -> Mapping[str, Any]:
+    save_sequence_classifier(
+        trained.model,
+        trained.folder,
+        head=HEAD,
+        label=LABEL,
+        eos_id=trained.tokenizer.eos_id,
+        pad_id=pad_id(trained.tokenizer),
+    )
+    trained.tokenizer.save(trained.folder, max_length=trained.model.config.max_seq_len)
+    if not trained.heldout.is_dir():
+        return {}
+    device = trained.model.embedding.weight.device
+    judge = reward_model(trained.model, single(device))
+    return {"heldout_pairs": asdict(calibration(differences(judge, PackedRows(trained.heldout))))}
+
+
+def pad_id(tokenizer: Tokenizer) -> int:
+    """A token that no sequence ends with: `transformers` scores at the last one that is not padding."""
+    named = [tokenizer.id_of(tokenizer.special_tokens.get(name, "")) for name in ("pad_token", "bos_token")]
+    candidates = [*named, *range(tokenizer.vocab_size)]
+    return next(token for token in candidates if token is not None and token not in tokenizer.stop_ids)
+
+
+def differences(judge: RewardModel, rows: PackedRows) -> np.ndarray:
+    """The reward of the chosen answer minus that of the rejected one, for each pair of packed rows, [P]."""
+    found: list[np.ndarray] = []
+    for batch in rows.batches(GROUPS_AT_ONCE):
+        scores_G2S = judge.piece_scores(batch).cpu().unflatten(0, (-1, 2))
+        difference_GS = scores_G2S[:, 0] - scores_G2S[:, 1]
+        found.append(difference_GS[Pairs.of(batch).is_pair_GS].numpy())
+    return np.concatenate(found)
+
+
+def _headline(data: RunData, stage: StageData) -> Sequence[Fact]:
+    facts = stage.facts.get("heldout_pairs")
+    if not facts:
+        return []
+    hint = f"of {count(facts['num_pairs'])} held-out pairs in the right order"
+    return [Fact("Reward model", percent(facts["accuracy"], 1), hint)]
+
+
+def _blocks(stage: StageData) -> Sequence[Block]:
+    charts = metric_charts(
+        stage,
+        {
+            "Share of pairs in the right order": {"accuracy": "accuracy"},
+            "Difference of rewards": {"margin": "chosen minus rejected"},
+        },
+    )
+    facts = stage.facts.get("heldout_pairs")
+    return [*charts, *_calibration_blocks(facts)] if facts else charts
+
+
+def _calibration_blocks(facts: Mapping[str, Any]) -> list[Block]:
+    points = [(one["confidence"], one["accuracy"]) for one in facts["bins"]]
+    lines = [
+        Line("perfect calibration", [(0.5, 0.5), (1.0, 1.0)], faint=True),
+        Line("held-out pairs", points, marks=True, color=1),
+    ]
+    svg = line_chart(
+        lines, name="reward-reliability", x_label="confidence", y_label="share in the right order", percent=True
+    )
+    caption = (
+        f"Of {count(facts['num_pairs'])} held-out pairs {percent(facts['accuracy'], 1)} are in the right order; "
+        f"expected calibration error {percent(facts['expected_error'], 1)}, Brier score "
+        f"{number(facts['brier_score'], 3)}, log loss {number(facts['log_loss'], 3)}."
+    )
+    rows = [
+        [f"{one['low']:.2f} to {one['high']:.2f}", count(one["count"]), percent(one["confidence"], 1),
+         percent(one["accuracy"], 1)]
+        for one in facts["bins"]
+    ]  # fmt: skip
+    header = ["confidence", "pairs", "mean confidence", "in the right order"]
+    return [
+        Chart("Reliability", svg, caption),
+        Table(header, rows, "Reliability on held-out pairs", numeric=(1, 2, 3)),
+    ]
+
+
+REWARD = training_spec(
+    name="reward",
+    title="Training a reward model",
+    report_title="Reward model",
+    model_title="",  # not a language model that later stages could go on with
+    objective=_objective,
+    rows=PAIR_ROWS,
+    needs=lambda config: (PACK.name, *needed_start(config, "reward")),
+    config=RewardModelConfig,
+    headline=_headline,
+    only_if_named=True,
+    loss_unit="",
+    blocks=_blocks,
+    save=_save,
+)

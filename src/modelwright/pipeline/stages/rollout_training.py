@@ -1,0 +1,206 @@
+"""What the stages that learn from rollouts have in common: prompts, rewards, the reference model, the evaluation before
+the first update, samples, and their section of the report.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from modelwright.core.artifacts import write_atomic
+from modelwright.core.errors import ConfigError, DataError
+from modelwright.core.records import json_line, read_records
+from modelwright.core.seeds import derive_seed
+from modelwright.data.batch import TokenBatch
+from modelwright.data.prompts import PromptRecord, read_prompts
+from modelwright.data.tokenizer import Tokenizer
+from modelwright.objectives.heldout_rewards import HeldoutRewards
+from modelwright.objectives.reference_model import ReferenceModel
+from modelwright.objectives.rollouts import RolloutConfig, RolloutWorker
+from modelwright.pipeline.report.blocks import Fact, Samples, Section, Table, TextSample
+from modelwright.pipeline.report.format import number
+from modelwright.pipeline.report.learning import training_section
+from modelwright.pipeline.report.run_data import RunData, StageData
+from modelwright.pipeline.stage import StageInputs, StageSpec
+from modelwright.pipeline.stages.alignment import metric_charts, reference_model
+from modelwright.pipeline.stages.pack import PACK
+from modelwright.pipeline.stages.prompt_rows import PROMPT_ROWS, heldout_prompts
+from modelwright.pipeline.stages.row_use import RowUse
+from modelwright.pipeline.stages.stage_inputs import needed_start, tokenizer_stage
+from modelwright.pipeline.stages.training import FrozenModels, training_spec
+from modelwright.reward.build import build_reward
+from modelwright.train.config import TrainConfig
+from modelwright.train.evaluation import evaluate_heldout
+from modelwright.train.objective import Objective
+from modelwright.train.runtime import Runtime, TechniqueBuilder
+from modelwright.train.technique import Technique
+
+FIRST_EVALUATION, COMPLETIONS = "first-evaluation.json", "completions.jsonl"
+Batches = Sequence[TokenBatch]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutParts:
+    """What the objective of such a stage is made of."""
+
+    worker: RolloutWorker
+    heldout: HeldoutRewards
+    reference: ReferenceModel
+    num_completions: int
+    row_len: int
+    observe: Callable[[int, Sequence[Mapping[str, Any]]], None]
+
+
+def rollout_parts(inputs: StageInputs, name: str, rollout: RolloutConfig, rewards: Mapping[str, Any]) -> RolloutParts:
+    """name: of the stage. Raises `ConfigError` for wrong rewards, and `DataError` if no prompt leaves room for a
+    completion.
+    """
+    if PACK.name not in inputs.parents:
+        raise ConfigError(
+            f"stages: {name} generates what it learns from, which lr-find does not; name an earlier stage"
+        )
+    config, row_len = inputs.config, inputs.config.section(PACK).seq_len
+    folder = inputs.parents[PACK.name] / PROMPT_ROWS.name
+    worker = RolloutWorker(
+        prompts=fitting(read_prompts(folder / "train"), row_len, rollout, name, inputs.note),
+        tokenizer=Tokenizer.load(inputs.parents[tokenizer_stage(config)]),
+        reward=build_reward(rewards, path=f"{name}.rewards", log=inputs.note),
+        config=rollout,
+        seed=derive_seed(config.seed, name, "rollouts"),
+    )
+    heldout = read_prompts(folder / "heldout") if (folder / "heldout").is_dir() else ()
+    return RolloutParts(
+        worker=worker,
+        heldout=HeldoutRewards(worker=replace(worker, prompts=heldout)),
+        reference=ReferenceModel(load=partial(reference_model, inputs, name, ""), row_len=row_len),
+        num_completions=inputs.training.batch_rows(row_len),
+        row_len=row_len,
+        observe=partial(keep_completions, inputs.folder / COMPLETIONS),
+    )
+
+
+def fitting(
+    prompts: Sequence[PromptRecord], row_len: int, rollout: RolloutConfig, name: str, note: Callable[[str], None]
+) -> Sequence[PromptRecord]:
+    """The prompts that leave room for a completion in a row. Raises `DataError` if none does."""
+    longest = row_len - rollout.max_completion_length
+    kept = [one for one in prompts if len(one.ids) <= longest]
+    remedy = f"raise pack.seq_len ({row_len}) or lower {name}.rollout.max_completion_length"
+    if not kept:
+        raise DataError(
+            f"{name}: none of {len(prompts)} prompts leaves room for {rollout.max_completion_length} tokens in a row; "
+            f"{remedy}"
+        )
+    if len(kept) < len(prompts):
+        note(f"{name}: {len(prompts) - len(kept)} of {len(prompts)} prompts are too long and are left out; {remedy}")
+    return kept
+
+
+def keep_completions(path: Path, rollout: int, samples: Sequence[Mapping[str, Any]]) -> None:
+    """Keep the samples of the first rollout and of the newest one."""
+    first = [one for one in read_records(path) if one["rollout"] == 0 and rollout > 0]
+    write_atomic(path, "".join(map(json_line, [*first, *({"rollout": rollout, **one} for one in samples)])))
+
+
+def evaluates_first(objective: Objective, heldout: Batches, folder: Path) -> list[TechniqueBuilder]:
+    """Evaluates before the first update, which a training loop otherwise does not, into a file of the stage's folder:
+    what a policy gradient is worth is the difference.
+    """
+
+    def build(run: Runtime) -> Technique | None:
+        def on_batch(step: int, batch: TokenBatch) -> TokenBatch:
+            if step == 0:
+                with run.formats.evaluating():
+                    found = evaluate_heldout(run.executor, objective, heldout, run.global_mesh, alive=run.alive)
+                if run.world.is_first:
+                    write_atomic(folder / FIRST_EVALUATION, json.dumps(dict(found.metrics)))
+            return batch
+
+        return Technique(name="first_evaluation", on_batch=on_batch) if heldout else None
+
+    return [build]
+
+
+def rollout_training(
+    *,
+    name: str,
+    title: str,
+    report_title: str,
+    model_title: str,
+    objective: Callable[[StageInputs], Objective],
+    config: type[TrainConfig],
+    updates_per_row: Callable[[Any], float],
+    frozen: Callable[[Any], FrozenModels],
+    charts: Mapping[str, Mapping[str, str]],
+) -> StageSpec:
+    """A stage that learns from rollouts of the prompts. updates_per_row: completions that updates learn from, for each
+    prompt. frozen: what is computed without gradients for each of these completions, their generation included.
+    charts: see `metric_charts`.
+    """
+    use = RowUse(
+        heldout=heldout_prompts, updates_per_row=updates_per_row, learns_by_heart=False, techniques=evaluates_first
+    )
+    spec = training_spec(
+        name=name,
+        title=title,
+        report_title=report_title,
+        model_title=model_title,
+        objective=objective,
+        rows=PROMPT_ROWS,
+        needs=lambda run: (PACK.name, *needed_start(run, name)),
+        config=config,
+        only_if_named=True,
+        row_use=use,
+        headline=reward_fact,
+        frozen=frozen,
+    )
+    return replace(spec, report=lambda data, stage: rollout_section(data, stage, report_title, charts))
+
+
+def reward_fact(data: RunData, stage: StageData) -> Sequence[Fact]:
+    """The held-out reward before and after."""
+    before, after = _first_evaluation(stage).get("reward"), stage.facts.get("heldout_metrics", {}).get("reward")
+    if before is None or after is None:
+        return []
+    title = data.model_titles[stage.name]
+    return [Fact(f"Held-out reward, {title}", number(after, 3), f"{number(before, 3)} before, greedy completions")]
+
+
+def rollout_section(data: RunData, stage: StageData, title: str, charts: Mapping[str, Mapping[str, str]]) -> Section:
+    """Rewards and samples before and after, curves, and what every training shows except for its loss."""
+    section = training_section(stage, data.config.section(stage.name), title, loss_unit="")
+    curves = metric_charts(stage, {"Reward": {"reward": "rollouts"}, **charts})
+    return replace(section, blocks=[*_comparison(stage), *_samples(stage), *curves, *section.blocks[1:]])
+
+
+def _first_evaluation(stage: StageData) -> Mapping[str, float]:
+    try:
+        return json.loads((stage.folder.path / FIRST_EVALUATION).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def _comparison(stage: StageData) -> list[Table]:
+    before, after = _first_evaluation(stage), stage.facts.get("heldout_metrics", {})
+    rows = [[name, number(before[name], 3), number(after[name], 3)] for name in before if name in after]
+    if not rows:
+        return []
+    caption = "One greedy completion of each held-out prompt."
+    return [Table(["metric", "before", "after"], rows, "Held-out prompts", caption, numeric=(1, 2))]
+
+
+def _samples(stage: StageData) -> list[Samples]:
+    records = read_records(stage.folder.path / COMPLETIONS)
+    last = max((one["rollout"] for one in records), default=0)
+    titles = {0: "Completions of the first rollout", last: "Completions of the last rollout"}
+    result: list[Samples] = []
+    for rollout, title in titles.items():
+        items = [
+            TextSample(one["prompt"], one["completion"], f"reward {number(float(one['reward']), 3)}")
+            for one in records
+            if one["rollout"] == rollout
+        ]
+        result += [Samples(items, title)] if items else []
+    return result

@@ -1,0 +1,206 @@
+"""student: the model that distillation starts from: a smaller one with random weights, a part of the teacher, or the
+run's own model beside a teacher from a folder. Artifact: a model folder with the run's tokenizer.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Literal
+
+from modelwright.compress.prune import check_part, even_layers, input_moments, prune, pruned_config
+from modelwright.core.artifacts import verify_if_artifact
+from modelwright.core.config import constant, dump
+from modelwright.core.errors import ConfigError
+from modelwright.core.rundir import RunDir
+from modelwright.core.seeds import derive_seed
+from modelwright.data.loader import PackedRows
+from modelwright.data.tokenizer import Tokenizer
+from modelwright.model.config import ModelConfig
+from modelwright.model.decoder import Decoder
+from modelwright.model.hf import load_config, load_model
+from modelwright.pipeline.config import RunConfig
+from modelwright.pipeline.estimates import fixed_estimate
+from modelwright.pipeline.stage import Rates, Stage, StageContext, StageSpec
+from modelwright.pipeline.stages.model_folder import folder_fingerprint, save_model_folder
+from modelwright.pipeline.stages.pack import PACK
+from modelwright.pipeline.stages.rows import ALL_ROWS, TEXT_ROWS
+from modelwright.pipeline.stages.stage_inputs import FIRST_TRAINING, tokenizer_stage
+from modelwright.plan.estimate import StageEstimate
+
+DIMENSIONS = ("num_layers", "model_dim", "num_heads", "num_kv_heads", "ffn_dim", "head_dim")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudentConfig:
+    """The teacher of a distillation, and the student before it."""
+
+    teacher: str = ""
+    """Folder of the teacher in the Hugging Face layout, of any supported type, with the run's tokenizer; "" is the
+    run's model at that point."""
+    init: Literal["scratch", "prune", "continue"] = "prune"
+    """`prune` takes evenly spaced layers and the most important heads and channels of the teacher; `scratch` draws
+    random weights; `continue` takes the run's model, with another one as `teacher`."""
+    num_layers: int = 0
+    """Blocks of the student; 0 is the teacher's number, here and below."""
+    model_dim: int = 0
+    """Width of the residual stream; pruning keeps the teacher's."""
+    num_heads: int = 0
+    """Query heads."""
+    num_kv_heads: int = 0
+    """Key/value heads."""
+    ffn_dim: int = 0
+    """Width of the feed-forward layer."""
+    head_dim: int = 0
+    """Width of one head; pruning keeps the teacher's."""
+    importance: Literal["activations", "weights"] = "activations"
+    """What heads and channels are judged by when pruning: their activations on training rows, or weights alone."""
+    calibration_rows: int = constant(64)
+    """Rows that activations are measured on."""
+
+    def __post_init__(self) -> None:
+        for name in DIMENSIONS:
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}: must not be negative, got {getattr(self, name)}; 0 is the teacher's")
+        if self.init == "continue" and not self.teacher:
+            raise ConfigError("teacher: init continue trains the run's model, so it needs a folder of another one")
+        if self.init == "continue" and any(getattr(self, name) for name in DIMENSIONS):
+            raise ConfigError("init: continue keeps the shape of the run's model; choose prune or scratch for another")
+
+    def shape(self, teacher: ModelConfig) -> ModelConfig:
+        """The student's configuration. Raises `ConfigError` for a shape that no student of this kind can have."""
+        given = {name: getattr(self, name) for name in DIMENSIONS if getattr(self, name)}
+        if given.get("num_layers", 0) > teacher.num_layers:
+            raise ConfigError(
+                f"num_layers: {self.num_layers} is more than the teacher's {teacher.num_layers}; a student has fewer"
+            )
+        layers = even_layers(teacher, given.get("num_layers", teacher.num_layers))
+        smaller = replace(pruned_config(teacher, replace(teacher, num_layers=len(layers)), layers), **given)
+        if self.init == "prune":
+            check_part(smaller, teacher)
+        if smaller == teacher:
+            raise ConfigError(
+                "num_layers: the student has the teacher's shape; set num_layers, num_heads, num_kv_heads or ffn_dim"
+            )
+        return smaller
+
+
+def student_shape(config: RunConfig) -> ModelConfig:
+    """The student's configuration, for estimates before the run."""
+    settings: StudentConfig = config.section(STUDENT)
+    teacher = load_config(Path(settings.teacher)) if settings.teacher else config.model
+    return config.model if settings.init == "continue" else settings.shape(teacher)
+
+
+def teacher_stage(config: RunConfig) -> str:
+    """The stage whose model is the teacher, or, with a teacher from a folder, the run's model; "" if there is none."""
+    place = [stage.name for stage in config.stages].index(STUDENT.name)
+    names = [stage.name for stage in config.stages[:place] if stage.model_title]
+    return names[-1] if names else ""
+
+
+def teacher_parents(config: RunConfig) -> tuple[str, ...]:
+    """The stages whose models the teacher or the student is."""
+    settings: StudentConfig = config.section(STUDENT)
+    if settings.teacher and settings.init != "continue":
+        return ()
+    return (teacher_stage(config) or FIRST_TRAINING,)
+
+
+def teacher_settings(config: RunConfig) -> list[list[str | int]]:
+    """What identifies a teacher from a folder; [] for one of the run, which is a parent."""
+    settings: StudentConfig = config.section(STUDENT)
+    return folder_fingerprint(Path(settings.teacher), f"{STUDENT.name}.teacher") if settings.teacher else []
+
+
+def load_teacher(config: RunConfig, parents: Mapping[str, Path]) -> Decoder:
+    """The teacher. parents: artifacts by stage name. Raises `ConfigError` if its tokens are not the run's."""
+    settings: StudentConfig = config.section(STUDENT)
+    if not settings.teacher:
+        return load_model(parents[teacher_stage(config)])
+    folder = Path(settings.teacher)
+    verify_if_artifact(folder)
+    difference = Tokenizer.load(folder).difference_from(Tokenizer.load(parents[tokenizer_stage(config)]))
+    if difference:
+        raise ConfigError(
+            f"{STUDENT.name}.teacher: {folder} has another tokenizer than the run ({difference}), so its predictions "
+            "are about other tokens; choose a teacher with the run's tokenizer, or start the run from it with init_from"
+        )
+    row_len = config.section(PACK).seq_len
+    if (longest := load_config(folder).max_seq_len) < row_len:
+        raise ConfigError(
+            f"{STUDENT.name}.teacher: the context of {folder} ({longest}) is shorter than a row (pack.seq_len "
+            f"{row_len}); lower pack.seq_len"
+        )
+    return load_model(folder)
+
+
+def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
+    parents = dict.fromkeys((PACK.name, tokenizer_stage(config), *teacher_parents(config)))
+    return Stage(
+        name=STUDENT.name,
+        title=STUDENT.title,
+        settings={
+            "student": dump(config.section(STUDENT), constants=True),
+            "teacher": teacher_settings(config),
+            "seed": derive_seed(config.seed, STUDENT.name),
+        },
+        parents=tuple(parents),
+        run=lambda context: _run(context, config),
+    )
+
+
+def _run(context: StageContext, config: RunConfig) -> None:
+    settings: StudentConfig = config.section(STUDENT)
+    context.progress.begin(STUDENT.name, 0, "tensors")
+    teacher = load_teacher(config, context.parents)
+    student = _student(context, config, settings, teacher)
+    save_model_folder(student, Tokenizer.load(context.parents[tokenizer_stage(config)]), context.output.path)
+    sizes = {"teacher_parameters": teacher.config.num_parameters, "num_parameters": student.config.num_parameters}
+    context.output.facts |= sizes
+    context.progress.end()
+    share = sizes["num_parameters"] / sizes["teacher_parameters"]
+    context.progress.note(f"student: {sizes['num_parameters']:,} parameters, {share:.0%} of the teacher's")
+
+
+def _student(context: StageContext, config: RunConfig, settings: StudentConfig, teacher: Decoder) -> Decoder:
+    if settings.init == "continue":
+        student = load_model(context.parents[teacher_stage(config)])
+        if student.config.vocab_size != teacher.config.vocab_size:
+            raise ConfigError(
+                f"{STUDENT.name}.teacher: predicts {teacher.config.vocab_size} tokens, and the run's model "
+                f"{student.config.vocab_size}; choose a teacher with as many"
+            )
+        return student
+    try:
+        shape = settings.shape(teacher.config)
+    except ConfigError as error:
+        raise ConfigError(f"{STUDENT.name}.{error}") from None
+    if settings.init == "scratch":
+        student = Decoder(shape)
+        student.init_weights(derive_seed(config.seed, STUDENT.name))
+        return student
+    by_activations = settings.importance == "activations"
+    rows = islice(_rows(context.parents[PACK.name]).batches(1), settings.calibration_rows if by_activations else 0)
+    return prune(teacher, shape, input_moments(teacher, rows) if by_activations else {})
+
+
+def _rows(pack: Path) -> PackedRows:
+    """The training rows that a teacher was or could have been trained on."""
+    folders = [pack / rows.name / "train" for rows in (ALL_ROWS, TEXT_ROWS)]
+    return PackedRows(next(folder for folder in folders if folder.is_dir()))
+
+
+def _estimate(config: RunConfig, run: RunDir, rates: Rates) -> StageEstimate:
+    return fixed_estimate(STUDENT.name, seconds=5.0)
+
+
+STUDENT = StageSpec(
+    name="student",
+    title="Making the student",
+    config=StudentConfig,
+    needs=lambda config: (PACK.name, *teacher_parents(config)),
+    only_if_named=True,
+    build=_build,
+    estimate=_estimate,
+)

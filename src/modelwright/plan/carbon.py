@@ -1,0 +1,116 @@
+"""When to start a job so that it causes the least carbon dioxide, by an hourly table of the electricity's intensity."""
+
+import csv
+import datetime
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from modelwright.core.errors import ConfigError, DataError
+
+HOUR = datetime.timedelta(hours=1)
+
+
+@dataclass(frozen=True)
+class CarbonTable:
+    """Grams of carbon dioxide per kWh, hour by hour from `start` on."""
+
+    start: datetime.datetime
+    g_per_kwh: Sequence[float]
+
+    def mean(self, first_hour: int, hours: float) -> float:
+        """Mean intensity of a job of constant power that starts with an hour of the table."""
+        whole = math.floor(hours)
+        rest = hours - whole
+        total = sum(self.g_per_kwh[first_hour : first_hour + whole])
+        return (total + (rest * self.g_per_kwh[first_hour + whole] if rest else 0.0)) / hours
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """A start of a job and what it causes."""
+
+    time: datetime.datetime
+    g_per_kwh: float
+    co2_g: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartPlan:
+    """The first possible start, and the one that causes least."""
+
+    at_once: Start
+    best: Start
+
+    @property
+    def saved_share(self) -> float:
+        return 1 - self.best.co2_g / self.at_once.co2_g if self.at_once.co2_g else 0.0
+
+
+def read_carbon_table(path: Path) -> CarbonTable:
+    """Read a CSV file with the columns `time` (ISO 8601, every full hour) and `g_per_kwh`. Raises `DataError` that
+    names the file and the line.
+    """
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{path}: is not a CSV file ({error})") from None
+    if not rows or not {"time", "g_per_kwh"} <= rows[0].keys():
+        raise DataError(f"{path}: needs the columns time and g_per_kwh, and at least one hour")
+    hours = [_hour(path, line, row) for line, row in enumerate(rows, start=2)]
+    for line, ((before, _), (after, _)) in enumerate(itertools.pairwise(hours), start=3):
+        if after - before != HOUR:
+            raise DataError(f"{path}:{line}: {after.isoformat()} must be one hour after {before.isoformat()}")
+    return CarbonTable(hours[0][0], [value for _, value in hours])
+
+
+def plan_start(
+    table: CarbonTable,
+    *,
+    hours: float,
+    watts: float,
+    earliest: datetime.datetime | None = None,
+    finish_by: datetime.datetime | None = None,
+) -> StartPlan:
+    """The start at a full hour that causes the least carbon dioxide; of equal ones the first.
+
+    hours, watts: of the job, at constant power; earliest, finish_by: the whole table without them. Raises `ConfigError`
+    if the job does not fit.
+    """
+    if not 0 < hours < math.inf or not 0 < watts < math.inf:
+        raise ConfigError(f"--hours, --watts: must be above 0, got {hours} and {watts}")
+    last = len(table.g_per_kwh) - math.ceil(hours)
+    possible = [
+        first
+        for first in range(last + 1)
+        if (earliest is None or table.start + first * HOUR >= earliest)
+        and (finish_by is None or table.start + first * HOUR + hours * HOUR <= finish_by)
+    ]
+    if not possible:
+        end = table.start + len(table.g_per_kwh) * HOUR
+        raise ConfigError(
+            f"--hours: no {hours:g} hours fit between the earliest start and the latest end; the table has "
+            f"{table.start.isoformat()} to {end.isoformat()}"
+        )
+    starts = [_start(table, first, hours, watts) for first in possible]
+    return StartPlan(at_once=starts[0], best=min(starts, key=lambda start: start.co2_g))
+
+
+def _start(table: CarbonTable, first: int, hours: float, watts: float) -> Start:
+    mean = table.mean(first, hours)
+    return Start(time=table.start + first * HOUR, g_per_kwh=mean, co2_g=mean * watts * hours / 1000)
+
+
+def _hour(path: Path, line: int, row: dict[str, str]) -> tuple[datetime.datetime, float]:
+    try:
+        time, value = datetime.datetime.fromisoformat(row["time"]), float(row["g_per_kwh"])
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{path}:{line}: {error}; write 2026-01-31T14:00 and grams per kWh") from None
+    if (time.minute, time.second, time.microsecond) != (0, 0, 0) or not 0 <= value < math.inf:
+        raise DataError(f"{path}:{line}: needs a full hour and an intensity from 0 on, got {row['time']}, {value}")
+    return time, value

@@ -1,0 +1,195 @@
+"""Quantization-aware training: the decoder's linear layers multiply weights and activations that are rounded to the
+grid of integer inference (Jacob et al. 2018). A model pass through `ModelPrecision.quantize`; its steps in a run are in
+`train/techniques/fake_quantization.py`, the integers in `compress/grid_model.py`.
+
+Legend: N tokens, O outputs, I inputs, G groups of a weight.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from modelwright.core.errors import ConfigError
+from modelwright.model.config import ModelConfig
+from modelwright.model.decoder import Decoder, Product
+from modelwright.ops.int_grid import WeightGrid, activation_range, fake_quantize, lsq_step, round_tokens
+
+Activations = Literal["none", "token", "tensor_min_max", "tensor_moving_average"]
+MODULE = "quantization"
+"""The name of the learned steps among a model's `heads`."""
+MOVING = 0.9
+"""What a moving average keeps of its last value in each step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizationAwareConfig:
+    """The grids, and when rounding begins. learned_steps: LSQ; the steps of weights are then trained parameters."""
+
+    weights: WeightGrid = field(default_factory=WeightGrid)
+    activations: Activations = "token"
+    learned_steps: bool = False
+    start_step: int = 0
+
+    def __post_init__(self) -> None:
+        if self.learned_steps and not self.weights.symmetric:
+            raise ConfigError("asymmetric: learned_steps are those of a symmetric grid; choose one of the two")
+        if self.start_step < 0:
+            raise ConfigError(f"start_step: must not be negative, got {self.start_step}; 0 rounds from the first step")
+        if self.has_observers and not self.start_step:
+            raise ConfigError(
+                f"start_step: activations {self.activations} are observed in the steps before it; set it to 1 or more"
+            )
+
+    @property
+    def has_observers(self) -> bool:
+        """Whether activations have a range that is observed."""
+        return self.activations.startswith("tensor")
+
+
+class StepSizes(nn.Module):
+    """The learned steps of the weights of all projections, as logarithms to the base 2, [G] each.
+
+    The logarithm keeps a step positive, and lets an optimizer such as Adam change it by a share of itself.
+    """
+
+    def __init__(self, shapes: Mapping[str, tuple[int, int]], grid: WeightGrid) -> None:
+        super().__init__()
+        for name, shape in shapes.items():
+            self.register_parameter(_key(name), nn.Parameter(torch.zeros(grid.num_groups(shape))))
+
+    def step(self, name: str) -> Tensor:
+        """The steps of one projection."""
+        return torch.exp2(self.get_parameter(_key(name)))
+
+
+def _key(name: str) -> str:
+    return name.replace(".", "_")
+
+
+def step_parameter(name: str) -> str:
+    """The name, in the model, of the parameter with a projection's learned steps."""
+    return f"heads.{MODULE}.{_key(name)}"
+
+
+def projection_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Outputs and inputs of all projections of a decoder of this shape, by name."""
+    with torch.device("meta"):
+        model = Decoder(config)
+    return {name: (one.out_features, one.in_features) for name, one in model.projections().items()}
+
+
+@dataclass(kw_only=True)
+class Range:
+    """The range of one layer's inputs, from what was observed."""
+
+    least: float = 0.0
+    most: float = 0.0
+    is_empty: bool = True
+
+    def add(self, least: float, most: float, *, moving: bool) -> None:
+        """Take in the extremes of one step."""
+        if self.is_empty:
+            self.least, self.most, self.is_empty = least, most, False
+        elif moving:
+            self.least = MOVING * self.least + (1 - MOVING) * least
+            self.most = MOVING * self.most + (1 - MOVING) * most
+        else:
+            self.least, self.most = min(self.least, least), max(self.most, most)
+
+
+@dataclass(kw_only=True)
+class FakeQuantization:
+    """How one model's projections round their factors. is_on: in training; evaluation rounds always, once there are
+    ranges. is_observing: whether extremes of the inputs are collected.
+    """
+
+    config: QuantizationAwareConfig
+    model: Decoder
+    is_on: bool = False
+    is_observing: bool = False
+    ranges: dict[str, Range] = field(default_factory=dict[str, Range])
+    seen: dict[str, list[Tensor]] = field(default_factory=dict[str, list[Tensor]])
+    """Extremes of the inputs in the present step, [2] each: minus the least, and the most."""
+
+    def __post_init__(self) -> None:
+        for name, projection in self.model.projections().items():
+            self.config.weights.check(name, projection.in_features)
+            self.ranges[name] = Range()
+        if self.config.learned_steps and MODULE not in self.model.heads:
+            raise ConfigError(
+                "learned_steps: the model has no steps to learn; train it with the objective `WithStepSizes`"
+            )
+
+    def wrap(self, name: str, product: Product) -> Product:
+        """The same product of rounded factors, for `ModelPrecision.quantize`."""
+        return partial(self._multiply, name, product)
+
+    def _multiply(self, name: str, product: Product, x: Tensor, weight_OI: Tensor) -> Tensor:
+        if self.is_observing and self.model.training:
+            self._see(name, x)
+        if not self.is_on and self.model.training:
+            # Learned steps get gradients of zero before they are used, so that all ranks and steps treat them alike.
+            unused = 0.0 * self._step(name).sum() if self.config.learned_steps else 0.0
+            return product(x, weight_OI + unused)
+        return product(self._rounded_inputs(name, x), self.rounded_weight(name, weight_OI))
+
+    def rounded_weight(self, name: str, weight_OI: Tensor) -> Tensor:
+        """A projection's weight on its grid."""
+        grid = self.config.weights
+        step_G, zero_G = grid.ranges(weight_OI) if not self.config.learned_steps else (self._step(name), None)
+        return grid.rounded(weight_OI, step_G, torch.zeros_like(step_G) if zero_G is None else zero_G)
+
+    def _step(self, name: str) -> Tensor:
+        steps = self.model.heads[MODULE]
+        assert isinstance(steps, StepSizes)
+        return steps.step(name)
+
+    def _rounded_inputs(self, name: str, x: Tensor) -> Tensor:
+        if self.config.activations == "none":
+            return x
+        if self.config.activations == "token":
+            return round_tokens(x)
+        observed = self.ranges[name]
+        if observed.is_empty:
+            return x
+        step, zero = activation_range(observed.least, observed.most, x)
+        return fake_quantize(x, step, zero, -128, 127)
+
+    def _see(self, name: str, x: Tensor) -> None:
+        x = x.detach()
+        self.seen.setdefault(name, []).append(torch.stack([-x.amin(), x.amax()]).double())
+
+    def begin_step(self) -> None:
+        """Drop what a step has seen that is abandoned, or that was not one."""
+        self.seen.clear()
+
+    def collect(self, maxima: Any) -> None:
+        """Take in the extremes of this step. maxima: gives the largest of each value over all ranks."""
+        names = [name for name in self.ranges if name in self.seen]
+        values = [float(value) for name in names for value in torch.stack(self.seen[name]).amax(dim=0)]
+        moving = self.config.activations == "tensor_moving_average"
+        if values:
+            largest = maxima(values)
+            for place, name in enumerate(names):
+                self.ranges[name].add(-largest[2 * place], largest[2 * place + 1], moving=moving)
+        self.seen.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: [one.least, one.most] for name, one in self.ranges.items() if not one.is_empty}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, (least, most) in state.items():
+            self.ranges[name] = Range(least=float(least), most=float(most), is_empty=False)
+
+
+@torch.no_grad()
+def initial_steps(weights: Iterable[tuple[str, Tensor]], names: Iterable[str], grid: WeightGrid) -> dict[str, Tensor]:
+    """The values of the parameters with learned steps, by their names in the model. weights: whole ones, by name."""
+    wanted = {f"{name}.weight": name for name in names}
+    return {
+        step_parameter(wanted[name]): torch.log2(lsq_step(weight, grid)) for name, weight in weights if name in wanted
+    }

@@ -1,0 +1,80 @@
+"""What the event loop sees of engines, wherever they run: in a thread of this process (`engine_thread`) or in processes
+of their own (`engine_pool`).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from modelwright.infer.engine import EngineStats, StepOutput
+from modelwright.serve.errors import ApiError
+from modelwright.serve.jobs import Job
+
+EngineEnd = Literal["stopped", "died", "wedged"]
+"""On purpose; the process has ended; it gave no sign of life for too long."""
+
+MoveOutcome = Literal["continued", "retried", "lost"]
+"""With the same tokens; from its beginning, of which the client has seen nothing; not at all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineInfo:
+    """What the server has to know of its engines. `fingerprint`: of the weights; `max_num_seqs`: answers that are
+    computed at once, by all of them together.
+    """
+
+    fingerprint: str
+    vocab_size: int
+    max_seq_len: int
+    num_parameters: int
+    max_num_seqs: int
+
+
+class EngineEvents(Protocol):
+    """Where an engine reports, inside the event loop."""
+
+    def deliver(self, engine_name: str, outputs: Sequence[StepOutput], stats: EngineStats) -> None:
+        """New tokens, and the load of one engine; an engine that is started again has another name."""
+        ...
+
+    def engine_lost(self, engine_name: str, reason: EngineEnd) -> None:
+        """An engine is gone; its load counts no more."""
+        ...
+
+    def answer_moved(self, outcome: MoveOutcome) -> None:
+        """An answer of a lost engine is continued by another one, or not."""
+        ...
+
+    def refuse(self, request_id: str, error: ApiError) -> None:
+        """One answer cannot be computed."""
+        ...
+
+    def fail(self) -> None:
+        """No answer can be computed any more."""
+        ...
+
+
+class EngineClient(Protocol):
+    """Takes answers to compute. All methods belong to the event loop; none waits for an engine but `stop`."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    @property
+    def unavailable(self) -> str:
+        """Why new requests cannot be taken now, "" if they can."""
+        ...
+
+    def start(self, events: EngineEvents) -> None:
+        """Call inside the running event loop."""
+        ...
+
+    def add(self, jobs: Mapping[str, Job]) -> None:
+        """Start the answers of one request by their ids; the ids are new."""
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """Stop an answer, if it has not finished."""
+        ...
+
+    async def stop(self) -> None: ...

@@ -1,0 +1,121 @@
+"""The gateway's side of one engine process: how it is started, and its connection in the event loop."""
+
+import asyncio
+import contextlib
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+from modelwright.core.errors import ModelError
+from modelwright.serve.engine_client import EngineEnd, EngineInfo
+from modelwright.serve.engine_process import EngineReport, EngineSetup
+from modelwright.serve.messages import BlockingChannel, LineDecoder, encode
+
+START_TIMEOUT_S = 600.0
+"""For loading a model and measuring what is fastest."""
+
+SILENCE_S = 2.5
+"""An engine that says nothing for so long, ten heartbeats, has hung ..."""
+
+SILENCE_STEPS = 10.0
+"""... unless its steps are long: so many of the longest step, if that is more."""
+
+WATCH_PERIOD_S = 0.1
+EXIT_TIMEOUT_S = 5.0
+
+
+@dataclass
+class EngineHandle:
+    """A process whose engine is ready. `silence_s`: for how long it may say nothing."""
+
+    process: subprocess.Popen[bytes]
+    connection: socket.socket
+    report: EngineReport
+    silence_s: float
+
+    @classmethod
+    def launch(
+        cls, setup: EngineSetup, on_start: Callable[[subprocess.Popen[bytes]], None] = lambda process: None
+    ) -> Self:
+        """Start a process and wait until its engine is ready. on_start: gets the process before that, to be able to
+        end it. Raises `ModelError` if the engine does not become ready.
+        """
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "modelwright.serve.engine_process", str(theirs.fileno())]
+        with theirs:  # a session of its own: Ctrl-C reaches the gateway only, which drains first
+            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
+        on_start(process)
+        try:
+            channel = BlockingChannel(ours)
+            channel.send(asdict(setup))
+            message = channel.receive_one(START_TIMEOUT_S)
+            if "failed" in message:
+                raise ModelError(message["failed"])
+        except (EOFError, OSError) as error:  # TimeoutError is an OSError
+            _end(process, ours)
+            what = f"within {START_TIMEOUT_S:g} s" if isinstance(error, TimeoutError) else "at all; see its messages"
+            raise ModelError(f"{setup.folder}: an engine process did not start {what}") from None
+        except BaseException:
+            _end(process, ours)
+            raise
+        fields = message["report"]
+        report = EngineReport(**{**fields, "info": EngineInfo(**fields["info"])})
+        return cls(process, ours, report, max(SILENCE_S, SILENCE_STEPS * message["full_step_s"]))
+
+    def end(self) -> None:
+        """End the process: by itself if it can, else by force."""
+        _end(self.process, self.connection)
+
+
+def _end(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
+    connection.close()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(EXIT_TIMEOUT_S)
+        return
+    process.kill()
+    process.wait()
+
+
+class EngineLink(asyncio.Protocol):
+    """The connection to a ready engine inside the event loop."""
+
+    def __init__(self, receive: Callable[[dict[str, Any]], None]) -> None:
+        self._receive = receive
+        self._decoder = LineDecoder()
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.WriteTransport
+        self._heard_at = self._loop.time()
+        self._ended = asyncio.Event()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._heard_at = self._loop.time()
+        for message in self._decoder.feed(data):
+            self._receive(message)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._ended.set()
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        self._transport.write(encode(message))
+
+    def close(self) -> None:
+        self._transport.abort()
+
+    async def watch(self, silence_s: float) -> EngineEnd:
+        """Wait until the engine has died or has been silent for too long; returns which."""
+        while not self._ended.is_set():
+            before = self._loop.time()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ended.wait(), WATCH_PERIOD_S)
+            now = self._loop.time()
+            self._heard_at += max(0.0, now - before - WATCH_PERIOD_S)  # while this loop was held up, it heard nobody
+            if now - self._heard_at > silence_s:
+                return "wedged"
+        return "died"

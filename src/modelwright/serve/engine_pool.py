@@ -1,0 +1,291 @@
+"""Engines in processes of their own behind one gateway: routing, and what happens when an engine is lost.
+
+An engine that dies is noticed at once by the end of its socket, one that hangs by its silence. It is started again,
+with growing pauses if that happens often. Engines of one version give the same bits, so its answers continue on another
+engine: their tokens are computed again, and those that the client has are compared and not sent again. Where engines
+are not batch-invariant, an answer is tried again only if the client has seen nothing of it, within a budget, and else
+ends with an error.
+"""
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import logging
+import random
+import secrets
+import subprocess
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+from modelwright.core.errors import ModelwrightError
+from modelwright.infer.engine import EngineStats, StepOutput
+from modelwright.serve.engine_client import EngineEnd, EngineEvents
+from modelwright.serve.engine_handle import EngineHandle, EngineLink
+from modelwright.serve.engine_process import EngineSetup
+from modelwright.serve.errors import ApiError
+from modelwright.serve.jobs import Job, output_of
+from modelwright.serve.router import RetryBudget, choose_engine, prompt_key
+
+log = logging.getLogger("modelwright.serve")
+
+MAX_MOVES = 2
+"""A request that ends every engine that computes it must not end them all."""
+
+FIRST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 30.0
+STABLE_S = 60.0
+"""Pauses before an engine is started again double until one has run for so long."""
+
+ORPHAN_TIMEOUT_S = 60.0
+"""Answers wait so long for an engine when all are lost."""
+
+ORPHAN_POLL_S = 0.5
+
+
+@dataclass(eq=False)
+class PooledAnswer:
+    """An answer in progress. token_ids: those that were passed on; num_repeated: how many of them the present engine
+    has computed again; orphaned_at: since when it has no engine, 0 while it has one.
+    """
+
+    request_id: str
+    job: Job
+    engine: "Slot | None" = None
+    token_ids: list[int] = field(default_factory=list)
+    num_repeated: int = 0
+    num_moves: int = 0
+    orphaned_at: float = 0.0
+
+    @property
+    def num_outstanding(self) -> int:
+        """Tokens that are still to be computed, at most."""
+        return self.job.max_total_tokens - len(self.token_ids)
+
+
+@dataclass(eq=False)
+class Slot:
+    """A place for an engine. name: of the process that has it now; link: None while it has none."""
+
+    number: int
+    handle: EngineHandle
+    name: str = ""
+    link: EngineLink | None = None
+    is_lost: bool = False
+    answers: dict[str, PooledAnswer] = field(default_factory=dict)
+
+
+class EnginePool:
+    """The `EngineClient` of several engine processes with one version of the model."""
+
+    def __init__(self, setup: EngineSetup, handles: Sequence[EngineHandle]) -> None:
+        self._setup = setup
+        self._report = handles[0].report
+        info = self._report.info
+        self.info = replace(info, max_num_seqs=info.max_num_seqs * len(handles))
+        self._slots = [Slot(number, handle) for number, handle in enumerate(handles)]
+        self._answers: dict[str, PooledAnswer] = {}
+        self._orphans: dict[str, PooledAnswer] = {}
+        self._budget = RetryBudget()
+        self._draw = random.Random(0)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._starting: dict[int, subprocess.Popen[bytes]] = {}
+
+    @classmethod
+    def launch(cls, setup: EngineSetup, count: int) -> Self:
+        """Start `count` processes and wait until all are ready. The first one measures what is fastest; the others do
+        the same, so that all give the same bits. Raises `ModelError` if one cannot be started.
+        """
+        first = EngineHandle.launch(setup)
+        setup = replace(setup, heads=(first.report.head,), int8_backend=first.report.int8_backend)
+        with ThreadPoolExecutor(count) as threads:
+            launching = [threads.submit(EngineHandle.launch, setup) for _ in range(count - 1)]
+        problems = [problem for one in launching if (problem := one.exception())]
+        handles = [first, *(one.result() for one in launching if not one.exception())]
+        if problems:
+            for handle in handles:
+                handle.end()
+            raise problems[0]
+        return cls(setup, handles)
+
+    @property
+    def unavailable(self) -> str:
+        is_running = any(not slot.is_lost for slot in self._slots)
+        return "" if is_running else "All engines are being started again; try again soon."
+
+    def start(self, events: EngineEvents) -> None:
+        self._events = events
+        tasks = [*(self._keep_running(slot) for slot in self._slots), self._watch_orphans()]
+        self._tasks = [asyncio.get_running_loop().create_task(task) for task in tasks]
+
+    def add(self, jobs: Mapping[str, Job]) -> None:
+        answers = [PooledAnswer(request_id, job) for request_id, job in jobs.items()]
+        self._answers |= {answer.request_id: answer for answer in answers}
+        self._budget.note_request()
+        self._place_all(answers)
+
+    def abort(self, request_id: str) -> None:
+        answer = self._answers.get(request_id)
+        if answer is not None:
+            self._forget(answer)
+            if answer.engine is not None and answer.engine.link is not None:
+                answer.engine.link.send({"abort": [request_id]})
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        for process in self._starting.values():
+            process.kill()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(asyncio.to_thread(slot.handle.end) for slot in self._slots))
+        for slot in self._slots:
+            self._events.engine_lost(slot.name, "stopped")
+
+    async def _keep_running(self, slot: Slot) -> None:
+        """Connect to a slot's engine, and when it is lost to the one that takes its place."""
+        pause_s, loop = FIRST_PAUSE_S, asyncio.get_running_loop()
+        while True:
+            started = loop.time()
+            end = await self._attend(slot)
+            log.error("engine %s (process %d) %s", slot.name, slot.handle.process.pid, end)
+            self._lose(slot, end)
+            await asyncio.to_thread(_kill, slot.handle)
+            pause_s = FIRST_PAUSE_S if loop.time() - started > STABLE_S else pause_s
+            while True:
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+                if await self._restarted(slot):
+                    break
+
+    async def _attend(self, slot: Slot) -> EngineEnd:
+        """Stay connected to a slot's engine until it is lost; returns how."""
+        slot.name = f"engine-{slot.number}-{secrets.token_hex(4)}"
+        link = EngineLink(lambda message: self._receive(slot, message))
+        slot.handle.connection.setblocking(False)
+        await asyncio.get_running_loop().create_unix_connection(lambda: link, sock=slot.handle.connection)
+        slot.link, slot.is_lost = link, False
+        self._place_all(list(self._orphans.values()))
+        try:
+            return await link.watch(slot.handle.silence_s)
+        finally:
+            slot.link = None
+            link.close()
+
+    async def _restarted(self, slot: Slot) -> bool:
+        """Start another process in a slot; false if that was not possible."""
+        note = functools.partial(self._starting.__setitem__, slot.number)
+        try:
+            handle = await asyncio.to_thread(EngineHandle.launch, self._setup, note)
+        except ModelwrightError as error:
+            log.error("an engine could not be started again: %s", error)
+            return False
+        finally:
+            self._starting.pop(slot.number, None)
+        if handle.report != self._report:
+            text = "an engine was started again with %s instead of %s: the files have changed; reload the model"
+            log.error(text, handle.report, self._report)
+            await asyncio.to_thread(handle.end)
+            return False
+        slot.handle = handle
+        return True
+
+    def _receive(self, slot: Slot, message: Mapping[str, Any]) -> None:
+        outputs = [output for plain in message["outputs"] if self._take(slot, output := output_of(plain))]
+        self._events.deliver(slot.name, outputs, EngineStats(**message["stats"]))
+        for request_id, (status, text, code) in message["refused"].items():
+            if request_id in slot.answers:
+                self._refuse(slot.answers[request_id], ApiError(status, text, code=code))
+
+    def _take(self, slot: Slot, output: StepOutput) -> bool:
+        """Whether an output is new to the client."""
+        answer = slot.answers.get(output.request_id)
+        if answer is None:
+            return False
+        if answer.num_repeated < len(answer.token_ids):
+            if output.token_id != answer.token_ids[answer.num_repeated]:
+                self._give_up(answer)
+            answer.num_repeated += 1
+            return False
+        answer.token_ids.append(output.token_id)
+        answer.num_repeated += 1
+        if output.finished:
+            self._forget(answer)
+        return True
+
+    def _place_all(self, answers: Sequence[PooledAnswer]) -> None:
+        """Give answers to engines; neighbors with the same prompt go to the same one, which computes it once."""
+        for _, group in itertools.groupby(answers, key=lambda one: (one.job.cache_salt, tuple(one.job.prompt_ids))):
+            self._place(list(group))
+
+    def _place(self, group: Sequence[PooledAnswer]) -> None:
+        slots = {slot.number: slot for slot in self._slots if slot.link is not None}
+        if not slots:
+            now = asyncio.get_running_loop().time()
+            for answer in group:
+                answer.orphaned_at = answer.orphaned_at or now
+                self._orphans[answer.request_id] = answer
+            return
+        job, chunk = group[0].job, self._setup.engine["prefill_chunk_size"]
+        loads = {n: sum(one.num_outstanding for one in slot.answers.values()) for n, slot in slots.items()}
+        tie_tokens = chunk if len(job.prompt_ids) > chunk else 0
+        slot = slots[choose_engine(loads, prompt_key(job.prompt_ids, job.cache_salt, chunk), tie_tokens, self._draw)]
+        for answer in group:
+            self._orphans.pop(answer.request_id, None)
+            answer.engine, answer.num_repeated, answer.orphaned_at = slot, 0, 0.0
+            slot.answers[answer.request_id] = answer
+        assert slot.link is not None
+        slot.link.send({"add": {answer.request_id: answer.job.to_message() for answer in group}})
+
+    def _lose(self, slot: Slot, end: EngineEnd) -> None:
+        slot.is_lost = True
+        answers, slot.answers = list(slot.answers.values()), {}
+        self._events.engine_lost(slot.name, end)
+        for answer in answers:
+            answer.engine = None
+        self._place_all([answer for answer in answers if self._may_move(answer)])
+
+    def _may_move(self, answer: PooledAnswer) -> bool:
+        """Whether an answer of a lost engine goes on; if not, it ends with an error."""
+        answer.num_moves += 1
+        is_first = answer.num_moves <= MAX_MOVES
+        if is_first and self._report.is_batch_invariant:
+            self._events.answer_moved("continued")
+            return True
+        if is_first and not answer.token_ids and self._budget.take():
+            self._events.answer_moved("retried")
+            return True
+        self._give_up(answer)
+        return False
+
+    def _give_up(self, answer: PooledAnswer) -> None:
+        self.abort(answer.request_id)
+        self._events.answer_moved("lost")
+        text = "The engine that computed this answer was lost, and it cannot be continued; send the request again."
+        self._refuse(answer, ApiError(503, text, code="engine_lost", headers={"Retry-After": "1"}))
+
+    def _refuse(self, answer: PooledAnswer, error: ApiError) -> None:
+        self._forget(answer)
+        self._events.refuse(answer.request_id, error)
+
+    def _forget(self, answer: PooledAnswer) -> None:
+        self._answers.pop(answer.request_id, None)
+        self._orphans.pop(answer.request_id, None)
+        if answer.engine is not None:
+            answer.engine.answers.pop(answer.request_id, None)
+
+    async def _watch_orphans(self) -> None:
+        """Give up answers that have waited too long for an engine."""
+        while True:
+            await asyncio.sleep(ORPHAN_POLL_S)
+            oldest = asyncio.get_running_loop().time() - ORPHAN_TIMEOUT_S
+            for answer in [one for one in self._orphans.values() if one.orphaned_at < oldest]:
+                self._give_up(answer)
+
+
+def _kill(handle: EngineHandle) -> None:
+    """A process that hangs does not end by itself."""
+    with contextlib.suppress(ProcessLookupError):
+        handle.process.kill()
+    handle.end()

@@ -1,0 +1,161 @@
+"""An engine in a process of its own: `python -m modelwright.serve.engine_process FD`, started by `engine_pool`.
+
+FD is its end of a Unix socket. The first message that it reads is an `EngineSetup`, the first that it sends an
+`EngineReport`, or why there is none. Then it sends one message per step: new tokens, load, refusals. Without work it
+sends one every `HEARTBEAT_S`, from the same loop, so that a process whose engine hangs falls silent. It ends when the
+gateway closes the socket or is gone.
+"""
+
+import functools
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from modelwright.compress.int8 import Int8WeightsConfig
+from modelwright.compress.int8_linear import Backend, Int8Linear
+from modelwright.core.errors import ModelwrightError
+from modelwright.infer.engine import Engine, EngineConfig
+from modelwright.infer.lm_head import HeadKind, fastest_head_kind, head_of
+from modelwright.model.decoder import Decoder
+from modelwright.serve.engine_client import EngineInfo
+from modelwright.serve.errors import ApiError
+from modelwright.serve.fingerprint import weights_fingerprint
+from modelwright.serve.grammars import GrammarCompiler
+from modelwright.serve.jobs import job_of, output_message
+from modelwright.serve.load import load_folder
+from modelwright.serve.messages import BlockingChannel
+from modelwright.serve.tokenizer import Codec
+
+HEARTBEAT_S = 0.25
+SETUP_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSetup:
+    """What an engine process computes with. `heads`: what it may choose from by measuring; `int8_backend`: "auto" for a
+    choice. Several engines must choose alike to give the same bits.
+    """
+
+    folder: str
+    engine: Mapping[str, Any]
+    """The fields of an `EngineConfig`."""
+    num_threads: int
+    heads: tuple[HeadKind, ...]
+    int8_backend: Backend | str
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineReport:
+    """What an engine process has loaded and chosen. Two engines with equal reports give the same bits, if they are
+    batch-invariant.
+    """
+
+    info: EngineInfo
+    is_batch_invariant: bool
+    row_multiple: int
+    head: HeadKind
+    int8_backend: Backend | str
+
+
+class EngineProcess:
+    """The engine's side of the connection."""
+
+    def __init__(self, channel: BlockingChannel, engine: Engine, codec: Codec) -> None:
+        self._channel = channel
+        self._engine = engine
+        self._grammars = GrammarCompiler(codec.definition, engine.vocab_size, codec.stop_ids)
+
+    def run(self) -> None:
+        """Until the gateway is gone."""
+        engine = self._engine
+        while True:
+            refused: dict[str, list[Any]] = {}
+            for message in self._channel.receive(0.0 if engine.has_work else HEARTBEAT_S):
+                refused |= self._obey(message)
+            outputs = [output_message(output) for output in engine.step()]
+            self._channel.send({"outputs": outputs, "stats": asdict(engine.stats()), "refused": refused})
+
+    def _obey(self, message: Mapping[str, Any]) -> dict[str, list[Any]]:
+        """Returns refusals by request: status, text and code."""
+        refused: dict[str, list[Any]] = {}
+        compile_once = functools.cache(self._grammars.compile_now)
+        for request_id, plain in message.get("add", {}).items():
+            try:
+                job_of(plain, compile_once).submit(self._engine, request_id)
+            except ApiError as error:
+                refused[request_id] = [error.status, error.message, error.code]
+            except ValueError as error:
+                refused[request_id] = [400, str(error), "invalid_value"]
+        for request_id in message.get("abort", []):
+            self._engine.abort(request_id)
+        return refused
+
+
+def full_step_s(engine: Engine) -> float:
+    """Seconds of a step with as many prompt tokens as one may have; the second of two, as the first one warms up."""
+    length = min(engine.config.max_num_batched_tokens, engine.config.prefill_chunk_size, engine.max_seq_len - 1)
+    elapsed_s = 0.0
+    for name in ("warm-up", "measured"):
+        engine.embed(name, [0] * length, cache_salt=name)
+        started = time.monotonic()
+        while engine.has_work:
+            engine.step()
+        elapsed_s = time.monotonic() - started
+    return elapsed_s * max(1, engine.config.max_num_batched_tokens // length)
+
+
+def load(setup: EngineSetup) -> tuple[Engine, Codec, EngineReport]:
+    """Raises `ModelwrightError` if the folder cannot be loaded."""
+    torch.set_num_threads(setup.num_threads)
+    model, codec = load_folder(Path(setup.folder), Int8WeightsConfig(backend=setup.int8_backend))  # type: ignore[arg-type]
+    head = setup.heads[0] if len(setup.heads) == 1 else fastest_head_kind(model)
+    engine = Engine(model, EngineConfig(**setup.engine), head=head_of(model, head))
+    info = EngineInfo(
+        fingerprint=weights_fingerprint(model),
+        vocab_size=engine.vocab_size,
+        max_seq_len=engine.max_seq_len,
+        num_parameters=engine.num_parameters,
+        max_num_seqs=engine.config.max_num_seqs,
+    )
+    report = EngineReport(
+        info=info,
+        is_batch_invariant=engine.is_batch_invariant,
+        row_multiple=engine.row_multiple,
+        head=head,
+        int8_backend=_backend_of(model, setup.int8_backend),
+    )
+    return engine, codec, report
+
+
+def _backend_of(model: Decoder, asked: Backend | str) -> Backend | str:
+    chosen = {module.backend for module in model.modules() if isinstance(module, Int8Linear)}
+    return chosen.pop() if chosen else asked
+
+
+def main() -> None:
+    with socket.socket(fileno=int(sys.argv[1])) as connection:
+        try:
+            _serve(BlockingChannel(connection))
+        except (EOFError, ConnectionError):
+            return  # the gateway is gone
+
+
+def _serve(channel: BlockingChannel) -> None:
+    message = channel.receive_one(SETUP_TIMEOUT_S)
+    try:
+        engine, codec, report = load(EngineSetup(**{**message, "heads": tuple(message["heads"])}))
+    except ModelwrightError as error:
+        channel.send({"failed": str(error)})
+        return
+    channel.send({"report": asdict(report), "full_step_s": full_step_s(engine)})
+    EngineProcess(channel, engine, codec).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""An engine in a thread of this process. The event loop puts commands on a queue and receives tokens by
+`call_soon_threadsafe`, one call per engine step.
+"""
+
+import asyncio
+import logging
+import queue
+import secrets
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from modelwright.infer.engine import Engine
+from modelwright.serve.engine_client import EngineEvents, EngineInfo
+from modelwright.serve.errors import ApiError
+from modelwright.serve.jobs import Job
+
+log = logging.getLogger("modelwright.serve")
+
+
+@dataclass(frozen=True)
+class _Add:
+    """All answers of one request at once, so that those with the same prompt start together."""
+
+    jobs: Mapping[str, Job]
+
+
+@dataclass(frozen=True)
+class _Abort:
+    request_id: str
+
+
+@dataclass(frozen=True)
+class _Stop:
+    pass
+
+
+class EngineThread:
+    """The `EngineClient` of one engine in this process. fingerprint: of its weights."""
+
+    def __init__(self, engine: Engine, fingerprint: str) -> None:
+        self.engine = engine
+        self.info = EngineInfo(
+            fingerprint=fingerprint,
+            vocab_size=engine.vocab_size,
+            max_seq_len=engine.max_seq_len,
+            num_parameters=engine.num_parameters,
+            max_num_seqs=engine.config.max_num_seqs,
+        )
+        self.unavailable = ""
+        self._name = f"engine-{secrets.token_hex(4)}"
+        self._commands: queue.SimpleQueue[_Add | _Abort | _Stop] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self, events: EngineEvents) -> None:
+        self._events = events
+        self._loop = asyncio.get_running_loop()
+        events.deliver(self._name, [], self.engine.stats())
+        self._thread.start()
+
+    def add(self, jobs: Mapping[str, Job]) -> None:
+        self._commands.put(_Add(jobs))
+
+    def abort(self, request_id: str) -> None:
+        self._commands.put(_Abort(request_id))
+
+    async def stop(self) -> None:
+        """End the thread after its current step."""
+        self._commands.put(_Stop())
+        await asyncio.to_thread(self._thread.join)
+        self._events.engine_lost(self._name, "stopped")
+        del self._events  # a cycle would keep the model in memory until the collector comes
+
+    def _run(self) -> None:
+        try:
+            while self._obey():
+                self._tell(self._events.deliver, self._name, self.engine.step(), self.engine.stats())
+        except Exception:
+            log.exception("the engine has failed")
+            self._tell(self._fail)
+
+    def _obey(self) -> bool:
+        """Execute all commands; waits for one if there is nothing to compute. False: stop."""
+        while True:
+            try:
+                command = self._commands.get(block=not self.engine.has_work)
+            except queue.Empty:
+                return True
+            if isinstance(command, _Stop):
+                return False
+            if isinstance(command, _Add):
+                for request_id, job in command.jobs.items():
+                    self._add(request_id, job)
+            elif self.engine.abort(command.request_id) and not self.engine.has_work:
+                self._tell(self._events.deliver, self._name, [], self.engine.stats())
+
+    def _add(self, request_id: str, job: Job) -> None:
+        try:
+            job.submit(self.engine, request_id)
+        except ValueError as error:
+            self._tell(self._events.refuse, request_id, ApiError(400, str(error), code="invalid_value"))
+
+    def _tell(self, callback: Callable[..., None], *arguments: object) -> None:
+        self._loop.call_soon_threadsafe(callback, *arguments)
+
+    def _fail(self) -> None:
+        self.unavailable = "The engine has failed; restart the server and see its log."
+        self._events.fail()

@@ -1,0 +1,125 @@
+"""What an engine is asked to compute, and its form in messages to an engine process."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from modelwright.infer.engine import Engine, StepOutput
+from modelwright.infer.sequence import SamplingParams, ScoredToken
+from modelwright.serve.grammars import CompiledGrammar, GrammarSource
+
+
+class Job(Protocol):
+    """One answer to compute."""
+
+    @property
+    def prompt_ids(self) -> Sequence[int]: ...
+
+    @property
+    def cache_salt(self) -> str:
+        """See `Engine.add`."""
+        ...
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Tokens of prompt and answer at most."""
+        ...
+
+    def submit(self, engine: Engine, request_id: str) -> None:
+        """Queue it in the engine. Raises `ConfigError` for what the engine rejects."""
+        ...
+
+    def to_message(self) -> dict[str, Any]:
+        """Plain data from which `job_of` makes the job again."""
+        ...
+
+
+@dataclass(frozen=True)
+class GenerationJob:
+    """New tokens after a prompt. grammar: None lets them be any."""
+
+    prompt_ids: Sequence[int]
+    params: SamplingParams
+    grammar: CompiledGrammar | None = None
+    cache_salt: str = ""
+
+    @property
+    def max_total_tokens(self) -> int:
+        return len(self.prompt_ids) + self.params.max_tokens
+
+    def submit(self, engine: Engine, request_id: str) -> None:
+        constraint = self.grammar.constraint() if self.grammar else None
+        engine.add(request_id, self.prompt_ids, self.params, constraint, cache_salt=self.cache_salt)
+
+    def to_message(self) -> dict[str, Any]:
+        source = asdict(self.grammar.source) if self.grammar else None
+        return {
+            "prompt_ids": list(self.prompt_ids),
+            "params": asdict(self.params),
+            "grammar": source,
+            "cache_salt": self.cache_salt,
+        }
+
+
+@dataclass(frozen=True)
+class EmbeddingJob:
+    """The embedding of a text."""
+
+    prompt_ids: Sequence[int]
+    cache_salt: str = ""
+
+    @property
+    def max_total_tokens(self) -> int:
+        return len(self.prompt_ids)
+
+    def submit(self, engine: Engine, request_id: str) -> None:
+        engine.embed(request_id, self.prompt_ids, cache_salt=self.cache_salt)
+
+    def to_message(self) -> dict[str, Any]:
+        return {"prompt_ids": list(self.prompt_ids), "cache_salt": self.cache_salt}
+
+
+def job_of(message: Mapping[str, Any], compile_grammar: Callable[[GrammarSource], CompiledGrammar]) -> Job:
+    """The job of a message. Raises what `compile_grammar` raises."""
+    if "params" not in message:
+        return EmbeddingJob(message["prompt_ids"], message["cache_salt"])
+    fields = message["params"]
+    stop_ids, bias = tuple(fields["stop_ids"]), tuple((token, value) for token, value in fields["logit_bias"])
+    params = SamplingParams(**{**fields, "stop_ids": stop_ids, "logit_bias": bias})
+    source = message["grammar"]
+    grammar = compile_grammar(GrammarSource(**source)) if source else None
+    return GenerationJob(message["prompt_ids"], params, grammar, message["cache_salt"])
+
+
+def output_message(output: StepOutput) -> list[Any]:
+    """An output as plain data."""
+    scores = [[score.token_id, score.logprob, score.rank, score.alternatives] for score in output.prompt_scores]
+    return [
+        output.request_id,
+        output.token_id,
+        output.logprob,
+        output.alternatives,
+        output.finish_reason,
+        scores,
+        output.embedding,
+        output.num_cached_tokens,
+    ]
+
+
+def output_of(message: Sequence[Any]) -> StepOutput:
+    """The output of an `output_message`."""
+    request_id, token_id, logprob, alternatives, reason, scores, embedding, num_cached = message
+    return StepOutput(
+        request_id,
+        token_id,
+        logprob,
+        _alternatives(alternatives),
+        reason,
+        tuple(ScoredToken(token, value, rank, _alternatives(others)) for token, value, rank, others in scores),
+        tuple(embedding),
+        num_cached,
+    )
+
+
+def _alternatives(pairs: Sequence[Sequence[Any]]) -> tuple[tuple[int, float], ...]:
+    return tuple((token, logprob) for token, logprob in pairs)

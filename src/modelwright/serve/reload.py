@@ -1,0 +1,144 @@
+"""Replaces the model in service by another version without a failed request: the new one is loaded beside the old one
+and tried, then new requests get it, while open answers finish on the old one.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from modelwright.core.errors import ConfigError, ModelwrightError
+from modelwright.infer.sequence import SamplingParams
+from modelwright.serve.errors import ApiError
+from modelwright.serve.jobs import GenerationJob
+from modelwright.serve.keys import ANYONE, Caller
+from modelwright.serve.load import ModelSource
+from modelwright.serve.served_model import ServedModel
+from modelwright.serve.service import Service
+
+log = logging.getLogger("modelwright.serve")
+
+SMOKE_TEXT = "The quick brown fox"
+SMOKE_TOKENS = 8
+SMOKE_TIMEOUT_S = 60.0
+RETIRE_POLL_S = 0.02
+
+Locate = Callable[[str], ModelSource]
+"""The model at a path that an administrator gave; "" is the place where the present one came from, looked up again."""
+
+
+def same_place(source: ModelSource | None) -> Locate:
+    """Finds model folders, and for "" the folder of `source`."""
+
+    def locate(path: str) -> ModelSource:
+        if path:
+            return ModelSource(name=Path(path).name, folder=Path(path))
+        if source is None:
+            raise ConfigError("path: the model in service came from no folder; name one")
+        return source
+
+    return locate
+
+
+class Reloader:
+    """Reloads one at a time. load: makes a version whose worker is not started; it may take long and is called in
+    another thread.
+    """
+
+    def __init__(self, service: Service, locate: Locate, load: Callable[[ModelSource], ServedModel]) -> None:
+        self._service = service
+        self._locate = locate
+        self._load = load
+        self._lock = asyncio.Lock()
+        self._retirements: set[asyncio.Task[None]] = set()
+
+    async def reload(self, path: str = "") -> ServedModel:
+        """Put the model at `path` in service and return it. Raises `ApiError` 409 while another reload is under way,
+        and 400 with the reason, the old version going on, if the new one cannot be loaded or does not pass its test.
+        """
+        if self._lock.locked():
+            raise ApiError(409, "Another reload is under way; wait until it has ended.", code="reload_running")
+        async with self._lock:
+            outcome = "failed"
+            try:
+                fresh = await self._prepare(path)
+                self._switch(fresh)
+                outcome = "done"
+                return fresh
+            finally:
+                self._service.metrics.reloads.labels(outcome).inc()
+
+    async def reload_and_log(self) -> None:
+        """`reload` for a signal, which has nobody to answer to."""
+        try:
+            await self.reload()
+        except ApiError as error:
+            log.error("%s", error.message)
+
+    async def close(self) -> None:
+        """Wait for versions that are being stopped."""
+        await asyncio.gather(*self._retirements)
+
+    async def _prepare(self, path: str) -> ServedModel:
+        """A version that has passed its test. Raises `ApiError`."""
+        try:
+            fresh = await asyncio.to_thread(lambda: self._load(self._locate(path)))
+        except ModelwrightError as error:
+            raise self._refusal(str(error)) from None
+        except Exception as error:
+            log.exception("a new model could not be loaded")
+            raise self._refusal(f"{type(error).__name__}: {error}") from error
+        fresh.worker.start()
+        problem = await _smoke_test(fresh)
+        if not problem and self._service.is_draining:
+            problem = "the server is shutting down"
+        if problem:
+            await fresh.worker.stop()
+            raise self._refusal(problem)
+        return fresh
+
+    def _refusal(self, reason: str) -> ApiError:
+        old = self._service.model.fingerprint
+        text = f"The new model was not put in service, and {old} goes on: {reason}"
+        return ApiError(400, text, param="path", code="reload_failed")
+
+    def _switch(self, fresh: ServedModel) -> None:
+        service = self._service
+        old, service.model = service.model, fresh
+        service.metrics.show_version(fresh.fingerprint)
+        log.info("new requests get %s instead of %s", fresh.fingerprint, old.fingerprint)
+        service.retiring.append(old)
+        task = asyncio.get_running_loop().create_task(self._retire(old))
+        self._retirements.add(task)
+        task.add_done_callback(self._retirements.discard)
+
+    async def _retire(self, old: ServedModel) -> None:
+        """Stop a version when its last answer is finished."""
+        while old.worker.num_open or old.worker.num_held:
+            await asyncio.sleep(RETIRE_POLL_S)
+        await old.worker.stop()
+        self._service.retiring.remove(old)
+
+
+async def _smoke_test(model: ServedModel) -> str:
+    """Let a version answer; returns what is wrong, "" for a good answer."""
+    prompt_ids = model.codec.encode(SMOKE_TEXT)[: model.limits.context - 1]
+    params = SamplingParams(max_tokens=SMOKE_TOKENS, temperature=0.0, stop_ids=model.codec.stop_ids)
+    reason, token_ids = "", list[int]()
+    try:
+        stream = model.worker.submit([GenerationJob(prompt_ids, params)], Caller(ANYONE))
+        try:
+            async with asyncio.timeout(SMOKE_TIMEOUT_S):
+                async for _, output in stream:
+                    token_ids.append(output.token_id)
+                    reason = output.finish_reason
+        finally:
+            stream.close()
+    except TimeoutError:
+        return f"it gave no answer within {SMOKE_TIMEOUT_S:g} s"
+    except ApiError as error:
+        return error.message
+    if reason not in ("stop", "length"):
+        return "its output is not finite; its weights are broken"
+    model.codec.decode(token_ids)
+    return ""

@@ -1,0 +1,139 @@
+"""Where the energy of this process or host can be read: Intel and AMD processors (RAPL), NVIDIA GPUs (NVML); and a
+model for where it cannot.
+
+A meter counts joules from its start. None of them raises: one that can no longer be read says so (`OSError`) to
+`EnergyMonitor`, which goes on without it.
+"""
+
+import ctypes
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+POWERCAP = Path("/sys/class/powercap")
+MEMORY_WATTS_PER_GB = 0.3725
+"""Lannelongue et al. 2021 (Green Algorithms), after Karyakin and Salem 2017."""
+
+
+class PowerMeter(Protocol):
+    """A source of energy readings."""
+
+    @property
+    def name(self) -> str: ...
+
+    def joules(self) -> float:
+        """Joules since the meter was made. Raises `OSError` if it cannot be read."""
+        ...
+
+
+class RaplMeter:
+    """Processor packages, and the memory of those that measure it, of the whole host: other processes count, too."""
+
+    def __init__(self, domains: Sequence[Path], *, name: str) -> None:
+        self.name = name
+        self._ranges = {domain: int((domain / "max_energy_range_uj").read_text()) for domain in domains}
+        self._last = {domain: self._read(domain) for domain in domains}
+        self._microjoules = 0
+
+    def joules(self) -> float:
+        """Must be called before a counter has gone round, which takes a minute or more."""
+        for domain, before in self._last.items():
+            now = self._read(domain)
+            self._microjoules += now - before if now >= before else now + self._ranges[domain] - before
+            self._last[domain] = now
+        return self._microjoules / 1e6
+
+    @staticmethod
+    def _read(domain: Path) -> int:
+        return int((domain / "energy_uj").read_text())
+
+
+def rapl_meters(folder: Path = POWERCAP) -> list[PowerMeter]:
+    """Meters of processors (`rapl`) and of memory (`rapl_memory`) that this process may read; most systems let only
+    root read them.
+    """
+    packages, memory = [], []
+    for domain in sorted(folder.glob("intel-rapl:*")):
+        kind = _text(domain / "name")
+        if os.access(domain / "energy_uj", os.R_OK) and kind:
+            (packages if kind.startswith("package") else memory if kind == "dram" else []).append(domain)
+    kinds = {"rapl": packages, "rapl_memory": memory}
+    return [RaplMeter(domains, name=name) for name, domains in kinds.items() if domains]
+
+
+class NvmlMeter:
+    """One NVIDIA GPU (Volta and later), all of its processes."""
+
+    name = "nvml"
+
+    def __init__(self, read_mj: Callable[[], int]) -> None:
+        self._read_mj = read_mj
+        self._start_mj = read_mj()
+
+    def joules(self) -> float:
+        return (self._read_mj() - self._start_mj) / 1e3
+
+
+def nvml_meters(bus_id: str) -> list[PowerMeter]:
+    """The meter of the GPU with this PCI bus id, if the driver's library is there and counts energy."""
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+        handle = ctypes.c_void_p()
+        if library.nvmlInit_v2() or library.nvmlDeviceGetHandleByPciBusId_v2(bus_id.encode(), ctypes.byref(handle)):
+            return []
+        return [NvmlMeter(lambda: _total_mj(library, handle))]
+    except (OSError, AttributeError):
+        return []
+
+
+def _total_mj(library: ctypes.CDLL, handle: ctypes.c_void_p) -> int:
+    millijoules = ctypes.c_ulonglong()
+    if code := library.nvmlDeviceGetTotalEnergyConsumption(handle, ctypes.byref(millijoules)):
+        raise OSError(f"NVML cannot read the GPU's energy (code {code})")
+    return millijoules.value
+
+
+class CoreTimeModel:
+    """Not measured: this process's CPU time times the power of one core (Lannelongue et al. 2021)."""
+
+    name = "cores_model"
+
+    def __init__(self, watts_per_core: float, *, cpu_s: Callable[[], float] = time.process_time) -> None:
+        self._watts, self._cpu_s = watts_per_core, cpu_s
+        self._start_s = cpu_s()
+
+    def joules(self) -> float:
+        return self._watts * (self._cpu_s() - self._start_s)
+
+
+class MemoryModel:
+    """Not measured: this process's resident memory times the power of a gigabyte, over time."""
+
+    name = "memory_model"
+
+    def __init__(
+        self, *, resident_bytes: Callable[[], int] | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._resident_bytes, self._clock = resident_bytes or _resident_bytes, clock
+        self._last_s = clock()
+        self._joules = 0.0
+
+    def joules(self) -> float:
+        now_s = self._clock()
+        self._joules += MEMORY_WATTS_PER_GB * self._resident_bytes() / 1e9 * (now_s - self._last_s)
+        self._last_s = now_s
+        return self._joules
+
+
+def _resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""

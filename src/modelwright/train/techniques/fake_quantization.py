@@ -1,0 +1,57 @@
+"""Quantization-aware training in a run: when rounding begins, what activations span, where learned steps start.
+
+Ranges are those of all ranks. They are observed in the steps before rounding begins, and fixed from then on.
+"""
+
+import json
+
+from modelwright.core.artifacts import write_atomic
+from modelwright.core.compatibility import EAGER_BLOCKS, WHOLE_LAYERS
+from modelwright.parallel.full_state import put, whole_weights
+from modelwright.precision.quantization_aware import FakeQuantization, QuantizationAwareConfig, initial_steps
+from modelwright.train.objective import Batch
+from modelwright.train.runtime import Runtime
+from modelwright.train.technique import StepInfo, Technique, Update
+
+RANGES = "activation_ranges.json"
+"""The file, in the folder of the stage, with the final range of each projection's inputs."""
+
+
+def fake_quantization(config: QuantizationAwareConfig, run: Runtime) -> Technique:
+    """Round the factors of all projections from `config.start_step` on."""
+    rounding = FakeQuantization(config=config, model=run.model)
+    run.formats.quantize(rounding.wrap)
+
+    def on_batch(step: int, batch: Batch) -> Batch:
+        if config.learned_steps and step in (0, config.start_step):
+            _initialize(config, run)
+        rounding.is_on = step >= config.start_step
+        rounding.is_observing = config.has_observers and not rounding.is_on
+        rounding.begin_step()
+        return batch
+
+    def on_gradients(update: Update) -> None:
+        if not update.skipped:
+            rounding.collect(lambda values: run.mesh.world.maxima(*values))
+
+    def on_step_end(info: StepInfo) -> None:
+        if info.step == run.num_steps and run.is_first:
+            write_atomic(run.folder / RANGES, json.dumps(rounding.state_dict()))
+
+    return Technique(
+        name="fake_quantization",
+        on_batch=on_batch,
+        on_gradients=on_gradients,
+        on_step_end=on_step_end,
+        on_retry=rounding.begin_step,
+        state=rounding,
+        needs=frozenset({WHOLE_LAYERS, EAGER_BLOCKS}),
+    )
+
+
+def _initialize(config: QuantizationAwareConfig, run: Runtime) -> None:
+    """Set the learned steps to what the present weights suggest; all ranks do, with the same values."""
+    names = list(run.model.projections())
+    parameters = dict(run.model.named_parameters())
+    for name, value in initial_steps(whole_weights(run.model, run.mesh), names, config.weights).items():
+        put(parameters[name], value.to(parameters[name].dtype))

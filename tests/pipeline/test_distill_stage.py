@@ -1,0 +1,129 @@
+"""The stages student and distill: pruned and scratch students, teachers of the run and from folders, refusals."""
+
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from modelwright.cli.main import main
+from modelwright.core.artifacts import MANIFEST, read_manifest
+from modelwright.core.errors import ConfigError
+from modelwright.core.records import column, read_records
+from modelwright.core.rundir import RunDir
+from modelwright.data.tokenizer import TokenizerConfig, train_tokenizer
+from modelwright.model.config import ModelConfig
+from modelwright.model.hf import load_config, load_model
+from modelwright.pipeline.stages.distill import DistillConfig
+from modelwright.pipeline.stages.student import StudentConfig
+
+Command = Callable[..., subprocess.CompletedProcess[str]]
+STAGES = "clean,tokenize,pack,pretrain,student,distill,report"
+SETTINGS = (
+    "--distill.num_steps=8", "--distill.batch_tokens=512", "--distill.eval_every_steps=4",
+    "--distill.checkpoint_every_steps=4",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(small_words: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """A pruned student learns from the run's own model."""
+    run = RunDir(tmp_path_factory.mktemp("distill") / "run")
+    words = [
+        *small_words, "--run-dir", str(run.path), "--stages", STAGES, *SETTINGS, "--student.num_layers=1",
+        "--student.ffn_dim=32", "--distill.cache_top_k=16",
+    ]  # fmt: skip
+    assert main(words) == 0
+    return run
+
+
+def test_a_pruned_student_learns_from_the_runs_model(run: RunDir) -> None:
+    teacher, student = (load_config(run.stage(name).artifact) for name in ("pretrain", "distill"))
+    assert (student.num_layers, student.ffn_dim) == (1, 32)
+    assert student.model_dim == teacher.model_dim
+    records = read_records(run.stage("distill").metrics)
+    terms = {
+        name: [value for _, value in column(records, f"loss/{name}")] for name in ("hidden", "attention", "logits")
+    }
+    on = {name: [value > 0 for value in values] for name, values in terms.items()}
+    assert on["hidden"] == [True] * 2 + [False] * 6
+    assert on["attention"] == [False] * 2 + [True] * 2 + [False] * 4
+    assert on["logits"] == [False] * 4 + [True] * 4
+    divergences = [value for _, value in column(records, "heldout/divergence")]
+    assert divergences[-1] < divergences[0]
+    facts = read_manifest(run.stage("distill").artifact).facts
+    assert facts["comparison"]["parameters"] == [teacher.num_parameters, student.num_parameters]
+    assert all(min(pair) > 0 for pair in facts["comparison"]["bits_per_byte"].values())
+    assert list((run.stage("distill").path / "teacher").rglob("*.safetensors"))
+    page = run.report.read_text()
+    assert "The student beside its teacher" in page
+    assert "bits per byte, code" in page
+
+
+def test_another_run_takes_a_teacher_from_a_folder(
+    run: RunDir, inside: Command, small_words: tuple[str, ...], tmp_path: Path
+) -> None:
+    """From scratch, and with logits alone; the folder's tokenizer is the run's, since the run starts from it."""
+    teacher = tmp_path / "teacher"
+    shutil.copytree(run.stage("pretrain").artifact, teacher, ignore=shutil.ignore_patterns(MANIFEST))
+    words = [
+        *small_words, "--run-dir", str(run.path), "--stages=clean,tokenize,pack,student,distill", *SETTINGS,
+        "--student.num_layers=1", "--student.teacher", str(teacher), "--student.init=scratch", "--student.model_dim=16",
+        "--student.ffn_dim=24",
+        "--student.num_heads=2", "--student.num_kv_heads=1", "--student.head_dim=8", "--distill.hidden=[0,0,1]",
+        "--distill.attention=[0,0,1]", "--distill.logits=[1,0,1]", "--distill.num_steps=3",
+    ]  # fmt: skip
+    done = inside(*words)
+    assert done.returncode == 0, done.stderr
+    student = load_model(run.stage("distill").artifact)
+    assert student.config.model_dim == 16
+    assert not student.heads
+    tokenizer = train_tokenizer(["other words in another language"] * 3, TokenizerConfig(vocab_size=300))
+    tokenizer.save(teacher)
+    refused = inside(*words)
+    assert refused.returncode != 0
+    assert "student.teacher" in refused.stderr
+    assert "has another tokenizer than the run" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"teacher": "", "init": "continue"}, "teacher: init continue trains the run's model"),
+        ({"teacher": "t", "init": "continue", "num_layers": 1}, "init: continue keeps the shape"),
+        ({"num_layers": -1}, "num_layers: must not be negative"),
+    ],
+)
+def test_students_that_cannot_be_are_refused(settings: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        StudentConfig(**settings)
+
+
+def test_a_student_is_smaller_than_its_teacher() -> None:
+    teacher = ModelConfig(
+        vocab_size=64, num_layers=4, model_dim=32, num_heads=4, num_kv_heads=2, ffn_dim=64, head_dim=8, max_seq_len=32
+    )
+    assert StudentConfig(num_layers=2).shape(teacher) == replace(teacher, num_layers=2)
+    for settings, message in (
+        ({}, "the student has the teacher's shape"),
+        ({"num_layers": 5}, "num_layers: 5 is more than the teacher's 4"),
+        ({"model_dim": 16}, "model_dim: 16 differs from the teacher's 32"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            StudentConfig(**settings).shape(teacher)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"logits": (1.0, 0.5, 0.9)}, "logits: no part of the loss lasts until the end"),
+        ({"hidden": (1.0, 0.5, 0.2)}, "hidden: must be a weight that is not negative"),
+        ({"temperature": 0.0}, "temperature: must be above 0"),
+        ({"label_share": 1.5}, "label_share"),
+    ],
+)
+def test_settings_of_distillation_are_checked(settings: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DistillConfig(**settings)

@@ -1,0 +1,112 @@
+"""The stages grpo and ppo of a whole run on a user's own records, and their sections of the report."""
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import tiny_rollouts
+from modelwright.core.errors import ConfigError, DataError
+from modelwright.core.records import read_records
+from modelwright.data.arithmetic import arithmetic_problems
+from modelwright.data.prompts import read_prompts
+from modelwright.objectives.rollouts import RolloutConfig
+from modelwright.pipeline.stages.rollout_training import fitting, keep_completions, rollout_parts
+
+SMALL = (
+    "--stages=clean,tokenize,pack,pretrain,grpo,ppo,report", "--tokenizer.vocab_size=263", "--model.vocab_size=263",
+    "--model.num_layers=1", "--model.model_dim=32", "--model.num_heads=2", "--model.num_kv_heads=1",
+    "--model.head_dim=16", "--model.ffn_dim=32", "--model.max_seq_len=64", "--pack.seq_len=64",
+    "--data.keep_fields=[level]", "--data.validation_fraction=0.2",
+    "--pretrain.num_steps=2", "--pretrain.batch_tokens=256",
+    "--grpo.num_steps=3", "--grpo.batch_tokens=512", "--grpo.num_generations=4", "--grpo.eval_every_steps=2",
+    "--grpo.rollout.max_completion_length=6", "--grpo.beta=0.05",
+    "--grpo.rewards={digits: {kind: pattern, pattern: '[0-9]+'}, length: {max_len: 4}}",
+    "--ppo.num_steps=3", "--ppo.batch_tokens=512", "--ppo.num_ppo_epochs=2", "--ppo.rollout.max_completion_length=6",
+    "--ppo.rewards={length: {max_len: 4}}",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path, dice = tmp_path_factory.mktemp("records") / "sums.jsonl", random.Random(3)
+    pairs = {(dice.randint(0, 99), dice.randint(0, 99)) for _ in range(60)}
+    lines = [{"question": f"{a} + {b} =", "answer": str(a + b), "level": len(str(a + b))} for a, b in sorted(pairs)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_a_run_learns_from_rewards_and_shows_it(
+    inside: Callable[..., CompletedProcess[str]], records: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    ended = inside("run", "tiny", "--data.sources", str(records), "--run-dir", str(run), *SMALL)
+    assert ended.returncode == 0, ended.stderr
+    train, heldout = (read_prompts(run / "pack" / "artifact" / "prompts" / split) for split in ("train", "heldout"))
+    assert len(train) + len(heldout) == len(records.read_text().splitlines())
+    assert set(train[0].fields) >= {"answer", "level"}
+    assert train[0].fields["level"] == len(train[0].fields["answer"])
+    grpo, ppo = (read_records(run / stage / "metrics.jsonl") for stage in ("grpo", "ppo"))
+    updates = [record for record in grpo if "reward" in record]
+    assert [record["step"] for record in updates] == [1, 2, 3]
+    assert {"rewards/digits/mean", "rewards/length/std", "kl", "completions/mean_length"} <= set(updates[0])
+    assert abs(updates[0]["kl"]) < 1e-6  # the policy is the reference before the first update
+    assert [record["step"] for record in grpo if "heldout/reward" in record] == [2, 3]
+    assert {"objective/kl", "objective/scores", "loss/value_avg", "policy/approxkl_avg"} <= set(ppo[0])
+    page = (run / "report.html").read_text()
+    for text in (
+        "Held-out prompts",
+        "Completions of the first rollout",
+        "Completions of the last rollout",
+        "Weight of the KL penalty",
+    ):
+        assert text in page
+    assert not (run / "ppo" / "artifact" / "model.safetensors").read_bytes().count(b"heads.")
+
+
+def test_prompts_without_room_are_named() -> None:
+    prompts, notes = tiny_rollouts.prompts(5), list[str]()
+    longest = max(len(one.ids) for one in prompts)
+    rollout = RolloutConfig(max_completion_length=8)
+    assert len(fitting(prompts, longest + 8, rollout, "grpo", notes.append)) == 5
+    assert not notes
+    assert len(fitting(prompts, longest + 7, rollout, "grpo", notes.append)) == 4
+    assert notes == [
+        f"grpo: 1 of 5 prompts are too long and are left out; raise pack.seq_len ({longest + 7}) or lower "
+        "grpo.rollout.max_completion_length"
+    ]
+    with pytest.raises(
+        DataError, match=r"grpo: none of 5 prompts leaves room for 8 tokens in a row; raise pack\.seq_len"
+    ):
+        fitting(prompts, 8, rollout, "grpo", notes.append)
+
+
+def test_the_first_and_the_newest_rollout_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "completions.jsonl"
+    for number in range(3):
+        keep_completions(path, number, [{"prompt": "p", "completion": str(number), "reward": 1.0}])
+    assert [one["rollout"] for one in read_records(path)] == [0, 2]
+    keep_completions(path, 0, [])
+    assert read_records(path) == []
+
+
+def test_a_learning_rate_cannot_be_swept_on_rollouts() -> None:
+    inputs: Any = SimpleNamespace(parents={})
+    with pytest.raises(ConfigError, match="grpo generates what it learns from, which lr-find does not"):
+        rollout_parts(inputs, "grpo", RolloutConfig(), {})
+
+
+def test_generated_arithmetic_is_right_and_always_the_same() -> None:
+    documents = list(arithmetic_problems())
+    assert documents == list(arithmetic_problems())
+    assert len({document.text for document in documents}) == len(documents) == 3775
+    for document in documents[:200]:
+        expression = document.meta["question"]
+        assert str(eval(expression)) == document.meta["answer"]
+    heldout = [document for document in documents if document.split == "heldout"]
+    assert 0.03 < len(heldout) / len(documents) < 0.07
