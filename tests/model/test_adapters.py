@@ -194,6 +194,20 @@ def test_the_configuration_survives_its_plain_form() -> None:
     assert parse(AdapterConfig, dump(config)) == config
 
 
+def test_training_can_go_on_with_adapters_that_are_there() -> None:
+    """As after `load_adapter`; the base may be packed for it, but not unpacked."""
+    model = adapted()
+    attach_adapters(model, AdapterConfig(r=4, lora_dropout=0.5, base_format="int8"), 9)
+    assert torch.equal(
+        model.get_parameter("blocks.0.ffn.up_proj.adapter.lora_B"),
+        adapted().get_parameter("blocks.0.ffn.up_proj.adapter.lora_B"),
+    )
+    torch.testing.assert_close(logits(model.eval()), logits(adapted().eval()), rtol=0.0, atol=0.2)
+    assert not torch.equal(logits(model.train()), logits(model))
+    with pytest.raises(ConfigError, match="the model has adapters of another form"):
+        attach_adapters(model, AdapterConfig(r=4), 0)
+
+
 def test_other_adapters_are_not_replaced_silently() -> None:
     model = make_decoder()
     attach_adapters(model, AdapterConfig(r=4), 0)

@@ -19,6 +19,7 @@ from modelwright.model.adapters import ADAPTER
 from modelwright.model.decoder import Decoder
 from modelwright.model.low_rank import MAGNITUDE, A, B, Factors, LowRank
 from modelwright.model.peft_folder import ReadAdapter, read_adapter
+from modelwright.ops.linear_gemms import multiply_add
 from modelwright.ops.lowp_linear import in_float
 
 BASE = ""
@@ -81,7 +82,7 @@ class AdapterBank(nn.Module):
         """x [..., N, I], out [..., N, O] of the projection without bias."""
         chosen_N = self.choice.of_tokens_N
         low = in_float(out.dtype, x, self.a_CI) * (self.owners_C == chosen_N[:, None])
-        out = out + in_float(out.dtype, low, self.b_OC)
+        out = multiply_add(out, low, self.b_OC.to(out.dtype))
         return out * self.lengths_KO[chosen_N].to(out.dtype) if self.lengths_KO.numel() else out
 
 

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
@@ -71,13 +71,9 @@ class AdapterConfig:
         """
         names = list(names)
         chosen = [name for name in names if any(matches(pattern, name) for pattern in self.target_modules)]
-        patterns = {"target_modules": (self.target_modules, names)}
-        patterns |= {name: (getattr(self, name), chosen) for name in ("rank_pattern", "alpha_pattern")}
-        for setting, (given, among) in patterns.items():
-            for pattern in given:
-                if not any(matches(pattern, name) for name in among):
-                    known = ", ".join(dict.fromkeys(name.split(".", 2)[-1] for name in among))
-                    raise ConfigError(f"lora.{setting}: {pattern!r} matches no projection; there are {known}")
+        _check_patterns("target_modules", self.target_modules, names)
+        _check_patterns("rank_pattern", self.rank_pattern, chosen)
+        _check_patterns("alpha_pattern", self.alpha_pattern, chosen)
         return chosen
 
     def rank_of(self, name: str) -> int:
@@ -101,6 +97,14 @@ class AdapterConfig:
 def matches(pattern: str, name: str) -> bool:
     """Whether a pattern matches one or several consecutive parts of a dotted name."""
     return re.search(rf"(?:^|\.)(?:{pattern})(?:\.|$)", name) is not None
+
+
+def _check_patterns(setting: str, patterns: Iterable[str], names: Sequence[str]) -> None:
+    """Raise `ConfigError` for a pattern that matches none of these projections."""
+    for pattern in patterns:
+        if not any(matches(pattern, name) for name in names):
+            known = ", ".join(dict.fromkeys(name.split(".", 2)[-1] for name in names))
+            raise ConfigError(f"lora.{setting}: {pattern!r} matches no projection; there are {known}")
 
 
 def _first_match(patterns: Mapping[str, Value], name: str, default: Value) -> Value:

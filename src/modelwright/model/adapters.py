@@ -123,10 +123,7 @@ def merge_adapters(model: Decoder) -> None:
     model whose weights can be trained.
     """
     _unpack_projections(model)
-    projections = model.projections()
-    with torch.no_grad():
-        for name, adapter in adapters_of(model).items():
-            projections[name].weight.copy_(adapter.merged(projections[name].weight))
+    _write_merged(model)
     remove_adapters(model)
 
 
@@ -146,18 +143,15 @@ def merged_adapters(model: Decoder) -> Generator[None]:
     """
     if model.adapters.base_format != "full":
         raise ConfigError("lora.base_format: packed weights cannot be merged for a while; use merge_adapters")
-    projections, adapters = model.projections(), adapters_of(model)
-    before = {name: projections[name].weight.detach().clone() for name in adapters}
-    with torch.no_grad():
-        for name, adapter in adapters.items():
-            projections[name].weight.copy_(adapter.merged(projections[name].weight))
+    projections = model.projections()
+    before = {name: projections[name].weight.detach().clone() for name in adapters_of(model)}
+    _write_merged(model)
     try:
         with adapters_disabled(model):
             yield
     finally:
-        with torch.no_grad():
-            for name, weight in before.items():
-                projections[name].weight.copy_(weight)
+        for name, weight in before.items():
+            _fill(projections[name].weight, weight)
 
 
 def identify_base(model: Decoder) -> None:
@@ -288,15 +282,24 @@ def _unpack_projections(model: Decoder) -> None:
             projection.frozen = None
 
 
+def _write_merged(model: Decoder) -> None:
+    projections = model.projections()
+    for name, adapter in adapters_of(model).items():
+        _fill(projections[name].weight, adapter.merged(projections[name].weight))
+
+
 def _keep_adapters(model: Decoder, config: AdapterConfig, targets: Sequence[str]) -> None:
-    """Go on with the adapters that a model has, with the dropout of the configuration."""
+    """Go on with the adapters that a model has, with the dropout of the configuration, on a base in its format."""
     present, before = adapters_of(model), model.adapters
     is_same = list(present) == list(targets) and config.use_dora == before.use_dora
+    is_same = is_same and before.base_format in ("full", config.base_format)
     is_same = is_same and all(one.rank == config.rank_of(name) for name, one in present.items())
     if not (is_same and all(one.scale == config.scale_of(name) for name, one in present.items())):
         raise ConfigError(
             f"lora: the model has adapters of another form; set the section to theirs, {before}, or merge them first"
         )
+    if config.base_format != "full" and before.base_format == "full":
+        pack_projections(model, config.base_format)
     model.adapters = config
     for adapter in present.values():
         adapter.set_dropout(config.lora_dropout)

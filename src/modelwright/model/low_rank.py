@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from modelwright.core.seeds import derive_seed
+from modelwright.ops.linear_gemms import multiply_add
 from modelwright.ops.lowp_linear import in_float
 
 A, B, MAGNITUDE = "lora_A", "lora_B", "magnitude"
@@ -70,7 +71,7 @@ class LowRank(nn.Module):
             return out
         factors = self.factors()
         low = in_float(out.dtype, self.dropout(x), factors.a_RI)
-        out = out + in_float(out.dtype, low * self.scale, factors.b_OR)
+        out = multiply_add(out, low * self.scale, factors.b_OR.to(out.dtype))
         if not self.has_magnitude:
             return out
         lengths_O = self.row_lengths(row_blocks(), factors)

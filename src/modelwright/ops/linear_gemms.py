@@ -65,6 +65,14 @@ def multiply(x: Tensor, weight_OI: Tensor, products: LinearGemms = PLAIN) -> Ten
     return _Multiply.apply(x, weight_OI, products)  # type: ignore[return-value]
 
 
+def multiply_add(y: Tensor, x: Tensor, weight_OI: Tensor) -> Tensor:
+    """y [..., O] plus x [..., I] times weight', all in one format: one pass over y where I is small."""
+    if is_emulated(y.dtype, y.device):
+        return y + multiply(x, weight_OI)
+    sums_NO = torch.addmm(y.flatten(0, -2), x.flatten(0, -2), weight_OI.T)
+    return torch.ops.aten._unsafe_view(sums_NO, list(y.shape))  # no view to autograd: see below
+
+
 class _Multiply(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight_OI, products):

@@ -39,5 +39,9 @@ def dequantize_nf4(codes_OP: Tensor, scales: Tensor, num_inputs: int) -> Tensor:
     """The weight [O, I] in the format of the scales."""
     levels = torch.tensor(LEVELS, device=codes_OP.device, dtype=scales.dtype)
     pairs = torch.stack((levels.repeat(16), levels.repeat_interleave(16)), dim=1)
-    weight_OI = pairs[codes_OP.int()].flatten(1)[:, :num_inputs]
+    weight_OI = pairs[codes_OP.int()].flatten(1)
+    if num_inputs % RUN_LEN == 0:
+        weight_OI.unflatten(1, (-1, RUN_LEN)).mul_(scales[..., None])  # scales are not spread over a copy
+        return weight_OI
+    weight_OI = weight_OI[:, :num_inputs]
     return weight_OI.mul_(spread(scales, weight_OI, RUNS))

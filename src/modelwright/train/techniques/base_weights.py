@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from modelwright.core.errors import ArtifactError
+from modelwright.model.adapters import adapter_parameters
 from modelwright.train.runtime import Runtime
 from modelwright.train.technique import Technique
 
@@ -27,6 +28,9 @@ class BaseIdentity:
 
 def base_weights(run: Runtime) -> Technique | None:
     """Acts on a model with adapters only."""
-    if not run.model.adapters.r:
+    shape, adapters = run.model.config, run.model.adapters
+    if not adapters.r:
         return None
+    num_trained, kept = adapter_parameters(shape, adapters), adapters.base_format
+    run.note(f"adapters: {num_trained:,} parameters are trained, {shape.num_parameters:,} stay frozen ({kept})")
     return Technique(name="base_weights", state=BaseIdentity(run.model.base_fingerprint))

@@ -6,7 +6,7 @@ Ranges are those of all ranks. They are observed in the steps before rounding be
 import json
 
 from modelwright.core.artifacts import write_atomic
-from modelwright.core.compatibility import EAGER_BLOCKS, WHOLE_LAYERS
+from modelwright.core.compatibility import EAGER_BLOCKS, TRAINED_WEIGHTS, WHOLE_LAYERS
 from modelwright.parallel.full_state import put, whole_weights
 from modelwright.precision.quantization_aware import FakeQuantization, QuantizationAwareConfig, initial_steps
 from modelwright.train.objective import Batch
@@ -45,7 +45,7 @@ def fake_quantization(config: QuantizationAwareConfig, run: Runtime) -> Techniqu
         on_step_end=on_step_end,
         on_retry=rounding.begin_step,
         state=rounding,
-        needs=frozenset({WHOLE_LAYERS, EAGER_BLOCKS}),
+        needs=frozenset({WHOLE_LAYERS, EAGER_BLOCKS, TRAINED_WEIGHTS}),
     )
 
 
