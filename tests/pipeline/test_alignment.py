@@ -18,6 +18,7 @@ from modelwright.core.artifacts import read_manifest
 from modelwright.core.records import column, read_records
 from modelwright.data.batch import TokenBatch
 from modelwright.data.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
+from modelwright.model.hf import save_model
 from modelwright.objectives.kto import Kto, KtoConfig
 from modelwright.objectives.preference import Preference, PreferenceConfig
 from modelwright.objectives.reward_model import load_reward_model
@@ -165,6 +166,22 @@ def test_bad_pairs_are_named(
     done = run_here(inside, ["run", "tiny", "--run-dir", str(tmp_path / "run"), *words])
     assert done.returncode == 2
     assert problem in done.stderr
+
+
+def test_a_reference_with_another_vocabulary_is_refused(
+    inside: Command, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(place)
+    save_model(make_decoder(vocab_size=100), tmp_path / "other")
+    words = ["run", "tiny", "--init-from", "my-model", "--data.sources", "pairs.jsonl", "--stages", "clean,pack,dpo"]
+    words += ["--run-dir", str(tmp_path / "run")]
+    done = run_here(inside, [*words, f"--dpo.reference={tmp_path / 'other'}"])
+    assert done.returncode == 2
+    assert "dpo.reference: " in done.stderr
+    assert "a vocabulary of 100" in done.stderr
+    done = run_here(inside, [*words, f"--dpo.reference={tmp_path / 'none'}"])
+    assert done.returncode == 2
+    assert f"dpo.reference: {tmp_path / 'none'} is not a folder" in done.stderr
 
 
 def test_the_page_names_every_metric_and_setting() -> None:

@@ -20,7 +20,8 @@ from modelwright.objectives.preference import Preference, PreferenceConfig
 from modelwright.objectives.reward_modeling import RewardModelConfig, RewardModeling
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, single
-from modelwright.train.objective import Objective
+from modelwright.train.objective import Objective, forward
+from modelwright.train.row_losses import row_losses
 from modelwright.train.technique import StepInfo, Technique
 
 FAMILIES = ("dpo", "kto", "reward")
@@ -120,3 +121,16 @@ def test_a_killed_run_resumes_with_the_same_bits(family: str, tmp_path: Path) ->
     resumed = trained(family, tmp_path / "cut" / family, dtype=torch.float32)
     assert resumed.keys() == whole.keys()
     assert all(torch.equal(value, whole[key]) for key, value in resumed.items())
+
+
+def test_the_loss_of_a_group_is_the_mean_over_its_labels(tmp_path: Path) -> None:
+    """For a curriculum by loss: one value for each group, whatever the number of pairs in it."""
+    rows = preference_rows.packed(tmp_path, preference_rows.pairs(10))
+    model = preference_rows.other_model(8, torch.float32)
+    losses = row_losses(model, rows, torch.device("cpu"))
+    assert len(losses) == rows.num_groups < rows.num_rows
+    for group, loss in enumerate(losses.tolist()):
+        batch = rows.gather(torch.tensor([group]).numpy())
+        with torch.no_grad():
+            log_probs_BT = model.token_log_probs(forward(model, batch), batch.labels_BT)
+        assert loss == pytest.approx(-float(log_probs_BT.sum()) / batch.num_targets, rel=1e-5)
