@@ -67,7 +67,7 @@ class FrozenModel:
 
     def head_output(self, name: str, batch: Batch, *, num_parts: int = 1) -> Tensor:
         """What one of the model's `heads` makes of every token, [B, T, ...]."""
-        return self._outputs(
+        return self.outputs(
             batch, num_parts, lambda hidden_BTD, part: self.executor.model.head_output(name, hidden_BTD)
         )
 
