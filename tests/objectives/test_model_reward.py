@@ -21,7 +21,7 @@ HEAD = "score"
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path, model = tmp_path_factory.mktemp("reward"), tiny_rollouts.model(seed=4)
     model.heads[HEAD] = nn.Linear(model.config.model_dim, 1, bias=False)
-    nn.init.normal_(model.heads[HEAD].weight)
+    nn.init.normal_(model.heads[HEAD].get_parameter("weight"))
     tokenizer = tiny_rollouts.tokenizer()
     pad = tokenizer.id_of("<|pad|>")
     assert pad is not None
