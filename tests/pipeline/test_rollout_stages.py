@@ -101,12 +101,16 @@ def test_a_learning_rate_cannot_be_swept_on_rollouts() -> None:
         rollout_parts(inputs, "grpo", RolloutConfig(), {})
 
 
-def test_generated_arithmetic_is_right_and_always_the_same() -> None:
+def test_generated_arithmetic_is_right_or_forgets_the_carry() -> None:
     documents = list(arithmetic_problems())
     assert documents == list(arithmetic_problems())
-    assert len({document.text for document in documents}) == len(documents) == 3775
-    for document in documents[:200]:
-        expression = document.meta["question"]
-        assert str(eval(expression)) == document.meta["answer"]
+    assert len({document.text for document in documents}) == len(documents) > 3000
+    splits = {document.meta["question"]: document.split for document in documents}
+    assert all(splits[document.meta["question"]] == document.split for document in documents)
+    assert len(splits) == len(documents) / 2
+    for document in documents:
+        question, answer, solution = (document.meta[name] for name in ("question", "answer", "solution"))
+        assert str(eval(question)) == solution
+        assert abs(int(answer) - int(solution)) in (0, 10)
     heldout = [document for document in documents if document.split == "heldout"]
-    assert 0.03 < len(heldout) / len(documents) < 0.07
+    assert 0.05 < len(heldout) / len(documents) < 0.15

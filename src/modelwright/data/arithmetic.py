@@ -1,36 +1,58 @@
-"""Generated arithmetic: questions whose answers a program can check, for learning from rewards.
+"""Generated arithmetic whose demonstrations are not to be trusted, for learning from rewards.
 
-All sums and differences of two small numbers, each once, so that none is both learned and held out.
+All sums with a carry and all differences with a borrow of two small numbers. Each has two demonstrations: the right
+answer, and the one that forgets the carry. What learns from both can do no better than guess which to follow; a reward
+that compares with the field `solution` tells.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from modelwright.core.seeds import derive_seed
 from modelwright.data.document import Document, Split
 
 NUM_TERMS = 50
 """Terms are smaller than this."""
-HELDOUT_FRACTION = 1 / 20
+HELDOUT_FRACTION = 1 / 10
+"""Share of the problems that is held out, with both demonstrations."""
+
+
+@dataclass(frozen=True)
+class _Problem:
+    question: str
+    solution: int
+    forgetful: int
+    """The answer without the carry."""
 
 
 def arithmetic_problems() -> Iterator[Document]:
-    """The problems as questions with answers, always the same ones, in a random order."""
-    terms = range(NUM_TERMS)
-    sums = ((f"{a} + {b}", a + b) for a in terms for b in terms)
-    differences = ((f"{a} - {b}", a - b) for a in terms for b in range(a + 1))
-    problems = sorted([*sums, *differences], key=lambda problem: _hash("order", problem[0]))
-    return (_document(question, str(answer)) for question, answer in problems)
+    """Two documents for each problem, always the same ones, in a random order."""
+    documents = [
+        _document(problem, kind, answer)
+        for problem in _problems()
+        for kind, answer in (("right", problem.solution), ("forgetful", problem.forgetful))
+    ]
+    yield from sorted(documents, key=lambda document: _hash("order", document.id))
 
 
-def _document(question: str, answer: str) -> Document:
-    split: Split = "heldout" if _hash("split", question) < HELDOUT_FRACTION else "train"
+def _problems() -> Iterator[_Problem]:
+    for a in range(NUM_TERMS):
+        for b in range(NUM_TERMS):
+            if a % 10 + b % 10 >= 10:
+                yield _Problem(f"{a} + {b}", a + b, a + b - 10)
+            if b <= a and a % 10 < b % 10:
+                yield _Problem(f"{a} - {b}", a - b, a - b + 10)
+
+
+def _document(problem: _Problem, kind: str, answer: int) -> Document:
+    split: Split = "heldout" if _hash("split", problem.question) < HELDOUT_FRACTION else "train"
     return Document(
-        id=f"arithmetic:{question}",
-        text=f"{question}\n\n{answer}",
+        id=f"arithmetic:{problem.question}:{kind}",
+        text=f"{problem.question}\n\n{answer}",
         kind="qa",
         split=split,
         source="arithmetic",
-        meta={"question": question, "answer": answer},
+        meta={"question": problem.question, "answer": str(answer), "solution": str(problem.solution)},
     )
 
 

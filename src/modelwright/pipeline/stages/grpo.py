@@ -1,6 +1,7 @@
 """grpo: reinforcement learning from rewards by rules, with groups of completions as their own baseline."""
 
 from modelwright.objectives.grpo import Grpo, GrpoConfig
+from modelwright.objectives.model_reward import reward_model_folders
 from modelwright.pipeline.stage import StageInputs
 from modelwright.pipeline.stages.rollout_training import rollout_parts, rollout_training
 from modelwright.pipeline.stages.training import FrozenModels
@@ -13,8 +14,9 @@ def _objective(inputs: StageInputs) -> Grpo:
 
 
 def _frozen(config: GrpoConfig) -> FrozenModels:
-    count = int(config.beta > 0)
-    return FrozenModels(num_models=count, num_forwards=(1 + count) / config.num_iterations)
+    folders = reward_model_folders(config.rewards)
+    count = int(config.beta > 0) + len(folders)
+    return FrozenModels(num_models=count, num_forwards=(1 + count) / config.num_iterations, folders=folders)
 
 
 GRPO = rollout_training(

@@ -1,5 +1,6 @@
 """ppo: reinforcement learning from rewards with a value head and a penalty on the distance from the start."""
 
+from modelwright.objectives.model_reward import reward_model_folders
 from modelwright.objectives.ppo import Ppo, PpoConfig
 from modelwright.pipeline.stage import StageInputs
 from modelwright.pipeline.stages.rollout_training import rollout_parts, rollout_training
@@ -13,8 +14,11 @@ def _objective(inputs: StageInputs) -> Ppo:
 
 
 def _frozen(config: PpoConfig) -> FrozenModels:
-    count = int(config.kl_coef > 0)
-    return FrozenModels(num_models=count, num_forwards=(2 + count) / config.num_ppo_epochs)  # completions and values
+    folders = reward_model_folders(config.rewards)
+    count = int(config.kl_coef > 0) + len(folders)
+    return FrozenModels(
+        num_models=count, num_forwards=(2 + count) / config.num_ppo_epochs, folders=folders
+    )  # completions and values
 
 
 PPO = rollout_training(

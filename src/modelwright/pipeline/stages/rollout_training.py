@@ -17,6 +17,7 @@ from modelwright.data.batch import TokenBatch
 from modelwright.data.prompts import PromptRecord, read_prompts
 from modelwright.data.tokenizer import Tokenizer
 from modelwright.objectives.heldout_rewards import HeldoutRewards
+from modelwright.objectives.model_reward import MODEL_REWARDS
 from modelwright.objectives.reference_model import ReferenceModel
 from modelwright.objectives.rollouts import RolloutConfig, RolloutWorker
 from modelwright.pipeline.report.blocks import Fact, Samples, Section, Table, TextSample
@@ -66,7 +67,7 @@ def rollout_parts(inputs: StageInputs, name: str, rollout: RolloutConfig, reward
     worker = RolloutWorker(
         prompts=fitting(read_prompts(folder / "train"), row_len, rollout, name, inputs.note),
         tokenizer=Tokenizer.load(inputs.parents[tokenizer_stage(config)]),
-        reward=build_reward(rewards, path=f"{name}.rewards", log=inputs.note),
+        reward=build_reward(rewards, kinds=MODEL_REWARDS, path=f"{name}.rewards", log=inputs.note),
         config=rollout,
         seed=derive_seed(config.seed, name, "rollouts"),
     )
