@@ -47,8 +47,22 @@ def test_quantize_takes_over_the_trained_grid(small_words: tuple[str, ...], tmp_
     results = json.loads((run.stage("quantize").artifact / "results.json").read_text())
     assert results["comparison"]["reference_bytes"] > results["comparison"]["int8_bytes"]
     assert "4-bit weights, symmetric per group of 32 inputs with learned steps" in run.report.read_text()
+    _quantize_without_training(run, small_words)
     (completion,) = generate(integers, [[1, 2, 3]], [SamplingParams(max_tokens=2)])
     assert len(completion.token_ids) == 2
+
+
+def _quantize_without_training(run: RunDir, small_words: tuple[str, ...]) -> None:
+    """The model before qat, by each of the other ways; the stages before are kept."""
+    words = [*small_words, "--run-dir", str(run.path), "--stages=clean,tokenize,pack,pretrain,quantize,report"]
+    assert main([*words, "--serve.int8.weights=int4_gptq"]) == 0
+    results = json.loads((run.stage("quantize").artifact / "results.json").read_text())
+    assert all(error["gptq"] < error["nearest"] for error in results["layer_errors"].values())
+    assert "GPTQ leaves" in run.report.read_text()
+    packed = load_int8(run.stage("quantize").artifact, Int8WeightsConfig())
+    assert isinstance(packed.blocks["0"].ffn.up_proj, GridLinear)
+    assert main([*words, "--serve.int8.weights=int8_smooth"]) == 0
+    assert "SmoothQuant" in run.report.read_text()
 
 
 @pytest.mark.parametrize(
