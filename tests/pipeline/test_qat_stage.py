@@ -22,6 +22,7 @@ from modelwright.train.objective import forward
 
 def test_quantize_takes_over_the_trained_grid(small_words: tuple[str, ...], tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
+    _quantize_without_training(run, small_words)
     words = [
         *small_words, "--run-dir", str(run.path), "--stages=clean,tokenize,pack,pretrain,qat,quantize,report",
         "--qat.num_steps=6", "--qat.batch_tokens=512", "--qat.eval_every_steps=3", "--qat.start_step=2",
@@ -49,6 +50,19 @@ def test_quantize_takes_over_the_trained_grid(small_words: tuple[str, ...], tmp_
     assert "4-bit weights, symmetric per group of 32 inputs with learned steps" in run.report.read_text()
     (completion,) = generate(integers, [[1, 2, 3]], [SamplingParams(max_tokens=2)])
     assert len(completion.token_ids) == 2
+
+
+def _quantize_without_training(run: RunDir, small_words: tuple[str, ...]) -> None:
+    """The model before qat, by each of the other ways; qat then trains it on."""
+    words = [*small_words, "--run-dir", str(run.path), "--stages=clean,tokenize,pack,pretrain,quantize,report"]
+    assert main([*words, "--serve.int8.weights=int4_gptq"]) == 0
+    results = json.loads((run.stage("quantize").artifact / "results.json").read_text())
+    assert all(error["gptq"] < error["nearest"] for error in results["layer_errors"].values())
+    assert "GPTQ leaves" in run.report.read_text()
+    packed = load_int8(run.stage("quantize").artifact, Int8WeightsConfig())
+    assert isinstance(packed.blocks["0"].ffn.up_proj, GridLinear)
+    assert main([*words, "--serve.int8.weights=int8_smooth"]) == 0
+    assert "SmoothQuant" in run.report.read_text()
 
 
 @pytest.mark.parametrize(

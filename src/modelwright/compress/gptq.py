@@ -127,7 +127,7 @@ def _inverse_factor(hessian_II: Tensor, weight_OI: Tensor) -> Tensor:
     try:
         inverse_II = torch.cholesky_inverse(torch.linalg.cholesky(hessian_II))
         return torch.linalg.cholesky(inverse_II, upper=True)
-    except torch.linalg.LinAlgError as error:
+    except torch.linalg.LinAlgError as error:  # pyright: ignore[reportPrivateImportUsage]
         raise ModelError(
             f"GPTQ: the inputs of a layer are not finite or degenerate ({error}); check the model"
         ) from None

@@ -46,9 +46,10 @@ BACKENDS: tuple[Backend, ...] = get_args(Backend)
 class Int8WeightsConfig:
     """Integer inference."""
 
-    weights: Literal["int8", "int4_nearest", "int4_gptq"] = "int8"
-    """What the stage quantize makes of a model that was not trained on a grid: INT8 weights and activations; or 4-bit
-    weights of the decoder's linear layers alone, rounded to the nearest code or by GPTQ (Frantar et al. 2023)."""
+    weights: Literal["int8", "int8_smooth", "int4_nearest", "int4_gptq"] = "int8"
+    """What the stage quantize makes of a model that was not trained on a grid: INT8 weights and activations, as they
+    are or with outliers of activations moved into the weights (SmoothQuant, Xiao et al. 2023); or 4-bit weights of the
+    decoder's linear layers alone, rounded to the nearest code or by GPTQ (Frantar et al. 2023)."""
     granularity: Granularity = field(default="group_32", metadata=only_for("weights", "int4_nearest", "int4_gptq"))
     """What shares a step of 4-bit weights."""
 

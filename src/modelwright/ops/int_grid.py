@@ -9,7 +9,7 @@ Legend: O outputs, I inputs, G groups of a tensor in row-major order, S elements
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -175,5 +175,5 @@ def round_tokens(x_NI: Tensor) -> Tensor:
 def activation_range(least: float, most: float, like: Tensor) -> tuple[Tensor, Tensor]:
     """Step and zero point, scalars, of activations that are quantized with one static range for all tokens."""
     dtype = torch.promote_types(like.dtype, torch.float32)
-    ends: list[Any] = [torch.tensor(value, dtype=dtype, device=like.device) for value in (least, most)]
-    return spanning(*ends, -128, 127)
+    ends = torch.tensor([least, most], dtype=dtype, device=like.device)
+    return spanning(ends[0], ends[1], -128, 127)

@@ -5,7 +5,7 @@ grid of integer inference (Jacob et al. 2018). A model pass through `ModelPrecis
 Legend: N tokens, O outputs, I inputs, G groups of a weight.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -167,7 +167,7 @@ class FakeQuantization:
         """Drop what a step has seen that is abandoned, or that was not one."""
         self.seen.clear()
 
-    def collect(self, maxima: Any) -> None:
+    def collect(self, maxima: Callable[[Sequence[float]], Sequence[float]]) -> None:
         """Take in the extremes of this step. maxima: gives the largest of each value over all ranks."""
         names = [name for name in self.ranges if name in self.seen]
         values = [float(value) for name in names for value in torch.stack(self.seen[name]).amax(dim=0)]

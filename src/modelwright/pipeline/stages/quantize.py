@@ -17,6 +17,7 @@ from modelwright.compress.compare import compare
 from modelwright.compress.gptq import LayerError, gptq
 from modelwright.compress.grid_model import TrainedGrid, quantize_to_grid, save_grid_model
 from modelwright.compress.int8 import choose_backend, load_int8, quantize_model, save_int8
+from modelwright.compress.smooth import smoothed
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.config import dump
 from modelwright.core.rundir import RunDir
@@ -41,6 +42,8 @@ from modelwright.plan.estimate import StageEstimate
 
 AGREEMENT_ROWS = 16
 CALIBRATION_ROWS = 64
+INT8_GRID = "Weights are quantized per output channel, activations per token at run time."
+INT8_SMOOTH = "Outliers of activations were moved into the weights (SmoothQuant). "
 LIBRARY_BYTES = 35 * 2**20
 """What the stage loads and leaves in the process, as measured in a run of all stages."""
 
@@ -93,9 +96,11 @@ def _quantize(context: StageContext, source: Path, reference: Decoder, config: R
     """Write the quantized model; returns what its grid is, in words, and the errors of its layers if GPTQ made them."""
     settings, out = config.serve.int8, context.output.path
     grid, codes, errors = TrainedGrid.load(source), None, dict[str, LayerError]()
-    if grid is None and settings.weights == "int8":
-        save_int8(quantize_model(reference, settings), out)
-        return "Weights are quantized per output channel, activations per token at run time.", {}
+    if grid is None and settings.weights in ("int8", "int8_smooth"):
+        is_smooth = settings.weights == "int8_smooth"
+        plain = smoothed(reference, _calibration(context.parents[PACK.name])) if is_smooth else reference
+        save_int8(quantize_model(plain, settings), out)
+        return f"{INT8_SMOOTH if is_smooth else ''}{INT8_GRID}", {}
     if grid is None:
         grid = TrainedGrid(weights=WeightGrid(bits=4, granularity=settings.granularity))
         if settings.weights == "int4_gptq":

@@ -116,6 +116,11 @@ def teacher_settings(config: RunConfig) -> list[list[str | int]]:
 def load_teacher(config: RunConfig, parents: Mapping[str, Path]) -> Decoder:
     """The teacher. parents: artifacts by stage name. Raises `ConfigError` if its tokens are not the run's."""
     settings: StudentConfig = config.section(STUDENT)
+    if tokenizer_stage(config) not in parents:
+        raise ConfigError(
+            "stages: the learning rate of a distillation can be searched in a run whose first training is another one, "
+            "because teacher and student are made by the run; set it by hand"
+        )
     if not settings.teacher:
         return load_model(parents[teacher_stage(config)])
     folder = Path(settings.teacher)
