@@ -20,7 +20,15 @@ from modelwright.cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(modelwright.__file__).parent
-PAGES = ("README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/data.md", "docs/parallel.md", "docs/planning.md")
+PAGES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "docs/architecture.md",
+    "docs/data.md",
+    "docs/parallel.md",
+    "docs/planning.md",
+    "docs/federated.md",
+)
 SUFFIXES = "py|h|cpp|md|yaml|json|jsonl|toml|txt|html|jinja|css|js|csv|tsv|zst|gz|safetensors|parquet|xml"
 FILE = re.compile(rf"[\w.*<>/-]+\.(?:{SUFFIXES})|(?:[\w.-]+/)+")
 NAME = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*(?:\(\))?")

@@ -122,7 +122,7 @@ def serve(words: Sequence[str]) -> int:
     from modelwright.serve.config import ServeConfig
     from modelwright.serve.server import run_server
 
-    result = find_model(_run_or_folder(parsed.target), stage=parsed.stage, int8=parsed.int8)
+    result = find_model(run_or_folder(parsed.target), stage=parsed.stage, int8=parsed.int8)
     if parsed.exit_with_parent:
         leave_with_parent()
     settings = parse(ServeConfig, merge(dump(result.server), read_overrides(ServeConfig, rest, own_names)))
@@ -156,7 +156,7 @@ def chat(words: Sequence[str]) -> int:
     from modelwright.serve.terminal import chat as talk
 
     params = SamplingParams(temperature=options.temperature, top_p=options.top_p)
-    result = find_model(_run_or_folder(options.target), stage=options.stage, int8=options.int8)
+    result = find_model(run_or_folder(options.target), stage=options.stage, int8=options.int8)
     _remark(result.remark)
     _say(f"Model: {result.source.describe()}")
     talk(result.source.folder, params)
@@ -243,7 +243,7 @@ def prove(words: Sequence[str]) -> int:
     )
 
 
-def _run_or_folder(word: str) -> Path:
+def run_or_folder(word: str) -> Path:
     """A run directory, a model folder, or the name of a run under runs/."""
     from modelwright.recipes.load import find_run
 
