@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from modelwright.core.artifacts import read_manifest, write_artifact
 from modelwright.core.config import digest, load_yaml, parse
 from modelwright.core.errors import ArtifactError, ConfigError
@@ -25,6 +27,7 @@ from modelwright.pipeline.models import find_model
 from modelwright.pipeline.run_config import read_run_config
 from modelwright.pipeline.stages.model_folder import save_model_folder
 from modelwright.pipeline.stages.pack import PACK
+from modelwright.pipeline.stages.stage_inputs import tokenizer_stage
 from modelwright.train.config import TrainConfig
 
 HEADER_BYTES = 2**22
@@ -90,6 +93,8 @@ def take_part(
     known = read_keys(keys)
     if name not in known:
         raise ConfigError(f"--name: {name!r} has no key in {keys}, only {', '.join(known) or 'none'}")
+    if threads := read_run_config(rows.config).hardware.num_threads:
+        torch.set_num_threads(threads)
     model = load_model(find_model(start).source.folder)
     source, training = _rows_of(rows, start, stage, name)
     local = LocalTraining(
@@ -125,18 +130,16 @@ def _rows_of(run: RunDir, start: Path, stage: str, name: str) -> tuple[PackedLoa
     folder = packed / spec.rows.name / "train"
     if not folder.is_dir():
         raise ArtifactError(f"{folder}: {run.path} has no rows for {spec.name}; choose another --stage")
-    _check_tokenizer(run, start, config.model_names)
+    _check_tokenizer(run.stage(tokenizer_stage(config)).artifact, run, start)
     rows, training = PackedRows(folder), config.section(spec)
     batch_rows = training.batch_rows(rows.seq_len)
     return PackedLoader(rows, batch_rows=batch_rows, seed=derive_seed(config.seed, "federated", name)), training
 
 
-def _check_tokenizer(run: RunDir, start: Path, names: tuple[str, ...]) -> None:
-    """Raise `ConfigError` if the rows were made by another tokenizer than the model's."""
-    model_file = find_model(start).source.folder / "tokenizer.json"
-    files = [run.stage(name).artifact / "tokenizer.json" for name in ("init", "tokenize", *names)]
-    own = next((path for path in files if path.is_file()), None)
-    if own is None or own.read_bytes() != model_file.read_bytes():
+def _check_tokenizer(artifact: Path, run: RunDir, start: Path) -> None:
+    """Raise `ConfigError` if the rows were made by another tokenizer than the model's; artifact: with the run's own."""
+    own, model_file = (folder / "tokenizer.json" for folder in (artifact, find_model(start).source.folder))
+    if not own.is_file() or own.read_bytes() != model_file.read_bytes():
         raise ConfigError(
             f"--rows: {run.path} was tokenized by another tokenizer than {start}; make the run with --init-from {start}"
         )
