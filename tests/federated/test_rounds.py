@@ -24,9 +24,9 @@ from modelwright.federated.config import FederatedConfig
 from modelwright.federated.hub import Hub
 from modelwright.federated.server import LOG_FILE, FederatedServer
 from modelwright.federated.transport import (
-    Connection,
     ConnectionLostError,
-    Message,
+    PeerConnection,
+    PeerMessage,
     accept_client,
     connect_server,
     new_key,
@@ -172,7 +172,7 @@ def test_noise_has_the_stated_size(tmp_path: Path) -> None:
 
 
 @contextmanager
-def connected_pair(client_key: bytes, server_key: bytes) -> Iterator[tuple[Connection, Connection]]:
+def connected_pair(client_key: bytes, server_key: bytes) -> Iterator[tuple[PeerConnection, PeerConnection]]:
     """Both ends after a handshake."""
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(
@@ -206,14 +206,14 @@ class Recording:
 
 def test_messages_are_authenticated() -> None:
     with connected_pair(KEYS["ann"], KEYS["ann"]) as (client, served):
-        client.send(Message({"kind": "hello"}, b"12345"))
-        assert served.receive() == Message({"kind": "hello"}, b"12345")
-        served.send(Message({"kind": "there"}))
+        client.send(PeerMessage({"kind": "hello"}, b"12345"))
+        assert served.receive() == PeerMessage({"kind": "hello"}, b"12345")
+        served.send(PeerMessage({"kind": "there"}))
         assert client.receive().kind == "there"
         sock = client.sock
         recording = Recording(sock)
         client.sock = recording  # pyright: ignore[reportAttributeAccessIssue]
-        client.send(Message({"kind": "secret word"}))
+        client.send(PeerMessage({"kind": "secret word"}))
         client.sock = sock
         assert served.receive().kind == "secret word"
         assert b"secret word" not in recording.sent
@@ -229,7 +229,7 @@ def test_a_wrong_key_and_a_large_frame_are_refused() -> None:
     ):
         pass
     with connected_pair(KEYS["ann"], KEYS["ann"]) as (client, served):
-        client.send(Message({"kind": "big"}, bytes(20_000)))
+        client.send(PeerMessage({"kind": "big"}, bytes(20_000)))
         with pytest.raises(ConnectionLostError, match="at most 10,000 are accepted"):
             served.receive()
 

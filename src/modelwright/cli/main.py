@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 
 from modelwright import __version__
-from modelwright.cli import augment, clean, commands, compare, config, finetune, lr_find, plan, run
+from modelwright.cli import augment, clean, commands, compare, config, federated, finetune, lr_find, plan, run
 from modelwright.cli.completion import completion_parser, completion_script
 from modelwright.cli.launch import EXIT_REPORT_DIR, GOES_ON, write_exit_report
 from modelwright.cli.parsers import Command
@@ -81,6 +81,11 @@ COMMANDS: dict[str, Command] = {
         run=plan.plan,
         parser=plan.parser,
         summary="plan a parallel layout, the memory of a training step, or what a project costs",
+    ),
+    "federated": Command(
+        run=federated.federated,
+        parser=federated.parser,
+        summary="fine-tune a model over clients that keep their data",
     ),
     "lr-find": Command(
         run=lr_find.lr_find,

@@ -4,6 +4,7 @@ import argparse
 import datetime
 import json
 from pathlib import Path
+from typing import Any
 
 from modelwright.core.errors import ConfigError
 
@@ -34,7 +35,7 @@ def show(options: argparse.Namespace) -> int:
         finish_by=_time(options.finish_by, "--finish-by", table.start),
     )
     if options.json:
-        data = {"hours": hours, "watts": watts, "saved_share": plan.saved_share}
+        data: dict[str, Any] = {"hours": hours, "watts": watts, "saved_share": plan.saved_share}
         for name, start in (("at_once", plan.at_once), ("best", plan.best)):
             data[name] = {**vars(start), "time": start.time.isoformat()}
         print(json.dumps(data, indent=1))

@@ -5,6 +5,7 @@ How much an update reveals follows from the client's own settings; a server with
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,7 +18,7 @@ from modelwright.federated.config import FederatedConfig
 from modelwright.federated.fixed_point import encode
 from modelwright.federated.hub import Note
 from modelwright.federated.secure_sum import SecureClient
-from modelwright.federated.transport import Connection, ConnectionLostError, Message, connect_server
+from modelwright.federated.transport import ConnectionLostError, PeerConnection, PeerMessage, connect_server
 
 RETRY_S = 1.0
 
@@ -52,13 +53,15 @@ class FederatedClient:
             try:
                 while (message := connection.receive()).kind != "end":
                     self._answer(connection, message)
+                with suppress(ConnectionLostError):
+                    connection.send(PeerMessage({"kind": "bye", "round": message.header["round"]}))
                 return
             except ConnectionLostError as error:
                 self.note(f"connection lost: {error}")
             finally:
                 connection.close()
 
-    def _connect(self) -> Connection:
+    def _connect(self) -> PeerConnection:
         end = time.monotonic() + self.patience_s
         while True:
             try:
@@ -75,17 +78,17 @@ class FederatedClient:
                     raise
                 time.sleep(RETRY_S)
 
-    def _answer(self, connection: Connection, message: Message) -> None:
+    def _answer(self, connection: PeerConnection, message: PeerMessage) -> None:
         """Do what a message asks. What goes wrong here the server is told, without details: they could be data."""
         header = message.header
         try:
             answer = self.answer(message)
         except (ModelwrightError, KeyError, TypeError, ValueError) as error:  # the message may be malformed
             self.note(f"round {header.get('round')}: {error}")
-            answer = Message({"kind": "failed", "round": header.get("round")})
+            answer = PeerMessage({"kind": "failed", "round": header.get("round")})
         connection.send(answer)
 
-    def answer(self, message: Message) -> Message:
+    def answer(self, message: PeerMessage) -> PeerMessage:
         """The answer to one message. Raises `ModelwrightError` for one that is out of order."""
         header = message.header
         about = {"round": header["round"]}
@@ -95,22 +98,22 @@ class FederatedClient:
             case "join":
                 threshold = self.config.secure_sum.threshold
                 self.secure = SecureClient(self.name, round_number=header["round"], threshold=threshold)
-                return Message({"kind": "keys", "keys": self.secure.public_keys(), **about})
+                return PeerMessage({"kind": "keys", "keys": self.secure.public_keys(), **about})
             case "peers":
-                return Message({"kind": "shares", "sealed": self._secure(header).shares(header["keys"]), **about})
+                return PeerMessage({"kind": "shares", "sealed": self._secure(header).shares(header["keys"]), **about})
             case "train" if self.config.secure_sum.enabled:
                 return self._masked_update(message)
             case "train":
                 update = self._update(message)
                 body = update.change.astype("<f4").tobytes()
-                return Message({"kind": "update", "weight": update.weight, **about}, body)
+                return PeerMessage({"kind": "update", "weight": update.weight, **about}, body)
             case "unmask":
                 shares = self._secure(header).reveal(header["alive"], header["dropped"])
-                return Message({"kind": "revealed", **shares, **about})
+                return PeerMessage({"kind": "revealed", **shares, **about})
             case _:
                 raise ModelwrightError(f"the server asks for {message.kind!r}, which this client does not know")
 
-    def _update(self, message: Message) -> ClientUpdate:
+    def _update(self, message: PeerMessage) -> ClientUpdate:
         update = self.train(
             np.frombuffer(message.body, dtype="<f4").astype(np.float32),
             number=message.header["round"],
@@ -120,7 +123,7 @@ class FederatedClient:
         most = self.config.privacy.clip_norm
         return clipped(update, most) if most else update
 
-    def _masked_update(self, message: Message) -> Message:
+    def _masked_update(self, message: PeerMessage) -> PeerMessage:
         """The update times its weight, and the weight, as integers under masks.
 
         With noise every update counts the same, and each of at least `threshold` clients adds its share of the noise,
@@ -139,7 +142,7 @@ class FederatedClient:
             numbers = numbers * weight
         encoded = encode(np.append(numbers, weight), fraction_bits=secure.fraction_bits, num_terms=header["num_terms"])
         masked = self._secure(header).masked(encoded, header["sealed"])
-        return Message({"kind": "masked", "round": header["round"]}, masked.astype("<u8").tobytes())
+        return PeerMessage({"kind": "masked", "round": header["round"]}, masked.astype("<u8").tobytes())
 
     def _secure(self, header: Mapping[str, Any]) -> SecureClient:
         """This round's side of the secure sum."""

@@ -27,7 +27,7 @@ class SecureSumConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrivacyConfig:
+class ClientPrivacyConfig:
     """Differential privacy of each client's data (DP-FedAvg, McMahan et al. 2018)."""
 
     noise_multiplier: float = 0.0
@@ -67,7 +67,7 @@ class FederatedConfig:
     where only clients see norms: set `privacy.clip_norm` there."""
     seed: int = 0
     secure_sum: SecureSumConfig = field(default_factory=SecureSumConfig)
-    privacy: PrivacyConfig = field(default_factory=PrivacyConfig)
+    privacy: ClientPrivacyConfig = field(default_factory=ClientPrivacyConfig)
 
     def __post_init__(self) -> None:
         for name in ("num_rounds", "local_steps", "min_clients", "round_timeout_s"):

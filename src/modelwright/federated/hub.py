@@ -4,11 +4,11 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from modelwright.core.errors import ModelwrightError
-from modelwright.federated.transport import Connection, ConnectionLostError, Message, accept_client
+from modelwright.federated.transport import ConnectionLostError, PeerConnection, PeerMessage, accept_client
 
 SEND_PATIENCE_S = 20.0
 """How long a client that takes no bytes may hold up the sender."""
@@ -20,9 +20,9 @@ class Hub:
     def __init__(self, keys: Mapping[str, bytes], *, host: str, port: int, most_bytes: int) -> None:
         self._keys, self._most_bytes = keys, most_bytes
         self._listener = socket.create_server((host, port))
-        self._connections: dict[str, Connection] = {}
+        self._connections: dict[str, PeerConnection] = {}
         self._lock = threading.Lock()
-        self._arrived: queue.Queue[tuple[str, Message]] = queue.Queue()
+        self._arrived: queue.Queue[tuple[str, PeerMessage]] = queue.Queue()
         self._accepting = threading.Thread(target=self._accept, daemon=True)
         self._accepting.start()
 
@@ -47,8 +47,8 @@ class Hub:
             time.sleep(0.02)
 
     def ask(
-        self, messages: Mapping[str, Message], *, kind: str, round_number: int, timeout_s: float
-    ) -> dict[str, Message]:
+        self, messages: Mapping[str, PeerMessage], *, kind: str, round_number: int, timeout_s: float
+    ) -> dict[str, PeerMessage]:
         """Send each client its message, and return the answers of the wanted kind that come in time.
 
         A client that is not connected, breaks off, or sends something else is left out. Answers to earlier rounds are
@@ -59,7 +59,7 @@ class Hub:
             asked = {name: self._connections.get(name) for name in messages}
         for name, message in messages.items():
             threading.Thread(target=self._send, args=(name, message), daemon=True).start()
-        waiting, answers = set(messages), dict[str, Message]()
+        waiting, answers = set(messages), dict[str, PeerMessage]()
         while waiting and (left := end - time.monotonic()) > 0:
             try:
                 name, message = self._arrived.get(timeout=min(left, 0.1))
@@ -74,11 +74,6 @@ class Hub:
                 waiting.discard(name)
         return answers
 
-    def tell(self, names: Iterable[str], message: Message) -> None:
-        """Send without waiting for an answer."""
-        for name in names:
-            self._send(name, message)
-
     def close(self) -> None:
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -87,7 +82,7 @@ class Hub:
             self._drop(name)
         self._accepting.join(timeout=5)
 
-    def _send(self, name: str, message: Message) -> None:
+    def _send(self, name: str, message: PeerMessage) -> None:
         with self._lock:
             connection = self._connections.get(name)
         if connection is not None:
@@ -121,14 +116,14 @@ class Hub:
             earlier.close()  # the client has come back, its old connection is dead
         self._receive(name, connection)
 
-    def _receive(self, name: str, connection: Connection) -> None:
+    def _receive(self, name: str, connection: PeerConnection) -> None:
         try:
             while True:
                 self._arrived.put((name, connection.receive()))
         except ConnectionLostError:
             self._drop(name, only=connection)
 
-    def _drop(self, name: str, only: Connection | None = None) -> None:
+    def _drop(self, name: str, only: PeerConnection | None = None) -> None:
         """Forget a client's connection; only: not if it has another one by now."""
         with self._lock:
             connection = self._connections.get(name)

@@ -176,7 +176,7 @@ def secure_total(
             f"secure sum: {left} clients are left, but {threshold} are needed; the round is given up"
         )
     places = place_of(keys)
-    total = np.sum(list(masked.values()), axis=0, dtype=np.uint64)
+    total: np.ndarray = np.asarray(np.sum(list(masked.values()), axis=0, dtype=np.uint64))
     size = len(total)
 
     def secret(kind: str, name: str) -> bytes:

@@ -26,10 +26,11 @@ from modelwright.federated.config import FederatedConfig
 from modelwright.federated.fixed_point import decode
 from modelwright.federated.hub import Hub, Note
 from modelwright.federated.secure_sum import secure_total
-from modelwright.federated.transport import Message
+from modelwright.federated.transport import PeerMessage
 
 MOST_FAILED_ROUNDS = 5
 """In a row, before the training gives up."""
+GOODBYE_S = 10.0
 LOG_FILE = "rounds.jsonl"
 
 
@@ -81,8 +82,16 @@ class FederatedServer:
             write_round(self.folder, number + 1, self.weights)
             if failed == MOST_FAILED_ROUNDS:
                 raise ModelwrightError(f"federated: {failed} rounds in a row gave no update; the last: {text}")
-        self.hub.tell(self.hub.names, Message({"kind": "end"}))
+        self._say_goodbye()
         return self.weights
+
+    def _say_goodbye(self) -> None:
+        """Tell all clients that the training is over, and wait for their answers: a connection that is closed while
+        something is on its way may lose the message.
+        """
+        last = self.config.num_rounds
+        end = dict.fromkeys(self.hub.names, self._message("end", last))
+        self.hub.ask(end, kind="bye", round_number=last, timeout_s=GOODBYE_S)
 
     def round(self, number: int) -> RoundResult:
         """One round. Raises `ModelwrightError` if too few clients answered."""
@@ -177,14 +186,14 @@ class FederatedServer:
             weight = self._expected
         return RoundResult(change=total[:-1] / weight, clients=alive, refused=dropped)
 
-    def _task(self, number: int, **more: object) -> Message:
+    def _task(self, number: int, **more: object) -> PeerMessage:
         """What a client needs for its part of a round."""
         return self._message("train", number, self.weights.astype("<f4").tobytes(), **more)
 
-    def _message(self, kind: str, number: int, body: bytes = b"", **more: object) -> Message:
-        return Message({"kind": kind, "round": number, "settings": digest(self.config), **more}, body)
+    def _message(self, kind: str, number: int, body: bytes = b"", **more: object) -> PeerMessage:
+        return PeerMessage({"kind": kind, "round": number, "settings": digest(self.config), **more}, body)
 
-    def _ask(self, messages: dict[str, Message], kind: str, number: int) -> dict[str, Message]:
+    def _ask(self, messages: dict[str, PeerMessage], kind: str, number: int) -> dict[str, PeerMessage]:
         return self.hub.ask(messages, kind=kind, round_number=number, timeout_s=self.config.round_timeout_s)
 
     def _check_number(self, num_clients: int) -> None:
@@ -210,7 +219,7 @@ class FederatedServer:
         self.note(f"round {number + 1} of {self.config.num_rounds}: {what}")
 
 
-def _update(message: Message) -> ClientUpdate:
+def _update(message: PeerMessage) -> ClientUpdate:
     """An update as it arrived; one that cannot be read counts for nothing."""
     try:
         return ClientUpdate(np.frombuffer(message.body, dtype="<f4"), float(message.header.get("weight", 0.0)))
@@ -219,7 +228,7 @@ def _update(message: Message) -> ClientUpdate:
 
 
 def _text_maps(
-    answers: Mapping[str, Message], key: str, wanted: Callable[[str], Iterable[str]]
+    answers: Mapping[str, PeerMessage], key: str, wanted: Callable[[str], Iterable[str]]
 ) -> dict[str, dict[str, str]]:
     """A mapping of hexadecimal digits from each client's answer; a client whose answer lacks any, or has something
     else, is left out.

@@ -29,7 +29,7 @@ _LENGTH = struct.Struct(">Q")
 
 
 @dataclass(frozen=True)
-class Message:
+class PeerMessage:
     """A JSON header with `kind`, and bytes."""
 
     header: Mapping[str, Any]
@@ -45,7 +45,7 @@ class ConnectionLostError(ModelwrightError):
 
 
 @dataclass
-class Connection:
+class PeerConnection:
     """One side of a connection after the handshake. `send` may be called by several threads, `receive` by one."""
 
     sock: socket.socket
@@ -57,7 +57,7 @@ class Connection:
     _received: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def send(self, message: Message) -> None:
+    def send(self, message: PeerMessage) -> None:
         """Raises `ConnectionLostError` if the other side does not take it."""
         header = json.dumps(message.header).encode()
         plain = _LENGTH.pack(len(header)) + header + message.body
@@ -66,7 +66,7 @@ class Connection:
             self._sent += 1
             _send_frame(self.sock, sealed)
 
-    def receive(self) -> Message:
+    def receive(self) -> PeerMessage:
         """Wait for a message. Raises `ConnectionLostError` at the end of the connection and for a frame that is too
         large or not authentic.
         """
@@ -81,7 +81,7 @@ class Connection:
             raise ConnectionLostError(f"a message was not authentic or not readable ({type(error).__name__})") from None
         if not isinstance(header, dict):
             raise ConnectionLostError("a message has no header")
-        return Message(header, plain[end:])
+        return PeerMessage(header, plain[end:])
 
     def close(self) -> None:
         with suppress(OSError):  # the other side may be gone
@@ -91,7 +91,7 @@ class Connection:
 
 def accept_client(
     sock: socket.socket, key_of: Callable[[str], bytes | None], *, most_bytes: int
-) -> tuple[str, Connection]:
+) -> tuple[str, PeerConnection]:
     """The server's side of the handshake: the client's name and its connection.
 
     key_of: a client's key, None for one that is not known. Raises `ConnectionLostError` for a client that does not
@@ -109,10 +109,10 @@ def accept_client(
         raise ConnectionLostError(f"a client that calls itself {name!r} did not prove it")
     sock.settimeout(None)
     to_client, to_server = _direction_keys(private, client_public, key, transcript)
-    return name, Connection(sock, send_key=to_client, receive_key=to_server, most_bytes=most_bytes)
+    return name, PeerConnection(sock, send_key=to_client, receive_key=to_server, most_bytes=most_bytes)
 
 
-def connect_server(host: str, port: int, *, name: str, key: bytes, most_bytes: int, timeout_s: float) -> Connection:
+def connect_server(host: str, port: int, *, name: str, key: bytes, most_bytes: int, timeout_s: float) -> PeerConnection:
     """The client's side of the handshake. Raises `ConnectionLostError` without a server, or for one without the key."""
     try:
         sock = socket.create_connection((host, port), timeout=timeout_s)
@@ -132,7 +132,7 @@ def connect_server(host: str, port: int, *, name: str, key: bytes, most_bytes: i
         sock.settimeout(None)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         to_client, to_server = _direction_keys(private, server_public, key, transcript)
-        return Connection(sock, send_key=to_server, receive_key=to_client, most_bytes=most_bytes)
+        return PeerConnection(sock, send_key=to_server, receive_key=to_client, most_bytes=most_bytes)
     except BaseException:
         sock.close()
         raise

@@ -58,7 +58,8 @@ def _needs(config: RunConfig, probes: Probes, rates: Mapping[str, Any], *, num_p
     """What a step of the first training stage needs, in its configured format or in the fastest one."""
     training = config.first_training
     is_open = training.precision.policy == "auto"
-    compute = max(rates, key=rates.__getitem__) if is_open else training.precision.planned_as
+    fastest = "bf16" if rates["bf16"] > rates["fp32"] else "fp32"
+    compute = fastest if is_open else training.precision.planned_as
     memory = training_memory(
         config.model,
         tokens_per_microbatch=training.batch_tokens // training.gradient_accumulation_steps // num_processes,

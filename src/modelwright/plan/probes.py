@@ -12,9 +12,12 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, Store
+from torch.cuda.nccl import version as nccl_version
 
 from modelwright.ops.microbenchmark import repeated, seconds_of
 
@@ -186,7 +189,7 @@ def _receive(connection: socket.socket, into: bytearray) -> bytes:
 
 def _gloo() -> tuple[float, float]:
     """Seconds of a small all-reduce, and bytes per second of a large one, between two ranks that are threads here."""
-    store = dist.HashStore()
+    store = HashStore()
     results: list[tuple[float, float]] = []
     other = threading.Thread(target=lambda: _gloo_rank(store, 1), daemon=True)
     other.start()
@@ -195,8 +198,8 @@ def _gloo() -> tuple[float, float]:
     return results[0]
 
 
-def _gloo_rank(store: dist.Store, rank: int) -> tuple[float, float]:
-    group = dist.ProcessGroupGloo(store, rank, 2, GLOO_TIMEOUT)
+def _gloo_rank(store: Store, rank: int) -> tuple[float, float]:
+    group: Any = dist.ProcessGroupGloo(store, rank, 2, GLOO_TIMEOUT)
     small, large = torch.zeros(1), torch.zeros(MESSAGE_BYTES // 4)
     latencies = [_seconds(lambda: group.allreduce([small]).wait()) for _ in range(NUM_PINGS)]
     took = [_seconds(lambda: group.allreduce([large]).wait()) for _ in range(3)]
@@ -206,7 +209,7 @@ def _gloo_rank(store: dist.Store, rank: int) -> tuple[float, float]:
 def _accelerator() -> str:
     if not torch.cuda.is_available():
         return ""
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else "none"
+    nccl = ".".join(map(str, nccl_version())) if dist.is_nccl_available() else "none"
     return f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}, NCCL {nccl}"
 
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -150,7 +150,7 @@ def meters_of_rank(
     if "rapl_memory" not in measured and Path("/proc/self/statm").exists():
         meters.append(MemoryModel())
     if device.type == "cuda":
-        gpu = torch.cuda.get_device_properties(device)
+        gpu = cast(Any, torch.cuda.get_device_properties(device))  # pyright: ignore[reportUnknownMemberType]
         meters += nvml_meters(f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0")
     return meters
 
@@ -158,10 +158,10 @@ def meters_of_rank(
 def read_energy(path: Path) -> list[dict[str, Any]]:
     """The entries of all processes that trained the stage; none if the file is missing or damaged."""
     try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
+        entries: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return []
-    return entries if isinstance(entries, list) else []
+    return cast(list[dict[str, Any]], entries) if isinstance(entries, list) else []
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -54,11 +54,13 @@ def rapl_meters(folder: Path = POWERCAP) -> list[PowerMeter]:
     """Meters of processors (`rapl`) and of memory (`rapl_memory`) that this process may read; most systems let only
     root read them.
     """
-    packages, memory = [], []
+    packages: list[Path] = []
+    memory: list[Path] = []
     for domain in sorted(folder.glob("intel-rapl:*")):
         kind = _text(domain / "name")
         if os.access(domain / "energy_uj", os.R_OK) and kind:
-            (packages if kind.startswith("package") else memory if kind == "dram" else []).append(domain)
+            packages += [domain] * kind.startswith("package")
+            memory += [domain] * (kind == "dram")
     kinds = {"rapl": packages, "rapl_memory": memory}
     return [RaplMeter(domains, name=name) for name, domains in kinds.items() if domains]
 
