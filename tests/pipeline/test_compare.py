@@ -18,6 +18,7 @@ from modelwright.model.attention import causal_attend
 from modelwright.model.hf import load_model
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
+QUICK = ("--num-records=1", "--max-new-tokens=4", "--resamples=100")
 RECORDS = [
     {"question": "One plus two?", "answer": "One plus two is three.\n#### 3"},
     {"question": "Two plus two?", "answer": "Two plus two is four.\n#### 4"},
@@ -64,7 +65,7 @@ def test_two_models_of_one_tokenizer(inside: Command, folder: Path) -> None:
         assert measure["difference"] == pytest.approx(measure["second"] - measure["first"])
         assert measure["low"] <= measure["difference"] + 1e-12
         assert measure["difference"] <= measure["high"] + 1e-12
-    done = inside("compare", str(folder / "a"), str(folder / "a"), str(folder / "records.jsonl"), "--num-records=1")
+    done = inside("compare", str(folder / "a"), str(folder / "a"), str(folder / "records.jsonl"), *QUICK)
     assert "perplexity of answers" in done.stdout
     assert "+0.0000 to +0.0000" in done.stdout
 

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from modelwright.cli.commands import run_or_folder
 from modelwright.cli.parsers import new_parser
 from modelwright.core.errors import ConfigError
 
@@ -50,7 +49,7 @@ def _server(options: argparse.Namespace) -> int:
     from modelwright.pipeline.federated import load_settings, serve_rounds
 
     result = serve_rounds(
-        find_target(options.model),
+        _find(options.model),
         load_settings(options.settings),
         keys=options.keys,
         folder=options.dir,
@@ -72,7 +71,7 @@ def _client(options: argparse.Namespace) -> int:
     from modelwright.recipes.load import find_run
 
     take_part(
-        find_target(options.model),
+        _find(options.model),
         find_run(options.rows),
         load_settings(options.settings),
         stage=options.stage,
@@ -102,3 +101,9 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {"server": _server, 
 
 def _note(line: str) -> None:
     print(f"modelwright: {line}", file=sys.stderr, flush=True)
+
+
+def _find(word: str) -> Path:
+    from modelwright.recipes.load import find_target
+
+    return find_target(word)

@@ -41,7 +41,7 @@ class CompareConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairedComparison:
+class ModelComparison:
     """The result; models and perplexities in the order in which the models were named."""
 
     models: tuple[str, str]
@@ -74,13 +74,13 @@ class PairedComparison:
 
 def compare_models(
     first: FoundModel, second: FoundModel, sources: Sequence[str], config: CompareConfig, progress: Progress
-) -> PairedComparison:
+) -> ModelComparison:
     """Score both models, one after the other, on the question/answer records of the sources. Raises `DataError` if
     there are none.
     """
     documents = _records(sources, config.num_records)
     scores = [_scores(found, documents, config, progress) for found in (first, second)]
-    return PairedComparison(
+    return ModelComparison(
         models=(first.source.describe(), second.source.describe()),
         perplexities=(perplexities(scores[0]), perplexities(scores[1])),
         measures=compare_scores(scores[0], scores[1], resamples=config.resamples, seed=EvaluateConfig().seed),
