@@ -1,4 +1,4 @@
-"""The routes that describe the server: chat page, health, metrics, models, /openapi.json."""
+"""The routes that describe the server: pages, probes, metrics, models, /openapi.json."""
 
 import asyncio
 import importlib.resources
@@ -18,8 +18,16 @@ PAGE_POLICY = (
 
 
 async def chat_page(request: Request) -> Response:
+    return _page("chat.html")
+
+
+async def live_page(request: Request) -> Response:
+    return _page("live.html")
+
+
+def _page(name: str) -> Response:
     headers = {"Content-Security-Policy": PAGE_POLICY, "X-Content-Type-Options": "nosniff"}
-    return HTMLResponse(_static("chat.html"), headers=headers)
+    return HTMLResponse(_static(name), headers=headers)
 
 
 async def grafana_dashboard(request: Request) -> Response:
