@@ -130,7 +130,7 @@ def test_no_result_inside_of_its_sources(folder: Path, tmp_path: Path, inside: C
         ("{file}", "is a file, not a folder"),
         ("{file}/deeper", "lies below"),
         ("x" * 300, "is not a usable path"),
-        ("s3://bucket/cleaned", "is not a folder of this machine"),
+        ("gs://bucket/cleaned", "results cannot be written to gs://"),
     ],
 )
 def test_an_impossible_folder(folder: Path, inside: Command, out: str, problem: str) -> None:
@@ -139,7 +139,7 @@ def test_an_impossible_folder(folder: Path, inside: Command, out: str, problem: 
     assert problem in done.stderr
     assert "--out: " in done.stderr
     assert "Traceback" not in done.stderr
-    assert not Path("s3:").exists()
+    assert not Path("gs:").exists()
 
 
 def test_bad_records_stop_it_as_they_stop_a_run(tmp_path: Path, inside: Command) -> None:

@@ -4,7 +4,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from modelwright.cli.display import choose_display
 from modelwright.cli.overrides import read_overrides, split_settings
@@ -37,7 +36,12 @@ def parser() -> argparse.ArgumentParser:
         "       modelwright clean --out DIR --explain DOC_ID",
     )
     parser.add_argument("sources", metavar="SOURCE", nargs="*", help="as in data.sources; docs/data.md has the formats")
-    parser.add_argument("--out", metavar="DIR", default="", help="folder for the result, outside of the sources")
+    parser.add_argument(
+        "--out",
+        metavar="DIR",
+        default="",
+        help="folder for the result, outside of the sources; s3://... with the extra remote",
+    )
     parser.add_argument(
         "--engine", choices=("local", "ray"), default="local", help="processes of this machine, or Ray (clean.engine)"
     )
@@ -60,9 +64,9 @@ def clean(words: Sequence[str]) -> int:
     if not options.out and not options.dry_run:
         raise ConfigError("clean: give a folder for the result: modelwright clean SOURCE ... --out DIR")
     if options.explain:
-        from modelwright.data.explain import explain
+        from modelwright.pipeline.clean_command import explain_document
 
-        print(explain(Path(options.out), options.explain))
+        print(explain_document(options.out, options.explain))
         return 0
     if not options.sources:
         raise ConfigError("clean: name at least one source: modelwright clean SOURCE ... --out DIR")

@@ -33,6 +33,7 @@ from modelwright.data.conversations import (
     type_of_record,
 )
 from modelwright.data.document import KINDS, SPLITS, Document, Kind, Split
+from modelwright.data.file_parts import divide_files, is_large
 from modelwright.data.find_files import (
     CODE_EXTENSIONS,
     LOOSE_EXTENSIONS,
@@ -42,6 +43,7 @@ from modelwright.data.find_files import (
 )
 from modelwright.data.record_schema import RecordSchema
 from modelwright.data.stdlib_corpus import machine_corpus
+from modelwright.data.workers import InProcess, ShardEngine, in_order
 
 BUILTIN = "stdlib"
 GENERATED: Mapping[str, Callable[[], Iterator[Document]]] = {"arithmetic": arithmetic_problems}
@@ -49,6 +51,7 @@ GENERATED: Mapping[str, Callable[[], Iterator[Document]]] = {"arithmetic": arith
 WORDS = (BUILTIN, *GENERATED)
 """Sources that are no files."""
 DEFAULT_TEXT_FIELD = "text"
+_IN_PROCESS = InProcess()
 MAX_EXAMPLES = 5
 ENOUGH_HINTS = 2
 """Fields that sound like a question or an answer in a file that is then read as such, wherever it was found."""
@@ -138,6 +141,23 @@ class SourceReport:
         """Count a file or directory that is not read."""
         self._count(self.passed_over, reason, name)
 
+    def merge(self, other: "SourceReport", skipped: Sequence[tuple[str, str, str]]) -> None:
+        """Add what a worker counted, apart from documents. skipped: what `on_skip` is told."""
+        self.num_files += other.num_files
+        for own, more in (
+            (self.skipped, other.skipped),
+            (self.passed_over, other.passed_over),
+            (self.record_types, other.record_types),
+        ):
+            for reason, count in more.items():
+                own[reason] = own.get(reason, 0) + count
+        for reason, names in other.examples.items():
+            own_names = self.examples.setdefault(reason, [])
+            own_names += names[: MAX_EXAMPLES - len(own_names)]
+        if self.on_skip is not None:
+            for entry in skipped:
+                self.on_skip(*entry)
+
     def summary(self) -> list[str]:
         """What was not read, in one line for files and one for records; empty if everything was."""
         lines = []
@@ -164,18 +184,24 @@ class SourceReport:
 
 
 def read_documents(
-    config: SourceConfig, *, report: SourceReport, leave_open: bool = False, sample: int = 0
+    config: SourceConfig,
+    *,
+    report: SourceReport,
+    leave_open: bool = False,
+    sample: int = 0,
+    engine: ShardEngine = _IN_PROCESS,
 ) -> Iterator[Document]:
     """All documents of the sources, in a fixed order; `report` is filled on the way.
 
     leave_open: what neither its record nor `validation_fraction` puts into a split stays open, else it is for training.
     sample: if not 0, read about so many documents, the first of every file, or of every so many files.
+    engine: where files and parts of files are read; documents, order and errors are the same.
 
     Raises `DataError`, with file and line where there is one, for a source that is missing or of an unsupported
     format, for an unreadable record (unless `on_bad_record` is "skip") and, at the end, for an empty corpus.
     """
     rest: Split = "open" if leave_open else "train"
-    for document in _split(_read(config, report, sample), config.validation_fraction, rest):
+    for document in _split(_read(config, report, sample, engine), config.validation_fraction, rest):
         report.add(document)
         yield document
     if not report.num_documents:
@@ -196,24 +222,80 @@ class _Unsplit:
     document: Document
 
 
-def _read(config: SourceConfig, report: SourceReport, sample: int) -> Iterator[Document | _Unsplit]:
+def _read(
+    config: SourceConfig, report: SourceReport, sample: int, engine: ShardEngine
+) -> Iterator[Document | _Unsplit]:
     if BUILTIN in config.sources:
-        documents = machine_corpus(fraction=config.stdlib_fraction, skip=report.pass_over)
+        documents = machine_corpus(fraction=config.stdlib_fraction, skip=report.pass_over, engine=engine)
         yield from islice(documents, sample or None)
     for name, generate in GENERATED.items():
         if name in config.sources:
             yield from islice(generate(), sample or None)
     named = tuple(source for source in config.sources if source not in WORDS)
-    complain = _complaint(config, report)
     files: Iterable[readers.File] = locate(named, report.pass_over)
-    most: int | None = None
     if sample:
-        every = list(files)
-        files = every[:: max(1, len(every) // sample)]
-        most = -(-sample // max(1, len(every)))
+        yield from _sample(list(files), config, report, sample)
+        return
+    parts = [FilePart(config, part) for part in divide_files(files)]
+    results = in_order(engine, _read_part, (part for part in parts if not is_large(part.files)))
+    for part in parts:
+        if is_large(part.files):
+            yield from _read_files(part.files, config, report)
+            continue
+        read = next(results)
+        report.merge(read.report, read.skipped)
+        yield from read.documents
+        if read.problem:
+            raise DataError(read.problem)
+
+
+def _sample(
+    files: Sequence[readers.File], config: SourceConfig, report: SourceReport, sample: int
+) -> Iterator[Document | _Unsplit]:
+    """About so many documents, the first of every file, or of every so many files."""
+    most = -(-sample // max(1, len(files)))
+    for file in files[:: max(1, len(files) // sample)]:
+        yield from islice(_read_files([file], config, report), most)
+
+
+def _read_files(
+    files: Sequence[readers.File], config: SourceConfig, report: SourceReport
+) -> Iterator[Document | _Unsplit]:
+    complain = _complaint(config, report)
     for file in files:
-        report.num_files += 1
-        yield from islice(_read_file(file, config, report, complain), most)
+        report.num_files += file.start == 0
+        yield from _read_file(file, config, report, complain)
+
+
+@dataclass(frozen=True)
+class FilePart:
+    """Files, or a part of one, for a worker."""
+
+    config: SourceConfig
+    files: tuple[readers.File, ...]
+
+
+@dataclass(kw_only=True)
+class PartRead:
+    """What a worker has read. skipped: the arguments of `SourceReport.on_skip` for each record; problem: the error that
+    stopped it after these documents, "" if none did.
+    """
+
+    documents: list[Document | _Unsplit] = field(default_factory=list)
+    skipped: list[tuple[str, str, str]] = field(default_factory=list)
+    report: SourceReport = field(default_factory=SourceReport)
+    problem: str = ""
+
+
+def _read_part(part: FilePart) -> PartRead:
+    result = PartRead()
+    result.report.on_skip = lambda *entry: result.skipped.append(entry)
+    try:
+        result.documents.extend(_read_files(part.files, part.config, result.report))
+    except DataError as error:
+        result.problem = str(error)
+    result.report.on_skip = None
+    return result
 
 
 def _complaint(config: SourceConfig, report: SourceReport) -> readers.Complaint:

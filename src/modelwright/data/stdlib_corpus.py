@@ -9,6 +9,8 @@ module: everything from one module has the same split. Deterministic for given v
 import importlib.util
 import tokenize
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain, islice
 from pathlib import Path
 
 from modelwright.core.errors import DataError
@@ -23,6 +25,7 @@ from modelwright.data.docstrings import (
 )
 from modelwright.data.document import Document, Split
 from modelwright.data.questions import answer, question
+from modelwright.data.workers import InProcess, ShardEngine, in_order
 
 HELDOUT_FRACTION = 1 / 20
 """Share of the modules that is held out."""
@@ -33,21 +36,41 @@ _COMPILED = {
     "numpy": ("numpy", "numpy.ndarray", "numpy.random", "numpy.random.Generator"),
 }
 
+_MODULES_AT_ONCE = 40
+_IN_PROCESS = InProcess()
+
 SkipFile = Callable[[str, str], None]
 """Told `(reason, file)` about a source file that cannot be read."""
 
 
-def machine_corpus(*, fraction: float, skip: SkipFile) -> Iterator[Document]:
-    """The documents of this machine's libraries; `fraction` in (0, 1] takes a share of the modules, by hash. Raises
-    `DataError` if the interpreter comes without its sources.
+@dataclass(frozen=True)
+class ModulesJob:
+    """Modules of one library for a worker, each with its name and file."""
+
+    origin: str
+    modules: tuple[tuple[str, Path], ...]
+
+
+@dataclass(kw_only=True)
+class ModulesRead:
+    """What was in some modules. documents: in order, those of a docstring under its name, and code under ""; unread:
+    files that could not be read, with the reason; num_sources: files that were not empty.
+    """
+
+    documents: list[tuple[str, tuple[Document, ...]]] = field(default_factory=list)
+    unread: list[tuple[str, str]] = field(default_factory=list)
+    num_sources: int = 0
+
+
+def machine_corpus(*, fraction: float, skip: SkipFile, engine: ShardEngine = _IN_PROCESS) -> Iterator[Document]:
+    """The documents of this machine's libraries; `fraction` in (0, 1] takes a share of the modules, by hash. engine:
+    where source files are read. Raises `DataError` if the interpreter comes without its sources.
     """
     seen: set[str] = set()
-    for origin, docstring, code in _modules(fraction, skip):
-        if code is not None:
-            yield code
-        if docstring is not None and docstring.name not in seen:
-            seen.add(docstring.name)
-            yield from _documents(docstring, f"python:{origin}")
+    for name, documents in _named_documents(fraction, skip, engine):
+        if name not in seen:
+            yield from documents
+        seen |= {name} - {""}
 
 
 def split_of(module: str) -> Split:
@@ -55,28 +78,53 @@ def split_of(module: str) -> Split:
     return "heldout" if _hash("module", module) < HELDOUT_FRACTION else "train"
 
 
-def _modules(fraction: float, skip: SkipFile) -> Iterator[tuple[str, Docstring | None, Document | None]]:
-    """`(origin, docstring, code)`, with one of the last two at a time."""
-    result = False
-    for origin, base in (("stdlib", stdlib_folder()), ("torch", _package("torch")), ("numpy", _package("numpy"))):
-        for module, path in module_files(base, "" if origin == "stdlib" else origin) if base else ():
-            if module.startswith(_GENERATED) or not _is_chosen(module, fraction):
-                continue
-            source = _read(path, skip)
-            result |= bool(source)
-            if origin == "stdlib" and source:
-                yield origin, None, _code(module, source)
-            for docstring in docstrings_of_source(module, source):
-                yield origin, docstring, None
+def _named_documents(
+    fraction: float, skip: SkipFile, engine: ShardEngine
+) -> Iterator[tuple[str, tuple[Document, ...]]]:
+    """As `ModulesRead.documents`."""
+    jobs = {origin: list(_jobs(origin, fraction)) for origin in ("stdlib", *_COMPILED)}
+    results = in_order(engine, read_modules, chain.from_iterable(jobs.values()))
+    num_sources = 0
+    for origin, own in jobs.items():
+        for read in islice(results, len(own)):
+            yield from read.documents
+            num_sources += read.num_sources
+            for reason, file in read.unread:
+                skip(reason, file)
         for docstring in _compiled(origin):
             if _is_chosen(docstring.module, fraction):
-                yield origin, docstring, None
-    if not result:
+                yield docstring.name, tuple(_documents(docstring, f"python:{origin}"))
+    if not num_sources:
         text = f"{stdlib_folder()}: the interpreter came without its library sources"
         raise DataError(f"{text}; install them (a full Python), or give your own files with --data.sources")
     for topic, text in _topics():
         if _is_chosen(topic, fraction):
-            yield "topics", Docstring(topic, topic, "module", text), None
+            yield topic, tuple(_documents(Docstring(topic, topic, "module", text), "python:topics"))
+
+
+def _jobs(origin: str, fraction: float) -> Iterator[ModulesJob]:
+    base = stdlib_folder() if origin == "stdlib" else _package(origin)
+    modules = [
+        (module, path)
+        for module, path in (module_files(base, "" if origin == "stdlib" else origin) if base else ())
+        if not module.startswith(_GENERATED) and _is_chosen(module, fraction)
+    ]
+    for first in range(0, len(modules), _MODULES_AT_ONCE):
+        yield ModulesJob(origin, tuple(modules[first : first + _MODULES_AT_ONCE]))
+
+
+def read_modules(job: ModulesJob) -> ModulesRead:
+    """Read some modules: the code of the standard library, and the docstrings of all."""
+    result = ModulesRead()
+    for module, path in job.modules:
+        source = _read(path, lambda *entry: result.unread.append(entry))
+        result.num_sources += bool(source)
+        if job.origin == "stdlib" and source:
+            result.documents.append(("", (_code(module, source),)))
+        for docstring in docstrings_of_source(module, source):
+            documents = tuple(_documents(docstring, f"python:{job.origin}"))
+            result.documents.append((docstring.name, documents))
+    return result
 
 
 def _documents(docstring: Docstring, source: str) -> Iterator[Document]:

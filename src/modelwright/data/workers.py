@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from itertools import chain, islice
 from multiprocessing.connection import wait as wait_for
 from typing import Any, Protocol
@@ -27,6 +28,21 @@ class ShardEngine(Protocol):
         are taken from an iterator as they are needed.
         """
         ...
+
+
+def in_order(engine: ShardEngine, function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
+    """`function` of each item, in the order of the items; results that come early wait."""
+    waiting: dict[int, Any] = {}
+    following = 0
+    for number, result in engine.map(partial(_numbered, function), enumerate(items)):
+        waiting[number] = result
+        while following in waiting:
+            yield waiting.pop(following)
+            following += 1
+
+
+def _numbered(function: Callable[[Any], Any], item: tuple[int, Any]) -> tuple[int, Any]:
+    return item[0], function(item[1])
 
 
 class InProcess:

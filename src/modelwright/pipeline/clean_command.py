@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -17,9 +18,11 @@ from modelwright.data.clean import clean_documents, read_dropped
 from modelwright.data.clean_config import CleanConfig, build_steps
 from modelwright.data.clean_folder import DROPPED, KEPT, REPORT
 from modelwright.data.clean_report import CleanReport, describe_drops
+from modelwright.data.explain import explain
 from modelwright.data.find_files import locate
 from modelwright.data.sources import WORDS, SourceConfig, SourceReport, read_documents
-from modelwright.pipeline.cleaning import QUARANTINE, clean_into, engine_of, fingerprint, noise_warnings
+from modelwright.pipeline.cleaning import QUARANTINE, SOURCES, clean_into, engine_of, fingerprint, noise_warnings
+from modelwright.pipeline.result_store import ResultStore, is_store, local_path
 
 SETTINGS = "settings.json"
 _SEED = 1
@@ -30,16 +33,45 @@ _EXCERPT_CHARS = 80
 
 
 def clean_sources(data: SourceConfig, clean: CleanConfig, out: str, progress: Progress) -> list[str]:
-    """Clean the sources into the folder `out`; returns the lines to print. Raises `ConfigError` for a folder that
-    cannot take the result.
+    """Clean the sources into the folder `out`, of this machine or of a store; returns the lines to print. Raises
+    `ConfigError` for a folder that cannot take the result.
     """
-    folder = _checked(out, data.sources)
+    if is_store(out):
+        return _clean_into_store(data, clean, ResultStore.open(out, "--out"), progress)
+    folder = _checked(local_path(out), data.sources)
+    return _clean_into_folder(data, clean, folder, out, progress)
+
+
+def _clean_into_store(data: SourceConfig, clean: CleanConfig, store: ResultStore, progress: Progress) -> list[str]:
+    """Clean into a folder beside the user's files, which an interrupted command resumes, and copy the result; the
+    report comes last.
+    """
+    place, sources = f"{store.url.rstrip('/')}/", [f"{source.rstrip('/')}/" for source in data.sources]
+    if clash := [one for one in sources if "://" in one and (place.startswith(one) or one.startswith(place))]:
+        text = f"--out: {store.url} and the source {clash[0].rstrip('/')} lie in each other"
+        raise ConfigError(f"{text}, so that the result would be read as text; choose a folder outside of the sources")
+    store.check()
+    name = store.path.rpartition("/")[2]
+    folder = _checked(f"{name}-{digest(store.url)[:8]}.work", data.sources)
+    earlier = store.read(SETTINGS)
+    with writing(folder):
+        folder.mkdir(exist_ok=True)
+        if earlier and not (folder / SETTINGS).exists():
+            (folder / SETTINGS).write_bytes(earlier)
+    lines = _clean_into_folder(data, clean, folder, store.url, progress)
+    store.upload(folder, [KEPT, DROPPED, QUARANTINE, SOURCES, SETTINGS, REPORT])
+    shutil.rmtree(folder)
+    return lines
+
+
+def _clean_into_folder(data: SourceConfig, clean: CleanConfig, folder: Path, out: str, progress: Progress) -> list[str]:
+    """out: what the user called the folder, for messages."""
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     with lock_folder(folder, "this folder; wait for it or choose another --out"):
         settings = {"data": dump(data), "clean": _deciding(clean)}
         if changed := _changed(folder, settings):
-            progress.note(f"clean: {folder} holds the result of other settings, which is replaced: {changed}")
+            progress.note(f"clean: {out} holds the result of other settings, which is replaced: {changed}")
         key = digest({"data": settings["data"], "sources": fingerprint(data, clean)})
         # Splits are the business of the run that reads the result, unless the user asks for them here.
         is_open = data.validation_fraction == 0
@@ -47,12 +79,24 @@ def clean_sources(data: SourceConfig, clean: CleanConfig, out: str, progress: Pr
             data, clean, folder, folder / "work", key, progress, seed=_SEED, leave_open=is_open
         )
         write_atomic(folder / SETTINGS, json.dumps(settings, indent=1))
+    base = out.rstrip("/")
     lines = [*unread, *_funnel(cleaned), *noise_warnings(cleaned)]
     if sources["skipped"]:
-        lines.append(f"skipped records are listed in {folder / QUARANTINE}")
+        lines.append(f"skipped records are listed in {base}/{QUARANTINE}")
     lines.append(describe_drops(cleaned))
-    lines.append(f"kept {folder / KEPT}, dropped {folder / DROPPED}")
+    lines.append(f"kept {base}/{KEPT}, dropped {base}/{DROPPED}")
     return [*lines, f"train on it: modelwright run quickstart --data.sources {shlex.quote(out)}"]
+
+
+def explain_document(out: str, identifier: str) -> str:
+    """What happened to a document of a cleaned folder, of this machine or of a store. Raises `DataError` if there is no
+    such document.
+    """
+    if not is_store(out):
+        return explain(Path(local_path(out)), identifier)
+    with tempfile.TemporaryDirectory() as name:
+        ResultStore.open(out, "--out").fetch(Path(name), [KEPT, DROPPED, REPORT])
+        return explain(Path(name), identifier)
 
 
 def try_cleaning(data: SourceConfig, clean: CleanConfig, progress: Progress) -> list[str]:
@@ -93,8 +137,6 @@ def _checked(out: str, sources: tuple[str, ...]) -> Path:
     """The folder for the result. Raises `ConfigError` if it is none, or if the next reading of the sources would take
     the result for text.
     """
-    if "://" in out:
-        raise ConfigError(f"--out: {out} is not a folder of this machine; give one, and copy the result afterwards")
     folder = Path(out)
     check_folder(folder, "--out")
     place = folder.resolve()

@@ -82,8 +82,10 @@ def clean_into(
             raise DataError(f"{changed[0]}: has changed while it was read; run the same command when it is complete")
         return {"report": report.facts(), "summary": report.summary()}
 
-    documents = _quarantining(read_documents(data, report=report, leave_open=leave_open), report, work / QUARANTINE)
-    cleaned, read = clean_documents(
+    readers = LocalProcesses(clean.num_workers or num_usable_cores())
+    from_sources = read_documents(data, report=report, leave_open=leave_open, engine=readers)
+    documents = _quarantining(from_sources, report, work / QUARANTINE)
+    cleaned, facts_read = clean_documents(
         documents,
         build_steps(clean, seed=seed),
         out,
@@ -95,9 +97,9 @@ def clean_into(
     )
     with writing(out):
         shutil.copyfile(work / QUARANTINE, out / QUARANTINE)
-        write_atomic(out / SOURCES, json.dumps(read["report"], indent=1, ensure_ascii=False))
+        write_atomic(out / SOURCES, json.dumps(facts_read["report"], indent=1, ensure_ascii=False))
         shutil.rmtree(work, ignore_errors=True)
-    return cleaned, read["report"], [redact_text(line) for line in read["summary"]]
+    return cleaned, facts_read["report"], [redact_text(line) for line in facts_read["summary"]]
 
 
 def engine_of(clean: CleanConfig) -> ShardEngine:
