@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
 from modelwright.infer.batch_invariance import MULTIPLES, stable_row_multiple
 from modelwright.infer.kv_cache import BlockManager, PagedCache
@@ -32,7 +33,7 @@ class EngineConfig:
     """Sequences that are computed at once."""
     kv_cache_tokens: int = 16_384
     """Tokens in the key/value cache, shared by all sequences; at least the model's `max_seq_len`."""
-    block_size: int = 16
+    block_size: int = constant(16)
     """Tokens per cache block."""
     prefill_chunk_size: int = 256
     """Prompts are computed in chunks of this many tokens."""
