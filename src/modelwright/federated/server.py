@@ -30,7 +30,8 @@ from modelwright.federated.transport import PeerMessage
 
 MOST_FAILED_ROUNDS = 5
 """In a row, before the training gives up."""
-GOODBYE_S = 10.0
+GOODBYE_S = 3.0
+"""How long it waits for clients to hear that the training is over."""
 LOG_FILE = "rounds.jsonl"
 
 
