@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from modelwright.plan.cost.bill import Bill
-from modelwright.plan.cost.prices import Kind, age_warnings
+from modelwright.plan.cost.prices import Kind, Price, age_warnings
 from modelwright.plan.cost.sensitivity import Swing, tornado_lines
 
 TITLES: dict[Kind, str] = {
@@ -35,10 +35,8 @@ def bill_text(bill: Bill, swings: Sequence[Swing], *, today: datetime.date, top:
     lines += ["", "Prices:"]
     for price in bill.prices:
         note = f" ({price.note})" if price.note else ""
-        lines.append(
-            f"  {price.key}: {price.usd} per {_unit(price.kind)}, as known on {price.date}, {price.source}{note}"
-        )
-    warnings = [f"warning: {text}" for text in age_warnings(bill.prices, today=today)]
+        lines.append(f"  {price.key}: {price.usd} per {_unit(price.kind)}, {_origin(price)}{note}")
+    warnings = [f"warning: {text}" for text in price_warnings(bill.prices, today=today)]
     return "\n".join([*lines, *(f"note: {note}" for note in notes), *warnings])
 
 
@@ -61,8 +59,21 @@ def bill_data(bill: Bill, swings: Sequence[Swing], *, today: datetime.date) -> d
         ],
         "usd": str(bill.total),
         "sensitivity": [vars(swing) for swing in swings],
-        "warnings": age_warnings(bill.prices, today=today),
+        "warnings": price_warnings(bill.prices, today=today),
     }
+
+
+def price_warnings(prices: Sequence[Price], *, today: datetime.date) -> list[str]:
+    """That prices are not checked, and which are old."""
+    unchecked = sum(not price.checked for price in prices)
+    text = (
+        f"{unchecked} of {len(prices)} prices were not compared with the provider's page; give your own with --prices"
+    )
+    return [*([text] if unchecked else []), *age_warnings(prices, today=today)]
+
+
+def _origin(price: Price) -> str:
+    return f"as of {price.date}, {price.source}" if price.checked else f"believed for {price.date}, not checked"
 
 
 def _unit(kind: Kind) -> str:

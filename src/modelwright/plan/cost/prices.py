@@ -22,7 +22,7 @@ OLD_AFTER_DAYS = 180
 
 @dataclass(frozen=True, kw_only=True)
 class Price:
-    """One row of the table: what one unit of something costs at a provider in a region, as known on a date."""
+    """One row of the table: what one unit of something costs at a provider in a region on a date."""
 
     kind: Kind
     provider: str
@@ -33,9 +33,11 @@ class Price:
     usd: str
     """US dollars per unit (`UNITS`), as a decimal number."""
     date: str
-    """When the price was known, as YYYY-MM-DD."""
+    """When the price held, as YYYY-MM-DD."""
     source: str
-    """Where it was published."""
+    """Where it is published."""
+    checked: bool = False
+    """Whether somebody has compared the row with its source; those that ship with the package are not checked."""
     purchase: Purchase = "on_demand"
     """How compute is bought."""
     from_gib: int = 0
