@@ -212,7 +212,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     text = capsys.readouterr().out
     assert "g5.xlarge on_demand, 10 h" in text
     assert "12.36" in text  # 10 x 1.006 + 100 x 0.023
-    assert "as known on 2025-01-15" in text
+    assert "believed for 2025-01-15, not checked" in text
     assert "<svg" in (tmp_path / "bill.html").read_text()
     assert main(["plan", "cost", str(path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["usd"] == "12.36"
