@@ -184,6 +184,26 @@ def test_a_reference_with_another_vocabulary_is_refused(
     assert f"dpo.reference: {tmp_path / 'none'} is not a folder" in done.stderr
 
 
+def test_the_range_test_of_the_rate_packs_the_rows_of_the_stage(
+    inside: Command, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(place)
+    words = [
+        "lr-find",
+        "tiny",
+        "--init-from",
+        "my-model",
+        "--data.sources",
+        "pairs.jsonl",
+        "--stages",
+        "[clean,pack,dpo]",
+    ]
+    words += ["--stages", "[clean,pack,dpo]", "--dpo.batch_tokens=256", "--steps", "20", "--out", str(tmp_path)]
+    done = inside(*words, *SHORT)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "lr-find.json").read_text())["points"][0][1] == pytest.approx(math.log(2), abs=1e-5)
+
+
 def test_the_page_names_every_metric_and_setting() -> None:
     for objective in (Preference, Kto, RewardModeling):
         assert [name for name in objective.metric_names if f"`{name}`" not in PAGE] == []

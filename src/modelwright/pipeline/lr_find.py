@@ -241,7 +241,8 @@ def _rows(config: RunConfig, run: RunDir, folder: Path, words: Sequence[str], pr
     assert rows is not None
     if survey(run, build_stages(config, run)).states[PACK.name] != "done":
         place = RunDir(folder / "data")
-        before = config.stages[: [stage.name for stage in config.stages].index(PACK.name) + 1]
-        data = replace(config, stages=before)
-        execute(data, place, only=(), origin="lr-find", words=words, progress=progress)
+        # All stages stay in the configuration, because the trainings decide which rows are packed.
+        before = config.stage_names[: config.stage_names.index(PACK.name) + 1]
+        data = replace(config, minutes=0.0)
+        execute(data, place, only=before, origin="lr-find", words=words, progress=progress)
     return place.stage(PACK.name).artifact / rows.name / "train"
