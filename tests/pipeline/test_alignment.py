@@ -195,8 +195,6 @@ def test_the_range_test_of_the_rate_packs_the_rows_of_the_stage(
         "my-model",
         "--data.sources",
         "pairs.jsonl",
-        "--stages",
-        "[clean,pack,dpo]",
     ]
     words += ["--stages", "[clean,pack,dpo]", "--dpo.batch_tokens=256", "--steps", "20", "--out", str(tmp_path)]
     done = inside(*words, *SHORT)
