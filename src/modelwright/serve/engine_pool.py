@@ -83,6 +83,7 @@ class EnginePool:
     def __init__(self, setup: EngineSetup, handles: Sequence[EngineHandle]) -> None:
         self._setup = setup
         self._report = handles[0].report
+        self._is_reproducible = self._report.is_batch_invariant
         info = self._report.info
         self.info = replace(info, max_num_seqs=info.max_num_seqs * len(handles))
         self._slots = [Slot(number, handle) for number, handle in enumerate(handles)]
@@ -250,7 +251,7 @@ class EnginePool:
         """Whether an answer of a lost engine goes on; if not, it ends with an error."""
         answer.num_moves += 1
         is_first = answer.num_moves <= MAX_MOVES
-        if is_first and self._report.is_batch_invariant:
+        if is_first and self._is_reproducible:
             self._events.answer_moved("continued")
             return True
         if is_first and not answer.token_ids and self._budget.take():

@@ -36,6 +36,8 @@ class BlockingChannel:
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self._decoder = LineDecoder()
+        self._poll = select.poll()  # select.select takes no descriptor above 1023
+        self._poll.register(connection, select.POLLIN)
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Raises `OSError` if the other side is gone."""
@@ -55,8 +57,7 @@ class BlockingChannel:
         """Messages that are here, or arrive within a time; none if none does. Raises `EOFError` when the other side is
         gone.
         """
-        ready, _, _ = select.select([self.connection], [], [], timeout_s)
-        if not ready:
+        if not self._poll.poll(1000 * timeout_s):
             return []
         data = self.connection.recv(RECEIVE_BYTES)
         if not data:
