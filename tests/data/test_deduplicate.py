@@ -3,12 +3,14 @@
 import random
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from modelwright.core.errors import ArtifactError
 from modelwright.core.progress import SilentProgress
+from modelwright.data import deduplicate
 from modelwright.data.clean import clean_documents, read_dropped, read_kept
 from modelwright.data.clean_config import CleanConfig, build_steps
 from modelwright.data.document import Document
@@ -226,3 +228,40 @@ def test_answers_that_many_questions_share(tmp_path: Path, pairs_by: str, num_ke
     ]
     kept, _ = clean(tmp_path, pairs, near=False, pairs_by=pairs_by)
     assert len(kept) == num_kept
+
+
+def templated_pages(num_pages: int, num_copies: int) -> list[Document]:
+    """Pages of one template, which are no duplicates of each other, and near-duplicates of some of them."""
+    rng = random.Random(5)
+    template = sentence(rng, 120)
+    pages = [[*template[:60], *sentence(rng, 36), *template[60:]] for _ in range(num_pages)]
+    copied = rng.sample(pages, num_copies)
+    copies = [[*page[:93], *sentence(rng, 2), *page[95:]] for page in copied]
+    texts = [" ".join(page) for page in (*pages, *copies)]
+    assert 0.55 < similarity(texts[0], texts[1]) < 0.7
+    assert all(similarity(" ".join(*copy), " ".join(page)) > 0.85 for *copy, page in zip(copies, copied, strict=True))
+    return [document(text, number) for number, text in enumerate(texts)]
+
+
+def test_candidates_through_a_band_are_few_and_the_kept_set_is_that_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise pages of one template take quadratic time."""
+    kept_in: list[dict[int, list[int]]] = []
+    add_all = deduplicate._Near.add_all
+
+    def watched(self: Any, groups: Any) -> None:
+        add_all(self, groups)
+        kept_in.append(self._kept_in)
+
+    monkeypatch.setattr(deduplicate._Near, "add_all", watched)
+    pages = templated_pages(500, 60)
+    results = {}
+    for most in (10**9, 5):
+        monkeypatch.setattr(deduplicate, "_MOST_PER_BAND", most)
+        results[most] = clean(tmp_path / str(most), pages)[0]
+    assert results[5] == results[10**9]
+    assert len(results[5]) == 500
+    largest = [max(map(len, bands.values())) for bands in kept_in]
+    assert largest[0] > 20, "pages of a template share bands"
+    assert largest[-1] == 5

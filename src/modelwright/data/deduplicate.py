@@ -34,6 +34,10 @@ from modelwright.data.workers import ShardEngine
 
 _MOST_CANDIDATES = 200
 """A document with more candidates is compared with those that have the most bands in common."""
+_MOST_PER_BAND = 200
+"""Kept documents that are candidates through one band. Pages of one template share bands without being near-duplicates,
+and comparing each with all others would take quadratic time; two that are near-duplicates also share bands that come
+from their own text."""
 _MOST_REMEMBERED = 1_000_000
 
 
@@ -180,7 +184,9 @@ class _Near:
             self._corpus.alive[number] = False
             return
         for band in bands:
-            self._kept_in.setdefault(band, []).append(number)
+            kept = self._kept_in.setdefault(band, [])
+            if len(kept) < _MOST_PER_BAND:
+                kept.append(number)
 
     def kept_instead(self, number: int) -> int:
         """The document that was kept instead of one that was dropped; any other itself."""
