@@ -15,7 +15,8 @@ def complete(script: str, *words: str) -> list[str]:
     """What bash offers for the last of the words."""
     line = " ".join(f"'{word}'" for word in ("modelwright", *words))
     ask = f"COMP_WORDS=({line}); COMP_CWORD={len(words)}; _shtab_modelwright; printf '%s\\n' \"${{COMPREPLY[@]}}\""
-    done = subprocess.run(["bash", "-c", f"{script}\n{NO_COMPOPT}\n{ask}"], capture_output=True, text=True, check=True)
+    lines = f"{script}\n{NO_COMPOPT}\n{ask}"  # by standard input: an argument may have 128 KiB only
+    done = subprocess.run(["bash"], input=lines, capture_output=True, text=True, check=True)
     return done.stdout.split()
 
 

@@ -33,7 +33,7 @@ class LayerError:
 
     gptq: float
     nearest: float
-    """Of rounding to the nearest code of the same grid."""
+    """The error of rounding to the nearest code of the same grid."""
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ from modelwright.train.objective import BatchSource, ForwardSums, Metric, Object
 
 KTO_LOSS = "kto"
 PREFIX = "mismatched_"
-"""Of the extras with the tensors of mismatched rows."""
+"""The extras that hold the tensors of mismatched rows begin with it."""
 TENSORS = ("input_ids_BT", "labels_BT", "positions_BT", "segments_BT")
 
 

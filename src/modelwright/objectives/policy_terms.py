@@ -11,7 +11,7 @@ from torch import Tensor
 
 class PolicyLoss(NamedTuple):
     losses: Tensor
-    """To be minimized."""
+    """The terms that training minimizes."""
     clipped_low: Tensor
     """bool, where the lower bound of the ratio takes the gradient away."""
     clipped_high: Tensor

@@ -154,7 +154,7 @@ class Ppo(Objective):
     next_place: int = 0
     """Prompts used so far, in their endless random order."""
     moments: RunningMoments = field(default_factory=RunningMoments)
-    """Of the scores."""
+    """Mean and variance of the scores of all rollouts so far."""
     buffer: ExperienceBuffer = field(init=False)
     kl: KlController = field(init=False)
     update_kl: list[float] = field(default_factory=lambda: [0.0, 0.0])

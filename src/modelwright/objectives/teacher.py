@@ -28,11 +28,11 @@ class TeacherOutput:
     """What a teacher computes for a batch of rows."""
 
     hidden_BTE: Tensor
-    """After the last norm."""
+    """Hidden states after the last norm."""
     outputs: Sequence[Tensor]
-    """Of the layers that were asked for, [B, T, E] each."""
+    """The outputs of the requested layers, [B, T, E] each."""
     heads: Sequence[HeadInputs]
-    """Of the layers that were asked for."""
+    """Queries, keys and values of the requested layers."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -106,7 +106,7 @@ class TeacherCache:
 
 
 def row_digest(batch: TokenBatch, row: int) -> str:
-    """Of everything that a teacher sees of a row."""
+    """Digest everything that a teacher sees of a row."""
     parts = (batch.input_ids_BT[row], batch.positions_BT[row], batch.segments_BT[row].long())
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:

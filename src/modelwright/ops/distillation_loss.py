@@ -189,7 +189,7 @@ class _Settings:
 
 @dataclass(kw_only=True)
 class _Sums:
-    """Of the chunks so far."""
+    """Losses and gradients, summed over the chunks so far."""
 
     loss: Tensor
     divergence: Tensor

@@ -16,7 +16,7 @@ from modelwright.plan.estimate import ASSUMED_TRAIN_MFU
 from modelwright.plan.probes import Probes
 
 STATES = 2
-"""Of AdamW, per weight."""
+"""Optimizer states of AdamW per weight."""
 OPTIMIZER_PASSES = 7
 """FP32 values that an AdamW step moves per weight: it reads and writes the weight and both moments, and reads the
 gradient."""

@@ -41,7 +41,7 @@ class Probes:
     fsync_s: float
     """Median time until a 4 KiB write is on disk."""
     disk_write_bytes_per_s: float
-    """Of a sequential write, until it is on disk."""
+    """Rate of a sequential write, until it is on disk."""
     disk_read_iops: float
     """Random 4 KiB reads past the page cache, one after the other."""
     loopback_s: float

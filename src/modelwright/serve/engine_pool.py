@@ -182,6 +182,9 @@ class EnginePool:
         except ModelwrightError as error:
             log.error("an engine could not be started again: %s", error)
             return False
+        except Exception:  # a slot that gives up would never have an engine again
+            log.exception("an engine could not be started again")
+            return False
         finally:
             self._starting.pop(slot.number, None)
         if handle.report != self._report:

@@ -77,9 +77,9 @@ class TrainedModel:
     model: Decoder
     tokenizer: Tokenizer
     folder: Path
-    """Of the artifact."""
+    """The folder of the artifact."""
     heldout: Path
-    """Of the held-out rows; there is none if nothing is held out."""
+    """The folder of the held-out rows; it is missing if nothing is held out."""
     config: RunConfig
     context: StageContext
 

@@ -14,7 +14,7 @@ RENDEZVOUS_PORT = 29400
 RUN_DIR = "/modelwright-runs"
 """Where the bucket with the checkpoints is mounted."""
 MOST_RESTARTS = 3
-"""Of a job that fails by itself, which more instances would not mend; interruptions are not counted."""
+"""Restarts of a job that fails by itself; interruptions do not count."""
 
 
 @dataclass(frozen=True, kw_only=True)
