@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from modelwright.compress.grid_model import VERSION as GRID_VERSION
 from modelwright.compress.grid_model import load_grid_model
 from modelwright.compress.int8_linear import (
-    ACTIVATION_LEVELS,
     WEIGHT_LEVELS,
     Backend,
     Int8Embedding,
@@ -34,7 +33,7 @@ from modelwright.core.config import dump, only_for, parse
 from modelwright.core.errors import ConfigError, ModelError, writing
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
-from modelwright.ops.int_grid import Granularity
+from modelwright.ops.int_grid import ACTIVATION_LEVELS, Granularity
 from modelwright.ops.microbenchmark import repeated, seconds_of
 
 FORMAT = "modelwright-int8"
