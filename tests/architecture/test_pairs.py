@@ -113,6 +113,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "checkpoints in memory": {"fault_tolerance": {"in_memory_checkpoint_every_steps": 2}},
     "step arena": {"step_arena": True},
     "evaluation": {"eval_every_steps": 2, "keep_best": True},
+    "noise on embeddings": {"neftune_noise_alpha": 5.0},
     "adapters": {"lora": {"r": 2, "lora_dropout": 0.1, "use_dora": True}},
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -150,6 +151,7 @@ WITHIN_A_SWITCH = {
     "batch_selection.dense_fraction": "when rows begin to be chosen",
     "checkpoint_every_minutes": "another unit for the checkpoints",
     "lora.use_rslora": "a factor of the adapters",
+    "lora.base_format": "tensor parallelism takes it for some widths only; trained under layouts in test_adapters.py",
     "batching": "the order of rows, which the loader of a stage gives and no step knows",
 }
 """Settings, or groups of them, that a switch of the list brings with it, and why they need no switch of their own."""

@@ -58,8 +58,9 @@ def command() -> Command:
 
 
 @pytest.fixture
-def inside(capsys: pytest.CaptureFixture[str]) -> Command:
-    """`modelwright ...` within this process: the same answers without the time to start."""
+def inside(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
+    """`modelwright ...` within this process: the same answers without the time to start, whatever else runs here."""
+    monkeypatch.setattr("modelwright.pipeline.run.busy_machine", lambda *_: "")
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:
         capsys.readouterr()

@@ -194,7 +194,7 @@ def test_the_report_opens_without_network(run: Path, width: int) -> None:
     assert requests == [(run / "report.html").as_uri()]
     assert titles == [
         "Data", "Tokens", "Pretraining", "Fine-tuning", "Benchmarks", "INT8 beside FP32", "Served answers",
-        "Time and memory", "Machine and settings",
+        "Time and memory", "Energy and carbon dioxide", "Machine and settings",
     ]  # fmt: skip
 
 

@@ -115,7 +115,7 @@ def test_every_layout_trains_to_the_same_weights(tmp_path: Path) -> None:
     plain = tiny_run.run_in_float64(tmp_path / "plain", noisy(neftune_noise_alpha=0.0), heldout=[]).state_dict()
     assert not torch.allclose(one["embedding.weight"], plain["embedding.weight"], rtol=1e-3)
     (first, refusal), (second, _) = run_distributed(train_all, 2, tmp_path / "two")
-    assert "neftune: needs whole rows on every rank, which parallel.context 2 takes away" in refusal
+    assert "neftune_noise_alpha: 5.0 needs whole rows on every rank, which parallel.context 2 takes away" in refusal
     for name in LAYOUTS:
         for key, weight in one.items():
             torch.testing.assert_close(first[name][key], weight, **EXACT, msg=lambda text, name=name: f"{name}: {text}")

@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
             "  with its answer, on which the stage sft trains. Such a pair has one of these forms (docs/data.md):\n"
             "    question + answer               instruction (+ input) + output      prompt + completion\n"
             '    messages [{"role", "content"}]  conversations [{"from", "value"}]   (prompt +) chosen + rejected\n'
-            "    prompt + completion + label\n"
+            "    prompt + completion + label     question + choices + answer\n"
             "\n"
             "several processes:\n"
             "    modelwright run quickstart --nproc 2                              each takes half of every batch\n"

@@ -95,8 +95,11 @@ def _training_lines(data: RunData, spec: StageSpec) -> list[str]:
     if "skipped" in stage.facts:
         return [f"- {spec.title}: skipped ({stage.facts['skipped']})"]
     facts = stage.facts
+    if "num_steps" not in facts:
+        return [f"- {spec.title}: the record of this stage is missing"]
     rate = f"{training.optimizer} at {training.peak_learning_rate:.3g}, {training.schedule.kind}"
-    taken = f", weights of step {facts['taken_step']:,} taken" if facts["taken_step"] != facts["num_steps"] else ""
+    taken_step = facts.get("taken_step", facts["num_steps"])
+    taken = f", weights of step {taken_step:,} taken" if taken_step != facts["num_steps"] else ""
     lines = [
         f"- {spec.title}: {facts['num_steps']:,} steps of {training.batch_tokens:,} tokens "
         f"({facts['num_epochs']:.2g} passes){taken}",
@@ -120,7 +123,7 @@ def _lineage_lines(data: RunData, stage: str) -> list[str]:
         lines += [f"- Versions: {packages}" + (f" (commit {last['commit']})" if last.get("commit") else "")]
     digests: Mapping[str, Any] = data.info.get("stages", {})
     names = list(digests)[: list(digests).index(stage) + 1] if stage in digests else list(digests)
-    lines += [f"- {name}: sha256 {digests[name]['content']}" for name in names]
+    lines += [f"- {name}: sha256 {digests[name]['content']}" for name in names if "content" in digests[name]]
     return lines or ["The run's journal is missing."]
 
 

@@ -68,7 +68,7 @@ def _with_model(data: Mapping[str, Any]) -> Mapping[str, Any]:
         return data
     start = data.get("init_from")
     if not start or not isinstance(start, str):
-        raise ConfigError("model: is missing; give the shape of a model, or start from a model folder with init_from")
+        return data
     return {**data, "model": dump(load_config(initial_folder(start)))}
 
 

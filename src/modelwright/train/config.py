@@ -21,6 +21,7 @@ from modelwright.core.compatibility import (
     UNDIVIDED_GRADIENTS,
     WHOLE_GRADIENTS,
     WHOLE_MATRICES,
+    WHOLE_ROWS,
     Feature,
     check_compatible,
     conflict,
@@ -232,6 +233,8 @@ class TrainConfig(SharedTrainConfig):
             )
         if self.optimizer_in_backward:
             result.append(feature("optimizer_in_backward", breaks=[WHOLE_GRADIENTS, UNDIVIDED_GRADIENTS]))
+        if self.neftune_noise_alpha:  # its strength follows from the lengths of documents
+            result.append(feature("neftune_noise_alpha", self.neftune_noise_alpha, needs=[WHOLE_ROWS]))
         for name in (
             "adaptive_clip",
             "weight_decay_schedule",

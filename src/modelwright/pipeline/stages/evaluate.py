@@ -93,7 +93,7 @@ def headline(result: dict[str, Any]) -> str:
     asked = f"{choice['accuracy']:.1%} of {choice['questions']} (chance {choice['chance']:.0%})"
     parts = [f"bits per byte {bits}"] if bits else []
     parts += [f"warning: {LOSSY}"] if bits and not result["lossless"] else []
-    parts += [f"answers perplexity {result['answers']['perplexity']:.3f}"] if result["answers"] else []
+    parts += [f"answers perplexity {result['answers']['perplexity']:.3f}"] if result.get("answers") else []
     return "; ".join([*parts, f"multiple choice {asked}"] if choice["questions"] else parts or ["nothing held out"])
 
 

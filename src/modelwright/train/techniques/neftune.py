@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from modelwright.core.compatibility import WHOLE_ROWS
 from modelwright.core.seeds import derive_seed
 from modelwright.ops.rope import document_lengths
 from modelwright.parallel.mesh import World
@@ -25,7 +24,7 @@ from modelwright.train.technique import Technique
 
 
 def neftune(alpha: float, run: Runtime) -> Technique | None:
-    """None without noise. Needs whole rows: the strength follows from the lengths of documents."""
+    """None without noise."""
     if not alpha:
         return None
     noise = EmbeddingNoise(alpha=alpha, seed=run.seed, tensor=run.mesh.tensor)
@@ -37,7 +36,7 @@ def neftune(alpha: float, run: Runtime) -> Technique | None:
         noise.step = step
         return batch
 
-    return Technique(name="neftune", on_batch=on_batch, needs=frozenset({WHOLE_ROWS}))
+    return Technique(name="neftune", on_batch=on_batch)
 
 
 @dataclass(kw_only=True, eq=False)
