@@ -42,6 +42,8 @@ def test_a_server_and_two_clients(base: Path, tmp_path: Path, capsys: pytest.Cap
     keys.write_text(capsys.readouterr().out)
     keys.chmod(0o600)
     common = ["--settings", str(settings), "--keys", str(keys)]
+    (tmp_path / "ann").mkdir()
+    (tmp_path / "ann" / "notes.txt").write_text("not the client's")
     clients = [
         start_process(
             "modelwright.cli.main", "federated", "client", str(base), "--rows", str(base), "--name", name, "--server",
@@ -55,6 +57,7 @@ def test_a_server_and_two_clients(base: Path, tmp_path: Path, capsys: pytest.Cap
     model = Path(captured.out.strip())
     assert "round 2 of 2: 2 clients, update of norm" in captured.err
     before, after = (weight_vector(load_model(folder)) for folder in (base / "pretrain" / "artifact", model))
+    assert (tmp_path / "ann" / "notes.txt").read_text() == "not the client's"
     assert 0 < np.abs(after - before).max() < 1
     assert Tokenizer.load(model).vocab_size == Tokenizer.load(base / "tokenize" / "artifact").vocab_size
     assert [one["clients"] for one in read_records(tmp_path / "server" / "rounds.jsonl")] == [["ann", "ben"]] * 2
@@ -64,7 +67,7 @@ def test_a_server_and_two_clients(base: Path, tmp_path: Path, capsys: pytest.Cap
     ("changes", "message"),
     [
         ({"--name": "zoe"}, "--name: 'zoe' has no key"),
-        ({"--stage": "serve"}, "--stage: 'serve' is no training stage"),
+        ({"--stage": "serve"}, "has no stage 'serve' that learns the next token; choose from pretrain"),
         ({"--server": "here"}, "--server: 'here' is no address"),
         ({"--learning-rate": "0"}, "--learning-rate: must be above 0"),
     ],

@@ -85,6 +85,15 @@ def test_workers_and_an_interruption_do_not_change_the_copies(
     assert done[0].stat().st_mtime_ns == before, "the finished shard was not made again"
 
 
+def test_files_of_others_are_not_removed(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    notes = tmp_path / "copies.jsonl.work" / "notes.txt"
+    notes.parent.mkdir()
+    notes.write_text("mine")
+    assert main(["augment", str(corpus), str(tmp_path / "copies.jsonl"), *ARGUMENTS]) == 2
+    assert "has other files; choose another output" in capsys.readouterr().err
+    assert notes.read_text() == "mine"
+
+
 def test_a_preview_marks_what_changes_and_writes_nothing(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

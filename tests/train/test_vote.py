@@ -43,9 +43,10 @@ def test_what_one_rank_says_all_ranks_hear() -> None:
     assert run_distributed(on_two_ranks, 2) == [[[3.0, 1.0], True, requests]] * 2
 
 
-def messages_of_a_step(world: World, folder: Path) -> Counter[str]:
-    """The collectives that the last of four steps made besides those of gradients, by dtype and operation."""
+def messages_of_ten_steps(world: World, folder: Path) -> Counter[str]:
+    """The collectives that steps 2 to 11 made besides those of gradients, by operation."""
     counts: Counter[str] = Counter()
+    result: Counter[str] = Counter()
     all_reduce = dist.all_reduce
 
     def counted(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, **more: Any) -> Any:
@@ -54,24 +55,27 @@ def messages_of_a_step(world: World, folder: Path) -> Counter[str]:
         return all_reduce(tensor, op, **more)
 
     def observe(info: StepInfo) -> None:
-        if info.step == 3:
+        if info.step == 1:
             counts.clear()
+        if info.step == 11:
+            result.update(counts)
 
     dist.all_reduce = counted
     try:
-        config = tiny_run.settings(num_steps=4, checkpoint_every_steps=0, gradient_sync={"overlap": False})
+        config = tiny_run.settings(num_steps=12, checkpoint_every_steps=0, gradient_sync={"overlap": False})
         counter = tiny_run.always(Technique(name="counter", on_step_end=observe))
         layout = ParallelConfig(shared_memory=False)
         tiny_run.run(folder, config, world=world, parallel=layout, techniques=[counter], heldout=[])
     finally:
         dist.all_reduce = all_reduce
-    return counts
+    return result
 
 
 def test_a_step_makes_two_small_messages_besides_its_gradients(tmp_path: Path) -> None:
-    """The normalizers before the first backward, and the vote. There were five: losses, whether memory ran out, whether
-    the gradient is finite and what the trainer asks had messages of their own."""
-    assert run_distributed(messages_of_a_step, 2, tmp_path) == [Counter({"RedOpType.SUM": 2})] * 2
+    """The normalizers before the first backward, and the vote; besides, the energy is summed every tenth step. There
+    were five: losses, whether memory ran out, whether the gradient is finite and what the trainer asks had messages of
+    their own."""
+    assert run_distributed(messages_of_ten_steps, 2, tmp_path) == [Counter({"RedOpType.SUM": 2 * 10 + 1})] * 2
 
 
 def stop_one_rank(world: World, folder: Path) -> tuple[str, int]:

@@ -24,7 +24,7 @@ def parser() -> argparse.ArgumentParser:
     client = commands.add_parser("client", help="train on rows of a run, and send updates", allow_abbrev=False)
     client.add_argument("model", metavar="RUN|MODEL_FOLDER", help="the server's model, or one of the same shape")
     client.add_argument("--rows", required=True, metavar="RUN", help="the run whose packed rows are learned")
-    client.add_argument("--stage", default="", help="the training stage whose rows they are (default: the last)")
+    client.add_argument("--stage", default="", help="pretrain, sft: whose rows they are (default: the last)")
     client.add_argument("--name", required=True, help="this client's name in the key file")
     client.add_argument("--server", required=True, metavar="HOST:PORT")
     client.add_argument("--learning-rate", type=float, required=True, metavar="RATE", help="of plain SGD")
@@ -33,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--keys", type=Path, required=True, metavar="FILE", help="lines of a name and a secret key"
         )
-        command.add_argument("--dir", type=Path, required=True, metavar="DIR", help="for checkpoints")
+        command.add_argument("--dir", type=Path, required=True, metavar="DIR", help="for its own files")
     keys = commands.add_parser("keys", help="print new secret keys, one line for each client", allow_abbrev=False)
     keys.add_argument("names", nargs="+", metavar="NAME")
     return parser

@@ -18,6 +18,8 @@ from typing import Any, cast
 from modelwright.core.artifacts import make_folder, write_atomic
 from modelwright.core.errors import ArtifactError, ConfigError, ModelwrightError, writing
 
+LOCK_FILE = ".lock"
+
 
 @dataclass(frozen=True)
 class StageDir:
@@ -119,7 +121,7 @@ def check_folder(path: Path, option: str) -> None:
 @contextmanager
 def lock_folder(path: Path, remedy: str) -> Generator[None]:
     """Hold a folder for this process. Raises `ModelwrightError` if another process is working in it."""
-    with writing(path), open(path / ".lock", "a+") as file:
+    with writing(path), open(path / LOCK_FILE, "a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from modelwright.core.config import digest, dump, parse
-from modelwright.core.errors import writing
+from modelwright.core.errors import ConfigError, writing
 from modelwright.core.progress import Progress
 from modelwright.core.resources import num_usable_cores
-from modelwright.core.rundir import lock_folder
+from modelwright.core.rundir import LOCK_FILE, lock_folder
 from modelwright.data.augment.augment_config import AugmentConfig
 from modelwright.data.augment.augmentation import Augmentation
 from modelwright.data.augment.augmenter import Augmenter, MethodCost
@@ -85,6 +85,8 @@ def augment_sources(
     work = out.with_name(f"{out.name}.work")
     with writing(work):
         work.mkdir(parents=True, exist_ok=True)
+    if not (work / LOCK_FILE).exists() and any(work.iterdir()):
+        raise ConfigError(f"{work}: unfinished copies would go here, and it has other files; choose another output")
     with lock_folder(work, "this folder; wait for it or write elsewhere"):
         work_key = digest(
             [dump(data), fingerprint(data, CleanConfig()), dump(replace(augment, num_workers=0)), settings]

@@ -33,6 +33,8 @@ from modelwright.train.config import TrainConfig
 HEADER_BYTES = 2**22
 """Room for the JSON header of a message: keys and sealed shares of some thousand clients."""
 MODEL_FOLDER = "model"
+ROUND_FOLDER = "round"
+"""Where in its folder a client keeps the round at hand; emptied before each round."""
 
 
 def load_settings(path: Path) -> FederatedConfig:
@@ -87,8 +89,8 @@ def take_part(
 ) -> None:
     """Take part with the packed rows of a run until the server ends.
 
-    start: the server's model, or one of the same shape and tokenizer; stage: the training stage whose rows are learned,
-    "" for the run's last; keys: file with this client's key
+    start: the server's model, or one of the same shape and tokenizer; stage: the training stage whose rows are learned
+    by next-token prediction, "" for the run's last of that kind; keys: file with this client's key
     """
     known = read_keys(keys)
     if name not in known:
@@ -102,7 +104,7 @@ def take_part(
         source=source,
         objective=NextToken,
         config=_plain_steps(training, learning_rate),
-        folder=folder,
+        folder=folder / ROUND_FOLDER,
         seed=derive_seed(config.seed, "client", name),
     )
     FederatedClient(
@@ -120,10 +122,16 @@ def take_part(
 def _rows_of(run: RunDir, start: Path, stage: str, name: str) -> tuple[PackedLoader, TrainConfig]:
     """The rows of a training stage, in an order of this client's, and the stage's settings."""
     config = read_run_config(run.config)
-    specs = {spec.name: spec for spec in config.trainings}
-    if stage and stage not in specs:
-        raise ConfigError(f"--stage: {stage!r} is no training stage of {run.path}; choose from {', '.join(specs)}")
+    # Stages with settings of an objective learn other things from their rows, which may be pairs.
+    specs = {spec.name: spec for spec in config.trainings if spec.config is TrainConfig}
+    if not specs or (stage and stage not in specs):
+        raise ConfigError(
+            f"--stage: {run.path} has no stage {stage!r} that learns the next token; "
+            f"choose from {', '.join(specs) or 'those of another run'}"
+        )
     spec = specs[stage] if stage else list(specs.values())[-1]
+    if config.section(spec).lora.r:
+        raise ConfigError(f"{spec.name}.lora.r: federated clients train all weights; choose a --stage without adapters")
     packed = run.stage(PACK.name).artifact
     read_manifest(packed, kind=PACK.name)
     assert spec.rows is not None
