@@ -12,7 +12,6 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import fsspec
@@ -40,8 +39,7 @@ ChooseColumns = Callable[[Sequence[str]], list[str]]
 @dataclass(frozen=True)
 class File:
     """A file to read: its path for `filesystem`, the name to show, and format and compression according to its name.
-    `is_named`: the user named this very file, not a directory or a pattern. `start`, `end`: the bytes of whole lines
-    that are read, to the end of the file if `end` is 0; `first_line`: the number of the first of them.
+    `is_named`: the user named this very file, not a directory or a pattern.
     """
 
     filesystem: fsspec.AbstractFileSystem
@@ -50,14 +48,11 @@ class File:
     extension: str
     compression: str = ""
     is_named: bool = False
-    start: int = 0
-    end: int = 0
-    first_line: int = 1
 
 
 def read_lines(file: File, complain: Complaint) -> Iterator[tuple[int, bytes]]:
     """`(line number from 1, line)` with its line end; a byte order mark at the start is removed."""
-    number, parts = file.first_line, [b""]
+    number, parts = 1, [b""]
 
     def current_line() -> int:
         return number
@@ -270,8 +265,7 @@ def _opened(file: File) -> Iterator[Any]:
 
 def _chunks(raw: Any, file: File, complain: Complaint, line: Callable[[], int]) -> Iterator[bytes]:
     """Decompressed data. What can be read before damage is yielded first, then the complaint is raised."""
-    plain = partial(_plain_chunks, start=file.start, end=file.end)
-    read = {"": plain, "gz": _gzip_chunks, "zst": _zstd_chunks}[file.compression]
+    read = {"": _plain_chunks, "gz": _gzip_chunks, "zst": _zstd_chunks}[file.compression]
     try:
         yield from read(raw)
     except EOFError:
@@ -284,12 +278,9 @@ def _chunks(raw: Any, file: File, complain: Complaint, line: Callable[[], int]) 
         complain("unreadable", f"{file.name}:{line()}", f"reading failed ({error})", "check the disk or the network")
 
 
-def _plain_chunks(raw: Any, *, start: int, end: int) -> Iterator[bytes]:
-    if start:
-        raw.seek(start)
-    while chunk := raw.read(min(CHUNK_BYTES, end - start) if end else CHUNK_BYTES):
+def _plain_chunks(raw: Any) -> Iterator[bytes]:
+    while chunk := raw.read(CHUNK_BYTES):
         yield chunk
-        start += len(chunk)
 
 
 def _gzip_chunks(raw: Any) -> Iterator[bytes]:

@@ -33,7 +33,6 @@ from modelwright.data.conversations import (
     type_of_record,
 )
 from modelwright.data.document import KINDS, SPLITS, Document, Kind, Split
-from modelwright.data.file_parts import divide_files, is_large
 from modelwright.data.find_files import (
     CODE_EXTENSIONS,
     LOOSE_EXTENSIONS,
@@ -43,7 +42,7 @@ from modelwright.data.find_files import (
 )
 from modelwright.data.record_schema import RecordSchema
 from modelwright.data.stdlib_corpus import machine_corpus
-from modelwright.data.workers import InProcess, ShardEngine, in_order
+from modelwright.data.workers import InProcess, ShardEngine
 
 BUILTIN = "stdlib"
 GENERATED: Mapping[str, Callable[[], Iterator[Document]]] = {"arithmetic": arithmetic_problems}
@@ -141,23 +140,6 @@ class SourceReport:
         """Count a file or directory that is not read."""
         self._count(self.passed_over, reason, name)
 
-    def merge(self, other: "SourceReport", skipped: Sequence[tuple[str, str, str]]) -> None:
-        """Add what a worker counted, apart from documents. skipped: what `on_skip` is told."""
-        self.num_files += other.num_files
-        for own, more in (
-            (self.skipped, other.skipped),
-            (self.passed_over, other.passed_over),
-            (self.record_types, other.record_types),
-        ):
-            for reason, count in more.items():
-                own[reason] = own.get(reason, 0) + count
-        for reason, names in other.examples.items():
-            own_names = self.examples.setdefault(reason, [])
-            own_names += names[: MAX_EXAMPLES - len(own_names)]
-        if self.on_skip is not None:
-            for entry in skipped:
-                self.on_skip(*entry)
-
     def summary(self) -> list[str]:
         """What was not read, in one line for files and one for records; empty if everything was."""
         lines = []
@@ -195,7 +177,8 @@ def read_documents(
 
     leave_open: what neither its record nor `validation_fraction` puts into a split stays open, else it is for training.
     sample: if not 0, read about so many documents, the first of every file, or of every so many files.
-    engine: where files and parts of files are read; documents, order and errors are the same.
+    engine: where the modules of `stdlib` are read; documents and order are the same. Files are read in this process,
+    because sending their documents to it takes longer than reading them.
 
     Raises `DataError`, with file and line where there is one, for a source that is missing or of an unsupported
     format, for an unreadable record (unless `on_bad_record` is "skip") and, at the end, for an empty corpus.
@@ -236,17 +219,7 @@ def _read(
     if sample:
         yield from _sample(list(files), config, report, sample)
         return
-    parts = [FilePart(config, part) for part in divide_files(files)]
-    results = in_order(engine, _read_part, (part for part in parts if not is_large(part.files)))
-    for part in parts:
-        if is_large(part.files):
-            yield from _read_files(part.files, config, report)
-            continue
-        read = next(results)
-        report.merge(read.report, read.skipped)
-        yield from read.documents
-        if read.problem:
-            raise DataError(read.problem)
+    yield from _read_files(files, config, report)
 
 
 def _sample(
@@ -259,43 +232,12 @@ def _sample(
 
 
 def _read_files(
-    files: Sequence[readers.File], config: SourceConfig, report: SourceReport
+    files: Iterable[readers.File], config: SourceConfig, report: SourceReport
 ) -> Iterator[Document | _Unsplit]:
     complain = _complaint(config, report)
     for file in files:
-        report.num_files += file.start == 0
+        report.num_files += 1
         yield from _read_file(file, config, report, complain)
-
-
-@dataclass(frozen=True)
-class FilePart:
-    """Files, or a part of one, for a worker."""
-
-    config: SourceConfig
-    files: tuple[readers.File, ...]
-
-
-@dataclass(kw_only=True)
-class PartRead:
-    """What a worker has read. skipped: the arguments of `SourceReport.on_skip` for each record; problem: the error that
-    stopped it after these documents, "" if none did.
-    """
-
-    documents: list[Document | _Unsplit] = field(default_factory=list)
-    skipped: list[tuple[str, str, str]] = field(default_factory=list)
-    report: SourceReport = field(default_factory=SourceReport)
-    problem: str = ""
-
-
-def _read_part(part: FilePart) -> PartRead:
-    result = PartRead()
-    result.report.on_skip = lambda *entry: result.skipped.append(entry)
-    try:
-        result.documents.extend(_read_files(part.files, part.config, result.report))
-    except DataError as error:
-        result.problem = str(error)
-    result.report.on_skip = None
-    return result
 
 
 def _complaint(config: SourceConfig, report: SourceReport) -> readers.Complaint:
@@ -481,6 +423,8 @@ def _is_turn(turn: Any) -> bool:
     if not isinstance(turn, dict) or not _is_text(turn, "role") or not _is_text(turn, "content"):
         return False
     calls = turn.get("tool_calls", [])
+    if not isinstance(calls, list):
+        return False
     functions = [call.get("function") if isinstance(call, dict) else None for call in calls]
     return all(isinstance(function, dict) and "arguments" in function for function in functions)
 
