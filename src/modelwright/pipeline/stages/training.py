@@ -2,7 +2,6 @@
 tokenizer in the Hugging Face layout, and its adapters in PEFT's, if it trained any.
 """
 
-import json
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -11,10 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from modelwright.core.artifacts import read_manifest, write_atomic
+from modelwright.core.artifacts import read_manifest
 from modelwright.core.config import dump
 from modelwright.core.errors import ArtifactError, ConfigError, DataError
-from modelwright.core.progress import SilentProgress
 from modelwright.core.rundir import RunDir
 from modelwright.core.seeds import derive_seed
 from modelwright.data.batch import TokenBatch
@@ -33,12 +31,12 @@ from modelwright.pipeline.report.blocks import Block, Fact, Section
 from modelwright.pipeline.report.format import plural
 from modelwright.pipeline.report.learning import NATS_PER_TOKEN, training_section
 from modelwright.pipeline.report.run_data import RunData, StageData
-from modelwright.pipeline.resolve import product_rate
 from modelwright.pipeline.stage import Rates, Stage, StageContext, StageInputs, StageSpec, no_facts
 from modelwright.pipeline.stages.augmented_rows import augmentation_digest, augmented, is_augmented, tell_cost
 from modelwright.pipeline.stages.init import INIT
 from modelwright.pipeline.stages.model_folder import folder_fingerprint, save_model_folder
 from modelwright.pipeline.stages.pack import PACK
+from modelwright.pipeline.stages.peak_rate import peak_flops, peaks_after, utilization
 from modelwright.pipeline.stages.row_use import RowUse
 from modelwright.pipeline.stages.rows import TEXT_ROWS, RowSet
 from modelwright.pipeline.stages.stage_inputs import model_before, tokenizer_stage
@@ -99,8 +97,6 @@ MANY_EPOCHS = 4.0
 """Up to here repeated text is worth almost as much as new text (Muennighoff et al. 2023, section 6)."""
 ADAPTER_FOLDER = "adapter"
 """Where in its artifact a stage that trains adapters writes them, beside the model with the adapters merged in."""
-TOO_LOW = 1.02
-"""Steps faster than the peak by more than this share of measurement error show that the peak is wrong."""
 
 TechniquesOf = Callable[[StageInputs], Sequence[TechniqueBuilder]]
 
@@ -314,8 +310,8 @@ def _learn(
         world,
         context.progress,
     )
-    peaks = _peaks_after(context, config, training, result)
-    used_share = _utilization(result, peaks, context.ranks.size)
+    peaks = peaks_after(context, config, training, result)
+    used_share = utilization(result, peaks, context.ranks.size)
     context.progress.note(_summary(name, num_steps, result, used_share))
     tell_cost(name, result, context.progress)
     taken = _take_best(model, context, training, result)
@@ -422,51 +418,6 @@ def _facts(result: TrainResult, model: Decoder, num_epochs: float, taken: int, c
         "heldout_metrics": dict(result.heldout_metrics),
         "world_size": context.ranks.size,
     }
-
-
-def peak_flops(context: StageContext, config: RunConfig, training: TrainConfig) -> float:
-    """FLOP/s of the matrix products here in the stage's format: measured once, kept for resumed runs."""
-    if context.ranks.rank != 0:
-        return 0.0
-    known = _read_peak(context)
-    if not known:
-        rate = product_rate(config, training.precision, context.progress.note)
-        known = {"compute": training.precision.compute, "flops": rate}
-        write_atomic(context.folder.path / "peak.json", json.dumps(known))
-    return float(known["flops"])
-
-
-def _peaks_after(
-    context: StageContext, config: RunConfig, training: TrainConfig, result: TrainResult
-) -> dict[str, float]:
-    """`live_peak_flops`, as measured before training, and `peak_flops`, the maximum of that, of the rate after training
-    and of the fastest step: one measurement may fall into a busy moment of the machine, and no step is faster than the
-    peak.
-    """
-    live = float(_read_peak(context).get("flops", 0.0))
-    if not live:
-        return {"live_peak_flops": 0.0, "peak_flops": 0.0}
-    if result.peak_flops > TOO_LOW * live:
-        context.progress.note(
-            f"the peak was measured as {live / 1e9:.0f} GFLOP/s, which steps exceeded ({result.peak_flops / 1e9:.0f}), "
-            "probably while other processes kept the machine busy; utilization refers to the higher rate"
-        )
-    after = product_rate(config, training.precision, SilentProgress().note)
-    return {"live_peak_flops": live, "peak_flops": max(live, result.peak_flops, after)}
-
-
-def _utilization(result: TrainResult, peaks: dict[str, float], num_ranks: int) -> float:
-    """Model FLOPs utilization of the whole training in [0, 1], 0 if the peak rate is unknown."""
-    if not peaks["peak_flops"] or not result.train_time_s:
-        return 0.0
-    return result.model_flops / result.train_time_s / (peaks["peak_flops"] * num_ranks)
-
-
-def _read_peak(context: StageContext) -> dict[str, Any]:
-    try:
-        return json.loads((context.folder.path / "peak.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
 
 
 def _summary(name: str, num_steps: int, result: TrainResult, used_share: float) -> str:
