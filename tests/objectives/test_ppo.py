@@ -99,13 +99,13 @@ def reference_loss(model: Decoder, old: Decoder, start: Decoder, rollout: Rollou
 def test_loss_and_gradients_are_those_of_the_papers(name: str) -> None:
     objective = tiny_rollouts.ppo(fault=5, **VARIANTS[name])
     rolled: list[Rollout] = []
-    roll_out = objective._roll_out
+    roll_out = objective.roll_out
 
-    def keep(whole: Decoder) -> Rollout:
-        rolled.append(roll_out(whole))
+    def keep(model: Decoder, num_prompts: int, *, num_generations: int) -> Rollout:
+        rolled.append(roll_out(model, num_prompts, num_generations=num_generations))
         return rolled[0]
 
-    objective._roll_out = keep
+    objective.roll_out = keep
     old = with_head(objective, 1)
     batch = next(objective.batches(old, first=0, rank=0, world_size=1))
     model, other = (tiny_rollouts.changed(with_head(objective, 1)) for _ in range(2))
@@ -195,7 +195,7 @@ def test_moments_of_batches_are_those_of_all_scores() -> None:
 
 def test_scores_are_penalized_and_clipped() -> None:
     objective = tiny_rollouts.ppo()
-    rollout = objective._roll_out(tiny_rollouts.model())
+    rollout = objective.roll_out(tiny_rollouts.model(), 8, num_generations=1)
     plain = completion_scores(rollout, None, clip=0.0, missing_eos_penalty=1.0)
     torch.testing.assert_close(plain, rollout.rewards_C - (~rollout.stopped_C).double())
     assert completion_scores(rollout, None, clip=0.25, missing_eos_penalty=1.0).abs().max() == 0.25

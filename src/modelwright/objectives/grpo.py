@@ -8,36 +8,29 @@ settings and metrics are those of TRL. docs/techniques/grpo.md explains both.
 Legend: P prompts, G completions of each, C = P * G, T places (see `completion_rows.py`), B rows.
 """
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from modelwright.core.compatibility import EQUAL_REPLICAS, SYNCHRONOUS_UPDATES
 from modelwright.core.errors import ConfigError
 from modelwright.data.batch import IGNORED, TokenBatch
-from modelwright.data.prompts import prompt_numbers
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.advantages import Baseline, RewardScale, differs, group_advantages, group_stds
-from modelwright.objectives.experience import Experience, ExperienceBuffer
-from modelwright.objectives.heldout_rewards import HeldoutRewards, is_heldout
+from modelwright.objectives.experience import Experience
+from modelwright.objectives.heldout_rewards import is_heldout
 from modelwright.objectives.policy_terms import clipped_policy_loss, kl_k3
-from modelwright.objectives.reference_model import ReferenceModel
+from modelwright.objectives.rollout_objective import RolloutObjective
 from modelwright.objectives.rollouts import (
     Rollout,
     RolloutConfig,
-    RolloutWorker,
     check_rollout_training,
-    constant_metrics,
     rollout_metrics,
-    shown,
 )
 from modelwright.train.config import TrainConfig
-from modelwright.train.objective import Metric, Objective, Terms
-from modelwright.train.whole_model import ModelLayout, one_process
+from modelwright.train.objective import Metric, Terms
 
 LossType = Literal["grpo", "dapo", "dr_grpo"]
 CLIP_NAMES = ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean")
@@ -98,24 +91,10 @@ class GrpoConfig(TrainConfig):
 
 
 @dataclass(kw_only=True)
-class Grpo(Objective):
+class Grpo(RolloutObjective):
     """Rolls out, and learns from each rollout in `num_iterations * steps_per_generation` updates."""
 
-    needs = frozenset({EQUAL_REPLICAS, SYNCHRONOUS_UPDATES})
     config: GrpoConfig
-    worker: RolloutWorker
-    heldout: HeldoutRewards
-    reference: ReferenceModel
-    num_completions: int
-    """Completions of one update."""
-    row_len: int
-    """Tokens of a row."""
-    observe: Callable[[int, Sequence[Mapping[str, Any]]], None] = lambda number, samples: None
-    """Called on the first rank with the number of each rollout and some of its completions."""
-    layout: ModelLayout = field(default_factory=one_process)
-    next_place: int = 0
-    """Prompts used so far, in their endless random order."""
-    buffer: ExperienceBuffer = field(init=False)
 
     def __post_init__(self) -> None:
         config = self.config
@@ -125,29 +104,12 @@ class Grpo(Objective):
                 f"{self.num_completions * config.steps_per_generation} completions of a rollout "
                 "(batch_tokens / pack.seq_len * steps_per_generation); change one of them"
             )
-        self.buffer = ExperienceBuffer(
-            num_epochs=config.num_iterations,
-            num_minibatches=config.steps_per_generation,
-            row_len=self.row_len,
-            seed=self.worker.seed,
-        )
+        self.buffer = self.new_buffer(num_epochs=config.num_iterations, num_minibatches=config.steps_per_generation)
 
     @property
     def metric_names(self) -> Sequence[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
         own = ["reward_std", "frac_reward_zero_std", "sampling/rounds", *CLIP_NAMES, "entropy"]
         return [*self.heldout.metric_names, *own, *(["kl"] if self.config.beta else [])]
-
-    def begin(self, layout: ModelLayout) -> None:
-        self.layout = layout
-
-    def batches(self, model: Decoder, *, first: int, rank: int, world_size: int) -> Iterator[TokenBatch]:
-        for _ in itertools.count(first):
-            if self.buffer.is_used_up:
-                self.buffer.fill(self._experience(model))
-            yield self.buffer.next_minibatch(rank=rank, world_size=world_size)
-
-    def prepare(self, batch: TokenBatch, model: Decoder) -> TokenBatch:
-        return self.heldout.prepare(batch, model, self.layout)
 
     def weights(self, batch: TokenBatch) -> Mapping[str, Tensor]:
         if is_heldout(batch):
@@ -156,9 +118,8 @@ class Grpo(Objective):
 
     def losses(self, output: Tensor, batch: TokenBatch, model: Decoder) -> Terms:
         if is_heldout(batch):
-            return Terms(
-                {"policy": self.heldout.loss(batch)}, {**self._no_metrics(output), **self.heldout.metrics(batch)}
-            )
+            nothing = self.constant_metrics(output, with_rollout=False)
+            return Terms({"policy": self.heldout.loss(batch)}, {**nothing, **self.heldout.metrics(batch)})
         extras, mask_BT = batch.extras, batch.labels_BT != IGNORED
         log_probs_BT, entropies_BT = model.token_log_probs_and_entropies(output, batch.labels_BT)
         policy = clipped_policy_loss(
@@ -179,22 +140,9 @@ class Grpo(Objective):
             losses_BT = losses_BT + self.config.beta * kl_BT
             metrics["kl"] = ((kl_BT.detach() * mask_BT).sum(), count)
         loss = (losses_BT * extras["loss_weights_BT"] * mask_BT).sum()
-        return Terms({"policy": loss}, {**self._no_metrics(output), **self._rollout_metrics(output), **metrics})
+        return Terms({"policy": loss}, {**self.constant_metrics(output, with_rollout=True), **metrics})
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"next_place": self.next_place, "buffer": self.buffer.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.next_place = state["next_place"]
-        self.buffer.load_state_dict(state["buffer"])
-
-    def _no_metrics(self, output: Tensor) -> dict[str, Metric]:
-        return constant_metrics({}, self.metric_names, output.device)
-
-    def _rollout_metrics(self, output: Tensor) -> dict[str, Metric]:
-        return constant_metrics(self.buffer.metrics, list(self.buffer.metrics), output.device)
-
-    def _experience(self, model: Decoder) -> Experience:
+    def new_experience(self, model: Decoder) -> Experience:
         """Roll out, and keep what can be learned from."""
         with self.layout.whole_model(model) as whole:
             rollout, metrics = self._roll_out(whole)
@@ -216,22 +164,16 @@ class Grpo(Objective):
         """As many groups as an update needs, or fewer if too many have equal rewards; and figures of all that was
         generated.
         """
-        config, worker, number = self.config, self.worker, self.buffer.number + 1
+        config = self.config
         num_groups = self.num_completions * config.steps_per_generation // config.num_generations
         most = num_groups * config.num_generations
         generated, kept = list[Rollout](), list[Rollout]()
         while len(generated) <= config.resampling_rounds and sum(one.num_completions for one in kept) < most:
-            numbers = prompt_numbers(self.next_place, num_groups, num_prompts=len(worker.prompts), seed=worker.seed)
-            self.next_place += num_groups
-            stream = ("rollout", number, len(generated))
-            rollout = worker.roll_out(
-                whole, self.layout.world, numbers, num_generations=config.num_generations, stream=stream
-            )
+            rollout = self.roll_out(whole, num_groups, num_generations=config.num_generations, more=(len(generated),))
             generated.append(rollout)
             kept.append(unequal_groups(rollout, config.num_generations) if config.resampling_rounds else rollout)
         everything, chosen = Rollout.joined(generated), Rollout.joined(kept)
-        if self.layout.world.is_first:
-            self.observe(number, shown(everything, worker, worker.config.shown_completions))
+        self.show(everything)
         chosen = chosen.take(torch.arange(min(chosen.num_completions, most)))
         return chosen, self._figures(everything, len(generated))
 

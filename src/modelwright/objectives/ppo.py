@@ -7,39 +7,33 @@ to its function here.
 Legend: C completions, T places (see `completion_rows.py`), B rows.
 """
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from modelwright.core.compatibility import EQUAL_REPLICAS, SYNCHRONOUS_UPDATES
 from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
 from modelwright.data.batch import IGNORED, TokenBatch
-from modelwright.data.prompts import prompt_numbers
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.advantages import generalized_advantages, whitened
-from modelwright.objectives.experience import Experience, ExperienceBuffer, values_of_places
-from modelwright.objectives.heldout_rewards import HeldoutRewards, is_heldout
+from modelwright.objectives.experience import Experience, values_of_places
+from modelwright.objectives.heldout_rewards import is_heldout
 from modelwright.objectives.policy_terms import clipped_policy_loss, clipped_value_loss, kl_k1, kl_k2
-from modelwright.objectives.reference_model import ROWS_AT_ONCE, ReferenceModel
+from modelwright.objectives.reference_model import ROWS_AT_ONCE
 from modelwright.objectives.reward_shaping import KlController, RunningMoments, completion_scores
+from modelwright.objectives.rollout_objective import RolloutObjective
 from modelwright.objectives.rollouts import (
     Rollout,
     RolloutConfig,
-    RolloutWorker,
     check_rollout_training,
-    constant_metrics,
     rollout_metrics,
-    shown,
 )
 from modelwright.train.config import TrainConfig
-from modelwright.train.objective import Metric, Objective, Terms, forward
-from modelwright.train.whole_model import ModelLayout, one_process
+from modelwright.train.objective import Metric, Terms, forward
 
 VALUE = "value"
 ROLLOUT_NAMES = (
@@ -136,26 +130,12 @@ class ValueHead(nn.Module):
 
 
 @dataclass(kw_only=True)
-class Ppo(Objective):
+class Ppo(RolloutObjective):
     """Rolls out, and learns from each rollout in `num_ppo_epochs * num_mini_batches` updates."""
 
-    needs = frozenset({EQUAL_REPLICAS, SYNCHRONOUS_UPDATES})
     config: PpoConfig
-    worker: RolloutWorker
-    heldout: HeldoutRewards
-    reference: ReferenceModel
-    num_completions: int
-    """Completions of one update."""
-    row_len: int
-    """Tokens of a row."""
-    observe: Callable[[int, Sequence[Mapping[str, Any]]], None] = lambda number, samples: None
-    """Called on the first rank with the number of each rollout and some of its completions."""
-    layout: ModelLayout = field(default_factory=one_process)
-    next_place: int = 0
-    """Prompts used so far, in their endless random order."""
     moments: RunningMoments = field(default_factory=RunningMoments)
     """Mean and variance of the scores of all rollouts so far."""
-    buffer: ExperienceBuffer = field(init=False)
     kl: KlController = field(init=False)
     update_kl: list[float] = field(default_factory=lambda: [0.0, 0.0])
     """Sum and number of the approximate KL of the newest update on this rank, until all ranks have added it up."""
@@ -163,12 +143,7 @@ class Ppo(Objective):
     def __post_init__(self) -> None:
         config = self.config
         self.kl = KlController(coefficient=config.kl_coef, target=config.kl_target, horizon=config.kl_horizon)
-        self.buffer = ExperienceBuffer(
-            num_epochs=config.num_ppo_epochs,
-            num_minibatches=config.num_mini_batches,
-            row_len=self.row_len,
-            seed=self.worker.seed,
-        )
+        self.buffer = self.new_buffer(num_epochs=config.num_ppo_epochs, num_minibatches=config.num_mini_batches)
 
     @property
     def metric_names(self) -> Sequence[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -176,19 +151,6 @@ class Ppo(Objective):
 
     def own_modules(self, config: ModelConfig) -> Mapping[str, nn.Module]:
         return {VALUE: ValueHead(config.model_dim)}
-
-    def begin(self, layout: ModelLayout) -> None:
-        self.layout = layout
-
-    def batches(self, model: Decoder, *, first: int, rank: int, world_size: int) -> Iterator[TokenBatch]:
-        for _ in itertools.count(first):
-            self._stop_early()
-            if self.buffer.is_used_up:
-                self.buffer.fill(self._experience(model))
-            yield self.buffer.next_minibatch(rank=rank, world_size=world_size)
-
-    def prepare(self, batch: TokenBatch, model: Decoder) -> TokenBatch:
-        return self.heldout.prepare(batch, model, self.layout)
 
     def weights(self, batch: TokenBatch) -> Mapping[str, Tensor]:
         if is_heldout(batch):
@@ -198,10 +160,9 @@ class Ppo(Objective):
         return {"policy": num_tokens, VALUE: num_tokens}
 
     def losses(self, output: Tensor, batch: TokenBatch, model: Decoder) -> Terms:
-        nothing = constant_metrics({}, self.metric_names, output.device)
         if is_heldout(batch):
             loss = self.heldout.loss(batch)
-            metrics = {**nothing, **self.heldout.metrics(batch)}
+            metrics = {**self.constant_metrics(output, with_rollout=False), **self.heldout.metrics(batch)}
             return Terms({"policy": loss, VALUE: torch.zeros_like(loss)}, metrics)
         config, extras, mask_BT = self.config, batch.extras, batch.labels_BT != IGNORED
         log_probs_BT, entropies_BT = model.token_log_probs_and_entropies(output, batch.labels_BT)
@@ -228,28 +189,21 @@ class Ppo(Objective):
             self.update_kl[0] += float(metrics["policy/approxkl_avg"][0])
             self.update_kl[1] += float(count)
         policy_BT = policy.losses - config.entropy_coef * entropies_BT
-        rollout = constant_metrics(self.buffer.metrics, list(self.buffer.metrics), output.device)
         return Terms(
             {"policy": (policy_BT * mask_BT).sum(), VALUE: config.vf_coef * (value_losses_BT * mask_BT).sum()},
-            {**nothing, **rollout, **metrics},
+            {**self.constant_metrics(output, with_rollout=True), **metrics},
         )
 
     def state_dict(self) -> dict[str, Any]:
-        self._stop_early()
-        return {
-            "next_place": self.next_place,
-            "kl_coef": self.kl.coefficient,
-            "moments": dict(vars(self.moments)),
-            "buffer": self.buffer.state_dict(),
-        }
+        self.before_minibatch()
+        return {**super().state_dict(), "kl_coef": self.kl.coefficient, "moments": dict(vars(self.moments))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.next_place, self.kl.coefficient = state["next_place"], state["kl_coef"]
-        self.moments = RunningMoments(**state["moments"])
-        self.buffer.load_state_dict(state["buffer"])
+        super().load_state_dict(state)
+        self.kl.coefficient, self.moments = state["kl_coef"], RunningMoments(**state["moments"])
 
-    def _stop_early(self) -> None:
-        """End the rollout if its newest update went too far. All ranks call this together, after the same updates."""
+    def before_minibatch(self) -> None:
+        """End the rollout if its newest update went too far."""
         if not self.config.target_kl:
             return
         total, count = self.layout.world.sums(self.update_kl)
@@ -257,9 +211,10 @@ class Ppo(Objective):
         if count and total / count > self.config.target_kl:
             self.buffer.end()
 
-    def _experience(self, model: Decoder) -> Experience:
+    def new_experience(self, model: Decoder) -> Experience:
         with self.layout.whole_model(model) as whole:
-            rollout = self._roll_out(whole)
+            rollout = self.roll_out(whole, self.num_completions * self.config.num_mini_batches, num_generations=1)
+            self.show(rollout)
             figures = rollout_metrics(rollout, self.worker.term_names)
             rollout = rollout.take(rollout.scored_C)
             values_CT = self._values(whole, rollout)
@@ -289,16 +244,6 @@ class Ppo(Objective):
             "old_values": values_CT,
         }
         return Experience.of(rollout, extras_CT, figures)
-
-    def _roll_out(self, whole: Decoder) -> Rollout:
-        count, worker = self.num_completions * self.config.num_mini_batches, self.worker
-        numbers = prompt_numbers(self.next_place, count, num_prompts=len(worker.prompts), seed=worker.seed)
-        self.next_place += count
-        number = self.buffer.number + 1
-        rollout = worker.roll_out(whole, self.layout.world, numbers, num_generations=1, stream=("rollout", number))
-        if self.layout.world.is_first:
-            self.observe(number, shown(rollout, worker, worker.config.shown_completions))
-        return rollout
 
     def _values(self, whole: Decoder, rollout: Rollout) -> Tensor:
         """The value before each generated token [C, T] float32, 0 elsewhere. All ranks call together."""

@@ -1,0 +1,98 @@
+"""What objectives share that roll out, and learn from each rollout in several updates."""
+
+import itertools
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from modelwright.core.compatibility import EQUAL_REPLICAS, SYNCHRONOUS_UPDATES
+from modelwright.data.batch import TokenBatch
+from modelwright.data.prompts import prompt_numbers
+from modelwright.model.decoder import Decoder
+from modelwright.objectives.experience import Experience, ExperienceBuffer
+from modelwright.objectives.heldout_rewards import HeldoutRewards
+from modelwright.objectives.reference_model import ReferenceModel
+from modelwright.objectives.rollouts import Rollout, RolloutWorker, constant_metrics, shown
+from modelwright.train.objective import Metric, Objective
+from modelwright.train.whole_model import ModelLayout, one_process
+
+
+@dataclass(kw_only=True)
+class RolloutObjective(Objective):
+    """Fills a buffer with the experience of a rollout whenever it is used up, and hands out its minibatches."""
+
+    needs = frozenset({EQUAL_REPLICAS, SYNCHRONOUS_UPDATES})
+    worker: RolloutWorker
+    heldout: HeldoutRewards
+    reference: ReferenceModel
+    num_completions: int
+    """Completions of one update."""
+    row_len: int
+    """Tokens of a row."""
+    observe: Callable[[int, Sequence[Mapping[str, Any]]], None] = lambda number, samples: None
+    """Called on the first rank with the number of each rollout and some of its completions."""
+    layout: ModelLayout = field(default_factory=one_process)
+    next_place: int = 0
+    """Prompts used so far, in their endless random order."""
+    buffer: ExperienceBuffer = field(init=False)
+
+    @abstractmethod
+    def new_experience(self, model: Decoder) -> Experience:
+        """Roll out, and compute what is learned from it. All ranks call together."""
+
+    def new_buffer(self, *, num_epochs: int, num_minibatches: int) -> ExperienceBuffer:
+        return ExperienceBuffer(
+            num_epochs=num_epochs, num_minibatches=num_minibatches, row_len=self.row_len, seed=self.worker.seed
+        )
+
+    def begin(self, layout: ModelLayout) -> None:
+        self.layout = layout
+
+    def batches(self, model: Decoder, *, first: int, rank: int, world_size: int) -> Iterator[TokenBatch]:
+        for _ in itertools.count(first):
+            self.before_minibatch()
+            if self.buffer.is_used_up:
+                self.buffer.fill(self.new_experience(model))
+            yield self.buffer.next_minibatch(rank=rank, world_size=world_size)
+
+    def before_minibatch(self) -> None:
+        """May end the rollout at hand. All ranks call together, after the same updates."""
+
+    def prepare(self, batch: TokenBatch, model: Decoder) -> TokenBatch:
+        return self.heldout.prepare(batch, model, self.layout)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next_place": self.next_place, "buffer": self.buffer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.next_place = state["next_place"]
+        self.buffer.load_state_dict(state["buffer"])
+
+    def roll_out(
+        self, model: Decoder, num_prompts: int, *, num_generations: int, more: tuple[int, ...] = ()
+    ) -> Rollout:
+        """Completions of the next prompts. more: numbers this generation of the rollout, where there are several."""
+        worker = self.worker
+        numbers = prompt_numbers(self.next_place, num_prompts, num_prompts=len(worker.prompts), seed=worker.seed)
+        self.next_place += num_prompts
+        stream = ("rollout", self.rollout_number, *more)
+        return worker.roll_out(model, self.layout.world, numbers, num_generations=num_generations, stream=stream)
+
+    @property
+    def rollout_number(self) -> int:
+        """Of the rollout that fills the buffer next, from 0."""
+        return self.buffer.number + 1
+
+    def show(self, rollout: Rollout) -> None:
+        """Give some completions to `observe`."""
+        if self.layout.world.is_first:
+            self.observe(self.rollout_number, shown(rollout, self.worker, self.worker.config.shown_completions))
+
+    def constant_metrics(self, output: Tensor, *, with_rollout: bool) -> dict[str, Metric]:
+        """All metrics as none; with the figures of the newest rollout."""
+        nothing = constant_metrics({}, self.metric_names, output.device)
+        figures = self.buffer.metrics if with_rollout else {}
+        return {**nothing, **constant_metrics(figures, list(figures), output.device)}
