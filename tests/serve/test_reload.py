@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import json
+import subprocess
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -128,6 +129,47 @@ def test_20_reloads_under_load(server: ServerThread, folders, answers):
     assert [name for name in found if name.startswith("modelwright_model_info")] == [
         f'modelwright_model_info{{version="{next(iter(folders))}"}}'
     ]
+
+
+def test_reloads_replace_engine_processes(folders, answers, tmp_path: Path):
+    keys = write_keys(tmp_path / "keys.yaml", root={"scopes": ["infer", "admin", "metrics"]})
+    config = ServeConfig(port=0, engines=2, engine=ENGINE, keys_file=keys)
+    source = ModelSource(name="tiny", folder=next(iter(folders.values())))
+
+    def processes(server: ServerThread) -> list[subprocess.Popen[bytes]]:
+        return [slot.handle.process for slot in server.service.worker.client._slots]
+
+    async def run(server: ServerThread) -> tuple[set[str], list[subprocess.Popen[bytes]]]:
+        is_over, seen, earlier = False, set(), []
+
+        async def keep_asking(number: int) -> None:
+            count = number
+            while not is_over:
+                prompt = PROMPTS[count % len(PROMPTS)]
+                (version,), text = await ask(client, prompt, stream=count % 2 == 0)
+                assert text == answers[version, prompt]
+                seen.add(version)
+                count += 1
+
+        async with httpx.AsyncClient(base_url=server.url, headers=ADMIN, timeout=120) as client:
+            asking = [asyncio.create_task(keep_asking(number)) for number in range(4)]
+            for path in reversed(folders.values()):
+                earlier += processes(server)
+                reply = await client.post("/admin/reload", json={"path": str(path)})
+                assert reply.json()["status"] == "reloaded"
+                await asyncio.sleep(0.3)
+            is_over = True
+            await asyncio.gather(*asking)
+        return seen, earlier
+
+    with ServerThread(*load_engines(source, config), config, model_name="tiny", source=source) as server:
+        seen, earlier = asyncio.run(run(server))
+        assert seen == set(folders)
+        wait_until(lambda: not server.service.retiring)
+        assert len(earlier) == 4
+        assert all(process.poll() is not None for process in earlier), "a process outlives its version"
+        assert all(process.poll() is None for process in processes(server))
+        assert samples(server, **ADMIN)["modelwright_engines"] == 2
 
 
 def test_open_answers_finish_on_the_old_version(server: ServerThread, folders, answers):

@@ -70,17 +70,22 @@ class CopyWorkers:
         self._futures[number] = self._pool.submit(make_copies, self.recipe, self._jobs[number])
 
     def _restart(self) -> None:
-        self._num_breaks += 1
-        if self._num_breaks == _MOST_BREAKS:
-            raise ModelwrightError(
-                f"processes that augment documents were killed {_MOST_BREAKS} times, perhaps for lack of memory; lower "
-                "augmentation.num_workers, or choose methods without a model"
-            )
         jobs = dict(self._jobs)
-        self.close()
-        self._jobs = jobs
-        for number in jobs:
-            self._begin(number)
+        while True:
+            self._num_breaks += 1
+            if self._num_breaks == _MOST_BREAKS:
+                raise ModelwrightError(
+                    f"processes that augment documents were killed {_MOST_BREAKS} times, perhaps for lack of memory; "
+                    "lower augmentation.num_workers, or choose methods without a model"
+                )
+            self.close()
+            self._jobs = dict(jobs)
+            try:
+                for number in jobs:
+                    self._begin(number)
+            except BrokenProcessPool:
+                continue
+            return
 
     def _drop(self, number: int) -> None:
         self._futures.pop(number).cancel()
