@@ -12,16 +12,17 @@ import os
 import runpy
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from unittest import mock
+
+from torch._C._distributed_c10d import TCPStore
 
 TIMEOUT_S = 240
 """Far more than anything here takes: a machine that is busy with other things must fail no test."""
@@ -45,10 +46,11 @@ IMPORTED = (
 
 @dataclass(frozen=True)
 class Started:
-    """A process, and the folder of the files that hold what it writes."""
+    """A process, the folder of the files that hold what it writes, and the store that it finds other ranks by."""
 
     process: ForkServerProcess
     folder: Path
+    store: TCPStore | None = None
 
     @property
     def pid(self) -> int:
@@ -118,11 +120,16 @@ def start_process(
 
 
 def start_ranks(script: Path, *arguments: object, size: int) -> list[Started]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(size)}
-    return [start_process(script, *arguments, environment={**shared, "RANK": str(rank)}) for rank in range(size)]
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is this process's, so its port cannot be taken meanwhile
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "WORLD_SIZE": str(size),
+    }
+    ranks = [start_process(script, *arguments, environment={**shared, "RANK": str(rank)}) for rank in range(size)]
+    return [replace(rank, store=store) for rank in ranks]
 
 
 def wait_for(processes: Sequence[Started]) -> list[tuple[int, str, str]]:

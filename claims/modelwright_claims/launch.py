@@ -1,7 +1,6 @@
 """Start the ranks of a distributed program, on this machine or on the hosts of a `Network`, and wait for them."""
 
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -9,6 +8,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
+
+from torch._C._distributed_c10d import TCPStore
 
 from modelwright.core.errors import ModelwrightError
 from modelwright_claims.netns import Network
@@ -20,11 +21,16 @@ POLL_S = 0.02
 
 @dataclass(frozen=True)
 class Rank:
-    """One process and the files that take its output."""
+    """One process and the files that take its output.
+
+    store: where the ranks find each other, served by this process while it is referred to; None where the first rank
+    serves it.
+    """
 
     process: subprocess.Popen[Any]
     output: IO[bytes]
     errors: IO[bytes]
+    store: TCPStore | None = None
 
 
 def start_ranks(
@@ -46,12 +52,15 @@ def start_ranks(
     ranks_per_host = ranks_per_host or (num_ranks if network is None else 1)
     command = [sys.executable, "-m", module, *arguments]
     names = list(hosts or network.hosts) if network else []
-    port = free_port_on(network, names[0]) if network else _free_port()
+    # A store of this process's own: a port that is looked up and released may be taken before the first rank has it.
+    store = None if network else TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    local = {} if store is None else _environment_of(store)
+    port = free_port_on(network, names[0]) if network else 0
     ranks = []
     for rank in range(num_ranks):
         variables = {
             **(network.torch_environment(names[rank // ranks_per_host], names[0], port) if network else os.environ),
-            **({} if network else {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}),
+            **local,
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             "OMP_NUM_THREADS": str(threads),
             "WORLD_SIZE": str(num_ranks),
@@ -66,7 +75,7 @@ def start_ranks(
             process = network.popen(names[rank // ranks_per_host], command, **options)
         else:
             process = subprocess.Popen(command, **options)
-        ranks.append(Rank(process, output, errors))
+        ranks.append(Rank(process, output, errors, store))
     return ranks
 
 
@@ -104,7 +113,11 @@ def _text(file: IO[bytes]) -> str:
     return file.read().decode(errors="replace")
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def _environment_of(store: TCPStore) -> dict[str, str]:
+    """What `torchrun` sets for ranks whose store is served by another process, on this machine."""
+    return {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }

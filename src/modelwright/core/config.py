@@ -65,6 +65,11 @@ def word_for_none() -> Mapping[str, Any]:
     return {"word_for_none": True}
 
 
+def if_missing(remedy: str) -> Mapping[str, Any]:
+    """The metadata of a dataclass field without a default: what the error says besides that it is missing."""
+    return {"if_missing": remedy}
+
+
 def _without_word_for_none(field: dataclasses.Field[Any], value: Any) -> Any:
     """An empty list in place of one of the words, alone or as the only entry, if the field takes them."""
     entries: list[Any] = cast(list[Any], value) if isinstance(value, list) else [value]
@@ -129,7 +134,8 @@ def parse(cls: type[C], data: Any, path: str = "", *, constants: bool = False) -
     for name, field in fields.items():
         has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
         if name not in values and not has_default:
-            raise ConfigError(f"{_join(path, name)}: is required and has no default")
+            remedy = field.metadata.get("if_missing", "")
+            raise ConfigError(f"{_join(path, name)}: is required and has no default{remedy and '; '}{remedy}")
     try:
         return cls(**values)
     except ConfigError as error:

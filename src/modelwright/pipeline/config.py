@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
-from modelwright.core.config import difference, dump
+from modelwright.core.config import difference, dump, if_missing
 from modelwright.core.errors import ConfigError
 from modelwright.data.sources import SourceConfig
 from modelwright.data.tokenizer import TokenizerConfig
@@ -68,7 +68,7 @@ class RunConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     data: SourceConfig = field(default_factory=SourceConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
-    model: ModelConfig
+    model: ModelConfig = field(metadata=if_missing("describe a model, or start from a model folder with init_from"))
     training: SharedTrainConfig = field(default_factory=SharedTrainConfig)
     lora: AdapterConfig = field(default_factory=AdapterConfig)
     """What training stages inherit as their own `lora`, like `training`."""
