@@ -47,7 +47,7 @@ def test_every_command_does_what_the_page_says(
     served = None
     shown: dict[str, str] = {}
     for line in commands():
-        words = shlex.split(line.replace("8000", str(port)).replace("--minutes 5", "--minutes 0.7"))
+        words = shlex.split(line.replace("8000", str(port)).replace("--minutes 5", "--minutes 0.35"))
         if words[0] == "curl":
             assert served is not None
             shown[line] = answer(words)
