@@ -6,6 +6,9 @@ import signal
 import pytest
 
 import modelwright  # noqa: F401  (sets what PyTorch reads when it is loaded, before a test imports it)
+from impatient import look_once
+
+look_once()
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -37,7 +37,6 @@ def test_every_command_does_what_the_page_says(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(resolve, "BUDGET_S", 0.05)  # for what is measured of the machine
-    monkeypatch.setattr(resolve, "num_usable_cores", lambda: 1)  # or it would wait for a quiet moment
     monkeypatch.setattr(sys, "stdin", io.StringIO("Box 7: which color?\n"))
     write_model(tmp_path / "models" / "my-model")
     write_examples(tmp_path / "examples.jsonl")
