@@ -47,7 +47,7 @@ def read_warc(file: File, complain: Complaint, skip: Skip) -> Iterator[tuple[str
             if record is None:
                 return None
             number += 1
-            if len(block) != int(record.headers.get("Content-Length", -1)):
+            if len(block) != int(record.headers.get("Content-Length") or -1):
                 return complain("truncated", where, "the archive ends here within a page", "fetch the file again")
             text = _text(record, block, lambda reason, where=where: skip(reason, where))
             if text is not None:
@@ -70,7 +70,7 @@ def _text(record: Any, block: bytes, skip: Callable[[str], None]) -> str | None:
         return skip(f"{kind} in a web archive")
     content = record.reader.read()
     encoding = map_encoding_to_html5(record.http_charset) if record.http_charset else detect_encoding(content)
-    text = bytes_to_str(content, encoding)
+    text = bytes_to_str(content, encoding or "utf-8")
     if kind in TEXT_TYPES:
         return text
     return extract_plain_text(text, alt_texts=False, skip_elements=["nav", "footer"])
