@@ -9,8 +9,43 @@ from typing import Any
 import numpy as np
 
 SYLLABLES = {
-    "usual": "ka lo mi ru te so na ri sto va len pit der mon gal fir bes tu".split(),
-    "other": "czy prz wsk drz kie dzi osc niej szcz rzy chw eni zna gdz trz".split(),
+    "usual": [
+        "ka",
+        "lo",
+        "mi",
+        "ru",
+        "te",
+        "so",
+        "na",
+        "ri",
+        "sto",
+        "va",
+        "len",
+        "pit",
+        "der",
+        "mon",
+        "gal",
+        "fir",
+        "bes",
+        "tu",
+    ],
+    "other": [
+        "czy",
+        "prz",
+        "wsk",
+        "drz",
+        "kie",
+        "dzi",
+        "osc",
+        "niej",
+        "szcz",
+        "rzy",
+        "chw",
+        "eni",
+        "zna",
+        "gdz",
+        "trz",
+    ],
 }
 NUM_TOPICS = 12
 TOPIC_WORDS = 150
@@ -42,6 +77,7 @@ class Traffic:
         self._common_p, self._topic_p, self._other_p = (
             _zipf(n) for n in (COMMON_WORDS, TOPIC_WORDS, COMMON_WORDS + TOPIC_WORDS)
         )
+        self._topics_p = _zipf(NUM_TOPICS, 0.7)
         self._user_p = _zipf(num_users, 0.6)
 
     def requests(
@@ -62,7 +98,8 @@ class Traffic:
 
     def _session(self, dice: np.random.Generator, at: float, name: str, shift: Shift) -> list[dict[str, Any]]:
         is_other = dice.random() < shift.other_language
-        topic = NUM_TOPICS if dice.random() < shift.rare_topic else int(dice.choice(NUM_TOPICS, p=_zipf(NUM_TOPICS, 0.7)))
+        is_rare = dice.random() < shift.rare_topic
+        topic = NUM_TOPICS if is_rare else int(dice.choice(NUM_TOPICS, p=self._topics_p))
         user = f"user-{dice.choice(self.num_users, p=self._user_p)}"
         scale = 12 * np.exp(0.4 * dice.standard_normal()) * (1 + 0.05 * topic)
         mood = dice.beta(4, 2)
@@ -81,11 +118,15 @@ class Traffic:
 
     def _text(self, dice: np.random.Generator, num_words: int, topic: int, is_other: bool) -> str:
         if is_other:
-            return " ".join(dice.choice(self._other, num_words, p=self._other_p))
+            return " ".join(_drawn(dice, self._other, self._other_p, num_words))
         num_common = int(dice.binomial(num_words, 0.6))
-        common = dice.choice(self._common, num_common, p=self._common_p)
-        words = [*common, *dice.choice(self._topics[topic], num_words - num_common, p=self._topic_p)]
-        return " ".join(dice.permutation(words))
+        common = _drawn(dice, self._common, self._common_p, num_common)
+        return " ".join([*common, *_drawn(dice, self._topics[topic], self._topic_p, num_words - num_common)])
+
+
+def _drawn(dice: np.random.Generator, words: np.ndarray, weights: np.ndarray, count: int) -> np.ndarray:
+    """`dice.choice(words, count, p=weights)`, faster."""
+    return words[np.searchsorted(weights.cumsum(), dice.random(count) * 0.9999999)]
 
 
 def _feedback(dice: np.random.Generator, mood: float, shift: Shift) -> Mapping[str, Any]:

@@ -26,8 +26,8 @@ NUM_REFERENCES = 50
 @dataclass(frozen=True)
 class Calibration:
     """`nulls` [features, draws]: statistics of windows without drift, each row sorted; `level`: an alarm is an adjusted
-    p-value at or below it; `run_length`: windows between false alarms at that level, with the 95% interval from `low` to
-    `high`, which covers the finite number of draws and how much references of this size differ.
+    p-value at or below it; `run_length`: windows between false alarms at that level; `low`, `high`: its 95% interval,
+    which covers the finite number of draws and how much references of this size differ.
     """
 
     nulls: Floats
@@ -68,7 +68,12 @@ class BlockSampler:
 
 
 def calibrate(
-    marginals: Sequence[Marginal], sampler: BlockSampler, config: DriftConfig, *, with_embedding: bool, progress: Progress
+    marginals: Sequence[Marginal],
+    sampler: BlockSampler,
+    config: DriftConfig,
+    *,
+    with_embedding: bool,
+    progress: Progress,
 ) -> Calibration:
     """Draw windows and choose the level. with_embedding: the classifier two-sample test is among the features; its
     p-values come from permutations, so they are uniform without drift. They are taken as independent of the others.

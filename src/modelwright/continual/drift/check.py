@@ -31,9 +31,9 @@ class FeatureDrift:
     """One feature of a window against the reference.
 
     `statistic`: the effect in standard errors, or the classifier test's; `effect`: KS distance, total variation, or KS
-    distance of the classifier's logits, each the least probability mass that has moved; `p_value`: without drift, before
-    the adjustment for several features; `adjusted_p`: by Benjamini and Yekutieli; `cause`: one sentence; examples:
-    prompts and answers that are typical for what the window has more of, and for what the reference has more of.
+    distance of the classifier's logits, each the least probability mass that has moved; `p_value`: before the adjustment
+    for several features; `adjusted_p`: by Benjamini and Yekutieli; `cause`: one sentence; examples: prompts and answers
+    that are typical for what the window has more of, and for what the reference has more of.
     """
 
     name: str
@@ -79,7 +79,7 @@ class DriftReport:
 
 @dataclass(frozen=True)
 class _Finding:
-    """A feature's figures before the adjustment, and how strongly each record speaks for the window or the reference."""
+    """A feature's figures before the adjustment, and how typical each record is for what has changed."""
 
     name: str
     statistic: float
@@ -108,7 +108,9 @@ def check(records: Sequence[RequestRecord], reference: Reference, progress: Prog
     records = in_order(checked((f"record {number}", record) for number, record in enumerate(records, start=1)))
     sessions, users = session_codes(records)
     if len(users) < LEAST_UNITS:
-        raise DataError(f"{len(records)} requests of {len(users)} sessions are too few; give at least {LEAST_UNITS} sessions")
+        raise DataError(
+            f"{len(records)} requests of {len(users)} sessions are too few; give at least {LEAST_UNITS} sessions"
+        )
     units = make_units(sessions, users, reference.max_user_share)
     texts = [record.get("prompt") or "" for record in records]
     scores = reference.reader.scores(texts, progress)
@@ -188,9 +190,7 @@ def _shown(texts: Sequence[tuple[str, str, str]], scores: Floats) -> tuple[str, 
     return tuple(shown.values())
 
 
-def _compare(
-    marginal: Marginal, values: Floats, units: Units, reference: Reference, place: int, unit: str
-) -> _Finding:
+def _compare(marginal: Marginal, values: Floats, units: Units, reference: Reference, place: int, unit: str) -> _Finding:
     distance = marginal.compare(values, units)
     null = reference.calibration.nulls[place : place + 1]
     p_value = float(null_p_values(np.array([distance.statistic]), null)[0])

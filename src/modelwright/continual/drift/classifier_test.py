@@ -1,6 +1,6 @@
 """The classifier two-sample test: can a classifier tell the requests of a window from those of the reference?
 
-A logistic regression learns on one half of the sessions and gives logits to the other half, and the other way round. The
+A logistic regression learns on one half of the sessions and gives logits to the other, and the other way round. The
 statistic is the difference between the mean logits of the two samples (Cheng & Cloninger, IEEE Trans. Inf. Theory 68,
 2022) in standard errors; it sees a rare topic, with which classification accuracy (Lopez-Paz & Oquab, ICLR 2017) hardly
 changes. Both halves' statistics depend on each other, so the classifiers are trained anew for each permutation of the
@@ -26,9 +26,9 @@ _TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class SeparationTest:
-    """The result. `statistic`: difference of mean logits in standard errors; `effect`: KS distance between the logits of the
-    two samples, a lower bound of the probability mass that has moved; `logits` [N]: of each record, by the classifier
-    that has not seen it, higher where it looks like the window.
+    """`statistic`: difference of mean logits in standard errors; `effect`: KS distance between the logits of
+    the two samples, a lower bound of the probability mass that has moved; `logits` [N]: of each record, by the
+    classifier that has not seen it, higher where it looks like the window.
     """
 
     statistic: float
@@ -59,7 +59,10 @@ def separation_test(
     statistics = differences / np.sqrt(np.maximum(variances, 1e-30))
     inside = is_window[units.of_record]
     effect = ks_distance(
-        logits[inside], weights[inside] / weights[inside].sum(), logits[~inside], weights[~inside] / weights[~inside].sum()
+        logits[inside],
+        weights[inside] / weights[inside].sum(),
+        logits[~inside],
+        weights[~inside] / weights[~inside].sum(),
     )
     return SeparationTest(float(statistics[0]), resampling_p_value(statistics[0], statistics[1:]), effect, logits)
 

@@ -109,7 +109,7 @@ class Distance:
 
 @dataclass(frozen=True, eq=False)
 class ResampledMarginal:
-    """A marginal prepared for many windows that consist of the reference's own records. positions [N]: the place of each
+    """A marginal prepared for many windows that consist of the reference's own records. positions [N]: place of each
     record's value in the order of values, -1 where there is none.
     """
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
+from scipy.stats import poisson
 
 from modelwright.continual.drift.calibrate import BlockSampler, Calibration, calibrate, null_p_values
 from modelwright.continual.drift.config import DriftConfig
@@ -30,6 +31,8 @@ LEAST_WINDOWS = 5
 """Windows that a reference must have, or its own error would dominate every comparison."""
 _LEAST_SHARE_PRESENT = 0.02
 """A feature that a smaller share of the reference's records has is left out."""
+_SUSPICIOUS = 0.01
+"""Probability of as many alarms in the reference itself, below which they are no chance."""
 _MOST_EMBEDDED = 20_000
 """Records whose embeddings the reference keeps; whole sessions are drawn from longer ones."""
 _NUM_EXAMPLES = 2000
@@ -84,6 +87,16 @@ class Reference:
             f"(95% interval {one.low:.0f} to {one.high:.0f})"
         )
 
+    def warning(self) -> str:
+        """What a user must know before the run-time is relied on; "" if there is nothing."""
+        expected = self.num_windows / self.calibration.run_length
+        if float(poisson.sf(self.self_alarms - 1, expected)) > _SUSPICIOUS:
+            return ""
+        return (
+            f"{self.self_alarms} of the reference's own {self.num_windows} windows differ from all of it, so traffic "
+            "changes within the reference and alarms will come more often; use larger windows or a steadier time"
+        )
+
 
 def freeze_reference(
     records: Sequence[RequestRecord],
@@ -126,7 +139,9 @@ def load_reference(folder: Path, model_folder: Path | None = None) -> Reference:
     if expected and model_folder is None:
         raise ConfigError(f"{folder}: was frozen with a model; give its folder with --model")
     if model_folder is not None and model_digest(model_folder) != expected:
-        raise ConfigError(f"--model: {model_folder} is not the model that {folder} was frozen with; freeze a new reference")
+        raise ConfigError(
+            f"--model: {model_folder} is not the model that {folder} was frozen with; freeze a new reference"
+        )
     units = Units(arrays["blocks"], np.ones(int(arrays["blocks"].max()) + 1))
     marginals = [
         Marginal(one["name"], one["kind"], arrays[f"values.{one['name']}"], units, tuple(one["categories"]))
@@ -236,7 +251,12 @@ def _whole_blocks(blocks: Ints, num_blocks: int, most: int, rng: np.random.Gener
 
 
 def _self_alarms(
-    marginals: Sequence[Marginal], blocks: Ints, users: Ints, share: float, calibration: Calibration, config: DriftConfig
+    marginals: Sequence[Marginal],
+    blocks: Ints,
+    users: Ints,
+    share: float,
+    calibration: Calibration,
+    config: DriftConfig,
 ) -> int:
     """How many windows of the reference alarm by their marginals: many do if traffic changes in slow rhythms, which the
     bootstrap of sessions does not imitate.

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from modelwright.core.errors import DataError
@@ -20,6 +21,9 @@ COLUMNS = ("id", "time", *_TEXTS, *_NUMBERS)
 
 def read_requests(sources: Sequence[str]) -> list[RequestRecord]:
     """All records of files, folders or patterns, in order of time. Raises `DataError` that names file and line."""
+    for source in sources:
+        if "://" not in source and not any(mark in source for mark in "*?[") and not Path(source).exists():
+            raise DataError(f"{source}: no such file; write it with modelwright requests export")
     files = list(locate(tuple(sources), lambda reason, name: None))
     records = in_order(record for file in files for record in checked(_records(file)))
     if not records:

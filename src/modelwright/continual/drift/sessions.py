@@ -64,7 +64,9 @@ def session_codes(records: Sequence[RequestRecord]) -> tuple[Ints, Ints]:
     for code, record in zip(codes.tolist(), records, strict=True):
         owners.setdefault(code, record.get("user") or ("", code))
     users: dict[object, int] = {}
-    return codes, np.array([users.setdefault(owners[code], len(users)) for code in range(len(sessions))], dtype=np.int64)
+    return codes, np.array(
+        [users.setdefault(owners[code], len(users)) for code in range(len(sessions))], dtype=np.int64
+    )
 
 
 def make_units(sessions: Ints, users: Ints, max_user_share: float) -> Units:
