@@ -1,7 +1,7 @@
 """`modelwright COMMAND ...`: finds the command, runs it, and turns its errors into one line and an exit code.
 
-Exit codes: 0 done, 1 a bug (with traceback), 2 a user's or the machine's error, 3 another process of the run was lost, 4
-drift was found, 130 Ctrl-C, 143 SIGTERM.
+Exit codes: 0 done, 1 a bug (with traceback), 2 a user's or the machine's error, 3 another process of the run was lost,
+4 drift was found, 130 Ctrl-C, 143 SIGTERM.
 """
 
 import errno

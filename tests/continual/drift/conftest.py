@@ -1,18 +1,12 @@
-"""Shared traffic and a frozen reference of it."""
+"""Traffic and a frozen reference of it, shared by all tests."""
 
-import json
-from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from continual_requests import CONFIG
 from drift_traffic import Traffic
-from modelwright.continual.drift.config import DriftConfig
 from modelwright.continual.drift.reference import Reference, freeze_reference
-
-WINDOW = 500
-CONFIG = DriftConfig(window_requests=WINDOW, run_length=50)
 
 
 @pytest.fixture(scope="session")
@@ -28,8 +22,3 @@ def reference_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def reference(traffic: Traffic, reference_folder: Path) -> Reference:
     return freeze_reference(traffic.requests(6000, 1), None, reference_folder, CONFIG)
-
-
-def write_requests(path: Path, records: Iterable[Mapping[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    return path

@@ -13,7 +13,7 @@ import numpy as np
 
 from modelwright.continual.drift.config import DriftConfig
 from modelwright.continual.drift.marginal import Marginal, ResampledMarginal
-from modelwright.continual.drift.sessions import Floats, Ints, make_units
+from modelwright.continual.drift.sessions import Floats, Ints, Units, make_units
 from modelwright.continual.drift.statistics import adjusted_p_values
 from modelwright.core.progress import Progress
 
@@ -49,7 +49,7 @@ class BlockSampler:
         self._users, self._max_user_share = users, max_user_share
         self.num_blocks = len(self._sizes)
 
-    def draw(self, num_records: int, rng: np.random.Generator):
+    def draw(self, num_records: int, rng: np.random.Generator) -> tuple[Ints, Units]:
         """Records [num_records] of a window and their units; the last session is cut."""
         mean = len(self._members) / self.num_blocks
         blocks = np.empty(0, dtype=np.int64)
@@ -85,10 +85,7 @@ def calibrate(
     progress.begin("resample windows", NUM_REFERENCES * per_reference, "windows")
     for group in range(NUM_REFERENCES):
         counts = np.bincount(rng.integers(0, sampler.num_blocks, sampler.num_blocks), minlength=sampler.num_blocks)
-        references = [
-            one.cumulative((counts / np.bincount(one.source.units.of_record))[one.source.units.of_record])
-            for one in prepared
-        ]
+        references = [one.cumulative(counts.astype(np.float64)) for one in prepared]
         for draw in range(per_reference):
             records, units = sampler.draw(config.window_requests, rng)
             for column, (one, reference) in enumerate(zip(prepared, references, strict=True)):

@@ -31,9 +31,9 @@ class FeatureDrift:
     """One feature of a window against the reference.
 
     `statistic`: the effect in standard errors, or the classifier test's; `effect`: KS distance, total variation, or KS
-    distance of the classifier's logits, each the least probability mass that has moved; `p_value`: before the adjustment
-    for several features; `adjusted_p`: by Benjamini and Yekutieli; `cause`: one sentence; examples: prompts and answers
-    that are typical for what the window has more of, and for what the reference has more of.
+    distance of the classifier's logits, each the least probability mass that has moved; `p_value`: before the
+    adjustment for several features; `adjusted_p`: by Benjamini and Yekutieli; `cause`: one sentence; examples: prompts
+    and answers typical for what the window has more of, and for what the reference has more of.
     """
 
     name: str

@@ -124,10 +124,14 @@ class ResampledMarginal:
         positions[source.present] = places
         return cls(source, positions, len(distinct))
 
-    def cumulative(self, record_weights: Floats) -> Floats:
-        """The distribution function of the weighted reference at each place, with a 0 before the first."""
-        mask = self.source.present
-        sums = np.bincount(self.positions[mask], record_weights[mask], minlength=self.num_places).cumsum()
+    def cumulative(self, multiplicities: Floats) -> Floats:
+        """The distribution function at each place, with a 0 before the first, of a reference that has each unit so many
+        times [U].
+        """
+        owners = self.source.units.of_record[self.source.present]
+        sizes = np.bincount(owners, minlength=len(multiplicities))
+        weights = multiplicities[owners] / sizes[owners]
+        sums = np.bincount(self.positions[self.source.present], weights, minlength=self.num_places).cumsum()
         return np.concatenate([[0.0], sums / sums[-1]])
 
     def compare(self, records: Ints, units: Units, reference: Floats) -> tuple[float, float]:

@@ -71,12 +71,12 @@ def session_codes(records: Sequence[RequestRecord]) -> tuple[Ints, Ints]:
 
 def make_units(sessions: Ints, users: Ints, max_user_share: float) -> Units:
     """Each session a unit of weight 1, except that the sessions of a user with a larger share than `max_user_share` are
-    one unit of that share. sessions [N]: of each record; users [S]: of each session.
+    one unit of that share. sessions [N]: of each record, numbered without gaps; users [S]: of each session.
     """
     num_of_user = np.bincount(users)
     if not len(users) or num_of_user.max() <= max_user_share * len(users):
         return Units(sessions, np.ones(len(users)))
-    limit = weight_limit(num_of_user.astype(np.float64), max_user_share)
+    limit = weight_limit(num_of_user[num_of_user > 0].astype(np.float64), max_user_share)
     is_busy = num_of_user > limit
     keys = np.where(is_busy[users], len(users) + users, np.arange(len(users)))
     kept, unit_of_session = np.unique(keys, return_inverse=True)
