@@ -108,8 +108,8 @@ def test_an_alarm_outlives_a_killed_watcher_and_an_endpoint_that_is_down(
     """Nobody listens when drift is found; the watcher is killed while it retries, and another one delivers later."""
     path, state, port = write_requests(tmp_path / "live.jsonl", drifted), tmp_path / "state", free_port()
     words = (
-        "drift", "watch", str(path), "--reference", str(reference_folder), "--state", str(state), "--first-retry", "0.02",
-        "--max-retry", "0.1", "--poll", "0.05", "--once", "--webhook", f"http://127.0.0.1:{port}/hook",
+        "drift", "watch", str(path), "--reference", str(reference_folder), "--state", str(state),
+        "--first-retry", "0.02", "--max-retry", "0.1", "--poll", "0.05", "--once", "--webhook", f"http://127.0.0.1:{port}/hook",
     )  # fmt: skip
     first = start_process("modelwright.cli.main", *words)
     wait_for_pending(state / "state.json")

@@ -188,4 +188,4 @@ class ModelEmbedder:
 
 def _dense_projection(num_inputs: int) -> Embedding:
     signs = np.random.default_rng(_PROJECTION_SEED).choice(np.array([-1, 1], np.float32), (num_inputs, WIDTH))
-    return signs / np.float32(np.sqrt(num_inputs))
+    return (signs / np.sqrt(num_inputs)).astype(np.float32)

@@ -155,7 +155,7 @@ class ResampledMarginal:
             below = (reference[positions] - sums + weights).max()
             effect = float(max(above, below))
         else:
-            shares = np.bincount(positions, weights, minlength=self.num_places)
+            shares = np.bincount(positions, weights, minlength=self.num_places).astype(np.float64)
             effect = total_variation(shares, np.diff(reference))
         deviation = np.sqrt(self.source.variance + counted.variance(self.source.correlation))
         return effect, effect / float(deviation)

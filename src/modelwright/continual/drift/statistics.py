@@ -51,7 +51,8 @@ def decile_edges(values: Floats, weights: Floats) -> Floats:
 
 def bin_shares(values: Floats, weights: Floats, edges: Floats) -> Floats:
     """The weight of values in each bin; a value equal to an edge is in the bin below it."""
-    return np.bincount(np.searchsorted(edges, values, side="left"), weights, minlength=len(edges) + 1)
+    bins = np.searchsorted(edges, values, side="left")
+    return np.bincount(bins, weights, minlength=len(edges) + 1).astype(np.float64)
 
 
 def adjusted_p_values(p_values: Floats) -> Floats:
