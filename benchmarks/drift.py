@@ -20,7 +20,7 @@ from scipy.stats import beta, binom
 from drift_traffic import Shift, Traffic
 from modelwright.continual.drift.check import check_windows
 from modelwright.continual.drift.config import DriftConfig
-from modelwright.continual.drift.reference import Reference, freeze_reference
+from modelwright.continual.drift.reference import DriftReference, freeze_reference
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.resources import hardware
 
@@ -34,12 +34,12 @@ SHIFTS = {
 }
 
 
-def frozen(traffic: Traffic, seed: int, config: DriftConfig) -> Reference:
+def frozen(traffic: Traffic, seed: int, config: DriftConfig) -> DriftReference:
     with tempfile.TemporaryDirectory() as folder:
         return freeze_reference(traffic.requests(REQUESTS, seed), None, Path(folder) / "reference", config)
 
 
-def alarms(reference: Reference, traffic: Traffic, seed: int, count: int, shift: Shift) -> list[bool]:
+def alarms(reference: DriftReference, traffic: Traffic, seed: int, count: int, shift: Shift) -> list[bool]:
     return [report.alarm for report in check_windows(traffic.requests(count, seed, shift=shift), reference)]
 
 

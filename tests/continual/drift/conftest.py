@@ -6,7 +6,7 @@ import pytest
 
 from continual_requests import CONFIG
 from drift_traffic import Traffic
-from modelwright.continual.drift.reference import Reference, freeze_reference
+from modelwright.continual.drift.reference import DriftReference, freeze_reference
 
 
 @pytest.fixture(scope="session")
@@ -20,5 +20,5 @@ def reference_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def reference(traffic: Traffic, reference_folder: Path) -> Reference:
+def reference(traffic: Traffic, reference_folder: Path) -> DriftReference:
     return freeze_reference(traffic.requests(6000, 1), None, reference_folder, CONFIG)

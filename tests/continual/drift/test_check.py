@@ -17,7 +17,7 @@ from drift_traffic import Shift, Traffic
 from finetune_files import write_model
 from modelwright.continual.drift.calibrate import BlockSampler
 from modelwright.continual.drift.check import DriftReport, check, check_windows, like_sized
-from modelwright.continual.drift.reference import Reference, freeze_reference, load_reference
+from modelwright.continual.drift.reference import DriftReference, freeze_reference, load_reference
 from modelwright.continual.drift.report import as_text
 from modelwright.continual.drift.requests import read_requests
 from modelwright.core.errors import ArtifactError, ConfigError, DataError
@@ -25,11 +25,11 @@ from modelwright.core.errors import ArtifactError, ConfigError, DataError
 Records = list[dict[str, Any]]
 
 
-def reports(reference: Reference, records: Records) -> list[DriftReport]:
+def reports(reference: DriftReference, records: Records) -> list[DriftReport]:
     return list(check_windows(records, reference))
 
 
-def test_stationary_traffic_alarms_as_often_as_stated(reference: Reference, traffic: Traffic) -> None:
+def test_stationary_traffic_alarms_as_often_as_stated(reference: DriftReference, traffic: Traffic) -> None:
     """15 windows; the whole measurement is benchmarks/drift.py."""
     num_alarms = sum(report.alarm for report in reports(reference, traffic.requests(15 * WINDOW, 2)))
     assert num_alarms <= binom.ppf(0.999, 15, 1 / reference.calibration.low)
@@ -45,7 +45,9 @@ def test_stationary_traffic_alarms_as_often_as_stated(reference: Reference, traf
         (Shift(bad_feedback=0.6), "feedback_label"),
     ],
 )
-def test_a_shift_is_found_with_its_cause(reference: Reference, traffic: Traffic, shift: Shift, feature: str) -> None:
+def test_a_shift_is_found_with_its_cause(
+    reference: DriftReference, traffic: Traffic, shift: Shift, feature: str
+) -> None:
     found = reports(reference, traffic.requests(3 * WINDOW, 3, shift=shift))
     alarms = [one for report in found for one in report.features if one.alarm and one.name == feature]
     assert alarms
@@ -66,7 +68,7 @@ def test_a_shift_is_found_with_its_cause(reference: Reference, traffic: Traffic,
     assert alarm.cause in text
 
 
-def test_more_traffic_and_another_order_are_no_drift(reference: Reference, traffic: Traffic) -> None:
+def test_more_traffic_and_another_order_are_no_drift(reference: DriftReference, traffic: Traffic) -> None:
     doubled = reports(reference, traffic.requests(4 * WINDOW, 4, rate=2.0))
     assert sum(report.alarm for report in doubled) <= 1
     records = traffic.requests(2 * WINDOW, 5)
@@ -74,7 +76,7 @@ def test_more_traffic_and_another_order_are_no_drift(reference: Reference, traff
     assert reports(reference, shuffled) == reports(reference, records)
 
 
-def test_times_that_are_shuffled_are_no_drift(reference: Reference, traffic: Traffic) -> None:
+def test_times_that_are_shuffled_are_no_drift(reference: DriftReference, traffic: Traffic) -> None:
     """Then a window has a request or two of each session."""
     records = traffic.requests(3 * WINDOW, 6)
     times = random.Random(0).sample([record["time"] for record in records], len(records))
@@ -83,7 +85,7 @@ def test_times_that_are_shuffled_are_no_drift(reference: Reference, traffic: Tra
 
 
 @pytest.mark.parametrize("num_sessions", [1, 80])
-def test_one_busy_user_is_no_drift(reference: Reference, traffic: Traffic, num_sessions: int) -> None:
+def test_one_busy_user_is_no_drift(reference: DriftReference, traffic: Traffic, num_sessions: int) -> None:
     """40% of the requests are another language, all of one user. Of as many users they are drift."""
     records = traffic.requests(2 * WINDOW, 7)
     foreign = traffic.requests(WINDOW, 8, shift=Shift(other_language=1.0))
@@ -118,7 +120,7 @@ def test_windows_are_drawn_of_whole_sessions() -> None:
     assert all(len(set(blocks[records[units.of_record == unit]])) == 1 for unit in range(6))
 
 
-def test_a_reference_is_frozen(reference: Reference, reference_folder: Path, traffic: Traffic) -> None:
+def test_a_reference_is_frozen(reference: DriftReference, reference_folder: Path, traffic: Traffic) -> None:
     records = traffic.requests(WINDOW, 9)
     assert check(records, load_reference(reference_folder)) == check(records, reference)
     with pytest.raises(ConfigError, match="holds a reference, which stays as it is"):
@@ -127,7 +129,7 @@ def test_a_reference_is_frozen(reference: Reference, reference_folder: Path, tra
     assert "version 2, and the reference is of version 1" in check(other, reference).notes[0]
 
 
-def test_a_damaged_reference_is_refused(reference: Reference, reference_folder: Path, tmp_path: Path) -> None:
+def test_a_damaged_reference_is_refused(reference: DriftReference, reference_folder: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     copy.mkdir()
     for file in reference_folder.iterdir():
@@ -192,7 +194,7 @@ def test_bad_input_names_file_and_line(tmp_path: Path, change: Any, message: str
         read_requests([str(path)])
 
 
-def test_other_bad_input(tmp_path: Path, traffic: Traffic, reference: Reference) -> None:
+def test_other_bad_input(tmp_path: Path, traffic: Traffic, reference: DriftReference) -> None:
     with pytest.raises(DataError, match=r"no\.jsonl: no such file"):
         read_requests([str(tmp_path / "no.jsonl")])
     pyarrow.parquet.write_table(pyarrow.table({"id": ["a"]}), tmp_path / "r.parquet")

@@ -22,7 +22,7 @@ from drift_traffic import Shift, Traffic
 from modelwright.cli.main import main
 from modelwright.continual.drift.config import WatchConfig
 from modelwright.continual.drift.outbox import Outbox
-from modelwright.continual.drift.reference import Reference
+from modelwright.continual.drift.reference import DriftReference
 from modelwright.continual.drift.watch import fresh_features, read_window, watch
 from modelwright.core.errors import ArtifactError, ConfigError, DataError
 from modelwright.core.progress import SilentProgress
@@ -103,7 +103,7 @@ def wait_for_pending(state: Path) -> None:
 
 
 def test_an_alarm_outlives_a_killed_watcher_and_an_endpoint_that_is_down(
-    reference: Reference, reference_folder: Path, drifted: list[dict[str, Any]], tmp_path: Path
+    reference: DriftReference, reference_folder: Path, drifted: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     """Nobody listens when drift is found; the watcher is killed while it retries, and another one delivers later."""
     path, state, port = write_requests(tmp_path / "live.jsonl", drifted), tmp_path / "state", free_port()
@@ -133,7 +133,7 @@ def test_an_alarm_outlives_a_killed_watcher_and_an_endpoint_that_is_down(
 
 
 def test_failed_answers_are_retried_and_redirects_are_failures(
-    reference: Reference, drifted: list[dict[str, Any]], tmp_path: Path
+    reference: DriftReference, drifted: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     path = write_requests(tmp_path / "live.jsonl", drifted[:WINDOW])
     with listening(500, 302, 404, 503) as endpoint:
@@ -141,7 +141,7 @@ def test_failed_answers_are_retried_and_redirects_are_failures(
     assert len(endpoint.received) == 1
 
 
-def test_retries_wait_longer_and_longer(tmp_path: Path, drifted, reference: Reference) -> None:
+def test_retries_wait_longer_and_longer(tmp_path: Path, drifted, reference: DriftReference) -> None:
     notes: list[str] = []
 
     class Notes(SilentProgress):
@@ -157,7 +157,7 @@ def test_retries_wait_longer_and_longer(tmp_path: Path, drifted, reference: Refe
 
 
 def test_a_feature_is_reported_once_in_its_cool_down(
-    reference: Reference, traffic: Traffic, drifted: list[dict[str, Any]], tmp_path: Path
+    reference: DriftReference, traffic: Traffic, drifted: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     usual = traffic.requests(WINDOW, 22)
     worse = traffic.requests(WINDOW, 23, shift=Shift(other_language=0.5, length=3.0))
@@ -193,7 +193,7 @@ def test_windows_of_a_file_that_grows(tmp_path: Path) -> None:
         read_window(tmp_path / "a.parquet", 0, 1, 3)
 
 
-def test_a_state_belongs_to_one_watcher(reference: Reference, tmp_path: Path) -> None:
+def test_a_state_belongs_to_one_watcher(reference: DriftReference, tmp_path: Path) -> None:
     path = write_requests(tmp_path / "live.jsonl", [])
     outbox = Outbox(tmp_path / "state")
     with pytest.raises(ConfigError, match="is in use by another watcher"):

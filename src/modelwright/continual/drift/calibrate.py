@@ -24,7 +24,7 @@ NUM_REFERENCES = 50
 
 
 @dataclass(frozen=True)
-class Calibration:
+class DriftCalibration:
     """`nulls` [features, draws]: statistics of windows without drift, each row sorted; `level`: an alarm is an adjusted
     p-value at or below it; `run_length`: windows between false alarms at that level; `low`, `high`: its 95% interval,
     which covers the finite number of draws and how much references of this size differ.
@@ -74,7 +74,7 @@ def calibrate(
     *,
     with_embedding: bool,
     progress: Progress,
-) -> Calibration:
+) -> DriftCalibration:
     """Draw windows and choose the level. with_embedding: the classifier two-sample test is among the features; its
     p-values come from permutations, so they are uniform without drift. They are taken as independent of the others.
     """
@@ -99,7 +99,7 @@ def calibrate(
         p_values = np.concatenate([p_values, rng.random((*p_values.shape[:2], 1))], axis=2)
     least = adjusted_p_values(p_values).min(axis=2)
     level = float(np.quantile(least, 1 / config.run_length, method="lower"))
-    return Calibration(nulls, level, *run_length(least <= level))
+    return DriftCalibration(nulls, level, *run_length(least <= level))
 
 
 def null_p_values(statistics: Floats, nulls: Floats) -> Floats:

@@ -11,7 +11,7 @@ from modelwright.continual.drift.calibrate import null_p_values
 from modelwright.continual.drift.classifier_test import separation_test
 from modelwright.continual.drift.features import EMBEDDING, FEATURES
 from modelwright.continual.drift.marginal import LEAST_UNITS, Marginal
-from modelwright.continual.drift.reference import Reference, example_texts
+from modelwright.continual.drift.reference import DriftReference, example_texts
 from modelwright.continual.drift.requests import RequestRecord, checked, in_order
 from modelwright.continual.drift.sessions import Ints, Units, make_units, session_codes
 from modelwright.continual.drift.statistics import Floats, adjusted_p_values, bin_shares, decile_edges, psi
@@ -93,7 +93,7 @@ class _Finding:
 
 
 def check_windows(
-    records: Sequence[RequestRecord], reference: Reference, progress: Progress | None = None
+    records: Sequence[RequestRecord], reference: DriftReference, progress: Progress | None = None
 ) -> Iterator[DriftReport]:
     """A report for each whole window of the records, in order of time; a rest that is no window is left out."""
     ordered = in_order(checked((f"record {number}", record) for number, record in enumerate(records, start=1)))
@@ -102,7 +102,7 @@ def check_windows(
         yield check(ordered[start : start + size], reference, progress)
 
 
-def check(records: Sequence[RequestRecord], reference: Reference, progress: Progress | None = None) -> DriftReport:
+def check(records: Sequence[RequestRecord], reference: DriftReference, progress: Progress | None = None) -> DriftReport:
     """Compare records, as one window, with the reference. Raises `DataError` for records that are no requests."""
     progress = progress or SilentProgress()
     records = in_order(checked((f"record {number}", record) for number, record in enumerate(records, start=1)))
@@ -138,7 +138,7 @@ def check(records: Sequence[RequestRecord], reference: Reference, progress: Prog
     )
 
 
-def _notes(versions: Sequence[str], reference: Reference) -> tuple[str, ...]:
+def _notes(versions: Sequence[str], reference: DriftReference) -> tuple[str, ...]:
     other = sorted(set(versions) - set(reference.versions))
     if not other or not reference.versions:
         return ()
@@ -149,7 +149,7 @@ def _notes(versions: Sequence[str], reference: Reference) -> tuple[str, ...]:
 
 
 def _judged(
-    findings: Sequence[_Finding], records: Sequence[RequestRecord], reference: Reference
+    findings: Sequence[_Finding], records: Sequence[RequestRecord], reference: DriftReference
 ) -> tuple[FeatureDrift, ...]:
     least = reference.config.min_effect
     p_values = np.array([1.0 if one.effect < least else one.p_value for one in findings])
@@ -190,7 +190,9 @@ def _shown(texts: Sequence[tuple[str, str, str]], scores: Floats) -> tuple[str, 
     return tuple(shown.values())
 
 
-def _compare(marginal: Marginal, values: Floats, units: Units, reference: Reference, place: int, unit: str) -> _Finding:
+def _compare(
+    marginal: Marginal, values: Floats, units: Units, reference: DriftReference, place: int, unit: str
+) -> _Finding:
     distance = marginal.compare(values, units)
     null = reference.calibration.nulls[place : place + 1]
     p_value = float(null_p_values(np.array([distance.statistic]), null)[0])
@@ -234,7 +236,7 @@ def _cause(marginal: Marginal, shares: Floats, unit: str) -> str:
 
 
 def _classify(
-    embeddings: NDArray[np.float32], units: Units, records: Sequence[RequestRecord], reference: Reference
+    embeddings: NDArray[np.float32], units: Units, records: Sequence[RequestRecord], reference: DriftReference
 ) -> _Finding:
     """The classifier test between the window and a sample of the reference's sessions of like sizes."""
     rng = np.random.default_rng(derive_seed(reference.config.seed, reference.digest, records[0]["id"], len(records)))

@@ -12,7 +12,7 @@ NO_LABEL = "(none)"
 
 
 @dataclass(frozen=True)
-class Feature:
+class RequestFeature:
     """A distribution over requests. Numbers are compared by Kolmogorov-Smirnov, categories by total variation."""
 
     name: str
@@ -51,11 +51,11 @@ def _feedback_scores(records: Sequence[RequestRecord], scores: TextScores) -> li
 
 
 FEATURES = (
-    Feature("prompt_length", "number", "characters", _length_of("prompt")),
-    Feature("answer_length", "number", "characters", _length_of("answer")),
-    Feature("prompt_perplexity", "number", "nats per token", _prompt_nats),
-    Feature("feedback_label", "category", "", _labels),
-    Feature("feedback_score", "number", "points", _feedback_scores),
+    RequestFeature("prompt_length", "number", "characters", _length_of("prompt")),
+    RequestFeature("answer_length", "number", "characters", _length_of("answer")),
+    RequestFeature("prompt_perplexity", "number", "nats per token", _prompt_nats),
+    RequestFeature("feedback_label", "category", "", _labels),
+    RequestFeature("feedback_score", "number", "points", _feedback_scores),
 )
 EMBEDDING = "prompt_embedding"
 """The name of the classifier two-sample test among the features of a report."""

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 from scipy.stats import poisson
 
-from modelwright.continual.drift.calibrate import BlockSampler, Calibration, calibrate, null_p_values
+from modelwright.continual.drift.calibrate import BlockSampler, DriftCalibration, calibrate, null_p_values
 from modelwright.continual.drift.config import DriftConfig
 from modelwright.continual.drift.embedding import Embedding, ModelEmbedder, NgramEmbedder
 from modelwright.continual.drift.features import FEATURES
@@ -50,14 +50,14 @@ class Example:
 
 
 @dataclass(frozen=True, eq=False)
-class Reference:
+class DriftReference:
     """A frozen reference. `blocks` [N]: the session, within its window, of each record; `embedded` [E]: records that
     `embeddings` [E, D] are of, standardized; `model_digest`: "" if it was frozen without a model.
     """
 
     config: DriftConfig
     marginals: Sequence[Marginal]
-    calibration: Calibration
+    calibration: DriftCalibration
     blocks: Ints
     max_user_share: float
     reader: PromptReader
@@ -104,7 +104,7 @@ def freeze_reference(
     folder: Path,
     config: DriftConfig | None = None,
     progress: Progress | None = None,
-) -> Reference:
+) -> DriftReference:
     """Write the reference of `records` to `folder` and return it.
 
     model_folder: of the served model, for perplexities and embeddings. Raises `ConfigError` if `folder` has a reference
@@ -127,7 +127,7 @@ def freeze_reference(
     return load_reference(folder, model_folder)
 
 
-def load_reference(folder: Path, model_folder: Path | None = None) -> Reference:
+def load_reference(folder: Path, model_folder: Path | None = None) -> DriftReference:
     """Read a reference. model_folder: where the model is now, if the reference was frozen with one.
 
     Raises `ArtifactError` if files are damaged, and `ConfigError` for another model than the reference's.
@@ -147,10 +147,10 @@ def load_reference(folder: Path, model_folder: Path | None = None) -> Reference:
         Marginal(one["name"], one["kind"], arrays[f"values.{one['name']}"], units, tuple(one["categories"]))
         for one in facts["marginals"]
     ]
-    return Reference(
+    return DriftReference(
         config=parse(DriftConfig, facts["config"]),
         marginals=marginals,
-        calibration=Calibration(nulls=arrays["nulls"], **facts["calibration"]),
+        calibration=DriftCalibration(nulls=arrays["nulls"], **facts["calibration"]),
         blocks=arrays["blocks"],
         max_user_share=facts["max_user_share"],
         reader=PromptReader(
@@ -183,7 +183,7 @@ def _build(
     model_folder: Path | None,
     config: DriftConfig,
     progress: Progress,
-) -> Reference:
+) -> DriftReference:
     sessions, users_of_session = session_codes(records)
     blocks, users = _blocks(sessions, users_of_session, config.window_requests)
     share = _busiest_user(blocks, users, config.window_requests)
@@ -204,7 +204,7 @@ def _build(
     calibration = calibrate(marginals, sampler, config, with_embedding=has_texts, progress=progress)
     ids = hashlib.sha256("\n".join(record["id"] for record in records).encode()).hexdigest()
     model_hash = "" if model_folder is None else model_digest(model_folder)
-    return Reference(
+    return DriftReference(
         config=config,
         marginals=marginals,
         calibration=calibration,
@@ -255,7 +255,7 @@ def _self_alarms(
     blocks: Ints,
     users: Ints,
     share: float,
-    calibration: Calibration,
+    calibration: DriftCalibration,
     config: DriftConfig,
 ) -> int:
     """How many windows of the reference alarm by their marginals: many do if traffic changes in slow rhythms, which the
@@ -284,7 +284,7 @@ def example_texts(record: RequestRecord) -> tuple[str, str, str]:
     return str(record.get("session") or record["id"]), prompt, answer
 
 
-def _save(reference: Reference, folder: Path) -> None:
+def _save(reference: DriftReference, folder: Path) -> None:
     calibration = reference.calibration
     arrays = {f"values.{one.name}": one.values for one in reference.marginals}
     arrays |= {

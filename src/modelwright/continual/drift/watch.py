@@ -11,7 +11,7 @@ from typing import Any
 from modelwright.continual.drift.check import DriftReport, check
 from modelwright.continual.drift.config import WatchConfig
 from modelwright.continual.drift.outbox import Outbox
-from modelwright.continual.drift.reference import Reference
+from modelwright.continual.drift.reference import DriftReference
 from modelwright.continual.drift.requests import RequestRecord, checked
 from modelwright.core.artifacts import make_folder, write_atomic
 from modelwright.core.errors import ConfigError, DataError
@@ -30,7 +30,7 @@ class _Window:
 
 def watch(
     path: Path,
-    reference: Reference,
+    reference: DriftReference,
     state_folder: Path,
     webhook: str,
     config: WatchConfig,
@@ -61,7 +61,7 @@ def watch(
         outbox.close()
 
 
-def _claim(outbox: Outbox, path: Path, reference: Reference) -> None:
+def _claim(outbox: Outbox, path: Path, reference: DriftReference) -> None:
     state = outbox.state
     if state.reference and state.reference != reference.digest:
         raise ConfigError(f"--state: {outbox.folder} belongs to another reference; give a new folder")
@@ -105,7 +105,7 @@ def _parsed(where: str, text: bytes) -> tuple[str, RequestRecord]:
 
 
 def _check_window(
-    window: _Window, reference: Reference, outbox: Outbox, config: WatchConfig, progress: Progress
+    window: _Window, reference: DriftReference, outbox: Outbox, config: WatchConfig, progress: Progress
 ) -> None:
     """Check a window and save, in one step, that it was checked and what is to be delivered."""
     report = check(window.records, reference)
