@@ -1,0 +1,31 @@
+"""Guess the next tokens of a sequence from its own earlier text (prompt lookup, Saxena 2023): what followed the last
+time that the sequence had its last few tokens. The engine computes the guesses together with the token before them and
+keeps those that it would have chosen anyway, so a wrong guess costs time and changes nothing.
+"""
+
+from dataclasses import dataclass
+
+from modelwright.infer.sequence import Sequence
+
+
+@dataclass
+class PromptLookup:
+    """Guesses for the sequences of an engine. switch_len: length at which a sequence is computed anew, 0 for none (see
+    `Engine.step`); no guess goes past it.
+    """
+
+    num_guesses: int
+    switch_len: int = 0
+
+    def guess(self, sequence: Sequence) -> list[int]:
+        """Tokens that may come after those of a decoding sequence; as many as it may still have, but one, because a
+        step that accepts all of them gives one more.
+        """
+        length = len(sequence.token_ids)
+        count = min(self.num_guesses, sequence.params.max_tokens - sequence.num_new - 1)
+        if length < self.switch_len:
+            count = min(count, self.switch_len - length - 1)
+        if count < 1 or sequence.is_replaying:
+            return []
+        sequence.ngrams.extend(sequence.token_ids)
+        return sequence.ngrams.guess(sequence.token_ids, count)
