@@ -154,16 +154,16 @@ class Engine:
         _check_speculation(config, can_generate=self.score_head is None, multiple=multiple)
         self._runner = ModelRunner(model, head, cache, self.adapters, row_multiple=self.row_multiple)
         blocks = BlockManager(num_blocks, config.block_size)
+        self._lookup = PromptLookup(config.num_speculative_tokens, self._switch_len)
         self._scheduler = Scheduler(
             blocks,
             PrefixCache(blocks, rope, prefill_chunk=config.prefill_chunk_size, enabled=config.enable_prefix_caching),
             max_running=config.max_num_seqs,
             prefill_chunk=config.prefill_chunk_size,
             prefill_budget=config.max_num_batched_tokens,
-            lookup=PromptLookup(config.num_speculative_tokens, self._switch_len),
+            lookup=self._lookup,
         )
         self._sequences: dict[str, Sequence] = {}
-        self._num_drafts = self._num_draft_tokens = self._num_accepted_tokens = 0
         for name, adapter in (adapters or {}).items():
             self.add_adapter(name, adapter)
 
@@ -181,9 +181,9 @@ class Engine:
             num_preemptions=scheduler.num_preemptions,
             num_prefix_queries=scheduler.prefixes.num_queries,
             num_prefix_hits=scheduler.prefixes.num_hits,
-            num_drafts=self._num_drafts,
-            num_draft_tokens=self._num_draft_tokens,
-            num_accepted_tokens=self._num_accepted_tokens,
+            num_drafts=self._lookup.num_drafts,
+            num_draft_tokens=self._lookup.num_draft_tokens,
+            num_accepted_tokens=self._lookup.num_accepted_tokens,
         )
 
     def add_adapter(self, name: str, adapter: PreparedAdapter) -> None:
@@ -309,10 +309,14 @@ class Engine:
         live, place = [sequence for sequence in rows if not sequence.pooling], 0
         while live:
             outputs += self._sampled(live, [rows[sequence][place] for sequence in live], logits_BV)
-            live = [sequence for sequence in live if self._accepts(sequence, place)]
+            live = [
+                sequence for sequence in live if self._is_running(sequence) and self._lookup.accepts(sequence, place)
+            ]
             place += 1
-        self._count_drafts(plan.decodes)
         return outputs
+
+    def _is_running(self, sequence: Sequence) -> bool:
+        return self._sequences.get(sequence.request_id) is sequence
 
     def _sampled(self, sequences: list[Sequence], rows: list[int], logits_BV: Tensor) -> list[StepOutput]:
         """The next token of each sequence, from its row of the logits."""
@@ -332,23 +336,6 @@ class Engine:
         with torch.inference_mode():
             draws = sample(logits_BV if rows == list(range(len(logits_BV))) else logits_BV[rows], requests)
         return outputs + [self._advanced(sequence, draw) for (sequence, _), draw in zip(chosen, draws, strict=True)]
-
-    def _accepts(self, sequence: Sequence, place: int) -> bool:
-        """Whether a running sequence has just got the token at `place` of its draft, so that the row of that token is
-        the one from which the next token is chosen.
-        """
-        is_running = self._sequences.get(sequence.request_id) is sequence
-        if not is_running or place >= len(sequence.draft) or sequence.token_ids[-1] != sequence.draft[place]:
-            return False
-        sequence.num_cached += 1
-        self._num_accepted_tokens += 1
-        return True
-
-    def _count_drafts(self, decodes: list[Sequence]) -> None:
-        for sequence in decodes:
-            self._num_drafts += bool(sequence.draft)
-            self._num_draft_tokens += len(sequence.draft)
-            sequence.draft = []
 
     def _advanced(self, sequence: Sequence, draw: SampledToken) -> StepOutput:
         """Append a token to a sequence, and end or restart the sequence if need be."""

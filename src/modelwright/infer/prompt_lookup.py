@@ -16,6 +16,10 @@ class PromptLookup:
 
     num_guesses: int
     switch_len: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    """How many drafts were verified since the start, their tokens, and those that were accepted."""
 
     def guess(self, sequence: Sequence) -> list[int]:
         """Tokens that may come after those of a decoding sequence; as many as it may still have, but one, because a
@@ -29,3 +33,19 @@ class PromptLookup:
             return []
         sequence.ngrams.extend(sequence.token_ids)
         return sequence.ngrams.guess(sequence.token_ids, count)
+
+    def draft(self, sequence: Sequence, guesses: list[int]) -> None:
+        """Let the present step verify these tokens, which there is room for in the cache."""
+        sequence.draft = guesses
+        self.num_drafts += bool(guesses)
+        self.num_draft_tokens += len(guesses)
+
+    def accepts(self, sequence: Sequence, place: int) -> bool:
+        """Whether a running sequence has just got the token at `place` of its draft, so that the row of that token is
+        the one from which the next token is chosen.
+        """
+        if place >= len(sequence.draft) or sequence.token_ids[-1] != sequence.draft[place]:
+            return False
+        sequence.num_cached += 1
+        self.num_accepted_tokens += 1
+        return True

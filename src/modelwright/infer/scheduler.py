@@ -118,9 +118,9 @@ class Scheduler:
     def _draft(self, decodes: list[Sequence]) -> None:
         """Guess tokens of the sequences, as far as there are blocks for them that nothing else needs."""
         for sequence in decodes:
-            sequence.draft = self._lookup.guess(sequence)
-            if not self.blocks.grow(sequence, sequence.num_cached + 1 + len(sequence.draft)):
-                sequence.draft = []
+            guesses = self._lookup.guess(sequence)
+            has_room = self.blocks.grow(sequence, sequence.num_cached + 1 + len(guesses))
+            self._lookup.draft(sequence, guesses if has_room else [])
 
     def _preempt(self, sequence: Sequence) -> None:
         self._requeue(sequence)
