@@ -309,9 +309,7 @@ class Engine:
         live, place = [sequence for sequence in rows if not sequence.pooling], 0
         while live:
             outputs += self._sampled(live, [rows[sequence][place] for sequence in live], logits_BV)
-            live = [
-                sequence for sequence in live if self._is_running(sequence) and self._lookup.accepts(sequence, place)
-            ]
+            live = [one for one in live if self._is_running(one) and self._lookup.accepts(one, place)]
             place += 1
         return outputs
 

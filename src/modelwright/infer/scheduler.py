@@ -129,7 +129,7 @@ class Scheduler:
     def _requeue(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self.blocks.release(sequence)
-        sequence.leader = None
+        sequence.leader, sequence.draft = None, []
         self.waiting.appendleft(sequence)
 
     def _admit_next(self) -> bool:
