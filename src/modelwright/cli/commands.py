@@ -92,7 +92,8 @@ def serve_parser() -> argparse.ArgumentParser:
         "Serve a model over HTTP as the OpenAI API does; SIGTERM or Ctrl-C drains and stops. Every setting of the "
         "server can be given by its name (docs/config.md, section serve).",
         example="modelwright serve runs/quickstart --port 8000 --engine.max_num_seqs 64",
-        usage="modelwright serve RUN|MODEL_FOLDER [--stage NAME] [--int8] [--port N] [--host H] [--a.b VALUE ...]",
+        usage="modelwright serve RUN|MODEL_FOLDER [--stage NAME] [--int8] [--port N] [--host H] "
+        "[--adapters NAME=FOLDER ...] [--a.b VALUE ...]",
     )
     parser.add_argument("target", metavar="RUN|MODEL_FOLDER", help="a run directory, its name, or a model folder")
     parser.add_argument("--stage", default="", help=STAGE_HELP)

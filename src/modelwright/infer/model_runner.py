@@ -281,8 +281,8 @@ class ModelRunner:
 
 def _add_up(chunk: Chunk, hidden_CD: Tensor) -> None:
     sum_D, sequence = hidden_CD.double().sum(dim=0), chunk.sequence
-    is_first = chunk.start == 0 or sequence.hidden_sum_D is None
-    sequence.hidden_sum_D = sum_D if is_first else sequence.hidden_sum_D + sum_D
+    before_D = None if chunk.start == 0 else sequence.hidden_sum_D
+    sequence.hidden_sum_D = sum_D if before_D is None else before_D + sum_D
 
 
 def _by_context(rows: list[DecodeRow]) -> list[list[DecodeRow]]:

@@ -72,12 +72,14 @@ class AdapterSet:
         self._numbers: dict[str, int] = {BASE: 0}
         self._next_number = itertools.count(1)
         self._row_multiples: dict[int, int] = {}
+        self.digests: dict[str, str] = {}
+        """Of the adapters that requests may name."""
         self._rows: dict[int, AdapterRows] = {}
 
     @property
     def names(self) -> list[str]:
         """Those that requests may name, without the base."""
-        return [name for name in self._numbers if name != BASE]
+        return list(self.digests)
 
     def number_of(self, name: str) -> int:
         """0 for the base. Raises `ConfigError` for an unknown name."""
@@ -99,12 +101,13 @@ class AdapterSet:
                 module.adapter = AdapterBank(self._rows)
             module.adapter.parts[number] = part
         self._numbers[name], self._row_multiples[number] = number, row_multiple
+        self.digests[name] = adapter.digest
 
     def remove(self, name: str) -> None:
         """No request may name it any more; `drop_unused` frees it. Raises `ConfigError` for an unknown name."""
         self.number_of(name)
         if name != BASE:
-            del self._numbers[name]
+            del self._numbers[name], self.digests[name]
 
     def drop_unused(self, in_use: Collection[int]) -> None:
         """Free the adapters that were removed and that no number in `in_use` stands for."""

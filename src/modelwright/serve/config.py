@@ -50,7 +50,9 @@ class ServeConfig:
     log_prompts: bool = False
     """Write the bodies of requests to the log."""
     model_aliases: tuple[str, ...] = field(default=(), metadata=word_for_none())
-    """Further names by which clients may call the model."""
+    """Further names by which clients may call the model, or, as `name=adapter`, an adapter."""
+    adapters: dict[str, str] = field(default_factory=dict)
+    """Folders of LoRA adapters of the model, by the names by which clients ask for them."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     body_timeout_s: float = constant(30.0)
     """Seconds in which a request body must arrive."""
@@ -60,7 +62,23 @@ class ServeConfig:
     """Seconds that a client may leave unread what was sent to it."""
     int8: Int8WeightsConfig = field(default_factory=Int8WeightsConfig)
 
+    @property
+    def aliases(self) -> dict[str, str]:
+        """What the aliases of adapters stand for."""
+        return dict(alias.split("=", 1) for alias in self.model_aliases if "=" in alias)
+
+    @property
+    def names(self) -> list[str]:
+        """All names for model and adapters that are settings."""
+        return [alias.partition("=")[0] for alias in self.model_aliases] + list(self.adapters)
+
     def __post_init__(self) -> None:
+        for alias, name in self.aliases.items():
+            if not alias or name not in self.adapters:
+                known = ", ".join(self.adapters) or "there are none"
+                raise ConfigError(f"model_aliases: {alias}={name} names no adapter; choose from {known}")
+        if len(set(self.names)) < len(self.names) or "" in self.names:
+            raise ConfigError(f"model_aliases, adapters: each needs a name of its own, got {', '.join(self.names)}")
         if not 0 <= self.port <= 65_535:
             raise ConfigError(f"port: must be between 0 (any free one) and 65535, got {self.port}")
         if self.max_queued < 0:

@@ -22,7 +22,7 @@ REASONS = {
     401: "The API key is missing or wrong",
     403: "The API key may not do this",
     404: "There is no such model",
-    409: "Another reload is under way",
+    409: "Another reload, or another change of adapters, is under way",
     408: "The body did not arrive in time",
     413: "The body is too large",
     429: "A limit of the key is reached or the queue is full; Retry-After says when to try again",
@@ -63,7 +63,8 @@ def _replies() -> dict[str, type[BaseModel]]:
     models = [
         Completion, ChatCompletion, ChatCompletionChunk, CreateEmbeddingResponse,
         replies.ErrorReply, replies.HealthReply, replies.LiveReply, replies.ReadyReply, replies.ModelReply,
-        replies.ModelListReply, replies.ReloadReply, replies.TokenizeReply, replies.DetokenizeReply,
+        replies.ModelListReply, replies.ReloadReply, replies.ScoreReply, replies.RerankReply,
+        replies.TokenizeReply, replies.DetokenizeReply,
     ]  # fmt: skip
     return {model.__name__: model for model in models}
 
