@@ -29,7 +29,7 @@ async def load_lora_adapter(request: Request) -> Response:
     name, folder = asked.lora_name, Path(asked.lora_path)
     async with _reloader(request).alone():
         model = service.model
-        if name in service.names or name in service.config.names:
+        if name in (*service.names, *service.config.alias_names):
             text = f"The name {name!r} is in use; unload the adapter that has it, or choose another."
             raise ApiError(400, text, param="lora_name", code="invalid_value")
         key = f"{name}#{secrets.token_hex(8)}"

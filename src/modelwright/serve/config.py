@@ -68,9 +68,13 @@ class ServeConfig:
         return dict(alias.split("=", 1) for alias in self.model_aliases if "=" in alias)
 
     @property
+    def alias_names(self) -> list[str]:
+        return [alias.partition("=")[0] for alias in self.model_aliases]
+
+    @property
     def names(self) -> list[str]:
         """All names for model and adapters that are settings."""
-        return [alias.partition("=")[0] for alias in self.model_aliases] + list(self.adapters)
+        return [*self.alias_names, *self.adapters]
 
     def __post_init__(self) -> None:
         for alias, name in self.aliases.items():

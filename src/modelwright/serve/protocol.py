@@ -18,6 +18,7 @@ from modelwright.serve.fields import (
     RequestModel,
     StopTexts,
     Strict,
+    Texts,
     TokenIds,
     Unsupported,
     as_list,
@@ -297,29 +298,26 @@ class EmbeddingRequest(RequestModel):
         limits.check_prompts(data, "input")
 
 
-Text = Annotated[str, Field(min_length=1)]
-
-
 class ScoreRequest(RequestModel):
     """POST /v1/score, in vLLM's form: one text or as many as there are in `text_2` in `text_1`. `use_activation`: false
     for the model's own score, which is a sigmoid's input otherwise.
     """
 
     model: str
-    text_1: Text | Annotated[list[Text], Field(min_length=1)]
-    text_2: Text | Annotated[list[Text], Field(min_length=1)]
+    text_1: Texts
+    text_2: Texts
     use_activation: bool | None = None
 
     user: str | None = None
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
-        first, second = ([one] if isinstance(one, str) else one for one in (self.text_1, self.text_2))
-        return list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
+        first = self.text_1 * len(self.text_2) if len(self.text_1) == 1 else self.text_1
+        return list(zip(first, self.text_2, strict=True))
 
     @model_validator(mode="after")
     def _fits_together(self) -> "ScoreRequest":
-        num_first, num_second = (1 if isinstance(one, str) else len(one) for one in (self.text_1, self.text_2))
+        num_first, num_second = len(self.text_1), len(self.text_2)
         if num_first not in (1, num_second):
             raise ValueError(f"text_1 has {num_first} texts and text_2 has {num_second}; give one, or as many")
         return self
@@ -336,8 +334,8 @@ class RerankRequest(RequestModel):
     """
 
     model: str
-    query: Text
-    documents: Annotated[list[Text], Field(min_length=1)]
+    query: str
+    documents: Annotated[list[str], Field(min_length=1)]
     top_n: Annotated[int, Field(ge=0)] = 0
     return_documents: bool | None = None
     use_activation: bool | None = None

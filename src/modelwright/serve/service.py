@@ -77,9 +77,9 @@ class Service:
     @property
     def names(self) -> tuple[str, ...]:
         """What clients may call the model and its adapters; an alias of an adapter as long as that is loaded."""
-        aliases = (alias.partition("=")[0] for alias in self.config.model_aliases)
-        has_target = (name for name in aliases if self.model.aliases.get(name, name) in (name, *self.model.adapters))
-        return (self.model_name, *has_target, *self.model.adapters)
+        targets = self.model.aliases
+        names = [name for name in self.config.alias_names if targets.get(name, name) in (name, *self.model.adapters)]
+        return (self.model_name, *names, *self.model.adapters)
 
     @property
     def num_open(self) -> int:
