@@ -53,7 +53,7 @@ def post(server: ServerThread, path: str, **body) -> httpx.Response:
 
 def rewards(folder: Path) -> list[float]:
     """The scores that the stages of alignment see."""
-    samples = [Sample(prompt=[{"role": "user", "content": QUERY}], answer=text) for text in DOCUMENTS]
+    samples = [Sample(prompt=[{"role": "user", "content": QUERY}], answer=text, num_tokens=9) for text in DOCUMENTS]
     return [float(score.value) for score in ModelRewardConfig(path=str(folder)).build("judge").score(samples)]
 
 
@@ -88,11 +88,11 @@ def test_reranking_orders_by_score(judge: ServerThread, folder: Path):
 
 BAD = [
     ("/v1/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, None, "text_1 has 2 texts and text_2 has 3"),
-    ("/v1/score", {"text_1": "a", "text_2": []}, "text_2", "must not be empty"),
+    ("/v1/score", {"text_1": "a", "text_2": []}, "text_2", "must be a text or a list of texts"),
     ("/v1/score", {"text_1": "a", "text_2": ["a"] * 17}, "n", "at most 16"),
     ("/v1/score", {"text_1": "a", "text_2": "dog " * 600}, "text_2", "context is 512 tokens"),
     ("/v1/score", {"text_1": "a", "text_2": "b", "activation": True}, "activation", "Unknown field"),
-    ("/v1/rerank", {"query": "", "documents": ["a"]}, "query", "at least 1 character"),
+    ("/v1/rerank", {"query": 5, "documents": ["a"]}, "query", "must be a string"),
     ("/v1/rerank", {"query": "a", "documents": ["a"], "top_n": -1}, "top_n", "greater than or equal to 0"),
     ("/v1/rerank", {"query": "a"}, "documents", "Missing required field"),
     ("/v1/completions", {"prompt": "a"}, "model", "scores texts and generates none"),
