@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 import hypothesis
 import schemathesis
 import torch
@@ -44,6 +45,7 @@ from modelwright.serve.tokenizer import Codec
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 KEY = "root"
+TIMEOUT_S = 120.0
 HEADERS = {"Authorization": f"Bearer {KEY}"}
 TEXT = ["the quick brown fox jumps over the lazy dog", "größer — 日本語 🙂"]
 WRONG_MODEL_EVERY = 8
@@ -63,17 +65,19 @@ def fuzz(url: str, model: str, num_cases: int, *, seed: int, headers: Mapping[st
     invalid. model: its name there, which most requests get.
     """
     findings = Findings()
-    schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
+    document = httpx.get(f"{url}/openapi.json", timeout=TIMEOUT_S).json()
+    schema = schemathesis.openapi.from_dict(document)
     operations = [result.ok() for result in schema.get_all_operations()]
     with_bodies = [operation for operation in operations if operation.body]
     share = max(1, num_cases // (2 * len(with_bodies)))
     for operation, mode in itertools.product(operations, GenerationMode):
         count = share if operation.body else 2
-        _send(operation, mode, count, findings, model=model, seed=seed, headers=headers)
+        _send(url, operation, mode, count, findings, model=model, seed=seed, headers=headers)
     return findings
 
 
 def _send(
+    url: str,
     operation: Any,
     mode: GenerationMode,
     count: int,
@@ -98,7 +102,7 @@ def _send(
         is_named = isinstance(case.body, dict) and isinstance(case.body.get("model"), str)
         if is_named and next(numbers) % WRONG_MODEL_EVERY:
             case.body["model"] = model
-        response = case.call(headers=dict(headers))
+        response = case.call(base_url=url, headers=dict(headers), timeout=TIMEOUT_S)
         findings.answers[operation.label, mode.name.lower(), response.status_code] += 1
         try:
             case.validate_response(response, checks=CHECKS)

@@ -193,10 +193,10 @@ def test_settings_that_contradict_each_other_are_refused(folders):
     with pytest.raises(ModelError, match="belongs to other weights"):
         serve(folders, adapters={"foreign": str(folders["foreign"])})
     with pytest.raises(ConfigError, match="model_aliases: bard=nobody names no adapter; choose from poet"):
-        ServeConfig(adapters={"poet": "x"}, model_aliases=("bard=nobody",))
-    with pytest.raises(ConfigError, match="each needs a name of its own, got poet, poet"):
-        ServeConfig(adapters={"poet": "x"}, model_aliases=("poet",))
-    with pytest.raises(ConfigError, match="tiny is the name of the model"):
+        ServeConfig(adapters={"poet": "x"}, model_aliases=("bard=nobody",)).check_names("tiny")
+    with pytest.raises(ConfigError, match="each needs a name of its own, got tiny, poet, poet"):
+        ServeConfig(adapters={"poet": "x"}, model_aliases=("poet",)).check_names("tiny")
+    with pytest.raises(ConfigError, match="got tiny, tiny"):
         serve(folders, adapters={"tiny": str(folders["poet"])})
 
 

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from modelwright.cli.overrides import read_overrides, split_settings
@@ -101,6 +102,13 @@ def serve_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--served-model-name", default="", metavar="NAME", help="what clients call the model (the run's)"
     )
+    parser.add_argument(
+        "--adapters",
+        nargs="+",
+        default=[],
+        metavar="NAME=FOLDER",
+        help="LoRA adapters of the model, each a model for clients",
+    )
     parser.add_argument("--exit-with-parent", action="store_true", help="stop when the process that started it is gone")
     return parser
 
@@ -115,7 +123,7 @@ def serve_setting_names() -> list[str]:
 
 def serve(words: Sequence[str]) -> int:
     """`modelwright serve`"""
-    own_names = ("stage", "int8", "served-model-name", "exit-with-parent", "help")
+    own_names = ("stage", "int8", "served-model-name", "adapters", "exit-with-parent", "help")
     leading, own, rest = split_settings(words, own_names)
     parsed = serve_parser().parse_args([*leading, *own])
     from modelwright.core.config import dump, merge, parse
@@ -129,6 +137,7 @@ def serve(words: Sequence[str]) -> int:
     if parsed.exit_with_parent:
         leave_with_parent()
     settings = parse(ServeConfig, merge(dump(result.server), read_overrides(ServeConfig, rest, own_names)))
+    settings = replace(settings, adapters=_adapters(parsed.adapters))
     _remark(result.remark)
 
     def locate(path: str) -> ModelSource:
@@ -139,6 +148,18 @@ def serve(words: Sequence[str]) -> int:
     name = parsed.served_model_name or result.source.name
     number = run_server(result.source, settings, model_name=name, announce=_say, locate=locate)
     return 128 + number if number else 0
+
+
+def _adapters(words: Sequence[str]) -> dict[str, str]:
+    """Folders by name. Raises `ConfigError` for a word that is not NAME=FOLDER and for a name that comes twice."""
+    pairs = [word.partition("=") for word in words]
+    for word, (name, _, folder) in zip(words, pairs, strict=True):
+        if not name or not folder:
+            raise ConfigError(f"--adapters: {word!r} is not NAME=FOLDER, such as poet=runs/poet/sft/artifact")
+    folders = {name: folder for name, _, folder in pairs}
+    if len(folders) < len(pairs):
+        raise ConfigError(f"--adapters: each needs a name of its own, got {', '.join(name for name, *_ in pairs)}")
+    return folders
 
 
 def chat_parser() -> argparse.ArgumentParser:

@@ -1,5 +1,4 @@
-"""Dotted overrides on the command line: `--a.b value`, `--a.b=value`, `--data.sources one two three`,
-`--adapters one=value two=value`.
+"""Dotted overrides on the command line: `--a.b value`, `--a.b=value`, `--data.sources one two three`.
 
 Turns words into a plain mapping for `core.config`. A word meant for a text field stays text (`--name 1e3`), everything
 else is read as YAML reads it.
@@ -131,9 +130,6 @@ def _value(hint: Any, words: Sequence[str], dotted: str) -> Any:
             raise ConfigError(f"--{dotted}: needs a value")
         return True
     item = _item(hint)
-    if typing.get_origin(hint) is dict and all("=" in word for word in words) and not words[0].startswith("{"):
-        pairs = (word.partition("=") for word in words)
-        return {name: _word(typing.get_args(hint)[1], value) for name, _, value in pairs}
     if typing.get_origin(hint) is dict and words[0].startswith("{"):
         return parse_scalar(" ".join(words))  # braces that a shell has cut at their spaces
     if item is None:

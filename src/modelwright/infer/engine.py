@@ -41,7 +41,7 @@ class EngineConfig:
     """Tokens per cache block."""
     prefill_chunk_size: int = 256
     """Prompts are computed in chunks of this many tokens."""
-    max_num_batched_tokens: int = 512
+    max_num_batched_tokens: int = constant(512)
     """About how many prompt tokens join one step, so that long prompts do not hold up running answers."""
     enable_prefix_caching: bool = True
     """Keep the keys and values of prompts for later ones that begin with the same chunks of `prefill_chunk_size`

@@ -51,8 +51,9 @@ class ServeConfig:
     """Write the bodies of requests to the log."""
     model_aliases: tuple[str, ...] = field(default=(), metadata=word_for_none())
     """Further names by which clients may call the model, or, as `name=adapter`, an adapter."""
-    adapters: dict[str, str] = field(default_factory=dict)
-    """Folders of LoRA adapters of the model, by the names by which clients ask for them."""
+    adapters: dict[str, str] = field(default_factory=dict, metadata={"constant": True})
+    """Folders of LoRA adapters of the model, by the names by which clients ask for them. No setting: they belong to the
+    model that is served and not to the run."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     body_timeout_s: float = constant(30.0)
     """Seconds in which a request body must arrive."""
@@ -71,18 +72,17 @@ class ServeConfig:
     def alias_names(self) -> list[str]:
         return [alias.partition("=")[0] for alias in self.model_aliases]
 
-    @property
-    def names(self) -> list[str]:
-        """All names for model and adapters that are settings."""
-        return [*self.alias_names, *self.adapters]
-
-    def __post_init__(self) -> None:
+    def check_names(self, model_name: str) -> None:
+        """Raise `ConfigError` if the names for model and adapters contradict each other."""
         for alias, name in self.aliases.items():
-            if not alias or name not in self.adapters:
+            if name not in self.adapters:
                 known = ", ".join(self.adapters) or "there are none"
                 raise ConfigError(f"model_aliases: {alias}={name} names no adapter; choose from {known}")
-        if len(set(self.names)) < len(self.names) or "" in self.names:
-            raise ConfigError(f"model_aliases, adapters: each needs a name of its own, got {', '.join(self.names)}")
+        names = [model_name, *self.alias_names, *self.adapters]
+        if len(set(names)) < len(names) or "" in names:
+            raise ConfigError(f"model_aliases, adapters: each needs a name of its own, got {', '.join(names)}")
+
+    def __post_init__(self) -> None:
         if not 0 <= self.port <= 65_535:
             raise ConfigError(f"port: must be between 0 (any free one) and 65535, got {self.port}")
         if self.max_queued < 0:

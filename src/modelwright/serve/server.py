@@ -55,8 +55,7 @@ class ServerThread:
         locate: Locate | None = None,
     ) -> None:
         """client: the engines, not started; locate: finds the models of reloads, by default in folders."""
-        if model_name in config.names:
-            raise ConfigError(f"model_aliases, adapters: {model_name} is the name of the model; choose another")
+        config.check_names(model_name)
         keys = key_ring(config)
         _check_tls(config)
         metrics = Metrics(model_name)
@@ -122,10 +121,9 @@ class ServerThread:
     def _load(self, source: ModelSource) -> ServedModel:
         """A version with the adapters of the present one."""
         adapters = {name: str(adapter.folder) for name, adapter in self.service.model.adapters.items()}
-        config = replace(self.service.config, adapters=adapters, model_aliases=())
+        config = replace(self.service.config, adapters=adapters)
         client, codec = load_engines(source, config)
-        fresh = serve_model(client, codec, config, self.service.metrics, source)
-        return replace(fresh, aliases=self.service.config.aliases)
+        return serve_model(client, codec, config, self.service.metrics, source)
 
     async def _serve(self) -> None:
         config = self.service.config
