@@ -174,7 +174,7 @@ def start(
         answers += [
             Answer(
                 prompt,
-                IncrementalDetokenizer(model.codec.stream(), request.stop, num_echoed),
+                IncrementalDetokenizer(model.codec.stream(), request.stop, num_echoed, request.min_tokens or 0),
                 call=call.text() if call else None,
             )
             for _ in seeds
