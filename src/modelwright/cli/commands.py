@@ -155,7 +155,7 @@ def _adapters(words: Sequence[str]) -> dict[str, str]:
     pairs = [word.partition("=") for word in words]
     for word, (name, _, folder) in zip(words, pairs, strict=True):
         if not name or not folder:
-            raise ConfigError(f"--adapters: {word!r} is not NAME=FOLDER, such as poet=runs/poet/sft/artifact")
+            raise ConfigError(f"--adapters: {word!r} is not NAME=FOLDER, such as poet=runs/poet/sft/artifact/adapter")
     folders = {name: folder for name, _, folder in pairs}
     if len(folders) < len(pairs):
         raise ConfigError(f"--adapters: each needs a name of its own, got {', '.join(name for name, *_ in pairs)}")
