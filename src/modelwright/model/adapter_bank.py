@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.errors import ConfigError, ModelError
 from modelwright.model.adapters import ADAPTER
 from modelwright.model.decoder import Decoder
 from modelwright.model.low_rank import MAGNITUDE, A, B, LowRank
@@ -168,7 +168,13 @@ def load_adapters(model: Decoder, folders: Mapping[str, Path]) -> dict[str, Prep
     """
     if BASE in folders:
         raise ConfigError(f"adapters: {BASE!r} is the name of the model itself; choose another")
-    return {name: prepare_adapter(model, folder) for name, folder in folders.items()}
+    prepared: dict[str, PreparedAdapter] = {}
+    for name, folder in folders.items():
+        try:
+            prepared[name] = prepare_adapter(model, folder)
+        except ModelError as error:
+            raise ModelError(f"adapters: {name}: {error}") from None
+    return prepared
 
 
 @torch.no_grad()
