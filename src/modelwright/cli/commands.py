@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from modelwright.cli.overrides import read_overrides, split_settings
@@ -92,13 +93,21 @@ def serve_parser() -> argparse.ArgumentParser:
         "Serve a model over HTTP as the OpenAI API does; SIGTERM or Ctrl-C drains and stops. Every setting of the "
         "server can be given by its name (docs/config.md, section serve).",
         example="modelwright serve runs/quickstart --port 8000 --engine.max_num_seqs 64",
-        usage="modelwright serve RUN|MODEL_FOLDER [--stage NAME] [--int8] [--port N] [--host H] [--a.b VALUE ...]",
+        usage="modelwright serve RUN|MODEL_FOLDER [--stage NAME] [--int8] [--port N] [--host H] "
+        "[--adapters NAME=FOLDER ...] [--a.b VALUE ...]",
     )
     parser.add_argument("target", metavar="RUN|MODEL_FOLDER", help="a run directory, its name, or a model folder")
     parser.add_argument("--stage", default="", help=STAGE_HELP)
     parser.add_argument("--int8", action="store_true", help="serve the run's INT8 model")
     parser.add_argument(
         "--served-model-name", default="", metavar="NAME", help="what clients call the model (the run's)"
+    )
+    parser.add_argument(
+        "--adapters",
+        nargs="+",
+        default=[],
+        metavar="NAME=FOLDER",
+        help="LoRA adapters of the model, each a model for clients",
     )
     parser.add_argument("--exit-with-parent", action="store_true", help="stop when the process that started it is gone")
     return parser
@@ -114,7 +123,7 @@ def serve_setting_names() -> list[str]:
 
 def serve(words: Sequence[str]) -> int:
     """`modelwright serve`"""
-    own_names = ("stage", "int8", "served-model-name", "exit-with-parent", "help")
+    own_names = ("stage", "int8", "served-model-name", "adapters", "exit-with-parent", "help")
     leading, own, rest = split_settings(words, own_names)
     parsed = serve_parser().parse_args([*leading, *own])
     from modelwright.core.config import dump, merge, parse
@@ -128,6 +137,7 @@ def serve(words: Sequence[str]) -> int:
     if parsed.exit_with_parent:
         leave_with_parent()
     settings = parse(ServeConfig, merge(dump(result.server), read_overrides(ServeConfig, rest, own_names)))
+    settings = replace(settings, adapters=_adapters(parsed.adapters))
     _remark(result.remark)
 
     def locate(path: str) -> ModelSource:
@@ -138,6 +148,18 @@ def serve(words: Sequence[str]) -> int:
     name = parsed.served_model_name or result.source.name
     number = run_server(result.source, settings, model_name=name, announce=_say, locate=locate)
     return 128 + number if number else 0
+
+
+def _adapters(words: Sequence[str]) -> dict[str, str]:
+    """Folders by name. Raises `ConfigError` for a word that is not NAME=FOLDER and for a name that comes twice."""
+    pairs = [word.partition("=") for word in words]
+    for word, (name, _, folder) in zip(words, pairs, strict=True):
+        if not name or not folder:
+            raise ConfigError(f"--adapters: {word!r} is not NAME=FOLDER, such as poet=runs/poet/sft/artifact/adapter")
+    folders = {name: folder for name, _, folder in pairs}
+    if len(folders) < len(pairs):
+        raise ConfigError(f"--adapters: each needs a name of its own, got {', '.join(name for name, *_ in pairs)}")
+    return folders
 
 
 def chat_parser() -> argparse.ArgumentParser:

@@ -103,7 +103,7 @@ class Generation:
             "object": kind,
             "created": self.created,
             "model": self.request.model,
-            "system_fingerprint": self.model.fingerprint,
+            "system_fingerprint": self.model.fingerprint_of(self.request.model),
             "choices": choices,
         }
 
@@ -165,15 +165,16 @@ def start(
         raise too_many_answers(max_choices)
     seed = secrets.randbits(62) if request.seed is None else request.seed
     jobs, answers, call = [], [], request.forced_call()
+    adapter = model.adapter_key(request.model)
     for prompt in prompts:
         params = _sampling(request, model, len(prompt.ids))
         seeds = [seed, *(derive_seed(seed, "choice", index) for index in range(1, num_choices))]
-        jobs += [GenerationJob(prompt.ids, replace(params, seed=one), grammar, caller.salt) for one in seeds]
+        jobs += [GenerationJob(prompt.ids, replace(params, seed=one), grammar, caller.salt, adapter) for one in seeds]
         num_echoed = len(prompt.text) if request.echoes else 0
         answers += [
             Answer(
                 prompt,
-                IncrementalDetokenizer(model.codec.stream(), request.stop, num_echoed),
+                IncrementalDetokenizer(model.codec.stream(), request.stop, num_echoed, request.min_tokens or 0),
                 call=call.text() if call else None,
             )
             for _ in seeds

@@ -25,7 +25,7 @@ from modelwright.serve.config import ServeConfig
 from modelwright.serve.errors import ApiError, limit_reached
 
 KeyScope = Literal["infer", "feedback", "admin", "metrics"]
-"""What a key may do. No route asks for `feedback` or `admin` yet: they exist so that key files need not change."""
+"""What a key may do. No route asks for `feedback` yet: it exists so that key files need not change."""
 ALL_SCOPES: tuple[KeyScope, ...] = get_args(KeyScope)
 
 PERIOD_S = 60.0

@@ -7,14 +7,18 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from modelwright.serve import admin, endpoints, pages
+from modelwright.serve import adapter_routes, admin, embeddings, endpoints, pages, scores
 from modelwright.serve.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
+    LoadAdapterRequest,
     ReloadRequest,
+    RerankRequest,
+    ScoreRequest,
     TokenizeRequest,
+    UnloadAdapterRequest,
 )
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -25,6 +29,9 @@ GENERATES = (400, 401, 403, 404, 408, 413, 429, 500, 503)
 READS_BODY = (400, 401, 403, 404, 408, 413, 429)
 """Statuses of errors of routes that read a body and do not need the engine."""
 
+
+ADMINISTERS = (400, 401, 403, 408, 409, 413, 429)
+"""Statuses of errors of routes that change what is served."""
 
 NEEDS_KEY = (401, 403, 429)
 """Statuses of errors of routes that ask for a key and read no body."""
@@ -85,12 +92,14 @@ OPERATIONS = (
     Operation(
         "POST",
         "/v1/embeddings",
-        endpoints.create_embeddings,
+        embeddings.create_embeddings,
         "Embed texts",
         "CreateEmbeddingResponse",
         EmbeddingRequest,
         GENERATES,
     ),
+    Operation("POST", "/v1/score", scores.create_score, "Score pairs of texts", "ScoreReply", ScoreRequest, GENERATES),
+    Operation("POST", "/v1/rerank", scores.rerank, "Order documents by score", "RerankReply", RerankRequest, GENERATES),
     Operation(
         "POST",
         "/admin/reload",
@@ -98,7 +107,25 @@ OPERATIONS = (
         "Put another version of the model in service",
         "ReloadReply",
         ReloadRequest,
-        (400, 401, 403, 408, 409, 413, 429),
+        ADMINISTERS,
+    ),
+    Operation(
+        "POST",
+        "/v1/load_lora_adapter",
+        adapter_routes.load_lora_adapter,
+        "Let requests ask for an adapter",
+        "text/plain",
+        LoadAdapterRequest,
+        (*ADMINISTERS, 503),
+    ),
+    Operation(
+        "POST",
+        "/v1/unload_lora_adapter",
+        adapter_routes.unload_lora_adapter,
+        "Let no request ask for an adapter any more",
+        "text/plain",
+        UnloadAdapterRequest,
+        (*ADMINISTERS, 404, 503),
     ),
     Operation("POST", "/tokenize", endpoints.tokenize, "Text to tokens", "TokenizeReply", TokenizeRequest, READS_BODY),
     Operation(

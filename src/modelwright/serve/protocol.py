@@ -18,6 +18,7 @@ from modelwright.serve.fields import (
     RequestModel,
     StopTexts,
     Strict,
+    Texts,
     TokenIds,
     Unsupported,
     as_list,
@@ -282,7 +283,8 @@ class EmbeddingRequest(RequestModel):
     model: str
     input: PromptEntries
     encoding_format: Literal["float", "base64"] = "float"
-    dimensions: Unsupported = None
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    pooling: Literal["last", "mean"] = "last"
 
     user: str | None = None
 
@@ -294,6 +296,77 @@ class EmbeddingRequest(RequestModel):
     @classmethod
     def check_size(cls, data: dict[str, Any], limits: Limits) -> None:
         limits.check_prompts(data, "input")
+
+
+class ScoreRequest(RequestModel):
+    """POST /v1/score, in vLLM's form: one text or as many as there are in `text_2` in `text_1`. `use_activation`: false
+    for the model's own score, which is a sigmoid's input otherwise.
+    """
+
+    model: str
+    text_1: Texts
+    text_2: Texts
+    use_activation: bool | None = None
+
+    user: str | None = None
+
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        first = self.text_1 * len(self.text_2) if len(self.text_1) == 1 else self.text_1
+        return list(zip(first, self.text_2, strict=True))
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "ScoreRequest":
+        num_first, num_second = len(self.text_1), len(self.text_2)
+        if num_first not in (1, num_second):
+            raise ValueError(f"text_1 has {num_first} texts and text_2 has {num_second}; give one, or as many")
+        return self
+
+    @classmethod
+    def check_size(cls, data: dict[str, Any], limits: Limits) -> None:
+        for param in ("text_1", "text_2"):
+            limits.check_prompts(data, param)
+
+
+class RerankRequest(RequestModel):
+    """POST /v1/rerank, in the form that vLLM has from Jina and Cohere. `top_n`: 0 for all documents; `use_activation`:
+    as in a `ScoreRequest`.
+    """
+
+    model: str
+    query: str
+    documents: Annotated[list[str], Field(min_length=1)]
+    top_n: Annotated[int, Field(ge=0)] = 0
+    return_documents: bool | None = None
+    use_activation: bool | None = None
+
+    user: str | None = None
+
+    @classmethod
+    def check_size(cls, data: dict[str, Any], limits: Limits) -> None:
+        for param in ("query", "documents"):
+            limits.check_prompts(data, param)
+
+
+class LoadAdapterRequest(RequestModel):
+    """POST /v1/load_lora_adapter, in vLLM's form. `lora_path`: a folder in PEFT's layout on the server's machine."""
+
+    lora_name: Annotated[str, Field(min_length=1, max_length=200)]
+    lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
+
+    @classmethod
+    def check_size(cls, data: dict[str, Any], limits: Limits) -> None:
+        """Short fields need no further check."""
+
+
+class UnloadAdapterRequest(RequestModel):
+    """POST /v1/unload_lora_adapter, in vLLM's form."""
+
+    lora_name: Annotated[str, Field(min_length=1, max_length=200)]
+
+    @classmethod
+    def check_size(cls, data: dict[str, Any], limits: Limits) -> None:
+        """One short field needs no further check."""
 
 
 class ReloadRequest(RequestModel):

@@ -4,13 +4,14 @@ and tried, then new requests get it, while open answers finish on the old one.
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from modelwright.core.errors import ConfigError, ModelwrightError
 from modelwright.infer.sequence import SamplingParams
 from modelwright.serve.errors import ApiError
-from modelwright.serve.jobs import GenerationJob
+from modelwright.serve.jobs import EmbeddingJob, GenerationJob, Job
 from modelwright.serve.keys import ANYONE, Caller
 from modelwright.serve.load import ModelSource
 from modelwright.serve.served_model import ServedModel
@@ -56,9 +57,7 @@ class Reloader:
         """Put the model at `path` in service and return it. Raises `ApiError` 409 while another reload is under way,
         and 400 with the reason, the old version going on, if the new one cannot be loaded or does not pass its test.
         """
-        if self._lock.locked():
-            raise ApiError(409, "Another reload is under way; wait until it has ended.", code="reload_running")
-        async with self._lock:
+        async with self.alone():
             outcome = "failed"
             try:
                 fresh = await self._prepare(path)
@@ -67,6 +66,14 @@ class Reloader:
                 return fresh
             finally:
                 self._service.metrics.reloads.labels(outcome).inc()
+
+    @asynccontextmanager
+    async def alone(self) -> AsyncIterator[None]:
+        """Nothing else changes what is served in the block. Raises `ApiError` 409 while something does."""
+        if self._lock.locked():
+            raise ApiError(409, "Another reload is under way; wait until it has ended.", code="reload_running")
+        async with self._lock:
+            yield
 
     async def reload_and_log(self) -> None:
         """`reload` for a signal, which has nobody to answer to."""
@@ -120,13 +127,19 @@ class Reloader:
         self._service.retiring.remove(old)
 
 
+def _smoke_job(model: ServedModel, prompt_ids: Sequence[int]) -> Job:
+    if model.info.scores:
+        return EmbeddingJob(prompt_ids, pooling="score")
+    params = SamplingParams(max_tokens=SMOKE_TOKENS, temperature=0.0, stop_ids=model.codec.stop_ids)
+    return GenerationJob(prompt_ids, params)
+
+
 async def _smoke_test(model: ServedModel) -> str:
     """Let a version answer; returns what is wrong, "" for a good answer."""
     prompt_ids = model.codec.encode(SMOKE_TEXT)[: model.limits.context - 1]
-    params = SamplingParams(max_tokens=SMOKE_TOKENS, temperature=0.0, stop_ids=model.codec.stop_ids)
     reason, token_ids = "", list[int]()
     try:
-        stream = model.worker.submit([GenerationJob(prompt_ids, params)], Caller(ANYONE))
+        stream = model.worker.submit([_smoke_job(model, prompt_ids)], Caller(ANYONE))
         try:
             async with asyncio.timeout(SMOKE_TIMEOUT_S):
                 async for _, output in stream:

@@ -53,10 +53,13 @@ class ReloadReply(BaseModel):
 
 
 class ModelReply(BaseModel):
-    """A name of the model. `root`, `stage` and `digest` are absent for a model that came from no folder."""
+    """A name of the model or of an adapter, whose `parent` is the model. `root`, `stage` and `digest` are absent for a
+    model that came from no folder, `stage` and `digest` for an adapter.
+    """
 
     id: str
     object: Literal["model"]
+    parent: str | None
     created: int
     owned_by: str
     max_model_len: int
@@ -71,6 +74,55 @@ class ModelListReply(BaseModel):
 
     object: Literal["list"]
     data: list[ModelReply]
+
+
+class InputUsage(BaseModel):
+    """Tokens of the inputs."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class PairScore(BaseModel):
+    """The score of one pair."""
+
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class ScoreReply(BaseModel):
+    """One score for each pair, in order."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[PairScore]
+    usage: InputUsage
+
+
+class RankedText(BaseModel):
+    """A document that was given."""
+
+    text: str
+
+
+class RankedDocument(BaseModel):
+    """A document and how good it is, with its place in the request."""
+
+    index: int
+    relevance_score: float
+    document: RankedText | None = None
+
+
+class RerankReply(BaseModel):
+    """The documents, the best one first."""
+
+    id: str
+    model: str
+    results: list[RankedDocument]
+    usage: InputUsage
 
 
 class TokenizeReply(BaseModel):

@@ -9,6 +9,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import FrameType
 
 import uvicorn
@@ -54,6 +55,7 @@ class ServerThread:
         locate: Locate | None = None,
     ) -> None:
         """client: the engines, not started; locate: finds the models of reloads, by default in folders."""
+        config.check_names(model_name)
         keys = key_ring(config)
         _check_tls(config)
         metrics = Metrics(model_name)
@@ -117,8 +119,11 @@ class ServerThread:
             self._ready.set()
 
     def _load(self, source: ModelSource) -> ServedModel:
-        client, codec = load_engines(source, self.service.config)
-        return serve_model(client, codec, self.service.config, self.service.metrics, source)
+        """A version with the adapters of the present one."""
+        adapters = {name: str(adapter.folder) for name, adapter in self.service.model.adapters.items()}
+        config = replace(self.service.config, adapters=adapters)
+        client, codec = load_engines(source, config)
+        return serve_model(client, codec, config, self.service.metrics, source)
 
     async def _serve(self) -> None:
         config = self.service.config

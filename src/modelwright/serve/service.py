@@ -76,8 +76,10 @@ class Service:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What clients may call the model."""
-        return (self.model_name, *self.config.model_aliases)
+        """What clients may call the model and its adapters; an alias of an adapter as long as that is loaded."""
+        targets = self.model.aliases
+        names = [name for name in self.config.alias_names if targets.get(name, name) in (name, *self.model.adapters)]
+        return (self.model_name, *names, *self.model.adapters)
 
     @property
     def num_open(self) -> int:
@@ -123,9 +125,9 @@ class Lease:
         self.service.require_model(name)
 
 
-def version_header(model: ServedModel) -> dict[str, str]:
-    """The header of an answer that says which weights made it."""
-    return {"X-Model-Version": model.fingerprint}
+def version_header(model: ServedModel, name: str | None = None) -> dict[str, str]:
+    """The header of an answer that says which weights made it. name: by which the client asked for them."""
+    return {"X-Model-Version": model.fingerprint_of(name)}
 
 
 def service_of(request: Request) -> Service:

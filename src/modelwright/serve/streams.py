@@ -30,7 +30,7 @@ class AnswerForm(Protocol):
 
 async def respond(request: Request, generation: Generation, form: AnswerForm) -> Response:
     """The answer in one piece, or as a stream of events if the client asked for one."""
-    version = version_header(generation.model)
+    version = version_header(generation.model, generation.request.model)
     if generation.request.stream:
         events = _events(generation, form)
         headers = version | {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
