@@ -85,6 +85,15 @@ class Metrics:
         self.reloads = Counter(
             "modelwright_reloads", "Reloads of the model by outcome (done, failed)", ["outcome"], registry=registry
         )
+        self.logged_requests = Counter(
+            "modelwright_logged_requests", "Requests written to the request log", registry=registry
+        )
+        self.unlogged_requests = Counter(
+            "modelwright_unlogged_requests",
+            "Requests or feedback that the request log lost by reason (queue_full, failed, user_cap, redaction_failed)",
+            ["reason"],
+            registry=registry,
+        )
         self.engines = Gauge("modelwright_engines", "Engines that run", registry=registry)
         self.engine_failures = Counter(
             "modelwright_engine_failures", "Lost engines by reason (died, wedged)", ["reason"], registry=registry

@@ -21,7 +21,7 @@ REASONS = {
     400: "The request is not understood or asks for something that this server lacks",
     401: "The API key is missing or wrong",
     403: "The API key may not do this",
-    404: "There is no such model",
+    404: "There is no such model, answer or test",
     409: "Another reload is under way",
     408: "The body did not arrive in time",
     413: "The body is too large",
@@ -64,6 +64,7 @@ def _replies() -> dict[str, type[BaseModel]]:
         Completion, ChatCompletion, ChatCompletionChunk, CreateEmbeddingResponse,
         replies.ErrorReply, replies.HealthReply, replies.LiveReply, replies.ReadyReply, replies.ModelReply,
         replies.ModelListReply, replies.ReloadReply, replies.TokenizeReply, replies.DetokenizeReply,
+        replies.FeedbackReply,
     ]  # fmt: skip
     return {model.__name__: model for model in models}
 

@@ -7,12 +7,13 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from modelwright.serve import admin, endpoints, pages
+from modelwright.serve import admin, endpoints, feedback, pages
 from modelwright.serve.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
+    FeedbackRequest,
     ReloadRequest,
     TokenizeRequest,
 )
@@ -90,6 +91,15 @@ OPERATIONS = (
         "CreateEmbeddingResponse",
         EmbeddingRequest,
         GENERATES,
+    ),
+    Operation(
+        "POST",
+        "/v1/feedback",
+        feedback.give_feedback,
+        "Say how good an answer was",
+        "FeedbackReply",
+        FeedbackRequest,
+        (400, 401, 403, 404, 408, 413, 429, 503),
     ),
     Operation(
         "POST",

@@ -52,6 +52,13 @@ class ReloadReply(BaseModel):
     previous_version: str
 
 
+class FeedbackReply(BaseModel):
+    """The feedback is committed."""
+
+    status: Literal["recorded"]
+    id: str
+
+
 class ModelReply(BaseModel):
     """A name of the model. `root`, `stage` and `digest` are absent for a model that came from no folder."""
 

@@ -25,6 +25,8 @@ from modelwright.serve.load import ModelSource
 from modelwright.serve.logs import log_to_stderr
 from modelwright.serve.metrics import Metrics
 from modelwright.serve.reload import Locate, Reloader, same_place
+from modelwright.serve.request_log.log import RequestLog
+from modelwright.serve.requests_config import RequestsConfig
 from modelwright.serve.served_model import ServedModel, serve_model
 from modelwright.serve.service import Service
 from modelwright.serve.tokenizer import Codec
@@ -32,6 +34,7 @@ from modelwright.serve.worker import RETRY_AFTER_S
 
 log = logging.getLogger("modelwright.serve")
 
+NOTHING_KEPT = RequestsConfig()
 _CLOSE_TIMEOUT_S = 2
 _LISTEN_BACKLOG = 256
 
@@ -50,6 +53,7 @@ class ServerThread:
         config: ServeConfig,
         *,
         model_name: str,
+        requests: RequestsConfig = NOTHING_KEPT,
         source: ModelSource | None = None,
         locate: Locate | None = None,
     ) -> None:
@@ -59,6 +63,7 @@ class ServerThread:
         metrics = Metrics(model_name)
         served = serve_model(client, codec, config, metrics, source)
         self.service = Service(config, model_name, served, metrics, keys)
+        self._request_log = RequestLog(requests, metrics) if requests.log else None
         self._reloader = Reloader(self.service, locate or same_place(source), self._load)
         self._socket = _bind(config)
         host, port = self._socket.getsockname()[:2]
@@ -124,6 +129,9 @@ class ServerThread:
         config = self.service.config
         self.service.worker.start()
         self.service.metrics.show_version(self.service.model.fingerprint)
+        if self._request_log:
+            self._request_log.start()
+            self.service.observers.append(self._request_log)
         settings = uvicorn.Config(
             build_app(self.service, self._reloader),
             log_config=None,
@@ -156,6 +164,8 @@ class ServerThread:
         watching.cancel()
         await self._reloader.close()
         await self.service.worker.stop()
+        if self._request_log:
+            await asyncio.to_thread(self._request_log.close)
 
     async def _wait_idle(self, timeout_s: float) -> bool:
         return all(await asyncio.gather(*(worker.wait_idle(timeout_s) for worker in self.service.workers)))
@@ -175,6 +185,7 @@ def run_server(
     config: ServeConfig,
     *,
     model_name: str,
+    requests: RequestsConfig = NOTHING_KEPT,
     announce: Callable[[str], None] = print,
     locate: Locate | None = None,
 ) -> int:
@@ -187,7 +198,12 @@ def run_server(
     """
     with log_to_stderr(config.log_format):
         server = ServerThread(
-            *load_engines(source, config), config, model_name=model_name, source=source, locate=locate
+            *load_engines(source, config),
+            config,
+            model_name=model_name,
+            requests=requests,
+            source=source,
+            locate=locate,
         )
         gc.collect()
         gc.freeze()  # collections while requests are parsed hold up the engine, and most of this stays anyway
