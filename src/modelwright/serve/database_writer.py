@@ -31,6 +31,7 @@ class WriterBusy(Exception):
 @dataclass
 class _Queued:
     task: Task[Any]
+    then: Callable[[Any], None] = lambda result: None
     result: "Future[Any]" = field(default_factory=Future)
 
 
@@ -54,10 +55,12 @@ class DatabaseWriter:
     def start(self) -> None:
         self._thread.start()
 
-    def offer(self, task: Task[Any]) -> bool:
-        """Run a task some time; false, and counted as dropped, if the queue is full. Never waits."""
+    def offer(self, task: Task[T], then: Callable[[T], None] = lambda result: None) -> bool:
+        """Run a task some time; false, and counted as dropped, if the queue is full. Never waits. then: gets the result
+        once it is committed, in the writer's thread.
+        """
         try:
-            self._queue.put_nowait(_Queued(task))
+            self._queue.put_nowait(_Queued(task, then))
         except queue.Full:
             self._dropped("queue_full", 1)
             return False
@@ -104,6 +107,7 @@ class DatabaseWriter:
             return
         for entry, result in zip(entries, results, strict=True):
             entry.result.set_result(result)
+            entry.then(result)
 
     def _in_transaction(self, entries: Sequence[_Queued]) -> list[Any]:
         with self._database.transaction():

@@ -13,9 +13,10 @@ from modelwright.serve import chat, completions
 from modelwright.serve.bodies import parsed, read_body
 from modelwright.serve.errors import ApiError
 from modelwright.serve.exchange import Exchange, RouteName, subject_of
-from modelwright.serve.generation import Prompt, start
+from modelwright.serve.generation import Generation, Prompt, start
 from modelwright.serve.grammars import CompiledGrammar
 from modelwright.serve.jobs import EmbeddingJob
+from modelwright.serve.keys import Caller
 from modelwright.serve.parsing import parse_request
 from modelwright.serve.protocol import (
     ChatRequest,
@@ -25,6 +26,7 @@ from modelwright.serve.protocol import (
     GenerationRequest,
     TokenizeRequest,
 )
+from modelwright.serve.served_model import ServedModel
 from modelwright.serve.service import Lease, service_of, version_header
 from modelwright.serve.streams import AnswerForm, respond, unless_disconnected
 
@@ -62,6 +64,13 @@ async def _generate(request: Request, kind: _Kind[G]) -> Response:
         asked = await parsed(lambda: kind.read(body, entry), len(body), entry)
         subject = subject_of(asked, caller.name)
         with service.arm(entry, subject) as (lease, assignment):
+
+            async def open_on(model: ServedModel, caller: Caller) -> Generation:
+                chosen = Lease(service, model)
+                prompts = await parsed(lambda: kind.prompts(asked, chosen), len(body), chosen)
+                grammar = await _compiled(asked, chosen)
+                return start(asked, prompts, model, caller, kind=kind.id_prefix, max_choices=most, grammar=grammar)
+
             exchange = Exchange(
                 asked=asked,
                 route=kind.route,
@@ -69,14 +78,11 @@ async def _generate(request: Request, kind: _Kind[G]) -> Response:
                 model=lease.model,
                 assignment=assignment,
                 observers=service.observers,
+                open_on=open_on,
             )
             with exchange.beginning():
-                exchange.prompts = prompts = await parsed(lambda: kind.prompts(asked, lease), len(body), lease)
-                grammar = await _compiled(asked, lease)
-                exchange.generation = start(
-                    asked, prompts, lease.model, caller, kind=kind.id_prefix, max_choices=most, grammar=grammar
-                )
-    return await respond(request, exchange.generation, kind.form, exchange)
+                exchange.generation = generation = await open_on(lease.model, caller)
+    return await respond(request, generation, kind.form, exchange)
 
 
 async def create_embeddings(request: Request) -> Response:

@@ -4,14 +4,15 @@ import hashlib
 import hmac
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from modelwright.serve.ab.assignment import Assignment
 from modelwright.serve.errors import ApiError
-from modelwright.serve.generation import Generation, Prompt
+from modelwright.serve.generation import Generation
+from modelwright.serve.keys import Caller
 from modelwright.serve.protocol import FeedbackRequest, GenerationRequest
 from modelwright.serve.served_model import ServedModel
 
@@ -78,9 +79,13 @@ class ExchangeObserver(Protocol):
         ...
 
 
+OpenOn = Callable[[ServedModel, Caller], Awaitable[Generation]]
+"""Begins the answers to a request on a version, on behalf of a caller. Raises `ApiError`."""
+
+
 @dataclass(kw_only=True)
 class Exchange:
-    """A request that has been read, while it is answered. Its finished is reported once."""
+    """A request that has been read, while it is answered. What became of it is reported once."""
 
     asked: GenerationRequest
     route: RouteName
@@ -88,7 +93,7 @@ class Exchange:
     model: ServedModel
     assignment: Assignment | None
     observers: Sequence[ExchangeObserver]
-    prompts: Sequence[Prompt] = ()
+    open_on: OpenOn
     generation: Generation | None = None
     started_at: float = field(default_factory=time.time)
     _started: float = field(default_factory=time.perf_counter)
@@ -138,7 +143,7 @@ class Exchange:
             model=self.asked.model,
             version=self.model.fingerprint,
             assignment=self.assignment,
-            prompt=_joined(self.asked.texts() or [codec.decode(prompt.ids) for prompt in self.prompts]),
+            prompt=_joined(self.asked.texts() or [codec.decode(answer.prompt.ids) for answer in answers]),
             answer=_joined([answer.new_text for answer in answers]),
             prompt_tokens=generation.num_prompt_tokens if generation else 0,
             completion_tokens=sum(len(answer.token_ids) for answer in answers),

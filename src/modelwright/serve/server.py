@@ -14,6 +14,7 @@ from types import FrameType
 import uvicorn
 
 from modelwright.core.errors import ConfigError
+from modelwright.serve.ab.controller import Experiments
 from modelwright.serve.app import build_app
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.connections import ACCEPTS_PER_ROUND, ConnectionTable, connection_limits
@@ -63,8 +64,11 @@ class ServerThread:
         metrics = Metrics(model_name)
         served = serve_model(client, codec, config, metrics, source)
         self.service = Service(config, model_name, served, metrics, keys)
+        self._experiments: Experiments | None = None
         self._request_log = RequestLog(requests, metrics) if requests.log else None
         self._reloader = Reloader(self.service, locate or same_place(source), self._load)
+        if requests.ab_state:
+            self._experiments = Experiments(self.service, self._reloader, requests.ab_state)
         self._socket = _bind(config)
         host, port = self._socket.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
@@ -121,9 +125,9 @@ class ServerThread:
         finally:
             self._ready.set()
 
-    def _load(self, source: ModelSource) -> ServedModel:
+    def _load(self, source: ModelSource, metrics: Metrics) -> ServedModel:
         client, codec = load_engines(source, self.service.config)
-        return serve_model(client, codec, self.service.config, self.service.metrics, source)
+        return serve_model(client, codec, self.service.config, metrics, source)
 
     async def _serve(self) -> None:
         config = self.service.config
@@ -132,8 +136,11 @@ class ServerThread:
         if self._request_log:
             self._request_log.start()
             self.service.observers.append(self._request_log)
+        if self._experiments:
+            await self._experiments.start()
+            self.service.observers.append(self._experiments)
         settings = uvicorn.Config(
-            build_app(self.service, self._reloader),
+            build_app(self.service, self._reloader, self._experiments),
             log_config=None,
             access_log=False,
             server_header=False,
@@ -164,6 +171,8 @@ class ServerThread:
         watching.cancel()
         await self._reloader.close()
         await self.service.worker.stop()
+        if self._experiments:
+            await self._experiments.close()
         if self._request_log:
             await asyncio.to_thread(self._request_log.close)
 

@@ -27,8 +27,12 @@ class Arms(Protocol):
         """The version that is tested."""
         ...
 
-    def assign(self, subject: Subject) -> Assignment:
-        """The arm of a request."""
+    def assign(self, subject: Subject) -> Assignment | None:
+        """The arm of a request, None if no request gets the candidate."""
+        ...
+
+    def request_arrived(self) -> None:
+        """Told before a request is read."""
         ...
 
 
@@ -63,6 +67,8 @@ class Service:
         """
         model = self.model
         with model.worker.held():
+            if self.arms is not None:
+                self.arms.request_arrived()
             yield Lease(self, model)
 
     @contextmanager

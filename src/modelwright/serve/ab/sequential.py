@@ -78,7 +78,7 @@ def log_e_value(epochs: Epochs, ratios: Sequence[float]) -> NDArray[np.float64]:
     that in A.
     """
     gains = log_likelihood(epochs, np.asarray(ratios)) - log_likelihood(epochs, np.ones(len(ratios)))
-    return logsumexp(gains, axis=-1) - math.log(len(ratios))
+    return np.asarray(logsumexp(gains, axis=-1)) - math.log(len(ratios))
 
 
 def ratio_interval(epochs: Epochs, alpha: float) -> tuple[float, float]:
@@ -122,7 +122,7 @@ def log_e_rate(count: ArrayLike, errors: ArrayLike, limit: float) -> NDArray[np.
     rates = np.asarray([factor * limit for factor in factors] or [(1 + limit) / 2])
     counts, wrong = (np.asarray(one, dtype=float)[..., None] for one in (count, errors))
     gains = wrong * np.log(rates / limit) + (counts - wrong) * np.log((1 - rates) / (1 - limit))
-    return logsumexp(gains, axis=-1) - math.log(len(rates))
+    return np.asarray(logsumexp(gains, axis=-1)) - math.log(len(rates))
 
 
 def promised_requests(rate: float, limit: float, alpha: float, power: float = 0.99) -> int | None:
