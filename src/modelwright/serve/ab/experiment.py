@@ -65,9 +65,10 @@ def insert(database: Database, experiment: Experiment) -> None:
     database.execute(f"INSERT INTO experiments ({', '.join(COLUMNS)}) VALUES ({names})", plain)
 
 
-def experiments(database: Database) -> Iterator[Experiment]:
-    """All, the newest first."""
-    for row in database.rows(f"SELECT {', '.join(COLUMNS)} FROM experiments ORDER BY started_at DESC"):
+def experiments(database: Database, status: str = "%") -> Iterator[Experiment]:
+    """All, or those of one status; the newest first."""
+    query = f"SELECT {', '.join(COLUMNS)} FROM experiments WHERE status LIKE :status ORDER BY started_at DESC"
+    for row in database.rows(query, {"status": status}):
         yield _experiment(dict(zip(COLUMNS, row, strict=True)))
 
 
@@ -78,8 +79,7 @@ def _experiment(plain: Mapping[str, Any]) -> Experiment:
 
 def find_running(database: Database, name: str = "") -> Experiment | None:
     """The test that is running, None if there is none or it has another name."""
-    found = (one for one in experiments(database) if one.status == "running")
-    return next((one for one in found if name in ("", one.name)), None)
+    return next((one for one in experiments(database, "running") if name in ("", one.name)), None)
 
 
 def take_request(database: Database, answer_id: str, assignment: Assignment, event: RequestEvent) -> str:

@@ -17,6 +17,7 @@ the limit, a likelihood ratio against higher rates is an e-process.
 Statistics, Time-uniform central limit theory), for a difference as GrowthBook applies it.
 """
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -125,6 +126,7 @@ def log_e_rate(count: ArrayLike, errors: ArrayLike, limit: float) -> NDArray[np.
     return np.asarray(logsumexp(gains, axis=-1)) - math.log(len(rates))
 
 
+@functools.lru_cache
 def promised_requests(rate: float, limit: float, alpha: float, power: float = 0.99) -> int | None:
     """Within how many requests to it a version with this error rate exceeds the limit's e-value with the probability
     `power`: exact, by dynamic programming over the number of errors. None if that takes more than `MOST_PROMISED`.
