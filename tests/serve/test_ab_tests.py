@@ -100,7 +100,7 @@ def test_arms_are_sticky_and_nobody_leaves_b_as_it_grows(start, folders, version
     begun = begin(server, folders["B"], share=0.3)
     assert begun["versions"] == versions
     assert begun["guard"]["promised_requests"] > 100
-    sessions = [f"session {number}" for number in range(40)]
+    sessions = [f"session {number}" for number in range(39)] + ["anna.schmidt@example.org"]
     before = arms(server, sessions)
     assert set(before.values()) == set(versions.values())
     assert arms(server, sessions) == before
@@ -113,6 +113,7 @@ def test_arms_are_sticky_and_nobody_leaves_b_as_it_grows(start, folders, version
     assert found["sample_ratio"]["is_right"]
     assert found["errors"] == {"A": 0, "B": 0}
     server.stop()
+    assert not [1 for file in tmp_path.glob("*.sqlite*") if b"anna.schmidt" in file.read_bytes()]
     with sqlite3.connect(tmp_path / "requests.sqlite") as log:
         rows = log.execute("SELECT arm, version, COUNT(*) FROM request_log GROUP BY arm, version").fetchall()
     assert {(arm, version) for arm, version, _ in rows} == {("A", versions["A"]), ("B", versions["B"])}

@@ -181,6 +181,8 @@ class ServerThread:
 
     def _begin_drain(self) -> None:
         self.service.is_draining = True
+        if self.service.arms is not None:
+            self.service.arms.request_arrived()  # a copy of a request is not worth waiting for
         self._drain.set()
 
     def _cut_off(self) -> None:

@@ -80,7 +80,7 @@ class Shadows:
 
     def _is_idle(self) -> bool:
         worker = self._service.worker
-        return not worker.num_open and not worker.num_held
+        return not worker.num_open and not worker.num_held and not self._service.is_draining
 
     async def _answer(self, copy: _Copy) -> str:
         copy.num_attempts += 1
