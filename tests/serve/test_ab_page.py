@@ -36,7 +36,8 @@ def write_test(database: SqliteDatabase, name: str, state: ExperimentState, numb
             started_at=float(number),
         ),
     )  # fmt: skip
-    end(database, name, status, reason)
+    assert end(database, name, status, reason)
+    assert not end(database, name, "promoted"), "what a guard has ended nobody promotes"
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -101,12 +101,8 @@ class Experiments:
         async with self._reloader.exclusively():
             self._require_no_test()
             if any(one.name == request.name for one in await self._call(_all)):
-                raise ApiError(
-                    409,
-                    f"There has been a test {request.name!r}; choose another name.",
-                    param="name",
-                    code="name_taken",
-                )
+                text = f"There has been a test {request.name!r}; choose another name."
+                raise ApiError(409, text, param="name", code="name_taken")
             candidate = await self._load(request)
             experiment = Experiment(
                 name=request.name,
@@ -115,7 +111,11 @@ class Experiments:
                 control_version=self._service.model.fingerprint,
                 treatment_version=candidate.fingerprint,
             )
-            await self._call(lambda database: tables.insert(database, experiment))
+            try:
+                await self._call(lambda database: tables.insert(database, experiment))
+            except BaseException:
+                await candidate.worker.stop()
+                raise
             self._put_in_service(experiment, candidate)
             return report_of(experiment)
 
@@ -130,7 +130,9 @@ class Experiments:
         """End the test with A in service, or with B. Raises `ApiError` 404 without a test that is running."""
         async with self._reloader.exclusively():
             running = self._require_test()
-            await self._call(lambda database: tables.end(database, running.name, "promoted" if promote else "ended"))
+            status = "promoted" if promote else "ended"
+            if not await self._call(lambda database: tables.end(database, running.name, status)):
+                raise ApiError(409, "A guard has just ended this test; look at /ab.json.", code="test_ended")
             await self._withdraw(running, promote=promote)
             return await self._report(running.name)
 

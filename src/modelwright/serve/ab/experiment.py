@@ -119,13 +119,20 @@ def set_share(database: Database, name: str, share: float) -> None:
     database.execute("UPDATE experiments SET share = :share WHERE name = :name", {"share": share, "name": name})
 
 
-def end(database: Database, name: str, status: Status, reason: str = "") -> None:
-    """End a test. What belongs to single units and answers is deleted: its counts are all that is needed."""
+def end(database: Database, name: str, status: Status, reason: str = "") -> bool:
+    """End a test; false if it has ended already. What belongs to single units and answers is deleted: the counts are
+    all that is needed.
+    """
     values = {"name": name, "status": status, "reason": reason, "now": time.time()}
-    statement = "UPDATE experiments SET status = :status, reason = :reason, ended_at = :now WHERE name = :name"
-    database.execute(statement, values)
+    statement = (
+        "UPDATE experiments SET status = :status, reason = :reason, ended_at = :now "
+        "WHERE name = :name AND status = 'running'"
+    )
+    if not database.execute(statement, values):
+        return False
     for table in ("experiment_units", "experiment_answers"):
         database.execute(f"DELETE FROM {table} WHERE experiment = :name", {"name": name})
+    return True
 
 
 def _judge(database: Database, experiment: Experiment) -> str:

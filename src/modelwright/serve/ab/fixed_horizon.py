@@ -9,7 +9,7 @@ from scipy.special import stdtr, stdtrit
 
 
 @dataclass(frozen=True)
-class Comparison:
+class FixedHorizonResult:
     """B minus A: the estimate, its 95% interval, and the two-sided p-value of no difference."""
 
     difference: float
@@ -43,7 +43,7 @@ class Moments:
         return max(0.0, self.squares - self.total * self.total / self.count) / (self.count - 1)
 
 
-def welch(control: Moments, treatment: Moments, *, level: float = 0.95) -> Comparison | None:
+def welch(control: Moments, treatment: Moments, *, level: float = 0.95) -> FixedHorizonResult | None:
     """Welch's t-test with Satterthwaite's degrees of freedom (Welch 1947); None without two observations in each arm or
     without any variance.
     """
@@ -58,10 +58,10 @@ def welch(control: Moments, treatment: Moments, *, level: float = 0.95) -> Compa
     difference, error = treatment.mean - control.mean, math.sqrt(variance)
     half = float(stdtrit(degrees, (1 + level) / 2)) * error
     p_value = 2 * float(stdtr(degrees, -abs(difference) / error))
-    return Comparison(difference, difference - half, difference + half, p_value)
+    return FixedHorizonResult(difference, difference - half, difference + half, p_value)
 
 
-def two_proportions(control: tuple[int, int], treatment: tuple[int, int]) -> Comparison | None:
+def two_proportions(control: tuple[int, int], treatment: tuple[int, int]) -> FixedHorizonResult | None:
     """The z-test of two proportions, with the pooled variance for the p-value and each arm's own for the interval. An
     arm is (events, observations). None without observations in both arms, or if all of them or none are events.
     """
@@ -72,7 +72,7 @@ def two_proportions(control: tuple[int, int], treatment: tuple[int, int]) -> Com
     error = math.sqrt(pooled * (1 - pooled) * (1 / n_a + 1 / n_b))
     half = _Z_95 * math.sqrt(p_a * (1 - p_a) / n_a + p_b * (1 - p_b) / n_b)
     p_value = math.erfc(abs(p_b - p_a) / error / math.sqrt(2))
-    return Comparison(p_b - p_a, p_b - p_a - half, p_b - p_a + half, p_value)
+    return FixedHorizonResult(p_b - p_a, p_b - p_a - half, p_b - p_a + half, p_value)
 
 
 _Z_95 = 1.959963984540054

@@ -5,7 +5,7 @@ from typing import Any
 
 from modelwright.serve.ab.assignment import CONTROL, TREATMENT
 from modelwright.serve.ab.experiment import Experiment
-from modelwright.serve.ab.fixed_horizon import Comparison, two_proportions, welch
+from modelwright.serve.ab.fixed_horizon import FixedHorizonResult, two_proportions, welch
 from modelwright.serve.ab.guards import GUARD_ALPHA, REPORT_ALPHA, mismatch
 from modelwright.serve.ab.sequential import (
     ALL_RATIOS,
@@ -111,7 +111,7 @@ def _fixed_horizon(state: ExperimentState) -> dict[str, Any]:
     }
 
 
-def _comparison(found: Comparison | None) -> dict[str, float] | None:
+def _comparison(found: FixedHorizonResult | None) -> dict[str, float] | None:
     return vars(found) if found else None
 
 

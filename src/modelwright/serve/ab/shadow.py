@@ -3,7 +3,6 @@ copy that is being computed when one arrives is taken out of the engine at once 
 """
 
 import asyncio
-import contextlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -60,8 +59,7 @@ class Shadows:
     async def close(self) -> None:
         self.give_way()
         self._task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._task
+        await asyncio.gather(self._task, return_exceptions=True)
 
     async def _run(self) -> None:
         while True:
