@@ -120,7 +120,7 @@ def test_a_record_says_what_happened(slow_server, tmp_path: Path, capsys):
     chat(server, "what does this do?", user="two")
     chat(server, "something else", user="one")
     assert chat(server, "too long", max_tokens=100_000).status_code == 400
-    body = {"model": "tiny", "prompt": [70, 71], "max_tokens": 9}
+    body = {"model": "tiny", "prompt": [70, 71], "max_tokens": 9, "ignore_eos": True}
     with held(server, after=2):
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(f"{server.url}/v1/completions", json=body, timeout=0.5)
