@@ -11,10 +11,13 @@ from pathlib import Path
 import httpx
 import pyarrow.parquet as pq
 import pytest
+import yaml
 
 from modelwright.cli.main import main
+from modelwright.core.config import dump
 from modelwright.core.errors import ConfigError, DataError, StorageError
 from modelwright.data.sources import SourceConfig, SourceReport, read_documents
+from modelwright.recipes.load import recipe
 from modelwright.serve.database import SqliteDatabase, UrlDatabase, open_database
 from modelwright.serve.database_writer import DatabaseWriter, WriterBusy
 from modelwright.serve.exchange import pseudonym
@@ -323,3 +326,20 @@ def test_own_answers_are_refused_as_training_text(suffix: str, tmp_path: Path, c
     with pytest.raises(DataError, match="none of the records"):
         list(read_documents(config, report=report))
     assert report.skipped == {"own answer": 3}
+
+
+def test_the_log_of_a_run_is_found(tmp_path: Path, capsys):
+    config = dump(recipe("tiny"))
+    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    assert main(["requests", "export", str(tmp_path), str(tmp_path / "out.jsonl")]) == 2
+    assert "names no requests.log" in capsys.readouterr().err
+    for name in ("requests.sqlite", "elsewhere.sqlite"):
+        database = SqliteDatabase(tmp_path / name)
+        store.create_tables(database)
+        store.insert(database, record(prompt=name))
+        database.close()
+    assert [entry["prompt"] for entry in exported(tmp_path, tmp_path / "out.jsonl")] == ["requests.sqlite"]
+    config["requests"]["log"] = str(tmp_path / "elsewhere.sqlite")
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    assert [entry["prompt"] for entry in exported(tmp_path, tmp_path / "out.jsonl")] == ["elsewhere.sqlite"]
