@@ -27,7 +27,7 @@ async def load_lora_adapter(request: Request) -> Response:
         body = await read_body(request, lease, num_prompts=1)
         asked = parse_request(LoadAdapterRequest, body, lease.model.limits)
     name, folder = asked.lora_name, Path(asked.lora_path)
-    async with _reloader(request).alone():
+    async with _reloader(request).without_test():
         model = service.model
         if name in (*service.names, *service.config.alias_names):
             text = f"The name {name!r} is in use; unload the adapter that has it, or choose another."
@@ -48,7 +48,7 @@ async def unload_lora_adapter(request: Request) -> Response:
     with service.lease() as lease:
         body = await read_body(request, lease, num_prompts=1)
         name = parse_request(UnloadAdapterRequest, body, lease.model.limits).lora_name
-    async with _reloader(request).alone():
+    async with _reloader(request).without_test():
         model = service.model
         adapter = model.adapters.pop(name, None)
         if adapter is None:

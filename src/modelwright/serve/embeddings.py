@@ -23,7 +23,7 @@ async def create_embeddings(request: Request) -> Response:
     caller = service.caller(request, "infer")
     with service.lease() as lease:
         body = await admit(request, lease, num_prompts=service.config.max_completions)
-        asked, inputs = await parsed(_read, body, lease)
+        asked, inputs = await parsed(lambda: _read(body, lease), len(body), lease)
         adapter = lease.model.adapter_key(asked.model)
         jobs = [EmbeddingJob(ids, caller.salt, adapter, asked.pooling) for ids in inputs]
         stream = lease.model.worker.submit(jobs, caller)

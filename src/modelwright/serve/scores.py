@@ -30,7 +30,7 @@ async def create_score(request: Request) -> Response:
     caller = service.caller(request, "infer")
     with service.lease() as lease:
         body = await admit(request, lease, num_prompts=service.config.max_completions)
-        asked, inputs = await parsed(_read_score, body, lease)
+        asked, inputs = await parsed(lambda: _read_score(body, lease), len(body), lease)
         stream = _submit(lease, asked, inputs, caller)
     scores = await _scores(request, lease, stream, inputs, asked)
     data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
@@ -43,7 +43,7 @@ async def rerank(request: Request) -> Response:
     caller = service.caller(request, "infer")
     with service.lease() as lease:
         body = await admit(request, lease, num_prompts=service.config.max_completions)
-        asked, inputs = await parsed(_read_rerank, body, lease)
+        asked, inputs = await parsed(lambda: _read_rerank(body, lease), len(body), lease)
         stream = _submit(lease, asked, inputs, caller)
     scores = await _scores(request, lease, stream, inputs, asked)
     best = sorted(range(len(scores)), key=lambda index: (-scores[index], index))[: asked.top_n or None]
