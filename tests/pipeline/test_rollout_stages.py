@@ -98,7 +98,7 @@ def test_the_first_and_the_newest_rollout_are_kept(tmp_path: Path) -> None:
 def test_a_learning_rate_cannot_be_swept_on_rollouts() -> None:
     inputs: Any = SimpleNamespace(parents={})
     with pytest.raises(ConfigError, match="grpo generates what it learns from, which lr-find does not"):
-        rollout_parts(inputs, "grpo", RolloutConfig(), {})
+        rollout_parts(inputs, "grpo", RolloutConfig())
 
 
 def test_generated_arithmetic_is_right_or_forgets_the_carry() -> None:

@@ -17,9 +17,10 @@ from modelwright.data.batch import TokenBatch
 from modelwright.data.prompts import PromptRecord, read_prompts
 from modelwright.data.tokenizer import Tokenizer
 from modelwright.objectives.heldout_rewards import HeldoutRewards
-from modelwright.objectives.model_reward import MODEL_REWARDS
+from modelwright.objectives.model_reward import MODEL, MODEL_REWARDS, model_terms, with_folder, without_folder
 from modelwright.objectives.reference_model import ReferenceModel
 from modelwright.objectives.rollouts import RolloutConfig, RolloutWorker
+from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.report.blocks import Fact, Samples, Section, Table, TextSample
 from modelwright.pipeline.report.format import number
 from modelwright.pipeline.report.learning import training_section
@@ -28,10 +29,12 @@ from modelwright.pipeline.stage import StageInputs, StageSpec
 from modelwright.pipeline.stages.alignment import metric_charts, reference_model
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.prompt_rows import PROMPT_ROWS, heldout_prompts
+from modelwright.pipeline.stages.reward import REWARD
 from modelwright.pipeline.stages.row_use import RowUse
-from modelwright.pipeline.stages.stage_inputs import needed_start, tokenizer_stage
+from modelwright.pipeline.stages.stage_inputs import needed_start, reward_model_before, tokenizer_stage
 from modelwright.pipeline.stages.training import FrozenModels, training_spec
 from modelwright.reward.build import build_reward
+from modelwright.reward.weighted_sum import WeightedSum
 from modelwright.train.config import TrainConfig
 from modelwright.train.evaluation import evaluate_heldout
 from modelwright.train.objective import Objective
@@ -54,7 +57,35 @@ class RolloutParts:
     observe: Callable[[int, Sequence[Mapping[str, Any]]], None]
 
 
-def rollout_parts(inputs: StageInputs, name: str, rollout: RolloutConfig, rewards: Mapping[str, Any]) -> RolloutParts:
+def reward_terms(config: RunConfig, name: str) -> Mapping[str, Any]:
+    """The terms of the reward of the stage with this name: those of its settings, or if it has none, the reward model
+    that the run has trained before, or else the comparison with the reference answer.
+    """
+    terms = config.section(name).rewards
+    return terms or ({MODEL: {}} if reward_model_before(config, name) else {"exact_match": {}})
+
+
+def needed_reward_model(config: RunConfig, name: str) -> tuple[str, ...]:
+    """What the stage needs that scores answers with the reward model of its run: an earlier stage that trains one."""
+    if not without_folder(reward_terms(config, name)):
+        return ()
+    return (reward_model_before(config, name) or REWARD.name,)
+
+
+def build_terms(inputs: StageInputs, name: str) -> WeightedSum:
+    """The reward of the stage with this name. Raises `ConfigError` for wrong terms."""
+    terms, trained = reward_terms(inputs.config, name), reward_model_before(inputs.config, name)
+    if trained and not model_terms(terms):
+        inputs.note(
+            f"{name}: the reward model of the stage {trained} scores nothing here, because {name}.rewards has no term "
+            f"of the kind {MODEL}"
+        )
+    if own := needed_reward_model(inputs.config, name):
+        terms = with_folder(terms, inputs.parents[own[0]])
+    return build_reward(terms, kinds=MODEL_REWARDS, path=f"{name}.rewards", log=inputs.note)
+
+
+def rollout_parts(inputs: StageInputs, name: str, rollout: RolloutConfig) -> RolloutParts:
     """name: of the stage. Raises `ConfigError` for wrong rewards, and `DataError` if no prompt leaves room for a
     completion.
     """
@@ -67,7 +98,7 @@ def rollout_parts(inputs: StageInputs, name: str, rollout: RolloutConfig, reward
     worker = RolloutWorker(
         prompts=fitting(read_prompts(folder / "train"), row_len, rollout, name, inputs.note),
         tokenizer=Tokenizer.load(inputs.parents[tokenizer_stage(config)]),
-        reward=build_reward(rewards, kinds=MODEL_REWARDS, path=f"{name}.rewards", log=inputs.note),
+        reward=build_terms(inputs, name),
         config=rollout,
         seed=derive_seed(config.seed, name, "rollouts"),
     )
@@ -133,7 +164,7 @@ def rollout_training(
     objective: Callable[[StageInputs], Objective],
     config: type[TrainConfig],
     updates_per_row: Callable[[Any], float],
-    frozen: Callable[[Any], FrozenModels],
+    frozen: Callable[[RunConfig, Any], FrozenModels],
     charts: Mapping[str, Mapping[str, str]],
 ) -> StageSpec:
     """A stage that learns from rollouts of the prompts. updates_per_row: completions that updates learn from, for each
@@ -150,7 +181,7 @@ def rollout_training(
         model_title=model_title,
         objective=objective,
         rows=PROMPT_ROWS,
-        needs=lambda run: (PACK.name, *needed_start(run, name)),
+        needs=lambda run: (PACK.name, *needed_start(run, name), *needed_reward_model(run, name)),
         config=config,
         only_if_named=True,
         row_use=use,
