@@ -37,4 +37,5 @@ GRPO = rollout_training(
         "Mean length of completions, tokens": {"completions/mean_length": "rollouts"},
         "Share of groups with equal rewards": {"frac_reward_zero_std": "rollouts"},
     },
+    kl_metric="kl",
 )

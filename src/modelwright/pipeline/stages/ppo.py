@@ -38,4 +38,5 @@ PPO = rollout_training(
         "Value loss": {"loss/value_avg": "updates"},
         "Mean length of completions, tokens": {"completions/mean_length": "rollouts"},
     },
+    kl_metric="objective/kl",
 )

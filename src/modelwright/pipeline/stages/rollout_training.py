@@ -3,6 +3,7 @@ the first update, samples, and their section of the report.
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,7 +12,7 @@ from typing import Any
 
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.errors import ConfigError, DataError
-from modelwright.core.records import json_line, read_records
+from modelwright.core.records import column, json_line, read_records
 from modelwright.core.seeds import derive_seed
 from modelwright.data.batch import TokenBatch
 from modelwright.data.prompts import PromptRecord, read_prompts
@@ -21,7 +22,8 @@ from modelwright.objectives.model_reward import MODEL, MODEL_REWARDS, model_term
 from modelwright.objectives.reference_model import ReferenceModel
 from modelwright.objectives.rollouts import RolloutConfig, RolloutWorker
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.report.blocks import Fact, Samples, Section, Table, TextSample
+from modelwright.pipeline.report.blocks import Chart, Fact, Samples, Section, Table, TextSample
+from modelwright.pipeline.report.charts import Line, line_chart, smooth
 from modelwright.pipeline.report.format import number
 from modelwright.pipeline.report.learning import training_section
 from modelwright.pipeline.report.run_data import RunData, StageData
@@ -166,10 +168,11 @@ def rollout_training(
     updates_per_row: Callable[[Any], float],
     frozen: Callable[[RunConfig, Any], FrozenModels],
     charts: Mapping[str, Mapping[str, str]],
+    kl_metric: str,
 ) -> StageSpec:
     """A stage that learns from rollouts of the prompts. updates_per_row: completions that updates learn from, for each
     prompt. frozen: what is computed without gradients for each of these completions, their generation included.
-    charts: see `metric_charts`.
+    charts: see `metric_charts`. kl_metric: the distance from the start among the metrics.
     """
     use = RowUse(
         heldout=heldout_prompts, updates_per_row=updates_per_row, learns_by_heart=False, techniques=evaluates_first
@@ -188,7 +191,7 @@ def rollout_training(
         headline=reward_fact,
         frozen=frozen,
     )
-    return replace(spec, report=lambda data, stage: rollout_section(data, stage, report_title, charts))
+    return replace(spec, report=lambda data, stage: rollout_section(data, stage, report_title, charts, kl_metric))
 
 
 def reward_fact(data: RunData, stage: StageData) -> Sequence[Fact]:
@@ -200,11 +203,50 @@ def reward_fact(data: RunData, stage: StageData) -> Sequence[Fact]:
     return [Fact(f"Held-out reward, {title}", number(after, 3), f"{number(before, 3)} before, greedy completions")]
 
 
-def rollout_section(data: RunData, stage: StageData, title: str, charts: Mapping[str, Mapping[str, str]]) -> Section:
+def rollout_section(
+    data: RunData, stage: StageData, title: str, charts: Mapping[str, Mapping[str, str]], kl_metric: str
+) -> Section:
     """Rewards and samples before and after, curves, and what every training shows except for its loss."""
     section = training_section(stage, data.config.section(stage.name), title, loss_unit="")
-    curves = metric_charts(stage, {"Reward": {"reward": "rollouts"}, **charts})
-    return replace(section, blocks=[*_comparison(stage), *_samples(stage), *curves, *section.blocks[1:]])
+    curves = metric_charts(stage, {"Reward": {"reward": "rollouts"}, **term_charts(stage), **charts})
+    blocks = [*_comparison(stage), *_samples(stage), *curves, *over_kl(stage, kl_metric), *section.blocks[1:]]
+    return replace(section, blocks=blocks)
+
+
+def term_charts(stage: StageData) -> dict[str, dict[str, str]]:
+    """The charts of the single terms of the reward: their means where there are several, and how often held-out
+    completions beat those before the first update.
+    """
+    names = term_names(stage)
+    means = {f"Reward term {name}": {f"rewards/{name}/mean": "rollouts"} for name in names if len(names) > 1}
+    wins = {f"rewards/{name}/win_rate": f"by {name}" for name in names}
+    return {**means, "Share of completions that beat those of the start": wins}
+
+
+def term_names(stage: StageData) -> list[str]:
+    """The terms of the reward that the records have figures of."""
+    found = (re.fullmatch(r"rewards/(.+)/mean", key) for record in stage.records() for key in record)
+    return list(dict.fromkeys(one[1] for one in found if one))
+
+
+def over_kl(stage: StageData, kl_metric: str) -> list[Chart]:
+    """Each of several terms against the distance from the start: what a reward model says goes on rising where what
+    it stands for falls (Gao et al. 2023, "Scaling laws for reward model overoptimization", figure 1).
+    """
+    records, names = stage.records(), term_names(stage)
+    charts: list[Chart] = []
+    for place, name in enumerate(names if len(names) > 1 else []):
+        metric = f"rewards/{name}/mean"
+        both = [one for one in records if kl_metric in one and metric in one]
+        points = [
+            (kl, reward)
+            for (_, kl), (_, reward) in zip(smooth(column(both, kl_metric)), smooth(column(both, metric)), strict=True)
+        ]
+        if points:
+            title, file = f"Reward term {name} against the KL from the start", f"{stage.name}-kl-{place}"
+            line = Line("rollouts", points)
+            charts.append(Chart(title, line_chart([line], name=file, x_label="KL, nats", y_label=name)))
+    return charts
 
 
 def _first_evaluation(stage: StageData) -> Mapping[str, float]:

@@ -1,6 +1,4 @@
-"""Which stage provides the tokenizer, the model that training starts from, the reward model that scores answers, and the
-run's final model.
-"""
+"""Which stages provide the tokenizer, the model that training starts from, the reward model, and the final model."""
 
 from itertools import takewhile
 
