@@ -1,4 +1,4 @@
-"""Held-out evaluation by reward: one greedy completion of each held-out prompt, and how often it beats the first one.
+"""Held-out evaluation by reward: one completion of each held-out prompt, and how often it beats the first one.
 
 The evaluation of a run passes batches through an objective. Here the set is a single batch of one row, which carries
 the numbers of the prompts, so that all ranks generate and score it together.
@@ -59,8 +59,9 @@ class HeldoutRewards:
         """The batch with the figures of this evaluation [1, M], NaN for those of nothing. All ranks call together."""
         numbers = batch.extras[NUMBERS][0].tolist()
         with layout.whole_model(model) as whole:
+            greedy = self.worker.config.heldout_decoding == "greedy"
             rollout = self.worker.roll_out(
-                whole, layout.world, numbers, num_generations=1, stream=("heldout",), greedy=True
+                whole, layout.world, numbers, num_generations=1, stream=("heldout",), greedy=greedy
             )
         if not self.first_terms:
             self.first_terms.append(rollout.terms_CR)

@@ -200,7 +200,7 @@ def reward_fact(data: RunData, stage: StageData) -> Sequence[Fact]:
     if before is None or after is None:
         return []
     title = data.model_titles[stage.name]
-    return [Fact(f"Held-out reward, {title}", number(after, 3), f"{number(before, 3)} before, greedy completions")]
+    return [Fact(f"Held-out reward, {title}", number(after, 3), f"{number(before, 3)} before, {decoding(data, stage)}")]
 
 
 def rollout_section(
@@ -209,7 +209,13 @@ def rollout_section(
     """Rewards and samples before and after, curves, and what every training shows except for its loss."""
     section = training_section(stage, data.config.section(stage.name), title, loss_unit="")
     curves = metric_charts(stage, {"Reward": {"reward": "rollouts"}, **term_charts(stage), **charts})
-    blocks = [*_comparison(stage), *_samples(stage), *curves, *over_kl(stage, kl_metric), *section.blocks[1:]]
+    blocks = [
+        *_comparison(stage, decoding(data, stage)),
+        *_samples(stage),
+        *curves,
+        *over_kl(stage, kl_metric),
+        *section.blocks[1:],
+    ]
     return replace(section, blocks=blocks)
 
 
@@ -256,12 +262,18 @@ def _first_evaluation(stage: StageData) -> Mapping[str, float]:
         return {}
 
 
-def _comparison(stage: StageData) -> list[Table]:
+def decoding(data: RunData, stage: StageData) -> str:
+    """How held-out prompts were answered."""
+    greedy = data.config.section(stage.name).rollout.heldout_decoding == "greedy"
+    return "greedy completions" if greedy else "sampled completions"
+
+
+def _comparison(stage: StageData, kind: str) -> list[Table]:
     before, after = _first_evaluation(stage), stage.facts.get("heldout_metrics", {})
     rows = [[name, number(before[name], 3), number(after[name], 3)] for name in before if name in after]
     if not rows:
         return []
-    caption = "One greedy completion of each held-out prompt."
+    caption = f"Each held-out prompt once, {kind}."
     return [Table(["metric", "before", "after"], rows, "Held-out prompts", caption, numeric=(1, 2))]
 
 
