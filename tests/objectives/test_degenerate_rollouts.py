@@ -1,5 +1,6 @@
 """Rollouts from which little can be learned, and rollouts of the policy that is trained: no correction is needed."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ class Constant:
 
     name = "even"
 
-    def score(self, samples: list[Sample]) -> list[Score]:
+    def score(self, samples: Sequence[Sample]) -> list[Score]:
         return [Score(0.3) for _ in samples]
 
 
