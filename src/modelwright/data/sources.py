@@ -42,12 +42,17 @@ from modelwright.data.find_files import (
 )
 from modelwright.data.own_answers import ANSWER_FIELD, AUTHOR_FIELD, OWN_AUTHOR, REMEDY, is_own
 from modelwright.data.record_schema import RecordSchema
+from modelwright.data.sentence_pairs import NAME as SENTENCE_PAIRS
+from modelwright.data.sentence_pairs import sentence_pairs
 from modelwright.data.stdlib_corpus import machine_corpus
 from modelwright.data.warc import read_warc
 from modelwright.data.workers import InProcess, ShardEngine
 
 BUILTIN = "stdlib"
-GENERATED: Mapping[str, Callable[[], Iterator[Document]]] = {"arithmetic": arithmetic_problems}
+GENERATED: Mapping[str, Callable[[], Iterator[Document]]] = {
+    "arithmetic": arithmetic_problems,
+    SENTENCE_PAIRS: sentence_pairs,
+}
 """Sources that a program makes, by the word that names them."""
 WORDS = (BUILTIN, *GENERATED)
 """Sources that are no files."""
@@ -67,8 +72,8 @@ class SourceConfig:
     """Where the text comes from; docs/data.md lists file formats and record types."""
 
     sources: tuple[str, ...] = (BUILTIN,)
-    """Files, directories, globs, fsspec URLs, `stdlib` for the source and docs of Python's standard library, or
-    `arithmetic` for generated problems with answers."""
+    """Files, directories, globs, fsspec URLs, `stdlib` for the source and docs of Python's standard library,
+    `arithmetic` for generated problems with answers, or `sentence_pairs` for preference pairs made of those docs."""
     text_field: str = DEFAULT_TEXT_FIELD
     """Field of a record that holds its text. Any name but `text` is taken even where the record is a question with its
     answer."""

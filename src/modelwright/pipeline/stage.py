@@ -177,6 +177,8 @@ class StageSpec:
     """The model that the stage produces, for tables: `fine-tuned`; "" for a stage that produces none."""
     objective: "Callable[[StageInputs], Objective] | None" = None
     """What a training stage learns; its section is a `TrainConfig`. None for a stage that does not train."""
+    is_reward_model: bool = False
+    """Whether its artifact is a reward model, which later stages may score answers with."""
     rows: "RowSet | None" = None
     """The rows of tokens that a training stage learns from."""
     time_weight: float = 1.0
