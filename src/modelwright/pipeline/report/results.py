@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from modelwright.evaluate.multiple_choice import WITHOUT_QUESTION
 from modelwright.pipeline.report.answers import answer_blocks, answer_facts
 from modelwright.pipeline.report.blocks import (
     Block,
@@ -62,7 +63,11 @@ def evaluation_facts(data: RunData, stage: StageData) -> Sequence[Fact]:
     facts += answer_facts(results, data.model_titles)
     choice = results["models"][results["final"]]["multiple_choice"]
     if choice["questions"]:
-        hint = f"chance {percent(choice['chance'], 0)}, p = {power(choice['log10_p_value'])}"
+        words = {"chance": choice["chance"], "word overlap": choice["cues"]["shared_words"]}
+        if WITHOUT_QUESTION in choice["by_score"]:
+            words["without the question"] = choice["by_score"][WITHOUT_QUESTION]
+        others = ", ".join(f"{name} {percent(value, 0)}" for name, value in words.items())
+        hint = f"{others}; p = {power(choice['log10_p_value'])} against chance"
         facts.append(Fact("Multiple choice", percent(choice["accuracy"]), hint))
     return facts
 
@@ -188,6 +193,8 @@ def _choice_chart(models: dict[str, Any], titles: Mapping[str, str]) -> Chart:
     rows: dict[str, Any] = {titles[name]: model["multiple_choice"] for name, model in reversed(models.items())}
     last = list(rows.values())[-1]
     values = {name: table["accuracy"] for name, table in rows.items()}
+    if WITHOUT_QUESTION in last["by_score"]:
+        values["without the question"] = last["by_score"][WITHOUT_QUESTION]
     values |= {f"cue: {name.replace('_', ' ')}": value for name, value in last["cues"].items()}
     values["chance"] = last["chance"]
     words = [[percent(value) for value in values.values()]]
@@ -196,8 +203,10 @@ def _choice_chart(models: dict[str, Any], titles: Mapping[str, str]) -> Chart:
         name="choice", x_label="accuracy, %", values=words, largest=100,
     )  # fmt: skip
     caption = (
-        f"{plural(last['questions'], 'question')} with four candidate answers each. A cue chooses without a model: the "
-        "longest answer, the shortest, or the one that shares most words with the question."
+        f"{plural(last['questions'], 'question')} with four candidate answers each, about equally long and like the "
+        "question. Without the question the final model takes the likeliest of the four answers. A cue chooses "
+        "without a model: the longest answer, the shortest, or the one that shares most words, or parts of words, with "
+        "the question."
     )
     return Chart("Multiple choice: which answer belongs to the question?", svg, caption)
 
