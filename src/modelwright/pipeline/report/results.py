@@ -91,8 +91,11 @@ def evaluation_lines(data: RunData, stage: StageData) -> Sequence[str]:
         shown = [words for words in shown if "each document" not in words]
         lines.append(f"{kind:<8} bits per byte: {', '.join(shown)}")
     facts = [fact for fact in evaluation_facts(data, stage) if not fact.label.startswith("Bits per byte")]
-    words = "; ".join(f"{fact.label.lower()} {fact.value}" + (f" ({fact.hint})" if fact.hint else "") for fact in facts)
-    return [*lines, f"answers  {words}"] if words else lines
+    shown = [
+        f"{fact.label.lower().removesuffix(' of answers')} {fact.value}" + (f" ({fact.hint})" if fact.hint else "")
+        for fact in facts
+    ]
+    return [*lines, f"answers  {'; '.join(shown)}"] if shown else lines
 
 
 def _asks(models: Mapping[str, Any]) -> bool:
