@@ -207,8 +207,8 @@ def test_the_report_opens_without_network(run: Path, width: int) -> None:
         browser.close()
     assert requests == [(run / "report.html").as_uri()]
     assert titles == [
-        "At a glance", "Data", "Tokens", "Pretraining", "Fine-tuning", "Benchmarks", "INT8 beside FP32", "Served answers",
-        "Time and memory", "Energy and carbon dioxide", "Machine and settings",
+        "At a glance", "Data", "Tokens", "Pretraining", "Fine-tuning", "Benchmarks", "INT8 beside FP32",
+        "Served answers", "Time and memory", "Energy and carbon dioxide", "Machine and settings",
     ]  # fmt: skip
 
 
