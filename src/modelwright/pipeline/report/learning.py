@@ -55,12 +55,12 @@ def training_facts(data: RunData, stage: StageData) -> Sequence[Fact]:
     return result
 
 
-def loss_highlight(data: RunData, stage: StageData) -> Sequence[Block]:
+def loss_highlight(data: RunData, stage: StageData, loss_unit: str) -> Sequence[Block]:
     """The loss curve of a run's first training."""
     records = stage.records()
     if stage.name != data.config.trainings[0].name or not column(records, "loss"):
         return ()
-    return (_loss_chart(records, f"first-{stage.name}", NATS_PER_TOKEN),)
+    return (_loss_chart(records, f"first-{stage.name}", loss_unit),)
 
 
 def training_lines(data: RunData, stage: StageData) -> Sequence[str]:

@@ -82,7 +82,7 @@ def evaluation_highlight(data: RunData, stage: StageData) -> Sequence[Block]:
 
 def evaluation_lines(data: RunData, stage: StageData) -> Sequence[str]:
     """What the terminal shows of the evaluation: a line for each kind of text, with all baselines on the whole corpus,
-    and one for the answers.
+    and one for the answers; nothing if no text was scored.
     """
     results = stage.json("results.json")
     rows, lines = bits_rows(results, data.model_titles), []
@@ -90,6 +90,8 @@ def evaluation_lines(data: RunData, stage: StageData) -> Sequence[str]:
         shown = [f"{name.removesuffix(', whole corpus')} {row[kind]:.2f}" for name, row in rows.items() if kind in row]
         shown = [words for words in shown if "each document" not in words]
         lines.append(f"{kind:<8} bits per byte: {', '.join(shown)}")
+    if not lines:
+        return ()
     facts = [fact for fact in evaluation_facts(data, stage) if not fact.label.startswith("Bits per byte")]
     shown = [
         f"{fact.label.lower().removesuffix(' of answers')} {fact.value}" + (f" ({fact.hint})" if fact.hint else "")

@@ -165,7 +165,7 @@ def training_spec(
         estimate=lambda run_config, run, rates: _estimate(run_config, run, rates, spec, traits),
         report=report,
         headline=headline,
-        highlight=loss_highlight,
+        highlight=lambda data, stage: loss_highlight(data, stage, loss_unit),
         closing=closing,
         warnings=_warnings,
         model_title=model_title,
