@@ -29,9 +29,9 @@ from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimates import BYTES_PER_TOKEN, text_bytes
 from modelwright.pipeline.report.blocks import Block, Fact, Section
 from modelwright.pipeline.report.format import plural
-from modelwright.pipeline.report.learning import NATS_PER_TOKEN, training_section
+from modelwright.pipeline.report.learning import NATS_PER_TOKEN, loss_highlight, training_section
 from modelwright.pipeline.report.run_data import RunData, StageData
-from modelwright.pipeline.stage import Rates, Stage, StageContext, StageInputs, StageSpec, no_facts
+from modelwright.pipeline.stage import Rates, Stage, StageContext, StageInputs, StageSpec, no_facts, no_lines
 from modelwright.pipeline.stages.augmented_rows import augmentation_digest, augmented, is_augmented, tell_cost
 from modelwright.pipeline.stages.init import INIT
 from modelwright.pipeline.stages.model_folder import folder_fingerprint, save_model_folder
@@ -123,6 +123,7 @@ def training_spec(
     needs: Callable[[RunConfig], tuple[str, ...]],
     config: type[TrainConfig] = TrainConfig,
     headline: Callable[[RunData, StageData], Sequence[Fact]] = no_facts,
+    closing: Callable[[RunData, StageData], Sequence[str]] = no_lines,
     time_weight: float = 1.0,
     only_if_named: bool = False,
     follows: str = "",
@@ -164,6 +165,8 @@ def training_spec(
         estimate=lambda run_config, run, rates: _estimate(run_config, run, rates, spec, traits),
         report=report,
         headline=headline,
+        highlight=lambda data, stage: loss_highlight(data, stage, loss_unit),
+        closing=closing,
         warnings=_warnings,
         model_title=model_title,
         objective=objective,
