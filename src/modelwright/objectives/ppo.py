@@ -71,8 +71,8 @@ class PpoConfig(TrainConfig):
     """Weight of the value loss."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus; 0 for none."""
-    gamma: float = 1.0
-    """Discount of later rewards."""
+    gamma: float = constant(1.0)
+    """Discount of later rewards; an answer's score comes with its end, so that any other value favors short ones."""
     lam: float = 0.95
     """Lambda of generalized advantage estimation."""
     kl_coef: float = 0.05
