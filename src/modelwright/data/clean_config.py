@@ -11,13 +11,14 @@ from modelwright.data.step_files import load_step
 from modelwright.data.steps.decontamination import DECONTAMINATION, DecontaminationConfig
 from modelwright.data.steps.duplicates import DUPLICATES
 from modelwright.data.steps.format import FORMAT, FormatConfig
+from modelwright.data.steps.images import IMAGES, ImagesConfig
 from modelwright.data.steps.noise import NOISE
 from modelwright.data.steps.privacy import PRIVACY, PrivacyConfig
 from modelwright.data.steps.quality import QUALITY, QualityConfig
 from modelwright.data.steps.step import CorpusStep, Step, StepSpec
 from modelwright.data.steps.urls import URLS, UrlsConfig
 
-STEPS: tuple[StepSpec, ...] = (FORMAT, URLS, DECONTAMINATION, QUALITY, NOISE, DUPLICATES, PRIVACY)
+STEPS: tuple[StepSpec, ...] = (FORMAT, URLS, DECONTAMINATION, QUALITY, NOISE, DUPLICATES, IMAGES, PRIVACY)
 """The steps in their order. Those of a user's own (`CleanConfig.steps`) follow the first."""
 
 
@@ -33,6 +34,7 @@ class CleanConfig:
     quality: QualityConfig = field(default_factory=QualityConfig)
     noise: NoiseConfig = field(default_factory=NoiseConfig)
     duplicates: DuplicatesConfig = field(default_factory=DuplicatesConfig)
+    images: ImagesConfig = field(default_factory=ImagesConfig)
     privacy: PrivacyConfig = field(default_factory=PrivacyConfig)
     engine: Literal["local", "ray"] = "local"
     """Where shards are processed: processes of this machine, or Ray, on this machine or on the cluster at

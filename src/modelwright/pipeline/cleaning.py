@@ -20,6 +20,7 @@ from modelwright.data.clean import clean_documents
 from modelwright.data.clean_config import STEPS, CleanConfig, build_steps
 from modelwright.data.clean_report import CleanReport
 from modelwright.data.find_files import locate
+from modelwright.data.images.pairs import companions
 from modelwright.data.noise_cascade import low_recall
 from modelwright.data.ray_tasks import RayTasks
 from modelwright.data.sources import BUILTIN, WORDS, SourceConfig, SourceReport, read_documents
@@ -49,9 +50,10 @@ def fingerprint(data: SourceConfig, clean: CleanConfig) -> list[list[str | int |
             result.append([str(path), facts.st_size, facts.st_mtime])
     named = tuple(source for source in sources if source not in WORDS)
     for file in locate(named, lambda reason, where: None):
-        facts = file.filesystem.info(file.path)
-        changed = facts.get("mtime") or facts.get("LastModified") or facts.get("ETag") or ""
-        result.append([file.name, int(facts.get("size") or 0), str(changed)])
+        for path, name in [(file.path, file.name), *((path, path) for path in companions(file))]:
+            facts = file.filesystem.info(path)
+            changed = facts.get("mtime") or facts.get("LastModified") or facts.get("ETag") or ""
+            result.append([name, int(facts.get("size") or 0), str(changed)])
     return result
 
 

@@ -61,6 +61,7 @@ DEFAULT_LIMITS: Mapping[Kind, Limits] = {
         "max_mean_word_chars": 30.0,
     },
     "qa": {"min_num_chars": 1.0, "max_num_chars": 2_000_000.0, "max_duplicate_line_fraction": 0.3},
+    "image": {"min_num_chars": 1.0, "max_num_chars": 2_000_000.0},
 }  # fmt: skip
 """Gopher's limits where it has them, wider for short documents; see `QualityConfig.limits`."""
 _CODE_LINES = 0.4
