@@ -2,8 +2,9 @@
 
 Prose comes from text files, web pages and records with a text field, code from source files by their extension,
 questions and answers from records in the forms of `data.conversations`, images with captions from `data.images`. The
-word `stdlib` stands for the machine's own libraries. What cannot be read raises one `DataError` with file and line, or is left out and counted. Streams: memory
-holds one document at a time, and the whole file of `.json` and `.html`. Cleaning is `data.clean`.
+word `stdlib` stands for the machine's own libraries. What cannot be read raises one `DataError` with file and line, or
+is left out and counted. Streams: memory holds one document at a time, and the whole file of `.json` and `.html`.
+Cleaning is `data.clean`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
