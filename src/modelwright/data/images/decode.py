@@ -57,7 +57,10 @@ def decode(data: bytes, *, most_side: int = 0, max_pixels: int = MAX_PIXELS) -> 
         upright = _upright(image)
         shorter = min(upright.size)
         if most_side and shorter > most_side:
-            size = tuple(max(1, round(side * most_side / shorter)) for side in upright.size)
+            size = (
+                max(1, round(upright.width * most_side / shorter)),
+                max(1, round(upright.height * most_side / shorter)),
+            )
             upright = upright.resize(size, pillow().Resampling.BICUBIC, reducing_gap=2.0)
         return np.asarray(upright, dtype=np.uint8)
 

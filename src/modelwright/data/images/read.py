@@ -48,7 +48,7 @@ def read_image(file: File, complain: Complaint) -> Iterator[Document]:
         complain(NO_CAPTION, file.name, "has no caption", f"write it into {names}")
         return
     try:
-        caption = file.filesystem.cat_file(found[0]).decode("utf-8-sig")
+        caption = _content(file, found[0]).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         complain("not UTF-8", found[0], f"is not UTF-8 ({error})", "convert the file (iconv -f LATIN1 -t UTF-8)")
         return
@@ -153,20 +153,27 @@ def _bytes_of(file: File, path: str) -> bytes:
         size = file.filesystem.info(path).get("size") or 0
         if size > MOST_BYTES:
             raise DataError(f"{path}: has {size:,} bytes, limit {MOST_BYTES:,}")
-        return file.filesystem.cat_file(path)
+        return _content(file, path)
     except FileNotFoundError:
         raise DataError(f"{path}: no such image file") from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error})") from None
 
 
+def _content(file: File, path: str) -> bytes:
+    with file.filesystem.open(path, "rb") as content:
+        return bytes(content.read())
+
+
 def _bytes_of_record(record: Mapping[str, Any], file: File) -> bytes:
     image = record.get("image")
     if isinstance(image, bytes):
         return image
-    if _is_structure(image) and image["bytes"] is not None:
-        return image["bytes"]
-    name = image["path"] if _is_structure(image) else _named_image(record)
+    name = _named_image(record)
+    if isinstance(image, dict):
+        if isinstance(image["bytes"], bytes):
+            return image["bytes"]
+        name = image["path"]
     if not isinstance(name, str) or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
         raise DataError(f"names the image {name!r}, which is no path within the folder of the table")
     return _bytes_of(file, str(PurePosixPath(file.path).parent / name))

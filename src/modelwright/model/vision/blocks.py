@@ -4,6 +4,9 @@ everywhere.
 Legend: N images or texts, T tokens, D width, H heads, d head width.
 """
 
+# PyTorch leaves the types of chunk, unflatten and of a module's result open.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

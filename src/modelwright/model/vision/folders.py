@@ -35,17 +35,22 @@ VISION_PREFIX, TEXT_PREFIX = "vision_model.", "text_model."
 _ACTIVATIONS: Mapping[str, TowerActivation] = {
     "quick_gelu": "quick_gelu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
 }  # fmt: skip
-_CLIP_DEFAULTS = {
+_CLIP_DEFAULTS: Mapping[str, Any] = {
     "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
     "image_size": 224, "patch_size": 32, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5, "num_channels": 3,
 }  # fmt: skip
-_SIGLIP_DEFAULTS = _CLIP_DEFAULTS | {"patch_size": 16, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6}
-_CLIP_TEXT_DEFAULTS = {
+_SIGLIP_DEFAULTS: Mapping[str, Any] = {
+    **_CLIP_DEFAULTS,
+    "patch_size": 16,
+    "hidden_act": "gelu_pytorch_tanh",
+    "layer_norm_eps": 1e-6,
+}
+_CLIP_TEXT_DEFAULTS: Mapping[str, Any] = {
     "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 8,
     "vocab_size": 49408, "max_position_embeddings": 77, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5,
     "eos_token_id": 49407,
 }  # fmt: skip
-_SIGLIP_TEXT_DEFAULTS = _CLIP_TEXT_DEFAULTS | {
+_SIGLIP_TEXT_DEFAULTS: Mapping[str, Any] = {**_CLIP_TEXT_DEFAULTS,
     "hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12, "vocab_size": 32000,
     "max_position_embeddings": 64, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6,
 }  # fmt: skip
@@ -75,9 +80,9 @@ _NAMES = (
 def vision_config(folder: Path) -> VisionConfig:
     """The shape of the vision tower of a folder. Raises `ModelError` for a folder of another kind."""
     kind, settings = _settings(folder)
-    own = settings.get("vision_config", {}) if kind in (CLIP, SIGLIP) else settings
+    given: dict[str, Any] = settings.get("vision_config", {}) if kind in (CLIP, SIGLIP) else settings
     is_clip = kind in (CLIP, CLIP_VISION)
-    own = {**(_CLIP_DEFAULTS if is_clip else _SIGLIP_DEFAULTS), **own}
+    own: dict[str, Any] = {**(_CLIP_DEFAULTS if is_clip else _SIGLIP_DEFAULTS), **given}
     where = str(folder / "config.json")
     if own["num_channels"] != 3:
         raise ModelError(f"{where}: num_channels is {own['num_channels']}; only images of 3 colors are read")
@@ -119,7 +124,7 @@ def load_dual_encoder(folder: Path, *, dtype: torch.dtype = torch.float32) -> Du
     text = TextTower(_text_config(kind, settings, folder))
     vision = load_vision_tower(folder, dtype=dtype)
     _fill(text, folder, stored, TEXT_PREFIX, dtype)
-    projections = {"image": nn.Identity(), "text": nn.Identity()}
+    projections: dict[str, nn.Module] = {"image": nn.Identity(), "text": nn.Identity()}
     names = {"image": "visual_projection", "text": "text_projection" if kind == CLIP else f"{TEXT_PREFIX}head"}
     for side, name in names.items():
         if f"{name}.weight" in stored.tensors:
@@ -213,7 +218,10 @@ def _as_prepared(config: VisionConfig, folder: Path) -> VisionConfig:
 
 def _text_config(kind: str, settings: Mapping[str, Any], folder: Path) -> TextTowerConfig:
     is_clip = kind == CLIP
-    own = {**(_CLIP_TEXT_DEFAULTS if is_clip else _SIGLIP_TEXT_DEFAULTS), **settings.get("text_config", {})}
+    own: dict[str, Any] = {
+        **(_CLIP_TEXT_DEFAULTS if is_clip else _SIGLIP_TEXT_DEFAULTS),
+        **settings.get("text_config", {}),
+    }
     return TextTowerConfig(
         vocab_size=own["vocab_size"],
         max_seq_len=own["max_position_embeddings"],

@@ -3,6 +3,9 @@
 Legend: N texts, T tokens, D width, E width of the common space.
 """
 
+# PyTorch leaves the types of chunk, unflatten and of a module's result open.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+
 import torch
 from torch import Tensor, nn
 

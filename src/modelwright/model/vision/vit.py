@@ -3,6 +3,9 @@
 Legend: N images, C colors, S pixels of a side, P patches, T tokens, D width, H heads, d head width.
 """
 
+# PyTorch leaves the types of chunk, unflatten and of a module's result open.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -65,9 +68,8 @@ class VisionTower(nn.Module):
         weight = self.patches.weight
         if pixels_NCSS.is_floating_point():
             return pixels_NCSS.to(weight.dtype)
-        options = {"dtype": weight.dtype, "device": pixels_NCSS.device}
-        mean_C11 = torch.tensor(self.config.pixel_mean, **options)[:, None, None]
-        std_C11 = torch.tensor(self.config.pixel_std, **options)[:, None, None]
+        mean_C11 = torch.tensor(self.config.pixel_mean, dtype=weight.dtype, device=pixels_NCSS.device)[:, None, None]
+        std_C11 = torch.tensor(self.config.pixel_std, dtype=weight.dtype, device=pixels_NCSS.device)[:, None, None]
         return (pixels_NCSS.to(weight.dtype) / 255.0 - mean_C11) / std_C11
 
 
