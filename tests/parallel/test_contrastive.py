@@ -55,7 +55,7 @@ def share_of(loss: ContrastiveLoss, rows: list[int], world: World, leaves: list[
     own = PairEmbeddings(*(torch.nn.functional.normalize(x[rows], dim=1) for x in (texts, others)))
     gathered, first = gather_rows(torch.cat(own, dim=1), world)
     everyone = PairEmbeddings(*gathered.chunk(2, dim=1))
-    keys, _ = gather_rows(torch.tensor([TEXT_OF_PAIR[row] for row in rows]), world)
+    keys, _ = gather_rows(torch.tensor([TEXT_OF_PAIR[row] for row in rows], dtype=torch.int64), world)
     places = first + torch.arange(len(rows))
     is_same = keys[places][:, None] == keys
     return contrastive_losses(loss, own, everyone, places, is_same, scale=scale, bias=bias).sum()

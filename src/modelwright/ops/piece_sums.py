@@ -31,6 +31,15 @@ def piece_ends(segments_BT: Tensor) -> Tensor:
     return (segments_BT >= 0) & ~before_end_BT
 
 
+def piece_means(hidden_BTD: Tensor, segments_BT: Tensor, num_pieces: int) -> Tensor:
+    """The mean of the hidden states of each piece, [B, num_pieces, D], with gradients; 0 for a piece that a row does
+    not have.
+    """
+    pieces_S = torch.arange(num_pieces, device=segments_BT.device)
+    is_inside_BST = (segments_BT[:, None, :] == pieces_S[:, None]).to(hidden_BTD.dtype)
+    return (is_inside_BST @ hidden_BTD) / is_inside_BST.sum(dim=-1, keepdim=True).clamp(min=1.0)
+
+
 def piece_keys(ids_BT: Tensor, positions_BT: Tensor, segments_BT: Tensor, num_pieces: int) -> Tensor:
     """A number for each piece, int64 [B, num_pieces], that equal token sequences share and others do not: among a
     million pieces the chance that any two different ones do is below 1e-6. positions_BT: places within the piece.
