@@ -3,6 +3,7 @@
 import hashlib
 import json
 import signal
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -165,7 +166,7 @@ def test_settings_that_cannot_work_are_refused(overrides: dict[str, Any], messag
 
 
 def test_functions_lose_their_docstring_and_keep_the_rest() -> None:
-    (pair,) = described_functions(f"class A:\n    {SOURCE.format(n=3).strip()}\n".replace("\n    ", "\n        "))
+    (pair,) = described_functions("class A:\n" + textwrap.indent(SOURCE.format(n=3), "    "))
     assert pair.text == "Add the number 3 to the sum of both arguments."
     assert '"""' not in pair.code
     assert pair.code.splitlines()[0].startswith("def add_3")
