@@ -32,7 +32,7 @@ _LEFT, _RIGHT = -0.093, 0.012
 
 
 @dataclass(frozen=True)
-class _Traits:
+class _DigitTraits:
     thickness: str
     lean: str
 
@@ -63,7 +63,7 @@ def _document(number: int, gray: NDArray[np.float64], label: int) -> Document:
     )
 
 
-def _traits(gray: NDArray[np.float64]) -> _Traits:
+def _traits(gray: NDArray[np.float64]) -> _DigitTraits:
     """How thick the strokes are, by the mean ink, and where they lean, by the slope of the ink's center."""
     ink = gray / _MOST
     mean = ink.mean()
@@ -73,7 +73,7 @@ def _traits(gray: NDArray[np.float64]) -> _Traits:
     slope = -((rows - row) * (columns - column) * ink).sum() / ((rows - row) ** 2 * ink).sum()
     thickness = "thin strokes" if mean < _THIN else "thick strokes" if mean > _THICK else "medium strokes"
     lean = "leaning left" if slope < _LEFT else "leaning right" if slope > _RIGHT else "upright"
-    return _Traits(thickness, lean)
+    return _DigitTraits(thickness, lean)
 
 
 def _enlarged(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:

@@ -28,7 +28,7 @@ MOST_IMAGES = 2**24 - 2
 
 
 @dataclass
-class _Waiting:
+class _WaitingPairs:
     """Pairs whose texts are being encoded, in order."""
 
     pairs: deque[tuple[Document, int]] = field(default_factory=deque[tuple[Document, int]])
@@ -53,7 +53,7 @@ def open_images(rows: Path, split: str) -> ImageStore | None:
 
 
 def _sequences(job: PackJob, split: Split, images: StoreWriter) -> Sequences:
-    waiting = _Waiting()
+    waiting = _WaitingPairs()
 
     def texts() -> Iterator[str]:
         """The text of each pair, and its code where it has any."""
