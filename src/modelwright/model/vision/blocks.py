@@ -66,13 +66,23 @@ def activated(x: Tensor, activation: TowerActivation) -> Tensor:
 
 
 @torch.no_grad()
-def init_encoder(module: nn.Module, std: float) -> None:
-    """Normal weights and zero biases, drawn from PyTorch's default generator in parameter order; norms stay neutral."""
+def init_encoder(module: nn.Module, *, embedding_std: float, num_layers: int) -> None:
+    """Random weights from PyTorch's default generator, in parameter order: matrices with the standard deviation
+    1 / sqrt(inputs), of which those that end a residual branch are divided by sqrt(2 * layers), embeddings with
+    `embedding_std`. Biases are zero and norms neutral.
+
+    A fixed 0.02 is too small for narrow towers: all images begin with the same output, and hardly leave it.
+    """
     norms = {name for name, one in module.named_modules() if isinstance(one, nn.LayerNorm)}
+    matrices = {name for name, one in module.named_modules() if isinstance(one, nn.Linear | nn.Conv2d)}
     for name, parameter in module.named_parameters():
-        if name.rpartition(".")[0] in norms:
+        owner = name.rpartition(".")[0]
+        if owner in norms:
             continue
         if name.endswith("bias"):
             parameter.zero_()
+        elif owner in matrices:
+            is_last = owner.endswith(("o_proj", "down_proj"))
+            parameter.normal_(0.0, parameter[0].numel() ** -0.5 / (2 * num_layers if is_last else 1) ** 0.5)
         else:
-            parameter.normal_(0.0, std)
+            parameter.normal_(0.0, embedding_std)

@@ -42,8 +42,8 @@ class VisionConfig:
     """Of the feed-forward layers."""
     norm_eps: float = constant(1e-5)
     """Epsilon of the layer norms."""
-    init_std: float = constant(0.02)
-    """Standard deviation of initial weights."""
+    embedding_std: float = constant(0.02)
+    """Standard deviation of initial positions, of the class token and of the query that pools."""
     fit: Fit = constant("crop")
     """How an image becomes a square: `crop` takes its center, `stretch` all of it."""
     pixel_mean: tuple[float, float, float] = constant((0.5, 0.5, 0.5))

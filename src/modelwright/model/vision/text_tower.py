@@ -26,7 +26,7 @@ class TextTower(nn.Module):
             for _ in range(config.num_layers)
         )
         self.norm_out = nn.LayerNorm(config.model_dim, eps=config.norm_eps)
-        init_encoder(self, 0.02)
+        init_encoder(self, embedding_std=0.02, num_layers=config.num_layers)
 
     def forward(self, tokens_NT: Tensor) -> Tensor:
         """One vector for each text [N, D]. tokens_NT: int64 [N, T]. Raises `ValueError` for texts that are too long."""

@@ -34,7 +34,7 @@ class VisionTower(nn.Module):
         )
         self.norm_out = nn.LayerNorm(dim, eps=eps)
         self.pool = None if has_class_token else AttentionPool(config)
-        init_encoder(self, config.init_std)
+        init_encoder(self, embedding_std=config.embedding_std, num_layers=config.num_layers)
 
     def forward(self, pixels_NCSS: Tensor) -> Tensor:
         """One vector for each image [N, D]. pixels_NCSS: bytes [N, 3, S, S], or floats that are normalized already."""
