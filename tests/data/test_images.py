@@ -35,7 +35,8 @@ from modelwright.data.images.decode import (
 )
 from modelwright.data.images.stored import StoredImage, perceptual_hash, store_image
 from modelwright.data.sources import SourceConfig, SourceReport, read_documents
-from modelwright.data.steps.images import NEAR, TOO_LONG, TOO_SMALL, ImagesConfig, near_duplicates
+from modelwright.data.steps.images import NEAR, TOO_LONG, TOO_SMALL, near_duplicates
+from modelwright.data.steps.quality import QualityConfig
 
 
 def picture(seed: int, width: int = 64, height: int = 48) -> np.ndarray:
@@ -282,7 +283,7 @@ def test_a_machine_without_pillow_is_told_what_to_install(tmp_path: Path, monkey
 
 def cleaned(documents: list[Document], folder: Path, **settings: Any) -> tuple[list[str], dict[str, str]]:
     """The captions that are kept, and the reasons for which others are not."""
-    steps = build_steps(CleanConfig(images=ImagesConfig(**settings)))
+    steps = build_steps(CleanConfig(quality=QualityConfig(limits={f"image.{k}": v for k, v in settings.items()})))
     clean_documents(iter(documents), steps, folder, SilentProgress(), shard_documents=3)
     kept = [document.text for document in read_kept(folder)]
     return kept, {entry.document.text: entry.reason for entry in read_dropped(folder)}

@@ -46,7 +46,7 @@ def settings(folder: Path) -> dict[str, Any]:
         (sources / f"add_{number}.py").write_text(SOURCE.format(n=number * 17))
     return {
         "data": {"sources": [str(sources)], "validation_fraction": 0.2},
-        "clean": {"images": {"max_hash_distance": 0}, "duplicates": {"near": False}},
+        "clean": {"quality": {"limits": {"image.max_hash_distance": 0}}, "duplicates": {"near": False}},
         "hardware": {"device": "cpu", "num_threads": 1},
         "tokenizer": {"vocab_size": 400},
         "pack": {"seq_len": 64},

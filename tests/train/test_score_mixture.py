@@ -3,7 +3,6 @@
 import math
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -38,7 +37,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(folder: Path, rows: Path, scores: dict[str, float], *, stop_after: int = 0) -> tuple[Mixture, list[float]]:
     """Train, or resume; returns the mixture, and the share of noise in each batch that was read."""
     data = PackedRows(rows)
-    config = parse(BatchingConfig, {"mixture": {"update": "scores", "scores": scores}})
+    config = parse(BatchingConfig, {"mixture": {"update": "scores", "weights": scores}})
     loader = build_loader(
         data, config, batch_rows=tiny_run.ROWS, by_tokens=False, seed=5, num_steps_of=lambda per_epoch: NUM_STEPS,
         row_losses=lambda: np.zeros(0),
@@ -100,22 +99,7 @@ def test_a_stopped_run_goes_on_with_the_same_bits(rows: Path, tmp_path: Path) ->
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize(
-    ("mixture", "message"),
-    [
-        ({"update": "scores", "weights": {"code": 1.0}}, "weights: the shares follow from the scores"),
-        ({"update": "none", "scores": {"code": 1.0}}, ""),
-    ],
-)
-def test_settings(mixture: dict[str, Any], message: str) -> None:
-    if not message:
-        assert parse(MixtureConfig, mixture).group_by == "none"  # without effect, which the start of training says
-        return
-    with pytest.raises(ConfigError, match=message):
-        parse(MixtureConfig, mixture)
-
-
 def test_modalities_are_packed_apart_by_their_kind() -> None:
-    assert MixtureConfig(update="scores", scores={"code": 0.7, "image": 0.3}).group_by == "kind"
-    with pytest.raises(ConfigError, match=r"batching\.mixture\.scores: there is no source 'audio'"):
-        Mixture(MixtureConfig(update="scores", scores={"audio": 1.0}), ["code", "image"], [1, 1], num_steps=2)
+    assert MixtureConfig(update="scores", weights={"code": 0.7, "image": 0.3}).group_by == "kind"
+    with pytest.raises(ConfigError, match=r"batching\.mixture\.weights: there is no source 'audio'"):
+        Mixture(MixtureConfig(update="scores", weights={"audio": 1.0}), ["code", "image"], [1, 1], num_steps=2)

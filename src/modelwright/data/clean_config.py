@@ -11,7 +11,7 @@ from modelwright.data.step_files import load_step
 from modelwright.data.steps.decontamination import DECONTAMINATION, DecontaminationConfig
 from modelwright.data.steps.duplicates import DUPLICATES
 from modelwright.data.steps.format import FORMAT, FormatConfig
-from modelwright.data.steps.images import IMAGES, ImagesConfig
+from modelwright.data.steps.images import IMAGES
 from modelwright.data.steps.noise import NOISE
 from modelwright.data.steps.privacy import PRIVACY, PrivacyConfig
 from modelwright.data.steps.quality import QUALITY, QualityConfig
@@ -34,7 +34,6 @@ class CleanConfig:
     quality: QualityConfig = field(default_factory=QualityConfig)
     noise: NoiseConfig = field(default_factory=NoiseConfig)
     duplicates: DuplicatesConfig = field(default_factory=DuplicatesConfig)
-    images: ImagesConfig = field(default_factory=ImagesConfig)
     privacy: PrivacyConfig = field(default_factory=PrivacyConfig)
     engine: Literal["local", "ray"] = "local"
     """Where shards are processed: processes of this machine, or Ray, on this machine or on the cluster at
@@ -57,7 +56,7 @@ def build_steps(config: CleanConfig, *, seed: int = 1) -> list[Step | CorpusStep
         if step.name in known:
             raise ConfigError(f"steps: there are two steps called {step.name!r}; rename one of them")
         known.add(step.name)
-    first, *others = (step for spec in STEPS if (step := spec.build(getattr(config, spec.name), seed)) is not None)
+    first, *others = (step for spec in STEPS if (step := spec.build(spec.settings_of(config), seed)) is not None)
     return [first, *own, *others]
 
 

@@ -35,14 +35,14 @@ def fingerprint(data: SourceConfig, clean: CleanConfig) -> list[list[str | int |
     the trusted text and model of the step noise, and steps of a user's own. Raises `DataError` for a missing source.
     """
     result: list[list[str | int | float]] = []
-    read_by_steps = [spec.sources(getattr(clean, spec.name)) for spec in STEPS]
+    read_by_steps = [spec.sources(spec.settings_of(clean)) for spec in STEPS]
     sources = (*data.sources, *(source for step in read_by_steps for source in step))
     if BUILTIN in sources:
         libraries = versions("torch", "numpy")
         result.append([BUILTIN, sys.version, *libraries.values()])
     folders = [Path(clean.noise.model)] if clean.noise.model else []
     of_steps = [Path(reference.rpartition(":")[0]) for reference in clean.steps]
-    of_steps += [Path(name) for spec in STEPS for name in spec.files(getattr(clean, spec.name))]
+    of_steps += [Path(name) for spec in STEPS for name in spec.files(spec.settings_of(clean))]
     single = [*([Path(data.schema)] if data.schema else []), *of_steps]
     for path in [*single, *(path for folder in folders for path in sorted(folder.glob("*")))]:
         if path.is_file():

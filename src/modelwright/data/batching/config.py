@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from modelwright.core.config import constant, only_for
+from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
 from modelwright.data.document import KINDS
 
@@ -55,12 +55,8 @@ class MixtureConfig:
     update: Literal["none", "linear", "heldout_loss", "scores"] = "none"
     """How shares change: `linear` moves them from the sources' sizes at the first step to `weights` at the last;
     `heldout_loss` moves them at every evaluation to sources with a high held-out loss (group DRO, Sagawa et al.
-    2020); `scores` takes softmax(2 * score) over the sources."""
-    scores: dict[str, float] = field(
-        default_factory=dict[str, float], hash=False, metadata=only_for("update", "scores")
-    )
-    """Score of each source by name, by the task that it serves: `{code: 0.7, image: 0.3}`. A source without one is
-    measured at every evaluation: its held-out loss, divided by what it was at the first."""
+    2020); `scores` takes softmax(2 * score), where `weights` are the scores of sources by the task that they serve, and
+    a source without one is measured at every evaluation: its held-out loss, divided by what it was at the first."""
     score_sharpness: float = constant(2.0)
     """`scores`: beta, by which scores are multiplied before the softmax."""
     learning_rate: float = constant(1.0)
@@ -77,8 +73,7 @@ class MixtureConfig:
         """What a source is."""
         if not self.is_on:
             return "none"
-        names = [*self.weights, *self.scores]
-        return "kind" if names and all(name in KINDS for name in names) else "source"
+        return "kind" if self.weights and all(name in KINDS for name in self.weights) else "source"
 
     @property
     def is_measured(self) -> bool:
@@ -86,8 +81,6 @@ class MixtureConfig:
         return self.update in ("heldout_loss", "scores")
 
     def __post_init__(self) -> None:
-        if self.update == "scores" and self.weights:
-            raise ConfigError("weights: the shares follow from the scores (update); remove one of the two")
         if self.temperature <= 0:
             raise ConfigError(f"temperature: must be above 0, got {self.temperature}; 1 keeps the weights")
         if self.update == "linear" and not self.weights:

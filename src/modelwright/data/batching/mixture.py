@@ -27,9 +27,8 @@ class Mixture:
         by_size = dict(zip(names, map(float, sizes), strict=True))
         self.last = self._shares(config.weights or by_size, config.temperature)
         if config.update == "scores":
-            self._check(config.scores, "scores")
-            known = np.array([config.scores.get(name, UNMEASURED) for name in self.names])
-            self.last = softmax_shares(known, beta=config.score_sharpness)
+            scores = np.array([config.weights.get(name, UNMEASURED) for name in self.names])
+            self.last = softmax_shares(scores, beta=config.score_sharpness)
         self.first = self._shares(by_size, config.temperature) if config.update == "linear" else self.last
         self.history: list[tuple[int, list[float]]] = []
         """Updates: the first batch that each applies to, ascending, and the shares from then on."""
@@ -37,18 +36,16 @@ class Mixture:
         """How often the history was replaced: plans of batches made before that are void."""
 
     def _shares(self, weights: Mapping[str, float], temperature: float) -> np.ndarray:
-        self._check(weights, "weights")
+        unknown = [name for name in weights if name not in self.names]
+        if unknown:
+            known = ", ".join(repr(name) for name in self.names)
+            raise ConfigError(
+                f"batching.mixture.weights: there is no source {unknown[0]!r}; the packed rows have {known} "
+                "(weights for prose and code alone make kinds the sources)"
+            )
         values = np.array([weights.get(name, 0.0) for name in self.names], dtype=np.float64)
         scaled = np.where(values > 0, (values / values.max()) ** (1.0 / temperature), 0.0)
         return scaled / scaled.sum()
-
-    def _check(self, by_name: Mapping[str, float], setting: str) -> None:
-        if unknown := [name for name in by_name if name not in self.names]:
-            known = ", ".join(repr(name) for name in self.names)
-            raise ConfigError(
-                f"batching.mixture.{setting}: there is no source {unknown[0]!r}; the packed rows have {known} "
-                f"({setting} for prose and code alone make kinds the sources)"
-            )
 
     def shares(self, batch: int) -> np.ndarray:
         """The shares [S] in batch `batch`."""

@@ -11,6 +11,7 @@ from modelwright.core.errors import ConfigError
 from modelwright.data.document import KINDS, Document
 from modelwright.data.images.stored import HASH_BITS, KEY
 from modelwright.data.measured_corpus import MeasuredCorpus
+from modelwright.data.steps.quality import IMAGE_LIMITS, QualityConfig
 from modelwright.data.steps.step import Columns, Decisions, Drop, StepSpec
 
 TOO_SMALL, TOO_LONG, NEAR = "image too small", "image too elongated", "near-duplicate image"
@@ -76,14 +77,23 @@ class Images:
 
 _NO_IMAGE = {"width": 0, "height": 0, "hash": "0"}
 
+
+def images_config(quality: QualityConfig) -> ImagesConfig:
+    """The limits among those of the step quality."""
+    limits = {name.removeprefix("image."): quality.limits[name] for name in IMAGE_LIMITS if name in quality.limits}
+    whole = {name: int(value) for name, value in limits.items() if name != "max_aspect"}
+    return ImagesConfig(**{**limits, **whole})
+
+
 IMAGES = StepSpec(
     name="images",
-    build=lambda config, seed: Images(config),
+    build=lambda config, seed: Images(images_config(config)),
     remedies={
-        TOO_SMALL: "--clean.images.min_side 1",
-        TOO_LONG: "--clean.images.max_aspect 1000",
-        NEAR: "--clean.images.max_hash_distance -1",
+        TOO_SMALL: "--clean.quality.limits.image.min_side 1",
+        TOO_LONG: "--clean.quality.limits.image.max_aspect 1000",
+        NEAR: "--clean.quality.limits.image.max_hash_distance -1",
     },
+    section="quality",
 )
 
 

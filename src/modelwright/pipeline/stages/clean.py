@@ -12,7 +12,6 @@ from modelwright.core.rundir import RunDir
 from modelwright.data.clean_config import CleanConfig
 from modelwright.data.clean_folder import DROPPED
 from modelwright.data.clean_report import describe_drops
-from modelwright.data.steps.images import ImagesConfig
 from modelwright.pipeline.cleaning import clean_into, fingerprint, noise_warnings
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimates import moving_estimate
@@ -29,8 +28,6 @@ def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
     settings = {name: value for name, value in dump(clean).items() if name not in ("engine", "num_workers")}
     if clean.duplicates.pairs_by == "answer":
         del settings["duplicates"]["pairs_by"]  # as before there was a choice
-    if clean.images == ImagesConfig():
-        del settings["images"]  # as before there were images
     if clean.noise.enabled:
         settings["seed"] = config.seed
     return Stage(

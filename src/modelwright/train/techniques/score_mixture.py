@@ -37,7 +37,7 @@ class ScoreMixture:
         self.objective = objective
         self.heldout = heldout
         self.first_losses: dict[str, float] = {}
-        self.scores = {name: config.scores.get(name, UNMEASURED) for name in mixture.names}
+        self.scores = {name: config.weights.get(name, UNMEASURED) for name in mixture.names}
 
     def on_step_end(self, info: StepInfo) -> None:
         """Measure what has no score, and update the shares for the batches after step `info.step`."""
@@ -78,10 +78,10 @@ def score_mixture(
     """
     if config.update != "scores":
         return None
-    measured = [name for name in mixture.names if name not in config.scores]
+    measured = [name for name in mixture.names if name not in config.weights]
     if missing := [name for name in measured if not len(heldout.get(name, ()))]:
         raise ConfigError(
-            f"batching.mixture.scores: the source {missing[0]!r} has no score and no held-out rows to measure it on; "
+            f"batching.mixture.weights: the source {missing[0]!r} has no score and no held-out rows to measure it on; "
             "give it a score, or raise data.validation_fraction"
         )
     technique = ScoreMixture(
