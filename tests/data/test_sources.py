@@ -52,7 +52,7 @@ def test_text_and_code_files(tmp_path: Path) -> None:
     kinds = {Path(document.source).name: document.kind for document in documents}
     assert kinds == {"a.txt": "prose", "b.md": "prose", "c.py": "code", "d.rs": "code"}
     assert next(d.text for d in documents if d.source.endswith("a.txt")) == "A plain text.\r\n"
-    assert report.passed_over == {"unsupported .png": 1}
+    assert report.passed_over == {"image without a caption": 1}
     assert not report.skipped
     assert report.documents == {"prose": 2, "code": 2}
     assert report.num_files == 4

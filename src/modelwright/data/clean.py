@@ -224,7 +224,7 @@ def _shards(documents: Iterator[Document], shard_documents: int) -> Iterator[lis
     num_chars = 0
     for document in documents:
         shard.append(document)
-        num_chars += len(document.text)
+        num_chars += len(document.identity)
         if len(shard) == shard_documents or num_chars > _SHARD_CHARS:
             yield shard
             shard, num_chars = [], 0

@@ -11,13 +11,14 @@ from modelwright.data.step_files import load_step
 from modelwright.data.steps.decontamination import DECONTAMINATION, DecontaminationConfig
 from modelwright.data.steps.duplicates import DUPLICATES
 from modelwright.data.steps.format import FORMAT, FormatConfig
+from modelwright.data.steps.images import IMAGES
 from modelwright.data.steps.noise import NOISE
 from modelwright.data.steps.privacy import PRIVACY, PrivacyConfig
 from modelwright.data.steps.quality import QUALITY, QualityConfig
 from modelwright.data.steps.step import CorpusStep, Step, StepSpec
 from modelwright.data.steps.urls import URLS, UrlsConfig
 
-STEPS: tuple[StepSpec, ...] = (FORMAT, URLS, DECONTAMINATION, QUALITY, NOISE, DUPLICATES, PRIVACY)
+STEPS: tuple[StepSpec, ...] = (FORMAT, URLS, DECONTAMINATION, QUALITY, NOISE, DUPLICATES, IMAGES, PRIVACY)
 """The steps in their order. Those of a user's own (`CleanConfig.steps`) follow the first."""
 
 
@@ -55,7 +56,7 @@ def build_steps(config: CleanConfig, *, seed: int = 1) -> list[Step | CorpusStep
         if step.name in known:
             raise ConfigError(f"steps: there are two steps called {step.name!r}; rename one of them")
         known.add(step.name)
-    first, *others = (step for spec in STEPS if (step := spec.build(getattr(config, spec.name), seed)) is not None)
+    first, *others = (step for spec in STEPS if (step := spec.build(spec.settings_of(config), seed)) is not None)
     return [first, *own, *others]
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-Kind = Literal["prose", "code", "qa"]
+Kind = Literal["prose", "code", "qa", "image"]
 Split = Literal["train", "heldout", "open"]
 """`open`: the run that reads the document decides."""
 Message = Mapping[str, Any]
@@ -13,7 +13,7 @@ Message = Mapping[str, Any]
 assistant may have `tool_calls` (`{"type": "function", "function": {"name": ..., "arguments": {...}}}`), and the tool's
 answer the `name` or the `tool_call_id` of its call. These are the names that chat templates know."""
 
-KINDS: tuple[Kind, ...] = ("prose", "code", "qa")
+KINDS: tuple[Kind, ...] = ("prose", "code", "qa", "image")
 SPLITS: tuple[Split, ...] = ("train", "heldout")
 """The splits of a run."""
 
@@ -28,6 +28,7 @@ class Document:
     `meta["rejected"]` of a preference pair holds the turns of the rejected answer, which take the place of the
     conversation's last ones, and `meta["margin"]` by how much it is worse, where that is known. `meta["desirable"]`
     says whether a single answer is a good one. `meta["prompt_turns"]` of either counts the turns before the answer.
+    An "image" document is an image, `meta["image"]` (`data/images/stored.py`), and its caption, the text.
     `meta["title"]`, where present, is a heading line that the text begins with, of a "qa" document the words that the
     answer begins with: texts that differ in their titles only are duplicates.
     """
@@ -61,6 +62,11 @@ class Document:
     def prompt_turns(self) -> int:
         """The number of turns that the answer of a preference follows."""
         return int(self.meta.get("prompt_turns", len(self.messages) - 1))
+
+    @property
+    def identity(self) -> str:
+        """What tells it from other documents, and decides its split: its text, with the image that it describes."""
+        return f"{self.text}\n{self.meta['image']['data']}" if self.kind == "image" else self.text
 
     @property
     def is_undesirable(self) -> bool:

@@ -14,6 +14,8 @@ from fsspec.implementations.local import LocalFileSystem
 
 from modelwright.core.errors import DataError
 from modelwright.data.clean_folder import without_dropped
+from modelwright.data.images.pairs import IMAGE_EXTENSIONS, without_captions
+from modelwright.data.images.read import ARCHIVE_EXTENSIONS
 from modelwright.data.readers import File
 
 PROSE_EXTENSIONS = (".txt", ".md", ".rst")
@@ -26,14 +28,13 @@ CODE_EXTENSIONS = (
     ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".rs", ".go", ".java", ".kt", ".scala", ".swift", ".js",
     ".jsx", ".ts", ".tsx", ".rb", ".php", ".lua", ".r", ".jl", ".hs", ".ml", ".sh", ".sql", ".cs", ".m", ".pl",
 )  # fmt: skip
+PAIRED_EXTENSIONS = IMAGE_EXTENSIONS + ARCHIVE_EXTENSIONS
+"""Images with captions."""
 _EXTENSIONS = (
-    PROSE_EXTENSIONS
-    + MARKUP_EXTENSIONS
-    + TABLE_EXTENSIONS
-    + WEB_ARCHIVE_EXTENSIONS
-    + LOOSE_EXTENSIONS
-    + CODE_EXTENSIONS
-)
+    *PROSE_EXTENSIONS, *MARKUP_EXTENSIONS, *TABLE_EXTENSIONS, *WEB_ARCHIVE_EXTENSIONS, *LOOSE_EXTENSIONS,
+    *CODE_EXTENSIONS, *PAIRED_EXTENSIONS,
+)  # fmt: skip
+_UNCOMPRESSED = (".parquet", ".arrow", *IMAGE_EXTENSIONS)
 COMPRESSIONS = {".gz": "gz", ".zst": "zst"}
 _DATASET_FILES = ("dataset_info.json", "dataset_dict.json", "state.json")
 _GLOB_MARKS = "*?["
@@ -75,6 +76,7 @@ def _locate(source: str, skip: SkipFile) -> Iterator[File]:
     result, other = without_dropped(result)
     for name in other:
         pass_over("file of a cleaned folder beside its kept documents", name)
+    result = without_captions(result, pass_over)
     files = [file for name in result if (file := _supported(filesystem, name, _shown(source, path, name), pass_over))]
     if not files:
         what = "the directory holds" if is_folder else "the pattern matches"
@@ -182,9 +184,11 @@ def _format(path: str) -> tuple[str, str]:
 
 
 def _is_supported(extension: str, compression: str) -> bool:
-    return extension in _EXTENSIONS and not (compression and extension in (".parquet", ".arrow"))
+    if extension in ARCHIVE_EXTENSIONS:
+        return compression in ("", "gz")
+    return extension in _EXTENSIONS and not (compression and extension in _UNCOMPRESSED)
 
 
 def _supported_names() -> str:
     texts = " ".join((*PROSE_EXTENSIONS, ".html", ".jsonl", *LOOSE_EXTENSIONS, *WEB_ARCHIVE_EXTENSIONS))
-    return f"{texts}, each also .gz or .zst; .parquet .arrow; .py .c .js ..."
+    return f"{texts}, each also .gz or .zst; .parquet .arrow; .py .c .js ...; images .jpg .png ... and .tar of them"

@@ -1,9 +1,10 @@
 """Reads the sources that a user names as documents with a kind and a split.
 
 Prose comes from text files, web pages, web archives and records with a text field, code from source files by their
-extension, questions and answers from records in the forms of `data.conversations`. The word `stdlib` stands for the
-machine's own libraries. What cannot be read raises one `DataError` with file and line, or is left out and counted.
-Streams: memory holds one document at a time, and the whole file of `.json` and `.html`. Cleaning is `data.clean`.
+extension, questions and answers from records in the forms of `data.conversations`, images with captions from
+`data.images`. The word `stdlib` stands for the machine's own libraries. What cannot be read raises one `DataError` with
+file and line, or is left out and counted. Streams: memory holds one document at a time, and the whole file of `.json`
+and `.html`. Cleaning is `data.clean`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,14 +33,26 @@ from modelwright.data.conversations import (
     record_type,
     type_of_record,
 )
+from modelwright.data.digits import digit_images
 from modelwright.data.document import KINDS, SPLITS, Document, Kind, Split
 from modelwright.data.find_files import (
     CODE_EXTENSIONS,
     LOOSE_EXTENSIONS,
     MARKUP_EXTENSIONS,
+    PAIRED_EXTENSIONS,
     PROSE_EXTENSIONS,
     locate,
 )
+from modelwright.data.images.read import (
+    ARCHIVE_EXTENSIONS,
+    CAPTION_FIELDS,
+    IMAGE_FIELDS,
+    is_image_record,
+    read_archive,
+    read_image,
+    read_image_record,
+)
+from modelwright.data.images.stored import KEY, is_stored_image
 from modelwright.data.own_answers import ANSWER_FIELD, AUTHOR_FIELD, OWN_AUTHOR, REMEDY, is_own
 from modelwright.data.record_schema import RecordSchema
 from modelwright.data.sentence_pairs import NAME as SENTENCE_PAIRS
@@ -52,6 +65,7 @@ BUILTIN = "stdlib"
 GENERATED: Mapping[str, Callable[[], Iterator[Document]]] = {
     "arithmetic": arithmetic_problems,
     SENTENCE_PAIRS: sentence_pairs,
+    "digits": digit_images,
 }
 """Sources that a program makes, by the word that names them."""
 WORDS = (BUILTIN, *GENERATED)
@@ -73,7 +87,8 @@ class SourceConfig:
 
     sources: tuple[str, ...] = (BUILTIN,)
     """Files, directories, globs, fsspec URLs, `stdlib` for the source and docs of Python's standard library,
-    `arithmetic` for generated problems with answers, or `sentence_pairs` for preference pairs made of those docs."""
+    `arithmetic` for generated problems with answers, `sentence_pairs` for preference pairs made of those docs, or
+    `digits` for handwritten digits with captions."""
     text_field: str = DEFAULT_TEXT_FIELD
     """Field of a record that holds its text. Any name but `text` is taken even where the record is a question with its
     answer."""
@@ -266,6 +281,10 @@ def _read_file(
     if file.extension in PROSE_EXTENSIONS + MARKUP_EXTENSIONS + CODE_EXTENSIONS:
         yield from _texts(file, config, report, complain)
         return
+    if file.extension in PAIRED_EXTENSIONS:
+        read = read_archive if file.extension in ARCHIVE_EXTENSIONS else read_image
+        yield from map(_Unsplit, read(file, complain))
+        return
     given = _given_split(file)
     schema = RecordSchema.read(config.schema) if config.schema else None
     for where, record in _records(file, config, report, complain):
@@ -274,6 +293,10 @@ def _read_file(
                 record[name] = record[own]
         if schema is not None and (problem := schema.problem(record)):
             complain("violates the schema", where, problem, f"correct it or change {config.schema}")
+            continue
+        if is_image_record(record):
+            pairs = read_image_record(where, record, file, complain)
+            yield from (replace(one, split=given) if given else _Unsplit(one) for one in pairs)
             continue
         result = _document(where, record, file.name, config, report, complain)
         if isinstance(result, _Unsplit) and given:
@@ -307,6 +330,8 @@ def _records(
             AUTHOR_FIELD,
             *config.keep_fields,
             *FIELDS,
+            *IMAGE_FIELDS,
+            *CAPTION_FIELDS,
             *_DOCUMENT_FIELDS,
             *config.fields.values(),
         }
@@ -347,7 +372,8 @@ def _loose_records(
     read = readers.read_json if file.extension == ".json" else readers.read_csv
     try:
         for where, record in read(file, complain_of_text):
-            is_text = is_text or config.text_field in record or num_hints(record) >= ENOUGH_HINTS
+            is_text = is_text or config.text_field in record or is_image_record(record)
+            is_text = is_text or num_hints(record) >= ENOUGH_HINTS
             if not is_text:
                 raise _NoRecords
             yield where, record
@@ -434,6 +460,8 @@ def _is_document(record: Mapping[str, Any]) -> bool:
         return False
     if not all(_are_turns(meta[name]) for name in ("messages", "rejected") if name in meta):
         return False
+    if record["kind"] == "image":
+        return is_stored_image(meta.get(KEY))
     return record["kind"] != "qa" or "messages" in meta or ("question" in meta and "answer" in meta)
 
 
@@ -489,7 +517,7 @@ def _split(documents: Iterator[Document | _Unsplit], fraction: float, rest: Spli
             yield result
             continue
         document = replace(result.document, split=rest)
-        place = derive_seed(0, "heldout", document.text) / 2**63 if fraction else 1.0
+        place = derive_seed(0, "heldout", document.identity) / 2**63 if fraction else 1.0
         if place < fraction:
             with_heldout.add(document.kind)
             yield replace(document, split="heldout")

@@ -85,7 +85,7 @@ def _save_folder(
     dtype = {"dtype": str(model.head_weight.dtype).removeprefix("torch.")}
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        _save_tensors(folder / WEIGHTS, weights)
+        save_tensors(folder / WEIGHTS, weights)
     for name, settings in files.items():
         text = json.dumps({**settings, **(dtype if name == "config.json" else {})}, indent=2)
         write_atomic(folder / name, text + "\n")
@@ -318,7 +318,8 @@ def hf_weights(model: Decoder, types: Sequence[HfType] = HF_TYPES) -> dict[str, 
     return {tensor: joined(names) for tensor, names in hf_tensors(model, type_of(model.config, types)).items()}
 
 
-def _save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write a safetensors file, whole or not at all. Raises `StorageError` if writing fails."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         save_file(tensors, temporary, metadata={"format": "pt"})

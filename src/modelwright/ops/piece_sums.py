@@ -29,3 +29,29 @@ def piece_ends(segments_BT: Tensor) -> Tensor:
     before_end_BT = torch.zeros_like(segments_BT, dtype=torch.bool)
     before_end_BT[:, :-1] = segments_BT[:, 1:] == segments_BT[:, :-1]
     return (segments_BT >= 0) & ~before_end_BT
+
+
+def piece_means(hidden_BTD: Tensor, segments_BT: Tensor, num_pieces: int) -> Tensor:
+    """The mean of the hidden states of each piece, [B, num_pieces, D], with gradients; 0 for a piece that a row does
+    not have.
+    """
+    pieces_S = torch.arange(num_pieces, device=segments_BT.device)
+    is_inside_BST = (segments_BT[:, None, :] == pieces_S[:, None]).to(hidden_BTD.dtype)
+    return (is_inside_BST @ hidden_BTD) / is_inside_BST.sum(dim=-1, keepdim=True).clamp(min=1.0)
+
+
+def piece_keys(ids_BT: Tensor, positions_BT: Tensor, segments_BT: Tensor, num_pieces: int) -> Tensor:
+    """A number for each piece, int64 [B, num_pieces], that equal token sequences share and others do not: among a
+    million pieces the chance that any two different ones do is below 1e-6. positions_BT: places within the piece.
+    """
+    mixed_BT = _mixed(_mixed(ids_BT + 1) + positions_BT)
+    pieces_S = torch.arange(num_pieces, device=segments_BT.device)
+    is_inside_BST = segments_BT[:, None, :] == pieces_S[:, None]
+    return torch.where(is_inside_BST, mixed_BT[:, None, :], 0).sum(dim=-1)  # integers wrap around
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """The finalizer of SplitMix64 (Steele et al. 2014), with arithmetic shifts."""
+    x = (x ^ (x >> 30)) * -0x40A7B892E31B1A47
+    x = (x ^ (x >> 27)) * -0x6B2FB644ECCEEE15
+    return x ^ (x >> 31)

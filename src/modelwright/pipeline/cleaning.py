@@ -20,6 +20,7 @@ from modelwright.data.clean import clean_documents
 from modelwright.data.clean_config import STEPS, CleanConfig, build_steps
 from modelwright.data.clean_report import CleanReport
 from modelwright.data.find_files import locate
+from modelwright.data.images.pairs import companions
 from modelwright.data.noise_cascade import low_recall
 from modelwright.data.ray_tasks import RayTasks
 from modelwright.data.sources import BUILTIN, WORDS, SourceConfig, SourceReport, read_documents
@@ -34,14 +35,14 @@ def fingerprint(data: SourceConfig, clean: CleanConfig) -> list[list[str | int |
     the trusted text and model of the step noise, and steps of a user's own. Raises `DataError` for a missing source.
     """
     result: list[list[str | int | float]] = []
-    read_by_steps = [spec.sources(getattr(clean, spec.name)) for spec in STEPS]
+    read_by_steps = [spec.sources(spec.settings_of(clean)) for spec in STEPS]
     sources = (*data.sources, *(source for step in read_by_steps for source in step))
     if BUILTIN in sources:
         libraries = versions("torch", "numpy")
         result.append([BUILTIN, sys.version, *libraries.values()])
     folders = [Path(clean.noise.model)] if clean.noise.model else []
     of_steps = [Path(reference.rpartition(":")[0]) for reference in clean.steps]
-    of_steps += [Path(name) for spec in STEPS for name in spec.files(getattr(clean, spec.name))]
+    of_steps += [Path(name) for spec in STEPS for name in spec.files(spec.settings_of(clean))]
     single = [*([Path(data.schema)] if data.schema else []), *of_steps]
     for path in [*single, *(path for folder in folders for path in sorted(folder.glob("*")))]:
         if path.is_file():
@@ -49,9 +50,10 @@ def fingerprint(data: SourceConfig, clean: CleanConfig) -> list[list[str | int |
             result.append([str(path), facts.st_size, facts.st_mtime])
     named = tuple(source for source in sources if source not in WORDS)
     for file in locate(named, lambda reason, where: None):
-        facts = file.filesystem.info(file.path)
-        changed = facts.get("mtime") or facts.get("LastModified") or facts.get("ETag") or ""
-        result.append([file.name, int(facts.get("size") or 0), str(changed)])
+        for path, name in [(file.path, file.name), *((path, path) for path in companions(file))]:
+            facts = file.filesystem.info(path)
+            changed = facts.get("mtime") or facts.get("LastModified") or facts.get("ETag") or ""
+            result.append([name, int(facts.get("size") or 0), str(changed)])
     return result
 
 

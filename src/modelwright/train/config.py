@@ -189,7 +189,7 @@ class TrainConfig(SharedTrainConfig):
         for name in ("weight_decay", "max_grad_norm", "eval_every_steps"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}: must not be negative, got {getattr(self, name)}; 0 disables it")
-        if self.batching.mixture.update == "heldout_loss" and not self.eval_every_steps:
+        if self.batching.mixture.is_measured and not self.eval_every_steps:
             raise ConfigError("batching.mixture.update: acts at evaluations; set eval_every_steps above 0")
         if self.adaptive_clip.kind != "none" and not self.max_grad_norm:
             raise ConfigError(

@@ -52,10 +52,13 @@ class MixtureConfig:
     temperature: float = 1.0
     """Shares are proportional to weight^(1/temperature) (Raffel et al. 2020, section 3.5.2); large values make them
     equal."""
-    update: Literal["none", "linear", "heldout_loss"] = "none"
+    update: Literal["none", "linear", "heldout_loss", "scores"] = "none"
     """How shares change: `linear` moves them from the sources' sizes at the first step to `weights` at the last;
     `heldout_loss` moves them at every evaluation to sources with a high held-out loss (group DRO, Sagawa et al.
-    2020)."""
+    2020); `scores` takes softmax(2 * score), where `weights` are the scores of sources by the task that they serve, and
+    a source without one is measured at every evaluation: its held-out loss, divided by what it was at the first."""
+    score_sharpness: float = constant(2.0)
+    """`scores`: beta, by which scores are multiplied before the softmax."""
     learning_rate: float = constant(1.0)
     """`heldout_loss`: step size of the exponentiated gradient (Xie et al. 2023, section 2)."""
     smoothing: float = constant(1e-3)
@@ -71,6 +74,11 @@ class MixtureConfig:
         if not self.is_on:
             return "none"
         return "kind" if self.weights and all(name in KINDS for name in self.weights) else "source"
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether shares follow from held-out losses, at evaluations."""
+        return self.update in ("heldout_loss", "scores")
 
     def __post_init__(self) -> None:
         if self.temperature <= 0:

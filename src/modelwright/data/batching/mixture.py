@@ -12,6 +12,9 @@ import numpy as np
 from modelwright.core.errors import ConfigError
 from modelwright.data.batching.config import MixtureConfig
 
+UNMEASURED = 1.0
+"""The score of a source that has not been measured yet: all of its first held-out loss is left."""
+
 
 class Mixture:
     """Shares [S] float64 of the sources `names` in each batch. sizes: tokens of each source. num_steps: batches of
@@ -23,6 +26,9 @@ class Mixture:
         self.num_steps = num_steps
         by_size = dict(zip(names, map(float, sizes), strict=True))
         self.last = self._shares(config.weights or by_size, config.temperature)
+        if config.update == "scores":
+            scores = np.array([config.weights.get(name, UNMEASURED) for name in self.names])
+            self.last = softmax_shares(scores, beta=config.score_sharpness)
         self.first = self._shares(by_size, config.temperature) if config.update == "linear" else self.last
         self.history: list[tuple[int, list[float]]] = []
         """Updates: the first batch that each applies to, ascending, and the shares from then on."""
@@ -73,6 +79,12 @@ def apportion(owed: np.ndarray, num_rows: int) -> np.ndarray:
     missing = num_rows - int(counts.sum())
     counts[np.argsort(counts - owed, kind="stable")[:missing]] += 1
     return counts
+
+
+def softmax_shares(scores: np.ndarray, *, beta: float) -> np.ndarray:
+    """The shares [S] of sources with these scores [S]: softmax(beta * score)."""
+    grown = np.exp(beta * (scores - scores.max()))
+    return grown / grown.sum()
 
 
 def exponentiated_gradient(shares: np.ndarray, excess: np.ndarray, *, rate: float, smoothing: float) -> np.ndarray:

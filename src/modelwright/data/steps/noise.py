@@ -37,12 +37,13 @@ class Noise:
     name: str = "noise"
 
     def measure(self, documents: Sequence[Document], columns: Columns) -> Columns:
-        """`judged` [N]: whether a document is long enough and no pair."""
+        """`judged` [N]: whether a document is long enough, no pair and no caption."""
         if "features" in columns:
             num_words = columns["features"][:, _NUM_WORDS]
         else:
             num_words = np.array([len(split_words(document.text)) for document in documents], np.int64)
-        return {"judged": (columns["kind"] != KINDS.index("qa")) & (num_words >= FEWEST_WORDS)}
+        is_text = ~np.isin(columns["kind"], [KINDS.index("qa"), KINDS.index("image")])
+        return {"judged": is_text & (num_words >= FEWEST_WORDS)}
 
     def decide(self, corpus: MeasuredCorpus) -> Decisions:
         """Train the classifier, and score the documents in worker processes. Raises `DataError` if there are too few
@@ -99,7 +100,7 @@ def read_trusted(sources: tuple[str, ...], most: int) -> list[Document]:
         sources=sources, validation_fraction=0.0, on_bad_record="skip", stdlib_fraction=_STDLIB_FRACTION
     )
     documents = read_documents(config, report=SourceReport())
-    return list(islice((document for document in documents if document.kind != "qa"), most))
+    return list(islice((document for document in documents if document.kind in ("prose", "code")), most))
 
 
 @dataclass(frozen=True)

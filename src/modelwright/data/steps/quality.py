@@ -61,8 +61,11 @@ DEFAULT_LIMITS: Mapping[Kind, Limits] = {
         "max_mean_word_chars": 30.0,
     },
     "qa": {"min_num_chars": 1.0, "max_num_chars": 2_000_000.0, "max_duplicate_line_fraction": 0.3},
+    "image": {"min_num_chars": 1.0, "max_num_chars": 2_000_000.0},
 }  # fmt: skip
 """Gopher's limits where it has them, wider for short documents; see `QualityConfig.limits`."""
+IMAGE_LIMITS = ("image.min_side", "image.max_aspect", "image.max_hash_distance")
+"""Limits that the step images applies (`steps/images.py`)."""
 _CODE_LINES = 0.4
 """Prose of which more lines look like code is judged as code: records often have no kind."""
 _OF_ANY_LENGTH = (
@@ -97,6 +100,8 @@ class QualityConfig:
         if not 0 < self.auto_tail < 0.5:
             raise ConfigError(f"auto_tail: must be above 0 and below 0.5, got {self.auto_tail}; 0.01 is usual")
         for name in self.limits:
+            if name in IMAGE_LIMITS:
+                continue
             kind, _, limit = name.rpartition(".")
             if kind not in ("", *DEFAULT_LIMITS) or limit[:4] not in ("min_", "max_") or limit[4:] not in FEATURES:
                 raise ConfigError(f"limits: {name!r} is not [KIND.]min_FEATURE or max_FEATURE; features: {FEATURES}")
@@ -172,7 +177,8 @@ def limits_by_kind(config: QualityConfig, features: Mapping[Kind, NDArray[np.flo
         if config.thresholds == "auto" and len(features.get(kind, ())):
             limits |= _tighter(limits, _quantile_limits(features[kind], config.auto_tail))
         limits |= {name: value for name, value in config.limits.items() if "." not in name}
-        limits |= {name[len(kind) + 1 :]: v for name, v in config.limits.items() if name.startswith(f"{kind}.")}
+        own = {name: value for name, value in config.limits.items() if name not in IMAGE_LIMITS}
+        limits |= {name[len(kind) + 1 :]: value for name, value in own.items() if name.startswith(f"{kind}.")}
         result[kind] = limits
     return result
 

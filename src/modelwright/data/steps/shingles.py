@@ -49,7 +49,7 @@ def fingerprints(documents: Sequence[Document], *, whole_pairs: bool = False) ->
     whole_pairs: take pairs by the whole conversation, not by its answers. Documents of fewer than 5 words have no
     shingles and bands of 0.
     """
-    bodies = [d.text if whole_pairs and d.kind == "qa" else d.body for d in documents]
+    bodies = [_compared(d, whole_pairs) for d in documents]
     identities = [d.text if whole_pairs and d.kind == "qa" else identity(d) for d in documents]
     rows = [shingles(body) for body in bodies]
     lengths = np.array([len(row) for row in rows], dtype=np.int64)
@@ -67,8 +67,19 @@ def fingerprints(documents: Sequence[Document], *, whole_pairs: bool = False) ->
     )
 
 
+def _compared(document: Document, whole_pairs: bool) -> str:
+    """The text whose 5-grams tell how similar a document is to another. A caption fits many images, which are compared
+    by their own step (`steps/images.py`).
+    """
+    if document.kind == "image":
+        return ""
+    return document.text if whole_pairs and document.kind == "qa" else document.body
+
+
 def identity(document: Document) -> str:
     """The text by which a document is the same as another."""
+    if document.kind == "image":
+        return document.identity
     is_short = document.kind == "qa" and len(document.body.split()) < MIN_ANSWER_WORDS
     return join_turns([*document.messages, *document.rejected]) if is_short else document.body
 

@@ -144,7 +144,7 @@ class StepSpec:
     """An entry of `STEPS`."""
 
     name: str
-    """The name of the step and of its section of `CleanConfig`."""
+    """The name of the step and, unless `section` names another, of its section of `CleanConfig`."""
     build: Callable[[Any, int], Step | CorpusStep | None]
     """The step for its section and the seed of the run; none if the section switches it off."""
     remedies: Mapping[str, str] = field(default_factory=dict)
@@ -153,3 +153,9 @@ class StepSpec:
     """The sources that the step reads, which decide its result as its settings do."""
     files: Callable[[Any], Sequence[str]] = lambda config: ()
     """The same for files that are no sources."""
+    section: str = ""
+    """The section that the step reads, where it has none of its own."""
+
+    def settings_of(self, config: Any) -> Any:
+        """The section of a `CleanConfig` that the step reads."""
+        return getattr(config, self.section or self.name)

@@ -51,6 +51,7 @@ from modelwright.train.runtime import TechniqueBuilder, observer
 from modelwright.train.state import TrainResult, load_best
 from modelwright.train.technique import StepInfo
 from modelwright.train.techniques.heldout_mixture import heldout_mixture
+from modelwright.train.techniques.score_mixture import score_mixture
 
 USES_ROWS = RowUse()
 """Each row is learned from once per epoch."""
@@ -358,17 +359,20 @@ def _mixture_techniques(
     batch_rows: int,
 ) -> list[TechniqueBuilder]:
     """What changes the shares of the sources while the stage trains."""
-    if not isinstance(loader, PlannedLoader) or training.batching.mixture.update != "heldout_loss":
+    if not isinstance(loader, PlannedLoader) or not training.batching.mixture.is_measured:
         return []
-    build = partial(
-        heldout_mixture,
-        training.batching.mixture,
-        mixture=loader.mixture,
-        objective=objective,
-        heldout=heldout_by_source(rows.parent / "heldout", config, batch_rows=batch_rows),
-        every=training.eval_every_steps,
-    )
-    return [build]
+    heldout = heldout_by_source(rows.parent / "heldout", config, batch_rows=batch_rows)
+    return [
+        partial(
+            build,
+            training.batching.mixture,
+            mixture=loader.mixture,
+            objective=objective,
+            heldout=heldout,
+            every=training.eval_every_steps,
+        )
+        for build in (heldout_mixture, score_mixture)
+    ]
 
 
 def heldout_by_source(folder: Path, config: RunConfig, *, batch_rows: int) -> dict[str, Sequence[TokenBatch]]:

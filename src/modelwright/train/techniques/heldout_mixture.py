@@ -16,6 +16,15 @@ from modelwright.train.runtime import Runtime
 from modelwright.train.technique import StepInfo, Technique
 
 
+def source_losses(run: Runtime, objective: Objective, heldout: Mapping[str, Sequence[Batch]]) -> dict[str, float]:
+    """The held-out loss of each source, all terms together. All ranks call it with the same sources in one order."""
+    with run.formats.evaluating(), run.memory.resting():
+        return {
+            name: evaluate_heldout(run.executor, objective, batches, run.global_mesh, alive=run.alive).loss
+            for name, batches in heldout.items()
+        }
+
+
 class HeldoutMixture:
     """Updates `mixture`, which the loader of the batches reads, from the held-out loss of each source. Its state is the
     history of the shares. heldout: batches by source. reference_losses: of another model by source, of which only the
@@ -52,13 +61,7 @@ class HeldoutMixture:
 
     def evaluate(self) -> dict[str, float]:
         """The held-out loss of each source, all terms together."""
-        with self.run.formats.evaluating(), self.run.memory.resting():
-            # All ranks evaluate the sources in the same order.
-            return {name: self._loss(self.heldout[name]) for name in self.mixture.names}
-
-    def _loss(self, batches: Sequence[Batch]) -> float:
-        run = self.run
-        return evaluate_heldout(run.executor, self.objective, batches, run.global_mesh, alive=run.alive).loss
+        return source_losses(self.run, self.objective, {name: self.heldout[name] for name in self.mixture.names})
 
     def summary(self) -> dict[str, Any]:
         """The last shares and held-out losses by source."""

@@ -1,0 +1,1 @@
+"""Images with captions: decoding, sources, storage. Cleaning them is `data/steps/images.py`."""

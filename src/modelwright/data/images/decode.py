@@ -1,0 +1,128 @@
+"""One file of an image to pixels, whatever is wrong with it: every fault is an `ImageFault` with a reason to count.
+
+The size is checked in the header, before anything is decompressed. Pixels come out upright (EXIF), in 8-bit RGB, with
+transparent parts on white. Pillow decodes; it comes with the extra `images`.
+"""
+
+import io
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from modelwright.core.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+MAX_PIXELS = 50_000_000
+"""Larger images are skipped: a file of a few kilobytes can ask for gigabytes of memory (a decompression bomb)."""
+EMPTY, VECTOR, NOT_AN_IMAGE, TRUNCATED, DAMAGED, TOO_LARGE = (
+    "empty image file", "vector image", "not an image", "truncated image", "damaged image", "too many pixels",
+)  # fmt: skip
+"""Reasons for which an image is skipped."""
+_SVG_STARTS = (b"<svg", b"<?xml", b"<!doctype svg")
+_16_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
+_TO_8_BITS = 257
+"""65535 / 255."""
+
+
+class ImageFault(DataError):
+    """An image that cannot be used. reason: one of the constants of this file."""
+
+    def __init__(self, reason: str, problem: str) -> None:
+        super().__init__(problem)
+        self.reason = reason
+
+
+def pillow() -> Any:
+    """The module `PIL.Image`. Raises `ConfigError` if Pillow is not installed."""
+    try:
+        from PIL import Image
+    except ImportError:
+        raise ConfigError("images: need the package Pillow: pip install 'modelwright[images]'") from None
+    return Image
+
+
+def decode(data: bytes, *, most_side: int = 0, max_pixels: int = MAX_PIXELS) -> NDArray[np.uint8]:
+    """The pixels [H, W, 3] of an image file. most_side: an image whose shorter side is longer is reduced to it, which
+    is fast for JPEG; 0 keeps the size. Raises `ImageFault`.
+    """
+    with _opened(data, max_pixels) as image:
+        if most_side:
+            image.draft("RGB", (2 * most_side, 2 * most_side))
+        upright = _upright(image)
+        shorter = min(upright.size)
+        if most_side and shorter > most_side:
+            size = (
+                max(1, round(upright.width * most_side / shorter)),
+                max(1, round(upright.height * most_side / shorter)),
+            )
+            upright = upright.resize(size, pillow().Resampling.BICUBIC, reducing_gap=2.0)
+        return np.asarray(upright, dtype=np.uint8)
+
+
+def image_size(data: bytes, *, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
+    """Width and height of an image as it is shown, from its header. Raises `ImageFault`."""
+    with _opened(data, max_pixels) as image:
+        width, height = image.size
+        is_turned = image.getexif().get(_ORIENTATION, 1) in _TURNED
+        return (height, width) if is_turned else (width, height)
+
+
+_ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)
+"""The EXIF tag, and its values for images that are shown turned by a quarter."""
+
+
+@contextmanager
+def _opened(data: bytes, max_pixels: int) -> Iterator["Image.Image"]:
+    """The image with its header read. Whatever Pillow raises in the block is an `ImageFault`."""
+    if not data:
+        raise ImageFault(EMPTY, "is empty")
+    start = data[:256].lstrip(b"\xef\xbb\xbf \t\r\n").lower()
+    if start.startswith(_SVG_STARTS):
+        raise ImageFault(VECTOR, "is a vector image (SVG), which has no pixels; convert it to PNG")
+    module = pillow()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about metadata, and Pillow's own limit, which is higher than this one
+            with module.open(io.BytesIO(data)) as image:
+                width, height = image.size
+                if width * height > max_pixels:
+                    raise ImageFault(TOO_LARGE, f"has {width} x {height} pixels, limit {max_pixels:,}")
+                yield image
+    except ImageFault:
+        raise
+    except module.UnidentifiedImageError:
+        raise ImageFault(NOT_AN_IMAGE, "is of no known image format") from None
+    except module.DecompressionBombError as error:
+        raise ImageFault(TOO_LARGE, f"has too many pixels ({error})") from None
+    except (OSError, EOFError) as error:
+        is_cut = "truncated" in str(error) or isinstance(error, EOFError)
+        raise ImageFault(TRUNCATED if is_cut else DAMAGED, f"cannot be decoded ({error})") from None
+    except (ValueError, SyntaxError, IndexError, KeyError, TypeError, OverflowError, MemoryError) as error:
+        # Pillow's readers raise whatever a damaged header leads to.
+        raise ImageFault(DAMAGED, f"cannot be decoded ({type(error).__name__}: {error})") from None
+
+
+def _upright(image: "Image.Image") -> "Image.Image":
+    """The image as it is shown: upright, RGB, on white."""
+    from PIL import ImageOps
+
+    module = pillow()
+    image.load()
+    image = ImageOps.exif_transpose(image)
+    if image.mode in _16_BITS or image.mode == "I":
+        # Pillow clips at 255 where it converts 16 bits by itself.
+        values = np.asarray(image).astype(np.int64).clip(0, 65535) // _TO_8_BITS
+        image = module.fromarray(values.astype(np.uint8))
+    elif image.mode == "F":
+        image = module.fromarray(np.nan_to_num(np.asarray(image)).clip(0, 255).astype(np.uint8))
+    if image.has_transparency_data:
+        shown = image.convert("RGBA")
+        white = module.new("RGBA", shown.size, "white")
+        image = module.alpha_composite(white, shown)
+    return image.convert("RGB")

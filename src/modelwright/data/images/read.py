@@ -1,0 +1,189 @@
+"""Image-text pairs from files: an image with its caption file, a WebDataset archive, and records with an image.
+
+An archive (`.tar`, `.tar.gz`) is read as a stream. Its neighboring members of one name up to the first dot are one
+sample: `0001.jpg` with `0001.txt`, or with the field `caption` of `0001.json`. A record has its caption in `caption` or
+`text`, and its image in `image` (the bytes, or the structure of `bytes` and `path` that Hugging Face `datasets` writes)
+or, by name, in `file_name`. An image that cannot be used is a complaint, which stops or is counted.
+"""
+
+import json
+import tarfile
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Any
+
+from modelwright.core.errors import DataError
+from modelwright.data.document import Document
+from modelwright.data.images.decode import ImageFault
+from modelwright.data.images.pairs import CAPTION_EXTENSIONS, IMAGE_EXTENSIONS, NO_CAPTION, captions_of
+from modelwright.data.images.stored import KEY, store_image
+from modelwright.data.readers import Complaint, File, Record
+
+ARCHIVE_EXTENSIONS = (".tar",)
+IMAGE_FIELDS = ("image", "file_name")
+CAPTION_FIELDS = ("caption", "text")
+MOST_BYTES = 100_000_000
+"""Of one image file; a larger one is skipped unread."""
+_BAD = "bad image record"
+
+
+@dataclass
+class _Sample:
+    """The members of an archive that belong together."""
+
+    key: str
+    image: bytes | None = None
+    caption: str = ""
+    problems: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+
+
+def read_image(file: File, complain: Complaint) -> Iterator[Document]:
+    """The image of a file with its caption."""
+    path = PurePosixPath(file.path)
+    found = [str(caption) for caption in captions_of(path) if file.filesystem.exists(str(caption))]
+    if not found:
+        names = " or ".join(caption.name for caption in captions_of(PurePosixPath(file.name)))
+        complain(NO_CAPTION, file.name, "has no caption", f"write it into {names}")
+        return
+    try:
+        caption = _content(file, found[0]).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        complain("not UTF-8", found[0], f"is not UTF-8 ({error})", "convert the file (iconv -f LATIN1 -t UTF-8)")
+        return
+    yield from _document(file.name, caption, _bytes_of(file, file.path), file.name, complain)
+
+
+def is_image_record(record: Mapping[str, Any]) -> bool:
+    """Whether a record holds or names an image."""
+    if _named_image(record):
+        return True
+    return isinstance(record.get("image"), bytes) or _is_structure(record.get("image"))
+
+
+def read_image_record(where: str, record: Record, file: File, complain: Complaint) -> Iterator[Document]:
+    """The image-text pair of a record."""
+    caption = next((value for name in CAPTION_FIELDS if (value := record.get(name))), "")
+    if isinstance(caption, list):
+        caption = next((one for one in caption if isinstance(one, str) and one.strip()), "")
+    if not isinstance(caption, str):
+        complain(NO_CAPTION, where, f"has a {type(caption).__name__} as its caption", "give a text")
+        return
+    try:
+        data = _bytes_of_record(record, file)
+    except DataError as error:
+        complain(_BAD, where, str(error), "correct the record")
+        return
+    yield from _document(where, caption, data, file.name, complain)
+
+
+def read_archive(file: File, complain: Complaint) -> Iterator[Document]:
+    """The image-text pairs of a WebDataset archive, in order. What precedes damage is yielded first."""
+    try:
+        with file.filesystem.open(file.path, "rb") as raw:
+            for sample in _samples(raw, file):
+                where = f"{file.name}: {sample.key}"
+                for reason, problem in sample.problems:
+                    complain(reason, where, problem, "correct the sample")
+                if sample.image is not None and not sample.problems:
+                    yield from _document(where, sample.caption, sample.image, file.name, complain)
+    except FileNotFoundError:
+        raise DataError(f"{file.name}: no such file; check --data.sources") from None
+    except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
+        problem = f"the archive is damaged or cut off ({error})"
+        complain("damaged file", file.name, problem, "fetch the file again")
+
+
+def _samples(raw: Any, file: File) -> Iterator[_Sample]:
+    mode = "r|gz" if file.compression == "gz" else "r|"
+    sample: _Sample | None = None
+    with tarfile.open(fileobj=raw, mode=mode) as archive:
+        for member in archive:
+            if not member.isfile():
+                continue
+            folder, _, name = member.name.rpartition("/")
+            stem, _, extension = name.partition(".")
+            key = f"{folder}/{stem}" if folder else stem
+            if sample is None or sample.key != key:
+                if sample is not None:
+                    yield sample
+                sample = _Sample(key)
+            if member.size > MOST_BYTES:
+                sample.problems.append((_BAD, f"{member.name} has {member.size:,} bytes, limit {MOST_BYTES:,}"))
+                continue
+            content = archive.extractfile(member)
+            assert content is not None
+            _take(sample, f".{extension.lower()}", content.read())
+    if sample is not None:
+        yield sample
+
+
+def _take(sample: _Sample, extension: str, data: bytes) -> None:
+    """Add a member to its sample; members of other kinds are ignored."""
+    try:
+        if extension in IMAGE_EXTENSIONS:
+            sample.image = data
+        elif extension in CAPTION_EXTENSIONS:
+            sample.caption = data.decode("utf-8-sig")
+        elif extension == ".json" and not sample.caption:
+            record = json.loads(data)
+            caption = next((record[name] for name in CAPTION_FIELDS if name in record), "")
+            sample.caption = caption if isinstance(caption, str) else ""
+    except (ValueError, TypeError) as error:
+        sample.problems.append((_BAD, f"the caption cannot be read ({error})"))
+
+
+def _document(where: str, caption: str, data: bytes, source: str, complain: Complaint) -> Iterator[Document]:
+    if not caption.strip():
+        complain(NO_CAPTION, where, "has no caption", "write one")
+        return
+    try:
+        stored = store_image(data)
+    except ImageFault as fault:
+        complain(fault.reason, where, str(fault), "replace the image")
+        return
+    text = caption.strip().encode("utf-8", "replace").decode("utf-8")
+    yield Document(id=where, text=text, kind="image", split="open", source=source, meta={KEY: stored.plain()})
+
+
+def _bytes_of(file: File, path: str) -> bytes:
+    """The content of a file beside `file`. Raises `DataError` if it cannot be read."""
+    try:
+        size = file.filesystem.info(path).get("size") or 0
+        if size > MOST_BYTES:
+            raise DataError(f"{path}: has {size:,} bytes, limit {MOST_BYTES:,}")
+        return _content(file, path)
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such image file") from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error})") from None
+
+
+def _content(file: File, path: str) -> bytes:
+    with file.filesystem.open(path, "rb") as content:
+        return bytes(content.read())
+
+
+def _bytes_of_record(record: Mapping[str, Any], file: File) -> bytes:
+    image = record.get("image")
+    if isinstance(image, bytes):
+        return image
+    name = _named_image(record)
+    if isinstance(image, dict):
+        if isinstance(image["bytes"], bytes):
+            return image["bytes"]
+        name = image["path"]
+    if not isinstance(name, str) or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+        raise DataError(f"names the image {name!r}, which is no path within the folder of the table")
+    return _bytes_of(file, str(PurePosixPath(file.path).parent / name))
+
+
+def _is_structure(value: Any) -> bool:
+    return isinstance(value, dict) and {"bytes", "path"} <= value.keys()
+
+
+def _named_image(record: Mapping[str, Any]) -> str:
+    """The name of an image file in a record, or ""."""
+    names = (record.get(name) for name in IMAGE_FIELDS)
+    return next((one for one in names if isinstance(one, str) and one.lower().endswith(IMAGE_EXTENSIONS)), "")

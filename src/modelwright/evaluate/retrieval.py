@@ -1,0 +1,64 @@
+"""Retrieval: how often what belongs to a query is among the best candidates, against chance and bags of words.
+
+Legend: Q queries, C candidates.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+RANKS = (1, 5)
+_WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|\d+")
+"""Words, and the words that identifiers are made of."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recall:
+    """Shares of the queries with a relevant candidate among the best 1 and 5."""
+
+    at_1: float
+    at_5: float
+
+
+def recall(scores_QC: NDArray[np.floating], is_relevant_QC: NDArray[np.bool_]) -> Recall:
+    """Recall of candidates by descending score. Of equal scores the worst order counts, so that a method that scores
+    all alike finds nothing.
+    """
+    best_Q = np.where(is_relevant_QC, scores_QC, -np.inf).max(axis=1)
+    num_before_Q = ((scores_QC >= best_Q[:, None]) & ~is_relevant_QC).sum(axis=1)
+    at_1, at_5 = (float((num_before_Q < most).mean()) for most in RANKS)
+    return Recall(at_1=at_1, at_5=at_5)
+
+
+def chance(is_relevant_QC: NDArray[np.bool_]) -> Recall:
+    """Expected recall of candidates in random order."""
+    num_candidates = is_relevant_QC.shape[1]
+    counts_Q = is_relevant_QC.sum(axis=1).tolist()
+    at_1, at_5 = (
+        float(np.mean([1 - _missed(num_candidates, relevant, min(most, num_candidates)) for relevant in counts_Q]))
+        for most in RANKS
+    )
+    return Recall(at_1=at_1, at_5=at_5)
+
+
+def _missed(num_candidates: int, num_relevant: int, most: int) -> float:
+    """The probability that none of the relevant candidates is among the first `most`."""
+    return math.comb(num_candidates - num_relevant, most) / math.comb(num_candidates, most)
+
+
+def bag_of_words(queries: Sequence[str], candidates: Sequence[str]) -> NDArray[np.float64]:
+    """Cosines of TF-IDF vectors [Q, C]; identifiers are taken apart into their words."""
+    from sklearn.feature_extraction.text import TfidfVectorizer  # takes a second
+
+    vectorizer = TfidfVectorizer(tokenizer=words, token_pattern=None, lowercase=False, sublinear_tf=True)
+    vectors = vectorizer.fit_transform([*queries, *candidates])
+    return np.asarray((vectors[: len(queries)] @ vectors[len(queries) :].T).todense())
+
+
+def words(text: str) -> list[str]:
+    """The words of a text or of code, in lower case; a placeholder for a text without any."""
+    return [word.lower() for word in _WORDS.findall(text)] or [""]

@@ -1,0 +1,101 @@
+"""The shape of a vision transformer, and how it wants its pixels."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from modelwright.core.config import constant
+from modelwright.core.errors import ConfigError
+
+TowerActivation = Literal["quick_gelu", "gelu", "gelu_tanh"]
+"""`quick_gelu` is x * sigmoid(1.702 x), as in OpenAI's CLIP."""
+Pooling = Literal["class_token", "attention"]
+Fit = Literal["crop", "stretch"]
+
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+"""Of the training images of OpenAI's CLIP, in [0, 1]."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionConfig:
+    """Shape of a vision transformer (Dosovitskiy et al. 2021) of the kind that CLIP and SigLIP have."""
+
+    init_from: str = ""
+    """Folder of a CLIP or SigLIP model whose vision tower is trained on; it decides the shape. "" for random weights of
+    the shape below."""
+    image_size: int = 32
+    """Pixels of a side."""
+    patch_size: int = 4
+    """Pixels of the side of a patch; a divisor of `image_size`."""
+    num_layers: int = 4
+    """Transformer blocks."""
+    model_dim: int = 128
+    """Width of the residual stream."""
+    num_heads: int = 4
+    """Attention heads; a divisor of `model_dim`."""
+    ffn_dim: int = 512
+    """Width of the feed-forward layer."""
+    pooling: Pooling = "class_token"
+    """What stands for an image: the output of a `class_token`, with norms before and after the blocks (CLIP, Radford et
+    al. 2021), or `attention` over all patches by a learned query (SigLIP, Zhai et al. 2023)."""
+    activation: TowerActivation = constant("gelu")
+    """Of the feed-forward layers."""
+    norm_eps: float = constant(1e-5)
+    """Epsilon of the layer norms."""
+    embedding_std: float = constant(0.02)
+    """Standard deviation of initial positions, of the class token and of the query that pools."""
+    fit: Fit = constant("crop")
+    """How an image becomes a square: `crop` takes its center, `stretch` all of it."""
+    pixel_mean: tuple[float, float, float] = constant((0.5, 0.5, 0.5))
+    """What is subtracted from colors in [0, 1]."""
+    pixel_std: tuple[float, float, float] = constant((0.5, 0.5, 0.5))
+    """What they are divided by then."""
+
+    def __post_init__(self) -> None:
+        for name in ("image_size", "patch_size", "num_layers", "model_dim", "num_heads", "ffn_dim"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: must be at least 1, got {getattr(self, name)}")
+        if self.image_size % self.patch_size:
+            raise ConfigError(f"patch_size: {self.patch_size} must divide image_size ({self.image_size})")
+        if self.model_dim % self.num_heads:
+            raise ConfigError(f"num_heads: {self.num_heads} must divide model_dim ({self.model_dim})")
+        if not all(std > 0 for std in self.pixel_std):
+            raise ConfigError(f"pixel_std: must be above 0, got {list(self.pixel_std)}")
+
+    @property
+    def num_patches(self) -> int:
+        return (self.image_size // self.patch_size) ** 2
+
+    @property
+    def num_tokens(self) -> int:
+        """What the blocks see: patches, and the class token if there is one."""
+        return self.num_patches + (self.pooling == "class_token")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextTowerConfig:
+    """Shape of the text tower of a CLIP or SigLIP folder."""
+
+    vocab_size: int
+    max_seq_len: int
+    num_layers: int
+    model_dim: int
+    num_heads: int
+    ffn_dim: int
+    activation: TowerActivation
+    norm_eps: float
+    is_causal: bool
+    """CLIP's tokens see those before them, SigLIP's all."""
+    eos_id: int
+    """The token whose hidden state stands for a text; -1 takes the last one, padding or not (SigLIP)."""
+
+    @property
+    def ends_at_largest(self) -> bool:
+        """Whether the end token is recognized as the largest one: so in folders whose config still has the number 2."""
+        return self.eos_id == 2
+
+
+def three(values: Sequence[float]) -> tuple[float, float, float]:
+    """One number for each color."""
+    red, green, blue = map(float, values)
+    return red, green, blue

@@ -1,0 +1,270 @@
+"""CLIP and SigLIP models in the Hugging Face layout: whole ones are read, vision towers are read and written.
+
+Read are the model types `clip`, `clip_vision_model`, `siglip` and `siglip_vision_model`. How pixels are prepared comes
+from `preprocessor_config.json`, where a folder has one. Nothing is unpickled.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from modelwright.core.artifacts import write_atomic
+from modelwright.core.errors import ConfigError, ModelError, writing
+from modelwright.model.hf import save_tensors, set_parameter
+from modelwright.model.stored_weights import WEIGHTS, StoredWeights, check_tensors, read_json
+from modelwright.model.vision.config import (
+    CLIP_MEAN,
+    CLIP_STD,
+    TextTowerConfig,
+    TowerActivation,
+    VisionConfig,
+    three,
+)
+from modelwright.model.vision.text_tower import DualEncoder, TextTower
+from modelwright.model.vision.vit import VisionTower
+
+CLIP, CLIP_VISION, SIGLIP, SIGLIP_VISION = "clip", "clip_vision_model", "siglip", "siglip_vision_model"
+"""Values of `model_type`."""
+VISION_PREFIX, TEXT_PREFIX = "vision_model.", "text_model."
+_ACTIVATIONS: Mapping[str, TowerActivation] = {
+    "quick_gelu": "quick_gelu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
+}  # fmt: skip
+_CLIP_DEFAULTS: Mapping[str, Any] = {
+    "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
+    "image_size": 224, "patch_size": 32, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5, "num_channels": 3,
+}  # fmt: skip
+_SIGLIP_DEFAULTS: Mapping[str, Any] = {
+    **_CLIP_DEFAULTS,
+    "patch_size": 16,
+    "hidden_act": "gelu_pytorch_tanh",
+    "layer_norm_eps": 1e-6,
+}
+_CLIP_TEXT_DEFAULTS: Mapping[str, Any] = {
+    "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 8,
+    "vocab_size": 49408, "max_position_embeddings": 77, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5,
+    "eos_token_id": 49407,
+}  # fmt: skip
+_SIGLIP_TEXT_DEFAULTS: Mapping[str, Any] = {**_CLIP_TEXT_DEFAULTS,
+    "hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12, "vocab_size": 32000,
+    "max_position_embeddings": 64, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6,
+}  # fmt: skip
+"""The defaults of `transformers` for what a `config.json` leaves out."""
+_NAMES = (
+    (r"^class_token$", "embeddings.class_embedding"),
+    (r"^patches\.", "embeddings.patch_embedding."),
+    (r"^embedding\.", "embeddings.token_embedding."),
+    (r"^positions$", "embeddings.position_embedding.weight"),
+    (r"^blocks\.(\d+)\.attention_norm\.", r"encoder.layers.\1.layer_norm1."),
+    (r"^blocks\.(\d+)\.ffn_norm\.", r"encoder.layers.\1.layer_norm2."),
+    (r"^blocks\.(\d+)\.attention\.o_proj\.", r"encoder.layers.\1.self_attn.out_proj."),
+    (r"^blocks\.(\d+)\.attention\.", r"encoder.layers.\1.self_attn."),
+    (r"^blocks\.(\d+)\.ffn\.", r"encoder.layers.\1.mlp."),
+    (r"^pool\.probe$", "head.probe"),
+    (r"^pool\.qkv_proj\.", "head.attention.in_proj_"),
+    (r"^pool\.o_proj\.", "head.attention.out_proj."),
+    (r"^pool\.norm\.", "head.layernorm."),
+    (r"^pool\.ffn\.", "head.mlp."),
+    (r"\.up_proj\.", ".fc1."),
+    (r"\.down_proj\.", ".fc2."),
+    (r"^norm_in\.", "pre_layrnorm."),
+)
+"""Patterns of this project's names, and what `transformers` calls them."""
+
+
+def vision_config(folder: Path) -> VisionConfig:
+    """The shape of the vision tower of a folder. Raises `ModelError` for a folder of another kind."""
+    kind, settings = _settings(folder)
+    given: dict[str, Any] = settings.get("vision_config", {}) if kind in (CLIP, SIGLIP) else settings
+    is_clip = kind in (CLIP, CLIP_VISION)
+    own: dict[str, Any] = {**(_CLIP_DEFAULTS if is_clip else _SIGLIP_DEFAULTS), **given}
+    where = str(folder / "config.json")
+    if own["num_channels"] != 3:
+        raise ModelError(f"{where}: num_channels is {own['num_channels']}; only images of 3 colors are read")
+    if own.get("vision_use_head") is False:
+        raise ModelError(f"{where}: vision_use_head is false; a tower without a pooled output cannot be aligned")
+    try:
+        config = VisionConfig(
+            image_size=own["image_size"],
+            patch_size=own["patch_size"],
+            num_layers=own["num_hidden_layers"],
+            model_dim=own["hidden_size"],
+            num_heads=own["num_attention_heads"],
+            ffn_dim=own["intermediate_size"],
+            pooling="class_token" if is_clip else "attention",
+            activation=_activation(own, where),
+            norm_eps=float(own["layer_norm_eps"]),
+            fit="crop" if is_clip else "stretch",
+            pixel_mean=CLIP_MEAN if is_clip else (0.5, 0.5, 0.5),
+            pixel_std=CLIP_STD if is_clip else (0.5, 0.5, 0.5),
+        )
+        return _as_prepared(config, folder)
+    except (ConfigError, TypeError) as error:
+        raise ModelError(f"{where}: {error}") from None
+
+
+def load_vision_tower(folder: Path, *, dtype: torch.dtype = torch.float32) -> VisionTower:
+    """The vision tower of a folder, without its projection. Raises `ModelError` if it cannot be read."""
+    tower = VisionTower(vision_config(folder))
+    _fill(tower, folder, StoredWeights(folder), VISION_PREFIX, dtype)
+    return tower
+
+
+def load_dual_encoder(folder: Path, *, dtype: torch.dtype = torch.float32) -> DualEncoder:
+    """The whole model of a CLIP or SigLIP folder. Raises `ModelError` if it cannot be read."""
+    kind, settings = _settings(folder)
+    if kind not in (CLIP, SIGLIP):
+        raise ModelError(f"{folder}: holds a vision tower alone ({kind}); read it with load_vision_tower")
+    stored = StoredWeights(folder)
+    text = TextTower(_text_config(kind, settings, folder))
+    vision = load_vision_tower(folder, dtype=dtype)
+    _fill(text, folder, stored, TEXT_PREFIX, dtype)
+    projections: dict[str, nn.Module] = {"image": nn.Identity(), "text": nn.Identity()}
+    names = {"image": "visual_projection", "text": "text_projection" if kind == CLIP else f"{TEXT_PREFIX}head"}
+    for side, name in names.items():
+        if f"{name}.weight" in stored.tensors:
+            projections[side] = _linear(stored, name, dtype)
+    model = DualEncoder(vision, text, projections["image"], projections["text"])
+    for own in ("logit_scale", "logit_bias"):
+        if own in stored.tensors:
+            set_parameter(model, own, _whole(stored, own).to(dtype).reshape(()))
+    return model
+
+
+def save_vision_tower(tower: VisionTower, folder: Path) -> None:
+    """Write a tower so that `transformers` reads it, as a CLIP or SigLIP vision model by its pooling. Raises
+    `StorageError` if writing fails.
+    """
+    config, is_clip = tower.config, tower.config.pooling == "class_token"
+    activation = next(name for name, own in _ACTIVATIONS.items() if own == config.activation)
+    settings = {
+        "architectures": ["CLIPVisionModel" if is_clip else "SiglipVisionModel"],
+        "model_type": CLIP_VISION if is_clip else SIGLIP_VISION,
+        "hidden_size": config.model_dim,
+        "intermediate_size": config.ffn_dim,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "image_size": config.image_size,
+        "patch_size": config.patch_size,
+        "num_channels": 3,
+        "hidden_act": activation,
+        "layer_norm_eps": config.norm_eps,
+        "dtype": str(tower.positions.dtype).removeprefix("torch."),
+    }
+    prepared = {
+        "image_processor_type": "CLIPImageProcessor" if is_clip else "SiglipImageProcessor",
+        "size": {"shortest_edge": config.image_size}
+        if config.fit == "crop"
+        else {"height": config.image_size, "width": config.image_size},
+        "do_center_crop": config.fit == "crop",
+        "crop_size": {"height": config.image_size, "width": config.image_size},
+        "image_mean": list(config.pixel_mean),
+        "image_std": list(config.pixel_std),
+    }
+    weights = {stored_name(name, VISION_PREFIX): one.detach().contiguous() for name, one in tower.named_parameters()}
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        save_tensors(folder / WEIGHTS, weights)
+    write_atomic(folder / "config.json", json.dumps(settings, indent=2) + "\n")
+    write_atomic(folder / "preprocessor_config.json", json.dumps(prepared, indent=2) + "\n")
+
+
+def stored_name(name: str, prefix: str) -> str:
+    """The name in `transformers` of a parameter of the vision or the text tower, whose prefix this is:
+    `blocks.0.ffn.up_proj.bias` becomes `vision_model.encoder.layers.0.mlp.fc1.bias`.
+    """
+    last = "post_layernorm." if prefix == VISION_PREFIX else "final_layer_norm."
+    for pattern, theirs in (*_NAMES, (r"^norm_out\.", last)):
+        name = re.sub(pattern, theirs, name)
+    return prefix + name
+
+
+def _settings(folder: Path) -> tuple[str, dict[str, Any]]:
+    if not folder.is_dir():
+        raise ModelError(f"{folder}: no such folder; give a CLIP or SigLIP model in the Hugging Face layout")
+    settings = read_json(folder / "config.json")
+    kind, where = str(settings.get("model_type")), folder / "config.json"
+    if kind not in (CLIP, CLIP_VISION, SIGLIP, SIGLIP_VISION):
+        known = ", ".join((CLIP, CLIP_VISION, SIGLIP, SIGLIP_VISION))
+        raise ModelError(f"{where}: model_type is {kind!r}, which has no vision tower; known are {known}")
+    return kind, settings
+
+
+def _activation(settings: Mapping[str, Any], where: str) -> TowerActivation:
+    name = str(settings["hidden_act"])
+    if name not in _ACTIVATIONS:
+        raise ModelError(f"{where}: hidden_act is {name!r}; known are {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[name]
+
+
+def _as_prepared(config: VisionConfig, folder: Path) -> VisionConfig:
+    """With the means, deviations and cropping of `preprocessor_config.json`, if there is one."""
+    path = folder / "preprocessor_config.json"
+    if not path.is_file():
+        return config
+    settings = read_json(path)
+    mean, std = settings.get("image_mean", config.pixel_mean), settings.get("image_std", config.pixel_std)
+    crops = bool(settings.get("do_center_crop", config.fit == "crop"))
+    try:
+        return replace(config, pixel_mean=three(mean), pixel_std=three(std), fit="crop" if crops else "stretch")
+    except (ValueError, TypeError) as error:
+        raise ModelError(f"{path}: image_mean and image_std must be three numbers each ({error})") from None
+
+
+def _text_config(kind: str, settings: Mapping[str, Any], folder: Path) -> TextTowerConfig:
+    is_clip = kind == CLIP
+    own: dict[str, Any] = {
+        **(_CLIP_TEXT_DEFAULTS if is_clip else _SIGLIP_TEXT_DEFAULTS),
+        **settings.get("text_config", {}),
+    }
+    return TextTowerConfig(
+        vocab_size=own["vocab_size"],
+        max_seq_len=own["max_position_embeddings"],
+        num_layers=own["num_hidden_layers"],
+        model_dim=own["hidden_size"],
+        num_heads=own["num_attention_heads"],
+        ffn_dim=own["intermediate_size"],
+        activation=_activation(own, str(folder / "config.json")),
+        norm_eps=float(own["layer_norm_eps"]),
+        is_causal=is_clip,
+        eos_id=int(own["eos_token_id"]) if is_clip else -1,
+    )
+
+
+def _fill(tower: nn.Module, folder: Path, stored: StoredWeights, prefix: str, dtype: torch.dtype) -> None:
+    """Give a tower the weights of a folder, whose names may begin with the prefix or not."""
+    others = [one for one in (VISION_PREFIX, TEXT_PREFIX) if one != prefix]
+    own = prefix if any(name.startswith(prefix) for name in stored.tensors) else ""
+    names = {name: own + stored_name(name, prefix).removeprefix(prefix) for name, _ in tower.named_parameters()}
+    shapes = {names[name]: one.shape for name, one in tower.named_parameters()}
+    present = {
+        name: one.shape
+        for name, one in stored.tensors.items()
+        if name.startswith(own) and not name.startswith((*others, *_BESIDE)) and not name.endswith("position_ids")
+    }
+    check_tensors(folder, wanted=shapes, stored=present)
+    for name, theirs in names.items():
+        set_parameter(tower, name, _whole(stored, theirs).to(dtype))
+
+
+_BESIDE = ("visual_projection.", "text_projection.", "logit_", f"{TEXT_PREFIX}head.")
+"""Tensors beside the towers."""
+
+
+def _linear(stored: StoredWeights, name: str, dtype: torch.dtype) -> nn.Linear:
+    weight = _whole(stored, f"{name}.weight").to(dtype)
+    has_bias = f"{name}.bias" in stored.tensors
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=has_bias)
+    set_parameter(layer, "weight", weight)
+    if has_bias:
+        set_parameter(layer, "bias", _whole(stored, f"{name}.bias").to(dtype))
+    return layer
+
+
+def _whole(stored: StoredWeights, name: str) -> Tensor:
+    return stored.read(name, tuple(slice(0, length) for length in stored.tensors[name].shape))

@@ -1,0 +1,100 @@
+"""`VisionTower`: a vision transformer from pixels to one vector for each image, or one for each patch.
+
+Legend: N images, C colors, S pixels of a side, P patches, T tokens, D width, H heads, d head width.
+"""
+
+# PyTorch leaves the types of chunk, unflatten and of a module's result open.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from modelwright.model.vision.blocks import EncoderBlock, EncoderFeedForward, init_encoder
+from modelwright.model.vision.config import VisionConfig
+
+NUM_COLORS = 3
+
+
+class VisionTower(nn.Module):
+    """Patch embedding, learned positions, pre-norm blocks (Dosovitskiy et al. 2021), and a pooled output."""
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        self.config = config
+        dim, eps, has_class_token = config.model_dim, config.norm_eps, config.pooling == "class_token"
+        patch = config.patch_size
+        self.patches = nn.Conv2d(NUM_COLORS, dim, kernel_size=patch, stride=patch, bias=not has_class_token)
+        self.class_token = nn.Parameter(torch.empty(dim)) if has_class_token else None
+        self.positions = nn.Parameter(torch.empty(config.num_tokens, dim))
+        self.norm_in = nn.LayerNorm(dim, eps=eps) if has_class_token else nn.Identity()
+        self.blocks = nn.ModuleList(
+            EncoderBlock(dim, config.num_heads, config.ffn_dim, config.activation, eps)
+            for _ in range(config.num_layers)
+        )
+        self.norm_out = nn.LayerNorm(dim, eps=eps)
+        self.pool = None if has_class_token else AttentionPool(config)
+        init_encoder(self, embedding_std=config.embedding_std, num_layers=config.num_layers)
+
+    def forward(self, pixels_NCSS: Tensor) -> Tensor:
+        """One vector for each image [N, D]. pixels_NCSS: bytes [N, 3, S, S], or floats that are normalized already."""
+        hidden_NTD = self.run_blocks(pixels_NCSS)
+        if self.pool is None:
+            return self.norm_out(hidden_NTD[:, 0])
+        return self.pool(self.norm_out(hidden_NTD))
+
+    def patch_states(self, pixels_NCSS: Tensor) -> Tensor:
+        """One vector for each patch [N, P, D], row by row, after the blocks and without the last norm: what a decoder
+        that writes captions reads.
+        """
+        return self.run_blocks(pixels_NCSS)[:, self.config.num_tokens - self.config.num_patches :]
+
+    def run_blocks(self, pixels_NCSS: Tensor) -> Tensor:
+        """The residual stream of all tokens after the blocks, [N, T, D]."""
+        shape = (NUM_COLORS, self.config.image_size, self.config.image_size)
+        if pixels_NCSS.shape[1:] != shape:
+            raise ValueError(f"images of {list(pixels_NCSS.shape[1:])}, where the tower reads {list(shape)}")
+        hidden_NTD = self.patches(self.normalized(pixels_NCSS)).flatten(2).transpose(1, 2)
+        if self.class_token is not None:
+            class_N1D = self.class_token.expand(len(hidden_NTD), 1, -1)
+            hidden_NTD = torch.cat([class_N1D, hidden_NTD], dim=1)
+        hidden_NTD = self.norm_in(hidden_NTD + self.positions)
+        for block in self.blocks:
+            hidden_NTD = block(hidden_NTD)
+        return hidden_NTD
+
+    def normalized(self, pixels_NCSS: Tensor) -> Tensor:
+        """Pixels as the weights expect them; floats are returned as they are, in the format of the weights."""
+        weight = self.patches.weight
+        if pixels_NCSS.is_floating_point():
+            return pixels_NCSS.to(weight.dtype)
+        mean_C11 = torch.tensor(self.config.pixel_mean, dtype=weight.dtype, device=pixels_NCSS.device)[:, None, None]
+        std_C11 = torch.tensor(self.config.pixel_std, dtype=weight.dtype, device=pixels_NCSS.device)[:, None, None]
+        return (pixels_NCSS.to(weight.dtype) / 255.0 - mean_C11) / std_C11
+
+
+class AttentionPool(nn.Module):
+    """Attention of one learned query over all tokens, and a feed-forward layer (Zhai et al. 2022, "Scaling Vision
+    Transformers", section 3.2; the head of SigLIP).
+    """
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        dim = config.model_dim
+        self.num_heads = config.num_heads
+        self.probe = nn.Parameter(torch.empty(1, 1, dim))
+        self.qkv_proj, self.o_proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.norm = nn.LayerNorm(dim, eps=config.norm_eps)
+        self.ffn = EncoderFeedForward(dim, config.ffn_dim, config.activation)
+
+    def forward(self, hidden_NTD: Tensor) -> Tensor:
+        """[N, D]."""
+        weights, biases = self.qkv_proj.weight.chunk(3), self.qkv_proj.bias.chunk(3)
+        inputs = (self.probe.expand(len(hidden_NTD), -1, -1), hidden_NTD, hidden_NTD)
+        q_NH1d, k_NHTd, v_NHTd = (
+            F.linear(x, weight, bias).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for x, weight, bias in zip(inputs, weights, biases, strict=True)
+        )
+        attended_NH1d = F.scaled_dot_product_attention(q_NH1d, k_NHTd, v_NHTd)
+        pooled_ND = self.o_proj(attended_NH1d.transpose(1, 2).flatten(-2))[:, 0]
+        return pooled_ND + self.ffn(self.norm(pooled_ND))

@@ -1,0 +1,115 @@
+"""`AlignedModel`: a trained alignment by itself: texts, code and images to vectors of one space.
+
+Its folder is a language model's with its tokenizer, and beside them `vision/`, a vision tower that `transformers`
+reads, `alignment.safetensors` with the projections, and `alignment.json`.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from modelwright.core.artifacts import write_atomic
+from modelwright.core.errors import ModelError
+from modelwright.data.batch import TokenBatch
+from modelwright.data.images.store import square_pixels
+from modelwright.model.decoder import Decoder
+from modelwright.model.hf import load_model, save_tensors, set_parameter
+from modelwright.model.stored_weights import read_json, read_tensors
+from modelwright.model.vision.config import VisionConfig
+from modelwright.model.vision.folders import save_vision_tower
+from modelwright.model.vision.vit import VisionTower
+from modelwright.objectives.alignment_heads import CODE, IMAGE, SCALE, TEXT, alignment_heads
+from modelwright.objectives.contrastive import pooled
+from modelwright.train.objective import forward
+
+VISION_FOLDER, WEIGHTS, SETTINGS = "vision", "alignment.safetensors", "alignment.json"
+ROWS_AT_ONCE = 32
+_TOWER = f"{IMAGE}.tower."
+
+
+@dataclass(frozen=True)
+class AlignedModel:
+    """A decoder with the heads of an alignment."""
+
+    model: Decoder
+    pooling: Literal["mean", "last"]
+
+    def embed_texts(self, sequences: Sequence[NDArray[np.integer]]) -> NDArray[np.float32]:
+        """Token ids of texts to unit vectors [N, E]."""
+        return self._embed_tokens(TEXT, sequences)
+
+    def embed_code(self, sequences: Sequence[NDArray[np.integer]]) -> NDArray[np.float32]:
+        """Token ids of pieces of code to unit vectors [N, E]."""
+        return self._embed_tokens(CODE, sequences)
+
+    @torch.no_grad()
+    def embed_images(self, files: Sequence[bytes]) -> NDArray[np.float32]:
+        """Image files to unit vectors [N, E]. Raises `ImageFault` for one that cannot be used."""
+        shape = _tower(self.model).config
+        found: list[Tensor] = []
+        for first in range(0, len(files), ROWS_AT_ONCE):
+            squares = [square_pixels(one, size=shape.image_size, fit=shape.fit) for one in files[first:][:ROWS_AT_ONCE]]
+            pixels = torch.from_numpy(np.stack(squares)).to(self._device)
+            found.append(F.normalize(self.model.head_output(IMAGE, pixels).float(), dim=1))
+        return torch.cat(found).cpu().numpy()
+
+    @torch.no_grad()
+    def _embed_tokens(self, head: str, sequences: Sequence[NDArray[np.integer]]) -> NDArray[np.float32]:
+        order = sorted(range(len(sequences)), key=lambda number: len(sequences[number]))
+        found: dict[int, Tensor] = {}
+        for first in range(0, len(order), ROWS_AT_ONCE):
+            numbers = order[first : first + ROWS_AT_ONCE]
+            batch = TokenBatch.of_sequences([sequences[number] for number in numbers]).to(self._device)
+            hidden_BTD = forward(self.model, batch)
+            vectors_BD = pooled(hidden_BTD, batch.segments_BT, 1, self.pooling)[:, 0]
+            embedded_BE = F.normalize(self.model.head_output(head, vectors_BD).float(), dim=1)
+            found |= dict(zip(numbers, embedded_BE, strict=True))
+        return torch.stack([found[number] for number in range(len(sequences))]).cpu().numpy()
+
+    @property
+    def _device(self) -> torch.device:
+        return self.model.embedding.weight.device
+
+
+def save_alignment(model: Decoder, folder: Path, settings: dict[str, Any]) -> None:
+    """Write the heads of an alignment beside its language model. settings: `embed_dim`, `pooling` and `loss`."""
+    heads = dict(model.heads.named_parameters())
+    weights = {name: one.detach().contiguous() for name, one in heads.items() if not name.startswith(_TOWER)}
+    save_vision_tower(_tower(model), folder / VISION_FOLDER)
+    save_tensors(folder / WEIGHTS, weights)
+    write_atomic(folder / SETTINGS, json.dumps(settings, indent=2) + "\n")
+
+
+def load_aligned(folder: Path) -> AlignedModel:
+    """The model that the stage `align` wrote into a folder. Raises `ModelError` for a folder of another kind."""
+    if not (folder / SETTINGS).is_file():
+        raise ModelError(f"{folder}: has no {SETTINGS}; give the artifact of the stage align")
+    settings = read_json(folder / SETTINGS)
+    model = load_model(folder)
+    tensors, _ = read_tensors(folder / WEIGHTS)
+    heads = alignment_heads(
+        VisionConfig(init_from=str(folder / VISION_FOLDER)),
+        model_dim=model.config.model_dim,
+        embed_dim=int(settings["embed_dim"]),
+        temperature=1.0,
+        bias=0.0,
+    )
+    for name in (TEXT, CODE, IMAGE, SCALE):
+        model.heads[name] = heads[name]
+    for name, tensor in tensors.items():
+        set_parameter(model.heads, name, tensor)
+    return AlignedModel(model.eval(), settings["pooling"])
+
+
+def _tower(model: Decoder) -> VisionTower:
+    tower = model.heads.get_submodule(f"{IMAGE}.tower")
+    assert isinstance(tower, VisionTower)
+    return tower

@@ -1,0 +1,74 @@
+"""The modules beside the decoder that put texts, code and images into one space.
+
+Legend: N images or pieces, D width of the decoder, E width of the space, S pixels of a side.
+"""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from modelwright.model.vision.config import VisionConfig
+from modelwright.model.vision.folders import load_vision_tower
+from modelwright.model.vision.vit import VisionTower
+
+TEXT, CODE, IMAGE, SCALE = "text", "code", "image", "scale"
+"""Names in `Decoder.heads`."""
+MAX_SCALE = 100.0
+"""Of cosines, against collapse (Radford et al. 2021, section 2.5)."""
+
+
+class Projection(nn.Module):
+    """A product with a matrix, in its own format."""
+
+    def __init__(self, num_inputs: int, num_outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(num_outputs, num_inputs) / math.sqrt(num_inputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x.to(self.weight.dtype), self.weight)
+
+
+class ImageEncoder(nn.Module):
+    """A vision tower with its projection."""
+
+    def __init__(self, tower: VisionTower, embed_dim: int) -> None:
+        super().__init__()
+        self.tower = tower
+        self.projection = Projection(tower.config.model_dim, embed_dim)
+
+    def forward(self, pixels_NCSS: Tensor) -> Tensor:
+        """[N, E]."""
+        return self.projection(self.tower(pixels_NCSS))
+
+
+class LearnedScale(nn.Module):
+    """What cosines are multiplied by, at most `MAX_SCALE`, and what is added then. They have one dimension because
+    FSDP divides no scalars.
+    """
+
+    def __init__(self, temperature: float, bias: float) -> None:
+        super().__init__()
+        self.log_scale = nn.Parameter(torch.tensor([-math.log(temperature)]))
+        self.bias = nn.Parameter(torch.tensor([bias]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The scale and the bias, [2], whatever x is."""
+        return torch.cat([self.log_scale.clamp(max=math.log(MAX_SCALE)).exp(), self.bias])
+
+
+def alignment_heads(
+    vision: VisionConfig, *, model_dim: int, embed_dim: int, temperature: float, bias: float
+) -> Mapping[str, nn.Module]:
+    """The modules by their names. Initial values come from PyTorch's default generator, or for the vision tower from
+    its folder. Raises `ModelError` if that cannot be read.
+    """
+    tower = load_vision_tower(Path(vision.init_from)) if vision.init_from else VisionTower(vision)
+    return {
+        TEXT: Projection(model_dim, embed_dim),
+        CODE: Projection(model_dim, embed_dim),
+        IMAGE: ImageEncoder(tower, embed_dim),
+        SCALE: LearnedScale(temperature, bias),
+    }

@@ -1,0 +1,217 @@
+"""Contrastive alignment of texts with images and with code (`ops/contrastive.py`). The decoder reads texts and code, a
+vision tower beside it reads images; the negatives of a pair are all others of the global batch.
+
+The rows are groups of two (`pipeline/stages/aligned_rows.py`): the texts of some pairs, and what belongs to them. A
+piece of the second row is code, or a placeholder for the image whose number is the value of the piece.
+
+Legend: B rows, T tokens, G groups of two rows, S pieces of a row, P pairs of this rank, N of all ranks, D width of the
+decoder, E width of the space, I images of a group.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from modelwright.core.compatibility import SYNCHRONOUS_UPDATES, WHOLE_ROWS
+from modelwright.core.errors import ConfigError
+from modelwright.data.batch import TokenBatch
+from modelwright.data.images.store import ImageStore
+from modelwright.model.config import ModelConfig
+from modelwright.model.decoder import Decoder
+from modelwright.model.vision.config import VisionConfig
+from modelwright.objectives.alignment_heads import CODE, IMAGE, SCALE, TEXT, alignment_heads
+from modelwright.objectives.next_token import numbered_batches
+from modelwright.objectives.pairs import Pairs
+from modelwright.ops.contrastive import ContrastiveLoss, PairEmbeddings, contrastive_losses
+from modelwright.ops.piece_sums import count_pieces, piece_ends, piece_keys, piece_means, piece_sums
+from modelwright.parallel.mesh import World, single
+from modelwright.parallel.ragged_gather import gather_rows
+from modelwright.train.config import TrainConfig
+from modelwright.train.objective import BatchSource, Objective, Terms
+from modelwright.train.whole_model import ModelLayout
+
+CONTRASTIVE = "contrastive"
+"""The name of the loss term."""
+PIXELS = "pixels_BICSS"
+SIGLIP_BIAS = -10.0
+"""Initial bias: at first nearly all pairs are negatives (Zhai et al. 2023, section 3.2)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlignConfig(TrainConfig):
+    """Contrastive alignment of texts, code and images in one space."""
+
+    learning_rate: float = 5e-4
+    """Peak learning rate."""
+    loss: ContrastiveLoss = "nt_xent"
+    """`nt_xent` (Chen et al. 2020): negatives are both sides of all other pairs of the batch; `clip` (Radford et al.
+    2021): the other sides alone; `siglip` (Zhai et al. 2023): a logistic loss of every text with every other side."""
+    temperature: float = 0.07
+    """Initial temperature, which is learned; `siglip` takes 0.1."""
+    embed_dim: int = 128
+    """Width of the common space."""
+    pooling: Literal["mean", "last"] = "mean"
+    """What stands for a text or for code: the mean of its hidden states, or the last one."""
+    vision: VisionConfig = field(default_factory=VisionConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.temperature <= 1:
+            raise ConfigError(f"temperature: must be in (0, 1], got {self.temperature}; 0.07 is usual")
+        if self.embed_dim < 1:
+            raise ConfigError(f"embed_dim: must be at least 1, got {self.embed_dim}")
+        if self.gradient_accumulation_steps != 1:
+            raise ConfigError(
+                f"gradient_accumulation_steps: {self.gradient_accumulation_steps} microbatches would not see each "
+                "other's pairs, which are the negatives; set it to 1"
+            )
+        if self.batch_selection.signal != "none":
+            raise ConfigError(
+                "batch_selection.signal: judges rows alone, but pairs are each other's negatives; set none"
+            )
+
+
+@dataclass
+class Contrastive(Objective):
+    """Every pair counts the same. images: of the training rows and of the held-out rows, None if they have none."""
+
+    needs = frozenset({WHOLE_ROWS, SYNCHRONOUS_UPDATES})
+    metric_names = ("accuracy/image", "accuracy/code", "scale")
+    source: BatchSource
+    config: AlignConfig
+    images: ImageStore | None = None
+    heldout_images: ImageStore | None = None
+    data_ranks: World = field(default_factory=single)
+    """The ranks whose pairs are each other's negatives."""
+    num_groups: int = 0
+    """Of this rank's newest batch."""
+
+    def own_modules(self, config: ModelConfig) -> Mapping[str, nn.Module]:
+        return alignment_heads(
+            self.config.vision,
+            model_dim=config.model_dim,
+            embed_dim=self.config.embed_dim,
+            temperature=self.config.temperature,
+            bias=SIGLIP_BIAS if self.config.loss == "siglip" else 0.0,
+        )
+
+    def begin(self, layout: ModelLayout) -> None:
+        self.data_ranks = layout.mesh.data
+
+    def batches(self, model: Decoder, *, first: int, rank: int, world_size: int) -> Iterator[TokenBatch]:
+        for batch in numbered_batches(self.source, first=first, rank=rank, world_size=world_size):
+            self.num_groups = batch.num_groups
+            yield with_pixels(batch, self.images, vision_shape(model, self.config))
+
+    def prepare(self, batch: TokenBatch, model: Decoder) -> TokenBatch:
+        return with_pixels(batch, self.heldout_images, vision_shape(model, self.config))
+
+    def weights(self, batch: TokenBatch) -> Mapping[str, Tensor]:
+        return {CONTRASTIVE: Pairs.of(batch).count}
+
+    def losses(self, output: Tensor, batch: TokenBatch, model: Decoder) -> Terms:
+        """Held-out batches are compared within themselves, so that their loss depends on no number of ranks.
+
+        Raises `ConfigError` for a part of a batch, into which memory that ran out divides it.
+        """
+        if model.training and batch.num_groups < self.num_groups:
+            raise ConfigError(
+                "batch_tokens: the batch does not fit into memory whole, but its pairs are each other's negatives; "
+                "lower batch_tokens, or spread it over more processes"
+            )
+        pairs, axis = Pairs.of(batch), self.data_ranks if model.training else single(output.device)
+        own, is_image_P = embed_pairs(model, output, batch, pairs, self.config.pooling)
+        gathered_NE2, first = gather_rows(torch.cat(own, dim=1), axis)
+        everyone = PairEmbeddings(*gathered_NE2.chunk(2, dim=1))
+        keys_BS = piece_keys(batch.input_ids_BT, batch.positions_BT, batch.segments_BT, pairs.num_pieces)
+        keys_P = keys_BS.unflatten(0, (-1, 2))[:, 0][pairs.is_pair_GS]
+        keys_N, _ = gather_rows(keys_P, axis)
+        places_P = first + torch.arange(len(keys_P), device=output.device)
+        is_same_PN = keys_P[:, None] == keys_N
+        scale, bias = model.head_output(SCALE, output).unbind()
+        losses_P = contrastive_losses(
+            self.config.loss, own, everyone, places_P, is_same_PN, scale=scale, bias=bias
+        )  # fmt: skip
+        is_right_P = _is_nearest(own, everyone, places_P, is_same_PN)
+        count = pairs.count
+        metrics = {
+            "accuracy/image": ((is_right_P & is_image_P).sum(), is_image_P.sum()),
+            "accuracy/code": ((is_right_P & ~is_image_P).sum(), (~is_image_P).sum()),
+            "scale": (scale.detach() * count, count),
+        }
+        return Terms({CONTRASTIVE: losses_P.sum()}, metrics)
+
+
+def vision_shape(model: Decoder, config: AlignConfig) -> VisionConfig:
+    """The shape of the vision tower, which its folder decides if it comes from one."""
+    tower = model.heads.get_submodule(f"{IMAGE}.tower") if IMAGE in model.heads else None
+    shape = getattr(tower, "config", config.vision)
+    assert isinstance(shape, VisionConfig)
+    return shape
+
+
+def embed_pairs(
+    model: Decoder, output: Tensor, batch: TokenBatch, pairs: Pairs, pooling: Literal["mean", "last"]
+) -> tuple[PairEmbeddings, Tensor]:
+    """Both sides of the pairs in the common space, [P, E] each, and which of them have images [P]. output: hidden
+    states [B, T, D].
+    """
+    pooled_G2SD = pooled(output, batch.segments_BT, pairs.num_pieces, pooling).unflatten(0, (-1, 2))
+    texts_PD, others_PD = (pooled_G2SD[:, side][pairs.is_pair_GS] for side in range(2))
+    numbers_GS = image_numbers(batch)
+    is_image_P = numbers_GS[pairs.is_pair_GS] >= 0
+    others_PE = model.head_output(CODE, others_PD)
+    if PIXELS in batch.extras:
+        pixels_GICSS = batch.extras[PIXELS].unflatten(0, (-1, 2)).flatten(1, 2)
+        places_I = torch.arange(pixels_GICSS.shape[1], device=output.device)
+        is_there_GI = places_I < ((numbers_GS >= 0) & pairs.is_pair_GS).sum(dim=1, keepdim=True)
+        # One blank image more: every rank has a gradient of the tower, whatever pairs it got.
+        pixels_KCSS = torch.cat([pixels_GICSS[is_there_GI], torch.zeros_like(pixels_GICSS[:1, 0])])
+        images_KE = model.head_output(IMAGE, pixels_KCSS)[:-1]
+        others_PE = others_PE.index_put((is_image_P.nonzero()[:, 0],), images_KE)
+    texts_PE = model.head_output(TEXT, texts_PD)
+    return PairEmbeddings(F.normalize(texts_PE, dim=1), F.normalize(others_PE, dim=1)), is_image_P
+
+
+def pooled(hidden_BTD: Tensor, segments_BT: Tensor, num_pieces: int, pooling: Literal["mean", "last"]) -> Tensor:
+    """One vector for each piece [B, S, D]."""
+    if pooling == "last":
+        segments_BT = torch.where(piece_ends(segments_BT), segments_BT, -1)
+    return piece_means(hidden_BTD, segments_BT, num_pieces)
+
+
+def image_numbers(batch: TokenBatch) -> Tensor:
+    """The number of the image of each pair, int64 [G, S]; -1 for pairs without one and for padding."""
+    values_BT = batch.extras["values_BT"] * piece_ends(batch.segments_BT)
+    values_BS = piece_sums(values_BT, batch.segments_BT, count_pieces(batch.segments_BT))
+    return values_BS.unflatten(0, (-1, 2))[:, 1].round().long() - 1
+
+
+def with_pixels(batch: TokenBatch, store: ImageStore | None, shape: VisionConfig) -> TokenBatch:
+    """The batch with the images of its pairs, uint8 [B, I / 2, 3, S, S]: those of a group in the order of its pairs,
+    divided among its two rows. There is room for one at least, so that all ranks run the tower.
+    """
+    numbers_GS = image_numbers(batch).cpu()
+    most = int((numbers_GS >= 0).sum(dim=1).max()) if numbers_GS.numel() else 0
+    room = max(1, -(-most // 2))
+    size = shape.image_size
+    pixels = np.zeros((batch.num_groups, 2 * room, 3, size, size), dtype=np.uint8)
+    for group, numbers in enumerate(numbers_GS.tolist()):
+        for place, number in enumerate(one for one in numbers if one >= 0):
+            assert store is not None, "rows with images come with a store"
+            pixels[group, place] = store.pixels(number, size=size, fit=shape.fit)
+    flat = torch.from_numpy(pixels).unflatten(1, (2, room)).flatten(0, 1)
+    return replace(batch, extras={**batch.extras, PIXELS: flat.to(batch.input_ids_BT.device)})
+
+
+@torch.no_grad()
+def _is_nearest(own: PairEmbeddings, everyone: PairEmbeddings, places_P: Tensor, is_same_PN: Tensor) -> Tensor:
+    """Whether no other side is nearer to a text than its own, bool [P]."""
+    cosines_PN = own.texts @ everyone.others.T
+    own_P1 = cosines_PN.gather(1, places_P[:, None])
+    return ((cosines_PN > own_P1) & ~is_same_PN).sum(dim=1) == 0

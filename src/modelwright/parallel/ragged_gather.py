@@ -1,0 +1,34 @@
+"""The rows of all ranks as one tensor, with gradients: for losses that compare every row of a batch with every other.
+
+Legend: P rows of this rank, N rows of all ranks, E width.
+"""
+
+import torch
+from torch import Tensor
+
+from modelwright.parallel.mesh import World
+from modelwright.parallel.tp_collectives import with_gradient
+
+
+def gather_rows(x_PE: Tensor, axis: World) -> tuple[Tensor, int]:
+    """The rows of all ranks [N, E], of which each rank may have another number, in rank order, and the place of this
+    rank's first one among them.
+
+    Backward sums the gradients of all ranks and gives each rank those of its own rows. So where every rank
+    differentiates its part of a sum over ranks, it gets the gradient of the whole sum.
+    """
+    if axis.size == 1:
+        return x_PE, 0
+    counts = axis.all_gather(torch.tensor(len(x_PE), device=x_PE.device)).tolist()
+    first = sum(counts[: axis.rank])
+
+    def there(own_PE: Tensor) -> Tensor:
+        padded = own_PE.new_zeros(max(counts), *own_PE.shape[1:])
+        padded[: len(own_PE)] = own_PE
+        return torch.cat([rows[:count] for rows, count in zip(axis.all_gather(padded), counts, strict=True)])
+
+    def back(gradient_NE: Tensor) -> Tensor:
+        total_NE = axis.all_reduce_sum(gradient_NE.clone(memory_format=torch.contiguous_format))
+        return total_NE[first : first + counts[axis.rank]].clone()
+
+    return with_gradient(x_PE, there, back), first
