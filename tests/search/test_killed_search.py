@@ -3,9 +3,8 @@
 import time
 from pathlib import Path
 
-from search_runs import copied, search_in, trials_of, wish
-
 from rank_processes import start_process
+from search_runs import copied, search_in, trials_of, wish
 
 STRATEGIES = ("tpe", "random")
 

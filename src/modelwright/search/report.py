@@ -31,6 +31,7 @@ def as_json(result: SearchResult) -> dict[str, Any]:
         "trials": [vars(trial) for trial in result.trials],
         "frontier": [vars(trial) for trial in result.frontier],
         "winner": _contender_json(result.winner),
+        "findings": {finding.name: dict(finding.figures) for finding in result.findings},
         "latency": {
             "winner": _promise_json(result.promise),
             "standard": _promise_json(result.standard_promise),
@@ -60,6 +61,7 @@ def as_text(result: SearchResult, folder: Path) -> str:
     blocks = [
         _winner_lines(result, folder),
         ["Strategies, each with its best candidate and its losses over seeds:", *_strategy_table(result)],
+        *([[finding.text for finding in result.findings]] if result.findings else []),
         ["Loss against latency: no trial has both a lower loss and a lower latency than one of these.",
          *_trial_table(result.frontier)],
         ["Trained trials:", *_trial_table([trial for trial in result.trials if trial.cost])],

@@ -15,7 +15,7 @@ from modelwright.core.config import merge
 from modelwright.core.errors import ModelwrightError
 from modelwright.model.config import ModelConfig
 from modelwright.search.candidates import Candidates
-from modelwright.search.strategy import Strategy
+from modelwright.search.strategy import Finding, Strategy
 from modelwright.search.trial import Limits, Trial
 from modelwright.search.workbench import Workbench
 
@@ -78,7 +78,7 @@ class Promise:
 class SearchResult:
     """The end of a search. frontier: trials than which none has both a lower loss and a lower latency, the fastest
     first; promise: of the winner; standard_promise: of the run's own model, which says how much the machine itself has
-    changed; config: settings of a run with the winner, in plain form.
+    changed; findings: what strategies add; config: settings of a run with the winner, in plain form.
     """
 
     limits: Limits
@@ -89,6 +89,7 @@ class SearchResult:
     winner: Contender
     promise: Promise
     standard_promise: Promise
+    findings: Sequence[Finding]
     config: dict[str, Any]
 
 
@@ -108,6 +109,7 @@ def judge(searched: Sequence[Searched], candidates: Candidates, limits: Limits, 
     space = searched[0].bench.space
     chosen = space.candidate(winner.best.choices)
     trials = [trial for one in searched for trial in one.bench.trials]
+    findings = [one.strategy.conclude(one.bench, trials) for one in searched if one.strategy.conclude]
     plain, stage = candidates.config.plain(), candidates.config.trainings[0].name
     changes = {"name": f"{candidates.config.name}-searched", **space.settings(chosen, stage)}
     return SearchResult(
@@ -119,6 +121,7 @@ def judge(searched: Sequence[Searched], candidates: Candidates, limits: Limits, 
         winner=winner,
         promise=promise_of(candidates, chosen.model),
         standard_promise=promise_of(candidates, space.standard.model),
+        findings=findings,
         config=merge(plain, changes),
     )
 

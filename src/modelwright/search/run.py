@@ -132,7 +132,8 @@ def remove_results(folder: Path) -> None:
     """What a search has left, except for the rows."""
     for path in (folder / FILE, folder / "config.yaml"):
         path.unlink(missing_ok=True)
-    shutil.rmtree(folder / "trainings", ignore_errors=True)
+    for name in ("trainings", "supernet"):
+        shutil.rmtree(folder / name, ignore_errors=True)
 
 
 def identity(config: RunConfig, wish: SearchConfig, space: Space, rows: Path) -> dict[str, Any]:

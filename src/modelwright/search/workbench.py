@@ -4,9 +4,7 @@ The budget is training cost in trainings of the run's own model, so that a strat
 few large ones, some of them briefly, and all strategies spend equally much.
 """
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from modelwright.core.config import digest
 from modelwright.core.errors import ConfigError
@@ -126,13 +124,6 @@ class Workbench:
             return PARAMETERS, 0.0, num_parameters
         latency_ms = self.candidates.latency_ms(model, self.limits.latency_ms)
         return (LATENCY if latency_ms > self.limits.latency_ms else ""), latency_ms, num_parameters
-
-    def work(self, name: str, cost: float, make: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
-        """Do something besides trials once, such as evaluating with a supernet, and charge it. make: returns plain data
-        for the journal.
-        """
-        self.extra_cost += cost
-        return self.candidates.journal.once("work", f"{self.strategy}/{name}", make)
 
     def _record(self, trial: Trial) -> Trial:
         """Raises `ConfigError` if the journal has another trial at this place: the strategy has become another one."""
