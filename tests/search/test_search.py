@@ -24,14 +24,14 @@ Searched = tuple[Path, SearchResult]
 def searched(packed: Path, tmp_path_factory: pytest.TempPathFactory) -> Searched:
     """A search by all strategies of shapes."""
     run = copied(packed, tmp_path_factory.mktemp("searched"))
-    names = ("tpe", "random", "halving", "scaled")
+    names = ("tpe", "random", "halving", "scaled", "reinforce")
     return run, search_in(run, wish(packed, strategies=names, num_repetitions=1))
 
 
 def test_every_strategy_spends_its_budget_and_no_more(searched: Searched) -> None:
     _, result = searched
     spent = {one.strategy.name: one.spent for one in result.contenders}
-    assert list(spent) == [STANDARD, "tpe", "random", "halving", "scaled"]
+    assert list(spent) == [STANDARD, "tpe", "random", "halving", "scaled", "reinforce"]
     assert spent[STANDARD] == 1.0
     dearest = max(trial.cost for trial in result.trials)
     assert all(2.0 - dearest < cost <= 2.0 + 1e-6 for name, cost in spent.items() if name in ("tpe", "random"))
@@ -84,6 +84,7 @@ def test_the_report_has_what_it_promises(searched: Searched) -> None:
     assert text == as_text(result, run / "search")
     assert "measured again in a fresh engine" in text
     assert "random (baseline)" in text
+    assert report["findings"]["controller"]["num_rewards"] == sum(one.strategy == "reinforce" for one in result.trials)
 
 
 def test_the_frontier_has_what_no_trial_dominates(searched: Searched) -> None:
@@ -99,11 +100,11 @@ def test_the_frontier_has_what_no_trial_dominates(searched: Searched) -> None:
 
 def test_what_is_done_is_not_done_again_and_strategies_may_be_added(packed: Path, tmp_path: Path) -> None:
     run = copied(packed, tmp_path)
-    search_in(run, wish(packed))
+    search_in(run, wish(packed, budget=1.0))
     before = (run / "search" / "journal.jsonl").read_text()
-    search_in(run, wish(packed))
+    search_in(run, wish(packed, budget=1.0))
     assert (run / "search" / "journal.jsonl").read_text() == before
-    search_in(run, wish(packed, strategies=("random", "scaled")))
+    search_in(run, wish(packed, budget=1.0, strategies=("random", "scaled")))
     assert (run / "search" / "journal.jsonl").read_text().startswith(before)
 
 
@@ -116,7 +117,10 @@ def test_another_search_in_the_same_folder_is_refused_unless_it_restarts(packed:
     assert sum(trial[-1] for trial in trials_of(run) if trial[0] == "random") > 1.0
 
 
-def test_candidates_beyond_a_limit_are_measured_but_not_trained(packed: Path, tmp_path: Path) -> None:
+def test_candidates_beyond_a_limit_are_measured_but_not_trained(
+    packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("modelwright.search.workbench.MAX_REFUSALS", 8)
     run = copied(packed, tmp_path)
     with pytest.raises(ModelwrightError, match=r"no candidate within .* was trained; raise --max-latency-ms"):
         search_in(run, wish(packed, max_latency_ms=1e-6))

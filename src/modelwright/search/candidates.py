@@ -126,6 +126,8 @@ class Candidates:
             raise
         except ModelwrightError as error:  # it has diverged, for example: a result as good as another
             return Outcome(loss=None, problem=str(error))
+        if not math.isfinite(loss):
+            return Outcome(loss=None, problem="the held-out loss is not finite")
         return Outcome(loss=loss)
 
     def job(

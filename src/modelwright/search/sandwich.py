@@ -58,7 +58,7 @@ class Sandwich(Objective):
         return self.inner.weights(batch)
 
     def losses(self, output: Tensor, batch: TokenBatch, model: Decoder) -> Terms:
-        """By the head of the sub-network that made `output`; rows without one are held-out ones, for the whole model."""
+        """By the head of the sub-network that made `output`; the whole model's for held-out rows."""
         if NETWORK not in batch.extras:
             return self.inner.losses(output, batch, model)
         number = (self.turn.number - 1) // self.turn.microbatches

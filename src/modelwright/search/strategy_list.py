@@ -7,6 +7,7 @@ from modelwright.core.errors import ConfigError
 from modelwright.core.suggest import did_you_mean
 from modelwright.search.strategies.halving import HALVING
 from modelwright.search.strategies.random_draws import RANDOM
+from modelwright.search.strategies.reinforce import REINFORCE
 from modelwright.search.strategies.scaled import SCALED
 from modelwright.search.strategies.supernet import SUPERNET
 from modelwright.search.strategies.tpe import TPE
@@ -15,7 +16,7 @@ from modelwright.search.strategy import Strategy
 GROUP = "modelwright.search_strategies"
 """Entry points of other packages, each a `Strategy`."""
 
-STRATEGIES: tuple[Strategy, ...] = (TPE, RANDOM, HALVING, SCALED, SUPERNET)
+STRATEGIES: tuple[Strategy, ...] = (TPE, RANDOM, HALVING, SCALED, SUPERNET, REINFORCE)
 DEFAULT = ("tpe", "random", "halving", "scaled")
 """Those that run unless others are named, as far as they go with the space."""
 
