@@ -3,8 +3,8 @@ with Reinforcement Learning).
 
 A two-layer LSTM chooses a value on each axis in turn, from the value before it, by a softmax. REINFORCE (Williams 1992)
 with a running mean of earlier rewards as its baseline raises the probability of choices that were better than that.
-For language models the paper's reward is c over the squared held-out perplexity; a candidate beyond a limit has the
-reward 0, as the hard constraint of MnasNet (Tan et al. 2019) has.
+For language models the paper's reward is c over the squared held-out perplexity. Limits are ours: a candidate beyond one
+has the reward 0.
 
 The paper trained thousands of children. With the few dozen that a budget here allows, the controller hardly leaves the
 uniform distribution that it begins with, and its report says how far it has come.
@@ -30,8 +30,7 @@ INIT_RANGE = 0.08
 REWARD_SCALE = 80.0
 """c of the reward c / perplexity^2 (section 4.2)."""
 BASELINE_DECAY = 0.95
-"""Of the exponential moving average of rewards, which the paper leaves open; that of ENAS (Pham et al. 2018) is 0.95
-in its authors' code for language models."""
+"""Of the exponential moving average of rewards; the paper leaves it open."""
 
 
 class Controller(nn.Module):

@@ -126,8 +126,9 @@ class Supernet:
         candidates, shape = self.bench.candidates, self.bench.space.candidate(choices).model
         mesh = build_mesh(candidates.world, ParallelConfig())
         objective = candidates.objective(self.training, 0, candidates.folder)
+        weights = self.weights()
         with torch.no_grad():
-            network = WholeModel(subnetwork(self.weights(), shape), mesh.context, scatters_each=False)
+            network = WholeModel(subnetwork(weights, shape), mesh.context, scatters_each=False)
         return evaluate_heldout(network, objective, candidates.heldout(), mesh, alive=lambda: None).loss
 
     def losses(self, name: str, many: Sequence[Choices]) -> list[float]:
