@@ -1,9 +1,12 @@
 """A whole search: what it tries, what it refuses, what it writes, and who else may add a strategy."""
 
 import json
+import math
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -15,6 +18,9 @@ from modelwright.search.report import as_text
 from modelwright.search.result import SearchResult
 from modelwright.search.run import STANDARD
 from modelwright.search.strategy_list import STRATEGIES, known_strategies
+from modelwright.train.build import train
+from modelwright.train.job import TrainJob
+from modelwright.train.state import TrainResult
 from search_runs import copied, search_in, trials_of, wish
 
 Searched = tuple[Path, SearchResult]
@@ -169,18 +175,28 @@ def test_a_package_adds_a_strategy(
     assert {one.strategy.name for one in result.contenders} == {STANDARD, "corners"}
 
 
-def test_hyperparameters_by_the_same_command(packed: Path, tmp_path: Path) -> None:
-    """Equally many tokens whatever the batch; a rate at which training fails is a trial without a loss."""
+def test_hyperparameters_by_the_same_command(packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equally many tokens whatever the batch; a training that fails, or ends without a number, is a trial without a
+    loss.
+    """
+
+    def failing(job: TrainJob, *more: Any) -> TrainResult:
+        if job.config.learning_rate == 2e-3:
+            raise ModelwrightError("training has diverged; lower learning_rate")
+        result = train(job, *more)
+        return replace(result, heldout_loss=math.nan) if job.config.learning_rate == 3e-3 else result
+
+    monkeypatch.setattr("modelwright.search.candidates.train", failing)
     run = copied(packed, tmp_path)
     space = tmp_path / "rates.yaml"
-    space.write_text("space: hyperparameters\nlearning_rate: [1e-3, 1e30]\nbatch_tokens: [128, 512]\nweight_decay: [0]")
-    result = search_in(run, wish(packed, space=str(space), budget=4.0, num_steps=30))
+    space.write_text("space: hyperparameters\nlearning_rate: [1e-3, 2e-3, 3e-3]\nbatch_tokens: [128, 512]\n")
+    result = search_in(run, wish(packed, space=str(space), budget=8.0))
     trials = [trial for trial in result.trials if trial.strategy == "random"]
     assert {trial.choices["batch_tokens"] for trial in trials} == {128, 512}
     assert {trial.cost for trial in trials} == {1.0}
-    failed = [trial for trial in trials if trial.choices["learning_rate"] == 1e30]
-    assert failed
-    assert all(trial.loss is None and trial.reason == "diverged" for trial in failed)
+    failed = {trial.choices["learning_rate"] for trial in trials if trial.loss is None and trial.reason == "diverged"}
+    assert failed == {2e-3, 3e-3}
+    assert all(trial.loss is not None for trial in trials if trial.choices["learning_rate"] == 1e-3)
     assert result.winner.best is not None
     config = yaml.safe_load((run / "search" / "winner.yaml").read_text())
     assert config["pretrain"]["learning_rate"] == result.winner.best.choices["learning_rate"]

@@ -14,6 +14,7 @@ import torch
 from modelwright.core.config import digest
 from modelwright.core.rundir import StageDir
 from modelwright.core.seeds import derive_seed
+from modelwright.data.batch import TokenBatch
 from modelwright.memory.config import ActivationCheckpointingConfig
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
@@ -40,8 +41,13 @@ NUM_RANDOM = 2
 """Random sub-networks of a step, beside the largest and the smallest: as published."""
 TRAINING_SHARE = 0.5
 """Of the budget, for training the shared weights."""
+RANKING_SHARE = 0.2
+"""Of the budget, for ranking by them."""
 NUM_RANKED = 64
-"""Candidates that are ranked by them, at most."""
+"""Candidates that are ranked, at most."""
+RANKING_TOKENS = 0.05
+"""Held-out tokens by which each is ranked, as a share of the tokens of a training: all of them would take as much of the
+budget as training does. At least one batch."""
 
 
 def search_by_supernet(bench: Workbench) -> None:
@@ -129,7 +135,7 @@ class Supernet:
         weights = self.weights()
         with torch.no_grad():
             network = WholeModel(subnetwork(weights, shape), mesh.context, scatters_each=False)
-        return evaluate_heldout(network, objective, candidates.heldout(), mesh, alive=lambda: None).loss
+        return evaluate_heldout(network, objective, self.heldout(), mesh, alive=lambda: None).loss
 
     def losses(self, name: str, many: Sequence[Choices]) -> list[float]:
         """The same of many, once."""
@@ -138,23 +144,31 @@ class Supernet:
         )
         return list(record["losses"])
 
+    def heldout(self) -> Sequence[TokenBatch]:
+        """The held-out batches by which candidates are ranked."""
+        all_batches = self.bench.candidates.heldout()
+        num_batches = int(RANKING_TOKENS * self.bench.candidates.num_tokens / all_batches[0].num_tokens)
+        return all_batches[: max(1, num_batches)]
+
     def ranked(self) -> list[dict[str, Value]]:
         """Random candidates within the limit of parameters, those with the lowest loss first. Each is charged its
         forward passes.
         """
         bench, generator = self.bench, random.Random(derive_seed(self.bench.seed, "ranked"))
+        num_tokens = sum(batch.num_tokens for batch in self.heldout())
         drawn: dict[str, dict[str, Value]] = {}
+        cost = 0.0
         for _ in range(10 * NUM_RANKED):
             choices = bench.space.draw(generator)
-            if bench.space.candidate(choices).model.num_parameters <= bench.limits.num_parameters:
-                drawn.setdefault(digest(choices), choices)
-            if len(drawn) == NUM_RANKED:
+            fits_limit = bench.space.candidate(choices).model.num_parameters <= bench.limits.num_parameters
+            if digest(choices) in drawn or not fits_limit:
+                continue
+            forward_cost = bench.cost(choices) / 3.0 * num_tokens / bench.candidates.num_tokens
+            if len(drawn) == NUM_RANKED or cost + forward_cost > RANKING_SHARE * bench.budget:
                 break
+            drawn[digest(choices)], cost = choices, cost + forward_cost
+        bench.extra_cost += cost
         many = list(drawn.values())
-        num_tokens = sum(batch.num_tokens for batch in bench.candidates.heldout())
-        for choices in many:
-            steps = bench.candidates.num_steps(self.training, 1.0)
-            bench.extra_cost += bench.cost(choices) / 3.0 * num_tokens / (steps * self.training.batch_tokens)
         losses = self.losses("ranked", many)
         order = sorted(range(len(many)), key=lambda place: (losses[place], place))
         return [many[place] for place in order]
