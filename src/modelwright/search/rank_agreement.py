@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from scipy.stats import kendalltau
@@ -40,4 +41,5 @@ def _tau(a: np.ndarray, b: np.ndarray) -> float | None:
     """None if one of them is constant, which has no order."""
     if len(a) < 2 or np.ptp(a) == 0 or np.ptp(b) == 0:
         return None
-    return float(kendalltau(a, b).statistic)
+    result: Any = kendalltau(a, b)
+    return float(result.statistic)

@@ -3,21 +3,21 @@ with Reinforcement Learning).
 
 A two-layer LSTM chooses a value on each axis in turn, from the value before it, by a softmax. REINFORCE (Williams 1992)
 with a running mean of earlier rewards as its baseline raises the probability of choices that were better than that.
-For language models the paper's reward is c over the squared held-out perplexity. Limits are ours: a candidate beyond one
-has the reward 0.
+For language models the paper's reward is c over the squared held-out perplexity. Limits are not in the paper: here a
+candidate beyond one has the reward 0.
 
 The paper trained thousands of children. With the few dozen that a budget here allows, the controller hardly leaves the
 uniform distribution that it begins with, and its report says how far it has come.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from modelwright.search.space import Axis, Value
+from modelwright.search.space import Axis, Choices, Value
 from modelwright.search.strategy import Finding, Strategy
 from modelwright.search.trial import Trial
 from modelwright.search.workbench import Workbench
@@ -31,6 +31,9 @@ REWARD_SCALE = 80.0
 """c of the reward c / perplexity^2 (section 4.2)."""
 BASELINE_DECAY = 0.95
 """Of the exponential moving average of rewards; the paper leaves it open."""
+
+MAX_LESSONS = 1000
+"""Draws of a search, repeated ones included."""
 
 
 class Controller(nn.Module):
@@ -124,13 +127,19 @@ def search_by_reinforce(bench: Workbench) -> None:
     """The controller draws, the workbench tries, and each trial teaches it. A candidate that comes again teaches it
     again, and costs nothing.
     """
+    taught(bench, bench.try_out)
+
+
+def taught(bench: Workbench, outcome: Callable[[Choices], Trial | None]) -> Reinforce:
+    """The controller after all lessons. outcome: of what it draws; None ends them."""
     learner = Reinforce(bench.space.axes, bench.seed)
-    while True:
+    for _ in range(MAX_LESSONS):
         places = learner.draw()
-        trial = bench.try_out(_choices(bench, places))
+        trial = outcome(_choices(bench, places))
         if trial is None:
-            return
+            break
         learner.learn(places, reward_of(trial.loss))
+    return learner
 
 
 def _choices(bench: Workbench, places: Sequence[int]) -> dict[str, Value]:
@@ -139,20 +148,17 @@ def _choices(bench: Workbench, places: Sequence[int]) -> dict[str, Value]:
 
 def policy(bench: Workbench, trials: Sequence[Trial]) -> Finding:
     """How far the controller has come: the probabilities of its likeliest values against those of an even draw. It
-    learns once more from the trials that are there, in their order.
+    draws and learns once more what it did in the search.
     """
-    learner = Reinforce(bench.space.axes, bench.seed)
-    for trial in bench.trials:
-        places = [axis.values.index(trial.choices[axis.name]) for axis in bench.space.axes]
-        learner.learn(places, reward_of(trial.loss))
+    learner = taught(bench, lambda choices: bench.find(choices, 1.0))
     likeliest, even = learner.controller.probabilities(), [1.0 / len(axis.values) for axis in bench.space.axes]
     named = zip(bench.space.axes, likeliest, even, strict=True)
     words = ", ".join(f"{axis.name} {high:.2f} (evenly {low:.2f})" for axis, high, low in named)
     figures = {axis.name: high for axis, high in zip(bench.space.axes, likeliest, strict=True)}
     return Finding(
         name="controller",
-        figures={"likeliest": figures, "num_rewards": len(bench.trials)},
-        text=f"Controller after {len(bench.trials)} rewards, probability of the likeliest value: {words}",
+        figures={"likeliest": figures, "num_rewards": learner.num_rewards},
+        text=f"Controller after {learner.num_rewards} rewards, probability of the likeliest value: {words}",
     )
 
 

@@ -46,8 +46,8 @@ RANKING_SHARE = 0.2
 NUM_RANKED = 64
 """Candidates that are ranked, at most."""
 RANKING_TOKENS = 0.05
-"""Held-out tokens by which each is ranked, as a share of the tokens of a training: all of them would take as much of the
-budget as training does. At least one batch."""
+"""Held-out tokens by which each is ranked, as a share of the tokens of a training, at least one batch: all of them
+would take as much of the budget as training does."""
 
 
 def search_by_supernet(bench: Workbench) -> None:
