@@ -145,7 +145,7 @@ def test_parameters_are_counted_before_anything_is_measured(packed: Path, tmp_pa
 
 
 PACKAGE = """
-from modelwright.search.strategy import Strategy
+from modelwright.search.strategy import SearchStrategy
 
 
 def first_and_last(bench):
@@ -153,7 +153,7 @@ def first_and_last(bench):
         bench.try_out({axis.name: axis.values[place] for axis in bench.space.axes})
 
 
-CORNERS = Strategy(name="corners", summary="the first and the last values", run=first_and_last)
+CORNERS = SearchStrategy(name="corners", summary="the first and the last values", run=first_and_last)
 """
 
 

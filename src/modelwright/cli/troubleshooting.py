@@ -5,6 +5,7 @@ inserted into the text when it is raised is shown as an ellipsis.
 """
 
 import ast
+import functools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -87,6 +88,7 @@ def _shown(node: ast.expr) -> str:
             return INSERTED
 
 
+@functools.cache
 def _settings() -> list[str]:
     from modelwright.cli.config import setting_names
 

@@ -29,7 +29,7 @@ from modelwright.pipeline.stages.init import INIT
 from modelwright.pipeline.stages.row_use import heldout_sample
 from modelwright.search.journal import Journal
 from modelwright.search.latency import Load, decode_latency_ms
-from modelwright.search.space import Candidate
+from modelwright.search.space import ModelCandidate
 from modelwright.train.build import train
 from modelwright.train.config import TrainConfig
 from modelwright.train.job import TrainJob
@@ -42,7 +42,7 @@ DOUBTFUL = 1.3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class TrainingOutcome:
     """What a training ended with. loss: held-out, None if it failed; problem: why it did."""
 
     loss: float | None
@@ -82,7 +82,7 @@ class Candidates:
         """The same, in a fresh engine each time."""
         return decode_latency_ms(shape, self.load, self.world)
 
-    def flops(self, candidate: Candidate, share: float) -> float:
+    def flops(self, candidate: ModelCandidate, share: float) -> float:
         """Planned training FLOPs, three forward passes for each token."""
         num_tokens = self.num_steps(candidate.training, share) * candidate.training.batch_tokens
         return 3.0 * candidate.model.flops_per_token(self.mean_context) * num_tokens
@@ -96,7 +96,7 @@ class Candidates:
         """Updates of a share of the full length: equally many tokens whatever the batch."""
         return max(1, round(self.num_tokens * share / training.batch_tokens))
 
-    def train(self, candidate: Candidate, share: float, seed: int, name: str) -> Outcome:
+    def train(self, candidate: ModelCandidate, share: float, seed: int, name: str) -> TrainingOutcome:
         """Train from scratch for a share of the full length, with a whole schedule, and evaluate. A training that was
         killed goes on from its newest checkpoint. Raises `Stopped` when it is asked to stop.
         """
@@ -117,21 +117,21 @@ class Candidates:
 
         record = self.journal.once("training", key, run)
         shutil.rmtree(stage.path, ignore_errors=True)
-        return Outcome(loss=record["loss"], problem=record["problem"])
+        return TrainingOutcome(loss=record["loss"], problem=record["problem"])
 
-    def _outcome(self, job: TrainJob) -> Outcome:
+    def _outcome(self, job: TrainJob) -> TrainingOutcome:
         try:
             loss = train(job, self.world, self.progress).heldout_loss
         except (*STOPPING, StorageError):
             raise
         except ModelwrightError as error:  # it has diverged, for example: a result as good as another
-            return Outcome(loss=None, problem=str(error))
+            return TrainingOutcome(loss=None, problem=str(error))
         if not math.isfinite(loss):
-            return Outcome(loss=None, problem="the held-out loss is not finite")
-        return Outcome(loss=loss)
+            return TrainingOutcome(loss=None, problem="the held-out loss is not finite")
+        return TrainingOutcome(loss=loss)
 
     def job(
-        self, candidate: Candidate, num_steps: int, seed: int, name: str, stage: StageDir, input_digest: str
+        self, candidate: ModelCandidate, num_steps: int, seed: int, name: str, stage: StageDir, input_digest: str
     ) -> TrainJob:
         """The training of a candidate: that of the run, with its own length and without what only costs time."""
         return TrainJob(

@@ -15,8 +15,8 @@ from modelwright.core.config import merge
 from modelwright.core.errors import ModelwrightError
 from modelwright.model.config import ModelConfig
 from modelwright.search.candidates import Candidates
-from modelwright.search.strategy import Finding, Strategy
-from modelwright.search.trial import Limits, Trial
+from modelwright.search.strategy import SearchFinding, SearchStrategy
+from modelwright.search.trial import ServingLimits, Trial
 from modelwright.search.workbench import Workbench
 
 PROMISE_MARGIN = 0.1
@@ -27,7 +27,7 @@ PROMISE_MARGIN = 0.1
 class Searched:
     """A strategy and what it did."""
 
-    strategy: Strategy
+    strategy: SearchStrategy
     bench: Workbench
 
     @property
@@ -43,7 +43,7 @@ class Contender:
     and of its repetitions with other seeds, None for one that failed.
     """
 
-    strategy: Strategy
+    strategy: SearchStrategy
     num_trained: int
     num_refused: int
     spent: float
@@ -81,7 +81,7 @@ class SearchResult:
     changed; findings: what strategies add; config: settings of a run with the winner, in plain form.
     """
 
-    limits: Limits
+    limits: ServingLimits
     budget: float
     contenders: Sequence[Contender]
     trials: Sequence[Trial]
@@ -89,11 +89,13 @@ class SearchResult:
     winner: Contender
     promise: Promise
     standard_promise: Promise
-    findings: Sequence[Finding]
+    findings: Sequence[SearchFinding]
     config: dict[str, Any]
 
 
-def judge(searched: Sequence[Searched], candidates: Candidates, limits: Limits, num_repetitions: int) -> SearchResult:
+def judge(
+    searched: Sequence[Searched], candidates: Candidates, limits: ServingLimits, num_repetitions: int
+) -> SearchResult:
     """Repeat the best of each strategy, choose the winner and measure its latency in a fresh engine. The first of
     `searched` is the run's own model. Raises `ModelwrightError` if no candidate within the limits was trained.
     """

@@ -27,9 +27,9 @@ from modelwright.search.latency import load_for
 from modelwright.search.report import write_report
 from modelwright.search.result import Searched, SearchResult, judge
 from modelwright.search.space import Space, space_of
-from modelwright.search.strategy import Strategy
+from modelwright.search.strategy import SearchStrategy
 from modelwright.search.strategy_list import strategies_of
-from modelwright.search.trial import Limits
+from modelwright.search.trial import ServingLimits
 from modelwright.search.workbench import Workbench
 
 STANDARD = "standard"
@@ -152,18 +152,22 @@ def identity(config: RunConfig, wish: SearchConfig, space: Space, rows: Path) ->
     }
 
 
-def limits_of(candidates: Candidates, space: Space, wish: SearchConfig) -> Limits:
+def limits_of(candidates: Candidates, space: Space, wish: SearchConfig) -> ServingLimits:
     """The wishes, or what the run's own model needs."""
     shape = space.standard.model
     latency_ms = candidates.latency_ms(shape)
-    return Limits(
+    return ServingLimits(
         latency_ms=wish.max_latency_ms or latency_ms,
         num_parameters=wish.max_parameters or shape.num_parameters,
     )
 
 
 def run_strategies(
-    strategies: Sequence[Strategy], candidates: Candidates, space: Space, limits: Limits, wish: SearchConfig
+    strategies: Sequence[SearchStrategy],
+    candidates: Candidates,
+    space: Space,
+    limits: ServingLimits,
+    wish: SearchConfig,
 ) -> list[Searched]:
     """Each strategy in turn, with a budget of its own."""
     searched: list[Searched] = []
@@ -175,13 +179,13 @@ def run_strategies(
     return searched
 
 
-def own_model() -> Strategy:
+def own_model() -> SearchStrategy:
     """The run's own shape and settings, trained once, whatever the limits."""
-    return Strategy(name=STANDARD, summary="the run's own model", run=try_own, is_baseline=True)
+    return SearchStrategy(name=STANDARD, summary="the run's own model", run=try_own, is_baseline=True)
 
 
 def try_own(bench: Workbench) -> None:
-    """`Strategy.run` of the run's own model."""
+    """`SearchStrategy.run` of the run's own model."""
     bench.try_standard()
 
 

@@ -33,7 +33,7 @@ class Axis:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class ModelCandidate:
     """What a choice makes of the run: the model's shape and the settings of its first training."""
 
     model: ModelConfig
@@ -46,16 +46,16 @@ class Space:
 
     name: str
     axes: tuple[Axis, ...]
-    standard: Candidate
+    standard: ModelCandidate
     """The run's own shape and settings."""
     standard_choices: Choices
     """The values that the run itself has, which need not be among those of the axes."""
-    apply: Callable[[Candidate, Choices], Candidate]
+    apply: Callable[[ModelCandidate, Choices], ModelCandidate]
     """Makes a candidate of the standard one and choices on all axes. Raises `ConfigError` for choices that make none.
     """
     changes_shape: bool
 
-    def candidate(self, choices: Choices) -> Candidate:
+    def candidate(self, choices: Choices) -> ModelCandidate:
         """The candidate of these choices, which may be off the grid."""
         assert set(choices) == {axis.name for axis in self.axes}, choices
         return self.apply(self.standard, choices)
@@ -68,7 +68,7 @@ class Space:
     def num_candidates(self) -> int:
         return math.prod(len(axis.values) for axis in self.axes)
 
-    def settings(self, candidate: Candidate, stage: str) -> dict[str, Any]:
+    def settings(self, candidate: ModelCandidate, stage: str) -> dict[str, Any]:
         """The settings, as a run's YAML has them, in which a candidate differs from the standard one; stage: the name
         of the training.
         """
@@ -126,7 +126,7 @@ def architecture(model: ModelConfig, training: TrainConfig) -> Space:
     return Space(
         name="architecture",
         axes=axes,
-        standard=Candidate(model, training),
+        standard=ModelCandidate(model, training),
         standard_choices=standard,
         apply=_with_shape,
         changes_shape=True,
@@ -138,7 +138,7 @@ def _scaled(value: int, factors: Sequence[float], multiple: int) -> tuple[int, .
     return tuple(sorted({max(multiple, round(value * factor / multiple) * multiple) for factor in factors}))
 
 
-def _with_shape(standard: Candidate, choices: Choices) -> Candidate:
+def _with_shape(standard: ModelCandidate, choices: Choices) -> ModelCandidate:
     heads = cast(int, choices["heads"])
     model = replace(
         standard.model,
@@ -149,7 +149,7 @@ def _with_shape(standard: Candidate, choices: Choices) -> Candidate:
         attention_gate=cast(AttentionGate, choices["gate"]),
         ffn_dim=cast(int, choices["ffn"]),
     )
-    return Candidate(model, standard.training)
+    return ModelCandidate(model, standard.training)
 
 
 def hyperparameters(model: ModelConfig, training: TrainConfig, seq_len: int) -> Space:
@@ -169,9 +169,11 @@ def hyperparameters(model: ModelConfig, training: TrainConfig, seq_len: int) -> 
     return Space(
         name="hyperparameters",
         axes=axes,
-        standard=Candidate(model, training),
+        standard=ModelCandidate(model, training),
         standard_choices={axis.name: getattr(training, axis.name) for axis in axes},
-        apply=lambda standard, choices: Candidate(standard.model, replace(standard.training, **cast(Any, choices))),
+        apply=lambda standard, choices: ModelCandidate(
+            standard.model, replace(standard.training, **cast(Any, choices))
+        ),
         changes_shape=False,
     )
 

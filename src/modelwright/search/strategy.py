@@ -1,4 +1,4 @@
-"""`Strategy`: how the next candidates are chosen. `strategies/` has one file for each, `strategy_list.py` the list."""
+"""`SearchStrategy`: how the next candidates are chosen. `strategy_list.py` has the list of those in `strategies/`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from modelwright.search.workbench import Workbench
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class SearchFinding:
     """What a strategy adds to the report. name: its key in the JSON; figures: plain data; text: one line."""
 
     name: str
@@ -17,12 +17,12 @@ class Finding:
     text: str
 
 
-Conclude = Callable[[Workbench, Sequence[Trial]], Finding]
+Conclude = Callable[[Workbench, Sequence[Trial]], SearchFinding]
 """Called when all strategies have ended, with the strategy's workbench and the trials of all of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Strategy:
+class SearchStrategy:
     """One way to search.
 
     A package adds one as an entry point of the group `modelwright.search_strategies` that is such a value.

@@ -11,28 +11,30 @@ from modelwright.search.strategies.reinforce import REINFORCE
 from modelwright.search.strategies.scaled import SCALED
 from modelwright.search.strategies.supernet import SUPERNET
 from modelwright.search.strategies.tpe import TPE
-from modelwright.search.strategy import Strategy
+from modelwright.search.strategy import SearchStrategy
 
 GROUP = "modelwright.search_strategies"
-"""Entry points of other packages, each a `Strategy`."""
+"""Entry points of other packages, each a `SearchStrategy`."""
 
-STRATEGIES: tuple[Strategy, ...] = (TPE, RANDOM, HALVING, SCALED, SUPERNET, REINFORCE)
+STRATEGIES: tuple[SearchStrategy, ...] = (TPE, RANDOM, HALVING, SCALED, SUPERNET, REINFORCE)
 DEFAULT = ("tpe", "random", "halving", "scaled")
 """Those that run unless others are named, as far as they go with the space."""
 
 
-def known_strategies() -> tuple[Strategy, ...]:
+def known_strategies() -> tuple[SearchStrategy, ...]:
     """The package's own and those of installed packages. Raises `ConfigError` for an entry point that is none."""
-    added: list[Strategy] = []
+    added: list[SearchStrategy] = []
     for entry_point in entry_points(group=GROUP):
         strategy = entry_point.load()
-        if not isinstance(strategy, Strategy):
-            raise ConfigError(f"{entry_point.value}: the entry point of {GROUP} must be a Strategy, got {strategy!r}")
+        if not isinstance(strategy, SearchStrategy):
+            raise ConfigError(
+                f"{entry_point.value}: the entry point of {GROUP} must be a SearchStrategy, got {strategy!r}"
+            )
         added.append(strategy)
     return (*STRATEGIES, *added)
 
 
-def strategies_of(names: Sequence[str], *, shapes: bool) -> list[Strategy]:
+def strategies_of(names: Sequence[str], *, shapes: bool) -> list[SearchStrategy]:
     """The strategies with these names, in their order, or those of `DEFAULT`. shapes: whether the space is one of
     shapes. Raises `ConfigError` for a name that is unknown or does not go with the space.
     """

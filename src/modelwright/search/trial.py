@@ -10,7 +10,7 @@ LATENCY, PARAMETERS, DIVERGED, ILLEGAL = "latency", "parameters", "diverged", "i
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class ServingLimits:
     """What a candidate may need when it serves."""
 
     latency_ms: float

@@ -11,7 +11,7 @@ from modelwright.core.errors import ConfigError
 from modelwright.core.seeds import derive_seed
 from modelwright.search.candidates import Candidates
 from modelwright.search.space import Choices, Space
-from modelwright.search.trial import DIVERGED, ILLEGAL, LATENCY, PARAMETERS, Limits, Trial
+from modelwright.search.trial import DIVERGED, ILLEGAL, LATENCY, PARAMETERS, ServingLimits, Trial
 
 MAX_REFUSALS = 500
 """Candidates beyond the limits, or tried before, that a strategy may propose: in a space with few legal candidates it
@@ -27,7 +27,7 @@ class Workbench:
     strategy: str
     space: Space
     candidates: Candidates
-    limits: Limits
+    limits: ServingLimits
     budget: float
     trials: list[Trial] = field(default_factory=list[Trial])
     extra_cost: float = 0.0

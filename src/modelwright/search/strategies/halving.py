@@ -2,7 +2,7 @@
 
 import random
 
-from modelwright.search.strategy import Strategy
+from modelwright.search.strategy import SearchStrategy
 from modelwright.search.trial import Trial
 from modelwright.search.workbench import Workbench
 
@@ -39,7 +39,7 @@ def _first_rung(bench: Workbench, generator: random.Random) -> list[Trial]:
     return rung
 
 
-HALVING = Strategy(
+HALVING = SearchStrategy(
     name="halving",
     summary="random candidates, the better half trained twice as long",
     run=search_by_halving,

@@ -2,7 +2,7 @@
 
 import random
 
-from modelwright.search.strategy import Strategy
+from modelwright.search.strategy import SearchStrategy
 from modelwright.search.workbench import Workbench
 
 
@@ -13,4 +13,4 @@ def search_at_random(bench: Workbench) -> None:
         pass
 
 
-RANDOM = Strategy(name="random", summary="candidates drawn evenly", run=search_at_random, is_baseline=True)
+RANDOM = SearchStrategy(name="random", summary="candidates drawn evenly", run=search_at_random, is_baseline=True)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from modelwright.search.space import Axis, Choices, Value
-from modelwright.search.strategy import Finding, Strategy
+from modelwright.search.strategy import SearchFinding, SearchStrategy
 from modelwright.search.trial import Trial
 from modelwright.search.workbench import Workbench
 
@@ -36,7 +36,7 @@ MAX_LESSONS = 1000
 """Draws of a search, repeated ones included."""
 
 
-class Controller(nn.Module):
+class RecurrentController(nn.Module):
     """The policy over choices. Everything random comes from `generator`."""
 
     def __init__(self, axes: Sequence[Axis], generator: torch.Generator) -> None:
@@ -103,7 +103,7 @@ class Reinforce:
 
     def __init__(self, axes: Sequence[Axis], seed: int) -> None:
         self.generator = torch.Generator().manual_seed(seed % 2**63)
-        self.controller = Controller(axes, self.generator)
+        self.controller = RecurrentController(axes, self.generator)
         self.optimizer = torch.optim.Adam(self.controller.parameters(), lr=LEARNING_RATE)
         self.baseline = 0.0
         self.num_rewards = 0
@@ -146,7 +146,7 @@ def _choices(bench: Workbench, places: Sequence[int]) -> dict[str, Value]:
     return {axis.name: axis.values[place] for axis, place in zip(bench.space.axes, places, strict=True)}
 
 
-def policy(bench: Workbench, trials: Sequence[Trial]) -> Finding:
+def policy(bench: Workbench, trials: Sequence[Trial]) -> SearchFinding:
     """How far the controller has come: the probabilities of its likeliest values against those of an even draw. It
     draws and learns once more what it did in the search.
     """
@@ -155,14 +155,14 @@ def policy(bench: Workbench, trials: Sequence[Trial]) -> Finding:
     named = zip(bench.space.axes, likeliest, even, strict=True)
     words = ", ".join(f"{axis.name} {high:.2f} (evenly {low:.2f})" for axis, high, low in named)
     figures = {axis.name: high for axis, high in zip(bench.space.axes, likeliest, strict=True)}
-    return Finding(
+    return SearchFinding(
         name="controller",
         figures={"likeliest": figures, "num_rewards": learner.num_rewards},
         text=f"Controller after {learner.num_rewards} rewards, probability of the likeliest value: {words}",
     )
 
 
-REINFORCE = Strategy(
+REINFORCE = SearchStrategy(
     name="reinforce",
     summary="a recurrent controller that learns from rewards (Zoph and Le 2017)",
     run=search_by_reinforce,

@@ -1,7 +1,7 @@
 """The run's own shape, scaled as a whole: what one would do without a search."""
 
 from modelwright.search.space import Choices, Value
-from modelwright.search.strategy import Strategy
+from modelwright.search.strategy import SearchStrategy
 from modelwright.search.workbench import Workbench
 
 NUM_SCALES = 40
@@ -33,7 +33,7 @@ def scaled_choices(standard: Choices, factor: float) -> dict[str, Value]:
     return scaled
 
 
-SCALED = Strategy(
+SCALED = SearchStrategy(
     name="scaled",
     summary="the run's own shape, scaled as a whole",
     run=search_along_scales,

@@ -27,7 +27,7 @@ from modelwright.search.candidates import short_training
 from modelwright.search.rank_agreement import rank_agreement
 from modelwright.search.sandwich import Sandwich, Turn, sub_networks
 from modelwright.search.space import ATTENTION_KINDS, GATES, Choices, Space, Value
-from modelwright.search.strategy import Finding, Strategy
+from modelwright.search.strategy import SearchFinding, SearchStrategy
 from modelwright.search.subnetwork import containing_shape, subnetwork
 from modelwright.search.trial import Trial
 from modelwright.search.workbench import Workbench
@@ -205,7 +205,7 @@ def sandwich_training(training: TrainConfig, num_networks: int) -> TrainConfig:
     )
 
 
-def agreement(bench: Workbench, trials: Sequence[Trial]) -> Finding:
+def agreement(bench: Workbench, trials: Sequence[Trial]) -> SearchFinding:
     """Kendall's tau over all candidates of the search that were trained alone for the full length. The evaluations with
     shared weights serve the report alone and are not charged.
     """
@@ -219,7 +219,7 @@ def agreement(bench: Workbench, trials: Sequence[Trial]) -> Finding:
     stand_alone = [trial.loss for trial in alone.values() if trial.loss is not None]
     tau = rank_agreement(shared, stand_alone, bench.seed)
     value = "not defined" if tau.tau is None else f"{tau.tau:.2f}"
-    return Finding(
+    return SearchFinding(
         name="kendall_tau",
         figures=vars(tau),
         text=f"Kendall's tau of losses with shared weights and of stand-alone training: {value}, 95% interval "
@@ -237,7 +237,7 @@ def fits(space: Space, choices: Choices) -> bool:
     ) and all(choices[axis.name] in axis.values for axis in space.axes if not axis.is_ordered)
 
 
-SUPERNET = Strategy(
+SUPERNET = SearchStrategy(
     name="supernet",
     summary="weights shared by all shapes rank candidates, of which some are trained alone",
     run=search_by_supernet,

@@ -4,7 +4,7 @@ from typing import Any
 
 from modelwright.core.errors import ConfigError
 from modelwright.search.space import Axis
-from modelwright.search.strategy import Strategy
+from modelwright.search.strategy import SearchStrategy
 from modelwright.search.workbench import Workbench
 
 NUM_STARTUP = 5
@@ -54,4 +54,4 @@ def _value(axis: Axis, param: Any) -> Any:
     return axis.values[param] if axis.is_ordered else param
 
 
-TPE = Strategy(name="tpe", summary="Optuna's tree-structured Parzen estimator", run=search_by_tpe)
+TPE = SearchStrategy(name="tpe", summary="Optuna's tree-structured Parzen estimator", run=search_by_tpe)
