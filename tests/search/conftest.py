@@ -19,6 +19,6 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def short_measurements() -> Iterator[None]:
     """No test depends on how well latency is measured."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("NUM_ROUNDS", "ROUND_TOKENS", "WARMUP_TOKENS"):
+        for name in ("PATIENCE_ROUNDS", "MAX_ROUNDS", "ROUND_TOKENS", "WARMUP_TOKENS"):
             patch.setattr(f"modelwright.search.latency.{name}", 1)
         yield

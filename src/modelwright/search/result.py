@@ -8,13 +8,13 @@ the winner is chosen by the mean over all of them.
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from modelwright.core.config import merge
 from modelwright.core.errors import ModelwrightError
 from modelwright.model.config import ModelConfig
-from modelwright.search.candidates import Candidates
+from modelwright.search.candidates import NUM_APPEALS, Candidates
 from modelwright.search.strategy import SearchFinding, SearchStrategy
 from modelwright.search.trial import ServingLimits, Trial
 from modelwright.search.workbench import Workbench
@@ -129,8 +129,15 @@ def judge(
 
 
 def promise_of(candidates: Candidates, shape: ModelConfig) -> Promise:
-    """A shape's latency, and a new measurement of it."""
-    return Promise(promised_ms=candidates.latency_ms(shape), measured_ms=candidates.measure(shape))
+    """A shape's latency, and a new measurement of it, in a fresh engine; in further ones while it is slower than the
+    promise allows, because what else the machine does only ever adds time.
+    """
+    promise = Promise(promised_ms=candidates.latency_ms(shape), measured_ms=candidates.measure(shape))
+    for _ in range(NUM_APPEALS):
+        if promise.is_kept or promise.ratio < 1.0:
+            break
+        promise = replace(promise, measured_ms=min(promise.measured_ms, candidates.measure(shape)))
+    return promise
 
 
 def contender_of(one: Searched, num_repetitions: int) -> Contender:
