@@ -25,6 +25,7 @@ from modelwright.cli import (
     plan,
     requests,
     run,
+    search,
 )
 from modelwright.cli.completion import completion_parser, completion_script
 from modelwright.cli.launch import EXIT_REPORT_DIR, GOES_ON, write_exit_report
@@ -37,7 +38,7 @@ _ABOUT_PATHS = (
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP
 )  # fmt: skip
 
-_RESUMABLE = ("run", "launch", "finetune")
+_RESUMABLE = ("run", "launch", "finetune", "search")
 _SPARED: Mapping[str, tuple[int, ...]] = {"chat": (signal.SIGINT,)}
 """Signals that a command may outlive: Ctrl-C ends an answer."""
 
@@ -111,6 +112,13 @@ COMMANDS: dict[str, Command] = {
         settings=config.setting_names,
         targets=commands.recipe_names,
         summary="propose a peak learning rate by a short sweep over rates",
+    ),
+    "search": Command(
+        run=search.search,
+        parser=search.parser,
+        settings=config.setting_names,
+        targets=commands.recipe_names,
+        summary="search a model's shape, or hyperparameters, under budgets",
     ),
     "serve": Command(
         run=commands.serve,

@@ -23,18 +23,16 @@ from modelwright.data.loader import PackedLoader, PackedRows
 from modelwright.model.hf import load_model
 from modelwright.optim.schedule import ScheduleConfig
 from modelwright.parallel.mesh import single
+from modelwright.pipeline.borrowed_rows import borrowed_rows
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.process_group import use_threads
 from modelwright.pipeline.report.blocks import Chart, Fact, Page, Section, Table
 from modelwright.pipeline.report.charts import Line, line_chart, smooth
 from modelwright.pipeline.report.format import number
 from modelwright.pipeline.report.render import render
-from modelwright.pipeline.run import execute, resolve_config
-from modelwright.pipeline.runner import survey
+from modelwright.pipeline.run import resolve_config
 from modelwright.pipeline.stage import StageInputs
-from modelwright.pipeline.stages.build import build_stages
 from modelwright.pipeline.stages.init import INIT
-from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.training import fresh_model
 from modelwright.train.build import train
 from modelwright.train.config import TrainConfig
@@ -112,7 +110,7 @@ def range_test(
     if not config.trainings:
         raise ConfigError("stages: none of them trains, so there is no learning rate to find; add one that does")
     config = resolve_config(config, run, progress)
-    rows = _rows(config, run, folder, words, progress)
+    rows = borrowed_rows(config, run, folder, words, progress) / "train"
     use_threads(config.hardware.num_threads)
     result = sweep(config, rows, test, progress)
     write_sweep(result, config, test, folder)
@@ -233,16 +231,3 @@ def write_sweep(found: Sweep, config: RunConfig, test: RangeConfig, folder: Path
         footer=f"Written by Modelwright {__version__}. This file needs no network.",
     )
     write_atomic(folder / "lr-find.html", render(page))
-
-
-def _rows(config: RunConfig, run: RunDir, folder: Path, words: Sequence[str], progress: Progress) -> Path:
-    """The packed rows of the first training: the run's own, or ones made for this test."""
-    rows, place = config.trainings[0].rows, run
-    assert rows is not None
-    if survey(run, build_stages(config, run)).states[PACK.name] != "done":
-        place = RunDir(folder / "data")
-        # All stages stay in the configuration, because the trainings decide which rows are packed.
-        before = config.stage_names[: config.stage_names.index(PACK.name) + 1]
-        data = replace(config, minutes=0.0)
-        execute(data, place, only=before, origin="lr-find", words=words, progress=progress)
-    return place.stage(PACK.name).artifact / rows.name / "train"

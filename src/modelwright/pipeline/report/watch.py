@@ -19,7 +19,7 @@ class EventKind:
     is_ordinary: bool = False
 
 
-_KINDS = {
+EVENT_KINDS = {
     "gradient_outlier": EventKind(
         "gradient-norm outliers",
         "Single ones are ordinary. Nothing needs to be done as long as the loss goes on falling; if it jumps at the "
@@ -45,6 +45,7 @@ _KINDS = {
         "steps out of memory", "Raise gradient_accumulation_steps, so that no step is made twice."
     ),
 }
+"""By the kind that a monitor reports; docs/troubleshooting.md lists them, too."""
 
 
 def watch_blocks(stage: StageData) -> list[Block]:
@@ -55,7 +56,7 @@ def watch_blocks(stage: StageData) -> list[Block]:
     kinds = Counter(event["kind"] for event in events)
     notes: list[Block] = []
     for name, times in kinds.most_common():
-        kind = _KINDS.get(name, EventKind(name, "See anomalies.jsonl."))
+        kind = EVENT_KINDS.get(name, EventKind(name, "See anomalies.jsonl."))
         text = f"Watch list: {kind.name}: {count(times)}. {kind.advice}"
         notes.append(Note(text, "plain" if kind.is_ordinary else "warning"))
     lines = [f"step {event['step']:>6}  {event['text']}" for event in events]

@@ -1,0 +1,28 @@
+"""The packed rows of a run for commands that train beside it: the run's own, or ones made for the purpose."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from modelwright.core.progress import Progress
+from modelwright.core.rundir import RunDir
+from modelwright.pipeline.config import RunConfig
+from modelwright.pipeline.run import execute
+from modelwright.pipeline.runner import survey
+from modelwright.pipeline.stages.build import build_stages
+from modelwright.pipeline.stages.pack import PACK
+
+
+def borrowed_rows(config: RunConfig, run: RunDir, folder: Path, words: Sequence[str], progress: Progress) -> Path:
+    """The folder with the rows, `train` and `heldout`, of the first training of a resolved configuration. If the run
+    has no finished ones that match it, they are made below `folder`. words: the command line, the command's name first.
+    """
+    rows, place = config.trainings[0].rows, run
+    assert rows is not None
+    if survey(run, build_stages(config, run)).states[PACK.name] != "done":
+        place = RunDir(folder / "data")
+        # All stages stay in the configuration, because the trainings decide which rows are packed.
+        before = config.stage_names[: config.stage_names.index(PACK.name) + 1]
+        data = replace(config, minutes=0.0)
+        execute(data, place, only=before, origin=words[0], words=words, progress=progress)
+    return place.stage(PACK.name).artifact / rows.name

@@ -1,0 +1,230 @@
+"""What a search may choose: axes of named values, and what a choice makes of a model's shape or a training's settings.
+
+Every axis has finitely many values, so that a choice is a plain mapping that a journal holds, equal candidates are
+recognized, and every strategy, a controller with softmax outputs included, works on every space.
+"""
+
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+from modelwright.core.config import load_yaml
+from modelwright.core.errors import ConfigError
+from modelwright.core.suggest import did_you_mean
+from modelwright.model.config import AttentionGate, ModelConfig
+from modelwright.train.config import TrainConfig
+
+Value = int | float | str
+Choices = Mapping[str, Value]
+"""The value on each axis, by the axis's name."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One thing to choose."""
+
+    name: str
+    values: tuple[Value, ...]
+    is_ordered: bool
+    """Whether neighbors in `values` resemble each other, as numbers in ascending order do."""
+
+
+@dataclass(frozen=True)
+class ModelCandidate:
+    """What a choice makes of the run: the model's shape and the settings of its first training."""
+
+    model: ModelConfig
+    training: TrainConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """All candidates of a search."""
+
+    name: str
+    axes: tuple[Axis, ...]
+    standard: ModelCandidate
+    """The run's own shape and settings."""
+    standard_choices: Choices
+    """The values that the run itself has, which need not be among those of the axes."""
+    apply: Callable[[ModelCandidate, Choices], ModelCandidate]
+    """Makes a candidate of the standard one and choices on all axes. Raises `ConfigError` for choices that make none.
+    """
+    changes_shape: bool
+
+    def candidate(self, choices: Choices) -> ModelCandidate:
+        """The candidate of these choices, which may be off the grid."""
+        assert set(choices) == {axis.name for axis in self.axes}, choices
+        return self.apply(self.standard, choices)
+
+    def draw(self, generator: random.Random) -> dict[str, Value]:
+        """Choices drawn evenly on each axis."""
+        return {axis.name: generator.choice(axis.values) for axis in self.axes}
+
+    @property
+    def num_candidates(self) -> int:
+        return math.prod(len(axis.values) for axis in self.axes)
+
+    def settings(self, candidate: ModelCandidate, stage: str) -> dict[str, Any]:
+        """The settings, as a run's YAML has them, in which a candidate differs from the standard one; stage: the name
+        of the training.
+        """
+        standard = self.standard
+        sections = {"model": (standard.model, candidate.model), stage: (standard.training, candidate.training)}
+        return {
+            name: changed
+            for name, (before, after) in sections.items()
+            if (changed := {key: value for key, value in vars(after).items() if value != getattr(before, key)})
+        }
+
+
+ATTENTION_KINDS = ("mha", "gqa", "mqa")
+"""Multi-head attention, grouped-query attention (Ainslie et al. 2023) with half as many key/value heads or fewer, and
+multi-query attention (Shazeer 2019)."""
+GATES: tuple[AttentionGate, ...] = ("none", "head", "element")
+
+
+def num_kv_heads(kind: str, num_heads: int) -> int:
+    """Key/value heads of a kind of attention: for `gqa` the largest proper divisor of the query heads."""
+    if kind == "mha":
+        return num_heads
+    if kind == "mqa":
+        return 1
+    return next(divisor for divisor in range(max(1, num_heads // 2), 0, -1) if num_heads % divisor == 0)
+
+
+def kind_of(model: ModelConfig) -> str:
+    """The kind of attention that a shape has."""
+    if model.num_kv_heads == model.num_heads:
+        return "mha"
+    return "mqa" if model.num_kv_heads == 1 else "gqa"
+
+
+def architecture(model: ModelConfig, training: TrainConfig) -> Space:
+    """Depth, width, heads, kind of attention, gate and feed-forward width around a model's shape. The width of a head
+    stays, as do vocabulary and context.
+    """
+    standard = {
+        "layers": model.num_layers,
+        "width": model.model_dim,
+        "heads": model.num_heads,
+        "attention": kind_of(model),
+        "gate": model.attention_gate,
+        "ffn": model.ffn_dim,
+    }
+    axes = (
+        Axis("layers", _scaled(model.num_layers, (0.5, 0.75, 1.0, 1.5, 2.0), 1), is_ordered=True),
+        Axis("width", _scaled(model.model_dim, (0.5, 0.75, 1.0, 1.25, 1.5), 16), is_ordered=True),
+        Axis("heads", _scaled(model.num_heads, (0.5, 1.0, 1.5, 2.0), 1), is_ordered=True),
+        Axis("attention", ATTENTION_KINDS, is_ordered=False),
+        Axis("gate", GATES, is_ordered=False),
+        Axis("ffn", _scaled(model.ffn_dim, (0.5, 0.75, 1.0, 1.5, 2.0), 16), is_ordered=True),
+    )
+    return Space(
+        name="architecture",
+        axes=axes,
+        standard=ModelCandidate(model, training),
+        standard_choices=standard,
+        apply=_with_shape,
+        changes_shape=True,
+    )
+
+
+def _scaled(value: int, factors: Sequence[float], multiple: int) -> tuple[int, ...]:
+    """Multiples of a number, rounded to multiples of `multiple`, without the duplicates that rounding makes."""
+    return tuple(sorted({max(multiple, round(value * factor / multiple) * multiple) for factor in factors}))
+
+
+def _with_shape(standard: ModelCandidate, choices: Choices) -> ModelCandidate:
+    heads = cast(int, choices["heads"])
+    model = replace(
+        standard.model,
+        num_layers=cast(int, choices["layers"]),
+        model_dim=cast(int, choices["width"]),
+        num_heads=heads,
+        num_kv_heads=num_kv_heads(cast(str, choices["attention"]), heads),
+        attention_gate=cast(AttentionGate, choices["gate"]),
+        ffn_dim=cast(int, choices["ffn"]),
+    )
+    return ModelCandidate(model, standard.training)
+
+
+def hyperparameters(model: ModelConfig, training: TrainConfig, seq_len: int) -> Space:
+    """Learning rate, batch and weight decay around those of a training. seq_len: tokens of a row, of which a batch has
+    a whole number.
+    """
+    rows = training.batch_tokens // seq_len
+    batches = {round(rows * factor) * seq_len for factor in (0.5, 1.0, 2.0, 4.0) if rows * factor >= 1}
+    fits = [batch for batch in sorted(batches) if batch % (seq_len * training.gradient_accumulation_steps) == 0]
+    decays = tuple(sorted({0.0, 0.01, 0.03, 0.1, 0.3, training.weight_decay}))
+    rates = tuple(float(f"{training.learning_rate * 2 ** (half / 2):.3g}") for half in range(-4, 5))
+    axes = (
+        Axis("learning_rate", rates, is_ordered=True),
+        Axis("batch_tokens", tuple(fits), is_ordered=True),
+        Axis("weight_decay", decays, is_ordered=True),
+    )
+    return Space(
+        name="hyperparameters",
+        axes=axes,
+        standard=ModelCandidate(model, training),
+        standard_choices={axis.name: getattr(training, axis.name) for axis in axes},
+        apply=lambda standard, choices: ModelCandidate(
+            standard.model, replace(standard.training, **cast(Any, choices))
+        ),
+        changes_shape=False,
+    )
+
+
+SPACES = ("architecture", "hyperparameters")
+
+
+def space_of(word: str, model: ModelConfig, training: TrainConfig, seq_len: int) -> Space:
+    """The space that a user names: one of `SPACES`, or a YAML file with `space: NAME` and, under the names of axes,
+    lists of other values. Raises `ConfigError` for an unknown axis and for a value that makes no candidate.
+    """
+    path = Path(word)
+    if path.suffix in (".yaml", ".yml"):
+        lists = load_yaml(path)
+        word = str(lists.pop("space", SPACES[0]))
+    else:
+        path, lists = Path(), {}
+    if word not in SPACES:
+        where = f"{path}: space" if lists or path.name else "--space"
+        raise ConfigError(f"{where}: {word!r} is not one of {', '.join(SPACES)}{did_you_mean(word, SPACES)}")
+    space = architecture(model, training) if word == SPACES[0] else hyperparameters(model, training, seq_len)
+    return narrowed(space, lists, str(path)) if lists else space
+
+
+def narrowed(space: Space, lists: Mapping[str, Any], where: str) -> Space:
+    """The space with other values on some axes. where: the file that they come from."""
+    names = [axis.name for axis in space.axes]
+    axes = {axis.name: axis for axis in space.axes}
+    for name, values in lists.items():
+        if name not in axes:
+            raise ConfigError(f"{where}: {name}: unknown axis{did_you_mean(name, names)} (known: {', '.join(names)})")
+        axes[name] = replace(axes[name], values=_values(axes[name], values, f"{where}: {name}"))
+    changed = replace(space, axes=tuple(axes.values()))
+    for axis in changed.axes:
+        for value in axis.values:
+            try:
+                changed.candidate({**space.standard_choices, axis.name: value})
+            except ConfigError as error:
+                raise ConfigError(f"{where}: {axis.name}: {value!r} makes no model or training ({error})") from None
+    return changed
+
+
+def _values(axis: Axis, values: Any, where: str) -> tuple[Value, ...]:
+    """A user's values of one axis."""
+    if not isinstance(values, list) or not values:
+        raise ConfigError(f"{where}: must be a list of values, such as [{', '.join(map(str, axis.values[:3]))}]")
+    known, items = axis.values[0], cast(list[Any], values)
+    if not axis.is_ordered and (wrong := [item for item in items if item not in axis.values]):
+        raise ConfigError(f"{where}: {wrong[0]!r} is not one of {', '.join(map(str, axis.values))}")
+    kinds = (int, float) if isinstance(known, float) else (type(known),)
+    if wrong := [item for item in items if not isinstance(item, kinds) or isinstance(item, bool)]:
+        raise ConfigError(f"{where}: {wrong[0]!r} is not of the kind of {known!r}")
+    numbers = [float(item) if isinstance(known, float) else item for item in items]
+    return tuple(sorted(set(numbers)) if axis.is_ordered else dict.fromkeys(numbers))

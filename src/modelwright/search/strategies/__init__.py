@@ -1,0 +1,1 @@
+"""The strategies of the search, one file each; `STRATEGIES` in `search/strategy_list.py` lists them."""

@@ -1,0 +1,42 @@
+"""The run's own shape, scaled as a whole: what one would do without a search."""
+
+from modelwright.search.space import Choices, Value
+from modelwright.search.strategy import SearchStrategy
+from modelwright.search.workbench import Workbench
+
+NUM_SCALES = 40
+LARGEST = 2.0
+"""Of the factors, which are tried downwards in equal steps: the first one within limits is the largest that fits."""
+MULTIPLE = 16
+"""Widths are multiples of it."""
+
+
+def search_along_scales(bench: Workbench) -> None:
+    """Depth, width, heads and feed-forward width times one factor, with the run's attention and gate: the largest shape
+    within the limits, and smaller ones while the budget lasts, each once.
+    """
+    for step in range(NUM_SCALES):
+        choices = scaled_choices(bench.space.standard_choices, LARGEST * (1.0 - step / NUM_SCALES))
+        if bench.find(choices, 1.0) is None:
+            bench.try_out(choices)  # None where it costs more than is left: a smaller one may not
+
+
+def scaled_choices(standard: Choices, factor: float) -> dict[str, Value]:
+    """Numbers times the factor, at least 1, widths as multiples of 16; words as they are."""
+    scaled: dict[str, Value] = {}
+    for name, value in standard.items():
+        if isinstance(value, str):
+            scaled[name] = value
+            continue
+        multiple = MULTIPLE if name in ("width", "ffn") else 1
+        scaled[name] = max(multiple, round(value * factor / multiple) * multiple)
+    return scaled
+
+
+SCALED = SearchStrategy(
+    name="scaled",
+    summary="the run's own shape, scaled as a whole",
+    run=search_along_scales,
+    needs_shapes=True,
+    is_baseline=True,
+)

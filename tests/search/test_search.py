@@ -1,0 +1,233 @@
+"""A whole search: what it tries, what it refuses, what it writes, and who else may add a strategy."""
+
+import json
+import math
+import sys
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from modelwright.core.errors import ConfigError, ModelwrightError
+from modelwright.core.records import read_records
+from modelwright.recipes.load import load
+from modelwright.search.report import as_text
+from modelwright.search.result import SearchResult
+from modelwright.search.run import STANDARD
+from modelwright.search.strategy_list import STRATEGIES, known_strategies
+from modelwright.train.build import train
+from modelwright.train.job import TrainJob
+from modelwright.train.state import TrainResult
+from search_runs import copied, search_in, trials_of, wish
+
+Searched = tuple[Path, SearchResult]
+
+
+@pytest.fixture(scope="module")
+def searched(packed: Path, tmp_path_factory: pytest.TempPathFactory) -> Searched:
+    """A search by all strategies of shapes."""
+    run = copied(packed, tmp_path_factory.mktemp("searched"))
+    names = ("tpe", "random", "halving", "scaled", "reinforce")
+    return run, search_in(run, wish(packed, strategies=names, num_repetitions=1))
+
+
+def test_every_strategy_spends_its_budget_and_no_more(searched: Searched) -> None:
+    _, result = searched
+    spent = {one.strategy.name: one.spent for one in result.contenders}
+    assert list(spent) == [STANDARD, "tpe", "random", "halving", "scaled", "reinforce"]
+    assert spent[STANDARD] == 1.0
+    dearest = max(trial.cost for trial in result.trials)
+    assert all(2.0 - dearest < cost <= 2.0 + 1e-6 for name, cost in spent.items() if name in ("tpe", "random"))
+    assert all(0.0 < cost <= 2.0 + 1e-6 for cost in spent.values())
+
+
+def test_a_candidate_is_trained_once_and_gives_each_strategy_the_same_loss(searched: Searched) -> None:
+    run, result = searched
+    records = read_records(run / "search" / "journal.jsonl")
+    trainings = [record["key"] for record in records if record["kind"] == "training"]
+    assert len(set(trainings)) == len(trainings)
+    losses: dict[str, set[float | None]] = {}
+    for trial in result.trials:
+        losses.setdefault(json.dumps([dict(trial.choices), trial.share], sort_keys=True), set()).add(trial.loss)
+    assert all(len(same) == 1 for same in losses.values())
+    assert not (run / "search" / "trainings").exists() or not any((run / "search" / "trainings").iterdir())
+
+
+def test_halving_promotes_the_better_half(searched: Searched) -> None:
+    _, result = searched
+    rungs = [[trial for trial in result.trials if trial.strategy == "halving" and trial.share == share]
+             for share in (0.25, 0.5, 1.0)]  # fmt: skip
+    assert len(rungs[0]) > len(rungs[1]) >= len(rungs[2]) >= 1
+    for lower, upper in pairwise(rungs):
+        ranked = sorted(lower, key=lambda trial: (trial.loss, trial.number))
+        assert [trial.choices for trial in upper] == [trial.choices for trial in ranked[: len(upper)]]
+
+
+def test_the_winner_has_the_lowest_mean_over_seeds_and_its_yaml_is_a_run(searched: Searched) -> None:
+    run, result = searched
+    assert result.winner.mean_loss == min(one.mean_loss for one in result.contenders)
+    assert all(len(one.losses) == 2 and one.losses[0] != one.losses[1] for one in result.contenders)
+    assert result.winner.best is not None
+    config = load(str(run / "search" / "winner.yaml"), {}).config
+    assert config.name == "tiny-searched"
+    assert config.model.num_layers == result.winner.best.choices["layers"]
+    assert config.model.num_parameters == result.winner.best.num_parameters
+    assert config.first_training.learning_rate == load(str(run), {}).config.first_training.learning_rate
+
+
+def test_the_report_has_what_it_promises(searched: Searched) -> None:
+    run, result = searched
+    report = json.loads((run / "search" / "report.json").read_text())
+    assert {"limits", "strategies", "trials", "frontier", "winner", "latency"} <= set(report)
+    promise = report["latency"]["winner"]
+    assert promise["promised_ms"] > 0
+    assert promise["measured_ms"] > 0
+    assert promise["is_kept"] == (abs(promise["measured_ms"] / promise["promised_ms"] - 1.0) <= 0.1)
+    text = (run / "search" / "report.txt").read_text()
+    assert text == as_text(result, run / "search")
+    assert "measured again in a fresh engine" in text
+    assert "random (baseline)" in text
+    assert report["findings"]["controller"]["num_rewards"] >= sum(one.strategy == "reinforce" for one in result.trials)
+
+
+def test_the_frontier_has_what_no_trial_dominates(searched: Searched) -> None:
+    _, result = searched
+    full = [trial for trial in result.trials if trial.is_full]
+    points = {(trial.latency_ms, trial.loss) for trial in full}
+
+    def dominated(point: tuple[float, float | None]) -> bool:
+        return any(a <= point[0] and b <= point[1] and (a, b) != point for a, b in points)  # pyright: ignore
+
+    assert {(trial.latency_ms, trial.loss) for trial in result.frontier} == {p for p in points if not dominated(p)}
+
+
+def test_what_is_done_is_not_done_again_and_strategies_may_be_added(packed: Path, tmp_path: Path) -> None:
+    run = copied(packed, tmp_path)
+    search_in(run, wish(packed, budget=1.0))
+    before = (run / "search" / "journal.jsonl").read_text()
+    search_in(run, wish(packed, budget=1.0))
+    assert (run / "search" / "journal.jsonl").read_text() == before
+    search_in(run, wish(packed, budget=1.0, strategies=("random", "scaled")))
+    assert (run / "search" / "journal.jsonl").read_text().startswith(before)
+
+
+def test_another_search_in_the_same_folder_is_refused_unless_it_restarts(packed: Path, tmp_path: Path) -> None:
+    run = copied(packed, tmp_path)
+    search_in(run, wish(packed, budget=1.0))
+    with pytest.raises(ConfigError, match=r"another --budget \(1.0, now 2.0\).*--restart"):
+        search_in(run, wish(packed))
+    search_in(run, wish(packed), restart=True)
+    assert sum(trial[-1] for trial in trials_of(run) if trial[0] == "random") > 1.0
+
+
+def test_candidates_beyond_a_limit_are_measured_but_not_trained(
+    packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("modelwright.search.workbench.MAX_REFUSALS", 8)
+    run = copied(packed, tmp_path)
+    with pytest.raises(ModelwrightError, match=r"no candidate within .* was trained; raise --max-latency-ms"):
+        search_in(run, wish(packed, max_latency_ms=1e-6))
+    reasons = {record["reason"] for record in read_records(run / "search" / "journal.jsonl")
+               if record["kind"] == "trial" and record["strategy"] == "random"}  # fmt: skip
+    assert reasons == {"latency"}
+
+
+def test_parameters_are_counted_before_anything_is_measured(packed: Path, tmp_path: Path) -> None:
+    run = copied(packed, tmp_path)
+    result = search_in(run, wish(packed, max_parameters=30_000))
+    refused = [trial for trial in result.trials if trial.strategy == "random" and trial.num_parameters > 30_000]
+    assert refused
+    assert all(trial.reason == "parameters" and not trial.latency_ms for trial in refused)
+    assert all(trial.num_parameters <= 30_000 for trial in result.trials if trial.cost and trial.strategy == "random")
+
+
+PACKAGE = """
+from modelwright.search.strategy import SearchStrategy
+
+
+def first_and_last(bench):
+    for place in (0, -1):
+        bench.try_out({axis.name: axis.values[place] for axis in bench.space.axes})
+
+
+CORNERS = SearchStrategy(name="corners", summary="the first and the last values", run=first_and_last)
+"""
+
+
+def test_a_package_adds_a_strategy(
+    packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    package = tmp_path / "package"
+    (package / "corners-1.0.dist-info").mkdir(parents=True)
+    (package / "corners.py").write_text(PACKAGE)
+    (package / "corners-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: corners\nVersion: 1.0\n")
+    entry = "[modelwright.search_strategies]\ncorners = corners:CORNERS\n"
+    (package / "corners-1.0.dist-info" / "entry_points.txt").write_text(entry)
+    assert len(known_strategies()) == len(STRATEGIES)
+    monkeypatch.syspath_prepend(package)
+    run = copied(packed, tmp_path)
+    result = search_in(run, wish(packed, strategies=("corners",)))
+    monkeypatch.delitem(sys.modules, "corners")
+    assert [(one[0], one[2]["layers"]) for one in trials_of(run)] == [(STANDARD, 2), ("corners", 1), ("corners", 2)]
+    assert {one.strategy.name for one in result.contenders} == {STANDARD, "corners"}
+
+
+def test_hyperparameters_by_the_same_command(packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equally many tokens whatever the batch; a training that fails, or ends without a number, is a trial without a
+    loss.
+    """
+
+    def failing(job: TrainJob, *more: Any) -> TrainResult:
+        if job.config.learning_rate == 2e-3:
+            raise ModelwrightError("training has diverged; lower learning_rate")
+        result = train(job, *more)
+        return replace(result, heldout_loss=math.nan) if job.config.learning_rate == 3e-3 else result
+
+    monkeypatch.setattr("modelwright.search.candidates.train", failing)
+    run = copied(packed, tmp_path)
+    space = tmp_path / "rates.yaml"
+    space.write_text("space: hyperparameters\nlearning_rate: [1e-3, 2e-3, 3e-3]\nbatch_tokens: [128, 512]\n")
+    result = search_in(run, wish(packed, space=str(space), budget=8.0))
+    trials = [trial for trial in result.trials if trial.strategy == "random"]
+    assert {trial.choices["batch_tokens"] for trial in trials} == {128, 512}
+    assert {trial.cost for trial in trials} == {1.0}
+    failed = {trial.choices["learning_rate"] for trial in trials if trial.loss is None and trial.reason == "diverged"}
+    assert failed == {2e-3, 3e-3}
+    assert all(trial.loss is not None for trial in trials if trial.choices["learning_rate"] == 1e-3)
+    assert result.winner.best is not None
+    config = yaml.safe_load((run / "search" / "winner.yaml").read_text())
+    assert config["pretrain"]["learning_rate"] == result.winner.best.choices["learning_rate"]
+
+
+def test_without_optuna_the_error_says_what_to_install(
+    packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(ConfigError, match=r"--strategies: tpe needs .* pip install 'modelwright\[search\]'"):
+        search_in(copied(packed, tmp_path), wish(packed, strategies=("tpe",)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"strategies": ("tpee",)}, "--strategies: 'tpee' is not one of tpe.*did you mean 'tpe'"),
+        ({"strategies": ("tpe", "tpe")}, "--strategies: one is named twice"),
+        ({"space": "architectures"}, "--space: 'architectures' is not one of"),
+        ({"space": "hyperparameters", "strategies": ("scaled",)}, "scaled works on shapes"),
+    ],
+)
+def test_what_makes_no_search_is_named(packed: Path, tmp_path: Path, changes: dict, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        search_in(copied(packed, tmp_path), wish(packed, **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "option"),
+    [({"budget": 0.5}, "--budget"), ({"num_steps": 1}, "--steps"), ({"num_streams": 0}, "--streams")],
+)
+def test_wishes_out_of_range_name_their_option(packed: Path, changes: dict, option: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{option}: "):
+        wish(packed, **changes)
