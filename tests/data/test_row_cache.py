@@ -1,4 +1,4 @@
-"""The cache of packed rows: the same rows as from memory-mapped files, budgets, checksums, tiers, and what kills leave."""
+"""The cache of packed rows: the same rows as from memory-mapped files, budgets, checksums, tiers, kills."""
 
 import os
 import shutil

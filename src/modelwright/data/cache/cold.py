@@ -1,13 +1,18 @@
 """The place that rows are kept at: a folder, or whatever fsspec has a package for."""
 
+import errno
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import fsspec
 import fsspec.core
 
-from modelwright.core.errors import ArtifactError, ConfigError, StorageError
+from modelwright.core.errors import ArtifactError, ConfigError, StorageError, writing
 
 NUM_TRIES = 5
 FIRST_PAUSE_S = 0.2
@@ -40,22 +45,19 @@ class ColdStore:
     _opening: threading.Lock = field(default_factory=threading.Lock)
 
     def read(self, name: str, offset: int, num_bytes: int) -> bytes:
-        """Bytes of a file. Raises `ArtifactError` if it is missing or shorter, `StorageError` if it stays unreadable."""
+        """Bytes of a file. Raises `ArtifactError` if it is missing or short, `StorageError` if it cannot be read."""
         place, pause_s = f"{self.url.rstrip('/')}/{name}", self.pause_s
         for attempt in range(1, NUM_TRIES + 1):
             try:
                 filesystem, path = self._open()
-                content = filesystem.cat_file(f"{path}/{name}", start=offset, end=offset + num_bytes)
+                content: Any = filesystem.cat_file(f"{path}/{name}", start=offset, end=offset + num_bytes)
             except FileNotFoundError:
                 raise ArtifactError(f"{place}: is missing; put the packed rows back, or pack them again") from None
             except ConfigError:
                 raise
             except Exception as error:  # each store has errors of its own
                 if attempt == NUM_TRIES or isinstance(error, _FINAL):
-                    raise StorageError(
-                        f"{place}: cannot be read ({_reason(error)}); check the address, the credentials and the "
-                        "network"
-                    ) from None
+                    raise self._unreadable(name, error) from None
                 time.sleep(pause_s)
                 pause_s *= 2
                 continue
@@ -63,6 +65,39 @@ class ColdStore:
                 raise ArtifactError(f"{place}: is truncated; put the packed rows back, or pack them again")
             return bytes(content)
         raise AssertionError("unreachable")
+
+    def read_whole(self, name: str) -> bytes | None:
+        """A small file, None if there is none. Raises `StorageError` if it cannot be read."""
+        filesystem, path = self._open()
+        with self._reporting(name):
+            try:
+                content: Any = filesystem.cat_file(f"{path}/{name}")
+            except FileNotFoundError:
+                return None
+        return bytes(content)
+
+    def copy(self, name: str, target: Path) -> None:
+        """Copy a file. Raises `StorageError` if it cannot be read, or the disk is full."""
+        filesystem, path = self._open()
+        with writing(target), self._reporting(name):
+            filesystem.get_file(f"{path}/{name}", str(target))
+
+    @contextmanager
+    def _reporting(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except (FileNotFoundError, ConfigError):
+            raise
+        except Exception as error:  # each store has errors of its own
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise self._unreadable(name, error) from None
+
+    def _unreadable(self, name: str, error: Exception) -> StorageError:
+        return StorageError(
+            f"{self.url.rstrip('/')}/{name}: cannot be read ({_reason(error)}); check the address, the credentials and "
+            "the network"
+        )
 
     def _open(self) -> tuple[fsspec.AbstractFileSystem, str]:
         with self._opening:

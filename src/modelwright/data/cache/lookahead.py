@@ -3,7 +3,7 @@
 from modelwright.data.batch import TokenBatch
 from modelwright.data.batching.augmented import PlannedRows
 from modelwright.data.cache.reader import BlockReader
-from modelwright.data.loader import PackedRows, RowShare
+from modelwright.data.loader import RowShare
 
 
 class LookaheadLoader:
@@ -11,16 +11,13 @@ class LookaheadLoader:
 
     def __init__(self, loader: PlannedRows, reader: BlockReader, *, num_ahead: int) -> None:
         self.loader = loader
+        self.rows = loader.rows
         self.reader = reader
         self.num_ahead = num_ahead
         self._fork = loader.fork()
         self._plan = (loader.plan_version, 0, 1)
         self._coming: dict[int, list[int]] = {}
         """Rows of the batches to come, by the number of the batch."""
-
-    @property
-    def rows(self) -> PackedRows:
-        return self.loader.rows
 
     @property
     def num_batches_per_epoch(self) -> int:
