@@ -21,7 +21,7 @@ from modelwright.data.cache.cold import ColdStore
 from modelwright.data.cache.config import RowCacheConfig
 from modelwright.data.cache.lookahead import LookaheadLoader
 from modelwright.data.cache.reader import BlockReader
-from modelwright.data.cache.row_cache import open_cache
+from modelwright.data.cache.row_cache import open_cache, remove_leftovers
 from modelwright.data.cache.tiers import DISK, MEMORY, SOURCE, Tiers
 from modelwright.data.loader import PackedLoader, PackedRows, read_index
 from modelwright.data.pack import PackConfig, pack
@@ -145,13 +145,14 @@ def test_a_flipped_byte_in_a_tier_is_named_and_read_again(
     with open_cache(packed, config, note=notes.append) as reader:
         rows = PackedRows(packed, reader)
         rows.gather(np.arange(0, 128, 8))  # block 0 in memory if it has room for one, block 1 where the next is
+        reader.tiers.flush()
         block = 0 if tier == MEMORY else int(reader.tiers.places()[DISK][0])
         (slots,) = (memory if tier == MEMORY else tmp_path / "disk").glob("*/slots.bin")
         flip(slots, 100)
         for _ in range(2):
             assert equal(rows.gather(np.arange(0, 128)), mapped.gather(np.arange(0, 128))), block
         assert reader.tier_figures.num_damaged == 1
-    (line,) = notes
+    _, line = notes
     assert "of tokens-00000.bin in the " + tier in line
     assert "is damaged; it is read again from" in line
 
@@ -162,11 +163,13 @@ def test_blocks_that_are_read_more_often_move_to_memory(packed: Path, tmp_path: 
     with open_cache(packed, config) as reader:
         for block in range(NUM_BLOCKS):  # all of them once: the first ones fill the tiers
             reader.tiers.read(block)
+            reader.tiers.flush()
         before = reader.tiers.places()
         assert not set(often) <= set(before[MEMORY])
         for _ in range(12):
             for block in (*often, int(dice.integers(NUM_BLOCKS))):
                 reader.tiers.read(block)
+                reader.tiers.flush()
         places, figures = reader.tiers.places(), reader.tier_figures
     assert set(often) <= set(places[MEMORY])
     assert not set(places[MEMORY]) & set(places[DISK]), "a block is in one tier"
@@ -232,8 +235,9 @@ def test_killed_processes_leave_nothing_behind(packed: Path, tmp_path: Path, mem
             os.kill(process.pid or 0, signal.SIGKILL)
             process.join()
     assert len(list(memory.iterdir())) == len(list((tmp_path / "disk").iterdir())) == 4
-    mapped, notes = PackedRows(packed), list[str]()
-    with open_cache(packed, config, note=notes.append) as reader:
+    mapped = PackedRows(packed)
+    with open_cache(packed, config) as reader:
+        remove_leftovers(config)  # not of what is in use
         rows = PackedRows(packed, reader)
         assert len(list(memory.iterdir())) == len(list((tmp_path / "disk").iterdir())) == 2
         chosen = np.random.default_rng(2).permutation(NUM_ROWS)
@@ -247,6 +251,7 @@ def test_the_last_of_two_users_removes_the_tiers(packed: Path, tmp_path: Path, m
     config = settings(tmp_path, memory_bytes=2**22)
     with open_cache(packed, config) as one:
         PackedRows(packed, one).gather(np.arange(NUM_ROWS))
+        one.tiers.flush()
         with open_cache(packed, config) as other:
             PackedRows(packed, other).gather(np.arange(NUM_ROWS))
             assert other.tier_figures.blocks == {MEMORY: NUM_BLOCKS, DISK: 0, SOURCE: 0}

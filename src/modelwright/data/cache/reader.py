@@ -40,10 +40,12 @@ class BlockReader:
     def expect(self, rows: Iterable[int]) -> None:
         """Read these rows, the first ones first, and forget what was expected before and is not among them."""
         wanted = dict.fromkeys(rows)
-        for row in self._rows.keys() - wanted.keys():
-            self._rows.pop(row).cancel()
-        # a future is shared by the rows of a block: those that are still wanted are read anew if it was canceled
-        self._rows |= self._start([row for row in wanted if row not in self._rows or self._rows[row].cancelled()])
+        kept = {row: future for row, future in self._rows.items() if row in wanted}
+        useful = set(map(id, kept.values()))  # rows of a block share a future
+        for future in self._rows.values():
+            if id(future) not in useful:
+                future.cancel()
+        self._rows = kept | self._start([row for row in wanted if row not in kept])
 
     def read(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         """The tokens of rows [N] and their loss mask, both [N, seq_len]. Raises what `Tiers.read` does."""
@@ -61,6 +63,7 @@ class BlockReader:
     def close(self) -> None:
         """Wait for the reads that have begun and forget the others."""
         self._threads.shutdown(cancel_futures=True)
+        self.tiers.close()
 
     def _start(self, rows: Iterable[int]) -> dict[int, Future[dict[int, Row]]]:
         by_block: dict[int, list[int]] = defaultdict(list)

@@ -35,14 +35,14 @@ MEMORY_SHARE, DISK_SHARE = 0.1, 0.3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Budget:
+class TierBudget:
     """Bytes of the tiers of a host."""
 
     memory: int
     disk: int
 
     @classmethod
-    def of(cls, config: RowCacheConfig, layout: BlockLayout) -> "Budget":
+    def of(cls, config: RowCacheConfig, layout: BlockLayout) -> "TierBudget":
         """The settings, or shares of the bytes of the rows that have room for a block at least."""
         shares = [max(int(share * layout.total_bytes), _least_bytes(layout)) for share in (MEMORY_SHARE, DISK_SHARE)]
         return cls(
@@ -67,7 +67,9 @@ def open_cache(
     without checksums.
     """
     layout = BlockLayout(folder, read_index(folder))
-    budget = Budget.of(config, layout)
+    budget = TierBudget.of(config, layout)
+    disk_room = f" and {budget.disk:,} in {config.folder}" if budget.disk else ""
+    note(f"cache: {layout.total_bytes:,} bytes of rows, of which {budget.memory:,} fit into memory{disk_room}")
     name = _name(folder, config, budget)
     with ExitStack() as stack:
         memory = _shared(stack, memory_folder(), name, partial(_prepare_memory, layout=layout, budget=budget.memory))
@@ -87,7 +89,14 @@ def open_cache(
         yield reader
 
 
-def _name(folder: Path, config: RowCacheConfig, budget: Budget) -> str:
+def remove_leftovers(config: RowCacheConfig) -> None:
+    """Remove what processes that were killed have left of any cache in memory and in the folder."""
+    for parent in (memory_folder(), Path(config.folder)):
+        if parent.is_absolute() and parent.is_dir():
+            sweep(parent, _prefix())
+
+
+def _name(folder: Path, config: RowCacheConfig, budget: TierBudget) -> str:
     """The same for the same rows and tiers only."""
     parts = [(folder / CHECKSUMS).read_bytes(), rows_at(folder), config.folder, str(budget)]
     digest = hashlib.sha256(b"\0".join(part if isinstance(part, bytes) else part.encode() for part in parts))

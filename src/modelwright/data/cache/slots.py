@@ -54,7 +54,7 @@ class SlotTier:
         table[:_NUM_HEADERS] = (0, NONE, 0, 0)
         table.tofile(folder / "table.bin")
         with open(folder / "slots.bin", "wb") as file:
-            if reserve:
+            if reserve and hasattr(os, "posix_fallocate"):  # not on macOS
                 os.posix_fallocate(file.fileno(), 0, num_slots * slot_bytes)
             file.truncate(num_slots * slot_bytes)
 

@@ -7,6 +7,7 @@ others, and the other one moves away.
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,6 +18,8 @@ from modelwright.data.cache.blocks import BlockLayout, BlockPart
 from modelwright.data.cache.cold import ColdStore
 from modelwright.data.cache.slots import Displaced, SlotTier
 
+MOST_WAITING = 64
+"""Blocks that wait for a place in a tier; further ones get none this time."""
 MEMORY, DISK, SOURCE = "memory", "disk", "source"
 
 
@@ -52,6 +55,9 @@ class Tiers:
         self._counts = counts
         self._note = note
         self._lock = threading.Lock()
+        self._placing = ThreadPoolExecutor(1, thread_name_prefix="tiers")
+        """Writes to the tiers: what is read does not wait for a disk that is slow to write."""
+        self._waiting = threading.BoundedSemaphore(MOST_WAITING)
         self._full: set[str] = set()
         """Tiers that a disk had no more room for."""
 
@@ -60,18 +66,37 @@ class Tiers:
         `StorageError` if the source cannot be read.
         """
         score = self._counts.count(block) if self._counts else 0.0
+        place, name, content = self._nearest(block)
+        with self._lock:
+            self.figures.blocks[name] += 1
+            self.figures.bytes[name] += len(content)
+        if place and self._waiting.acquire(blocking=False):
+            self._placing.submit(self._place, block, content, score, place)
+        return content
+
+    def _nearest(self, block: int) -> tuple[int, str, bytes]:
+        """The number and the name of the nearest tier that has a block, or of the source, and the content."""
         for place, (name, tier) in enumerate(self._tiers):
             content = self._checked(name, tier, block)
             if content is not None:
-                self._count(name, len(content))
-                if place and self._settle(block, content, score, self._tiers[:place]):
-                    with self._lock:
-                        self.figures.num_promoted += 1
-                return content
-        content = self._from_source(block)
-        self._count(SOURCE, len(content))
-        self._settle(block, content, score, self._tiers)
-        return content
+                return place, name, content
+        return len(self._tiers), SOURCE, self._from_source(block)
+
+    def flush(self) -> None:
+        """Wait until the blocks that were read before have their places."""
+        self._placing.submit(lambda: None).result()
+
+    def close(self) -> None:
+        self._placing.shutdown()
+
+    def _place(self, block: int, content: bytes, score: float, came_from: int) -> None:
+        """Put a block into a tier that is nearer than the one it came from, if one takes it."""
+        try:
+            promoted = self._settle(block, content, score, self._tiers[:came_from])
+            with self._lock:
+                self.figures.num_promoted += promoted and came_from < len(self._tiers)
+        finally:
+            self._waiting.release()
 
     def places(self) -> dict[str, list[int]]:
         """The blocks that each tier has."""
@@ -138,8 +163,3 @@ class Tiers:
             f"{self.source.url}: {damage} are damaged: they are not what was packed (CRC-32); put the file back, or "
             "run the pack stage again"
         )
-
-    def _count(self, name: str, num_bytes: int) -> None:
-        with self._lock:
-            self.figures.blocks[name] += 1
-            self.figures.bytes[name] += num_bytes

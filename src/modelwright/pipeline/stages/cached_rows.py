@@ -11,7 +11,7 @@ from modelwright.data.batching.augmented import PlannedRows
 from modelwright.data.cache.config import RowCacheConfig
 from modelwright.data.cache.lookahead import LookaheadLoader
 from modelwright.data.cache.reader import BlockReader
-from modelwright.data.cache.row_cache import open_cache
+from modelwright.data.cache.row_cache import open_cache, remove_leftovers
 from modelwright.data.cache.tiers import DISK, MEMORY, SOURCE
 from modelwright.data.loader import PackedRows
 from modelwright.pipeline.report.blocks import Block, Table
@@ -34,6 +34,7 @@ def training_rows(folder: Path, config: RowCacheConfig, context: StageContext) -
         with open_cache(folder, config, note=context.progress.note) as reader:
             yield PackedRows(folder, reader)
         return
+    remove_leftovers(config)
     packed = PackedRows(folder)
     try:
         yield packed
