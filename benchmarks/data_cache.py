@@ -7,9 +7,10 @@ as long. A step is a pause of `--compute-ms`, as the processor waits while an ac
 rows is the training's own, shuffled over all of them. Without the cache a row's own bytes are read, one row after
 another (as by a memory map on a network disk) or by as many threads as the cache has. The tiers have a tenth and
 three tenths of the rows. All variants must give the same batches. The first epoch, in which the tiers fill, has a
-line of its own, and the first batches after a start count nowhere. `mapped, no store` reads the same rows from local
-files: what it waits is the making of batches, and what other work on the machine adds. The ratio compares the 99th
-percentiles of the better variant without the cache and of the cache.
+line of its own, and the first batches after a start count nowhere. `ready` is the share of rows that were there when
+their batch was asked for, `store` that of the blocks that were read from the store. `mapped, no store` reads the same
+rows from local files: what it waits is the making of batches, and what other work on the machine adds. The ratio
+compares the 99th percentiles of the better variant without the cache and of the cache.
 """
 
 import argparse
@@ -86,6 +87,8 @@ class Measured:
     waits_s: list[float] = field(default_factory=list)
     hashes: list[str] = field(default_factory=list)
     blocks: dict[str, int] = field(default_factory=dict)
+    ready: float = 0.0
+    """Share of the rows that were there when their batch was asked for."""
 
     def percentile(self, share: float) -> float:
         return float(np.percentile(self.waits_s, 100 * share))
@@ -95,14 +98,17 @@ class Measured:
         return total / (total + sum(self.waits_s))
 
 
-def read_batches(loader: Any, numbers: range, compute_s: float) -> Measured:
+def read_batches(loader: Any, numbers: range, compute_s: float, reader: Any = None) -> Measured:
     measured = Measured()
+    before = (reader.figures.num_rows, reader.figures.num_ready) if reader else (0, 0)
     for number in numbers:
         started = time.perf_counter()
         batch = loader.batch(number)
         measured.waits_s.append(time.perf_counter() - started)
         measured.hashes.append(hashlib.sha256(batch.input_ids_BT.numpy().tobytes()).hexdigest())
         time.sleep(compute_s)
+    if reader:
+        measured.ready = (reader.figures.num_ready - before[1]) / (reader.figures.num_rows - before[0])
     return measured
 
 
@@ -139,11 +145,11 @@ def measure(opened: Any, given: argparse.Namespace, *, ahead: int, cached: bool)
         epoch, compute_s = plain.num_batches_per_epoch, given.compute_ms / 1e3
         if not cached:
             read_batches(loader, range(epoch - AHEAD, epoch), compute_s)
-            return {"later": read_batches(loader, range(epoch, epoch + given.uncached_batches), compute_s)}
+            return {"later": read_batches(loader, range(epoch, epoch + given.uncached_batches), compute_s, reader)}
         read_batches(loader, range(AHEAD), compute_s)
-        first = read_batches(loader, range(AHEAD, epoch), compute_s)
+        first = read_batches(loader, range(AHEAD, epoch), compute_s, reader)
         before = dict(reader.tier_figures.blocks)
-        later = read_batches(loader, range(epoch, epoch * given.epochs), compute_s)
+        later = read_batches(loader, range(epoch, epoch * given.epochs), compute_s, reader)
         later.blocks = {name: number - before[name] for name, number in reader.tier_figures.blocks.items()}
         return {"first": first, "later": later}
 
@@ -160,7 +166,7 @@ def show(name: str, measured: Measured, compute_s: float) -> None:
     from_store = f"{measured.blocks[SOURCE] / total:9.0%}" if total else f"{'':9}"
     print(
         f"{name:<34}{1e3 * measured.percentile(0.5):10.1f}{1e3 * measured.percentile(0.99):10.1f}"
-        f"{measured.compute_share(compute_s):10.0%}{from_store}",
+        f"{measured.compute_share(compute_s):10.0%}{measured.ready:9.0%}{from_store}",
         flush=True,
     )
 
@@ -189,7 +195,7 @@ def main() -> None:
         folder, disk = Path(place) / "rows", Path(place) / "disk"
         make_rows(folder, given)
         SlowStore.latency_s = given.latency_ms / 1e3
-        print(f"{'':34}{'p50 ms':>10}{'p99 ms':>10}{'compute':>10}{'store':>9}")
+        print(f"{'':34}{'p50 ms':>10}{'p99 ms':>10}{'compute':>10}{'ready':>9}{'store':>9}")
         results: dict[str, dict[str, Measured]] = {}
         for name, opened, ahead, cached in (
             ("mapped, no store", mapped(folder), 0, False),

@@ -3,11 +3,10 @@
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 
 from modelwright.core.artifacts import read_manifest
@@ -31,22 +30,12 @@ def source(tmp_path_factory: pytest.TempPathFactory, small_words: tuple[str, ...
 
 
 @pytest.fixture(scope="module")
-def store(source: Path) -> Iterator[str]:
+def store(source: Path, s3: Any) -> str:
     """The address of a copy of that run on a local S3-compatible server."""
-    pytest.importorskip("s3fs")
-    server = pytest.importorskip("moto.server").ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    server.start()
-    host, port = server.get_host_and_port()
-    values = {"ACCESS_KEY_ID": "x", "SECRET_ACCESS_KEY": "x", "ENDPOINT_URL": f"http://{host}:{port}"}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in values.items():
-            patch.setenv(f"AWS_{name}", value)
-        filesystem: Any = fsspec.filesystem("s3", skip_instance_cache=True)
-        filesystem.mkdir("bucket")
-        for name in ("config.yaml", "clean/artifact", "tokenize/artifact", "pack/artifact"):
-            filesystem.put(str(source / name), f"bucket/runs/source/{name}", recursive=True)
-        yield "s3://bucket/runs/source"
-    server.stop()
+    s3.mkdir("runs")
+    for name in ("config.yaml", "clean/artifact", "tokenize/artifact", "pack/artifact"):
+        s3.put(str(source / name), f"runs/source/{name}", recursive=True)
+    return "s3://runs/source"
 
 
 def weights(run: Path, *stages: str) -> list[str]:
@@ -105,17 +94,16 @@ def test_the_same_weights_from_a_store(
 
 
 def test_a_flipped_byte_on_the_store_stops_the_run_with_its_name(
-    inside: Command, tmp_path: Path, store: str, small_words: tuple[str, ...]
+    inside: Command, tmp_path: Path, store: str, s3: Any, small_words: tuple[str, ...]
 ) -> None:
-    filesystem: Any = fsspec.filesystem("s3")
-    name = "bucket/runs/source/pack/artifact/pretrain/train/tokens-00000.bin"
-    content = bytearray(filesystem.cat_file(name))
+    name = "runs/source/pack/artifact/pretrain/train/tokens-00000.bin"
+    content = bytearray(s3.cat_file(name))
     flipped = bytearray(content)
     flipped[77] ^= 1
     words = [*small_words, "--rows_from", store, "--stages", PRETRAINED, "--run-dir", str(tmp_path / "run")]
-    filesystem.pipe_file(name, bytes(flipped))
+    s3.pipe_file(name, bytes(flipped))
     done = inside(*words)
-    filesystem.pipe_file(name, bytes(content))
+    s3.pipe_file(name, bytes(content))
     assert done.returncode == 2
     assert f"{store}/pack/artifact/pretrain/train: bytes 0 to " in done.stderr
     assert "of tokens-00000.bin are damaged" in done.stderr
