@@ -56,7 +56,7 @@ def cached(folder: Path) -> list[str]:
     return ["--cache.enabled", "true", "--cache.folder", str(folder)]
 
 
-def test_the_same_weights_from_a_folder_and_from_the_own_rows_with_a_cache(
+def test_the_same_weights_from_a_folder_with_and_without_a_cache(
     inside: Command, tmp_path: Path, source: Path, small_words: tuple[str, ...]
 ) -> None:
     from_folder = ["--rows_from", str(source), "--stages", TRAINED]
@@ -67,11 +67,24 @@ def test_the_same_weights_from_a_folder_and_from_the_own_rows_with_a_cache(
         assert losses(tmp_path / name) == losses(source)
         assert list((tmp_path / name).glob("pack/artifact/*/heldout/tokens-*"))
         assert not list((tmp_path / name).glob("pack/artifact/*/train/tokens-*")), "training rows are not copied"
+    done = inside(*small_words, *from_folder, "--run-dir", str(tmp_path / "cached"))
+    assert "kept     tokenize, pack, pretrain, sft" in done.stdout, "the cache decides nothing that is learned"
     facts = read_manifest(tmp_path / "cached" / "sft" / "artifact").facts["row_cache"]
     assert facts["num_rows"] > 0
     assert sum(facts["blocks"].values()) > 0
     assert not read_manifest(tmp_path / "mapped" / "sft" / "artifact").facts["row_cache"]
     assert not list((tmp_path / "disk").iterdir())
+    assert not left_in_memory()
+
+
+def test_the_own_rows_through_the_cache(
+    inside: Command, tmp_path: Path, source: Path, small_words: tuple[str, ...]
+) -> None:
+    words = ["--stages", f"clean,{PRETRAINED}", "--cache.enabled", "true", "--run-dir", str(tmp_path / "run")]
+    done = inside(*small_words, *words)
+    assert done.returncode == 0, done.stderr
+    assert weights(tmp_path / "run", "pretrain") == weights(source, "pretrain")
+    assert sum(value for _, value in column(read_records(tmp_path / "run/pretrain/metrics.jsonl"), "cache/wait_s")) > 0
     assert not left_in_memory()
 
 
