@@ -1,19 +1,24 @@
 """Losses and metrics of the alignment objectives, step by step, beside those of TRL on the same model, data and seed.
 
-    python benchmarks/trl_losses.py --steps 30
+    python benchmarks/trl_losses.py --steps 30 [--only NAME ...]
 
-needs `pip install trl` (1.16 was used). A Llama of 2 layers and width 64 in FP32, AdamW, a constant rate, no clipping.
-TRL pads one answer to a row; ours are packed, several to a row. Prints the largest difference of each figure over all
-steps, relative to its largest value, and ends with an error if one is above its bound.
+needs `pip install trl` (1.16 was used); `ppo` needs a TRL that still has it, `pip install 'trl==1.12.*'`, and is left
+out of another. A Llama of 2 layers and width 64 in FP32, AdamW, a constant rate, no clipping. TRL pads one answer to a
+row; ours are packed, several to a row. What learns from rollouts generates on our side, and TRL learns from the same
+completions. Prints the largest difference of each figure over all steps, relative to its largest value, and ends with
+an error if one is above its bound.
 """
 
 import argparse
+import importlib
+import importlib.util
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -25,7 +30,16 @@ from transformers import (
     LlamaForSequenceClassification,
     PreTrainedTokenizerFast,
 )
-from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer  # pyright: ignore[reportMissingImports]
+from trl import (  # pyright: ignore[reportMissingImports]
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RewardConfig,
+    RewardTrainer,
+)
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer  # pyright: ignore[reportMissingImports]
 
 from modelwright.core.config import parse
@@ -35,12 +49,20 @@ from modelwright.data.batch import TokenBatch
 from modelwright.data.loader import PackedRows
 from modelwright.data.pack import PackConfig, TokenSequence, pack
 from modelwright.data.preferences import PromptedAnswer
+from modelwright.data.prompts import PromptRecord
 from modelwright.model.hf import load_model, load_sequence_classifier
+from modelwright.objectives.grpo import Grpo, GrpoConfig
+from modelwright.objectives.heldout_rewards import HeldoutRewards
 from modelwright.objectives.kto import Kto, KtoConfig
+from modelwright.objectives.ppo import Ppo, PpoConfig
 from modelwright.objectives.preference import Preference, PreferenceConfig
+from modelwright.objectives.reference_model import ReferenceModel
 from modelwright.objectives.reward_model import HEAD
 from modelwright.objectives.reward_modeling import RewardModelConfig, RewardModeling
+from modelwright.objectives.rollouts import Rollout, RolloutConfig, RolloutWorker
 from modelwright.parallel.mesh import single
+from modelwright.reward.reward import Sample, Score
+from modelwright.reward.weighted_sum import Term, WeightedSum
 from modelwright.train.build import train
 from modelwright.train.config import TrainConfig
 from modelwright.train.frozen_model import FrozenModel
@@ -132,9 +154,10 @@ def theirs(trainer: Any) -> Records:
     return [{**log, "loss": loss} for log, loss in zip(logs, losses, strict=True)]
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer(pad_id: int = PAD) -> PreTrainedTokenizerFast:
     """One word for each token."""
-    words = {"<pad>": PAD, "</s>": EOS, **{f"w{token}": token for token in range(2, VOCABULARY)}}
+    words = {"<pad>": pad_id, "</s>": EOS, **{f"w{token}": token for token in range(2, VOCABULARY)}}
+    words |= {} if pad_id == PAD else {"w0": PAD}
     library = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
     return PreTrainedTokenizerFast(tokenizer_object=library, pad_token="<pad>", eos_token="</s>")
@@ -257,7 +280,182 @@ def reward(folder: Path, steps: int) -> tuple[Records, Records]:
     return own, theirs(trainer)
 
 
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+NUM_PROMPTS, GROUP, ROLLOUT_LEN, EPOCHS = 4, 4, 12, 2
+"""Prompts of a rollout, completions of each prompt, most tokens of a completion, and how often it is learned from."""
+NUM_COMPLETIONS = NUM_PROMPTS * GROUP
+
+
+@dataclass(frozen=True)
+class Words:
+    """What rollouts need of a tokenizer."""
+
+    stop_ids: tuple[int, ...]
+    vocab_size: int = VOCABULARY
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return text(np.array(ids, dtype=np.int64))
+
+
+def even_share(ids: Sequence[int]) -> float:
+    """The share of even tokens among those of an answer, without the end token."""
+    counted = [one for one in ids if one != EOS]
+    return sum(one % 2 == 0 for one in counted) / max(1, len(counted))
+
+
+class EvenWords:
+    """`even_share` as one of our rewards, which see text."""
+
+    name = "even"
+
+    def score(self, samples: Sequence[Sample]) -> list[Score]:
+        return [Score(even_share([int(word[1:]) for word in sample.answer.split()])) for sample in samples]
+
+
+def rollout_parts(start: Path, stop_ids: tuple[int, ...]) -> dict[str, Any]:
+    """What our objectives that roll out are made of."""
+    singles = [one for one, _ in answers(64, prompt_len=6)]
+    prompts = [
+        PromptRecord(ids=(ids := one.ids[: one.prompt_len]).tolist(), messages=[{"role": "user", "content": text(ids)}])
+        for one in singles
+    ]
+    words: Any = Words(stop_ids)
+    worker = RolloutWorker(
+        prompts=prompts,
+        tokenizer=words,
+        reward=WeightedSum([Term(EvenWords(), 1.0)]),
+        config=RolloutConfig(max_completion_length=ROLLOUT_LEN),
+        seed=SEED,
+    )
+    return {
+        "worker": worker,
+        "heldout": HeldoutRewards(worker=worker),
+        "reference": ReferenceModel(load=lambda: FrozenModel(load_model(start), single()), row_len=SEQ_LEN),
+        "num_completions": NUM_COMPLETIONS,
+        "row_len": SEQ_LEN,
+    }
+
+
+def recorded(objective: Any) -> list[Rollout]:
+    """The rollouts of an objective, once it is trained."""
+    rollouts: list[Rollout] = []
+    roll_out = objective.roll_out
+
+    def keep(*args: Any, **more: Any) -> Rollout:
+        rollouts.append(roll_out(*args, **more))
+        return rollouts[-1]
+
+    objective.roll_out = keep
+    return rollouts
+
+
+def prompt_and_completion(rollout: Rollout, row: int) -> tuple[list[int], list[int]]:
+    begin, end = int(rollout.prompt_lens_C[row]), int(rollout.lens_C[row])
+    ids = rollout.ids_CL[row, :end].tolist()
+    return ids[:begin], ids[begin:]
+
+
+def grpo(folder: Path, steps: int, changes: Mapping[str, Any]) -> tuple[Records, Records]:
+    """TRL learns from our completions, which its hook for custom rollouts takes, and scores them itself. Its KL is that
+    of the papers here: by default TRL multiplies it by the ratio of probabilities.
+    """
+    start = llama(folder / "model", LlamaForCausalLM)
+    settings = {"num_generations": GROUP, "num_iterations": EPOCHS, **changes}
+    config = parse(
+        GrpoConfig,
+        {**SHARED, **settings, "num_steps": steps, "rollout": {"max_completion_length": ROLLOUT_LEN}},
+        constants=True,
+    )
+    objective = Grpo(config=config, **rollout_parts(start, (PAD, EOS)))
+    rollouts = recorded(objective)
+    own = ours(objective, load_model(start), config, folder / "ours")
+    rows = [[prompt_and_completion(rollout, row) for row in range(NUM_COMPLETIONS)] for rollout in rollouts]
+    prompts = [text(np.array(prompt)) for one in rows for prompt, _ in one[::GROUP]]
+    replayed = iter(rows)
+
+    def replay(asked: list[str], trainer: Any) -> dict[str, Any]:
+        both = next(replayed)
+        assert asked == [text(np.array(prompt)) for prompt, _ in both]
+        return {"prompt_ids": [a for a, _ in both], "completion_ids": [b for _, b in both], "logprobs": None}
+
+    def even(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        return [even_share(ids) for ids in completion_ids]
+
+    shared = {**trl_settings(folder / "trl", steps), "per_device_train_batch_size": NUM_COMPLETIONS}
+    trainer = GRPOTrainer(
+        model=LlamaForCausalLM.from_pretrained(start),
+        reward_funcs=even,
+        args=GRPOConfig(
+            max_completion_length=ROLLOUT_LEN, shuffle_dataset=False, use_bias_correction_kl=False, **settings, **shared
+        ),
+        train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in prompts]),
+        processing_class=tokenizer(),
+        rollout_func=replay,
+    )
+    return own, theirs(trainer)
+
+
+def ppo(folder: Path, steps: int) -> tuple[Records, Records]:
+    """Means over the epochs of each rollout. TRL's generation and reward model are replaced by our completions and
+    scores, and its value model has the policy's trunk, as ours. No completion ends by itself: after one that does, TRL
+    gives the score to a place of its own behind the end token, and ours to the end token.
+    """
+    trl_ppo = importlib.import_module("trl.experimental.ppo.ppo_trainer")
+    start = llama(folder / "model", LlamaForCausalLM)
+    settings = {"num_ppo_epochs": EPOCHS, "kl_coef": 0.1, "vf_coef": 0.5, "gamma": 0.97, "lam": 0.9}
+    settings |= {"cliprange": 0.1, "cliprange_value": 0.02}
+    config = parse(
+        PpoConfig,
+        {**SHARED, **settings, "num_steps": steps, "rollout": {"max_completion_length": ROLLOUT_LEN}},
+        constants=True,
+    )
+    objective = Ppo(config=config, **rollout_parts(start, ()))
+    rollouts = recorded(objective)
+    own = ours(objective, load_model(start), config, folder / "ours")
+    rows = [[prompt_and_completion(rollout, row) for row in range(NUM_COMPLETIONS)] for rollout in rollouts]
+    generated, scored = iter(rows), iter(rollouts)
+
+    def generate(model: Any, queries: torch.Tensor, batch_size: int, pad_id: int, config: Any) -> Any:
+        both = next(generated)
+        assert [[one for one in query if one != pad_id] for query in queries.tolist()] == [a for a, _ in both]
+        ids = torch.cat([queries, torch.tensor([completion for _, completion in both])], dim=1)
+        return ids, trl_ppo.forward(model, ids, pad_id).logits[:, queries.shape[1] - 1 : -1]
+
+    policy = LlamaForCausalLM.from_pretrained(start)
+    policy.model.embed_tokens.padding_idx = None  # which would leave the vector of token 0 as it is
+    value_model, judge = (LlamaForSequenceClassification(policy.config) for _ in range(2))
+    value_model.model, value_model.score = policy.model, torch.nn.Linear(policy.config.hidden_size, 1)
+    torch.nn.init.zeros_(value_model.score.weight)
+    torch.nn.init.zeros_(value_model.score.bias)
+    get_reward = trl_ppo.get_reward
+
+    def scores(model: Any, *args: Any) -> Any:
+        return (None, next(scored).rewards_C.float(), None) if model is judge else get_reward(model, *args)
+
+    words = tokenizer(pad_id=VOCABULARY)  # a token that the model cannot generate: TRL masks it wherever it stands
+    words.padding_side = "left"
+    data = Dataset.from_list([{"input_ids": prompt} for one in rows for prompt, _ in one])
+    shared = {**trl_settings(folder / "trl", steps), "per_device_train_batch_size": NUM_COMPLETIONS}
+    trainer = trl_ppo.PPOTrainer(
+        args=trl_ppo.PPOConfig(
+            total_episodes=len(data), response_length=ROLLOUT_LEN, temperature=1.0, num_sample_generations=0,
+            **settings, **shared,
+        ),
+        processing_class=words, model=policy, ref_model=None, reward_model=judge, train_dataset=data,
+        value_model=value_model,
+    )  # fmt: skip
+    trainer.dataloader = torch.utils.data.DataLoader(data, NUM_COMPLETIONS, collate_fn=trainer.data_collator)
+    with mock.patch.multiple(trl_ppo, batch_generation=generate, get_reward=scores):
+        trainer.train()
+    logs = [log for log in trainer.state.log_history if "objective/kl" in log]
+    names = [name for name in logs[0] if name in own[0] and name not in INCOMPARABLE]
+    epochs = [own[first : first + EPOCHS] for first in range(0, len(own), EPOCHS)]
+    return [{name: float(np.mean([one[name] for one in each])) for name in names} for each in epochs], logs
+
+
+INCOMPARABLE = ("step", "epoch", "learning_rate", "grad_norm", "num_tokens", "reward_std", "val/num_eos_tokens")
+"""Names that both have for other figures: of GRPO, `reward_std` of TRL is that of all completions, ours the mean over
+groups; of PPO, TRL counts end tokens wherever they stand."""
+PREFERENCES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dpo": ({"loss": "sigmoid", "beta": 0.1}, {"beta": 0.1}),
     "dpo, per token": ({"loss": "sigmoid_norm", "beta": 2.0}, {"beta": 2.0, "loss_type": ["sigmoid_norm"]}),
     "dpo + sft": (
@@ -274,7 +472,7 @@ def differences(own: Records, trl: Records) -> dict[str, float]:
     assert len(own) == len(trl)
     result: dict[str, float] = {}
     for name in sorted({name for one in own for name in one} & {name for one in trl for name in one}):
-        if name in ("step", "epoch", "learning_rate", "grad_norm", "num_tokens"):
+        if name in INCOMPARABLE:
             continue
         # At the first step the policy is its reference, and rounding decides which of two equal rewards is higher.
         first = 1 if name == "rewards/accuracies" else 0
@@ -285,21 +483,38 @@ def differences(own: Records, trl: Records) -> dict[str, float]:
     return result
 
 
+GROUP_RELATIVE: dict[str, dict[str, Any]] = {
+    "grpo": {"loss_type": "grpo", "beta": 0.1},
+    "dr_grpo": {"loss_type": "dr_grpo", "scale_rewards": "none"},
+    "dapo": {"loss_type": "dapo", "epsilon_high": 0.28, "scale_rewards": "batch"},
+}
+
+
+def cases() -> dict[str, Callable[[Path, int], tuple[Records, Records]]]:
+    """What the installed TRL can be compared with."""
+    found: dict[str, Callable[[Path, int], tuple[Records, Records]]] = {}
+    for name, changes in PREFERENCES.items():
+        found[name] = lambda folder, steps, changes=changes: preference(folder, steps, *changes)
+    for name, settings in GROUP_RELATIVE.items():
+        found[name] = lambda folder, steps, settings=settings: grpo(folder, steps, settings)
+    has_ppo = importlib.util.find_spec("trl.experimental.ppo") is not None
+    return {**found, "kto": kto, "reward": reward, **({"ppo": ppo} if has_ppo else {})}
+
+
 def main() -> int:
+    known = cases()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=30)
-    steps: int = parser.parse_args().steps
+    parser.add_argument("--only", nargs="+", choices=list(known), default=list(known))
+    options = parser.parse_args()
     excess: list[str] = []
     with tempfile.TemporaryDirectory() as scratch:
-        for name in (*CASES, "kto", "reward"):
-            folder = Path(scratch) / name
-            if name in CASES:
-                own, trl = preference(folder, steps, *CASES[name])
-            else:
-                own, trl = {"kto": kto, "reward": reward}[name](folder, steps)
+        for name in options.only:
+            own, trl = known[name](Path(scratch) / name, options.steps)
             found = differences(own, trl)
             excess += [f"{name}: {one}" for one in found if not found[one] <= BOUNDS.get(one, OTHER_BOUND)]
-            print(f"{name}: loss {trl[0]['loss']:.4f} -> {trl[-1]['loss']:.4f}")
+            shown = "loss" if "loss" in trl[0] else "loss/policy_avg"
+            print(f"{name}: loss {trl[0][shown]:.4f} -> {trl[-1][shown]:.4f}")
             for figure, value in found.items():
                 print(f"    {figure:22} {value:.1e}")
     print("all within their bounds" if not excess else f"above their bounds: {', '.join(excess)}")

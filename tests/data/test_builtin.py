@@ -30,8 +30,11 @@ def test_three_kinds_of_text(corpus: list[Document]) -> None:
     assert len({document.id for document in corpus}) == len(corpus)
     for document in corpus:
         if document.kind == "qa":
-            assert 20 <= len(document.meta["answer"]) <= MAX_ANSWER_CHARS
-            assert f"`{document.meta['name']}`" in document.meta["question"]
+            assert 10 <= len(document.body) <= MAX_ANSWER_CHARS
+            asked, answered = document.meta["question"], document.meta["answer"]
+            assert f"`{document.meta['name']}`" in answered
+            assert document.split == "train" or asked == f"What does `{document.meta['name']}` do?"
+            assert answered.startswith(document.meta["title"])
         if document.kind == "prose":
             assert document.text.startswith(document.meta["title"] + "\n\n")
     assert not any("test" in document.meta["module"].split(".") for document in corpus)

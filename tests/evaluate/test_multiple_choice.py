@@ -1,4 +1,5 @@
 import json
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from modelwright.data.tokenizer import TokenizerConfig, train_tokenizer
 from modelwright.evaluate import multiple_choice
 from modelwright.evaluate.config import EvaluateConfig, MultipleChoiceConfig
 from modelwright.evaluate.multiple_choice import answer_questions, summarize_answers
-from modelwright.evaluate.questions import build_questions, same_meaning, words_of
+from modelwright.evaluate.questions import Similarity, build_questions, same_meaning, words_of
 
 WORDS = ["copy", "move", "read", "write", "tree", "list", "file", "node", "edge", "path", "cache", "lock", "queue"]
 WORDS += ["stack", "heap", "graph", "table", "index", "key", "row", "door", "wall", "word", "line", "page", "font"]
@@ -28,7 +29,7 @@ def make_qa(make_document, count: int, packages: int = 3, modules: int = 4) -> l
 
 def test_questions_are_deterministic_and_well_formed(make_document) -> None:
     documents = make_qa(make_document, 200)
-    module_of = {document.id: document.meta["module"] for document in documents}
+    package_of = {document.id: document.meta["module"].split(".")[0] for document in documents}
     questions = build_questions(documents, MultipleChoiceConfig(num_questions=80))
     assert questions == build_questions(documents[::-1], MultipleChoiceConfig(num_questions=80))
     assert len({question.id for question in questions}) == 80
@@ -36,13 +37,11 @@ def test_questions_are_deterministic_and_well_formed(make_document) -> None:
         right = next(d for d in documents if d.id == question.id)
         assert question.candidates[question.answer] == right.meta["answer"]
         assert len(set(question.candidates)) == 4
-        if question.tier.startswith("same package"):
-            for other in question.distractor_ids:
-                assert module_of[other].split(".")[0] == module_of[question.id].split(".")[0]
-                assert module_of[other] != module_of[question.id]
+        if question.tier == "same package":
+            assert {package_of[other] for other in question.distractor_ids} == {package_of[question.id]}
         sizes = [len(text) for text in question.candidates]
-        assert max(sizes) <= 1.5**2 * min(sizes)
-    assert sum(question.tier.startswith("same package") for question in questions) > 60
+        assert max(sizes) <= 2.0**2 * min(sizes)
+    assert sum(question.tier == "same package" for question in questions) > 60
 
 
 def test_neither_place_nor_length_tells_the_answer(make_document) -> None:
@@ -55,6 +54,80 @@ def test_neither_place_nor_length_tells_the_answer(make_document) -> None:
     for cue in (sizes.max(1, keepdims=True), sizes.min(1, keepdims=True)):
         credit = (answers == cue) / (sizes == cue).sum(1, keepdims=True)
         assert abs(credit.mean() - 0.25) < 0.05
+
+
+def test_words_of_the_question_do_not_tell_the_answer(make_document) -> None:
+    """Each name is two words of its answer, so that of four answers that are drawn at random nearly always the right
+    one shares most words with the question.
+    """
+    rng = np.random.default_rng(1)
+    documents = []
+    for i in range(900):
+        words = rng.choice(WORDS, 7, replace=False)
+        question, answer = f"What does `pack.m{i}.{words[0]}_{words[1]}` do?", " ".join(sorted(words))
+        meta = {"question": question, "answer": answer, "module": f"pack.m{i}", "name": f"{words[0]}_{words[1]}"}
+        documents.append(make_document(id=f"q{i:03d}", text=answer, kind="qa", meta=meta))
+    questions = build_questions(documents, MultipleChoiceConfig(num_questions=200))
+    assert len(questions) == 200
+
+    def shared_words(question: str, candidates: Sequence[str], answer: int) -> float:
+        shared = [len(set(words_of(question)) & set(words_of(text))) for text in candidates]
+        return (shared[answer] == max(shared)) / shared.count(max(shared))
+
+    drawn = []
+    for document in documents:
+        others = [other.meta["answer"] for other in rng.choice(documents, 3)]
+        drawn.append(shared_words(document.meta["question"], [document.meta["answer"], *others], 0))
+    chosen = [shared_words(q.question, q.candidates, q.answer) for q in questions]
+    assert np.mean(drawn) > 0.8
+    assert np.mean(chosen) < 0.45
+
+
+def test_similarity_is_that_of_its_definition() -> None:
+    texts = [("copy", "tree"), ("copies", "a"), ("move", "tree", "tree")]
+    question = ("copytree", "tree")
+
+    def features(words: Sequence[str]) -> set[str]:
+        return {f"={word}" for word in words} | {word[i : i + 4] for word in words for i in range(len(word) - 3)}
+
+    expected = []
+    for text in texts:
+        total = 0.0
+        for feature in features(text) & features(question):
+            weight = 4.0 if feature.startswith("=") else 1.0
+            total += weight * np.log(4 / sum(feature in features(other) for other in texts))
+        expected.append(total / np.sqrt(len(features(text))))
+    np.testing.assert_allclose(Similarity(texts).to(question), expected)
+    assert expected[0] > expected[2] > expected[1] == 0
+
+
+def test_the_lead_is_given_and_not_scored(monkeypatch, model, tokenizer, make_document) -> None:
+    documents = make_qa(make_document, 60)
+    for document in documents:
+        name = document.meta["question"].split("`")[1]
+        lead = f"`{name}`:"
+        document.meta["title"], document.meta["answer"] = lead, f"{lead} {document.meta['answer']}"
+    seen: list[tuple[str, str]] = []
+
+    def record(model, sequences, **settings):
+        texts = [bytes(i for i in scored.ids if i < 256) for scored in sequences]
+        seen.extend((text[:n].decode(), text[n:].decode()) for text, n in zip(texts, _firsts(sequences), strict=True))
+        return np.ones(len(sequences))
+
+    monkeypatch.setattr(multiple_choice, "sequence_nats", record)
+    config = EvaluateConfig(multiple_choice=MultipleChoiceConfig(num_questions=2))
+    questions = build_questions(documents, config.multiple_choice)
+    answer_questions(model, tokenizer, questions, config, progress=SilentProgress())
+    asked, neutral = seen[: len(seen) // 2], seen[len(seen) // 2 :]
+    expected = [(f"{q.question}{q.lead}", f" {text}") for q in questions for text in q.candidates]
+    assert asked == expected
+    assert neutral == [("What does it do?`it`:", text) for _, text in expected]
+    assert not any("`" in text for q in questions for text in q.candidates)
+
+
+def _firsts(sequences) -> list[int]:
+    """Bytes of each sequence before what is scored; the tokens of the chat format are none."""
+    return [sum(i < 256 for i in scored.ids[: scored.first]) for scored in sequences]
 
 
 def test_no_distractor_says_what_the_answer_says(make_document) -> None:
@@ -100,7 +173,8 @@ def test_a_model_that_knows_the_answers_is_right(monkeypatch, model, tokenizer, 
     summary = summarize_answers(records, score=score)
     assert summary["accuracy"] == 1.0
     assert summary["p_value"] == pytest.approx(0.25**30)
-    assert ("pmi" in summary["by_score"]) == (score == "pmi")
+    assert set(summary["by_score"]) == {"byte", "token", "pmi", "without_question"}
+    assert summary["by_score"]["without_question"] < 0.7, "the oracle knows nothing without the question"
     assert json.loads(json.dumps(records)) == records
 
 
@@ -116,7 +190,7 @@ def test_an_untrained_model_is_at_chance_and_scores_are_per_length(model, tokeni
     summary = summarize_answers(records, score="byte")
     assert summary["accuracy_low"] <= summary["accuracy"] <= summary["accuracy_high"]
     assert summary["p_value"] > 1e-4
-    assert set(summary["cues"]) == {"longest", "shortest", "shared_words"}
+    assert set(summary["cues"]) == {"longest", "shortest", "shared_words", "shared_parts_of_words"}
 
 
 def test_no_questions_is_a_result_too() -> None:

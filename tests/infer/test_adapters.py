@@ -119,3 +119,71 @@ def test_unknown_names_and_foreign_adapters_are_refused(folders: dict[str, Path]
         load_adapters(other, folders)
     with pytest.raises(ConfigError, match="'' is the name of the model itself"):
         load_adapters(make_decoder(), {"": folders["poet"]})
+
+
+def run(engine: Engine, name: str, number: int) -> list[StepOutput]:
+    engine.add("0", prompt(number), GREEDY, adapter=name)
+    return drain(engine)["0"]
+
+
+def test_adapters_that_come_and_go_change_no_bit_of_others(folders: dict[str, Path]) -> None:
+    model = make_decoder()
+    engine, adapters = served(model, {}), load_adapters(model, folders)
+    base = run(engine, "", 4)
+    engine.add_adapter("poet", adapters["poet"])
+    poet = run(engine, "poet", 4)
+    assert [output.token_id for output in poet] != [output.token_id for output in base]
+    engine.add("poet", prompt(4), GREEDY, adapter="poet")
+    outputs = engine.step() + engine.step()
+    engine.add_adapter("coder", adapters["coder"])
+    engine.add_adapter("clerk", adapters["clerk"])
+    engine.add("coder", prompt(2), GREEDY, adapter="coder")
+    outputs += engine.step()
+    engine.remove_adapter("poet")
+    with pytest.raises(ConfigError, match="'poet' is unknown; choose from coder, clerk"):
+        engine.add("1", prompt(1), GREEDY, adapter="poet")
+    outputs += [output for output in drain(engine)["poet"] if output not in outputs]
+    unnamed = [(one.token_id, one.logprob) for one in outputs if one.request_id == "poet"]
+    assert unnamed == [(one.token_id, one.logprob) for one in poet]
+    assert run(engine, "", 4) == base
+    banks = [module.adapter for module in model.projections().values()]
+    assert not any(1 in bank.parts for bank in banks if bank is not None), "its last answer has ended"
+
+
+def test_an_adapter_under_a_name_of_before_shares_no_prompt(folders: dict[str, Path]) -> None:
+    model, long = make_decoder(), [3 + number % 40 for number in range(60)]
+    engine = Engine(model.eval(), EngineConfig(prefill_chunk_size=16))
+    adapters = load_adapters(model, folders)
+
+    def first(name: str) -> StepOutput:
+        engine.add("0", long, SamplingParams(max_tokens=1, temperature=0.0), adapter=name)
+        return drain(engine)["0"][0]
+
+    assert [first(""), first("")][1].num_cached_tokens > 0
+    engine.add_adapter("now", adapters["poet"])
+    assert (first("now").num_cached_tokens, first("now").num_cached_tokens > 0) == (0, True)
+    engine.remove_adapter("now")
+    engine.add_adapter("now", adapters["coder"])
+    again = first("now")
+    assert again.num_cached_tokens == 0
+    with pytest.raises(ConfigError, match="'now' is in use"):
+        engine.add_adapter("now", adapters["coder"])
+    alone = Engine(make_decoder().eval(), EngineConfig(prefill_chunk_size=16))
+    alone.add_adapter("coder", load_adapters(alone.model, folders)["coder"])
+    alone.add("0", long, SamplingParams(max_tokens=1, temperature=0.0), adapter="coder")
+    assert drain(alone)["0"][0].logprob == again.logprob
+
+
+def test_verified_guesses_have_the_adapter_of_their_sequence(folders: dict[str, Path]) -> None:
+    params = SamplingParams(max_tokens=40, temperature=0.0)
+    text, found = (prompt(2) * 4)[:45], []
+    for num_guesses in (0, 4):
+        model = make_decoder()
+        engine = Engine(
+            model.eval(), EngineConfig(num_speculative_tokens=num_guesses), adapters=load_adapters(model, folders)
+        )
+        for name in NAMES:
+            engine.add(name, text, params, adapter=name)
+        found.append({name: [(o.token_id, o.logprob) for o in outputs] for name, outputs in drain(engine).items()})
+        assert (engine.stats().num_accepted_tokens > 0) == (num_guesses > 0)
+    assert found[0] == found[1]

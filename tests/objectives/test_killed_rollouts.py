@@ -1,7 +1,12 @@
-"""Runs that are killed while they generate, or between the updates of a rollout, resume with the same bits."""
+"""Runs that are killed while they generate, between the updates of a rollout, or at random moments resume with the same
+bits.
+"""
 
+import json
 import os
+import random
 import signal
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,13 +61,63 @@ def records(folder: Path) -> list[str]:
     return [line for line in path.read_text().splitlines() if '"reward"' in line] if path.exists() else []
 
 
+def die_at(world: World, folder: Path, moment: int) -> None:
+    """At the given event since the start: a step of the engine, in a rollout or an evaluation, or a forward pass."""
+    objective, num_events = make("ppo"), [0]
+    losses = objective.losses
+
+    def count(*args: Any) -> None:
+        num_events[0] += 1
+        if num_events[0] == moment:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def counted_losses(output: Any, batch: Any, model: Any) -> Any:
+        count()
+        return losses(output, batch, model)
+
+    objective.losses = counted_losses
+    objective.worker = replace(objective.worker, on_step=count)
+    objective.heldout = replace(objective.heldout, worker=replace(objective.heldout.worker, on_step=count))
+    tiny_rollouts.train(world, folder, objective)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
+    """Runs that nothing interrupted, by name: their folders and what they learned."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in ("grpo", "ppo")}
+    return {name: (folder, tiny_rollouts.train(single(), folder, make(name))) for name, folder in folders.items()}
+
+
 @pytest.mark.parametrize(("name", "killed"), [("grpo", die_while_generating), ("ppo", die_between_updates)])
-def test_a_killed_run_resumes_with_the_same_bits(name: str, killed: Any, tmp_path: Path) -> None:
-    (ended,) = start_distributed(killed, 1, tmp_path / "cut").wait()
+def test_a_killed_run_resumes_with_the_same_bits(
+    name: str, killed: Any, whole: Mapping[str, Any], tmp_path: Path
+) -> None:
+    (ended,) = start_distributed(killed, 1, tmp_path).wait()
     assert ended.code == -signal.SIGKILL
-    assert 2 <= len(records(tmp_path / "cut")) < 4
-    resumed = tiny_rollouts.train(single(), tmp_path / "cut", make(name))
+    assert 2 <= len(records(tmp_path)) < 4
+    resumed = tiny_rollouts.train(single(), tmp_path, make(name))
     assert "step 0, reward" not in resumed
     assert "step 3, reward" in resumed
-    whole = tiny_rollouts.train(single(), tmp_path / "whole", make(name))
-    assert all(torch.equal(value, whole[key]) for key, value in resumed.items())
+    assert all(torch.equal(value, whole[name][1][key]) for key, value in resumed.items())
+
+
+def test_a_run_killed_again_and_again_at_random_moments_ends_with_the_same_bits(
+    whole: Mapping[str, Any], tmp_path: Path
+) -> None:
+    seed = random.randrange(10**6)
+    dice, num_killed = random.Random(seed), 0
+    for _ in range(3):
+        (ended,) = start_distributed(die_at, 1, tmp_path, dice.randint(2, 60)).wait()
+        num_killed += ended.code == -signal.SIGKILL
+    assert num_killed, f"seed {seed}"
+    resumed, (folder, expected) = tiny_rollouts.train(single(), tmp_path, make("ppo")), whole["ppo"]
+    assert all(torch.equal(value, expected[key]) for key, value in resumed.items()), f"seed {seed}"
+    assert "norm.weight" in resumed
+    # What evaluations are compared with outlives the process, too.
+    assert win_rates(tmp_path) == win_rates(folder), f"seed {seed}"
+
+
+def win_rates(folder: Path) -> dict[int, float]:
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    name = "heldout/rewards/even/win_rate"
+    return {one["step"]: one[name] for one in found if name in one}

@@ -10,7 +10,7 @@ import tiny_rollouts
 from modelwright.core.errors import ConfigError
 from modelwright.model.attention import causal_attend
 from modelwright.model.hf import load_sequence_classifier, save_sequence_classifier
-from modelwright.objectives.model_reward import MODEL_REWARDS, reward_model_folders
+from modelwright.objectives.model_reward import MODEL_REWARDS, reward_model_folders, with_folder, without_folder
 from modelwright.reward.build import build_reward
 from modelwright.reward.reward import Sample
 
@@ -54,6 +54,22 @@ def test_it_scores_conversations_as_the_model_does(folder: Path) -> None:
         assert score.value == pytest.approx(0.5 * alone(folder, ids), abs=1e-5)
     assert scores[3].failed
     assert "too_long" in scores[3].outcome
+
+
+def test_an_empty_answer_has_a_score(folder: Path) -> None:
+    reward = build_reward({"model": {"path": str(folder)}}, kinds=MODEL_REWARDS)
+    tokenizer, (score,) = tiny_rollouts.tokenizer(), reward.score([sample("")])
+    prompt = tokenizer.encode_prompt(sample("").prompt)
+    assert score.value == pytest.approx(alone(folder, [*prompt, tokenizer.end_id]), abs=1e-5)
+
+
+def test_the_reward_model_of_a_run_takes_the_place_of_no_folder(folder: Path) -> None:
+    terms = {"taste": {"kind": "model", "weight": 2.0}, "model": {"path": "x"}, "length": {"max_len": 3}}
+    assert without_folder(terms) == ["taste"]
+    filled = with_folder(terms, folder)
+    assert filled == {**terms, "taste": {"kind": "model", "weight": 2.0, "path": str(folder)}}
+    with pytest.raises(ConfigError, match=r"rewards\.model\.path: names no folder"):
+        build_reward({"model": {}}, kinds=MODEL_REWARDS)
 
 
 def test_a_missing_folder_is_named() -> None:

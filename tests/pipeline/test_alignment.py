@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -89,7 +90,7 @@ SHORT = (
 def run_here(inside: Command, words: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """A command with settings for a short run."""
     stages = words[words.index("--stages") + 1].split(",")
-    trainings = [stage for stage in stages if stage in ("reward", "dpo", "kto")]
+    trainings = [stage for stage in stages if stage in ("sft", "reward", "dpo", "kto", "ppo")]
     return inside(*words, *SHORT, *(f"--{stage}.{setting}" for stage in trainings for setting in STEPS))
 
 
@@ -124,6 +125,46 @@ def test_pairs_make_a_reward_model_and_a_better_policy(
     capsys.readouterr()
     exec(code, {})
     assert "tensor([0.])" in capsys.readouterr().out
+
+
+def test_the_reward_model_of_a_run_scores_the_answers_of_its_policy(
+    inside: Command, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(place)
+    write_pairs(Path("pairs.jsonl"))
+    with open("pairs.jsonl", "a") as file:  # prompts of its own, without a pair
+        file.writelines("\n" + json.dumps({"question": f"Say yes {n}", "answer": f"Kana {n}"}) for n in range(10))
+    (command,) = (words for words in COMMANDS if "rewarded" in words)
+    words = [*command, "--ppo.rollout.max_completion_length=6"]
+    done = run_here(inside, words)
+    assert done.returncode == 0, done.stderr
+    run = Path("runs/rewarded")
+    parents = read_manifest(run / "ppo" / "artifact").inputs
+    assert {"sft", "reward", "pack"} <= set(parents)
+    facts = read_manifest(run / "pack" / "artifact").facts
+    num_prompts = facts["prompts/train"]["num_sequences"] + facts["prompts/heldout"]["num_sequences"]
+    assert num_prompts == 50
+    updates = [record for record in read_records(run / "ppo" / "metrics.jsonl") if "reward" in record]
+    assert updates[0]["reward"] == updates[0]["rewards/model/mean"]
+    assert abs(updates[0]["objective/kl"]) < 1e-4  # the policy starts from sft, its reference
+    judge, tokenizer = load_reward_model(run / "reward" / "artifact"), Tokenizer.load(run / "reward" / "artifact")
+    first = [one for one in read_records(run / "ppo" / "completions.jsonl") if one["rollout"] == 0]
+    for one in first:
+        ids = [*tokenizer.encode_prompt([{"role": "user", "content": one["prompt"]}])]
+        answers = [[*ids, *tokenizer.encode(one["completion"]), *end] for end in ((), (tokenizer.end_id,))]
+        scores = [float(judge.score(TokenBatch.of_sequences([np.array(ids)]))) for ids in answers]
+        assert min(abs(score - one["reward"]) for score in scores) < 1e-4
+    assert "Reward model" in (run / "report.html").read_text()
+
+
+def test_terms_without_a_reward_model_say_what_is_missing(
+    inside: Command, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(place)
+    words = ["run", "tiny", "--init-from", "my-model", "--data.sources", "pairs.jsonl", "--stages", "clean,pack,ppo"]
+    done = run_here(inside, [*words, "--run-dir", str(tmp_path / "run"), "--ppo.rewards={model: {}}"])
+    assert done.returncode == 2
+    assert "stages: ppo needs reward; add it" in done.stderr
 
 
 def check_scores(folder: Path) -> None:

@@ -80,8 +80,22 @@ def test_training_shows_a_sample_and_the_end_shows_the_figures(run: Path) -> Non
         (sample,) = read_records(run / stage.name / FILE)
         assert sample["step"] == config.section(stage).num_steps
     lines = closing_lines(config, RunDir(run))
-    assert any(line.startswith("Bits per byte") for line in lines)
+    starts = [line.split()[0] for line in lines]
+    assert starts[:2] == ["read", "learned"]
+    assert starts[2:4] == ["code", "answers"]
+    assert all(name in lines[2] for name in ("pretrained", "fine-tuned", "token bigram", "xz", "gzip"))
+    assert sum(" ▸ " in line for line in lines) == 3
     assert any(line.startswith("What does `len` do? ▸") for line in lines)
+
+
+def test_the_report_begins_with_what_is_worth_seeing(run: Path) -> None:
+    page = (run / "report.html").read_text(encoding="utf-8")
+    first = page[page.index('<section id="overview">') : page.index('<section id="data">')]
+    assert page.index("Energy of training") < page.index('<section id="overview">')
+    titles = ("Loss", "Bits per byte on held-out text", "Answers of the served model")
+    places = [first.index(f"<h3>{title}</h3>") for title in titles]
+    assert places == sorted(places)
+    assert first.count('<div class="qa">') == 3
 
 
 def test_a_changed_setting_runs_only_what_depends_on_it(run: Path, inside: Command) -> None:
@@ -193,8 +207,8 @@ def test_the_report_opens_without_network(run: Path, width: int) -> None:
         browser.close()
     assert requests == [(run / "report.html").as_uri()]
     assert titles == [
-        "Data", "Tokens", "Pretraining", "Fine-tuning", "Benchmarks", "INT8 beside FP32", "Served answers",
-        "Time and memory", "Energy and carbon dioxide", "Machine and settings",
+        "At a glance", "Data", "Tokens", "Pretraining", "Fine-tuning", "Benchmarks", "INT8 beside FP32",
+        "Served answers", "Time and memory", "Energy and carbon dioxide", "Machine and settings",
     ]  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import pytest
 from modelwright.core.rundir import RunDir
 from modelwright.pipeline.report.blocks import Chart, Note, Samples, Section, Table
 from modelwright.pipeline.report.format import percent
-from modelwright.pipeline.report.results import evaluation_section, int8_section, serving_section
+from modelwright.pipeline.report.results import evaluation_facts, evaluation_section, int8_section, serving_section
 from modelwright.pipeline.report.run_data import RunData, StageData
 from modelwright.recipes.load import recipe
 
@@ -133,6 +133,7 @@ def evaluated(tmp_path: Path, documents: int, kind: str = "prose") -> Section:
     choice = {
         **CHOICE, "correct": 3, "accuracy_low": 0.1, "accuracy_high": 0.4, "log10_p_value": -0.1, "chance": 0.25,
         "cues": {"longest": 0.2, "shortest": 0.3, "shared_words": 1.0}, "score": "byte",
+        "by_score": {"byte": 0.2, "without_question": 0.31},
     }  # fmt: skip
     model = {"bits_per_byte": {kind: scores(documents)}, "multiple_choice": choice, "lossless": True}
     results = {"models": {"pretrain": model}, "final": "pretrain", "baselines": {}}
@@ -165,6 +166,24 @@ def test_the_accuracy_axis_ends_at_100_percent(tmp_path: Path) -> None:
     chart = next(block for block in evaluated(tmp_path, 5).blocks if isinstance(block, Chart) and "choice" in block.svg)
     ticks = [float(text) for text in re.findall(r">([\d.]+)</text>", chart.svg)]
     assert max(ticks) == 100
+
+
+def test_what_needs_no_question_stands_beside_the_accuracy(tmp_path: Path) -> None:
+    """Of a run from before there was such a figure, the rest is shown."""
+    chart = next(block for block in evaluated(tmp_path, 5).blocks if isinstance(block, Chart) and "choice" in block.svg)
+    assert all(words in chart.svg for words in ("without the question", "31.0%", "cue: shared words", "100.0%"))
+    run = RunDir(tmp_path)
+    stage = StageData("evaluate", run.stage("evaluate"), {}, [], True)
+    data = RunData(recipe("tiny"), run, {}, {"evaluate": stage})
+    results = json.loads((stage.folder.artifact / "results.json").read_text())
+    facts = {fact.label: fact for fact in evaluation_facts(data, stage)}
+    assert "chance 25%, word overlap 100%, without the question 31%" in facts["Multiple choice"].hint
+    del results["models"]["pretrain"]["multiple_choice"]["by_score"]["without_question"]
+    (stage.folder.artifact / "results.json").write_text(json.dumps(results))
+    section = evaluation_section(data, stage)
+    assert not any("without the question" in block.svg for block in section.blocks if isinstance(block, Chart))
+    facts = {fact.label: fact for fact in evaluation_facts(data, stage)}
+    assert "without" not in facts["Multiple choice"].hint
 
 
 def test_percentages_are_written_as_in_american_english() -> None:

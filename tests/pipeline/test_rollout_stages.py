@@ -13,6 +13,7 @@ import pytest
 import tiny_rollouts
 from modelwright.core.errors import ConfigError, DataError
 from modelwright.core.records import read_records
+from modelwright.data import sentence_pairs
 from modelwright.data.arithmetic import arithmetic_problems
 from modelwright.data.prompts import read_prompts
 from modelwright.objectives.rollouts import RolloutConfig
@@ -69,6 +70,45 @@ def test_a_run_learns_from_rewards_and_shows_it(
     assert not (run / "ppo" / "artifact" / "model.safetensors").read_bytes().count(b"heads.")
 
 
+SHORT_PREFERENCE = (
+    "--hardware.num_threads=1", "--model.num_layers=1", "--model.model_dim=32", "--model.num_heads=2",
+    "--model.num_kv_heads=1", "--model.head_dim=16", "--model.ffn_dim=32", "--tokenizer.vocab_size=400",
+    "--model.vocab_size=400", "--pretrain.num_steps=2", "--sft.num_steps=20", "--reward.num_steps=20",
+    "--reward.learning_rate=3e-3", "--ppo.num_steps=6", "--ppo.batch_tokens=512", "--ppo.eval_every_steps=3",
+    "--ppo.rollout.max_completion_length=24", "--validation_tokens=1024",
+)  # fmt: skip
+
+
+def test_the_recipe_preference_shows_what_pleasing_a_reward_model_costs(
+    inside: Callable[..., CompletedProcess[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sentence_pairs, "MODULES_FRACTION", 0.05)
+    run = tmp_path / "run"
+    ended = inside("run", "preference", "--run-dir", str(run), *SHORT_PREFERENCE)
+    assert ended.returncode == 0, ended.stderr
+    records = read_records(run / "ppo" / "metrics.jsonl")
+    updates = [record for record in records if "reward" in record]
+    for record in updates:  # the true reward is measured and not trained on
+        assert record["reward"] == pytest.approx(record["rewards/reward_model/mean"])
+        assert record["rewards/true_reward/mean"] != pytest.approx(record["reward"])
+    heldout = [record for record in records if "heldout/reward" in record]
+    assert [record["step"] for record in heldout] == [3, 6]
+    assert all(0 <= record["heldout/rewards/true_reward/win_rate"] <= 1 for record in heldout)
+    first = json.loads((run / "ppo" / "first-evaluation.json").read_text())
+    assert {first[f"rewards/{name}/win_rate"] for name in ("reward_model", "true_reward")} == {0.5}
+    page = (run / "report.html").read_text()
+    for title in (
+        "KL from the start, nats per completion",
+        "Reward term reward_model",
+        "Reward term true_reward",
+        "Reward term true_reward against the KL from the start",
+        "Share of completions that beat those of the start",
+        "Mean length of completions, tokens",
+        "sampled completions",
+    ):
+        assert title in page
+
+
 def test_prompts_without_room_are_named() -> None:
     prompts, notes = tiny_rollouts.prompts(5), list[str]()
     longest = max(len(one.ids) for one in prompts)
@@ -98,7 +138,7 @@ def test_the_first_and_the_newest_rollout_are_kept(tmp_path: Path) -> None:
 def test_a_learning_rate_cannot_be_swept_on_rollouts() -> None:
     inputs: Any = SimpleNamespace(parents={})
     with pytest.raises(ConfigError, match="grpo generates what it learns from, which lr-find does not"):
-        rollout_parts(inputs, "grpo", RolloutConfig(), {})
+        rollout_parts(inputs, "grpo", RolloutConfig())
 
 
 def test_generated_arithmetic_is_right_or_forgets_the_carry() -> None:

@@ -18,7 +18,7 @@ from modelwright.pipeline.process_group import join_ranks
 from modelwright.pipeline.resolve import resolve
 from modelwright.pipeline.run_config import parse_run
 from modelwright.pipeline.stage import Rates
-from modelwright.pipeline.time_budget import num_steps_within, step_seconds, training_seconds
+from modelwright.pipeline.time_budget import num_steps_within, step_seconds, time_plan, training_s, training_seconds
 from modelwright.recipes.load import load, recipe
 from rank_processes import run_ranks
 
@@ -44,10 +44,31 @@ def test_a_budget_that_is_too_small_says_how_much_is_needed() -> None:
         num_steps_within(replace(recipe("tiny"), minutes=0.5), 6.0, {"pretrain": 0.01, "sft": 1.0})
 
 
+def test_what_is_fitted_takes_the_time_that_the_plan_names() -> None:
+    """Updates with their validations; one update more would take more than there is."""
+    config = replace(recipe("tiny"), validation_tokens=6144)
+    seconds = {"pretrain": 1.0, "sft": 2.0}
+    steps = num_steps_within(config, 1000.0, seconds)
+    for name, share in (("pretrain", 900.0), ("sft", 100.0)):
+        assert training_s(config, name, steps[name], seconds[name]) <= share
+        assert training_s(config, name, steps[name] + 1, seconds[name]) > share
+
+
+def test_the_plan_says_how_the_time_is_spent(tmp_path: Path) -> None:
+    config = replace(recipe("tiny"), minutes=3.0)
+    rates = Rates(flops_per_s={"fp32": 1e11, "bf16": 1e11})
+    words = time_plan(config, RunDir(tmp_path), rates, {"pretrain": 71.0})
+    assert words.startswith("plan for 3 minutes: clean ")
+    assert "pretrain 71 s, sft" in words
+    assert [part.split()[0] for part in words.partition(": ")[2].split(", ")] == config.stage_names
+
+
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_the_length_is_measured_once_and_kept(small_words: Sequence[str], tmp_path: Path, num_processes: int) -> None:
     run = tmp_path / "run"
     words = [*small_words, "--run-dir", str(run), "--stages", "clean,tokenize,pack,pretrain"]
+    (run / "time-budget").mkdir(parents=True)  # as a run leaves it that is killed while it times its steps
+    (run / "time-budget" / "config.yaml").write_text("half a fi")
     run_ranks(TIMED_COMMAND, STEP_S, *words, "--minutes", "0.5", size=num_processes)
     config = load_yaml(run / "config.yaml")
     assert config["minutes"] == 0.5
@@ -79,6 +100,7 @@ def test_the_plan_keeps_the_budget(
     assert 15 <= int(planned["5"]["sft"][0]) <= 30
     assert 42 <= int(planned["50"]["pretrain"][0]) <= 45
     assert planned["0"]["pretrain"][1] == "s"
+    assert "plan for 50 minutes: clean" in done.stdout
     assert not (tmp_path / "run").exists()
 
 

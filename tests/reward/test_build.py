@@ -172,3 +172,13 @@ def test_a_reward_with_the_wrong_number_of_scores_or_nan() -> None:
     assert [(score.failed, score.outcome) for score in one] == [(True, "vowels/wrong_count")]
     two = WeightedSum([Term(VowelsConfig(values=(math.nan, 2.0)).build("vowels"), 1.0)]).score([sample("a")] * 2)
     assert [(score.failed, score.outcome) for score in two] == [(True, "vowels/not_finite"), (False, "")]
+
+
+def test_a_term_of_weight_0_is_measured_and_fails_nothing() -> None:
+    counted = build_reward({"vowels": {}}, kinds=KINDS).terms[0]
+    broken = WeightedSum([counted, Term(Broken(), 0.0)])
+    scored = broken.evaluate([sample("aa")])
+    assert scored.scores == [Score(2.0)]
+    assert [one.failed for one in scored.terms[Broken.name]] == [True]
+    measured = WeightedSum([counted, Term(Vowels("more", VowelsConfig(vowels="x")), 0.0)]).evaluate([sample("axx")])
+    assert (measured.scores[0].value, measured.terms["more"][0].value) == (1.0, 2.0)

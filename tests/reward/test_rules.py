@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from modelwright.core.errors import ConfigError
+from modelwright.reward.distinct_words import DistinctWordsConfig
 from modelwright.reward.exact_match import ExactMatchConfig, normalize
 from modelwright.reward.json_format import JsonConfig
 from modelwright.reward.length import LengthConfig
@@ -133,3 +134,9 @@ def test_a_schema_file_that_cannot_be_used(tmp_path: Path) -> None:
         JsonConfig(schema=str(tmp_path / "missing.json")).build("json")
     with pytest.raises(ConfigError, match="schema_field: remove it"):
         JsonConfig(schema="a", schema_field="b")
+
+
+def test_distinct_words() -> None:
+    assert values(DistinctWordsConfig(max_words=3), sample("One two, one."), sample("")) == [2 / 3, 0]
+    with pytest.raises(ConfigError, match="max_words: must be at least 1, got 0"):
+        DistinctWordsConfig(max_words=0)

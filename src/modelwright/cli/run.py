@@ -245,12 +245,12 @@ def _summary(done: Any, request: Any, wall_s: float) -> str:
     ran = [outcome.stage for outcome in done.outcomes if outcome.ran]
     skipped = [outcome.stage for outcome in done.outcomes if not outcome.ran]
     lines = [f"{request.config.name}: finished in {duration(wall_s)}"]
-    if ran:
+    if ran and ran != request.config.stage_names:
         lines.append(f"  ran      {', '.join(ran)}")
     if skipped:
         lines.append(f"  kept     {', '.join(skipped)}")
-    if ran and done.lines:
-        lines += ["", *(f"  {line}" for line in done.lines), ""]
+    if ran:
+        lines += [f"  {line}" for line in done.lines]
     if done.report:
         lines.append(f"  report   {done.report}")
     if done.model:

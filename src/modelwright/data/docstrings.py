@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from modelwright.data.parameters import parameters_of, parameters_of_signature
+
 MIN_CHARS = 20
 """Shorter docstrings ("See base class.") say nothing."""
 
@@ -27,12 +29,15 @@ NameKind = Literal["module", "class", "function"]
 
 @dataclass(frozen=True)
 class Docstring:
-    """What is documented: the `module` it belongs to (the unit of the split), its qualified `name`, and the `text`."""
+    """What is documented: the `module` it belongs to (the unit of the split), its qualified `name`, the `text`, and the
+    `parameters` of a function, such as `src`, `follow=True` and `*rest`, as far as they are known.
+    """
 
     module: str
     name: str
     kind: NameKind
     text: str
+    parameters: tuple[str, ...] = ()
 
 
 def stdlib_folder() -> Path:
@@ -119,7 +124,7 @@ def _docstrings_of_node(node: ast.Module | ast.ClassDef, module: str, name: str,
             continue
         text = ast.get_docstring(child)
         if text and len(text) >= MIN_CHARS:
-            yield Docstring(module, below, "function", text)
+            yield Docstring(module, below, "function", text, parameters_of(child.args))
 
 
 def _definitions(body: list[ast.stmt]) -> Iterator[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -134,7 +139,10 @@ def _definitions(body: list[ast.stmt]) -> Iterator[ast.ClassDef | ast.FunctionDe
 def _docstring(module: str, name: str, kind: NameKind, value: object) -> Iterator[Docstring]:
     text = getattr(value, "__doc__", None)
     if isinstance(text, str) and len(text) >= MIN_CHARS:
-        yield Docstring(module, name, kind, inspect.cleandoc(text))
+        text = inspect.cleandoc(text)
+        signature = getattr(value, "__text_signature__", None) or text.partition("\n")[0]
+        parameters = parameters_of_signature(signature) if kind == "function" else ()
+        yield Docstring(module, name, kind, text, parameters)
 
 
 def _import(name: str) -> object | None:

@@ -28,8 +28,8 @@ class Document:
     `meta["rejected"]` of a preference pair holds the turns of the rejected answer, which take the place of the
     conversation's last ones, and `meta["margin"]` by how much it is worse, where that is known. `meta["desirable"]`
     says whether a single answer is a good one. `meta["prompt_turns"]` of either counts the turns before the answer.
-    `meta["title"]`, where present, is a heading line that the text begins with: texts that differ in their titles only
-    are duplicates.
+    `meta["title"]`, where present, is a heading line that the text begins with, of a "qa" document the words that the
+    answer begins with: texts that differ in their titles only are duplicates.
     """
 
     id: str
@@ -69,12 +69,14 @@ class Document:
 
     @property
     def body(self) -> str:
-        """The part that identifies the document: the answers of a "qa" document, the rejected one included, else the
-        text without its title.
+        """The part that identifies the document: the text, or the answers of a "qa" document, the rejected one
+        included, without the title.
         """
+        title = self.meta.get("title", "")
         if self.kind == "qa":
-            return join_turns([turn for turn in (*self.messages, *self.rejected) if turn["role"] == "assistant"])
-        return self.text.removeprefix(self.meta.get("title", "")).lstrip("\n")
+            answers = [turn for turn in (*self.messages, *self.rejected) if turn["role"] == "assistant"]
+            return join_turns(answers).removeprefix(title)
+        return self.text.removeprefix(title).lstrip("\n")
 
     def map_text(self, change: Callable[[str], str]) -> "Document":
         """The document with `change` applied to its text (for "qa" to each turn), its title and its summary."""

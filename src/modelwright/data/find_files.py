@@ -19,13 +19,21 @@ from modelwright.data.readers import File
 PROSE_EXTENSIONS = (".txt", ".md", ".rst")
 MARKUP_EXTENSIONS = (".html", ".htm")
 TABLE_EXTENSIONS = (".jsonl", ".parquet", ".arrow")
+WEB_ARCHIVE_EXTENSIONS = (".warc", ".wet")
 LOOSE_EXTENSIONS = (".json", ".csv", ".tsv")
 """Formats that hold records or something else altogether: in a directory they are read when they hold text."""
 CODE_EXTENSIONS = (
     ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".rs", ".go", ".java", ".kt", ".scala", ".swift", ".js",
     ".jsx", ".ts", ".tsx", ".rb", ".php", ".lua", ".r", ".jl", ".hs", ".ml", ".sh", ".sql", ".cs", ".m", ".pl",
 )  # fmt: skip
-_EXTENSIONS = PROSE_EXTENSIONS + MARKUP_EXTENSIONS + TABLE_EXTENSIONS + LOOSE_EXTENSIONS + CODE_EXTENSIONS
+_EXTENSIONS = (
+    PROSE_EXTENSIONS
+    + MARKUP_EXTENSIONS
+    + TABLE_EXTENSIONS
+    + WEB_ARCHIVE_EXTENSIONS
+    + LOOSE_EXTENSIONS
+    + CODE_EXTENSIONS
+)
 COMPRESSIONS = {".gz": "gz", ".zst": "zst"}
 _DATASET_FILES = ("dataset_info.json", "dataset_dict.json", "state.json")
 _GLOB_MARKS = "*?["
@@ -178,5 +186,5 @@ def _is_supported(extension: str, compression: str) -> bool:
 
 
 def _supported_names() -> str:
-    texts = " ".join((*PROSE_EXTENSIONS, ".html", ".jsonl", *LOOSE_EXTENSIONS))
+    texts = " ".join((*PROSE_EXTENSIONS, ".html", ".jsonl", *LOOSE_EXTENSIONS, *WEB_ARCHIVE_EXTENSIONS))
     return f"{texts}, each also .gz or .zst; .parquet .arrow; .py .c .js ..."

@@ -1,9 +1,9 @@
 """Reads the sources that a user names as documents with a kind and a split.
 
-Prose comes from text files, web pages and records with a text field, code from source files by their extension,
-questions and answers from records in the forms of `data.conversations`. The word `stdlib` stands for the machine's own
-libraries. What cannot be read raises one `DataError` with file and line, or is left out and counted. Streams: memory
-holds one document at a time, and the whole file of `.json` and `.html`. Cleaning is `data.clean`.
+Prose comes from text files, web pages, web archives and records with a text field, code from source files by their
+extension, questions and answers from records in the forms of `data.conversations`. The word `stdlib` stands for the
+machine's own libraries. What cannot be read raises one `DataError` with file and line, or is left out and counted.
+Streams: memory holds one document at a time, and the whole file of `.json` and `.html`. Cleaning is `data.clean`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -40,12 +40,19 @@ from modelwright.data.find_files import (
     PROSE_EXTENSIONS,
     locate,
 )
+from modelwright.data.own_answers import ANSWER_FIELD, AUTHOR_FIELD, OWN_AUTHOR, REMEDY, is_own
 from modelwright.data.record_schema import RecordSchema
+from modelwright.data.sentence_pairs import NAME as SENTENCE_PAIRS
+from modelwright.data.sentence_pairs import sentence_pairs
 from modelwright.data.stdlib_corpus import machine_corpus
+from modelwright.data.warc import read_warc
 from modelwright.data.workers import InProcess, ShardEngine
 
 BUILTIN = "stdlib"
-GENERATED: Mapping[str, Callable[[], Iterator[Document]]] = {"arithmetic": arithmetic_problems}
+GENERATED: Mapping[str, Callable[[], Iterator[Document]]] = {
+    "arithmetic": arithmetic_problems,
+    SENTENCE_PAIRS: sentence_pairs,
+}
 """Sources that a program makes, by the word that names them."""
 WORDS = (BUILTIN, *GENERATED)
 """Sources that are no files."""
@@ -65,8 +72,8 @@ class SourceConfig:
     """Where the text comes from; docs/data.md lists file formats and record types."""
 
     sources: tuple[str, ...] = (BUILTIN,)
-    """Files, directories, globs, fsspec URLs, `stdlib` for the source and docs of Python's standard library, or
-    `arithmetic` for generated problems with answers."""
+    """Files, directories, globs, fsspec URLs, `stdlib` for the source and docs of Python's standard library,
+    `arithmetic` for generated problems with answers, or `sentence_pairs` for preference pairs made of those docs."""
     text_field: str = DEFAULT_TEXT_FIELD
     """Field of a record that holds its text. Any name but `text` is taken even where the record is a question with its
     answer."""
@@ -83,6 +90,9 @@ class SourceConfig:
     """Further fields of a record that its document keeps, such as a score."""
     schema: str = ""
     """JSON Schema file that every record must satisfy, in addition to the fields of its type."""
+    own_answers: Literal["refuse", "train"] = "refuse"
+    """`refuse` takes a record whose answer a model of Modelwright gave (`answer_by`: modelwright, in exports of the
+    request log) for a bad one, unless only its prompt is read; `train` learns from such answers, too."""
     on_bad_record: Literal["error", "skip"] = "error"
     """`error` stops at the first unreadable record; `skip` drops and counts it."""
     max_document_chars: int = 10_000
@@ -294,6 +304,7 @@ def _records(
         known = {
             config.text_field,
             *CARRIED_FIELDS,
+            AUTHOR_FIELD,
             *config.keep_fields,
             *FIELDS,
             *_DOCUMENT_FIELDS,
@@ -310,6 +321,8 @@ def _records(
             return readers.read_parquet(file, complain, choose)
         case ".arrow":
             return readers.read_arrow(file, complain, choose)
+        case ".warc" | ".wet":
+            return read_warc(file, complain, report.skip)
     assert file.extension in LOOSE_EXTENSIONS
     return _loose_records(file, config, report, complain)
 
@@ -351,6 +364,10 @@ def _document(
         document = Document.from_plain({name: record[name] for name in _DOCUMENT_FIELDS if name in record})
         document = document.map_text(_encodable)
         return document if document.split != "open" else _Unsplit(document)
+    if config.own_answers == "refuse" and is_own(record) and not _reads_prompt_only(record, config):
+        problem = f"{AUTHOR_FIELD} is {OWN_AUTHOR}, so the answer is Modelwright's own and no text to learn from"
+        complain("own answer", where, problem, REMEDY)
+        return None
     kind: Kind = "prose"
     meta: dict[str, Any] = {}
     wants_text = config.text_field != DEFAULT_TEXT_FIELD and config.text_field in record
@@ -393,6 +410,13 @@ def _document(
     meta |= {name: value for name in CARRIED_FIELDS if isinstance(value := record.get(name), (str, int, float))}
     document = Document(id=where, text=text, kind=kind, split="open", source=source, meta=meta)
     return _Unsplit(document.map_text(_encodable))
+
+
+def _reads_prompt_only(record: Mapping[str, Any], config: SourceConfig) -> bool:
+    """Whether a record's text is read from a field without its answer."""
+    own_name = config.fields.get(config.text_field, config.text_field)
+    is_text = config.record_type == "text" or config.text_field != DEFAULT_TEXT_FIELD or not is_conversation(record)
+    return is_text and own_name in record and own_name != ANSWER_FIELD and ANSWER_FIELD not in config.keep_fields
 
 
 def _is_document(record: Mapping[str, Any]) -> bool:

@@ -2,8 +2,9 @@
 
 Code: the standard library's sources. Prose: the docstrings of the standard library, torch and NumPy, and the language
 reference in `pydoc_data.topics`. Questions and answers: one pair for each docstring whose first paragraph answers "What
-does X do?". Tests are left out, and so is what the interpreter's build generated about this machine. The split is by
-module: everything from one module has the same split. Deterministic for given versions of Python, torch and NumPy.
+does X do?", in one of several forms (`question_forms.py`). Tests are left out, and so is what the interpreter's build
+generated about this machine. The split is by module: everything from one module has the same split. Deterministic for
+given versions of Python, torch and NumPy.
 """
 
 import importlib.util
@@ -24,7 +25,8 @@ from modelwright.data.docstrings import (
     stdlib_folder,
 )
 from modelwright.data.document import Document, Split
-from modelwright.data.questions import answer, question
+from modelwright.data.question_forms import pair
+from modelwright.data.questions import answer
 from modelwright.data.workers import InProcess, ShardEngine, in_order
 
 HELDOUT_FRACTION = 1 / 20
@@ -140,16 +142,16 @@ def _documents(docstring: Docstring, source: str) -> Iterator[Document]:
         source=source,
         meta={**about, "title": title, "summary": summary},
     )
-    if not summary:
+    asked = pair(docstring, canonical=split == "heldout") if summary else None
+    if asked is None:
         return
-    asked = question(docstring, canonical=split == "heldout")
     yield Document(
         id=f"qa:{docstring.name}",
-        text=f"{asked}\n\n{summary}",
+        text=f"{asked.question}\n\n{asked.answer}",
         kind="qa",
         split=split,
         source=source,
-        meta={**about, "question": asked, "answer": summary},
+        meta={**about, "title": asked.lead, "summary": summary, "question": asked.question, "answer": asked.answer},
     )
 
 

@@ -17,7 +17,7 @@ class MultipleChoiceConfig:
     """Most questions; 0 leaves the benchmark out."""
     score: Score = "byte"
     """What the headline accuracy ranks answers by: log-likelihood per UTF-8 `byte` or per `token`, or `pmi`, its gain
-    per byte over the same answer without the question (Holtzman et al. 2021), at the cost of a second pass."""
+    per byte over the same answer without the question (Holtzman et al. 2021)."""
     min_answer_bytes: int = constant(20)
     """Shortest answer that is asked for."""
     max_answer_bytes: int = constant(400)

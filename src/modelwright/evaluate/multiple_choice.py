@@ -7,10 +7,11 @@ answer. Longer answers are less likely, so the log-likelihood is divided by a le
   models with different tokenizers can be compared.
 - `token`: by tokens. An artifact of the tokenizer: a rare word cut into many pieces gains, as its last pieces are
   nearly free.
-- `gain`: how much the question helps, per byte: the log-likelihood less that of the same candidate after a question
-  that names nothing (Holtzman et al. 2021). Cancels the candidate's unconditional likelihood; costs a second pass.
+- `pmi`: how much the question helps, per byte: the log-likelihood less that of the same candidate after a question
+  that names nothing (Holtzman et al. 2021). Cancels the candidate's unconditional likelihood.
 
-Which one ranks is fixed in the config before the run.
+Which one ranks is fixed in the config before the run. Beside it stands what the model chooses without the question: the
+candidate that it finds most likely per byte after a question that names nothing.
 """
 
 import dataclasses
@@ -23,13 +24,17 @@ import numpy as np
 from modelwright.core.progress import Progress
 from modelwright.data.tokenizer import Tokenizer
 from modelwright.evaluate.config import EvaluateConfig
-from modelwright.evaluate.questions import CHANCE, NUM_CANDIDATES, Question, words_of
+from modelwright.evaluate.questions import CHANCE, NUM_CANDIDATES, Question, word_parts, words_of
 from modelwright.evaluate.scoring import Scored, sequence_nats
 from modelwright.evaluate.statistics import log10_binomial_tail, wilson_interval
 from modelwright.model.decoder import Decoder
 
-NEUTRAL_QUESTION = "What does it do?"
-"""Stands in for the question where `gain` needs the candidate's likelihood without one."""
+NEUTRAL_QUESTION, NEUTRAL_LEAD = "What does it do?", "`it`:"
+"""Stand in for the question, and for the words that candidates begin with, where their likelihood without a question is
+needed."""
+
+WITHOUT_QUESTION = "without_question"
+"""What the model chooses without the question, among the choices of a record."""
 
 
 def answer_questions(
@@ -43,18 +48,23 @@ def answer_questions(
     """One plain record per question: the question itself, each candidate's nats, tokens, bytes and scores, `correct`.
 
     `scores` holds the candidates' values by score name (higher is better), `choices` the index chosen by each,
-    `choice` and `correct` those of the configured score.
+    `choice` and `correct` those of the configured score. `WITHOUT_QUESTION` is among the scores.
     """
     rule = config.multiple_choice.score
-    encoded = [tokenizer.encode(text) for question in questions for text in question.candidates]
+    encoded = [tokenizer.encode(_scored_text(question, text)) for question in questions for text in question.candidates]
     shape = (len(questions), NUM_CANDIDATES)
     num_tokens = np.array([len(ids) for ids in encoded]).reshape(shape)
     num_bytes = np.array([len(t.encode("utf-8")) for q in questions for t in q.candidates]).reshape(shape)
-    nats = _candidate_nats(model, tokenizer, encoded, [q.question for q in questions], config, progress)
-    scores = {"byte": -nats / num_bytes, "token": -nats / np.maximum(1, num_tokens)}
-    if rule == "pmi":
-        neutral = _candidate_nats(model, tokenizer, encoded, [NEUTRAL_QUESTION] * len(questions), config, progress)
-        scores["pmi"] = (neutral - nats) / num_bytes
+    prompts = [(question.question, question.lead) for question in questions]
+    neutral_prompts = [(NEUTRAL_QUESTION, NEUTRAL_LEAD if question.lead else "") for question in questions]
+    nats = _candidate_nats(model, tokenizer, encoded, prompts, config, progress)
+    neutral = _candidate_nats(model, tokenizer, encoded, neutral_prompts, config, progress)
+    scores = {
+        "byte": -nats / num_bytes,
+        "token": -nats / np.maximum(1, num_tokens),
+        "pmi": (neutral - nats) / num_bytes,
+        WITHOUT_QUESTION: -neutral / num_bytes,
+    }
     return [
         _record(question, rule, nats[i], num_tokens[i], num_bytes[i], {name: s[i] for name, s in scores.items()})
         for i, question in enumerate(questions)
@@ -65,8 +75,8 @@ def summarize_answers(records: Sequence[Mapping[str, Any]], *, score: str) -> di
     """Accuracy with its 95% Wilson interval, the exact one-sided p-value against chance, and the accuracy of cues
     alone.
 
-    `by_score`: accuracy under each computed score. `cues`: accuracy of choosing the longest, the shortest, or the
-    candidate that shares most words with the question; ties share the credit.
+    `by_score`: accuracy under each score, `without_question` among them. `cues`: accuracy of choosing the longest, the
+    shortest, or the candidate that shares most words, or parts of words, with the question; ties share the credit.
     """
     total = len(records)
     correct = sum(bool(record["correct"]) for record in records)
@@ -89,18 +99,25 @@ def summarize_answers(records: Sequence[Mapping[str, Any]], *, score: str) -> di
     }
 
 
+def _scored_text(question: Question, text: str) -> str:
+    """A candidate as it follows the lead."""
+    return f" {text}" if question.lead else text
+
+
 def _candidate_nats(
     model: Decoder,
     tokenizer: Tokenizer,
     encoded: Sequence[Sequence[int]],
-    questions: Sequence[str],
+    prompts: Sequence[tuple[str, str]],
     config: EvaluateConfig,
     progress: Progress,
 ) -> np.ndarray:
-    """[questions, candidates]"""
+    """The nats of all candidates after their prompts, each a question and the lead of its answer [questions,
+    candidates].
+    """
     sequences = []
-    for i, question in enumerate(questions):
-        prompt = list(tokenizer.encode_prompt([{"role": "user", "content": question}]))
+    for i, (question, lead) in enumerate(prompts):
+        prompt = [*tokenizer.encode_prompt([{"role": "user", "content": question}]), *tokenizer.encode(lead)]
         for ids in encoded[i * NUM_CANDIDATES : (i + 1) * NUM_CANDIDATES]:
             sequences.append(Scored([*prompt, *ids], len(prompt)))
     nats = sequence_nats(
@@ -112,7 +129,7 @@ def _candidate_nats(
         progress=progress,
         name="multiple choice",
     )
-    return nats.reshape(len(questions), NUM_CANDIDATES)
+    return nats.reshape(len(prompts), NUM_CANDIDATES)
 
 
 def _record(
@@ -139,13 +156,16 @@ def _record(
 
 
 def _cues(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    credits = {"longest": 0.0, "shortest": 0.0, "shared_words": 0.0}
+    credits = {"longest": 0.0, "shortest": 0.0, "shared_words": 0.0, "shared_parts_of_words": 0.0}
     for record in records:
-        asked = set(words_of(record["question"]))
-        shared = [len(asked & set(words_of(text))) for text in record["candidates"]]
+        asked = words_of(record["question"])
+        texts = [words_of(text) for text in record["candidates"]]
+        shared = [len(set(asked) & set(words)) for words in texts]
+        shared_parts = [len(word_parts(asked) & word_parts(words)) for words in texts]
         credits["longest"] += _credit(record["bytes"], record["answer"])
         credits["shortest"] += _credit([-size for size in record["bytes"]], record["answer"])
         credits["shared_words"] += _credit(shared, record["answer"])
+        credits["shared_parts_of_words"] += _credit(shared_parts, record["answer"])
     return {name: credit / max(1, len(records)) for name, credit in credits.items()}
 
 

@@ -7,11 +7,13 @@ other requests happen to run. Padding the rows to a multiple for which all produ
 """
 
 import itertools
+from collections.abc import Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from modelwright.infer.lm_head import Product
+from modelwright.model.adapter_bank import AdapterPart, PreparedAdapter
 from modelwright.model.decoder import Decoder
 
 MULTIPLES = (1, 2, 4, 8, 16)
@@ -25,7 +27,26 @@ def stable_row_multiple(model: Decoder, head: Product) -> int:
     `head` is how its logits are made. 0 when none does on this machine: results may then differ in the last bits with
     the load.
     """
-    products, dtype = _distinct_products(model, head), model.norm.weight.dtype
+    return _smallest(_distinct_products(model, head), model.norm.weight.dtype)
+
+
+@torch.inference_mode()
+def adapter_row_multiple(adapter: PreparedAdapter, model: Decoder) -> int:
+    """The same for the products of an adapter with the rows that it computes."""
+    shapes = {(part.a_RI.shape, part.b_OR.shape): part for part in adapter.parts.values()}
+    products = [(_product_of(part), part.a_RI.shape[1]) for part in shapes.values()]
+    return _smallest(products, model.norm.weight.dtype)
+
+
+def _product_of(part: AdapterPart) -> Product:
+    def product(x_NI: Tensor) -> Tensor:
+        return part.apply(x_NI, x_NI.new_ones(x_NI.shape[0], part.b_OR.shape[0]))
+
+    return product
+
+
+def _smallest(products: Iterable[tuple[Product, int]], dtype: torch.dtype) -> int:
+    products = list(products)
     for multiple in MULTIPLES:
         if all(_is_stable(product, width, multiple, dtype) for product, width in products):
             return multiple

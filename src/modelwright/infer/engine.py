@@ -5,6 +5,7 @@ else is running: see `model_runner`, `scheduler` and `batch_invariance`.
 """
 
 import math
+from collections.abc import Mapping
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, replace
 
@@ -13,16 +14,19 @@ from torch import Tensor
 
 from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
-from modelwright.infer.batch_invariance import MULTIPLES, stable_row_multiple
+from modelwright.infer.batch_invariance import MULTIPLES, adapter_row_multiple, stable_row_multiple
 from modelwright.infer.kv_cache import BlockManager, PagedCache
 from modelwright.infer.lm_head import Product, fastest_head
 from modelwright.infer.model_runner import CONTEXT_STEP, ModelRunner
+from modelwright.infer.pooling import pooled
 from modelwright.infer.prefix_cache import PrefixCache
+from modelwright.infer.prompt_lookup import PromptLookup
 from modelwright.infer.sampler import SampledToken, SampleRequest, sample
 from modelwright.infer.scheduler import Scheduler
-from modelwright.infer.sequence import SamplingParams, ScoredToken, Sequence, TokenConstraint
-from modelwright.model.adapter_bank import BASE, AdapterChoice
+from modelwright.infer.sequence import Pooling, SamplingParams, ScoredToken, Sequence, TokenConstraint
+from modelwright.model.adapter_bank import BASE, AdapterSet, PreparedAdapter
 from modelwright.model.decoder import Decoder
+from modelwright.model.hf import SCORE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,15 +41,26 @@ class EngineConfig:
     """Tokens per cache block."""
     prefill_chunk_size: int = 256
     """Prompts are computed in chunks of this many tokens."""
-    max_num_batched_tokens: int = 512
+    max_num_batched_tokens: int = constant(512)
     """About how many prompt tokens join one step, so that long prompts do not hold up running answers."""
     enable_prefix_caching: bool = True
     """Keep the keys and values of prompts for later ones that begin with the same chunks of `prefill_chunk_size`
     tokens. It changes no answer."""
     batch_invariant: bool = True
     """Pad products so that load cannot change a request's bits; off, a lone stream decodes somewhat faster."""
+    num_speculative_tokens: int = 0
+    """Tokens that each answer guesses per step from its own earlier text and verifies in the same pass (prompt lookup);
+    0 for none. It changes no token; it pays for answers that repeat what the prompt says, and needs
+    `batch_invariant`."""
 
     def __post_init__(self) -> None:
+        if self.num_speculative_tokens < 0:
+            raise ConfigError(f"num_speculative_tokens: must not be negative, got {self.num_speculative_tokens}")
+        if self.num_speculative_tokens and not self.batch_invariant:
+            raise ConfigError(
+                "num_speculative_tokens: needs batch_invariant, because without it verified tokens could differ from "
+                "those that are decoded one by one; turn batch_invariant on, or set it to 0"
+            )
         for name in ("max_num_seqs", "kv_cache_tokens", "block_size", "prefill_chunk_size", "max_num_batched_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: must be at least 1, got {getattr(self, name)}")
@@ -61,7 +76,7 @@ class StepOutput:
     "error" (the model's output was not finite; `token_id` is meaningless then), or "constraint" (its constraint can go
     no further; likewise). `logprob` is under the model's own distribution, before temperature; `alternatives` are
     (token, log-probability), likeliest first. `prompt_scores`: with the first token, if they were asked for.
-    `embedding`: the answer to `Engine.embed`, unit length, else empty. `num_cached_tokens`: tokens of the prompt that
+    `embedding`: the answer to `Engine.embed`, else empty. `num_cached_tokens`: tokens of the prompt that
     did not have to be computed.
     """
 
@@ -82,7 +97,7 @@ class StepOutput:
 @dataclass(frozen=True)
 class EngineStats:
     """Load of the engine. Prefix queries and hits are prompt tokens that were looked up and found in the cache since
-    the start.
+    the start; drafts are guesses of some tokens each that were verified, of which so many were accepted.
     """
 
     num_running: int
@@ -92,13 +107,16 @@ class EngineStats:
     num_preemptions: int
     num_prefix_queries: int
     num_prefix_hits: int
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
 
 
 class Engine:
     """Continuous batching over a paged cache.
 
     head: how logits are made. None takes the fastest way, which is measured, so that two engines may differ in the last
-    bits. adapters: those that requests may name (`model/adapter_bank.py`); None if the model has none.
+    bits. adapters: those that requests may name (`model/adapter_bank.py`).
     """
 
     def __init__(
@@ -107,13 +125,16 @@ class Engine:
         config: EngineConfig,
         *,
         head: Product | None = None,
-        adapters: AdapterChoice | None = None,
+        adapters: Mapping[str, PreparedAdapter] | None = None,
     ) -> None:
         self.config = config
-        self.adapters = adapters or AdapterChoice()
+        self.model = model
+        self.adapters = AdapterSet(model)
         self.max_seq_len = model.config.max_seq_len
         self.vocab_size = model.config.vocab_size
         self.num_parameters = model.config.num_parameters
+        self.score_head = dict(model.heads.items()).get(SCORE)
+        """Of a model that scores texts instead of generating any."""
         rope = model.config.rope
         self._switch_len = rope.original_max_len + 1 if rope.kind == "longrope" else 0
         num_blocks = config.kv_cache_tokens // config.block_size
@@ -130,16 +151,21 @@ class Engine:
         multiple = stable_row_multiple(model, head) if config.batch_invariant else 1
         self.is_batch_invariant = config.batch_invariant and multiple > 0
         self.row_multiple = multiple or MULTIPLES[-1]
+        _check_speculation(config, can_generate=self.score_head is None, multiple=multiple)
         self._runner = ModelRunner(model, head, cache, self.adapters, row_multiple=self.row_multiple)
         blocks = BlockManager(num_blocks, config.block_size)
+        self._lookup = PromptLookup(config.num_speculative_tokens, self._switch_len)
         self._scheduler = Scheduler(
             blocks,
             PrefixCache(blocks, rope, prefill_chunk=config.prefill_chunk_size, enabled=config.enable_prefix_caching),
             max_running=config.max_num_seqs,
             prefill_chunk=config.prefill_chunk_size,
             prefill_budget=config.max_num_batched_tokens,
+            lookup=self._lookup,
         )
         self._sequences: dict[str, Sequence] = {}
+        for name, adapter in (adapters or {}).items():
+            self.add_adapter(name, adapter)
 
     @property
     def has_work(self) -> bool:
@@ -155,7 +181,24 @@ class Engine:
             num_preemptions=scheduler.num_preemptions,
             num_prefix_queries=scheduler.prefixes.num_queries,
             num_prefix_hits=scheduler.prefixes.num_hits,
+            num_drafts=self._lookup.num_drafts,
+            num_draft_tokens=self._lookup.num_draft_tokens,
+            num_accepted_tokens=self._lookup.num_accepted_tokens,
         )
+
+    def add_adapter(self, name: str, adapter: PreparedAdapter) -> None:
+        """From now on requests may name it. Raises `ConfigError` for a name that is in use."""
+        multiple = adapter_row_multiple(adapter, self.model) if self.config.batch_invariant else 1
+        self.adapters.add(name, adapter, row_multiple=multiple or MULTIPLES[-1])
+        self.is_batch_invariant = self.is_batch_invariant and multiple > 0
+
+    def remove_adapter(self, name: str) -> None:
+        """No request may name it any more; those that run finish with it. Raises `ConfigError` for an unknown name."""
+        self.adapters.remove(name)
+        self._drop_unused_adapters()
+
+    def _drop_unused_adapters(self) -> None:
+        self.adapters.drop_unused({sequence.adapter for sequence in self._sequences.values()})
 
     def add(
         self,
@@ -170,11 +213,12 @@ class Engine:
         """Queue a request. `max_tokens` is capped by the context. constraint: of this request alone; cache_salt: only
         requests with the same one share cached prompts; adapter: name of the one that it is computed with.
 
-        Raises `ConfigError` when the id is in use, the adapter is unknown, or the prompt is empty, holds unknown tokens
-        or leaves no room.
+        Raises `ConfigError` when the id is in use, the adapter is unknown, the prompt is empty, holds unknown tokens or
+        leaves no room, or the model generates no text.
         """
         prompt = self._checked(request_id, prompt_ids)
-        self.adapters.check(adapter)
+        if self.score_head is not None:
+            raise ConfigError("prompt: this model scores texts and generates none; serve a language model")
         unknown = [token for token, _ in params.logit_bias if not 0 <= token < self.vocab_size]
         unknown += [token for token in params.stop_ids if not 0 <= token < self.vocab_size]
         if unknown:
@@ -191,17 +235,37 @@ class Engine:
                 params,
                 constraint=constraint,
                 cache_salt=cache_salt,
-                adapter=adapter,
+                adapter=self.adapters.number_of(adapter),
             )
         )
 
-    def embed(self, request_id: str, prompt_ids: Ids[int], *, cache_salt: str = "") -> None:
-        """Queue a request for the hidden state of the last token after the final norm, scaled to unit length, which is
-        how a model without a pooling layer embeds a text. Raises like `add`.
+    def embed(
+        self,
+        request_id: str,
+        prompt_ids: Ids[int],
+        *,
+        pooling: Pooling = "last",
+        cache_salt: str = "",
+        adapter: str = BASE,
+    ) -> None:
+        """Queue a request for what a text as a whole gives (`pooling.py`). Embeddings are hidden states after the final
+        norm, which is how a model without a pooling layer embeds a text. Raises like `add`, and for a score of a model
+        without a head for it.
         """
         prompt = self._checked(request_id, prompt_ids)
-        params = SamplingParams(max_tokens=1)
-        self._queue(Sequence(request_id, prompt, len(prompt), params, embeds=True, cache_salt=cache_salt))
+        if pooling == "score" and self.score_head is None:
+            raise ConfigError("pooling: this model has no head that scores texts; serve a reward model")
+        self._queue(
+            Sequence(
+                request_id,
+                prompt,
+                len(prompt),
+                SamplingParams(max_tokens=1),
+                pooling=pooling,
+                cache_salt=cache_salt,
+                adapter=self.adapters.number_of(adapter),
+            )
+        )
 
     def _checked(self, request_id: str, prompt_ids: Ids[int]) -> list[int]:
         if request_id in self._sequences:
@@ -226,33 +290,50 @@ class Engine:
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
             self._scheduler.remove(sequence)
+            self._drop_unused_adapters()
         return sequence is not None
 
     def step(self) -> list[StepOutput]:
-        """Compute one step: at most one new token per running request. Without work there are no outputs."""
+        """Compute one step: one new token per running request that is ready for one, and more where guesses of its next
+        tokens are right. Without work there are no outputs.
+        """
         if not self._sequences:
             return []
         plan = self._scheduler.plan()
         sequences, hidden_BD, logits_BV = self._runner.run(plan)
         self._scheduler.complete(plan)
-        outputs: list[StepOutput] = []
-        rows: list[int] = []
-        requests: list[SampleRequest] = []
+        rows: dict[Sequence, list[int]] = {}
         for row, sequence in enumerate(sequences):
-            if sequence.embeds:
-                outputs.append(self._embedded(sequence, hidden_BD[row]))
-                continue
+            rows.setdefault(sequence, []).append(row)
+        outputs = [self._pooled(sequence, hidden_BD[own[0]]) for sequence, own in rows.items() if sequence.pooling]
+        live, place = [sequence for sequence in rows if not sequence.pooling], 0
+        while live:
+            outputs += self._sampled(live, [rows[sequence][place] for sequence in live], logits_BV)
+            live = [one for one in live if self._is_running(one) and self._lookup.accepts(one, place)]
+            place += 1
+        return outputs
+
+    def _is_running(self, sequence: Sequence) -> bool:
+        return self._sequences.get(sequence.request_id) is sequence
+
+    def _sampled(self, sequences: list[Sequence], rows: list[int], logits_BV: Tensor) -> list[StepOutput]:
+        """The next token of each sequence, from its row of the logits."""
+        outputs: list[StepOutput] = []
+        chosen: list[tuple[Sequence, int]] = []
+        requests: list[SampleRequest] = []
+        for sequence, row in zip(sequences, rows, strict=True):
             try:
                 requests.append(_request(sequence))
-                rows.append(row)
+                chosen.append((sequence, row))
             except ConfigError:
                 self.abort(sequence.request_id)
                 outputs.append(StepOutput(sequence.request_id, 0, 0.0, (), "constraint"))
-        if not rows:
+        if not chosen:
             return outputs
+        rows = [row for _, row in chosen]
         with torch.inference_mode():
-            draws = sample(logits_BV if len(rows) == len(sequences) else logits_BV[rows], requests)
-        return outputs + [self._advanced(sequences[row], draw) for row, draw in zip(rows, draws, strict=True)]
+            draws = sample(logits_BV if rows == list(range(len(logits_BV))) else logits_BV[rows], requests)
+        return outputs + [self._advanced(sequence, draw) for (sequence, _), draw in zip(chosen, draws, strict=True)]
 
     def _advanced(self, sequence: Sequence, draw: SampledToken) -> StepOutput:
         """Append a token to a sequence, and end or restart the sequence if need be."""
@@ -274,12 +355,23 @@ class Engine:
             num_cached_tokens=num_cached,
         )
 
-    def _embedded(self, sequence: Sequence, hidden_D: Tensor) -> StepOutput:
+    def _pooled(self, sequence: Sequence, hidden_D: Tensor) -> StepOutput:
         self.abort(sequence.request_id)
-        hidden_D = hidden_D.float()
-        is_finite = bool(hidden_D.isfinite().all())
-        embedding = tuple((hidden_D / hidden_D.norm().clamp_min(1e-12)).tolist()) if is_finite else ()
-        return StepOutput(sequence.request_id, 0, 0.0, (), "stop" if is_finite else "error", embedding=embedding)
+        values = pooled(sequence.pooling, hidden_D, sequence.hidden_sum_D, sequence.num_prompt, self.score_head)
+        return StepOutput(sequence.request_id, 0, 0.0, (), "stop" if values else "error", embedding=tuple(values))
+
+
+def _check_speculation(config: EngineConfig, *, can_generate: bool, multiple: int) -> None:
+    """Raise `ConfigError` where guesses cannot be verified exactly."""
+    if not config.num_speculative_tokens:
+        return
+    if not can_generate:
+        raise ConfigError("num_speculative_tokens: this model scores texts and generates none; set it to 0")
+    if not multiple:
+        raise ConfigError(
+            "num_speculative_tokens: on this machine no padding makes products independent of the number of rows, so "
+            "verified tokens could differ from those that are decoded one by one; set it to 0"
+        )
 
 
 def _request(sequence: Sequence) -> SampleRequest:

@@ -1,8 +1,9 @@
 """One step of the model over a paged cache: flatten the plan's tokens, compute, return the rows that need logits.
 
 All tokens of a step pass through the linears as one flat row of N tokens; only attention is computed per sequence. To
-keep every sequence's numbers independent of its neighbors, a decoding sequence attends over its own length rounded up
-to `CONTEXT_STEP` and shares a call only with sequences of the same rounded length. Layers with a window read the last
+keep every sequence's numbers independent of its neighbors, a decoding token attends over its own context rounded up to
+`CONTEXT_STEP` and shares a call only with tokens of the same rounded context. The tokens of a draft are decoding tokens
+like any other, so that verifying them gives the bits that decoding one by one gives. Layers with a window read the last
 blocks of that length only.
 
 Legend: N tokens, B sequences, C tokens of a chunk, D model width, H query heads, K key/value heads, G = H / K,
@@ -21,7 +22,7 @@ from modelwright.infer.lm_head import Product
 from modelwright.infer.sampler import score
 from modelwright.infer.scheduler import Chunk, SchedulerOutput
 from modelwright.infer.sequence import Sequence
-from modelwright.model.adapter_bank import BASE, AdapterChoice
+from modelwright.model.adapter_bank import AdapterSet
 from modelwright.model.attention import causal_attend
 from modelwright.model.decoder import Attend, AttentionSpec, Decoder
 from modelwright.ops.attention import masked_attention
@@ -42,8 +43,16 @@ class CachedContext:
 
 
 @dataclass(frozen=True)
+class DecodeRow:
+    """One token of a decoding sequence: the newest one, or one of the draft that follows it."""
+
+    sequence: Sequence
+    position: int
+
+
+@dataclass(frozen=True)
 class DecodeGroup:
-    """Decoding sequences of equal rounded context: rows [start, end) of the step. contexts: by the layers' windows,
+    """Decoding tokens of equal rounded context: rows [start, end) of the step. contexts: by the layers' windows,
     with masks [B, 1, 1, L].
     """
 
@@ -68,7 +77,8 @@ class ChunkPiece:
 class StepTensors:
     """A plan as tensors. `lengths_1N`: tokens known of each token's sequence when it was first computed: the whole
     prompt, or all up to the token itself. `logit_rows` are the rows whose next token is needed, in the order of
-    `sampled`. `adapters`: of every row.
+    `sampled`, where a sequence with a draft stands once for each of its rows, in their order. `adapters`: numbers of
+    those that the rows are computed with.
     """
 
     tokens_1N: Tensor
@@ -79,7 +89,7 @@ class StepTensors:
     pieces: list[ChunkPiece]
     sampled: list[Sequence]
     logit_rows: Tensor
-    adapters: list[str]
+    adapters: list[int]
 
 
 class ModelRunner:
@@ -88,7 +98,7 @@ class ModelRunner:
     """
 
     def __init__(
-        self, model: Decoder, head: Product, cache: PagedCache, adapters: AdapterChoice, *, row_multiple: int
+        self, model: Decoder, head: Product, cache: PagedCache, adapters: AdapterSet, *, row_multiple: int
     ) -> None:
         self._model = model
         self._adapters = adapters
@@ -101,8 +111,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, plan: SchedulerOutput) -> tuple[list[Sequence], Tensor, Tensor]:
-        """Compute a plan; returns the sequences whose last token was computed, their last hidden states [B, D] and
-        their logits [B, V].
+        """Compute a plan; returns the sequences whose next token can be chosen, hidden states [B, D] and logits
+        [B, V]. A sequence with a draft has a row for its last token and one for each token of the draft, in this order.
         """
         step = self._prepare(plan)
         with self._adapters.chosen(step.adapters, self._device):
@@ -110,6 +120,8 @@ class ModelRunner:
         for chunk, piece in zip(plan.chunks, step.pieces, strict=True):
             if chunk.sequence.wants_prompt_scores:
                 self._score_prompt(chunk, hidden_1ND[0, piece.start : piece.end])
+            if chunk.sequence.pooling == "mean":
+                _add_up(chunk, hidden_1ND[0, piece.start : piece.end])
         for sequence in plan.decodes:
             sequence.num_cached += 1
         for chunk in plan.chunks:
@@ -143,14 +155,17 @@ class ModelRunner:
         tokens: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
-        groups = self._decode_groups(plan.decodes, tokens, positions, slots)
+        rows = [DecodeRow(s, s.num_cached + place) for s in plan.decodes for place in range(1 + len(s.draft))]
+        ordered = [row for members in _by_context(rows) for row in members]
+        groups = self._decode_groups(rows, tokens, positions, slots)
         pieces = [self._chunk_piece(chunk, tokens, positions, slots) for chunk in plan.chunks]
-        ordered = [s for members in _by_context(plan.decodes) for s in members]
-        first = [s.num_prefill for s in ordered]
+        first = [row.sequence.num_prefill for row in ordered]
         first += [chunk.sequence.num_prefill for chunk in plan.chunks for _ in range(chunk.start, chunk.end)]
         lengths = [max(prefill, position + 1) for prefill, position in zip(first, positions, strict=True)]
-        owners = ordered + [chunk.sequence for chunk in plan.chunks for _ in range(chunk.start, chunk.end)]
-        sampled = [(row, s) for row, s in enumerate(ordered) if not s.is_replaying]
+        owners = [row.sequence for row in ordered] + [
+            chunk.sequence for chunk in plan.chunks for _ in range(chunk.start, chunk.end)
+        ]
+        sampled = [(row, one.sequence) for row, one in enumerate(ordered) if not one.sequence.is_replaying]
         sampled += [
             (piece.end - 1, sequence)
             for piece, chunk in zip(pieces, plan.chunks, strict=True)
@@ -169,22 +184,21 @@ class ModelRunner:
             pieces=pieces,
             sampled=[sequence for _, sequence in sampled],
             logit_rows=self._ints(logit_rows),
-            adapters=[sequence.adapter for sequence in owners] + [BASE] * len(padding),
+            adapters=[sequence.adapter for sequence in owners] + [0] * len(padding),
         )
 
     def _decode_groups(
-        self, decodes: list[Sequence], tokens: list[int], positions: list[int], slots: list[int]
+        self, rows: list[DecodeRow], tokens: list[int], positions: list[int], slots: list[int]
     ) -> list[DecodeGroup]:
         groups = []
-        for members in _by_context(decodes):
+        for members in _by_context(rows):
             start, context = len(tokens), _context(members[0])
             tables, at = [], []
-            for sequence in members:
-                position = sequence.num_cached
-                tokens.append(sequence.token_ids[position])
-                slots.append(self._slot(sequence, position))
-                tables.append(self._padded_table(sequence, context))
-                at.append(position)
+            for row in members:
+                tokens.append(row.sequence.token_at(row.position))
+                slots.append(self._slot(row.sequence, row.position))
+                tables.append(self._padded_table(row.sequence, context))
+                at.append(row.position)
             positions += at
             contexts = self._contexts(tables, self._ints(at)[:, None], earliest=context - CONTEXT_STEP)
             groups.append(DecodeGroup(start, len(tokens), contexts))
@@ -265,15 +279,21 @@ class ModelRunner:
         return torch.tensor(values, dtype=torch.long, device=self._device)
 
 
-def _by_context(decodes: list[Sequence]) -> list[list[Sequence]]:
-    groups: defaultdict[int, list[Sequence]] = defaultdict(list)
-    for sequence in decodes:
-        groups[_context(sequence)].append(sequence)
+def _add_up(chunk: Chunk, hidden_CD: Tensor) -> None:
+    sum_D, sequence = hidden_CD.double().sum(dim=0), chunk.sequence
+    before_D = None if chunk.start == 0 else sequence.hidden_sum_D
+    sequence.hidden_sum_D = sum_D if before_D is None else before_D + sum_D
+
+
+def _by_context(rows: list[DecodeRow]) -> list[list[DecodeRow]]:
+    groups: defaultdict[int, list[DecodeRow]] = defaultdict(list)
+    for row in rows:
+        groups[_context(row)].append(row)
     return [groups[context] for context in sorted(groups)]
 
 
-def _context(sequence: Sequence) -> int:
-    return _round_up(sequence.num_cached + 1, CONTEXT_STEP)
+def _context(row: DecodeRow) -> int:
+    return _round_up(row.position + 1, CONTEXT_STEP)
 
 
 def _round_up(value: int, step: int) -> int:

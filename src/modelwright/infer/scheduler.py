@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from modelwright.infer.kv_cache import BlockManager
 from modelwright.infer.prefix_cache import PrefixCache
+from modelwright.infer.prompt_lookup import PromptLookup
 from modelwright.infer.sequence import Sequence
 
 
@@ -38,7 +39,7 @@ class SchedulerOutput:
 
 
 class Scheduler:
-    """Holds waiting and running sequences."""
+    """Holds waiting and running sequences. lookup: guesses tokens that decoding sequences verify."""
 
     def __init__(
         self,
@@ -48,6 +49,7 @@ class Scheduler:
         max_running: int,
         prefill_chunk: int,
         prefill_budget: int,
+        lookup: PromptLookup,
     ) -> None:
         self.blocks = blocks
         self.prefixes = prefixes
@@ -57,6 +59,7 @@ class Scheduler:
         self._max_running = max_running
         self._prefill_chunk = prefill_chunk
         self._prefill_budget = prefill_budget
+        self._lookup = lookup
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
@@ -79,6 +82,7 @@ class Scheduler:
     def plan(self) -> SchedulerOutput:
         """Choose the next step. An empty plan means that there is no work."""
         plan = SchedulerOutput(decodes=self._reserve_decodes())
+        self._draft(plan.decodes)
         budget = self._prefill_budget
         for sequence in [one for one in self.running if one.in_prefill and one.leader is None]:
             budget = self._take_chunk(sequence, plan, budget)
@@ -111,6 +115,13 @@ class Scheduler:
                 ready.append(sequence)
         return ready
 
+    def _draft(self, decodes: list[Sequence]) -> None:
+        """Guess tokens of the sequences, as far as there are blocks for them that nothing else needs."""
+        for sequence in decodes:
+            guesses = self._lookup.guess(sequence)
+            has_room = self.blocks.grow(sequence, sequence.num_cached + 1 + len(guesses))
+            self._lookup.draft(sequence, guesses if has_room else [])
+
     def _preempt(self, sequence: Sequence) -> None:
         self._requeue(sequence)
         self.num_preemptions += 1
@@ -118,7 +129,7 @@ class Scheduler:
     def _requeue(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self.blocks.release(sequence)
-        sequence.leader = None
+        sequence.leader, sequence.draft = None, []
         self.waiting.appendleft(sequence)
 
     def _admit_next(self) -> bool:
@@ -142,7 +153,7 @@ class Scheduler:
         """
         sequence = self.waiting[0] if self.waiting else leader
         has_slot = len(self.running) < self._max_running
-        if sequence is leader or not has_slot or sequence.wants_prompt_scores or not sequence.has_same_prompt(leader):
+        if sequence is leader or not has_slot or sequence.needs_whole_prompt or not sequence.has_same_prompt(leader):
             return False
         full = leader.block_table[: leader.num_prefill // self.blocks.block_len]
         if not self.blocks.share(sequence, full, len(sequence.token_ids) + 1):

@@ -2,12 +2,13 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
 
 from modelwright.core.errors import ConfigError
 from modelwright.core.seeds import derive_seed
+from modelwright.infer.ngram_index import NgramIndex
 
 MAX_TEMPERATURE = 2.0
 """As in OpenAI's API; above it the tokens are close to random."""
@@ -70,6 +71,11 @@ class SamplingParams:
         return (derive_seed(self.seed, "token", step) >> 10) / (1 << 53)
 
 
+Pooling = Literal["", "last", "mean", "score"]
+"""What a request asks for instead of new tokens: the last token's hidden state, the mean over all tokens, or the scalar
+head at the last token; "" for new tokens."""
+
+
 @dataclass(frozen=True)
 class ScoredToken:
     """A token of a prompt: its log-probability given the tokens before it, its rank (1 is the likeliest token), and the
@@ -99,9 +105,8 @@ class TokenConstraint(Protocol):
 class Sequence:
     """A request in progress: all its tokens, and how many of them the cache holds. num_prefill: how many of the first
     ones are computed in chunks, knowing of each other: the prompt, and more once the sequence was restarted.
-    constraint: None lets every token follow; embeds: the answer is the last hidden state instead of tokens; cache_salt:
-    only sequences with the same one share cached prompts; adapter: name of the one that it is computed with, "" for the
-    model itself.
+    constraint: None lets every token follow; pooling: what is asked for instead of tokens; cache_salt: only sequences
+    with the same one share cached prompts; adapter: number of the one that it is computed with, 0 for the model itself.
     """
 
     request_id: str
@@ -113,7 +118,7 @@ class Sequence:
     counts: Counter[int] = field(default_factory=Counter)
     num_prefill: int = 0
     constraint: TokenConstraint | None = None
-    embeds: bool = False
+    pooling: Pooling = ""
     cache_salt: str = ""
     num_hit_tokens: int = 0
     """Tokens of the prompt that were in the cache when the sequence was first started."""
@@ -123,7 +128,12 @@ class Sequence:
     block_hashes: list[bytes] = field(default_factory=list)
     hashed_len: int = 0
     """The `num_prefill` for which `block_hashes` were computed."""
-    adapter: str = ""
+    adapter: int = 0
+    hidden_sum_D: Tensor | None = None
+    """FP64 sum of the hidden states of the prompt so far, for the pooling "mean"."""
+    draft: list[int] = field(default_factory=list)
+    """Guesses of the next tokens that the present step verifies (`prompt_lookup`)."""
+    ngrams: NgramIndex = field(default_factory=NgramIndex)
     prompt_scores: list[ScoredToken] = field(default_factory=list)
     """The scores of all tokens of the prompt but the first, as far as they are computed, if they were asked for."""
 
@@ -133,6 +143,16 @@ class Sequence:
     @property
     def num_new(self) -> int:
         return len(self.token_ids) - self.num_prompt
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Whether the hidden states of all tokens of the prompt are needed, so that none may come from the cache."""
+        return self.wants_prompt_scores or self.pooling == "mean"
+
+    def token_at(self, position: int) -> int:
+        """A token of the sequence, or of the draft that follows it."""
+        known = len(self.token_ids)
+        return self.token_ids[position] if position < known else self.draft[position - known]
 
     @property
     def wants_prompt_scores(self) -> bool:

@@ -1,23 +1,27 @@
 """Several adapters of one base at once: every token of a batch is computed with the adapter of its sequence.
 
-All adapters of a projection are one: their A below each other, their B side by side. What a token's own adapter does
-not own of A x is set to zero, so that rows of different adapters share two matrix products, and no row depends on which
-adapters others use (the batching of S-LoRA, Sheng et al. 2023, without its kernels). For inference; nothing is trained.
+The rows of one adapter are taken out of the batch, multiplied by its factors and put back (the grouping of S-LoRA,
+Sheng et al. 2023, without its kernels), so a token costs its own adapter only, however many are loaded. The rows are
+padded to a multiple for which these products do not depend on the number of rows; then neither the adapters that others
+use nor those that come and go change a bit of an answer. For inference; nothing is trained.
 
-Legend: N tokens, I inputs, O outputs, C ranks of all adapters together, K adapters.
+Legend: N tokens, P rows of one adapter with padding, I inputs, O outputs, R rank.
 """
 
-from collections.abc import Callable, Generator, Iterable, Mapping
+import hashlib
+import itertools
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.errors import ConfigError, ModelError
 from modelwright.model.adapters import ADAPTER
 from modelwright.model.decoder import Decoder
-from modelwright.model.low_rank import MAGNITUDE, A, B, Factors, LowRank
+from modelwright.model.low_rank import MAGNITUDE, A, B, LowRank
 from modelwright.model.peft_folder import ReadAdapter, read_adapter
 from modelwright.ops.linear_gemms import multiply_add
 from modelwright.ops.lowp_linear import in_float
@@ -26,69 +30,156 @@ BASE = ""
 """The name under which the model computes without an adapter."""
 
 
-class AdapterChoice:
-    """Which adapter each token is computed with. names: of the adapters, in their order."""
+@dataclass(frozen=True)
+class AdapterPart:
+    """What an adapter does to one projection. b_OR: scale included; lengths_O: what the sum is multiplied by, DoRA's
+    magnitudes over the lengths of rows; empty without DoRA.
+    """
 
-    def __init__(self, names: Iterable[str] = ()) -> None:
-        self.numbers = {BASE: 0, **{name: number for number, name in enumerate(names, start=1)}}
-        self.of_tokens_N = torch.zeros(1, dtype=torch.long)
-        """Numbers by token; one number stands for all tokens."""
+    a_RI: Tensor
+    b_OR: Tensor
+    lengths_O: Tensor
+
+    def apply(self, x_PI: Tensor, out_PO: Tensor) -> Tensor:
+        low_PR = in_float(out_PO.dtype, x_PI, self.a_RI)
+        out_PO = multiply_add(out_PO, low_PR, self.b_OR.to(out_PO.dtype))
+        return out_PO * self.lengths_O.to(out_PO.dtype) if self.lengths_O.numel() else out_PO
+
+
+@dataclass(frozen=True)
+class PreparedAdapter:
+    """An adapter that was read for one model, by projection. digest: of all its values."""
+
+    parts: Mapping[str, AdapterPart]
+    digest: str
+
+
+@dataclass(frozen=True)
+class AdapterRows:
+    """The rows of a step that one adapter computes. padded_P: the rows, and the first one again up to a multiple."""
+
+    own_N: Tensor
+    padded_P: Tensor
+
+
+class AdapterSet:
+    """The adapters of a model, by name; each has a number that no other one ever gets, so that what was computed with
+    one is not taken for that of another with the same name.
+    """
+
+    def __init__(self, model: Decoder) -> None:
+        self._model = model
+        self._numbers: dict[str, int] = {BASE: 0}
+        self._next_number = itertools.count(1)
+        self._row_multiples: dict[int, int] = {}
+        self.digests: dict[str, str] = {}
+        """Of the adapters that requests may name."""
+        self._rows: dict[int, AdapterRows] = {}
 
     @property
     def names(self) -> list[str]:
-        """The adapters, without the base."""
-        return [name for name in self.numbers if name != BASE]
+        """Those that requests may name, without the base."""
+        return list(self.digests)
 
-    def check(self, name: str) -> None:
-        """Raise `ConfigError` for an unknown name."""
-        if name not in self.numbers:
+    def number_of(self, name: str) -> int:
+        """0 for the base. Raises `ConfigError` for an unknown name."""
+        if name not in self._numbers:
             known = ", ".join(self.names) or "none are loaded"
             raise ConfigError(f"adapter: {name!r} is unknown; choose from {known}, or {BASE!r} for the model itself")
+        return self._numbers[name]
+
+    def add(self, name: str, adapter: PreparedAdapter, *, row_multiple: int = 1) -> None:
+        """From now on requests may name it. row_multiple: to which its rows are padded. Raises `ConfigError` for a name
+        that is in use.
+        """
+        if name in self._numbers:
+            raise ConfigError(f"adapters: the name {name!r} is in use; choose another")
+        number = next(self._next_number)
+        for projection, part in adapter.parts.items():
+            module = self._model.projections()[projection]
+            if not isinstance(module.adapter, AdapterBank) or module.adapter.rows is not self._rows:
+                module.adapter = AdapterBank(self._rows)
+            module.adapter.parts[number] = part
+        self._numbers[name], self._row_multiples[number] = number, row_multiple
+        self.digests[name] = adapter.digest
+
+    def remove(self, name: str) -> None:
+        """No request may name it any more; `drop_unused` frees it. Raises `ConfigError` for an unknown name."""
+        self.number_of(name)
+        if name != BASE:
+            del self._numbers[name], self.digests[name]
+
+    def drop_unused(self, in_use: Collection[int]) -> None:
+        """Free the adapters that were removed and that no number in `in_use` stands for."""
+        kept = {*self._numbers.values(), *in_use}
+        gone = [number for number in self._row_multiples if number not in kept]
+        if not gone:
+            return
+        for module in self._model.projections().values():
+            if isinstance(module.adapter, AdapterBank):
+                for number in gone:
+                    module.adapter.parts.pop(number, None)
+        for number in gone:
+            del self._row_multiples[number]
 
     @contextmanager
-    def chosen(self, names: Iterable[str], device: torch.device) -> Generator[None]:
-        """Within the block tokens are computed with these adapters, one name for each token, or one for all."""
-        if len(self.numbers) == 1:
-            yield
-            return
-        before, self.of_tokens_N = self.of_tokens_N, torch.tensor([self.numbers[name] for name in names], device=device)
+    def chosen(self, numbers: Sequence[int], device: torch.device) -> Generator[None]:
+        """Within the block tokens are computed with these adapters, one number for each token."""
+        rows: dict[int, list[int]] = {}
+        for row, number in enumerate(numbers):
+            if number:
+                rows.setdefault(number, []).append(row)
+        for number, own in rows.items():
+            padding = [own[0]] * (-len(own) % self._row_multiples[number])
+            self._rows[number] = AdapterRows(
+                torch.tensor(own, device=device), torch.tensor(own + padding, device=device)
+            )
         try:
             yield
         finally:
-            self.of_tokens_N = before
+            self._rows.clear()
 
 
-class AdapterBank(nn.Module):
-    """The adapters of one projection.
-
-    a_CI, b_OC: the factors, scales included. owners_C: the adapter that each column belongs to. lengths_KO: what each
-    adapter multiplies the sum by, DoRA's magnitudes over the lengths of rows, 1 without; empty if none has DoRA.
+class AdapterBank:
+    """The adapters of one projection by their numbers. rows: which tokens are computed with which one; its owner
+    changes it from step to step.
     """
 
-    def __init__(self, choice: AdapterChoice, a_CI: Tensor, b_OC: Tensor, owners_C: Tensor, lengths_KO: Tensor) -> None:
-        super().__init__()
-        self.choice = choice
-        # part of no checkpoint and of no fingerprint: the model stays the one that it is
-        self.register_buffer("a_CI", a_CI, persistent=False)
-        self.register_buffer("b_OC", b_OC, persistent=False)
-        self.register_buffer("owners_C", owners_C, persistent=False)
-        self.register_buffer("lengths_KO", lengths_KO, persistent=False)
-        self.a_CI: Tensor
-        self.b_OC: Tensor
-        self.owners_C: Tensor
-        self.lengths_KO: Tensor
+    def __init__(self, rows: Mapping[int, AdapterRows]) -> None:
+        self.parts: dict[int, AdapterPart] = {}
+        self.rows = rows
 
-    def forward(self, x: Tensor, out: Tensor, row_blocks: Callable[[], Iterable[Tensor]]) -> Tensor:
-        """x [..., N, I], out [..., N, O] of the projection without bias."""
-        chosen_N = self.choice.of_tokens_N
-        low = in_float(out.dtype, x, self.a_CI) * (self.owners_C == chosen_N[:, None])
-        out = multiply_add(out, low, self.b_OC.to(out.dtype))
-        return out * self.lengths_KO[chosen_N].to(out.dtype) if self.lengths_KO.numel() else out
+    def __call__(self, x: Tensor, out: Tensor, row_blocks: Callable[[], Iterable[Tensor]]) -> Tensor:
+        """x [..., N, I], out [..., N, O] of the projection without bias, which is overwritten."""
+        if not self.rows:
+            return out
+        x_NI, out_NO = x.flatten(0, -2), out.flatten(0, -2)
+        for number, rows in self.rows.items():
+            if number in self.parts:
+                x_PI, before_PO = x_NI.index_select(0, rows.padded_P), out_NO.index_select(0, rows.padded_P)
+                after_PO = self.parts[number].apply(x_PI, before_PO)
+                out_NO.index_copy_(0, rows.own_N, after_PO[: len(rows.own_N)])
+        return out_NO.view_as(out)
 
 
-def load_adapters(model: Decoder, folders: Mapping[str, Path]) -> AdapterChoice:
-    """Load adapter folders beside each other, by name, in place; the model then computes each token with the adapter
-    that the returned choice says, at first with none.
+def load_adapters(model: Decoder, folders: Mapping[str, Path]) -> dict[str, PreparedAdapter]:
+    """Read adapter folders for one model, by name. Raises like `prepare_adapter`, and `ConfigError` for the name of the
+    model itself.
+    """
+    if BASE in folders:
+        raise ConfigError(f"adapters: {BASE!r} is the name of the model itself; choose another")
+    prepared: dict[str, PreparedAdapter] = {}
+    for name, folder in folders.items():
+        try:
+            prepared[name] = prepare_adapter(model, folder)
+        except ModelError as error:
+            raise ModelError(f"adapters: {name}: {error}") from None
+    return prepared
+
+
+@torch.no_grad()
+def prepare_adapter(model: Decoder, folder: Path) -> PreparedAdapter:
+    """Read an adapter folder for a model without changing the model.
 
     Raises `ModelError` for a folder that does not fit the model, as `load_adapter` does, and `ConfigError` for a model
     whose projections cannot have adapters.
@@ -98,53 +189,36 @@ def load_adapters(model: Decoder, folders: Mapping[str, Path]) -> AdapterChoice:
             "adapters: need a model with floating-point weights and without adapters of its own; serve the model "
             "before it was quantized, and merge its adapters"
         )
-    if BASE in folders:
-        raise ConfigError(f"adapters: {BASE!r} is the name of the model itself; choose another")
-    choice = AdapterChoice(folders)
-    read = {name: read_adapter(model, folder) for name, folder in folders.items()}
-    for name, projection in model.projections().items():
-        held = {number: _one(model, one, name) for number, one in enumerate(read.values(), start=1)}
-        present = {number: adapter for number, adapter in held.items() if adapter is not None}
-        if present:
-            projection.adapter = _bank(choice, present, projection.row_blocks, num_adapters=len(read))
-    return choice
+    read = read_adapter(model, folder)
+    parts = dict(_parts(model, read))
+    hashed = hashlib.sha256()
+    for name, part in parts.items():
+        for tensor in (part.a_RI, part.b_OR, part.lengths_O):
+            plain = tensor.cpu().contiguous()
+            hashed.update(f"{name} {plain.dtype} {list(plain.shape)}".encode())
+            hashed.update(plain.view(-1).view(torch.uint8).numpy().data)
+    return PreparedAdapter(parts, hashed.hexdigest())
 
 
-def _one(model: Decoder, read: ReadAdapter, name: str) -> LowRank | None:
-    """One adapter of one projection, in the format of the model."""
-    values = {own: read.values.get(f"{name}{ADAPTER}{own}") for own in (A, B, MAGNITUDE)}
-    a_RI, b_OR, magnitude_O = values[A], values[B], values[MAGNITUDE]
-    if a_RI is None or b_OR is None:
-        return None
+def _parts(model: Decoder, read: ReadAdapter) -> Iterator[tuple[str, AdapterPart]]:
+    """In the format of the model."""
     like = model.norm.weight
-    adapter = LowRank(
-        a_RI.shape[1],
-        b_OR.shape[0],
-        a_RI.shape[0],
-        scale=read.config.scale_of(name),
-        dropout=0.0,
-        has_magnitude=magnitude_O is not None,
-    )
-    adapter.load_state_dict({own: value for own, value in values.items() if value is not None})
-    return adapter.to(like.device, like.dtype).requires_grad_(False)
-
-
-@torch.no_grad()
-def _bank(
-    choice: AdapterChoice,
-    adapters: Mapping[int, LowRank],
-    row_blocks: Callable[[], Iterable[Tensor]],
-    *,
-    num_adapters: int,
-) -> AdapterBank:
-    factors: dict[int, Factors] = {number: one.factors() for number, one in adapters.items()}
-    a_CI = torch.cat([one.a_RI for one in factors.values()])
-    b_OC = torch.cat([factors[number].b_OR * one.scale for number, one in adapters.items()], dim=1)
-    owners_C = torch.cat([torch.full((one.rank,), number, device=a_CI.device) for number, one in adapters.items()])
-    lengths_KO = b_OC.new_empty(0)
-    if any(one.has_magnitude for one in adapters.values()):
-        lengths_KO = b_OC.new_ones(num_adapters + 1, b_OC.shape[0])
-        for number, one in adapters.items():
-            if one.has_magnitude:
-                lengths_KO[number] = factors[number].magnitude_O / one.row_lengths(row_blocks(), factors[number])
-    return AdapterBank(choice, a_CI, b_OC, owners_C, lengths_KO)
+    for name, projection in model.projections().items():
+        values = {own: read.values.get(f"{name}{ADAPTER}{own}") for own in (A, B, MAGNITUDE)}
+        a_RI, b_OR, magnitude_O = values[A], values[B], values[MAGNITUDE]
+        if a_RI is None or b_OR is None:
+            continue
+        adapter = LowRank(
+            a_RI.shape[1],
+            b_OR.shape[0],
+            a_RI.shape[0],
+            scale=read.config.scale_of(name),
+            dropout=0.0,
+            has_magnitude=magnitude_O is not None,
+        )
+        adapter.load_state_dict({own: value for own, value in values.items() if value is not None})
+        factors = adapter.to(like.device, like.dtype).requires_grad_(False).factors()
+        lengths_O = b_OR.new_empty(0, dtype=like.dtype)
+        if adapter.has_magnitude:
+            lengths_O = factors.magnitude_O / adapter.row_lengths(projection.row_blocks(), factors)
+        yield name, AdapterPart(factors.a_RI, factors.b_OR * adapter.scale, lengths_O)

@@ -104,6 +104,15 @@ def load_model(folder: Path, *, dtype: torch.dtype = torch.float32, types: Seque
     return model
 
 
+def is_sequence_classifier(folder: Path) -> bool:
+    """Whether `load_sequence_classifier` is what reads a model folder. Raises `ModelError` without a `config.json`."""
+    return _architecture(folder).endswith(CLASSIFIER)
+
+
+def _architecture(folder: Path) -> str:
+    return str((read_json(folder / "config.json").get("architectures") or [""])[0])
+
+
 def load_sequence_classifier(
     folder: Path, *, head: str, dtype: torch.dtype = torch.float32, types: Sequence[HfType] = HF_TYPES
 ) -> Decoder:
@@ -113,8 +122,7 @@ def load_sequence_classifier(
 
     Raises `ModelError` as `load_model` does, and for a folder of another kind.
     """
-    settings = read_json(folder / "config.json")
-    architecture = str((settings.get("architectures") or [""])[0])
+    architecture = _architecture(folder)
     if not architecture.endswith(CLASSIFIER):
         raise ModelError(
             f"{folder}: holds a {architecture or 'model of unknown kind'}, not a sequence classification; give the "

@@ -46,8 +46,9 @@ class GrpoConfig(TrainConfig):
     weight_decay: float = 0.0
     """Decoupled weight decay of matrices; norms do not decay."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    rewards: dict[str, Any] = field(default_factory=lambda: {"exact_match": {}}, hash=False)
-    """Terms of the reward by name, each with its options, `kind` and `weight`; docs/rewards.md lists the kinds."""
+    rewards: dict[str, Any] = field(default_factory=dict, hash=False)
+    """Terms of the reward by name, each with its options, `kind` and `weight`; docs/rewards.md lists the kinds. Without
+    any, answers are scored by the reward model that the run has trained before, or else by `exact_match`."""
     num_generations: int = 8
     """Completions of each prompt: the group."""
     steps_per_generation: int = 1

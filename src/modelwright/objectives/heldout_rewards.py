@@ -1,4 +1,4 @@
-"""Held-out evaluation by reward: one greedy completion of each held-out prompt.
+"""Held-out evaluation by reward: one completion of each held-out prompt, and how often it beats the first one.
 
 The evaluation of a run passes batches through an objective. Here the set is a single batch of one row, which carries
 the numbers of the prompts, so that all ranks generate and score it together.
@@ -6,7 +6,8 @@ the numbers of the prompts, so that all ranks generate and score it together.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,22 +38,36 @@ def is_heldout(batch: TokenBatch) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class HeldoutRewards:
-    """Scores the model on held-out prompts."""
+    """Scores the model on held-out prompts, and against its own first evaluation."""
 
     worker: RolloutWorker
+    first_terms: list[Tensor] = field(default_factory=list[Tensor])
+    """The rewards of the first evaluation by prompt and term [N, R], once it has taken place."""
 
     @property
     def metric_names(self) -> list[str]:
-        return rollout_metric_names(self.worker.term_names)
+        win_rates = [win_rate_name(name) for name in self.worker.term_names]
+        return [*rollout_metric_names(self.worker.term_names), *win_rates]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"first_terms": [*self.first_terms]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.first_terms[:] = state["first_terms"]
 
     def prepare(self, batch: TokenBatch, model: Decoder, layout: ModelLayout) -> TokenBatch:
         """The batch with the figures of this evaluation [1, M], NaN for those of nothing. All ranks call together."""
         numbers = batch.extras[NUMBERS][0].tolist()
         with layout.whole_model(model) as whole:
+            greedy = self.worker.config.heldout_decoding == "greedy"
             rollout = self.worker.roll_out(
-                whole, layout.world, numbers, num_generations=1, stream=("heldout",), greedy=True
+                whole, layout.world, numbers, num_generations=1, stream=("heldout",), greedy=greedy
             )
+        if not self.first_terms:
+            self.first_terms.append(rollout.terms_CR)
         found = rollout_metrics(rollout, self.worker.term_names)
+        rates_R = win_rates(rollout.terms_CR, self.first_terms[0])
+        found |= {win_rate_name(name): rate for name, rate in zip(self.worker.term_names, rates_R, strict=True)}
         figures = [found.get(name, math.nan) for name in self.metric_names]
         device = batch.input_ids_BT.device
         return replace(batch, extras={FIGURES: torch.tensor([figures], dtype=torch.float64, device=device)})
@@ -73,3 +88,16 @@ class HeldoutRewards:
 
     def _reward(self, batch: TokenBatch) -> Tensor:
         return batch.extras[FIGURES][0, self.metric_names.index("reward")]
+
+
+def win_rate_name(term: str) -> str:
+    return f"rewards/{term}/win_rate"
+
+
+def win_rates(terms_NR: Tensor, first_NR: Tensor) -> list[float]:
+    """For each term the share of prompts whose completion has a higher reward than the first one had; equal rewards
+    count half. Prompts of which either could not be scored are left out; NaN without any other.
+    """
+    known_NR = terms_NR.isfinite() & first_NR.isfinite()
+    wins_NR = (terms_NR > first_NR).double() + 0.5 * (terms_NR == first_NR).double()
+    return ((wins_NR * known_NR).sum(dim=0) / known_NR.sum(dim=0)).tolist()

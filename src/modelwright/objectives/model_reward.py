@@ -26,15 +26,17 @@ MODEL = "model"
 class ModelRewardConfig:
     """The score of a reward model."""
 
-    path: str
+    path: str = ""
     """Folder of a sequence classification with one label, such as the stage `reward` writes; it brings its own
-    tokenizer."""
+    tokenizer. "" is the reward model that the same run has trained before."""
 
     def __post_init__(self) -> None:
-        if not Path(self.path).is_dir():
+        if self.path and not Path(self.path).is_dir():
             raise ConfigError(f"path: there is no folder {self.path!r} (looked for in {Path.cwd()})")
 
     def build(self, name: str) -> Reward:
+        if not self.path:
+            raise ConfigError("path: names no folder; give that of a reward model")
         folder = Path(self.path)
         model = load_reward_model(folder, single(default_device()))
         return ModelReward(name, Tokenizer.load(folder), model.config.max_seq_len, model.score)
@@ -94,8 +96,22 @@ MODEL_REWARDS: Mapping[str, type[RewardConfig]] = {**REWARDS, MODEL: ModelReward
 """All kinds of rewards: those by rules, and that of a model."""
 
 
+def model_terms(terms: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The options of the reward models among the terms of a sum, by the name of the term."""
+    options = {name: one for name, one in terms.items() if isinstance(one, Mapping)}
+    return {name: one for name, one in options.items() if one.get("kind", name) == MODEL}
+
+
 def reward_model_folders(terms: Mapping[str, Any]) -> dict[str, str]:
     """The folders of the reward models among the terms of a sum, by the setting that names each."""
-    options = {name: one for name, one in terms.items() if isinstance(one, Mapping)}
-    models = {name: one for name, one in options.items() if one.get("kind", name) == MODEL}
-    return {f"rewards.{name}.path": str(one["path"]) for name, one in models.items() if "path" in one}
+    return {f"rewards.{name}.path": str(one["path"]) for name, one in model_terms(terms).items() if one.get("path")}
+
+
+def without_folder(terms: Mapping[str, Any]) -> list[str]:
+    """The names of the terms that are the reward model of the run itself."""
+    return [name for name, one in model_terms(terms).items() if not one.get("path")]
+
+
+def with_folder(terms: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The terms of a sum with the reward model of `folder` in place of that of the run."""
+    return {**terms, **{name: {**terms[name], "path": str(folder)} for name in without_folder(terms)}}

@@ -56,8 +56,9 @@ class PpoConfig(TrainConfig):
     weight_decay: float = 0.0
     """Decoupled weight decay of matrices; norms do not decay."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    rewards: dict[str, Any] = field(default_factory=lambda: {"exact_match": {}}, hash=False)
-    """Terms of the reward by name, each with its options, `kind` and `weight`; docs/rewards.md lists the kinds."""
+    rewards: dict[str, Any] = field(default_factory=dict, hash=False)
+    """Terms of the reward by name, each with its options, `kind` and `weight`; docs/rewards.md lists the kinds. Without
+    any, answers are scored by the reward model that the run has trained before, or else by `exact_match`."""
     num_ppo_epochs: int = 4
     """How often each rollout is learned from."""
     num_mini_batches: int = 1

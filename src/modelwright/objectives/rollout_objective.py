@@ -65,11 +65,16 @@ class RolloutObjective(Objective):
         return self.heldout.prepare(batch, model, self.layout)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"next_place": self.next_place, "buffer": self.buffer.state_dict()}
+        return {
+            "next_place": self.next_place,
+            "buffer": self.buffer.state_dict(),
+            "heldout": self.heldout.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.next_place = state["next_place"]
         self.buffer.load_state_dict(state["buffer"])
+        self.heldout.load_state_dict(state["heldout"])
 
     def roll_out(
         self, model: Decoder, num_prompts: int, *, num_generations: int, more: tuple[int, ...] = ()

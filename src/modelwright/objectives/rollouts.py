@@ -10,7 +10,7 @@ R reward terms.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -45,6 +45,9 @@ class RolloutConfig:
     """Completions that a rank generates at once; it decides the size of the key/value cache, not the result."""
     mask_truncated: bool = False
     """Leave completions that reach the limit out of the loss (the overlong filtering of DAPO, Yu et al. 2025)."""
+    heldout_decoding: Literal["greedy", "sampling"] = "greedy"
+    """How held-out prompts are answered: by the likeliest token each time, or by draws from the policy's distribution,
+    which is what updates improve. The draws are the same at every evaluation."""
     shown_completions: int = constant(4)
     """Completions of a rollout that are kept for the report."""
 

@@ -17,7 +17,13 @@ from modelwright.pipeline.run_identity import is_same_run
 from modelwright.pipeline.runner import survey
 from modelwright.pipeline.stage import Rates
 from modelwright.pipeline.stages.build import build_stages
-from modelwright.pipeline.time_budget import num_steps_within, training_seconds, with_lengths, with_lengths_of
+from modelwright.pipeline.time_budget import (
+    num_steps_within,
+    time_plan,
+    training_seconds,
+    with_lengths,
+    with_lengths_of,
+)
 from modelwright.plan.catalog import ComputeRate
 from modelwright.plan.communication import Cluster
 from modelwright.plan.estimate import duration, plan_text, training_memory
@@ -74,6 +80,9 @@ def describe_plan(
     lines += [f"  {name:<12}{_words(state, name, only)}" for name, state in states.items()]
     to_do = [e.seconds for e in estimates if states[e.name] != "done" and (not only or e.name in only)]
     threads = plural(config.hardware.num_threads, "thread")
+    if config.minutes:
+        spent = {one.name: one.seconds for one in estimates}
+        lines += ["", time_plan(config, run, rates, spent)]
     lines += ["", f"left to do: about {duration(sum(to_do))} on {config.hardware.device} with {threads}"]
     lines.append("Times are estimates from rates measured just now; a dry run writes nothing.")
     return "\n".join(lines + [f"Busy machine: {note}" for note in busy])

@@ -18,7 +18,7 @@ from modelwright.core.rundir import RunDir, StageDir
 if TYPE_CHECKING:
     from modelwright.parallel.mesh import World
     from modelwright.pipeline.config import RunConfig
-    from modelwright.pipeline.report.blocks import Fact, Section
+    from modelwright.pipeline.report.blocks import Block, Fact, Section
     from modelwright.pipeline.report.run_data import RunData, StageData
     from modelwright.pipeline.stages.rows import RowSet
     from modelwright.plan.estimate import StageEstimate
@@ -132,8 +132,13 @@ def no_facts(data: "RunData", stage: "StageData") -> "Sequence[Fact]":
     return ()
 
 
+def no_blocks(data: "RunData", stage: "StageData") -> "Sequence[Block]":
+    """`StageSpec.highlight` of a stage that the first screen of the report leaves out."""
+    return ()
+
+
 def no_lines(data: "RunData", stage: "StageData") -> Sequence[str]:
-    """`StageSpec.closing` of a stage that adds nothing to its figures."""
+    """`StageSpec.closing` of a stage whose figures are all that there is to say."""
     return ()
 
 
@@ -169,14 +174,18 @@ class StageSpec:
     """The section of the report about the finished stage."""
     headline: "Callable[[RunData, StageData], Sequence[Fact]]" = no_facts
     """Figures of the finished stage at the top of the report."""
+    highlight: "Callable[[RunData, StageData], Sequence[Block]]" = no_blocks
+    """What the first screen of the report shows of the finished stage, below the figures."""
     closing: "Callable[[RunData, StageData], Sequence[str]]" = no_lines
-    """Lines that the terminal shows when the run ends, after the figures of `headline`."""
+    """Lines that the terminal shows when the run ends; without any it shows the figures of `headline`."""
     warnings: "Callable[[StageData], Sequence[str]]" = no_warnings
     """What the top of the report warns about in the finished stage."""
     model_title: str = ""
     """The model that the stage produces, for tables: `fine-tuned`; "" for a stage that produces none."""
     objective: "Callable[[StageInputs], Objective] | None" = None
     """What a training stage learns; its section is a `TrainConfig`. None for a stage that does not train."""
+    is_reward_model: bool = False
+    """Whether its artifact is a reward model, which later stages may score answers with."""
     rows: "RowSet | None" = None
     """The rows of tokens that a training stage learns from."""
     time_weight: float = 1.0

@@ -30,6 +30,7 @@ from modelwright.pipeline.run_identity import is_same_run
 from modelwright.pipeline.stage import Rates, StageSpec
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.training import fresh_model
+from modelwright.plan.estimate import duration
 from modelwright.train.build import train
 from modelwright.train.config import LENGTHS, TrainConfig
 from modelwright.train.job import TrainJob
@@ -72,12 +73,34 @@ def fit_to_minutes(config: RunConfig, run: RunDir, ranks: RunGroup, progress: Pr
     (least_s,) = ranks.world.maxima(-left_s)  # all ranks take the lengths of the slowest one
     share = sum(one.time_weight for one in new) / sum(one.time_weight for one in config.trainings)
     lengths = num_steps_within(resolved, -least_s * share, seconds)
+    fitted = with_lengths(resolved, lengths)
     ranks.barrier()
     if ranks.rank == 0:
         shutil.rmtree(folder)
         for name, num_steps in lengths.items():
             progress.note(f"{name}: {num_steps:,} steps of {seconds[name]:.3g} s fit into {config.minutes:g} minutes")
-    return with_lengths(resolved, lengths)
+        trained = {name: training_s(resolved, name, num_steps, seconds[name]) for name, num_steps in lengths.items()}
+        progress.note(time_plan(fitted, run, rates, trained))
+    return fitted
+
+
+def time_plan(config: RunConfig, run: RunDir, rates: Rates, trained_s: Mapping[str, float]) -> str:
+    """One line that says how the time will be spent, stage by stage. trained_s: of the training stages that are known
+    better than by their estimate.
+    """
+    spent = {one.name: trained_s.get(one.name) or one.estimate(config, run, rates).seconds for one in config.stages}
+    parts = ", ".join(f"{name} {duration(seconds)}" for name, seconds in spent.items())
+    return f"plan for {config.minutes:g} minutes: {parts}"
+
+
+def training_s(config: RunConfig, name: str, num_steps: int, step_s: float) -> float:
+    """Seconds of a training stage with its validations; step_s: of one update. A validation token costs a third of a
+    training token (no backward pass).
+    """
+    training = config.section(name)
+    every = training.eval_every_steps
+    num_validations = 1 + (num_steps / every if every else 0)
+    return step_s * (num_steps + num_validations * config.validation_tokens / training.batch_tokens / 3)
 
 
 def training_seconds(config: RunConfig, run: RunDir, rates: Rates) -> float:
@@ -104,15 +127,15 @@ def with_lengths(config: RunConfig, num_steps: Mapping[str, int]) -> RunConfig:
 
 
 def num_steps_within(config: RunConfig, budget_s: float, seconds: Mapping[str, float]) -> dict[str, int]:
-    """Updates of training stages that together take `budget_s`, validation included. seconds: of one update, by stage,
-    for the stages to fit. A validation token costs a third of a training token (no backward pass).
+    """Updates of training stages that together take `budget_s`, validation included, as in `training_s`. seconds: of
+    one update, by stage, for the stages to fit.
     """
     weights = {stage.name: stage.time_weight for stage in config.trainings if stage.name in seconds}
     lengths: dict[str, int] = {}
     for name, step_s in seconds.items():
-        training, fraction = config.section(name), weights[name] / sum(weights.values())
-        validation_s = step_s * config.validation_tokens / training.batch_tokens / 3
-        each_s = step_s + (validation_s / training.eval_every_steps if training.eval_every_steps else 0.0)
+        fraction = weights[name] / sum(weights.values())
+        validation_s = training_s(config, name, 0, step_s)
+        each_s = training_s(config, name, 1, step_s) - validation_s
         lengths[name] = int((fraction * budget_s - validation_s) / each_s)
         if lengths[name] < FEWEST_STEPS:
             needed_s = (FEWEST_STEPS * each_s + validation_s) / fraction - budget_s

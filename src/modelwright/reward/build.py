@@ -8,6 +8,7 @@ from typing import Any
 from modelwright.core.config import parse
 from modelwright.core.errors import ConfigError
 from modelwright.reward.code import CodeConfig
+from modelwright.reward.distinct_words import DistinctWordsConfig
 from modelwright.reward.exact_match import ExactMatchConfig
 from modelwright.reward.function import FunctionConfig
 from modelwright.reward.json_format import JsonConfig
@@ -22,6 +23,7 @@ REWARDS: Mapping[str, type[RewardConfig]] = {
     "numeric_match": NumericMatchConfig,
     "pattern": PatternConfig,
     "length": LengthConfig,
+    "distinct_words": DistinctWordsConfig,
     "json": JsonConfig,
     "code": CodeConfig,
     "function": FunctionConfig,

@@ -22,7 +22,8 @@ class Term:
 
 @dataclass(frozen=True)
 class ScoredSamples:
-    """What a sum made of some samples. A sample of which one term failed has a failed score: do not train on it."""
+    """What a sum made of some samples. A sample of which one term failed has a failed score: do not train on it. A term
+    of weight 0 is only measured, and fails nothing."""
 
     scores: Sequence[Score]
     terms: Mapping[str, Sequence[Score]]
@@ -67,10 +68,11 @@ class WeightedSum:
         return ScoredSamples([self._total(row) for row in rows], by_term)
 
     def _total(self, row: Sequence[Score]) -> Score:
-        for term, score in zip(self.terms, row, strict=True):
+        counted = [(term, score) for term, score in zip(self.terms, row, strict=True) if term.weight]
+        for term, score in counted:
             if score.failed:
                 return Score.failure(f"{term.reward.name}/{score.outcome}", score.detail)
-        return Score(math.fsum(term.weight * score.value for term, score in zip(self.terms, row, strict=True)))
+        return Score(math.fsum(term.weight * score.value for term, score in counted))
 
     def _term_scores(self, reward: Reward, samples: Sequence[Sample]) -> list[Score]:
         try:

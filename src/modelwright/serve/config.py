@@ -50,7 +50,10 @@ class ServeConfig:
     log_prompts: bool = False
     """Write the bodies of requests to the log."""
     model_aliases: tuple[str, ...] = field(default=(), metadata=word_for_none())
-    """Further names by which clients may call the model."""
+    """Further names by which clients may call the model, or, as `name=adapter`, an adapter."""
+    adapters: dict[str, str] = field(default_factory=dict, metadata={"constant": True})
+    """Folders of LoRA adapters of the model, by the names by which clients ask for them. No setting: they belong to the
+    model that is served and not to the run."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     body_timeout_s: float = constant(30.0)
     """Seconds in which a request body must arrive."""
@@ -59,6 +62,25 @@ class ServeConfig:
     send_timeout_s: float = constant(30.0)
     """Seconds that a client may leave unread what was sent to it."""
     int8: Int8WeightsConfig = field(default_factory=Int8WeightsConfig)
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """What the aliases of adapters stand for."""
+        return dict(alias.split("=", 1) for alias in self.model_aliases if "=" in alias)
+
+    @property
+    def alias_names(self) -> list[str]:
+        return [alias.partition("=")[0] for alias in self.model_aliases]
+
+    def check_names(self, model_name: str) -> None:
+        """Raise `ConfigError` if the names for model and adapters contradict each other."""
+        for alias, name in self.aliases.items():
+            if name not in self.adapters:
+                known = ", ".join(self.adapters) or "there are none"
+                raise ConfigError(f"model_aliases: {alias}={name} names no adapter; choose from {known}")
+        names = [model_name, *self.alias_names, *self.adapters]
+        if len(set(names)) < len(names) or "" in names:
+            raise ConfigError(f"model_aliases, adapters: each needs a name of its own, got {', '.join(names)}")
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65_535:

@@ -28,13 +28,16 @@ class Delta:
 
 @dataclass
 class IncrementalDetokenizer:
-    """Assembles one answer. `stop_texts` end it; neither they nor the text after them is shown. num_shown: characters
-    shown so far, those of an echoed prompt included.
+    """Assembles one answer. `stop_texts` end it; neither they nor the text after them is shown. The text of the first
+    `min_tokens` tokens is not searched for them, as in vLLM. num_shown: characters shown so far, those of an echoed
+    prompt included.
     """
 
     stream: TextStream
     stop_texts: tuple[str, ...] = ()
     num_shown: int = 0
+    min_tokens: int = 0
+    _num_tokens: int = 0
     _held: str = ""
     _pending: list[TokenInfo] = field(default_factory=list)
 
@@ -42,6 +45,9 @@ class IncrementalDetokenizer:
         """Add a token; the piece has `finish_reason` "stop" if it completes a stop string."""
         self._pending.append(TokenInfo(token_id, logprob, alternatives, self.num_shown + len(self._held)))
         self._held += self._step(token_id)
+        self._num_tokens += 1
+        if self._num_tokens <= self.min_tokens:
+            return self._release(len(self._held), "")
         cut = self._find_stop()
         if cut >= 0:
             self._held = self._held[:cut]

@@ -4,14 +4,16 @@ of their own (`engine_pool`).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, Protocol
 
-from modelwright.infer.engine import EngineStats, StepOutput
+from modelwright.infer.engine import Engine, EngineStats, StepOutput
 from modelwright.serve.errors import ApiError
 from modelwright.serve.jobs import Job
 
-EngineEnd = Literal["stopped", "died", "wedged"]
-"""On purpose; the process has ended; it gave no sign of life for too long."""
+EngineEnd = Literal["stopped", "died", "wedged", "outdated"]
+"""On purpose; the process has ended; it gave no sign of life for too long; adapters were loaded or unloaded while it
+started."""
 
 MoveOutcome = Literal["continued", "retried", "lost"]
 """With the same tokens; from its beginning, of which the client has seen nothing; not at all."""
@@ -20,7 +22,8 @@ MoveOutcome = Literal["continued", "retried", "lost"]
 @dataclass(frozen=True, kw_only=True)
 class EngineInfo:
     """What the server has to know of its engines. `fingerprint`: of the weights; `max_num_seqs`: answers that are
-    computed at once, by all of them together.
+    computed at once, by all of them together; `scores`: the model scores texts instead of generating any; `adapters`:
+    digests of those that were loaded at the start, by what engines call them.
     """
 
     fingerprint: str
@@ -28,6 +31,23 @@ class EngineInfo:
     max_seq_len: int
     num_parameters: int
     max_num_seqs: int
+    model_dim: int
+    scores: bool
+    adapters: Mapping[str, str]
+
+
+def engine_info(engine: Engine, fingerprint: str) -> EngineInfo:
+    """fingerprint: of the weights of its model."""
+    return EngineInfo(
+        fingerprint=fingerprint,
+        vocab_size=engine.vocab_size,
+        max_seq_len=engine.max_seq_len,
+        num_parameters=engine.num_parameters,
+        max_num_seqs=engine.config.max_num_seqs,
+        model_dim=engine.model.config.model_dim,
+        scores=engine.score_head is not None,
+        adapters=dict(engine.adapters.digests),
+    )
 
 
 class EngineEvents(Protocol):
@@ -75,6 +95,16 @@ class EngineClient(Protocol):
 
     def abort(self, request_id: str) -> None:
         """Stop an answer, if it has not finished."""
+        ...
+
+    async def load_adapter(self, name: str, folder: Path) -> str:
+        """Let answers be computed with the adapter in a folder; returns the digest of its values. Running answers go on
+        meanwhile. name: what jobs call it; no other adapter has had it. Raises `ApiError` 400 if it cannot be used.
+        """
+        ...
+
+    async def unload_adapter(self, name: str) -> None:
+        """No later job may name the adapter; those before finish with it."""
         ...
 
     async def stop(self) -> None: ...

@@ -15,13 +15,15 @@ import logging
 import random
 import secrets
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Self
 
 from modelwright.core.errors import ModelwrightError
 from modelwright.infer.engine import EngineStats, StepOutput
+from modelwright.serve.adapter_calls import AdapterCalls, AdapterReply
 from modelwright.serve.engine_client import EngineEnd, EngineEvents
 from modelwright.serve.engine_handle import EngineHandle, EngineLink
 from modelwright.serve.engine_process import EngineSetup
@@ -93,6 +95,7 @@ class EnginePool:
         self._draw = random.Random(0)
         self._tasks: list[asyncio.Task[None]] = []
         self._starting: dict[int, subprocess.Popen[bytes]] = {}
+        self._adapter_calls = AdapterCalls()
 
     @classmethod
     def launch(cls, setup: EngineSetup, count: int) -> Self:
@@ -134,6 +137,39 @@ class EnginePool:
             if answer.engine is not None and answer.engine.link is not None:
                 answer.engine.link.send({"abort": [request_id]})
 
+    async def load_adapter(self, name: str, folder: Path) -> str:
+        """All engines load it, also those that are connected or started meanwhile."""
+        digests: dict[str, str] = {}
+        while links := {slot.name: slot.link for slot in self._slots if slot.link and slot.name not in digests}:
+            replies = await self._adapter_calls.ask(links, name, str(folder))
+            problems = [reply.text for reply in replies.values() if not reply.is_done]
+            digests |= {engine: reply.text for engine, reply in replies.items()}
+            if len(set(digests.values())) > 1 and not problems:
+                problems = [f"{folder}: its files have changed while engines read them; try again"]
+            if problems:
+                await self.unload_adapter(name)
+                raise ApiError(400, problems[0], param="lora_path", code="invalid_value")
+        if not digests:
+            raise ApiError(503, "All engines are being started again; try again soon.", code="engine_lost")
+        digest = next(iter(digests.values()))
+        self._expect({**self._report.info.adapters, name: digest}, {**self._setup.adapters, name: str(folder)}, digests)
+        return digest
+
+    async def unload_adapter(self, name: str) -> None:
+        adapters = {other: digest for other, digest in self._report.info.adapters.items() if other != name}
+        folders = {other: folder for other, folder in self._setup.adapters.items() if other != name}
+        links = {slot.name: slot.link for slot in self._slots if slot.link}
+        self._expect(adapters, folders, links)
+        await self._adapter_calls.ask(links, name, "")
+
+    def _expect(self, adapters: Mapping[str, str], folders: Mapping[str, str], engines: Collection[str]) -> None:
+        """What engines have from now on. engines: names of those that have it; another one is started again with it."""
+        self._setup = replace(self._setup, adapters=folders)
+        self._report = replace(self._report, info=replace(self._report.info, adapters=adapters))
+        for slot in self._slots:
+            if slot.link is not None and slot.name in engines:
+                slot.handle.report = self._report
+
     async def stop(self) -> None:
         for task in self._tasks:
             task.cancel()
@@ -166,6 +202,9 @@ class EnginePool:
         link = EngineLink(lambda message: self._receive(slot, message))
         slot.handle.connection.setblocking(False)
         await asyncio.get_running_loop().create_unix_connection(lambda: link, sock=slot.handle.connection)
+        if slot.handle.report != self._report:
+            link.close()
+            return "outdated"
         slot.link, slot.is_lost = link, False
         self._place_all(list(self._orphans.values()))
         try:
@@ -201,6 +240,8 @@ class EnginePool:
         for request_id, (status, text, code) in message["refused"].items():
             if request_id in slot.answers:
                 self._refuse(slot.answers[request_id], ApiError(status, text, code=code))
+        for number, is_done, text in message["adapters"]:
+            self._adapter_calls.take(number, AdapterReply(is_done, text))
 
     def _take(self, slot: Slot, output: StepOutput) -> bool:
         """Whether an output is new to the client."""
@@ -220,7 +261,7 @@ class EnginePool:
 
     def _place_all(self, answers: Sequence[PooledAnswer]) -> None:
         """Give answers to engines; neighbors with the same prompt go to the same one, which computes it once."""
-        for _, group in itertools.groupby(answers, key=lambda one: (one.job.cache_salt, tuple(one.job.prompt_ids))):
+        for _, group in itertools.groupby(answers, key=lambda one: (_salt(one.job), tuple(one.job.prompt_ids))):
             self._place(list(group))
 
     def _place(self, group: Sequence[PooledAnswer]) -> None:
@@ -234,7 +275,7 @@ class EnginePool:
         job, chunk = group[0].job, self._setup.engine["prefill_chunk_size"]
         loads = {n: sum(one.num_outstanding for one in slot.answers.values()) for n, slot in slots.items()}
         tie_tokens = chunk if len(job.prompt_ids) > chunk else 0
-        slot = slots[choose_engine(loads, prompt_key(job.prompt_ids, job.cache_salt, chunk), tie_tokens, self._draw)]
+        slot = slots[choose_engine(loads, prompt_key(job.prompt_ids, _salt(job), chunk), tie_tokens, self._draw)]
         for answer in group:
             self._orphans.pop(answer.request_id, None)
             answer.engine, answer.num_repeated, answer.orphaned_at = slot, 0, 0.0
@@ -246,6 +287,7 @@ class EnginePool:
         slot.is_lost = True
         answers, slot.answers = list(slot.answers.values()), {}
         self._events.engine_lost(slot.name, end)
+        self._adapter_calls.lose(slot.name)
         for answer in answers:
             answer.engine = None
         self._place_all([answer for answer in answers if self._may_move(answer)])
@@ -286,6 +328,11 @@ class EnginePool:
             oldest = asyncio.get_running_loop().time() - ORPHAN_TIMEOUT_S
             for answer in [one for one in self._orphans.values() if one.orphaned_at < oldest]:
                 self._give_up(answer)
+
+
+def _salt(job: Job) -> str:
+    """Jobs that differ in it share no cached prompts."""
+    return f"{job.cache_salt} {job.adapter}"
 
 
 def _kill(handle: EngineHandle) -> None:

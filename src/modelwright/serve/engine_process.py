@@ -11,7 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,10 @@ from modelwright.compress.int8_linear import Backend, Int8Linear
 from modelwright.core.errors import ModelwrightError
 from modelwright.infer.engine import Engine, EngineConfig
 from modelwright.infer.lm_head import HeadKind, fastest_head_kind, head_of
+from modelwright.model.adapter_bank import load_adapters
 from modelwright.model.decoder import Decoder
-from modelwright.serve.engine_client import EngineInfo
+from modelwright.serve.adapter_loading import AdapterLoader
+from modelwright.serve.engine_client import EngineInfo, engine_info
 from modelwright.serve.errors import ApiError
 from modelwright.serve.fingerprint import weights_fingerprint
 from modelwright.serve.grammars import GrammarCompiler
@@ -48,6 +50,8 @@ class EngineSetup:
     num_threads: int
     heads: tuple[HeadKind, ...]
     int8_backend: Backend | str
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    """Folders of adapters by what jobs call them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +74,7 @@ class EngineProcess:
         self._channel = channel
         self._engine = engine
         self._grammars = GrammarCompiler(codec.definition, engine.vocab_size, codec.stop_ids)
+        self._adapters = AdapterLoader(engine)
 
     def run(self) -> None:
         """Until the gateway is gone."""
@@ -79,7 +84,8 @@ class EngineProcess:
             for message in self._channel.receive(0.0 if engine.has_work else HEARTBEAT_S):
                 refused |= self._obey(message)
             outputs = [output_message(output) for output in engine.step()]
-            self._channel.send({"outputs": outputs, "stats": asdict(engine.stats()), "refused": refused})
+            report = {"outputs": outputs, "stats": asdict(engine.stats()), "refused": refused}
+            self._channel.send(report | {"adapters": self._adapters.replies()})
 
     def _obey(self, message: Mapping[str, Any]) -> dict[str, list[Any]]:
         """Returns refusals by request: status, text and code."""
@@ -94,6 +100,8 @@ class EngineProcess:
                 refused[request_id] = [400, str(error), "invalid_value"]
         for request_id in message.get("abort", []):
             self._engine.abort(request_id)
+        for number, name, folder in message.get("adapters", []):
+            self._adapters.begin(number, name, folder)
         return refused
 
 
@@ -115,16 +123,10 @@ def load(setup: EngineSetup) -> tuple[Engine, Codec, EngineReport]:
     torch.set_num_threads(setup.num_threads)
     model, codec = load_folder(Path(setup.folder), Int8WeightsConfig(backend=setup.int8_backend))  # type: ignore[arg-type]
     head = setup.heads[0] if len(setup.heads) == 1 else fastest_head_kind(model)
-    engine = Engine(model, EngineConfig(**setup.engine), head=head_of(model, head))
-    info = EngineInfo(
-        fingerprint=weights_fingerprint(model),
-        vocab_size=engine.vocab_size,
-        max_seq_len=engine.max_seq_len,
-        num_parameters=engine.num_parameters,
-        max_num_seqs=engine.config.max_num_seqs,
-    )
+    adapters = load_adapters(model, {name: Path(folder) for name, folder in setup.adapters.items()})
+    engine = Engine(model, EngineConfig(**setup.engine), head=head_of(model, head), adapters=adapters)
     report = EngineReport(
-        info=info,
+        info=engine_info(engine, weights_fingerprint(model)),
         is_batch_invariant=engine.is_batch_invariant,
         row_multiple=engine.row_multiple,
         head=head,

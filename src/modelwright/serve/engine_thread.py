@@ -9,9 +9,12 @@ import secrets
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
+from modelwright.core.errors import ModelwrightError
 from modelwright.infer.engine import Engine
-from modelwright.serve.engine_client import EngineEvents, EngineInfo
+from modelwright.model.adapter_bank import prepare_adapter
+from modelwright.serve.engine_client import EngineEvents, engine_info
 from modelwright.serve.errors import ApiError
 from modelwright.serve.jobs import Job
 
@@ -31,6 +34,14 @@ class _Abort:
 
 
 @dataclass(frozen=True)
+class _Call:
+    """Something to do between two steps, and who waits for it."""
+
+    function: Callable[[], None]
+    done: asyncio.Future[None]
+
+
+@dataclass(frozen=True)
 class _Stop:
     pass
 
@@ -40,21 +51,16 @@ class EngineThread:
 
     def __init__(self, engine: Engine, fingerprint: str) -> None:
         self.engine = engine
-        self.info = EngineInfo(
-            fingerprint=fingerprint,
-            vocab_size=engine.vocab_size,
-            max_seq_len=engine.max_seq_len,
-            num_parameters=engine.num_parameters,
-            max_num_seqs=engine.config.max_num_seqs,
-        )
+        self.info = engine_info(engine, fingerprint)
         self.unavailable = ""
         self._name = f"engine-{secrets.token_hex(4)}"
-        self._commands: queue.SimpleQueue[_Add | _Abort | _Stop] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[_Add | _Abort | _Call | _Stop] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self, events: EngineEvents) -> None:
         self._events = events
         self._loop = asyncio.get_running_loop()
+        self._ended: asyncio.Future[None] = self._loop.create_future()
         events.deliver(self._name, [], self.engine.stats())
         self._thread.start()
 
@@ -64,10 +70,31 @@ class EngineThread:
     def abort(self, request_id: str) -> None:
         self._commands.put(_Abort(request_id))
 
+    async def load_adapter(self, name: str, folder: Path) -> str:
+        try:
+            adapter = await asyncio.to_thread(prepare_adapter, self.engine.model, folder)
+            await self._call(lambda: self.engine.add_adapter(name, adapter))
+        except ModelwrightError as error:
+            raise ApiError(400, str(error), param="lora_path", code="invalid_value") from None
+        return adapter.digest
+
+    async def unload_adapter(self, name: str) -> None:
+        await self._call(lambda: self.engine.remove_adapter(name))
+
+    async def _call(self, function: Callable[[], None]) -> None:
+        """Wait until the engine's thread has done something; raises what it raises."""
+        call = _Call(function, self._loop.create_future())
+        self._commands.put(call)
+        await asyncio.wait({call.done, self._ended}, return_when=asyncio.FIRST_COMPLETED)
+        if not call.done.done():
+            raise ApiError(503, self.unavailable, code="engine_failed")
+        call.done.result()
+
     async def stop(self) -> None:
         """End the thread after its current step."""
         self._commands.put(_Stop())
         await asyncio.to_thread(self._thread.join)
+        self._end()
         self._events.engine_lost(self._name, "stopped")
         del self._events  # a cycle would keep the model in memory until the collector comes
 
@@ -88,11 +115,21 @@ class EngineThread:
                 return True
             if isinstance(command, _Stop):
                 return False
-            if isinstance(command, _Add):
+            if isinstance(command, _Call):
+                self._carry_out(command)
+            elif isinstance(command, _Add):
                 for request_id, job in command.jobs.items():
                     self._add(request_id, job)
             elif self.engine.abort(command.request_id) and not self.engine.has_work:
                 self._tell(self._events.deliver, self._name, [], self.engine.stats())
+
+    def _carry_out(self, call: _Call) -> None:
+        try:
+            call.function()
+        except ModelwrightError as error:
+            self._tell(call.done.set_exception, error)
+        else:
+            self._tell(call.done.set_result, None)
 
     def _add(self, request_id: str, job: Job) -> None:
         try:
@@ -103,6 +140,11 @@ class EngineThread:
     def _tell(self, callback: Callable[..., None], *arguments: object) -> None:
         self._loop.call_soon_threadsafe(callback, *arguments)
 
+    def _end(self) -> None:
+        if not self._ended.done():
+            self._ended.set_result(None)
+
     def _fail(self) -> None:
         self.unavailable = "The engine has failed; restart the server and see its log."
+        self._end()
         self._events.fail()

@@ -1,11 +1,13 @@
 """Starts the engines of a model: one in this process, or several in processes of their own."""
 
 from dataclasses import asdict
+from pathlib import Path
 
 import torch
 
 from modelwright.infer.engine import Engine
 from modelwright.infer.lm_head import HEAD_KINDS
+from modelwright.model.adapter_bank import load_adapters
 from modelwright.model.decoder import Decoder
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.engine_client import EngineClient
@@ -30,10 +32,14 @@ def load_engines(source: ModelSource, config: ServeConfig) -> tuple[EngineClient
         num_threads=max(1, torch.get_num_threads() // config.engines),
         heads=HEAD_KINDS,
         int8_backend=config.int8.backend,
+        adapters=config.adapters,
     )
     return EnginePool.launch(setup, config.engines), Codec.load(source.folder)
 
 
 def engine_in_thread(model: Decoder, config: ServeConfig) -> EngineThread:
-    """The model's engine in a thread of this process. Raises `ConfigError` if the cache is too small for it."""
-    return EngineThread(Engine(model, config.engine), weights_fingerprint(model))
+    """The model's engine in a thread of this process. Raises `ConfigError` if the cache is too small for it, and
+    `ModelError` for an adapter of another model.
+    """
+    adapters = load_adapters(model, {name: Path(folder) for name, folder in config.adapters.items()})
+    return EngineThread(Engine(model, config.engine, adapters=adapters), weights_fingerprint(model))

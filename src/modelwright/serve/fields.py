@@ -70,6 +70,14 @@ def stop_texts(stop: Any) -> tuple[str, ...]:
     return tuple(texts)
 
 
+def text_list(texts: Any) -> list[str]:
+    """One text or several, as a list."""
+    entries = cast(list[Any], texts) if isinstance(texts, list) else [texts]
+    if not entries or not all(isinstance(entry, str) for entry in entries):
+        raise ValueError("must be a text or a list of texts")
+    return entries
+
+
 def short(text: str) -> str:
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
 
@@ -130,11 +138,13 @@ PROMPT_SCHEMA = {
     ]
 }
 STOP_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "maxItems": 16}]}
+TEXTS_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]}
 BIAS_SCHEMA = {"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}
 
 PromptEntries = Annotated[Any, BeforeValidator(prompt_entries), WithJsonSchema(PROMPT_SCHEMA)]
 Content = Annotated[str | None, BeforeValidator(content_text), WithJsonSchema(CONTENT_SCHEMA)]
 StopTexts = Annotated[tuple[str, ...], BeforeValidator(stop_texts), WithJsonSchema(STOP_SCHEMA)]
+Texts = Annotated[list[str], BeforeValidator(text_list), WithJsonSchema(TEXTS_SCHEMA)]
 LogitBias = Annotated[tuple[tuple[int, float], ...], BeforeValidator(_biases), WithJsonSchema(BIAS_SCHEMA)]
 TokenIds = Annotated[list[int], Field(max_length=64)]
 NumLogprobs = Annotated[int, Field(ge=0, le=20)]

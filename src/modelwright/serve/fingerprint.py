@@ -10,6 +10,11 @@ from modelwright.model.decoder import Decoder
 FINGERPRINT_LEN = 12
 
 
+def adapted_fingerprint(base: str, digest: str) -> str:
+    """The same for a model of a fingerprint with an adapter, whose values have a digest."""
+    return f"fp_{hashlib.sha256(f'{base} {digest}'.encode()).hexdigest()[:FINGERPRINT_LEN]}"
+
+
 def weights_fingerprint(model: Decoder) -> str:
     """A hash over names, formats and values of the tensors that a model computes with: "fp_" and 12 hex digits."""
     hashed = hashlib.sha256()

@@ -56,6 +56,11 @@ class Answer:
         self.finish_reason = piece.finish_reason
         return piece
 
+    @property
+    def new_text(self) -> str:
+        """The text so far without the prompt that an echo shows."""
+        return self.shown.removeprefix(self.prompt.text)
+
     def unsent_ids(self) -> list[int]:
         """New tokens that no event has carried yet; they count as sent from now on."""
         unsent, self.num_ids_sent = self.token_ids[self.num_ids_sent :], len(self.token_ids)
@@ -74,6 +79,8 @@ class Generation:
     stream: Stream
     call: ForcedCall | None = None
     created: int = field(default_factory=lambda: int(time.time()))
+    first_token: float = 0.0
+    """When the first token arrived, by `time.perf_counter`; 0 before that."""
 
     @property
     def codec(self) -> Codec:
@@ -83,6 +90,7 @@ class Generation:
         """`(answer number, piece)` as pieces become final; always closes the engine's stream."""
         try:
             async for index, output in self.stream:
+                self.first_token = self.first_token or time.perf_counter()
                 for piece in self._pieces(self.answers[index], output):
                     yield index, self.answers[index].take(piece)
                     if piece.finish_reason:
@@ -103,7 +111,7 @@ class Generation:
             "object": kind,
             "created": self.created,
             "model": self.request.model,
-            "system_fingerprint": self.model.fingerprint,
+            "system_fingerprint": self.model.fingerprint_of(self.request.model),
             "choices": choices,
         }
 
@@ -165,15 +173,16 @@ def start(
         raise too_many_answers(max_choices)
     seed = secrets.randbits(62) if request.seed is None else request.seed
     jobs, answers, call = [], [], request.forced_call()
+    adapter = model.adapter_key(request.model)
     for prompt in prompts:
         params = _sampling(request, model, len(prompt.ids))
         seeds = [seed, *(derive_seed(seed, "choice", index) for index in range(1, num_choices))]
-        jobs += [GenerationJob(prompt.ids, replace(params, seed=one), grammar, caller.salt) for one in seeds]
+        jobs += [GenerationJob(prompt.ids, replace(params, seed=one), grammar, caller.salt, adapter) for one in seeds]
         num_echoed = len(prompt.text) if request.echoes else 0
         answers += [
             Answer(
                 prompt,
-                IncrementalDetokenizer(model.codec.stream(), request.stop, num_echoed),
+                IncrementalDetokenizer(model.codec.stream(), request.stop, num_echoed, request.min_tokens or 0),
                 call=call.text() if call else None,
             )
             for _ in seeds

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from modelwright.infer.engine import Engine, StepOutput
-from modelwright.infer.sequence import SamplingParams, ScoredToken
+from modelwright.infer.sequence import Pooling, SamplingParams, ScoredToken
 from modelwright.serve.grammars import CompiledGrammar, GrammarSource
 
 
@@ -18,6 +18,11 @@ class Job(Protocol):
     @property
     def cache_salt(self) -> str:
         """See `Engine.add`."""
+        ...
+
+    @property
+    def adapter(self) -> str:
+        """What engines call the adapter that it is computed with, "" for the model itself."""
         ...
 
     @property
@@ -42,6 +47,7 @@ class GenerationJob:
     params: SamplingParams
     grammar: CompiledGrammar | None = None
     cache_salt: str = ""
+    adapter: str = ""
 
     @property
     def max_total_tokens(self) -> int:
@@ -49,7 +55,9 @@ class GenerationJob:
 
     def submit(self, engine: Engine, request_id: str) -> None:
         constraint = self.grammar.constraint() if self.grammar else None
-        engine.add(request_id, self.prompt_ids, self.params, constraint, cache_salt=self.cache_salt)
+        engine.add(
+            request_id, self.prompt_ids, self.params, constraint, cache_salt=self.cache_salt, adapter=self.adapter
+        )
 
     def to_message(self) -> dict[str, Any]:
         source = asdict(self.grammar.source) if self.grammar else None
@@ -58,37 +66,42 @@ class GenerationJob:
             "params": asdict(self.params),
             "grammar": source,
             "cache_salt": self.cache_salt,
+            "adapter": self.adapter,
         }
 
 
 @dataclass(frozen=True)
 class EmbeddingJob:
-    """The embedding of a text."""
+    """The embedding of a text, or its score."""
 
     prompt_ids: Sequence[int]
     cache_salt: str = ""
+    adapter: str = ""
+    pooling: Pooling = "last"
 
     @property
     def max_total_tokens(self) -> int:
         return len(self.prompt_ids)
 
     def submit(self, engine: Engine, request_id: str) -> None:
-        engine.embed(request_id, self.prompt_ids, cache_salt=self.cache_salt)
+        engine.embed(
+            request_id, self.prompt_ids, pooling=self.pooling, cache_salt=self.cache_salt, adapter=self.adapter
+        )
 
     def to_message(self) -> dict[str, Any]:
-        return {"prompt_ids": list(self.prompt_ids), "cache_salt": self.cache_salt}
+        return asdict(self) | {"prompt_ids": list(self.prompt_ids)}
 
 
 def job_of(message: Mapping[str, Any], compile_grammar: Callable[[GrammarSource], CompiledGrammar]) -> Job:
     """The job of a message. Raises what `compile_grammar` raises."""
     if "params" not in message:
-        return EmbeddingJob(message["prompt_ids"], message["cache_salt"])
+        return EmbeddingJob(**message)
     fields = message["params"]
     stop_ids, bias = tuple(fields["stop_ids"]), tuple((token, value) for token, value in fields["logit_bias"])
     params = SamplingParams(**{**fields, "stop_ids": stop_ids, "logit_bias": bias})
     source = message["grammar"]
     grammar = compile_grammar(GrammarSource(**source)) if source else None
-    return GenerationJob(message["prompt_ids"], params, grammar, message["cache_salt"])
+    return GenerationJob(message["prompt_ids"], params, grammar, message["cache_salt"], message["adapter"])
 
 
 def output_message(output: StepOutput) -> list[Any]:

@@ -1,4 +1,6 @@
-"""Loads a model for serving: a folder in the Hugging Face layout, or an INT8 folder with a tokenizer."""
+"""Loads a model for serving: a folder in the Hugging Face layout, also that of a sequence classification with one
+label, which scores texts instead of generating any; or an INT8 folder with a tokenizer.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,7 +8,7 @@ from pathlib import Path
 from modelwright.compress.int8 import Int8WeightsConfig, is_int8_folder, load_int8
 from modelwright.core.errors import ModelError
 from modelwright.model.decoder import Decoder
-from modelwright.model.hf import load_model
+from modelwright.model.hf import SCORE, is_sequence_classifier, load_model, load_sequence_classifier
 from modelwright.serve.tokenizer import Codec
 
 SHORT_DIGEST = 12
@@ -34,7 +36,7 @@ def load_folder(folder: Path, int8: Int8WeightsConfig) -> tuple[Decoder, Codec]:
     """The model and its tokenizer. Raises `ModelError` if files are missing or do not match."""
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such model folder")
-    model = load_int8(folder, int8) if is_int8_folder(folder) else load_model(folder)
+    model = _load(folder, int8)
     codec = Codec.load(folder)
     if codec.vocab_size > model.config.vocab_size:
         raise ModelError(
@@ -42,3 +44,9 @@ def load_folder(folder: Path, int8: Int8WeightsConfig) -> tuple[Decoder, Codec]:
             "they do not match"
         )
     return model.eval(), codec
+
+
+def _load(folder: Path, int8: Int8WeightsConfig) -> Decoder:
+    if is_int8_folder(folder):
+        return load_int8(folder, int8)
+    return load_sequence_classifier(folder, head=SCORE) if is_sequence_classifier(folder) else load_model(folder)

@@ -23,6 +23,9 @@ NO_LOAD = EngineStats(
     num_preemptions=0,
     num_prefix_queries=0,
     num_prefix_hits=0,
+    num_drafts=0,
+    num_draft_tokens=0,
+    num_accepted_tokens=0,
 )
 
 
@@ -76,6 +79,11 @@ class Metrics:
         self.prefix_hits = Counter(
             "modelwright_prefix_cache_hits", "Prompt tokens found in the prefix cache", registry=registry
         )
+        self.drafts = Counter("modelwright_drafts", "Drafts of guessed tokens that were verified", registry=registry)
+        self.draft_tokens = Counter("modelwright_draft_tokens", "Guessed tokens that were verified", registry=registry)
+        self.accepted_tokens = Counter(
+            "modelwright_accepted_tokens", "Guessed tokens that were right", registry=registry
+        )
         self.model_info = Gauge(
             "modelwright_model_info",
             "The version that new requests get, with the value 1",
@@ -84,6 +92,36 @@ class Metrics:
         )
         self.reloads = Counter(
             "modelwright_reloads", "Reloads of the model by outcome (done, failed)", ["outcome"], registry=registry
+        )
+        self.logged_requests = Counter(
+            "modelwright_logged_requests", "Requests written to the request log", registry=registry
+        )
+        self.unlogged_requests = Counter(
+            "modelwright_unlogged_requests",
+            "Requests or feedback that the request log lost by reason (queue_full, failed, user_cap, redaction_failed)",
+            ["reason"],
+            registry=registry,
+        )
+        self.ab_requests = Counter(
+            "modelwright_ab_requests", "Requests of A/B tests by arm (A, B)", ["arm"], registry=registry
+        )
+        self.ab_uncounted = Counter(
+            "modelwright_ab_uncounted",
+            "Requests that the state of an A/B test lost by reason (queue_full, failed)",
+            ["reason"],
+            registry=registry,
+        )
+        self.ab_rollbacks = Counter(
+            "modelwright_ab_rollbacks",
+            "A/B tests ended by a guard (sample_ratio, error_limit, errors, latency, quality)",
+            ["reason"],
+            registry=registry,
+        )
+        self.ab_shadows = Counter(
+            "modelwright_ab_shadows",
+            "Copies of requests to B by outcome (answered, failed, refused, preempted, dropped, same, different)",
+            ["outcome"],
+            registry=registry,
         )
         self.engines = Gauge("modelwright_engines", "Engines that run", registry=registry)
         self.engine_failures = Counter(
@@ -105,6 +143,9 @@ class Metrics:
         self.preemptions.inc(stats.num_preemptions - before.num_preemptions)
         self.prefix_queries.inc(stats.num_prefix_queries - before.num_prefix_queries)
         self.prefix_hits.inc(stats.num_prefix_hits - before.num_prefix_hits)
+        self.drafts.inc(stats.num_drafts - before.num_drafts)
+        self.draft_tokens.inc(stats.num_draft_tokens - before.num_draft_tokens)
+        self.accepted_tokens.inc(stats.num_accepted_tokens - before.num_accepted_tokens)
         self._set_load()
 
     def forget(self, engine_name: str) -> None:
@@ -145,6 +186,9 @@ class VllmNames(Collector):
             "num_preemptions": ("counter", metrics.preemptions),
             "prefix_cache_queries": ("counter", metrics.prefix_queries),
             "prefix_cache_hits": ("counter", metrics.prefix_hits),
+            "spec_decode_num_drafts": ("counter", metrics.drafts),
+            "spec_decode_num_draft_tokens": ("counter", metrics.draft_tokens),
+            "spec_decode_num_accepted_tokens": ("counter", metrics.accepted_tokens),
             "prompt_tokens": ("counter", metrics.prompt_tokens),
             "generation_tokens": ("counter", metrics.output_tokens),
             "time_to_first_token_seconds": ("histogram", metrics.first_token),

@@ -17,12 +17,21 @@ if TYPE_CHECKING:
 
 REFERENCE = "#/components/schemas/{model}"
 
+EVENT_SCHEMA = {
+    "type": "object",
+    "description": "Each server-sent event.",
+    "properties": {
+        "data": {"type": "string", "description": "JSON in the form of x-event-schema; of the last event [DONE]."}
+    },
+    "required": ["data"],
+}
+
 REASONS = {
     400: "The request is not understood or asks for something that this server lacks",
     401: "The API key is missing or wrong",
     403: "The API key may not do this",
-    404: "There is no such model",
-    409: "Another reload is under way",
+    404: "There is no such model, answer or test",
+    409: "Another reload, test or change of adapters is under way, or the name is taken",
     408: "The body did not arrive in time",
     413: "The body is too large",
     429: "A limit of the key is reached or the queue is full; Retry-After says when to try again",
@@ -38,7 +47,7 @@ def describe(operations: Sequence["Operation"]) -> dict[str, Any]:
     modes += [(model, "serialization") for model in _replies().values()]
     _, definitions = models_json_schema(modes, ref_template=REFERENCE)
     schemas = definitions["$defs"]
-    _let_be_null(schemas)
+    _complete(schemas)
     paths: dict[str, dict[str, Any]] = {}
     for operation in operations:
         entry = paths.setdefault(operation.path.replace(":path", ""), {})
@@ -63,14 +72,16 @@ def _replies() -> dict[str, type[BaseModel]]:
     models = [
         Completion, ChatCompletion, ChatCompletionChunk, CreateEmbeddingResponse,
         replies.ErrorReply, replies.HealthReply, replies.LiveReply, replies.ReadyReply, replies.ModelReply,
-        replies.ModelListReply, replies.ReloadReply, replies.TokenizeReply, replies.DetokenizeReply,
+        replies.ModelListReply, replies.ReloadReply, replies.ScoreReply, replies.RerankReply,
+        replies.TokenizeReply, replies.DetokenizeReply, replies.FeedbackReply,
+        replies.ExperimentReply, replies.ExperimentListReply,
     ]  # fmt: skip
     return {model.__name__: model for model in models}
 
 
-def _let_be_null(schemas: dict[str, Any]) -> None:
+def _complete(schemas: dict[str, Any]) -> None:
     """What the client's own models do not say: the first token of an echoed prompt has no log-probability, and events
-    before the last have no finish reason.
+    before the last have no finish reason, and embeddings may be base64.
     """
     logprobs = schemas["Logprobs"]["properties"]
     for name in ("token_logprobs", "top_logprobs"):
@@ -78,6 +89,8 @@ def _let_be_null(schemas: dict[str, Any]) -> None:
             if "items" in choice:
                 choice["items"] = {"anyOf": [choice["items"], {"type": "null"}]}
     choice = schemas["CompletionChoice"]["properties"]
+    embedding = schemas["Embedding"]["properties"]
+    embedding["embedding"] = {"anyOf": [embedding["embedding"], {"type": "string"}]}
     choice["finish_reason"] = {"anyOf": [choice["finish_reason"], {"type": "null"}]}
 
 
@@ -103,8 +116,7 @@ def _success(operation: "Operation") -> dict[str, Any]:
     content: dict[str, Any] = {"application/json": {"schema": _reference(operation.reply)}}
     if operation.event:
         event = {"anyOf": [_reference(operation.event), _reference("ErrorReply"), {"const": "[DONE]"}]}
-        text = "Server-sent events, each with one of these as its data; the last one is [DONE]."
-        content["text/event-stream"] = {"schema": {"type": "string", "description": text}, "x-event-schema": event}
+        content["text/event-stream"] = {"schema": EVENT_SCHEMA, "x-event-schema": event}
     return {"description": operation.summary, "content": content}
 
 

@@ -7,14 +7,21 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from modelwright.serve import admin, endpoints, pages
+from modelwright.serve import adapter_routes, admin, embeddings, endpoints, feedback, pages, scores
+from modelwright.serve.ab import routes
+from modelwright.serve.ab.requests import EndRequest, ExperimentRequest, ShareRequest
 from modelwright.serve.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
+    FeedbackRequest,
+    LoadAdapterRequest,
     ReloadRequest,
+    RerankRequest,
+    ScoreRequest,
     TokenizeRequest,
+    UnloadAdapterRequest,
 )
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -26,8 +33,15 @@ READS_BODY = (400, 401, 403, 404, 408, 413, 429)
 """Statuses of errors of routes that read a body and do not need the engine."""
 
 
+ADMINISTERS = (400, 401, 403, 408, 409, 413, 429)
+"""Statuses of errors of routes that change what is served."""
+
 NEEDS_KEY = (401, 403, 429)
 """Statuses of errors of routes that ask for a key and read no body."""
+
+
+TESTS = (400, 401, 403, 404, 408, 409, 413, 429, 503)
+"""Statuses of errors of routes that change A/B tests."""
 
 
 @dataclass(frozen=True)
@@ -85,11 +99,22 @@ OPERATIONS = (
     Operation(
         "POST",
         "/v1/embeddings",
-        endpoints.create_embeddings,
+        embeddings.create_embeddings,
         "Embed texts",
         "CreateEmbeddingResponse",
         EmbeddingRequest,
         GENERATES,
+    ),
+    Operation("POST", "/v1/score", scores.create_score, "Score pairs of texts", "ScoreReply", ScoreRequest, GENERATES),
+    Operation("POST", "/v1/rerank", scores.rerank, "Order documents by score", "RerankReply", RerankRequest, GENERATES),
+    Operation(
+        "POST",
+        "/v1/feedback",
+        feedback.give_feedback,
+        "Say how good an answer was",
+        "FeedbackReply",
+        FeedbackRequest,
+        (400, 401, 403, 404, 408, 413, 429, 503),
     ),
     Operation(
         "POST",
@@ -98,8 +123,33 @@ OPERATIONS = (
         "Put another version of the model in service",
         "ReloadReply",
         ReloadRequest,
-        (400, 401, 403, 408, 409, 413, 429),
+        ADMINISTERS,
     ),
+    Operation(
+        "POST",
+        "/v1/load_lora_adapter",
+        adapter_routes.load_lora_adapter,
+        "Let requests ask for an adapter",
+        "text/plain",
+        LoadAdapterRequest,
+        (*ADMINISTERS, 503),
+    ),
+    Operation(
+        "POST",
+        "/v1/unload_lora_adapter",
+        adapter_routes.unload_lora_adapter,
+        "Let no request ask for an adapter any more",
+        "text/plain",
+        UnloadAdapterRequest,
+        (*ADMINISTERS, 404, 503),
+    ),
+    Operation("GET", "/ab", pages.ab_page, "A/B tests as they stand", "text/html"),
+    Operation("GET", "/ab.json", routes.list_tests, "All A/B tests", "ExperimentListReply", errors=NEEDS_KEY),
+    Operation("POST", "/admin/ab", routes.begin_test, "Begin an A/B test", "ExperimentReply", ExperimentRequest, TESTS),
+    Operation(
+        "POST", "/admin/ab/share", routes.set_test_share, "Change B's share", "ExperimentReply", ShareRequest, TESTS
+    ),
+    Operation("POST", "/admin/ab/end", routes.end_test, "End the A/B test", "ExperimentReply", EndRequest, TESTS),
     Operation("POST", "/tokenize", endpoints.tokenize, "Text to tokens", "TokenizeReply", TokenizeRequest, READS_BODY),
     Operation(
         "POST", "/detokenize", endpoints.detokenize, "Tokens to text", "DetokenizeReply", DetokenizeRequest, READS_BODY

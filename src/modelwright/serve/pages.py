@@ -25,6 +25,10 @@ async def live_page(request: Request) -> Response:
     return _page("live.html")
 
 
+async def ab_page(request: Request) -> Response:
+    return _page("ab.html")
+
+
 def _page(name: str) -> Response:
     headers = {"Content-Security-Policy": PAGE_POLICY, "X-Content-Type-Options": "nosniff"}
     return HTMLResponse(_static(name), headers=headers)
@@ -82,15 +86,17 @@ async def get_model(request: Request) -> Response:
 
 
 def _describe(service: Service, name: str) -> dict[str, Any]:
-    """An entry of /v1/models; `root` (as vLLM has it), `stage` and `digest` say which model it is, `description`
-    what to expect of it.
+    """An entry of /v1/models; `root` (as vLLM has it), `stage` and `digest` say which model it is, `parent` (as
+    vLLM has it) of which model it is an adapter, `description` what to expect of it.
     """
-    source = service.model.source
+    source, adapter = service.model.source, service.model.adapter_of(name)
     origin = {"root": str(source.folder), "stage": source.stage, "digest": source.digest} if source else {}
+    origin = {"root": str(adapter.folder)} if adapter else origin
     return origin | {
         "id": name,
         "object": "model",
-        "created": service.model.created,
+        "parent": service.model_name if adapter else None,
+        "created": adapter.created if adapter else service.model.created,
         "owned_by": "modelwright",
         "max_model_len": service.model.info.max_seq_len,
         "description": expectation(service.model.info.num_parameters),

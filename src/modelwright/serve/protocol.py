@@ -18,6 +18,7 @@ from modelwright.serve.fields import (
     RequestModel,
     StopTexts,
     Strict,
+    Texts,
     TokenIds,
     Unsupported,
     as_list,
@@ -114,6 +115,14 @@ class GenerationRequest(RequestModel):
     def num_logprobs(self) -> int | None:
         """Alternatives to report with each new token; None if log-probabilities are not asked for."""
 
+    @abstractmethod
+    def texts(self) -> list[str]:
+        """What the client wrote, prompt by prompt or turn by turn; [] for prompts of token ids."""
+
+    @abstractmethod
+    def session_text(self) -> str:
+        """The part that all requests of one conversation share; "" if there is none."""
+
     def grammar(self) -> GrammarSource | None:
         """The grammar of the answers, None for any text. Raises `ApiError` 400 for a bad one and for several."""
         return self.form_of_text()
@@ -183,6 +192,12 @@ class CompletionRequest(GenerationRequest):
     def num_logprobs(self) -> int | None:
         return self.logprobs
 
+    def texts(self) -> list[str]:
+        return [prompt for prompt in self.prompts if isinstance(prompt, str)]
+
+    def session_text(self) -> str:
+        return ""
+
     @property
     def num_prompt_logprobs(self) -> int | None:
         """Echoed tokens come with log-probabilities like new ones."""
@@ -240,6 +255,18 @@ class ChatRequest(GenerationRequest):
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
+    def texts(self) -> list[str]:
+        return [message.content for message in self.messages if message.content]
+
+    def session_text(self) -> str:
+        """Up to the first turn of the user."""
+        opening: list[str] = []
+        for message in self.messages:
+            opening.append(message.content or "")
+            if message.role == "user":
+                break
+        return "\0".join(opening)
+
 
 class TokenizeRequest(RequestModel):
     """POST /tokenize, in vLLM's form: a text, or a conversation up to where the assistant speaks."""
@@ -282,7 +309,8 @@ class EmbeddingRequest(RequestModel):
     model: str
     input: PromptEntries
     encoding_format: Literal["float", "base64"] = "float"
-    dimensions: Unsupported = None
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    pooling: Literal["last", "mean"] = "last"
 
     user: str | None = None
 
@@ -296,6 +324,77 @@ class EmbeddingRequest(RequestModel):
         limits.check_prompts(data, "input")
 
 
+class ScoreRequest(RequestModel):
+    """POST /v1/score, in vLLM's form: one text or as many as there are in `text_2` in `text_1`. `use_activation`: false
+    for the model's own score, which is a sigmoid's input otherwise.
+    """
+
+    model: str
+    text_1: Texts
+    text_2: Texts
+    use_activation: bool | None = None
+
+    user: str | None = None
+
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        first = self.text_1 * len(self.text_2) if len(self.text_1) == 1 else self.text_1
+        return list(zip(first, self.text_2, strict=True))
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "ScoreRequest":
+        num_first, num_second = len(self.text_1), len(self.text_2)
+        if num_first not in (1, num_second):
+            raise ValueError(f"text_1 has {num_first} texts and text_2 has {num_second}; give one, or as many")
+        return self
+
+    @classmethod
+    def check_size(cls, data: dict[str, Any], limits: Limits) -> None:
+        for param in ("text_1", "text_2"):
+            limits.check_prompts(data, param)
+
+
+class RerankRequest(RequestModel):
+    """POST /v1/rerank, in the form that vLLM has from Jina and Cohere. `top_n`: 0 for all documents; `use_activation`:
+    as in a `ScoreRequest`.
+    """
+
+    model: str
+    query: str
+    documents: Annotated[list[str], Field(min_length=1)]
+    top_n: Annotated[int, Field(ge=0)] = 0
+    return_documents: bool | None = None
+    use_activation: bool | None = None
+
+    user: str | None = None
+
+    @classmethod
+    def check_size(cls, data: dict[str, Any], limits: Limits) -> None:
+        for param in ("query", "documents"):
+            limits.check_prompts(data, param)
+
+
+class LoadAdapterRequest(RequestModel):
+    """POST /v1/load_lora_adapter, in vLLM's form. `lora_path`: a folder in PEFT's layout on the server's machine."""
+
+    lora_name: Annotated[str, Field(min_length=1, max_length=200)]
+    lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
+
+    @classmethod
+    def check_size(cls, data: dict[str, Any], limits: Limits) -> None:
+        """Short fields need no further check."""
+
+
+class UnloadAdapterRequest(RequestModel):
+    """POST /v1/unload_lora_adapter, in vLLM's form."""
+
+    lora_name: Annotated[str, Field(min_length=1, max_length=200)]
+
+    @classmethod
+    def check_size(cls, data: dict[str, Any], limits: Limits) -> None:
+        """One short field needs no further check."""
+
+
 class ReloadRequest(RequestModel):
     """POST /admin/reload. `path`: a run or model folder on the server's machine; "" is where the model in service came
     from.
@@ -306,3 +405,22 @@ class ReloadRequest(RequestModel):
     @classmethod
     def check_size(cls, data: dict[str, Any], limits: Limits) -> None:
         """One short field needs no further check."""
+
+
+class FeedbackRequest(RequestModel):
+    """POST /v1/feedback. `id`: of the answer, as its body has it; `score`: from -1 (bad) to 1 (good)."""
+
+    id: Annotated[str, Field(pattern="^[A-Za-z0-9-]{1,64}$")]
+    score: Annotated[float, Field(ge=-1, le=1, allow_inf_nan=False)] | None = None
+    label: Annotated[str, Field(pattern="^[A-Za-z][A-Za-z_ -]{0,63}$")] | None = None
+    text: Annotated[str, Field(max_length=4000)] | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> "FeedbackRequest":
+        if self.score is None and self.label is None and not self.text:
+            raise ValueError("give a score, a label or a text")
+        return self
+
+    @classmethod
+    def check_size(cls, data: dict[str, Any], limits: Limits) -> None:
+        """The fields' own limits are enough."""

@@ -1,6 +1,6 @@
 """The replies that are not OpenAI's, as schemas for /openapi.json."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel
 
@@ -52,11 +52,50 @@ class ReloadReply(BaseModel):
     previous_version: str
 
 
+class FeedbackReply(BaseModel):
+    """The feedback is committed."""
+
+    status: Literal["recorded"]
+    id: str
+
+
+class ExperimentReply(BaseModel):
+    """An A/B test (docs/ab-tests.md). Bounds of intervals are null where they are infinite."""
+
+    name: str
+    mode: Literal["split", "shadow"]
+    unit: Literal["session", "user"]
+    share: float
+    status: Literal["running", "rolled_back", "ended", "promoted", "interrupted"]
+    reason: str
+    started_at: float
+    ended_at: float | None
+    versions: dict[str, str]
+    requests: dict[str, int]
+    errors: dict[str, int]
+    shadows: dict[str, int]
+    sample_ratio: dict[str, Any]
+    measures: list[dict[str, Any]]
+    slow_s: float | None
+    guard: dict[str, Any]
+    fixed_horizon: dict[str, Any]
+
+
+class ExperimentListReply(BaseModel):
+    """All tests, the newest first. `is_on`: whether the server keeps the state of tests."""
+
+    is_on: bool
+    tests: list[ExperimentReply]
+
+
 class ModelReply(BaseModel):
-    """A name of the model. `root`, `stage` and `digest` are absent for a model that came from no folder."""
+    """A name of the model or of an adapter, whose `parent` is the model. `root`, `stage` and `digest` are absent for a
+    model that came from no folder, `stage` and `digest` for an adapter.
+    """
 
     id: str
     object: Literal["model"]
+    parent: str | None
     created: int
     owned_by: str
     max_model_len: int
@@ -71,6 +110,55 @@ class ModelListReply(BaseModel):
 
     object: Literal["list"]
     data: list[ModelReply]
+
+
+class InputUsage(BaseModel):
+    """Tokens of the inputs."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class PairScore(BaseModel):
+    """The score of one pair."""
+
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class ScoreReply(BaseModel):
+    """One score for each pair, in order."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[PairScore]
+    usage: InputUsage
+
+
+class RankedText(BaseModel):
+    """A document that was given."""
+
+    text: str
+
+
+class RankedDocument(BaseModel):
+    """A document and how good it is, with its place in the request."""
+
+    index: int
+    relevance_score: float
+    document: RankedText | None = None
+
+
+class RerankReply(BaseModel):
+    """The documents, the best one first."""
+
+    id: str
+    model: str
+    results: list[RankedDocument]
+    usage: InputUsage
 
 
 class TokenizeReply(BaseModel):

@@ -12,7 +12,7 @@ MAX_SAVED_RETRIES = 100.0
 
 
 def prompt_key(prompt_ids: Sequence[int], cache_salt: str, prefill_chunk: int) -> bytes:
-    """Equal for prompts that can share the beginning of the prefix cache."""
+    """Equal for prompts that can share the beginning of the prefix cache; cache_salt: differs for those that cannot."""
     return cache_salt.encode() + array("q", prompt_ids[:prefill_chunk]).tobytes()
 
 

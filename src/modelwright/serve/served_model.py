@@ -1,10 +1,14 @@
 """One version of the model in service: its engines, tokenizer and limits."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.engine_client import EngineClient, EngineInfo
+from modelwright.serve.errors import ApiError
+from modelwright.serve.fingerprint import adapted_fingerprint
 from modelwright.serve.grammars import GrammarCompiler
 from modelwright.serve.limits import Limits
 from modelwright.serve.load import ModelSource
@@ -14,14 +18,32 @@ from modelwright.serve.worker import EngineWorker
 
 
 @dataclass(frozen=True)
+class ServedAdapter:
+    """An adapter in service. `key`: what engines call it, which no other adapter has ever been called; `fingerprint`:
+    of the weights of model and adapter together.
+    """
+
+    folder: Path
+    key: str
+    fingerprint: str
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+@dataclass(frozen=True)
 class ServedModel:
-    """A model with a running worker. `source`: where it comes from, None for one that exists in memory only."""
+    """A model with a running worker. `source`: where it comes from, None for one that exists in memory only;
+    `adapters`: by the names by which clients ask for them; `aliases`: what further names stand for.
+    """
 
     worker: EngineWorker
     codec: Codec
     limits: Limits
     grammars: GrammarCompiler
     source: ModelSource | None = None
+    adapters: dict[str, ServedAdapter] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    unloaded: set[str] = field(default_factory=set)
+    """Names of adapters that are no longer loaded: a request that was read before must not get the model itself."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -32,6 +54,25 @@ class ServedModel:
     def fingerprint(self) -> str:
         """The version: of the weights, "fp_" and 12 hex digits."""
         return self.info.fingerprint
+
+    def adapter_of(self, name: str | None) -> ServedAdapter | None:
+        """The adapter that a name or an alias stands for; None for the model itself. Raises `ApiError` 404 for one that
+        is no longer loaded.
+        """
+        name = self.aliases.get(name or "", name or "")
+        if name in self.unloaded:
+            raise ApiError(404, f"The adapter {name!r} is no longer loaded.", param="model", code="model_not_found")
+        return self.adapters.get(name)
+
+    def adapter_key(self, name: str | None) -> str:
+        """What engines call the adapter of a name, "" for the model itself."""
+        adapter = self.adapter_of(name)
+        return adapter.key if adapter else ""
+
+    def fingerprint_of(self, name: str | None) -> str:
+        """The version that answers for a name."""
+        adapter = self.adapter_of(name)
+        return adapter.fingerprint if adapter else self.fingerprint
 
 
 def serve_model(
@@ -47,4 +88,8 @@ def serve_model(
     )
     worker = EngineWorker(client, metrics, max_queue=config.max_queued, max_tokens=config.max_queued_tokens)
     grammars = GrammarCompiler(codec.definition, info.vocab_size, codec.stop_ids)
-    return ServedModel(worker, codec, limits, grammars, source)
+    adapters = {
+        name: ServedAdapter(Path(config.adapters[name]), name, adapted_fingerprint(info.fingerprint, digest))
+        for name, digest in info.adapters.items()
+    }
+    return ServedModel(worker, codec, limits, grammars, source, adapters, config.aliases)

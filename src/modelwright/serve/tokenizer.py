@@ -59,6 +59,18 @@ class Codec:
         except DataError as error:
             raise ApiError(400, str(error), param="messages", code="invalid_value") from None
 
+    def encode_answer(self, question: str, answer: str) -> list[int]:
+        """A conversation of one question and its answer, up to the token with which the answer ends. Raises like
+        `encode_chat`.
+        """
+        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        try:
+            ids, mask = self._tokenizer.encode_chat(turns)
+        except DataError as error:
+            raise ApiError(400, str(error), code="invalid_value") from None
+        spoken = mask.nonzero()[0]
+        return ids[: int(spoken[-1]) + 1 if len(spoken) else len(ids)].tolist()
+
     def stream(self) -> TextStream:
         """A decoder that takes one token at a time, returns whole characters only and omits control tokens."""
         return self._tokenizer.stream()

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from modelwright import __version__
 from modelwright.core.rundir import RunDir
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.report.blocks import Fact, Page
-from modelwright.pipeline.report.energy import energy_section
+from modelwright.pipeline.report.blocks import Fact, Page, Section
+from modelwright.pipeline.report.energy import energy_facts, energy_section
 from modelwright.pipeline.report.environment import cost_section, machine_words, settings_section, used
 from modelwright.pipeline.report.format import compact, count, plural, seconds
 from modelwright.pipeline.report.run_data import RunData, StageData, read_run
@@ -34,13 +34,24 @@ def build_page(config: RunConfig, run: RunDir, *, without: StageSpec) -> Page:
             _model_fact(data),
             *(fact for spec, stage in finished for fact in spec.headline(data, stage)),
             _cost(timed),
+            *energy_facts(timed),
         ],
-        sections=[*filter(None, [*sections, cost_section(timed), energy_section(timed)]), settings_section(data)],
+        sections=[
+            *filter(None, [_overview(data, finished), *sections, cost_section(timed), energy_section(timed)]),
+            settings_section(data),
+        ],
         footer=f"Written by Modelwright {__version__}"
         + (f", commit {last['commit']}" if last.get("commit") else "")
         + ". This file needs no network.",
         warnings=[*_unfinished(data, specs), *warnings],
     )
+
+
+def _overview(data: RunData, finished: Sequence[tuple[StageSpec, StageData]]) -> Section | None:
+    """What is worth seeing first: charts side by side, then the rest. None if no stage has anything."""
+    blocks = [block for spec, stage in finished for block in spec.highlight(data, stage)]
+    charts_first = sorted(blocks, key=lambda block: block.kind != "chart")
+    return Section("overview", "At a glance", charts_first) if blocks else None
 
 
 def _model_fact(data: RunData) -> Fact:

@@ -1,6 +1,6 @@
 """The report's sections on the text: what was read, what was dropped and why, tokens and rows."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from modelwright.data.clean import read_dropped
@@ -36,6 +36,18 @@ def corpus_section(data: RunData, stage: StageData) -> Section:
         f"{count(kept)} were kept. Held-out documents are never trained on."
     )
     return Section("data", "Data", blocks, lead)
+
+
+def corpus_lines(data: RunData, stage: StageData) -> Sequence[str]:
+    """What the terminal shows of the text when the run has ended."""
+    kept: Mapping[str, Any] = stage.facts["clean"]["kept"]
+    parts = [
+        f"{size(sum(entry['bytes'] for entry in splits.values()))} of {kind_title(kind)}"
+        for kind, splits in kept.items()
+        if splits
+    ]
+    documents = sum(entry["documents"] for splits in kept.values() for entry in splits.values())
+    return (f"read     {count(documents)} documents: {', '.join(parts)}",)
 
 
 def tokens_section(packed: StageData, tokenizer: StageData | None, titles: Mapping[str, str], row_len: int) -> Section:

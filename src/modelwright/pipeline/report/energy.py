@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from modelwright.pipeline.report.blocks import Note, Section, Table
+from modelwright.pipeline.report.blocks import Fact, Note, Section, Table
 from modelwright.pipeline.report.format import number, percent
 from modelwright.pipeline.report.run_data import StageData
 from modelwright.train.monitors.energy import ENERGY_FILE, EnergyTotal, read_energy, total_energy
@@ -28,6 +28,19 @@ def energy_section(stages: Sequence[StageData]) -> Section | None:
     last = [of_stage[-1] for of_stage in entries.values() if of_stage][-1]
     table = Table(header, rows, "Energy of training", numeric=range(1, 6))
     return Section("energy", "Energy and carbon dioxide", [table, Note(_terms(last))])
+
+
+def energy_facts(stages: Sequence[StageData]) -> Sequence[Fact]:
+    """The energy of all trainings together, and how much of it was measured."""
+    totals = [total_energy(entries) for stage in stages if (entries := read_energy(stage.folder.path / ENERGY_FILE))]
+    if not totals:
+        return ()
+    used = sum(total.total_joules for total in totals)
+    measured = sum(total.measured_share * total.total_joules for total in totals) / max(used, 1e-9)
+    hint = (
+        f"{number(sum(total.co2_g for total in totals), 3)} g CO₂; {percent(measured, 0)} measured, the rest estimated"
+    )
+    return (Fact("Energy of training", joules(used), hint),)
 
 
 def _cells(total: EnergyTotal) -> list[str]:

@@ -55,6 +55,24 @@ def training_facts(data: RunData, stage: StageData) -> Sequence[Fact]:
     return result
 
 
+def loss_highlight(data: RunData, stage: StageData, loss_unit: str) -> Sequence[Block]:
+    """The loss curve of a run's first training."""
+    records = stage.records()
+    if stage.name != data.config.trainings[0].name or not column(records, "loss"):
+        return ()
+    return (_loss_chart(records, f"first-{stage.name}", loss_unit),)
+
+
+def training_lines(data: RunData, stage: StageData) -> Sequence[str]:
+    """What the terminal shows of a training on text when the run has ended."""
+    facts = stage.facts
+    if not facts.get("train_time_s"):
+        return ()
+    tokens, parameters = compact(facts["num_tokens"]), compact(data.config.model.num_parameters)
+    speed, time_s = count(facts["num_tokens"] / facts["train_time_s"]), seconds(facts["train_time_s"])
+    return (f"learned  {tokens} tokens in {time_s}, {speed} tokens/s, with {parameters} parameters",)
+
+
 def _with_final_peak(stage: StageData) -> list[dict[str, Any]]:
     """The records with utilization relative to the stage's final peak rate, not the rate known at each step."""
     facts = stage.facts
@@ -97,13 +115,6 @@ def _lead(stage: StageData, config: TrainConfig) -> str:
 def _charts(
     records: Sequence[dict[str, Any]], name: str, clip_norm: float, has_peak: bool, loss_unit: str
 ) -> list[Chart]:
-    losses, heldout = column(records, "loss"), column(records, "heldout_loss")
-    lines = [
-        Line("every step", losses, faint=True),
-        Line("training", smooth(losses)),
-        Line("held out", heldout, marks=True, color=1),
-    ]
-    loss = line_chart(lines, name=f"{name}-loss", x_label="step", y_label=loss_unit or "loss", top=_ceiling(losses))
     clip = {"level": clip_norm, "level_label": f"clipped at {clip_norm:g}"} if clip_norm else {}
     norm = line_chart(
         [Line("gradient norm", column(records, "grad_norm"), color=2)],
@@ -114,11 +125,22 @@ def _charts(
         name=f"{name}-rate", x_label="step", y_label="learning rate",
     )  # fmt: skip
     return [
-        Chart("Loss", loss, _loss_words(losses, heldout)),
+        _loss_chart(records, name, loss_unit),
         Chart("Learning rate", rate),
         Chart("Gradient norm", norm),
         _speed_chart(records, name, has_peak),
     ]
+
+
+def _loss_chart(records: Sequence[dict[str, Any]], name: str, loss_unit: str) -> Chart:
+    losses, heldout = column(records, "loss"), column(records, "heldout_loss")
+    lines = [
+        Line("every step", losses, faint=True),
+        Line("training", smooth(losses)),
+        Line("held out", heldout, marks=True, color=1),
+    ]
+    svg = line_chart(lines, name=f"{name}-loss", x_label="step", y_label=loss_unit or "loss", top=_ceiling(losses))
+    return Chart("Loss", svg, _loss_words(losses, heldout))
 
 
 def _speed_chart(records: Sequence[dict[str, Any]], name: str, has_peak: bool) -> Chart:

@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from modelwright.evaluate.multiple_choice import WITHOUT_QUESTION
 from modelwright.pipeline.report.answers import answer_blocks, answer_facts
 from modelwright.pipeline.report.blocks import (
     Block,
@@ -31,7 +32,7 @@ def evaluation_section(data: RunData, stage: StageData) -> Section:
     blocks: list[Block] = []
     if any(model["bits_per_byte"] for model in models.values()):
         choice_chart = [_choice_chart(models, titles)] if _asks(models) else []
-        blocks += [_bits_chart(results, titles), *choice_chart, _bits_table(results, titles)]
+        blocks += [_bits_chart(results, titles, name="bits"), *choice_chart, _bits_table(results, titles)]
     else:
         if not any(model.get("answers") for model in models.values()):
             blocks.append(Note("No text was held out, so bits per byte were not measured."))
@@ -62,9 +63,41 @@ def evaluation_facts(data: RunData, stage: StageData) -> Sequence[Fact]:
     facts += answer_facts(results, data.model_titles)
     choice = results["models"][results["final"]]["multiple_choice"]
     if choice["questions"]:
-        hint = f"chance {percent(choice['chance'], 0)}, p = {power(choice['log10_p_value'])}"
+        words = {"chance": choice["chance"], "word overlap": choice["cues"]["shared_words"]}
+        if WITHOUT_QUESTION in choice["by_score"]:
+            words["without the question"] = choice["by_score"][WITHOUT_QUESTION]
+        others = ", ".join(f"{name} {percent(value, 0)}" for name, value in words.items())
+        hint = f"{others}; p = {power(choice['log10_p_value'])} against chance"
         facts.append(Fact("Multiple choice", percent(choice["accuracy"]), hint))
     return facts
+
+
+def evaluation_highlight(data: RunData, stage: StageData) -> Sequence[Block]:
+    """The chart that compares the models with the baselines."""
+    results = stage.json("results.json")
+    if not any(model["bits_per_byte"] for model in results["models"].values()):
+        return ()
+    return (_bits_chart(results, data.model_titles, name="first-bits"),)
+
+
+def evaluation_lines(data: RunData, stage: StageData) -> Sequence[str]:
+    """What the terminal shows of the evaluation: a line for each kind of text, with all baselines on the whole corpus,
+    and one for the answers; nothing if no text was scored.
+    """
+    results = stage.json("results.json")
+    rows, lines = bits_rows(results, data.model_titles), []
+    for kind in next(iter(rows.values()), {}):
+        shown = [f"{name.removesuffix(', whole corpus')} {row[kind]:.2f}" for name, row in rows.items() if kind in row]
+        shown = [words for words in shown if "each document" not in words]
+        lines.append(f"{kind:<8} bits per byte: {', '.join(shown)}")
+    if not lines:
+        return ()
+    facts = [fact for fact in evaluation_facts(data, stage) if not fact.label.startswith("Bits per byte")]
+    shown = [
+        f"{fact.label.lower().removesuffix(' of answers')} {fact.value}" + (f" ({fact.hint})" if fact.hint else "")
+        for fact in facts
+    ]
+    return [*lines, f"answers  {'; '.join(shown)}"] if shown else lines
 
 
 def _asks(models: Mapping[str, Any]) -> bool:
@@ -135,6 +168,19 @@ def int8_section(data: RunData, stage: StageData) -> Section:
     return Section("int8", "INT8 beside FP32", blocks, lead)
 
 
+NUM_SHOWN_ANSWERS = 3
+"""Answers on the first screen of the report and on the terminal."""
+
+
+def serving_highlight(data: RunData, stage: StageData) -> Sequence[Block]:
+    """The first answers of the server."""
+    items = [
+        TextSample(entry["question"], entry["answer"].strip() or "(an empty answer)")
+        for entry in stage.json("answers.json")["answers"][:NUM_SHOWN_ANSWERS]
+    ]
+    return (Samples(items, title="Answers of the served model"),) if items else ()
+
+
 def serving_section(data: RunData, stage: StageData) -> Section:
     """The questions that the real server was asked, with its answers."""
     result = stage.json("answers.json")
@@ -175,12 +221,12 @@ def _stream_words(result: Mapping[str, Any]) -> str:
     return f"{words}; its first text arrived after {1000 * streamed['first_text_s']:.0f} ms."
 
 
-def _bits_chart(results: Mapping[str, Any], titles: Mapping[str, str]) -> Chart:
+def _bits_chart(results: Mapping[str, Any], titles: Mapping[str, str], *, name: str) -> Chart:
     rows = bits_rows(results, titles)
     kinds = list(next(iter(rows.values())))
     series = [(kind_title(kind), [row.get(kind, math.nan) for row in rows.values()]) for kind in kinds]
     values = [[f"{value:.2f}" for value in column] for _, column in series]
-    svg = bar_chart(list(rows), series, name="bits", x_label="bits per byte (lower is better)", values=values)
+    svg = bar_chart(list(rows), series, name=name, x_label="bits per byte (lower is better)", values=values)
     return Chart("Bits per byte on held-out text", svg)
 
 
@@ -188,6 +234,8 @@ def _choice_chart(models: dict[str, Any], titles: Mapping[str, str]) -> Chart:
     rows: dict[str, Any] = {titles[name]: model["multiple_choice"] for name, model in reversed(models.items())}
     last = list(rows.values())[-1]
     values = {name: table["accuracy"] for name, table in rows.items()}
+    if WITHOUT_QUESTION in last["by_score"]:
+        values["without the question"] = last["by_score"][WITHOUT_QUESTION]
     values |= {f"cue: {name.replace('_', ' ')}": value for name, value in last["cues"].items()}
     values["chance"] = last["chance"]
     words = [[percent(value) for value in values.values()]]
@@ -196,8 +244,10 @@ def _choice_chart(models: dict[str, Any], titles: Mapping[str, str]) -> Chart:
         name="choice", x_label="accuracy, %", values=words, largest=100,
     )  # fmt: skip
     caption = (
-        f"{plural(last['questions'], 'question')} with four candidate answers each. A cue chooses without a model: the "
-        "longest answer, the shortest, or the one that shares most words with the question."
+        f"{plural(last['questions'], 'question')} with four candidate answers each, about equally long and like the "
+        "question. Without the question the final model takes the likeliest of the four answers. A cue chooses "
+        "without a model: the longest answer, the shortest, or the one that shares most words, or parts of words, with "
+        "the question."
     )
     return Chart("Multiple choice: which answer belongs to the question?", svg, caption)
 

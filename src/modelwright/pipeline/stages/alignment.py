@@ -43,7 +43,8 @@ def metric_charts(stage: StageData, charts: Mapping[str, Mapping[str, str]]) -> 
     for number, (title, metrics) in enumerate(charts.items()):
         lines: list[Line] = []
         for color, (metric, label) in enumerate(metrics.items()):
-            lines.append(Line(label, smooth(column(records, metric)), color=color))
+            if in_training := column(records, metric):
+                lines.append(Line(label, smooth(in_training), color=color))
             if heldout := column(records, f"heldout/{metric}"):
                 lines.append(Line(f"{label}, held out", heldout, marks=True, color=color))
         if any(line.points for line in lines):

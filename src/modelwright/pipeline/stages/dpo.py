@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from modelwright.objectives.preference import Preference, PreferenceConfig
+from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.report.blocks import Block
 from modelwright.pipeline.report.run_data import StageData
 from modelwright.pipeline.stage import StageInputs
@@ -20,7 +21,7 @@ def _objective(inputs: StageInputs) -> Preference:
     return Preference(inputs.loader, config, reference)
 
 
-def _frozen(config: PreferenceConfig) -> FrozenModels:
+def _frozen(run: RunConfig, config: PreferenceConfig) -> FrozenModels:
     count = int(config.has_reference)
     folders = {"reference": config.reference} if config.has_reference and config.reference else {}
     return FrozenModels(num_models=count, num_forwards=count, folders=folders)

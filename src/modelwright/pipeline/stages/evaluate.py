@@ -20,7 +20,12 @@ from modelwright.evaluate.suite import LOSSY, compare_evaluations, evaluate_mode
 from modelwright.model.hf import load_model
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimates import scoring_estimate
-from modelwright.pipeline.report.results import evaluation_facts, evaluation_section
+from modelwright.pipeline.report.results import (
+    evaluation_facts,
+    evaluation_highlight,
+    evaluation_lines,
+    evaluation_section,
+)
 from modelwright.pipeline.report.run_data import StageData
 from modelwright.pipeline.stage import Rates, Stage, StageContext, StageSpec
 from modelwright.pipeline.stages.clean import CLEAN
@@ -122,5 +127,7 @@ EVALUATE = StageSpec(
     estimate=_estimate,
     report=evaluation_section,
     headline=evaluation_facts,
+    highlight=evaluation_highlight,
+    closing=evaluation_lines,
     warnings=_warnings,
 )

@@ -1,22 +1,24 @@
 """grpo: reinforcement learning from rewards by rules, with groups of completions as their own baseline."""
 
 from modelwright.objectives.grpo import Grpo, GrpoConfig
-from modelwright.objectives.model_reward import reward_model_folders
+from modelwright.objectives.model_reward import model_terms, reward_model_folders
+from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.stage import StageInputs
-from modelwright.pipeline.stages.rollout_training import rollout_parts, rollout_training
+from modelwright.pipeline.stages.rollout_training import reward_terms, rollout_parts, rollout_training
 from modelwright.pipeline.stages.training import FrozenModels
 
 
 def _objective(inputs: StageInputs) -> Grpo:
     config = inputs.training
     assert isinstance(config, GrpoConfig)
-    return Grpo(config=config, **vars(rollout_parts(inputs, "grpo", config.rollout, config.rewards)))
+    return Grpo(config=config, **vars(rollout_parts(inputs, GRPO.name, config.rollout)))
 
 
-def _frozen(config: GrpoConfig) -> FrozenModels:
-    folders = reward_model_folders(config.rewards)
-    count = int(config.beta > 0) + len(folders)
-    return FrozenModels(num_models=count, num_forwards=(1 + count) / config.num_iterations, folders=folders)
+def _frozen(run: RunConfig, config: GrpoConfig) -> FrozenModels:
+    terms = reward_terms(run, GRPO.name)
+    count = int(config.beta > 0) + len(model_terms(terms))
+    num_forwards = (1 + count) / config.num_iterations  # completions
+    return FrozenModels(num_models=count, num_forwards=num_forwards, folders=reward_model_folders(terms))
 
 
 GRPO = rollout_training(
@@ -35,4 +37,5 @@ GRPO = rollout_training(
         "Mean length of completions, tokens": {"completions/mean_length": "rollouts"},
         "Share of groups with equal rewards": {"frac_reward_zero_std": "rollouts"},
     },
+    kl_metric="kl",
 )

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from modelwright.objectives.kto import Kto, KtoConfig
+from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.report.blocks import Block
 from modelwright.pipeline.report.run_data import StageData
 from modelwright.pipeline.stage import StageInputs
@@ -19,7 +20,7 @@ def _objective(inputs: StageInputs) -> Kto:
     return Kto(inputs.loader, config, reference_model(inputs, KTO.name, config.reference))
 
 
-def _frozen(config: KtoConfig) -> FrozenModels:
+def _frozen(run: RunConfig, config: KtoConfig) -> FrozenModels:
     """The reference evaluates answers and mismatched answers, the policy the latter."""
     return FrozenModels(
         num_models=1, num_forwards=3, folders={"reference": config.reference} if config.reference else {}

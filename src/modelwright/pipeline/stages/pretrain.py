@@ -1,7 +1,7 @@
 """pretrain: next-token prediction on prose and code, from random weights."""
 
 from modelwright.objectives.next_token import NextToken
-from modelwright.pipeline.report.learning import training_facts
+from modelwright.pipeline.report.learning import training_facts, training_lines
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.rows import TEXT_ROWS
 from modelwright.pipeline.stages.stage_inputs import FIRST_TRAINING
@@ -16,5 +16,6 @@ PRETRAIN = training_spec(
     rows=TEXT_ROWS,
     needs=lambda config: (PACK.name,),
     headline=training_facts,
+    closing=training_lines,
     time_weight=9.0,
 )

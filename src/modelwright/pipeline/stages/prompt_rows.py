@@ -41,6 +41,11 @@ def _pack_prompts(job: PackJob, split: Split) -> None:
                 "with a question and its reference answer, in one of the forms of docs/data.md, or raise pack.seq_len"
             )
         return
+    if num_long:
+        job.context.progress.note(
+            f"pack: {num_long:,} of {num_long + len(prompts):,} prompts of {split} are longer than a row (pack.seq_len "
+            f"{job.settings.seq_len}) and are left out of {PROMPT_ROWS.name}"
+        )
     one_per_row = replace(job.settings, mode="one_per_row", group_by="none", score="")
     replace(job, settings=one_per_row).pack(name, _sequences(prompts, job.tokenizer.end_id))
     job.context.output.facts[name]["num_long_prompts"] = num_long

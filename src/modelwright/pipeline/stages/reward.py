@@ -1,11 +1,12 @@
-"""reward: a reward model, learned from preference pairs. Later stages go on with the language model, not with it.
+"""reward: a reward model, learned from preference pairs. Later stages go on with the language model, not with it; those
+that learn from rewards may score answers with it.
 
 Artifact: a sequence-classification folder of `transformers` with one label. Facts: `heldout_pairs`, its accuracy and
 calibration.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -119,7 +120,7 @@ def _calibration_blocks(facts: Mapping[str, Any]) -> list[Block]:
     ]
 
 
-REWARD = training_spec(
+_TRAINING = training_spec(
     name="reward",
     title="Training a reward model",
     report_title="Reward model",
@@ -134,3 +135,4 @@ REWARD = training_spec(
     blocks=_blocks,
     save=_save,
 )
+REWARD = replace(_TRAINING, is_reward_model=True)

@@ -3,6 +3,7 @@ the first update, samples, and their section of the report.
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,16 +12,18 @@ from typing import Any
 
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.errors import ConfigError, DataError
-from modelwright.core.records import json_line, read_records
+from modelwright.core.records import column, json_line, read_records
 from modelwright.core.seeds import derive_seed
 from modelwright.data.batch import TokenBatch
 from modelwright.data.prompts import PromptRecord, read_prompts
 from modelwright.data.tokenizer import Tokenizer
 from modelwright.objectives.heldout_rewards import HeldoutRewards
-from modelwright.objectives.model_reward import MODEL_REWARDS
+from modelwright.objectives.model_reward import MODEL, MODEL_REWARDS, model_terms, with_folder, without_folder
 from modelwright.objectives.reference_model import ReferenceModel
 from modelwright.objectives.rollouts import RolloutConfig, RolloutWorker
-from modelwright.pipeline.report.blocks import Fact, Samples, Section, Table, TextSample
+from modelwright.pipeline.config import RunConfig
+from modelwright.pipeline.report.blocks import Chart, Fact, Samples, Section, Table, TextSample
+from modelwright.pipeline.report.charts import Line, line_chart, smooth
 from modelwright.pipeline.report.format import number
 from modelwright.pipeline.report.learning import training_section
 from modelwright.pipeline.report.run_data import RunData, StageData
@@ -28,10 +31,12 @@ from modelwright.pipeline.stage import StageInputs, StageSpec
 from modelwright.pipeline.stages.alignment import metric_charts, reference_model
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.prompt_rows import PROMPT_ROWS, heldout_prompts
+from modelwright.pipeline.stages.reward import REWARD
 from modelwright.pipeline.stages.row_use import RowUse
-from modelwright.pipeline.stages.stage_inputs import needed_start, tokenizer_stage
+from modelwright.pipeline.stages.stage_inputs import needed_start, reward_model_before, tokenizer_stage
 from modelwright.pipeline.stages.training import FrozenModels, training_spec
 from modelwright.reward.build import build_reward
+from modelwright.reward.weighted_sum import WeightedSum
 from modelwright.train.config import TrainConfig
 from modelwright.train.evaluation import evaluate_heldout
 from modelwright.train.objective import Objective
@@ -54,7 +59,35 @@ class RolloutParts:
     observe: Callable[[int, Sequence[Mapping[str, Any]]], None]
 
 
-def rollout_parts(inputs: StageInputs, name: str, rollout: RolloutConfig, rewards: Mapping[str, Any]) -> RolloutParts:
+def reward_terms(config: RunConfig, name: str) -> Mapping[str, Any]:
+    """The terms of the reward of the stage with this name: those of its settings, or if it has none, the reward model
+    that the run has trained before, or else the comparison with the reference answer.
+    """
+    terms = config.section(name).rewards
+    return terms or ({MODEL: {}} if reward_model_before(config, name) else {"exact_match": {}})
+
+
+def needed_reward_model(config: RunConfig, name: str) -> tuple[str, ...]:
+    """What the stage needs that scores answers with the reward model of its run: an earlier stage that trains one."""
+    if not without_folder(reward_terms(config, name)):
+        return ()
+    return (reward_model_before(config, name) or REWARD.name,)
+
+
+def build_terms(inputs: StageInputs, name: str) -> WeightedSum:
+    """The reward of the stage with this name. Raises `ConfigError` for wrong terms."""
+    terms, trained = reward_terms(inputs.config, name), reward_model_before(inputs.config, name)
+    if trained and not model_terms(terms):
+        inputs.note(
+            f"{name}: the reward model of the stage {trained} scores nothing here, because {name}.rewards has no term "
+            f"of the kind {MODEL}"
+        )
+    if own := needed_reward_model(inputs.config, name):
+        terms = with_folder(terms, inputs.parents[own[0]])
+    return build_reward(terms, kinds=MODEL_REWARDS, path=f"{name}.rewards", log=inputs.note)
+
+
+def rollout_parts(inputs: StageInputs, name: str, rollout: RolloutConfig) -> RolloutParts:
     """name: of the stage. Raises `ConfigError` for wrong rewards, and `DataError` if no prompt leaves room for a
     completion.
     """
@@ -67,7 +100,7 @@ def rollout_parts(inputs: StageInputs, name: str, rollout: RolloutConfig, reward
     worker = RolloutWorker(
         prompts=fitting(read_prompts(folder / "train"), row_len, rollout, name, inputs.note),
         tokenizer=Tokenizer.load(inputs.parents[tokenizer_stage(config)]),
-        reward=build_reward(rewards, kinds=MODEL_REWARDS, path=f"{name}.rewards", log=inputs.note),
+        reward=build_terms(inputs, name),
         config=rollout,
         seed=derive_seed(config.seed, name, "rollouts"),
     )
@@ -133,12 +166,13 @@ def rollout_training(
     objective: Callable[[StageInputs], Objective],
     config: type[TrainConfig],
     updates_per_row: Callable[[Any], float],
-    frozen: Callable[[Any], FrozenModels],
+    frozen: Callable[[RunConfig, Any], FrozenModels],
     charts: Mapping[str, Mapping[str, str]],
+    kl_metric: str,
 ) -> StageSpec:
     """A stage that learns from rollouts of the prompts. updates_per_row: completions that updates learn from, for each
     prompt. frozen: what is computed without gradients for each of these completions, their generation included.
-    charts: see `metric_charts`.
+    charts: see `metric_charts`. kl_metric: the distance from the start among the metrics.
     """
     use = RowUse(
         heldout=heldout_prompts, updates_per_row=updates_per_row, learns_by_heart=False, techniques=evaluates_first
@@ -150,14 +184,14 @@ def rollout_training(
         model_title=model_title,
         objective=objective,
         rows=PROMPT_ROWS,
-        needs=lambda run: (PACK.name, *needed_start(run, name)),
+        needs=lambda run: (PACK.name, *needed_start(run, name), *needed_reward_model(run, name)),
         config=config,
         only_if_named=True,
         row_use=use,
         headline=reward_fact,
         frozen=frozen,
     )
-    return replace(spec, report=lambda data, stage: rollout_section(data, stage, report_title, charts))
+    return replace(spec, report=lambda data, stage: rollout_section(data, stage, report_title, charts, kl_metric))
 
 
 def reward_fact(data: RunData, stage: StageData) -> Sequence[Fact]:
@@ -166,14 +200,59 @@ def reward_fact(data: RunData, stage: StageData) -> Sequence[Fact]:
     if before is None or after is None:
         return []
     title = data.model_titles[stage.name]
-    return [Fact(f"Held-out reward, {title}", number(after, 3), f"{number(before, 3)} before, greedy completions")]
+    return [Fact(f"Held-out reward, {title}", number(after, 3), f"{number(before, 3)} before, {decoding(data, stage)}")]
 
 
-def rollout_section(data: RunData, stage: StageData, title: str, charts: Mapping[str, Mapping[str, str]]) -> Section:
+def rollout_section(
+    data: RunData, stage: StageData, title: str, charts: Mapping[str, Mapping[str, str]], kl_metric: str
+) -> Section:
     """Rewards and samples before and after, curves, and what every training shows except for its loss."""
     section = training_section(stage, data.config.section(stage.name), title, loss_unit="")
-    curves = metric_charts(stage, {"Reward": {"reward": "rollouts"}, **charts})
-    return replace(section, blocks=[*_comparison(stage), *_samples(stage), *curves, *section.blocks[1:]])
+    curves = metric_charts(stage, {"Reward": {"reward": "rollouts"}, **term_charts(stage), **charts})
+    blocks = [
+        *_comparison(stage, decoding(data, stage)),
+        *_samples(stage),
+        *curves,
+        *over_kl(stage, kl_metric),
+        *section.blocks[1:],
+    ]
+    return replace(section, blocks=blocks)
+
+
+def term_charts(stage: StageData) -> dict[str, dict[str, str]]:
+    """The charts of the single terms of the reward: their means where there are several, and how often held-out
+    completions beat those before the first update.
+    """
+    names = term_names(stage)
+    means = {f"Reward term {name}": {f"rewards/{name}/mean": "rollouts"} for name in names if len(names) > 1}
+    wins = {f"rewards/{name}/win_rate": f"by {name}" for name in names}
+    return {**means, "Share of completions that beat those of the start": wins}
+
+
+def term_names(stage: StageData) -> list[str]:
+    """The terms of the reward that the records have figures of."""
+    found = (re.fullmatch(r"rewards/(.+)/mean", key) for record in stage.records() for key in record)
+    return list(dict.fromkeys(one[1] for one in found if one))
+
+
+def over_kl(stage: StageData, kl_metric: str) -> list[Chart]:
+    """Each of several terms against the distance from the start: what a reward model says goes on rising where what
+    it stands for falls (Gao et al. 2023, "Scaling laws for reward model overoptimization", figure 1).
+    """
+    records, names = stage.records(), term_names(stage)
+    charts: list[Chart] = []
+    for place, name in enumerate(names if len(names) > 1 else []):
+        metric = f"rewards/{name}/mean"
+        both = [one for one in records if kl_metric in one and metric in one]
+        points = [
+            (kl, reward)
+            for (_, kl), (_, reward) in zip(smooth(column(both, kl_metric)), smooth(column(both, metric)), strict=True)
+        ]
+        if points:
+            title, file = f"Reward term {name} against the KL from the start", f"{stage.name}-kl-{place}"
+            line = Line("rollouts", points)
+            charts.append(Chart(title, line_chart([line], name=file, x_label="KL, nats", y_label=name)))
+    return charts
 
 
 def _first_evaluation(stage: StageData) -> Mapping[str, float]:
@@ -183,12 +262,18 @@ def _first_evaluation(stage: StageData) -> Mapping[str, float]:
         return {}
 
 
-def _comparison(stage: StageData) -> list[Table]:
+def decoding(data: RunData, stage: StageData) -> str:
+    """How held-out prompts were answered."""
+    greedy = data.config.section(stage.name).rollout.heldout_decoding == "greedy"
+    return "greedy completions" if greedy else "sampled completions"
+
+
+def _comparison(stage: StageData, kind: str) -> list[Table]:
     before, after = _first_evaluation(stage), stage.facts.get("heldout_metrics", {})
     rows = [[name, number(before[name], 3), number(after[name], 3)] for name in before if name in after]
     if not rows:
         return []
-    caption = "One greedy completion of each held-out prompt."
+    caption = f"Each held-out prompt once, {kind}."
     return [Table(["metric", "before", "after"], rows, "Held-out prompts", caption, numeric=(1, 2))]
 
 

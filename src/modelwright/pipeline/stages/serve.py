@@ -30,7 +30,7 @@ from modelwright.data.tokenizer import Tokenizer
 from modelwright.model.hf import load_config
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimates import fixed_estimate
-from modelwright.pipeline.report.results import serving_section
+from modelwright.pipeline.report.results import NUM_SHOWN_ANSWERS, serving_highlight, serving_section
 from modelwright.pipeline.report.run_data import RunData, StageData
 from modelwright.pipeline.stage import Rates, Stage, StageContext, StageSpec
 from modelwright.pipeline.stages.clean import CLEAN
@@ -39,8 +39,8 @@ from modelwright.plan.estimate import StageEstimate
 from modelwright.serve.config import ServeConfig
 
 ANSWERS = "answers.json"
-NUM_SHOWN, LINE_LEN = 3, 100
-"""How many answers the terminal shows when a run ends, and characters of each."""
+LINE_LEN = 100
+"""Characters of an answer on the terminal."""
 GREETING = "Hello! What can you do?"
 """Asked when there is no held-out question, or none that fits."""
 
@@ -319,7 +319,7 @@ def _estimate(config: RunConfig, run: RunDir, rates: Rates) -> StageEstimate:
 
 def _closing(data: RunData, stage: StageData) -> Sequence[str]:
     """The first answers, each cut to a line."""
-    answers = stage.json(ANSWERS).get("answers", [])[:NUM_SHOWN]
+    answers = stage.json(ANSWERS).get("answers", [])[:NUM_SHOWN_ANSWERS]
     return [f"{one['question']} ▸ {textwrap.shorten(one['answer'], LINE_LEN, placeholder=' …')}" for one in answers]
 
 
@@ -331,5 +331,6 @@ SERVE_CHECK = StageSpec(
     build=_build,
     estimate=_estimate,
     report=serving_section,
+    highlight=serving_highlight,
     closing=_closing,
 )

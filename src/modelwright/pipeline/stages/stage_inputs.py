@@ -1,4 +1,4 @@
-"""Which stage provides the tokenizer, the model that training starts from, and the run's final model."""
+"""Which stages provide the tokenizer, the model that training starts from, the reward model, and the final model."""
 
 from itertools import takewhile
 
@@ -21,6 +21,12 @@ def model_before(config: RunConfig, stage: str) -> str:
     """
     earlier = takewhile(lambda one: one.name != stage, config.stages)
     return next((one.name for one in reversed(list(earlier)) if one.model_title), "")
+
+
+def reward_model_before(config: RunConfig, stage: str) -> str:
+    """The last stage before `stage` whose artifact is a reward model, "" without one."""
+    earlier = takewhile(lambda one: one.name != stage, config.stages)
+    return next((one.name for one in reversed(list(earlier)) if one.is_reward_model), "")
 
 
 def final_model(config: RunConfig) -> str:

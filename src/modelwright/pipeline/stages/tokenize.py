@@ -16,7 +16,7 @@ from modelwright.pipeline.stages.imported import imported_stage
 from modelwright.plan.estimate import StageEstimate
 
 FERTILITY_DOCUMENTS = 400
-BYTES_PER_S = 1.2e6
+BYTES_PER_S = 5e6
 NOTHING_HELD_OUT = (
     "no document is held out, so neither the tokenizer nor the model is measured on text that it was not trained on; "
     "add documents, or raise data.validation_fraction"

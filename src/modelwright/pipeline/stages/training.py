@@ -28,9 +28,9 @@ from modelwright.ops import cpu_kernels
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.report.blocks import Block, Fact, Section
 from modelwright.pipeline.report.format import plural
-from modelwright.pipeline.report.learning import NATS_PER_TOKEN, training_section
+from modelwright.pipeline.report.learning import NATS_PER_TOKEN, loss_highlight, training_section
 from modelwright.pipeline.report.run_data import RunData, StageData
-from modelwright.pipeline.stage import Rates, Stage, StageContext, StageInputs, StageSpec, no_facts
+from modelwright.pipeline.stage import Rates, Stage, StageContext, StageInputs, StageSpec, no_facts, no_lines
 from modelwright.pipeline.stages.augmented_rows import augmentation_digest, augmented, is_augmented, tell_cost
 from modelwright.pipeline.stages.cached_rows import ROW_CACHE, cache_blocks, read_ahead, training_rows
 from modelwright.pipeline.stages.imported import row_tokens
@@ -107,7 +107,7 @@ class _Traits:
     """What `training_spec` is told of a stage and only this file uses."""
 
     start: Callable[[RunConfig, str], str]
-    frozen: Callable[[Any], FrozenModels]
+    frozen: Callable[[RunConfig, Any], FrozenModels]
     techniques: TechniquesOf
     row_use: RowUse
     save: Callable[[TrainedModel], Mapping[str, Any]]
@@ -124,12 +124,13 @@ def training_spec(
     needs: Callable[[RunConfig], tuple[str, ...]],
     config: type[TrainConfig] = TrainConfig,
     headline: Callable[[RunData, StageData], Sequence[Fact]] = no_facts,
+    closing: Callable[[RunData, StageData], Sequence[str]] = no_lines,
     time_weight: float = 1.0,
     only_if_named: bool = False,
     follows: str = "",
     loss_unit: str = NATS_PER_TOKEN,
     blocks: Callable[[StageData], Sequence[Block]] = no_blocks,
-    frozen: Callable[[Any], FrozenModels] = lambda training: FrozenModels(),
+    frozen: Callable[[RunConfig, Any], FrozenModels] = lambda config, training: FrozenModels(),
     start: Callable[[RunConfig, str], str] = model_before,
     techniques: TechniquesOf = lambda inputs: (),
     row_use: RowUse = USES_ROWS,
@@ -141,7 +142,7 @@ def training_spec(
     config: `TrainConfig`, or a dataclass that adds settings of the objective to it
     loss_unit: of the loss, for charts
     blocks: what its section of the report has besides
-    frozen: the models that evaluate the rows besides, from the stage's settings
+    frozen: the models that evaluate the rows besides, from the run's configuration and the stage's settings
     start: names the stage whose model is trained, "" for random weights
     techniques: what the stage adds to the techniques of all trainings
     row_use: what a stage does that generates what it learns from
@@ -166,6 +167,8 @@ def training_spec(
         estimate=lambda run_config, run, rates: _estimate(run_config, run, rates, spec, traits),
         report=report,
         headline=headline,
+        highlight=lambda data, stage: loss_highlight(data, stage, loss_unit),
+        closing=closing,
         warnings=_warnings,
         model_title=model_title,
         objective=objective,
@@ -186,7 +189,7 @@ def _stage(config: RunConfig, spec: StageSpec, traits: _Traits) -> Stage:
     }
     if judge := training.batching.curriculum.model:
         settings["curriculum_model"] = folder_fingerprint(Path(judge), f"{name}.batching.curriculum.by")
-    for setting, folder in traits.frozen(training).folders.items():
+    for setting, folder in traits.frozen(config, training).folders.items():
         settings[setting] = folder_fingerprint(Path(folder), f"{name}.{setting}")
     if is_augmented(config, spec):
         settings["augmentation"] = augmentation_digest(config.augmentation)
@@ -201,10 +204,8 @@ def _stage(config: RunConfig, spec: StageSpec, traits: _Traits) -> Stage:
         name=name,
         title=spec.title,
         settings=settings,
-        parents=(
-            PACK.name,
-            tokenizer_stage(config),
-            *([before] if before not in ("", tokenizer_stage(config)) else []),
+        parents=tuple(
+            dict.fromkeys([PACK.name, tokenizer_stage(config), *([before] if before else []), *spec.needs(config)])
         ),
         run=lambda context: _run(context, config, spec, traits),
         every_rank=True,
@@ -470,7 +471,7 @@ def _estimate(
         adapters=training.lora,
         world_size=rates.num_hosts,  # the rate is that of all threads of a host, which its processes share
     )
-    further = traits.frozen(training)
+    further = traits.frozen(config, training)
     factor = 1 + further.num_forwards / 3  # of forward and backward
     return replace(
         estimate,

@@ -1,0 +1,67 @@
+"""The routes that load and unload adapters while the server runs, as vLLM has them."""
+
+import logging
+import secrets
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from modelwright.serve.bodies import read_body
+from modelwright.serve.errors import ApiError
+from modelwright.serve.fingerprint import adapted_fingerprint
+from modelwright.serve.parsing import parse_request
+from modelwright.serve.protocol import LoadAdapterRequest, UnloadAdapterRequest
+from modelwright.serve.reload import Reloader
+from modelwright.serve.served_model import ServedAdapter
+from modelwright.serve.service import service_of, version_header
+
+log = logging.getLogger("modelwright.serve")
+
+
+async def load_lora_adapter(request: Request) -> Response:
+    """Answers when requests can ask for the adapter, or why they cannot."""
+    service = service_of(request)
+    service.caller(request, "admin")
+    with service.lease() as lease:
+        body = await read_body(request, lease, num_prompts=1)
+        asked = parse_request(LoadAdapterRequest, body, lease.model.limits)
+    name, folder = asked.lora_name, Path(asked.lora_path)
+    async with _reloader(request).without_test():
+        model = service.model
+        if name in (*service.names, *service.config.alias_names):
+            text = f"The name {name!r} is in use; unload the adapter that has it, or choose another."
+            raise ApiError(400, text, param="lora_name", code="invalid_value")
+        key = f"{name}#{secrets.token_hex(8)}"
+        digest = await model.worker.client.load_adapter(key, folder)
+        model.unloaded.discard(name)
+        model.adapters[name] = ServedAdapter(folder, key, adapted_fingerprint(model.fingerprint, digest))
+    log.info("requests can ask for the adapter %s in %s", name, folder)
+    text = f"Success: LoRA adapter {name!r} added successfully."
+    return PlainTextResponse(text, headers=version_header(model, name))
+
+
+async def unload_lora_adapter(request: Request) -> Response:
+    """Open answers finish with the adapter; new requests cannot ask for it any more."""
+    service = service_of(request)
+    service.caller(request, "admin")
+    with service.lease() as lease:
+        body = await read_body(request, lease, num_prompts=1)
+        name = parse_request(UnloadAdapterRequest, body, lease.model.limits).lora_name
+    async with _reloader(request).without_test():
+        model = service.model
+        adapter = model.adapters.pop(name, None)
+        if adapter is None:
+            known = ", ".join(map(repr, model.adapters)) or "none"
+            text = f"The adapter {name!r} is not loaded; this server has {known}."
+            raise ApiError(404, text, param="lora_name", code="model_not_found")
+        model.unloaded.add(name)
+        await model.worker.client.unload_adapter(adapter.key)
+    log.info("requests can no longer ask for the adapter %s", name)
+    return PlainTextResponse(f"Success: LoRA adapter {name!r} removed successfully.")
+
+
+def _reloader(request: Request) -> Reloader:
+    reloader = request.app.state.reloader
+    assert isinstance(reloader, Reloader)
+    return reloader
