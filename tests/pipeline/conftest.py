@@ -3,9 +3,11 @@
 import json
 import random
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import fsspec
 import pytest
 
 from modelwright.cli.main import main
@@ -44,6 +46,21 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
             record = {"question": f"What does `{name}` do?", "answer": f"It is {sentence(dice.randint(6, 14))}"}
             file.write(json.dumps(record) + "\n")
     return folder
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[Any]:
+    """fsspec's file system of a local S3-compatible server. One for all tests: both keep their state in the process."""
+    pytest.importorskip("s3fs")
+    server = pytest.importorskip("moto.server").ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+    server.start()
+    host, port = server.get_host_and_port()
+    values = {"ACCESS_KEY_ID": "x", "SECRET_ACCESS_KEY": "x", "ENDPOINT_URL": f"http://{host}:{port}"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in values.items():
+            patch.setenv(f"AWS_{name}", value)
+        yield fsspec.filesystem("s3")
+    server.stop()
 
 
 @pytest.fixture(scope="session")

@@ -39,22 +39,14 @@ def clean(source: str, out: str) -> list[str]:
 
 
 @pytest.fixture(params=["memory", "s3"])
-def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def store(request: pytest.FixtureRequest) -> Iterator[str]:
     """The address of an empty place on a store."""
     if request.param == "memory":
         yield "memory://place"
         fsspec.filesystem("memory").rm("/place", recursive=True)
         return
-    pytest.importorskip("s3fs")
-    server = pytest.importorskip("moto.server").ThreadedMotoServer(port=0)
-    server.start()
-    host, port = server.get_host_and_port()
-    for name, value in (("ACCESS_KEY_ID", "x"), ("SECRET_ACCESS_KEY", "x"), ("ENDPOINT_URL", f"http://{host}:{port}")):
-        monkeypatch.setenv(f"AWS_{name}", value)
-    filesystem: Any = fsspec.filesystem("s3", skip_instance_cache=True)
-    filesystem.mkdir("bucket")
+    request.getfixturevalue("s3").mkdir("bucket")
     yield "s3://bucket/place"
-    server.stop()
 
 
 def test_from_a_store_into_a_store(store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,7 +106,7 @@ def test_artifacts_of_this_invocation_are_not_read_again(run: RunDir, monkeypatc
         read.extend([file.name] if verify else [])
         return ""
 
-    monkeypatch.setattr(artifacts, "_damage", damage)
+    monkeypatch.setattr(artifacts, "damage", damage)
     Chain().go(run)
     assert read == []
     Chain(third="x").go(run)

@@ -257,6 +257,6 @@ def _summary(done: Any, request: Any, wall_s: float) -> str:
         lines.append(f"  model    {done.model}")
         lines.append(f"  chat     modelwright chat {request.run.path}")
         lines.append(f"  serve    modelwright serve {request.run.path}")
-    if done.model and tuple(request.config.data.sources) == ("stdlib",):
+    if done.model and request.config.text_sources == ("stdlib",):
         lines.append("  next     modelwright run quickstart --name mine --data.sources FOLDER    trains on your text")
     return "\n".join(lines)

@@ -88,21 +88,31 @@ def read_manifest(folder: Path, *, kind: str = "", verify: bool = False) -> Mani
     Callers verify an artifact before they load it. Raises `ArtifactError` when the manifest is missing (the artifact
     was never finished), damaged, or of another kind.
     """
-    path = folder / MANIFEST
     try:
-        manifest = Manifest(**json.loads(path.read_text(encoding="utf-8")))
-        listed = [(name, int(entry["bytes"]), str(entry["sha256"])) for name, entry in manifest.files.items()]
+        manifest = parse_manifest((folder / MANIFEST).read_text(encoding="utf-8"), str(folder), kind=kind)
     except (FileNotFoundError, NotADirectoryError):
         raise ArtifactError(f"{folder}: has no {MANIFEST}, so it was never finished; run its stage again") from None
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ArtifactError(f"{path}: is damaged ({error}); remove {folder} and run its stage again") from None
-    if kind and manifest.kind != kind:
-        raise ArtifactError(f"{folder}: holds {manifest.kind!r}, not {kind!r}")
-    for name, num_bytes, checksum in listed:
+    for name, entry in manifest.files.items():
         file = folder / name
-        problem = _damage(file, num_bytes, checksum, verify=verify)
+        problem = damage(file, int(entry["bytes"]), str(entry["sha256"]), verify=verify)
         if problem:
             raise ArtifactError(f"{file}: {problem}; remove {folder} and run its stage again")
+    return manifest
+
+
+def parse_manifest(text: str | bytes, folder: str, *, kind: str = "") -> Manifest:
+    """The manifest of an artifact from the content of its file. folder: where it is, for messages. Raises
+    `ArtifactError` if it is damaged, or of another kind.
+    """
+    try:
+        manifest = Manifest(**json.loads(text))
+        if not all(int(entry["bytes"]) >= 0 and entry["sha256"] for entry in manifest.files.values()):
+            raise ValueError("a file has no size or no SHA-256")
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        place = f"{folder.rstrip('/')}/{MANIFEST}"
+        raise ArtifactError(f"{place}: is damaged ({error}); remove {folder} and run its stage again") from None
+    if kind and manifest.kind != kind:
+        raise ArtifactError(f"{folder}: holds {manifest.kind!r}, not {kind!r}")
     return manifest
 
 
@@ -160,8 +170,8 @@ def fsync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _damage(file: Path, num_bytes: int, checksum: str, *, verify: bool) -> str:
-    """What is wrong with a file of an artifact, "" when nothing is."""
+def damage(file: Path, num_bytes: int, checksum: str, *, verify: bool = True) -> str:
+    """What is wrong with a file of an artifact, "" when nothing is. verify: compare its SHA-256."""
     if not file.is_file():
         return "is missing"
     size = file.stat().st_size

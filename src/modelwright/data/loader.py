@@ -7,10 +7,11 @@ the place of a row in all of that: groups are numbered, counted, shuffled and sh
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -18,7 +19,16 @@ import torch
 from modelwright.core.errors import ArtifactError, ConfigError
 from modelwright.core.seeds import derive_seed
 from modelwright.data.batch import IGNORED, TokenBatch
+from modelwright.data.cache.blocks import BlockLayout
+from modelwright.data.cache.cold import ColdStore
+from modelwright.data.cache.reader import BlockReader
+from modelwright.data.cache.tiers import Tiers
 from modelwright.data.pack import FORMAT, INDEX
+
+ROWS_AT = "rows_at.json"
+"""Beside rows that another run has packed: `{"url": ...}` says which folder has their files."""
+NUM_READERS = 16
+"""Reads at a time where rows are on a store."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +42,39 @@ class RowShare:
     num_tokens: int = 0
 
 
-class PackedRows:
-    """A shard folder written by `pack`, mapped into memory. Raises `ArtifactError` when it is missing or damaged."""
+class RowReader(Protocol):
+    """Reads the tokens and loss masks of rows."""
 
-    def __init__(self, folder: Path) -> None:
+    def read(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+        """The tokens [N, seq_len] and, where the rows have one, the loss mask [N, seq_len] of rows [N]."""
+        ...
+
+
+class MappedRows:
+    """`RowReader` of the files of a folder, mapped into memory. Raises `ArtifactError` when one is missing or short."""
+
+    def __init__(self, folder: Path, index: Mapping[str, Any]) -> None:
+        files, seq_len, dtype = index["files"], index["seq_len"], np.dtype(index["dtype"])
+        self._tokens = [_map(folder / f["tokens"], dtype, (f["rows"], seq_len)) for f in files]
+        self._masks = [_map(folder / f["mask"], np.dtype(np.uint8), (f["rows"], seq_len)) for f in files if "mask" in f]
+        self._file_starts = np.cumsum([0] + [f["rows"] for f in files])
+
+    def read(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+        files = np.searchsorted(self._file_starts, rows, side="right") - 1
+        places = list(zip(files.tolist(), (rows - self._file_starts[files]).tolist(), strict=True))
+        tokens = np.stack([self._tokens[file][row] for file, row in places])
+        return tokens, np.stack([self._masks[file][row] for file, row in places]) if self._masks else None
+
+
+class PackedRows:
+    """The rows of a shard folder that `pack` has written. Their tokens are read with `reader`, by default from the
+    folder, or from where its file `rows_at.json` says that they are. Raises `ArtifactError` when the folder is missing
+    or damaged.
+    """
+
+    def __init__(self, folder: Path, reader: RowReader | None = None) -> None:
         self.folder = folder
-        index = _read_index(folder)
+        index = read_index(folder)
         self.seq_len: int = index["seq_len"]
         self.vocab_size: int = index["vocab_size"]
         self.eos_id: int = index["eos_id"]
@@ -47,13 +84,7 @@ class PackedRows:
         self.num_groups: int = self.num_rows // self.group_size
         self.num_tokens: int = index["num_tokens"]
         self.num_targets: int = index["num_targets"]
-        dtype = np.dtype(index["dtype"])
-        files = index["files"]
-        self._tokens = [_map(folder / f["tokens"], dtype, (f["rows"], self.seq_len)) for f in files]
-        self._masks = [
-            _map(folder / f["mask"], np.dtype(np.uint8), (f["rows"], self.seq_len)) for f in files if "mask" in f
-        ]
-        self._file_starts = np.cumsum([0] + [f["rows"] for f in files])
+        self.reader = reader or _reader(folder, index)
         self._offsets = _map(folder / "offsets.bin", np.dtype(np.int64), (self.num_rows + 1,))
         self._lengths = _map(folder / "lengths.bin", np.dtype(np.uint32), (index["num_pieces"],))
         sources: dict[str, int] = index.get("sources", {"": self.num_rows})
@@ -94,16 +125,12 @@ class PackedRows:
         include all that are not padding; 0 for whole rows. Where sequences were packed with values, the extra
         `values_BT` has that of each token's piece; 0 for padding.
         """
-        rows = (groups[:, None] * self.group_size + np.arange(self.group_size)).flatten()
+        rows = self.rows_of(groups)
         shape = (len(rows), num_tokens or self.seq_len)
-        tokens, targets = np.empty(shape, dtype=np.int64), np.ones(shape, dtype=bool)
+        tokens, targets = self._read(rows, shape[1])
         positions, segments = np.zeros(shape, dtype=np.int64), np.full(shape, -1, dtype=np.int32)
         values = np.zeros(shape, dtype=np.float32)
         for place, row in enumerate(rows.tolist()):
-            file = int(np.searchsorted(self._file_starts, row, side="right")) - 1
-            tokens[place] = self._tokens[file][row - self._file_starts[file], : shape[1]]
-            if self._masks:
-                targets[place] = self._masks[file][row - self._file_starts[file], : shape[1]]
             lengths = self.piece_lengths(row)
             used = int(lengths.sum())
             begins = np.cumsum(lengths) - lengths
@@ -122,6 +149,18 @@ class PackedRows:
             extras={} if self._values is None else {"values_BT": torch.from_numpy(values)},
             group_size=self.group_size,
         )
+
+    def rows_of(self, groups: np.ndarray) -> np.ndarray:
+        """The rows of groups [N], one group after another."""
+        return (groups[:, None] * self.group_size + np.arange(self.group_size)).flatten()
+
+    def _read(self, rows: np.ndarray, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+        """The first tokens of rows as int64, and which of them are targets."""
+        if not len(rows):
+            return np.empty((0, num_tokens), dtype=np.int64), np.ones((0, num_tokens), dtype=bool)
+        tokens, mask = self.reader.read(rows)
+        targets = np.ones((len(rows), num_tokens), dtype=bool) if mask is None else mask[:, :num_tokens].astype(bool)
+        return tokens[:, :num_tokens].astype(np.int64), targets
 
     def piece_lengths(self, row: int) -> np.ndarray:
         """Lengths in tokens of the pieces in one row, in order."""
@@ -188,7 +227,8 @@ class PackedLoader:
         return np.argsort(bits.random_raw(self.rows.num_groups), kind="stable")
 
 
-def _read_index(folder: Path) -> dict:
+def read_index(folder: Path) -> dict[str, Any]:
+    """The index of a shard folder. Raises `ArtifactError` if there is none, or one of another format."""
     path = folder / INDEX
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
@@ -199,6 +239,22 @@ def _read_index(folder: Path) -> dict:
     if index.get("format") != FORMAT:
         raise ArtifactError(f"{path}: is of format {index.get('format')!r}, not {FORMAT!r}; run the pack stage again")
     return index
+
+
+def rows_at(folder: Path) -> str:
+    """The folder or URL that has the row files of a shard folder."""
+    try:
+        return json.loads((folder / ROWS_AT).read_text(encoding="utf-8"))["url"]
+    except FileNotFoundError:
+        return str(folder)
+
+
+def _reader(folder: Path, index: Mapping[str, Any]) -> RowReader:
+    """Maps row files that are on this machine, and reads others with nothing kept."""
+    place = rows_at(folder)
+    if "://" not in place:
+        return MappedRows(Path(place), index)
+    return BlockReader(Tiers(BlockLayout(folder, index), ColdStore(place)), num_readers=NUM_READERS)
 
 
 def _map(path: Path, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:

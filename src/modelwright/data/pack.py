@@ -7,6 +7,7 @@ A shard folder holds rows of `seq_len` tokens, filled with whole sequences where
     mask-00000.bin    [rows, seq_len] uint8, only when a sequence came with a loss mask: 1 where the token is a target
     lengths.bin       uint32, the lengths of the pieces, row after row
     offsets.bin       int64 [rows + 1], where each row's pieces start in lengths.bin
+    checksums.bin     of each block of rows, for those who read them from afar (`cache/blocks.py`)
     scores.bin        float32 [rows], only when sequences came with scores: the mean over the tokens of the row
     values.bin        float32 [pieces], only when sequences came with values; in the order of lengths.bin
 
@@ -36,6 +37,7 @@ import numpy as np
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError, DataError, writing
+from modelwright.data.cache.blocks import CHECKSUMS, block_checksums, rows_of_block
 from modelwright.data.chat import ChatLoss
 from modelwright.data.row_origins import Origin, OriginSpool
 
@@ -45,6 +47,8 @@ INDEX = "index.json"
 TokenIds = Sequence[int] | np.ndarray
 LossMask = Sequence[int] | np.ndarray
 MAX_SOURCES = 2**16
+ROWS_AT_ONCE = 4096
+"""Rows that are put together before they are written."""
 
 
 class TokenSequence(NamedTuple):
@@ -370,16 +374,18 @@ def _write_rows(
     num_rows = int(rows.max()) + 1
     offsets = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=num_rows))]).astype(np.int64)
     tokens, masks = spool.tokens(), spool.masks() if spool.has_mask else None
-    per_file = max(1, config.shard_bytes // (config.seq_len * spool.dtype.itemsize))
-    files = []
+    row_bytes = config.seq_len * spool.dtype.itemsize
+    per_file, block_rows = max(1, config.shard_bytes // row_bytes), rows_of_block(row_bytes)
+    files, checksums = [], list[list[list[int]]]()
     for number, first in enumerate(range(0, num_rows, per_file)):
         last = min(first + per_file, num_rows)
-        chosen = (order, starts, offsets[first : last + 1], config.seq_len)
+        chosen = (order, starts, offsets[first : last + 1], config.seq_len, block_rows)
         files.append({"tokens": f"tokens-{number:05d}.bin", "rows": last - first})
-        _fill_file(folder / files[-1]["tokens"], tokens, *chosen, empty=eos_id)
+        checksums.append([_fill_file(folder / files[-1]["tokens"], tokens, *chosen, empty=eos_id)])
         if masks is not None:
             files[-1]["mask"] = f"mask-{number:05d}.bin"
-            _fill_file(folder / files[-1]["mask"], masks, *chosen, empty=0)
+            checksums[-1].append(_fill_file(folder / files[-1]["mask"], masks, *chosen, empty=0))
+    np.hstack([np.array(of_file, dtype=np.uint32) for of_file in checksums]).T.tofile(folder / CHECKSUMS)
     lengths[order].astype(np.uint32).tofile(folder / "lengths.bin")
     offsets.tofile(folder / "offsets.bin")
     report.num_rows, report.num_pieces, report.num_tokens = num_rows, len(lengths), int(lengths.sum())
@@ -401,16 +407,18 @@ def _write_rows(
         further["group_size"] = spool.group_size
     index = {
         "format": FORMAT, "seq_len": config.seq_len, "vocab_size": vocab_size, "eos_id": eos_id,
-        "dtype": spool.dtype.name, "has_mask": spool.has_mask, "files": files, **asdict(report), **further,
+        "dtype": spool.dtype.name, "has_mask": spool.has_mask, "block_rows": block_rows, "files": files,
+        **asdict(report), **further,
     }  # fmt: skip
     write_atomic(folder / INDEX, json.dumps(index, indent=1))
 
 
 def _fill_file(
-    path: Path, flat: np.ndarray, order: np.ndarray, starts: np.ndarray, offsets: np.ndarray, seq_len: int, *,
-    empty: int, rows_at_once: int = 4096,
-) -> None:  # fmt: skip
-    """Write the rows whose pieces `offsets` [rows + 1] names, a block of rows at a time."""
+    path: Path, flat: np.ndarray, order: np.ndarray, starts: np.ndarray, offsets: np.ndarray, seq_len: int,
+    block_rows: int, *, empty: int,
+) -> list[int]:  # fmt: skip
+    """Write the rows whose pieces `offsets` [rows + 1] names, some blocks at a time; returns the blocks' checksums."""
+    checksums, rows_at_once = list[int](), max(1, ROWS_AT_ONCE // block_rows) * block_rows
     with open(path, "wb") as file:
         for first in range(0, len(offsets) - 1, rows_at_once):
             block = offsets[first : first + rows_at_once + 1]
@@ -425,6 +433,8 @@ def _fill_file(
                     at += end - begin
                 piece += count
             file.write(out.tobytes())
+            checksums += block_checksums(out, block_rows)
+    return checksums
 
 
 def _why_empty(report: PackReport) -> str:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from modelwright.core.config import difference, dump, if_missing
 from modelwright.core.errors import ConfigError
+from modelwright.data.cache.config import RowCacheConfig
 from modelwright.data.sources import SourceConfig
 from modelwright.data.tokenizer import TokenizerConfig
 from modelwright.model.adapter_config import AdapterConfig
@@ -59,6 +60,10 @@ class RunConfig:
     init_from: str = ""
     """Hugging Face folder (Llama, Qwen2 or 3, Mistral, Gemma 2 or 3 text, Phi-3, SmolLM3) to start from; its tokenizer
     and shape replace the sections `tokenizer` and `model`. "" starts from random weights."""
+    rows_from: str = ""
+    """Folder of another run, or its fsspec URL, whose clean text, tokenizer and packed rows this run takes over instead
+    of making its own. Its training rows are not copied: they are read from there, through `cache`. "" makes them from
+    `data.sources`."""
     minutes: float = 0.0
     """Minutes that the whole run may take, all stages included; 0 trains for the configured lengths. Steps are timed
     when the run is created, and what the other stages are expected to leave of the time decides the number of them,
@@ -75,6 +80,7 @@ class RunConfig:
     """What training stages inherit as their own `lora`, like `training`."""
     energy: EnergyConfig = field(default_factory=EnergyConfig)
     """What training stages inherit as their own `energy`."""
+    cache: RowCacheConfig = field(default_factory=RowCacheConfig)
     augmentation: AugmentationConfig = field(default_factory=AugmentationConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
     requests: RequestsConfig = field(default_factory=RequestsConfig)
@@ -123,6 +129,11 @@ class RunConfig:
     def stage_names(self) -> list[str]:
         """The stages that a user names, in order."""
         return [stage.name for stage in self.stages if not stage.is_implied]
+
+    @property
+    def text_sources(self) -> tuple[str, ...]:
+        """What the text comes from, as a user named it."""
+        return (self.rows_from,) if self.rows_from else self.data.sources
 
     @property
     def trainings(self) -> tuple[StageSpec, ...]:

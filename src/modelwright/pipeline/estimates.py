@@ -13,6 +13,8 @@ from modelwright.plan.estimate import StageEstimate, data_stage, scoring_stage
 BYTES_PER_TOKEN = 3.7
 CHOICE_TOKENS = 110
 """Tokens of one candidate with its question, and once more without it."""
+IMPORT_S = 5.0
+"""Seconds of a stage that takes over what another run has made, assumed without knowing the network."""
 SCORED_FRACTION = 0.05
 """Share of the built-in text that is held out."""
 

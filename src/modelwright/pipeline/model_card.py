@@ -58,7 +58,7 @@ def _summary(config: RunConfig, stage: str) -> str:
 
 
 def _data_lines(data: RunData) -> list[str]:
-    sources = [Path(source).name or source for source in map(redact_text, data.config.data.sources)]
+    sources = [Path(source).name or source for source in map(redact_text, data.config.text_sources)]
     lines = [f"- Sources: {', '.join(sources)}"]
     cleaned = data.done("clean")
     if cleaned is not None:

@@ -72,7 +72,7 @@ def describe_plan(
     memories = _memories(config, num_processes)
     estimates = [stage.estimate(config, run, rates) for stage in config.stages]
     estimates = [replace(e, peak_bytes=memories[e.name].total) if e.name in memories else e for e in estimates]
-    lines = [f"run         {config.name} in {run.path}", f"sources     {', '.join(config.data.sources)}"]
+    lines = [f"run         {config.name} in {run.path}", f"sources     {', '.join(config.text_sources)}"]
     if num_processes > 1:
         axes = ", ".join(f"{axis} {size}" for axis, size in config.parallel.axes(num_processes).items() if size > 1)
         lines.append(f"processes   {num_processes} on {num_hosts} host{'s' * (num_hosts > 1)}: {axes}")

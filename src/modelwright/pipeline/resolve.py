@@ -108,7 +108,8 @@ def resolve_paths(config: RunConfig) -> RunConfig:
     """Paths of what the data stages read made absolute, so that config.yaml means the same from any folder."""
     data = config.data
     data = replace(data, sources=tuple(map(_absolute, data.sources)), schema=_absolute_path(data.schema))
-    config = replace(config, data=data)
+    config = replace(config, data=data, rows_from=_absolute_folder(config.rows_from))
+    config = replace(config, cache=replace(config.cache, folder=_absolute_path(config.cache.folder)))
     if STUDENT.name in config.sections:
         student: StudentConfig = config.section(STUDENT)
         student = replace(student, teacher=_absolute_path(student.teacher))
@@ -267,6 +268,11 @@ def _resolve_int8(config: RunConfig, previous: RunConfig | None, progress: Progr
 
 def _absolute_path(path: str) -> str:
     return str(Path(path).expanduser().absolute()) if path else ""
+
+
+def _absolute_folder(place: str) -> str:
+    """A folder made absolute, or the address of one, without a slash at the end."""
+    return place.rstrip("/") if "://" in place else _absolute_path(place)
 
 
 def _absolute(source: str) -> str:

@@ -49,7 +49,8 @@ def _differences(config: RunConfig, previous: RunConfig) -> list[str]:
 
 def _identity(config: RunConfig) -> dict[str, Any]:
     model = {f"model.{name}": value for name, value in dump(config.model).items()}
-    return {"data.sources": dump(config.data)["sources"], "init_from": config.init_from, **model}
+    data = {"rows_from": config.rows_from} if config.rows_from else {"data.sources": dump(config.data)["sources"]}
+    return {"rows_from": "", "data.sources": [], **data, "init_from": config.init_from, **model}
 
 
 def _text(value: Any) -> str:

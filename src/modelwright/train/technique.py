@@ -160,6 +160,10 @@ def _nothing() -> None:
     """A hook that a technique does not use."""
 
 
+def _no_metrics() -> dict[str, float]:
+    return {}
+
+
 def _no_state() -> dict[str, Any]:
     return {}
 
@@ -181,6 +185,8 @@ class Technique:
     """Called after every `every`-th step."""
     on_retry: Callable[[], None] = _nothing
     """Called when forward and backward are abandoned and repeated, with the same batch: drops what they left."""
+    metrics: Callable[[], Mapping[str, float]] = _no_metrics
+    """Figures for the record of the step, asked for once when the weights have changed."""
     every: int = 1
     state: Stateful | None = None
     """Its state. Equal on all ranks, except for what follows a parameter (`TensorView.laid_out`)."""

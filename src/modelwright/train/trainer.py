@@ -116,6 +116,8 @@ class Trainer:
         with self.session.memory.step():
             info = self.parts.one_step(step)
         scalars = {**info.scalars, **self.session.memory.figures()}
+        for technique in self.parts.techniques:
+            scalars |= technique.metrics()
         return replace(info, bytes_sent=self.traffic.bytes_sent(), scalars=scalars)
 
     def interrupted(self) -> bool:

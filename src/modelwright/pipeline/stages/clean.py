@@ -14,9 +14,10 @@ from modelwright.data.clean_folder import DROPPED
 from modelwright.data.clean_report import describe_drops
 from modelwright.pipeline.cleaning import clean_into, fingerprint, noise_warnings
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.estimates import moving_estimate
+from modelwright.pipeline.estimates import IMPORT_S, fixed_estimate, moving_estimate
 from modelwright.pipeline.report.corpus import corpus_lines, corpus_section
 from modelwright.pipeline.stage import Rates, Stage, StageContext, StageSpec
+from modelwright.pipeline.stages.imported import imported_stage
 from modelwright.plan.estimate import StageEstimate
 
 BYTES_PER_S = 0.28e6
@@ -25,6 +26,8 @@ BYTES_PER_S = 0.28e6
 
 def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
     """Reads the sources and cleans them. Its digest covers names, sizes and modification times of the files read."""
+    if config.rows_from:
+        return imported_stage(config, CLEAN)
     clean: CleanConfig = config.section(CLEAN)
     settings = {name: value for name, value in dump(clean).items() if name not in ("engine", "num_workers")}
     if clean.duplicates.pairs_by == "answer":
@@ -64,6 +67,8 @@ def _run(context: StageContext, config: RunConfig) -> None:
 
 
 def _estimate(config: RunConfig, run: RunDir, rates: Rates) -> StageEstimate:
+    if config.rows_from:
+        return fixed_estimate(CLEAN.name, seconds=IMPORT_S)
     return moving_estimate(CLEAN.name, config, bytes_per_s=BYTES_PER_S)
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from modelwright.core.artifacts import Manifest
 from modelwright.core.config import dump
 from modelwright.core.errors import ConfigError, DataError
 from modelwright.core.rundir import RunDir
@@ -13,14 +14,17 @@ from modelwright.data.document import SPLITS, Kind
 from modelwright.data.pack import PackConfig
 from modelwright.data.tokenizer import Tokenizer
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.estimates import moving_estimate
+from modelwright.pipeline.estimates import IMPORT_S, fixed_estimate, moving_estimate
 from modelwright.pipeline.report.blocks import Section
 from modelwright.pipeline.report.corpus import tokens_section
 from modelwright.pipeline.report.run_data import RunData, StageData
 from modelwright.pipeline.stage import Rates, Stage, StageContext, StageSpec
 from modelwright.pipeline.stages.clean import CLEAN
+from modelwright.pipeline.stages.imported import check_packing, check_tokenizer, imported_stage
+from modelwright.pipeline.stages.init import INIT
 from modelwright.pipeline.stages.rows import CHAT_ROWS, TEXT_KINDS, TEXT_ROWS, PackJob, RowSet
 from modelwright.pipeline.stages.stage_inputs import tokenizer_stage
+from modelwright.pipeline.stages.tokenize import TOKENIZE
 from modelwright.plan.estimate import StageEstimate
 
 BYTES_PER_S = 3e6
@@ -31,6 +35,8 @@ def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
     conversations fitted into the rows, and `pretrain_kinds`."""
     tokenizer_from = tokenizer_stage(config)
     settings = with_labels(config)
+    if config.rows_from:
+        return _imported(config, settings, tokenizer_from)
     further = [rows.name for rows in row_sets(config)[2:]]
     return Stage(
         name=PACK.name,
@@ -40,6 +46,24 @@ def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
         run=lambda context: _run(context, config, settings, Tokenizer.load(context.parents[tokenizer_from])),
         version=2,
     )
+
+
+def _imported(config: RunConfig, settings: PackConfig, tokenizer_from: str) -> Stage:
+    """Takes over rows that were packed with the same settings and tokenizer, for all trainings of the run."""
+
+    def check(context: StageContext, manifest: Manifest) -> None:
+        check_packing(config, dump(settings), PACK.name, context)
+        source = TOKENIZE.name if TOKENIZE.name in manifest.inputs else INIT.name
+        if source != tokenizer_from or config.init_from:
+            check_tokenizer(config, context.parents[tokenizer_from], source, context)
+        for stage in config.trainings:
+            if stage.rows and not stage.rows.if_empty and f"{stage.rows.name}/train" not in manifest.facts:
+                raise ConfigError(
+                    f"rows_from: {config.rows_from} has no rows of {stage.rows.title}, which {stage.name} learns from; "
+                    f"pack them there in a run with the stage {stage.name}"
+                )
+
+    return imported_stage(config, PACK, settings=_settings(settings), parents=(tokenizer_from,), check=check)
 
 
 def with_labels(config: RunConfig) -> PackConfig:
@@ -130,6 +154,8 @@ def check_context(config: RunConfig) -> None:
 
 
 def _estimate(config: RunConfig, run: RunDir, rates: Rates) -> StageEstimate:
+    if config.rows_from:
+        return fixed_estimate(PACK.name, seconds=IMPORT_S)
     return moving_estimate(PACK.name, config, bytes_per_s=BYTES_PER_S)
 
 
@@ -146,7 +172,7 @@ PACK = StageSpec(
     name="pack",
     title="Packing rows of tokens",
     config=PackConfig,
-    needs=lambda config: (CLEAN.name, tokenizer_stage(config)),
+    needs=lambda config: (*(() if config.rows_from else (CLEAN.name,)), tokenizer_stage(config)),
     build=_build,
     estimate=_estimate,
     report=_report,

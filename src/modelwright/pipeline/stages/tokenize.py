@@ -9,9 +9,10 @@ from modelwright.core.rundir import RunDir
 from modelwright.data.clean import read_kept
 from modelwright.data.tokenizer import Tokenizer, train_tokenizer
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.estimates import moving_estimate
+from modelwright.pipeline.estimates import IMPORT_S, fixed_estimate, moving_estimate
 from modelwright.pipeline.stage import Rates, Stage, StageContext, StageSpec
 from modelwright.pipeline.stages.clean import CLEAN
+from modelwright.pipeline.stages.imported import imported_stage
 from modelwright.plan.estimate import StageEstimate
 
 FERTILITY_DOCUMENTS = 400
@@ -24,6 +25,9 @@ NOTHING_HELD_OUT = (
 
 def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
     """Artifact: the tokenizer in the Hugging Face layout. Facts: size, bytes per token on held-out text."""
+
+    if config.rows_from:
+        return imported_stage(config, TOKENIZE)
 
     def train(context: StageContext) -> None:
         clean = context.parents[CLEAN.name]
@@ -59,13 +63,15 @@ def _bytes_per_token(clean: Path, tokenizer: Tokenizer) -> dict[str, float]:
 
 
 def _estimate(config: RunConfig, run: RunDir, rates: Rates) -> StageEstimate:
+    if config.rows_from:
+        return fixed_estimate(TOKENIZE.name, seconds=IMPORT_S)
     return moving_estimate(TOKENIZE.name, config, bytes_per_s=BYTES_PER_S)
 
 
 TOKENIZE = StageSpec(
     name="tokenize",
     title="Training the tokenizer",
-    needs=lambda config: (CLEAN.name,),
+    needs=lambda config: () if config.rows_from else (CLEAN.name,),
     with_init_from="never",
     build=_build,
     estimate=_estimate,

@@ -26,13 +26,14 @@ from modelwright.model.hf import deferred_model, load_model
 from modelwright.model.peft_folder import save_adapter
 from modelwright.ops import cpu_kernels
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.estimates import BYTES_PER_TOKEN, text_bytes
 from modelwright.pipeline.report.blocks import Block, Fact, Section
 from modelwright.pipeline.report.format import plural
 from modelwright.pipeline.report.learning import NATS_PER_TOKEN, loss_highlight, training_section
 from modelwright.pipeline.report.run_data import RunData, StageData
 from modelwright.pipeline.stage import Rates, Stage, StageContext, StageInputs, StageSpec, no_facts, no_lines
 from modelwright.pipeline.stages.augmented_rows import augmentation_digest, augmented, is_augmented, tell_cost
+from modelwright.pipeline.stages.cached_rows import ROW_CACHE, cache_blocks, read_ahead, training_rows
+from modelwright.pipeline.stages.imported import row_tokens
 from modelwright.pipeline.stages.init import INIT
 from modelwright.pipeline.stages.model_folder import folder_fingerprint, save_model_folder
 from modelwright.pipeline.stages.pack import PACK
@@ -155,7 +156,8 @@ def training_spec(
 
     def report(data: RunData, stage: StageData) -> Section:
         section = training_section(stage, data.config.section(name), report_title, loss_unit=loss_unit)
-        return replace(section, blocks=[*sample_block(stage.folder.path), *blocks(stage), *section.blocks])
+        sample = sample_block(stage.folder.path)
+        return replace(section, blocks=[*sample, *blocks(stage), *section.blocks, *cache_blocks(stage)])
 
     spec = StageSpec(
         name=name,
@@ -218,7 +220,8 @@ def _run(context: StageContext, config: RunConfig, spec: StageSpec, traits: _Tra
     load = deferred_model if rows.is_dir() else load_model
     model = load(context.parents[before]) if before else fresh_model(config)
     if rows.is_dir():
-        facts = _learn(context, config, spec, model, rows, traits)
+        with training_rows(rows, config.cache, context) as packed:
+            facts = _learn(context, config, spec, model, packed, traits)
     elif spec.rows.if_empty:
         facts = {"skipped": spec.rows.if_empty}
         context.progress.note(f"{spec.name}: {facts['skipped']}")
@@ -251,11 +254,11 @@ def fresh_model(config: RunConfig) -> Decoder:
 
 
 def _learn(
-    context: StageContext, config: RunConfig, spec: StageSpec, model: Decoder, rows: Path, traits: _Traits
+    context: StageContext, config: RunConfig, spec: StageSpec, model: Decoder, packed: PackedRows, traits: _Traits
 ) -> dict[str, Any]:
     assert spec.objective is not None
     name, training = spec.name, config.section(spec)
-    packed, world = PackedRows(rows), context.ranks.world
+    rows, world = packed.folder, context.ranks.world
     num_copies = training.num_copies(config.parallel.axes(world.size))
     batch_rows = training.batch_rows(packed.seq_len * spec.trained_rows, num_copies=num_copies)
     judge = Path(training.batching.curriculum.model)
@@ -268,7 +271,8 @@ def _learn(
         num_steps_of=training.resolve_num_steps,
         row_losses=lambda: stored_row_losses(packed, judge, context.folder.path, world),
     )
-    source, augmentation = augmented(loader, config, spec, context.parents[tokenizer_stage(config)], context.progress)
+    ahead, cache = read_ahead(loader, config.cache)
+    source, augmentation = augmented(ahead, config, spec, context.parents[tokenizer_stage(config)], context.progress)
     inputs = StageInputs(
         config=config,
         training=training,
@@ -301,6 +305,7 @@ def _learn(
             parallel=config.parallel,
             restart=context.restart,
             techniques=[
+                *cache,
                 *augmentation,
                 *_mixture_techniques(loader, objective, config, training, rows, batch_rows=microbatch_rows),
                 text_samples(context.folder.path, tokenizer, first_prompt(heldout) if spec.model_title else ()),
@@ -421,6 +426,7 @@ def _facts(result: TrainResult, model: Decoder, num_epochs: float, taken: int, c
         "events": dict(result.summary_of("anomalies").get("num_events", {})),
         "num_epochs": num_epochs,
         "heldout_metrics": dict(result.heldout_metrics),
+        ROW_CACHE: dict(result.summary_of(ROW_CACHE)),
         "world_size": context.ranks.size,
     }
 
@@ -488,5 +494,5 @@ def _batches_per_epoch(config: RunConfig, run: RunDir, spec: StageSpec) -> int:
         rows = PackedRows(packed / spec.rows.name / "train")
         tokens = float(rows.num_groups * spec.trained_rows * config.section(PACK).seq_len)
     except ArtifactError:
-        tokens = text_bytes(config.data, spec.rows) / BYTES_PER_TOKEN
+        tokens = row_tokens(config, spec.rows, config.section(PACK).seq_len, PACK.name)
     return max(1, round(tokens / config.section(spec).batch_tokens))

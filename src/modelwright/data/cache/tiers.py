@@ -1,0 +1,165 @@
+"""Blocks from the nearest tier that has them: memory, the local disk, or the place that the rows are kept at.
+
+Every block that is read, from any tier, is compared with the checksum from when it was packed. A block gets a slot that
+is free, or that of a block which was read less often before: so it moves towards memory when it is read more than
+others, and the other one moves away.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from modelwright.core.errors import ArtifactError
+from modelwright.data.cache.access import AccessCounts
+from modelwright.data.cache.blocks import BlockLayout, BlockPart
+from modelwright.data.cache.cold import ColdStore
+from modelwright.data.cache.slots import Displaced, SlotTier
+
+MOST_WAITING = 64
+"""Blocks that wait for a place in a tier; further ones get none this time."""
+MEMORY, DISK, SOURCE = "memory", "disk", "source"
+
+
+@dataclass
+class TierFigures:
+    """What this process read. blocks, bytes: by tier; promoted, demoted: moves towards memory and away from it;
+    num_damaged: blocks of the cache that were damaged and read again from the source.
+    """
+
+    blocks: dict[str, int] = field(default_factory=lambda: dict.fromkeys((MEMORY, DISK, SOURCE), 0))
+    bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys((MEMORY, DISK, SOURCE), 0))
+    num_promoted: int = 0
+    num_demoted: int = 0
+    num_damaged: int = 0
+
+
+class Tiers:
+    """The tiers of a host, nearest first, before the source. note: shows a line to the user. Used by many threads."""
+
+    def __init__(
+        self,
+        layout: BlockLayout,
+        source: ColdStore,
+        tiers: Sequence[tuple[str, SlotTier]] = (),
+        counts: AccessCounts | None = None,
+        note: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        assert counts is not None or not tiers
+        self.layout = layout
+        self.source = source
+        self.figures = TierFigures()
+        self._tiers = list(tiers)
+        self._counts = counts
+        self._note = note
+        self._lock = threading.Lock()
+        self._placing = ThreadPoolExecutor(1, thread_name_prefix="tiers")
+        """Writes to the tiers: what is read does not wait for a disk that is slow to write."""
+        self._waiting = threading.BoundedSemaphore(MOST_WAITING)
+        self._full: set[str] = set()
+        """Tiers that a disk had no more room for."""
+
+    def read(self, block: int) -> bytes:
+        """The content of a block. Raises `ArtifactError` that names the bytes that are damaged at the source, and
+        `StorageError` if the source cannot be read.
+        """
+        score = self._counts.count(block) if self._counts else 0.0
+        place, name, content = self._nearest(block)
+        with self._lock:
+            self.figures.blocks[name] += 1
+            self.figures.bytes[name] += len(content)
+        if place and self._waiting.acquire(blocking=False):
+            self._placing.submit(self._place, block, content, score, place)
+        return content
+
+    def _nearest(self, block: int) -> tuple[int, str, bytes]:
+        """The number and the name of the nearest tier that has a block, or of the source, and the content."""
+        for place, (name, tier) in enumerate(self._tiers):
+            content = self._checked(name, tier, block)
+            if content is not None:
+                return place, name, content
+        return len(self._tiers), SOURCE, self._from_source(block)
+
+    def flush(self) -> None:
+        """Wait until the blocks that were read before have their places."""
+        self._placing.submit(lambda: None).result()
+
+    def close(self) -> None:
+        self._placing.shutdown()
+
+    def _place(self, block: int, content: bytes, score: float, came_from: int) -> None:
+        """Put a block into a tier that is nearer than the one it came from, if one takes it."""
+        try:
+            promoted = self._settle(block, content, score, self._tiers[:came_from])
+            with self._lock:
+                self.figures.num_promoted += promoted and came_from < len(self._tiers)
+        finally:
+            self._waiting.release()
+
+    def places(self) -> dict[str, list[int]]:
+        """The blocks that each tier has."""
+        return {name: tier.blocks() for name, tier in self._tiers}
+
+    def _settle(self, block: int, content: bytes, score: float, tiers: Sequence[tuple[str, SlotTier]]) -> bool:
+        """Put a block into the first of the tiers that takes it, and what it displaces into the ones behind."""
+        for place, (name, tier) in enumerate(tiers):
+            taken = self._write(name, tier, block, content, score)
+            if taken is False:
+                continue
+            behind = self._tiers[place + 1 :]
+            for _, other in behind:
+                other.drop(block)
+            if isinstance(taken, Displaced):
+                self._demote(taken, behind)
+            return True
+        return False
+
+    def _demote(self, displaced: Displaced, tiers: Sequence[tuple[str, SlotTier]]) -> None:
+        assert self._counts is not None
+        with self._lock:
+            self.figures.num_demoted += 1
+        if self.layout.damaged(*displaced) is None:
+            score = float(self._counts.scores(np.array([displaced.block]))[0])
+            any(self._write(name, tier, *displaced, score) is not False for name, tier in tiers)
+
+    def _write(self, name: str, tier: SlotTier, block: int, content: bytes, score: float) -> bool | Displaced:
+        assert self._counts is not None
+        if name in self._full:
+            return False
+        try:
+            return tier.write(block, content, score, self._counts.scores)
+        except OSError as error:
+            self._full.add(name)
+            self._note(f"cache: the {name} takes no more rows ({error.strerror}); what it has goes on being read")
+            return False
+
+    def _checked(self, name: str, tier: SlotTier, block: int) -> bytes | None:
+        """What a tier has of a block, None if it has not got it whole."""
+        content = tier.read(block)
+        if content is None or self.layout.damaged(block, content) is None:
+            return content
+        content = tier.read_alone(block)  # another process may have written while this one read
+        damage = None if content is None else self.layout.damaged(block, content)
+        if damage is None:
+            return content
+        tier.drop(block)
+        with self._lock:
+            self.figures.num_damaged += 1
+        self._note(f"cache: the copy of {damage} in the {name} is damaged; it is read again from {self.source.url}")
+        return None
+
+    def _from_source(self, block: int) -> bytes:
+        """Read twice before it counts as damaged: a byte may have been flipped on the way."""
+        damage: BlockPart | None = None
+        for _ in range(2):
+            parts = self.layout.parts(block)
+            content = b"".join(self.source.read(part.file, part.offset, part.num_bytes) for part in parts)
+            damage = self.layout.damaged(block, content)
+            if damage is None:
+                return content
+        raise ArtifactError(
+            f"{self.source.url}: {damage} are damaged: they are not what was packed (CRC-32); put the file back, or "
+            "run the pack stage again"
+        )

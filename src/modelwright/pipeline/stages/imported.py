@@ -1,0 +1,147 @@
+"""`rows_from`: what the data stages of another run have made, in place of this run's own.
+
+The stages clean, tokenize and pack copy the other run's artifacts, from a folder or a store, and check every file
+against its manifest. Only the training rows stay where they are: the cache reads them from there (docs/data.md).
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from modelwright.core.artifacts import MANIFEST, Manifest, damage, parse_manifest, write_atomic
+from modelwright.core.config import load_yaml
+from modelwright.core.errors import ArtifactError, ConfigError
+from modelwright.data.cache.blocks import BlockLayout
+from modelwright.data.cache.cold import ColdStore
+from modelwright.data.loader import ROWS_AT, read_index
+from modelwright.data.pack import INDEX
+from modelwright.data.tokenizer import Tokenizer
+from modelwright.pipeline.config import RunConfig
+from modelwright.pipeline.estimates import BYTES_PER_TOKEN, text_bytes
+from modelwright.pipeline.stage import Stage, StageContext, StageSpec
+from modelwright.pipeline.stages.rows import RowSet
+
+Check = Callable[[StageContext, Manifest], None]
+
+
+def no_check(context: StageContext, manifest: Manifest) -> None:
+    """`imported_stage(check=...)` of a stage whose result fits every run."""
+
+
+def imported_stage(
+    config: RunConfig,
+    spec: StageSpec,
+    *,
+    settings: Mapping[str, Any] | None = None,
+    parents: tuple[str, ...] = (),
+    check: Check = no_check,
+) -> Stage:
+    """A stage that takes over the artifact of the same stage of the run that `rows_from` names. settings: what else
+    decides whether it fits; check: raises `ConfigError` if it does not fit this run.
+    """
+    return Stage(
+        name=spec.name,
+        title=f"{spec.title}: taken over from {config.rows_from}",
+        settings={"rows_from": config.rows_from, **(settings or {})},
+        parents=parents,
+        run=lambda context: _run(context, config.rows_from, spec.name, check),
+    )
+
+
+def _run(context: StageContext, url: str, stage: str, check: Check) -> None:
+    store, output = ColdStore(url), context.output
+    manifest = read_source_manifest(url, stage)
+    check(context, manifest)
+    copied = {name: entry for name, entry in manifest.files.items() if not _stays(name)}
+    context.progress.begin(f"{stage} from {url}", sum(int(entry["bytes"]) for entry in copied.values()), "bytes")
+    num_bytes = 0
+    for name, entry in copied.items():
+        target = output.path / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            store.copy(f"{stage}/artifact/{name}", target)
+        except FileNotFoundError:
+            raise ArtifactError(f"{url}/{stage}/artifact/{name}: is missing; copy it there again") from None
+        if problem := damage(target, int(entry["bytes"]), str(entry["sha256"])):
+            raise ArtifactError(f"{url}/{stage}/artifact/{name}: {problem}; copy it there again")
+        num_bytes += int(entry["bytes"])
+        context.progress.advance(num_bytes)
+    context.progress.end()
+    output.facts |= manifest.facts
+    _point_to_rows(output.path, f"{url}/{stage}/artifact")
+
+
+def _stays(name: str) -> bool:
+    """Whether a file of an artifact has training rows."""
+    path = PurePosixPath(name)
+    return path.parent.name == "train" and path.name.startswith(("tokens-", "mask-"))
+
+
+def _point_to_rows(artifact: Path, url: str) -> None:
+    """Write beside the index of training rows where their files are. Raises `ArtifactError` if they cannot be read."""
+    for folder in sorted(path.parent for path in artifact.glob(f"*/train/{INDEX}")):
+        place = f"{url}/{folder.relative_to(artifact).as_posix()}"
+        write_atomic(folder / ROWS_AT, json.dumps({"url": place}))
+        if "://" in url:
+            try:
+                BlockLayout(folder, read_index(folder))
+            except ArtifactError as error:
+                raise ArtifactError(str(error).replace(str(folder), place)) from None
+
+
+def read_source_manifest(url: str, stage: str) -> Manifest:
+    """The manifest of a finished stage of the run at `url`. Raises `ConfigError` if there is none."""
+    place = f"{url}/{stage}/artifact"
+    content = ColdStore(url).read_whole(f"{stage}/artifact/{MANIFEST}")
+    if content is None:
+        raise ConfigError(
+            f"rows_from: {url} has no finished stage {stage} ({place}/{MANIFEST} is missing); give the folder of a "
+            "run, or its address, in which that stage is finished"
+        )
+    return parse_manifest(content, place, kind=stage)
+
+
+def check_packing(config: RunConfig, own: Mapping[str, Any], section: str, context: StageContext) -> None:
+    """Raise `ConfigError` if the other run packed its rows with other settings. own: those of this run, by name;
+    section: their key in a run's configuration.
+    """
+    content = ColdStore(config.rows_from).read_whole("config.yaml")
+    if content is None:
+        raise ConfigError(f"rows_from: {config.rows_from} has no config.yaml; give the folder of a run, or its address")
+    path = context.folder.path / "source.yaml"
+    write_atomic(path, content)
+    theirs = load_yaml(path).get(section, {})
+    for name, value in own.items():
+        if theirs.get(name, value) != value:
+            raise ConfigError(
+                f"{section}.{name}: is {value}, but the rows of {config.rows_from} were packed with {theirs[name]}; "
+                f"set it to {theirs[name]}"
+            )
+
+
+def check_tokenizer(config: RunConfig, own: Path, stage: str, context: StageContext) -> None:
+    """Raise `ConfigError` if the rows were packed with another tokenizer than the one in `own`. stage: the one of the
+    other run that has its tokenizer.
+    """
+    store, folder = ColdStore(config.rows_from), context.folder.path / "source-tokenizer"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in read_source_manifest(config.rows_from, stage).files:
+        if name.endswith((".json", ".jinja")) and "/" not in name:
+            store.copy(f"{stage}/artifact/{name}", folder / name)
+    if difference := Tokenizer.load(own).difference_from(Tokenizer.load(folder)):
+        raise ConfigError(
+            f"rows_from: the rows of {config.rows_from} are of another tokenizer than this run's ({difference}); start "
+            "both runs from the same model folder with init_from, or both without"
+        )
+
+
+def row_tokens(config: RunConfig, rows: RowSet, seq_len: int, stage: str) -> float:
+    """Tokens of an epoch of training before the rows are there: from the index of the other run, or estimated from the
+    size of the sources. stage: the one that packs.
+    """
+    if not config.rows_from:
+        return text_bytes(config.data, rows) / BYTES_PER_TOKEN
+    content = ColdStore(config.rows_from).read_whole(f"{stage}/artifact/{rows.name}/train/{INDEX}")
+    index = json.loads(content) if content else {}
+    return index.get("num_rows", 0) // index.get("group_size", 1) * rows.trained_rows * float(seq_len)
