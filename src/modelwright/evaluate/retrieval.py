@@ -54,7 +54,8 @@ def bag_of_words(queries: Sequence[str], candidates: Sequence[str]) -> NDArray[n
     """Cosines of TF-IDF vectors [Q, C]; identifiers are taken apart into their words."""
     from sklearn.feature_extraction.text import TfidfVectorizer  # takes a second
 
-    vectorizer = TfidfVectorizer(tokenizer=words, token_pattern=None, lowercase=False, sublinear_tf=True)
+    options: dict[str, Any] = {"token_pattern": None}  # or scikit-learn warns that the tokenizer replaces it
+    vectorizer = TfidfVectorizer(tokenizer=words, lowercase=False, sublinear_tf=True, **options)
     vectors = vectorizer.fit_transform([*queries, *candidates])
     return np.asarray((vectors[: len(queries)] @ vectors[len(queries) :].T).todense())
 

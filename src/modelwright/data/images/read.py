@@ -161,8 +161,9 @@ def _bytes_of(file: File, path: str) -> bytes:
 
 
 def _content(file: File, path: str) -> bytes:
-    with file.filesystem.open(path, "rb") as content:
-        return bytes(content.read())
+    with file.filesystem.open(path, "rb") as handle:
+        content: Any = handle.read()
+        return content
 
 
 def _bytes_of_record(record: Mapping[str, Any], file: File) -> bytes:

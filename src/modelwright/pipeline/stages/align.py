@@ -41,7 +41,7 @@ def _objective(inputs: StageInputs) -> Contrastive:
     )
 
 
-def _frozen(config: AlignConfig) -> FrozenModels:
+def _frozen(run: RunConfig, config: AlignConfig) -> FrozenModels:
     folder = config.vision.init_from
     return FrozenModels(folders={"vision.init_from": folder} if folder else {})
 

@@ -85,8 +85,8 @@ def _add(
         "bag_of_words": asdict(recall(words, is_right)),
     }
     examples: list[dict[str, Any]] = []
-    for query in np.linspace(0, len(queries) - 1, NUM_EXAMPLES).astype(int):
-        order = np.argsort(-scores[query], kind="stable")
+    for query in np.linspace(0, len(queries) - 1, NUM_EXAMPLES).astype(int).tolist():
+        order: list[int] = np.argsort(-scores[query], kind="stable").tolist()
         place = int(np.flatnonzero(is_right[query][order])[0]) + 1
         found = [f"{rank}. {_short(candidates[one])}" for rank, one in enumerate(order[:NUM_SHOWN], start=1)]
         examples.append({"query": _short(queries[query]), "found": found, "place": place})
@@ -108,7 +108,7 @@ def _nearest_captions(
 
 
 def _small(images: Sequence[NDArray[np.uint8]]) -> NDArray[np.float32]:
-    return np.stack(images).reshape(len(images), -1).astype(np.float32) / 255
+    return np.stack(images).reshape(len(images), -1).astype(np.float32) / np.float32(255)
 
 
 def _short(text: str) -> str:
