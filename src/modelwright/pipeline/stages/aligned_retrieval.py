@@ -85,7 +85,8 @@ def _add(
         "bag_of_words": asdict(recall(words, is_right)),
     }
     examples: list[dict[str, Any]] = []
-    for query in np.linspace(0, len(queries) - 1, NUM_EXAMPLES).astype(int).tolist():
+    shown: list[int] = np.linspace(0, len(queries) - 1, NUM_EXAMPLES).astype(int).tolist()
+    for query in shown:
         order: list[int] = np.argsort(-scores[query], kind="stable").tolist()
         place = int(np.flatnonzero(is_right[query][order])[0]) + 1
         found = [f"{rank}. {_short(candidates[one])}" for rank, one in enumerate(order[:NUM_SHOWN], start=1)]
