@@ -23,7 +23,7 @@ def complete(script: str, *words: str) -> list[str]:
 def test_bash_completes_commands_options_and_settings(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", "bash"]) == 0
     script = capsys.readouterr().out
-    assert complete(script, "re") == ["recipes", "report"]
+    assert complete(script, "re") == ["recipes", "requests", "report"]
     assert complete(script, "run", "--dry") == ["--dry-run"]
     assert complete(script, "run", "--sft.precision.pol") == ["--sft.precision.policy"]
     assert "quickstart" in complete(script, "run", "qu")

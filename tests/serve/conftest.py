@@ -17,6 +17,7 @@ from modelwright.model.decoder import Decoder
 from modelwright.model.hf import save_model
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.engines import engine_in_thread
+from modelwright.serve.requests_config import RequestsConfig
 from modelwright.serve.server import ServerThread
 from modelwright.serve.tokenizer import Codec
 
@@ -81,10 +82,11 @@ def slow_server() -> Iterator[Callable[..., ServerThread]]:
     def make(**settings) -> ServerThread:
         chunk = settings.pop("prefill_chunk_size", 256)
         engine = EngineConfig(max_num_seqs=settings.pop("max_running", 1), prefill_chunk_size=chunk)
+        requests = settings.pop("requests", RequestsConfig())
         config = ServeConfig(port=settings.pop("port", 0), engine=engine, **settings)
-        started.append(
-            ServerThread(engine_in_thread(make_model(2048), config), make_codec(), config, model_name="tiny").start()
-        )
+        client = engine_in_thread(make_model(2048), config)
+        server = ServerThread(client, make_codec(), config, model_name="tiny", requests=requests)
+        started.append(server.start())
         return started[-1]
 
     yield make

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from modelwright.cli.overrides import read_overrides, split_settings
+from modelwright.cli.overrides import read_overrides, split_section, split_settings
 from modelwright.cli.parsers import new_parser
 from modelwright.core.errors import ConfigError, Stopped
 
@@ -90,7 +90,7 @@ def serve_parser() -> argparse.ArgumentParser:
     parser = new_parser(
         "serve",
         "Serve a model over HTTP as the OpenAI API does; SIGTERM or Ctrl-C drains and stops. Every setting of the "
-        "server can be given by its name (docs/config.md, section serve).",
+        "server can be given by its name (docs/config.md, section serve; those of section requests as --requests.log).",
         example="modelwright serve runs/quickstart --port 8000 --engine.max_num_seqs 64",
         usage="modelwright serve RUN|MODEL_FOLDER [--stage NAME] [--int8] [--port N] [--host H] [--a.b VALUE ...]",
     )
@@ -108,8 +108,13 @@ def serve_setting_names() -> list[str]:
     """The settings that `modelwright serve` takes as options."""
     from modelwright.core.config_docs import settings_of
     from modelwright.serve.config import ServeConfig
+    from modelwright.serve.requests_config import RequestsConfig
 
-    return [setting.key for setting in settings_of(ServeConfig)]
+    return [
+        setting.key
+        for one, path in ((ServeConfig, ""), (RequestsConfig, "requests"))
+        for setting in settings_of(one, path)
+    ]
 
 
 def serve(words: Sequence[str]) -> int:
@@ -122,12 +127,15 @@ def serve(words: Sequence[str]) -> int:
     from modelwright.recipes.load import find_target
     from modelwright.serve.config import ServeConfig
     from modelwright.serve.load import ModelSource
+    from modelwright.serve.requests_config import RequestsConfig
     from modelwright.serve.server import run_server
 
     result = find_model(find_target(parsed.target), stage=parsed.stage, int8=parsed.int8)
     if parsed.exit_with_parent:
         leave_with_parent()
+    kept, rest = split_section("requests", rest)
     settings = parse(ServeConfig, merge(dump(result.server), read_overrides(ServeConfig, rest, own_names)))
+    requests = parse(RequestsConfig, merge(dump(result.requests), read_overrides(RequestsConfig, kept)), "requests")
     _remark(result.remark)
 
     def locate(path: str) -> ModelSource:
@@ -136,7 +144,7 @@ def serve(words: Sequence[str]) -> int:
         return find_model(find_target(path or parsed.target), stage=stage, int8=parsed.int8).source
 
     name = parsed.served_model_name or result.source.name
-    number = run_server(result.source, settings, model_name=name, announce=_say, locate=locate)
+    number = run_server(result.source, settings, model_name=name, requests=requests, announce=_say, locate=locate)
     return 128 + number if number else 0
 
 

@@ -12,7 +12,9 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 
 from modelwright import __version__
-from modelwright.cli import augment, clean, commands, compare, config, drift, federated, finetune, lr_find, plan, run
+from modelwright.cli import (
+    augment, clean, commands, compare, config, drift, federated, finetune, lr_find, plan, requests, run,
+)  # fmt: skip
 from modelwright.cli.completion import completion_parser, completion_script
 from modelwright.cli.launch import EXIT_REPORT_DIR, GOES_ON, write_exit_report
 from modelwright.cli.parsers import Command
@@ -104,6 +106,11 @@ COMMANDS: dict[str, Command] = {
         parser=commands.serve_parser,
         settings=commands.serve_setting_names,
         summary="serve a run's model over HTTP, as the OpenAI API does",
+    ),
+    "requests": Command(
+        run=requests.requests,
+        parser=requests.parser,
+        summary="export the log of what a server was asked and has answered, or delete old records",
     ),
     "chat": Command(run=commands.chat, parser=commands.chat_parser, summary="talk to a run's model in the terminal"),
     "export": Command(

@@ -49,6 +49,15 @@ def split_settings(
     return leading, spelled, [option for option in options if option[0] not in own]
 
 
+def split_section(
+    section: str, options: Sequence[tuple[str, list[str]]]
+) -> tuple[list[tuple[str, list[str]]], list[tuple[str, list[str]]]]:
+    """The options of one section, without its name, and all others."""
+    start = f"{section}."
+    own = [(name.removeprefix(start), words) for name, words in options if name.startswith(start)]
+    return own, [option for option in options if not option[0].startswith(start)]
+
+
 def read_overrides(config: type, options: Sequence[tuple[str, list[str]]], own: Sequence[str] = ()) -> dict[str, Any]:
     """The mapping that the options describe, for the dataclass `config`. An option without a value means `true`.
 

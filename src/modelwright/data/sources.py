@@ -40,6 +40,7 @@ from modelwright.data.find_files import (
     PROSE_EXTENSIONS,
     locate,
 )
+from modelwright.data.own_answers import ANSWER_FIELD, AUTHOR_FIELD, OWN_AUTHOR, REMEDY, is_own
 from modelwright.data.record_schema import RecordSchema
 from modelwright.data.stdlib_corpus import machine_corpus
 from modelwright.data.warc import read_warc
@@ -84,6 +85,9 @@ class SourceConfig:
     """Further fields of a record that its document keeps, such as a score."""
     schema: str = ""
     """JSON Schema file that every record must satisfy, in addition to the fields of its type."""
+    own_answers: Literal["refuse", "train"] = "refuse"
+    """`refuse` takes a record whose answer a model of Modelwright gave (`answer_by`: modelwright, in exports of the
+    request log) for a bad one, unless only its prompt is read; `train` learns from such answers, too."""
     on_bad_record: Literal["error", "skip"] = "error"
     """`error` stops at the first unreadable record; `skip` drops and counts it."""
     max_document_chars: int = 10_000
@@ -295,6 +299,7 @@ def _records(
         known = {
             config.text_field,
             *CARRIED_FIELDS,
+            AUTHOR_FIELD,
             *config.keep_fields,
             *FIELDS,
             *_DOCUMENT_FIELDS,
@@ -354,6 +359,10 @@ def _document(
         document = Document.from_plain({name: record[name] for name in _DOCUMENT_FIELDS if name in record})
         document = document.map_text(_encodable)
         return document if document.split != "open" else _Unsplit(document)
+    if config.own_answers == "refuse" and is_own(record) and not _reads_prompt_only(record, config):
+        problem = f"{AUTHOR_FIELD} is {OWN_AUTHOR}, so the answer is Modelwright's own and no text to learn from"
+        complain("own answer", where, problem, REMEDY)
+        return None
     kind: Kind = "prose"
     meta: dict[str, Any] = {}
     wants_text = config.text_field != DEFAULT_TEXT_FIELD and config.text_field in record
@@ -396,6 +405,13 @@ def _document(
     meta |= {name: value for name in CARRIED_FIELDS if isinstance(value := record.get(name), (str, int, float))}
     document = Document(id=where, text=text, kind=kind, split="open", source=source, meta=meta)
     return _Unsplit(document.map_text(_encodable))
+
+
+def _reads_prompt_only(record: Mapping[str, Any], config: SourceConfig) -> bool:
+    """Whether a record's text is read from a field without its answer."""
+    own_name = config.fields.get(config.text_field, config.text_field)
+    is_text = config.record_type == "text" or config.text_field != DEFAULT_TEXT_FIELD or not is_conversation(record)
+    return is_text and own_name in record and own_name != ANSWER_FIELD and ANSWER_FIELD not in config.keep_fields
 
 
 def _is_document(record: Mapping[str, Any]) -> bool:

@@ -20,6 +20,7 @@ from modelwright.parallel.config import ParallelConfig
 from modelwright.pipeline.augmentation_config import AugmentationConfig
 from modelwright.pipeline.stage import StageSpec
 from modelwright.serve.config import ServeConfig
+from modelwright.serve.requests_config import RequestsConfig
 from modelwright.train.config import SharedTrainConfig, TrainConfig
 from modelwright.train.monitors.energy import EnergyConfig
 
@@ -76,6 +77,7 @@ class RunConfig:
     """What training stages inherit as their own `energy`."""
     augmentation: AugmentationConfig = field(default_factory=AugmentationConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
+    requests: RequestsConfig = field(default_factory=RequestsConfig)
     sections: Mapping[str, Any]
     """The settings of each stage that has any, by the stage's name."""
     further_sections: Mapping[str, Any] = field(default_factory=dict[str, Any], compare=False)

@@ -30,6 +30,7 @@ from modelwright.pipeline.stage_log import read_attempts
 from modelwright.pipeline.stages.quantize import QUANTIZE
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.load import ModelSource
+from modelwright.serve.requests_config import RequestsConfig
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class FoundModel:
 
     source: ModelSource
     server: ServeConfig = field(default_factory=ServeConfig)
+    requests: RequestsConfig = field(default_factory=RequestsConfig)
     remark: str = ""
     run: RunDir | None = None
 
@@ -66,7 +68,7 @@ def find_model(path: Path, *, stage: str = "", int8: bool = False) -> FoundModel
     manifest = _verified(run, name, trained)
     source = ModelSource(name=config.name, folder=run.stage(name).artifact, stage=name, digest=manifest.content_digest)
     remark = f"{' and '.join(unfinished)} has not finished yet, so this is the model of {name}" if unfinished else ""
-    return FoundModel(source, config.serve, remark, run)
+    return FoundModel(source, config.serve, config.requests, remark, run)
 
 
 def export_hf(found: FoundModel, target: Path, *, overwrite: bool) -> Path:

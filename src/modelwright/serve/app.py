@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from modelwright.serve.ab.controller import Experiments
 from modelwright.serve.errors import ApiError, error_body
 from modelwright.serve.logs import ID_HEADER, ID_SCOPE, request_id, with_fields
 from modelwright.serve.operations import OPERATIONS
@@ -23,13 +24,14 @@ from modelwright.serve.service import Service
 log = logging.getLogger("modelwright.serve")
 
 
-def build_app(service: Service, reloader: Reloader) -> ASGIApp:
-    """The application around a started worker."""
+def build_app(service: Service, reloader: Reloader, experiments: Experiments | None) -> ASGIApp:
+    """The application around a started worker. experiments: None for a server without A/B tests."""
     routes = [Route(one.path, one.handler, methods=[one.method]) for one in OPERATIONS]
     handlers: dict[Any, Any] = {ApiError: _api_error, HTTPException: _http_error, Exception: _bug}
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.state.service = service
     app.state.reloader = reloader
+    app.state.experiments = experiments
     app.state.operations = OPERATIONS
     return _observed(_with_cors(app, service.config.cors_origins), service)
 

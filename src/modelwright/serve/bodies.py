@@ -22,11 +22,11 @@ DISCARD_PAUSE_S = 0.01
 """Between two reads (of up to 256 KiB each) of a body that is too large."""
 
 
-async def parsed(read: Callable[[bytes, Lease], T], body: bytes, lease: Lease) -> T:
-    """`read`, in another thread if the body is large, so that streams continue meanwhile."""
-    if len(body) <= INLINE_BODY_BYTES:
-        return read(body, lease)
-    result = await asyncio.to_thread(read, body, lease)
+async def parsed(read: Callable[[], T], num_bytes: int, lease: Lease) -> T:
+    """`read`, in another thread if the body that it works on is large, so that streams continue meanwhile."""
+    if num_bytes <= INLINE_BODY_BYTES:
+        return read()
+    result = await asyncio.to_thread(read)
     lease.require_open()
     return result
 

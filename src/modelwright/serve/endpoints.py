@@ -3,7 +3,8 @@
 import base64
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -11,9 +12,11 @@ from starlette.responses import JSONResponse, Response
 from modelwright.serve import chat, completions
 from modelwright.serve.bodies import parsed, read_body
 from modelwright.serve.errors import ApiError
-from modelwright.serve.generation import Prompt, start
+from modelwright.serve.exchange import Exchange, RouteName, subject_of
+from modelwright.serve.generation import Generation, Prompt, start
 from modelwright.serve.grammars import CompiledGrammar
 from modelwright.serve.jobs import EmbeddingJob
+from modelwright.serve.keys import Caller
 from modelwright.serve.parsing import parse_request
 from modelwright.serve.protocol import (
     ChatRequest,
@@ -23,32 +26,63 @@ from modelwright.serve.protocol import (
     GenerationRequest,
     TokenizeRequest,
 )
+from modelwright.serve.served_model import ServedModel
 from modelwright.serve.service import Lease, service_of, version_header
-from modelwright.serve.streams import respond, unless_disconnected
+from modelwright.serve.streams import AnswerForm, respond, unless_disconnected
+
+G = TypeVar("G", CompletionRequest, ChatRequest)
+
+
+@dataclass(frozen=True)
+class _Kind(Generic[G]):
+    """A kind of request for answers. read: validates a body; prompts: of a validated request, in tokens; many: whether
+    a request may have several prompts.
+    """
+
+    route: RouteName
+    id_prefix: str
+    form: AnswerForm
+    read: Callable[[bytes, Lease], G]
+    prompts: Callable[[G, Lease], list[Prompt]]
+    many: bool
 
 
 async def create_completion(request: Request) -> Response:
-    service = service_of(request)
-    caller = service.caller(request, "infer")
-    most = service.config.max_completions
-    with service.lease() as lease:
-        body = await _admit(request, lease, num_prompts=most)
-        asked, prompts = await parsed(_read_completion, body, lease)
-        grammar = await _compiled(asked, lease)
-        generation = start(asked, prompts, lease.model, caller, kind="cmpl", max_choices=most, grammar=grammar)
-    return await respond(request, generation, completions)
+    return await _generate(request, _COMPLETION)
 
 
 async def create_chat_completion(request: Request) -> Response:
+    return await _generate(request, _CHAT)
+
+
+async def _generate(request: Request, kind: _Kind[G]) -> Response:
     service = service_of(request)
     caller = service.caller(request, "infer")
     most = service.config.max_completions
-    with service.lease() as lease:
-        body = await _admit(request, lease, num_prompts=1)
-        asked, prompt = await parsed(_read_chat, body, lease)
-        grammar = await _compiled(asked, lease)
-        generation = start(asked, [prompt], lease.model, caller, kind="chatcmpl", max_choices=most, grammar=grammar)
-    return await respond(request, generation, chat)
+    with service.lease() as entry:
+        body = await _admit(request, entry, num_prompts=most if kind.many else 1)
+        asked = await parsed(lambda: kind.read(body, entry), len(body), entry)
+        subject = subject_of(asked, caller.name)
+        with service.arm(entry, subject) as (lease, assignment):
+
+            async def open_on(model: ServedModel, caller: Caller) -> Generation:
+                chosen = Lease(service, model)
+                prompts = await parsed(lambda: kind.prompts(asked, chosen), len(body), chosen)
+                grammar = await _compiled(asked, chosen)
+                return start(asked, prompts, model, caller, kind=kind.id_prefix, max_choices=most, grammar=grammar)
+
+            exchange = Exchange(
+                asked=asked,
+                route=kind.route,
+                subject=subject,
+                model=lease.model,
+                assignment=assignment,
+                observers=service.observers,
+                open_on=open_on,
+            )
+            with exchange.beginning():
+                exchange.generation = generation = await open_on(lease.model, caller)
+    return await respond(request, generation, kind.form, exchange)
 
 
 async def create_embeddings(request: Request) -> Response:
@@ -57,7 +91,7 @@ async def create_embeddings(request: Request) -> Response:
     caller = service.caller(request, "infer")
     with service.lease() as lease:
         body = await _admit(request, lease, num_prompts=service.config.max_completions)
-        asked, inputs = await parsed(_read_embedding, body, lease)
+        asked, inputs = await parsed(lambda: _read_embedding(body, lease), len(body), lease)
         stream = lease.model.worker.submit([EmbeddingJob(ids, caller.salt) for ids in inputs], caller)
     vectors: list[Sequence[float]] = [()] * len(inputs)
 
@@ -75,8 +109,8 @@ async def create_embeddings(request: Request) -> Response:
         for index, vector in enumerate(vectors)
     ]
     usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-    body = {"object": "list", "data": data, "model": asked.model, "usage": usage}
-    return JSONResponse(body, headers=version_header(lease.model))
+    reply = {"object": "list", "data": data, "model": asked.model, "usage": usage}
+    return JSONResponse(reply, headers=version_header(lease.model))
 
 
 async def tokenize(request: Request) -> Response:
@@ -92,7 +126,9 @@ async def _without_engine(request: Request, read: Callable[[bytes, Lease], dict[
     service.caller(request, "infer")
     with service.lease() as lease:
         body = await read_body(request, lease, num_prompts=1)
-        return JSONResponse(await parsed(read, body, lease), headers=version_header(lease.model))
+        return JSONResponse(
+            await parsed(lambda: read(body, lease), len(body), lease), headers=version_header(lease.model)
+        )
 
 
 async def _admit(request: Request, lease: Lease, *, num_prompts: int) -> bytes:
@@ -113,11 +149,15 @@ async def _compiled(asked: GenerationRequest, lease: Lease) -> CompiledGrammar |
     return await lease.model.grammars.compile(source)
 
 
-def _read_completion(body: bytes, lease: Lease) -> tuple[CompletionRequest, list[Prompt]]:
+def _read_completion(body: bytes, lease: Lease) -> CompletionRequest:
     asked = parse_request(CompletionRequest, body, lease.model.limits)
     lease.require_model(asked.model)
     _require_no_stream_scores(asked)
-    return asked, [_prompt(prompt, asked, lease) for prompt in _prompts(asked.prompts, "prompt")]
+    return asked
+
+
+def _completion_prompts(asked: CompletionRequest, lease: Lease) -> list[Prompt]:
+    return [_prompt(prompt, asked, lease) for prompt in _prompts(asked.prompts, "prompt")]
 
 
 def _prompt(prompt: str | list[int], asked: CompletionRequest, lease: Lease) -> Prompt:
@@ -127,13 +167,17 @@ def _prompt(prompt: str | list[int], asked: CompletionRequest, lease: Lease) -> 
     return Prompt(ids, lease.model.codec.decode(ids))
 
 
-def _read_chat(body: bytes, lease: Lease) -> tuple[ChatRequest, Prompt]:
+def _read_chat(body: bytes, lease: Lease) -> ChatRequest:
     asked = parse_request(ChatRequest, body, lease.model.limits)
     lease.require_model(asked.model)
     _require_no_stream_scores(asked)
     if asked.top_logprobs and not asked.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs to be true.", param="top_logprobs", code="invalid_value")
-    return asked, Prompt(lease.model.codec.encode_chat(asked.plain_messages()), "")
+    return asked
+
+
+def _chat_prompts(asked: ChatRequest, lease: Lease) -> list[Prompt]:
+    return [Prompt(lease.model.codec.encode_chat(asked.plain_messages()), "")]
 
 
 def _read_embedding(body: bytes, lease: Lease) -> tuple[EmbeddingRequest, list[list[int]]]:
@@ -200,3 +244,7 @@ def _encoded(vector: Sequence[float], form: str) -> str | list[float]:
     if form == "float":
         return list(vector)
     return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode("ascii")
+
+
+_COMPLETION = _Kind("completion", "cmpl", completions, _read_completion, _completion_prompts, many=True)
+_CHAT = _Kind("chat", "chatcmpl", chat, _read_chat, _chat_prompts, many=False)

@@ -56,6 +56,11 @@ class Answer:
         self.finish_reason = piece.finish_reason
         return piece
 
+    @property
+    def new_text(self) -> str:
+        """The text so far without the prompt that an echo shows."""
+        return self.shown.removeprefix(self.prompt.text)
+
     def unsent_ids(self) -> list[int]:
         """New tokens that no event has carried yet; they count as sent from now on."""
         unsent, self.num_ids_sent = self.token_ids[self.num_ids_sent :], len(self.token_ids)
@@ -74,6 +79,8 @@ class Generation:
     stream: Stream
     call: ForcedCall | None = None
     created: int = field(default_factory=lambda: int(time.time()))
+    first_token: float = 0.0
+    """When the first token arrived, by `time.perf_counter`; 0 before that."""
 
     @property
     def codec(self) -> Codec:
@@ -83,6 +90,7 @@ class Generation:
         """`(answer number, piece)` as pieces become final; always closes the engine's stream."""
         try:
             async for index, output in self.stream:
+                self.first_token = self.first_token or time.perf_counter()
                 for piece in self._pieces(self.answers[index], output):
                     yield index, self.answers[index].take(piece)
                     if piece.finish_reason:

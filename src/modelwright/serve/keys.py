@@ -25,7 +25,7 @@ from modelwright.serve.config import ServeConfig
 from modelwright.serve.errors import ApiError, limit_reached
 
 KeyScope = Literal["infer", "feedback", "admin", "metrics"]
-"""What a key may do. No route asks for `feedback` or `admin` yet: they exist so that key files need not change."""
+"""What a key may do."""
 ALL_SCOPES: tuple[KeyScope, ...] = get_args(KeyScope)
 
 PERIOD_S = 60.0
@@ -153,7 +153,7 @@ class Reservation:
         self.num_answers = self.num_tokens = 0
 
 
-ANYONE = KeyEntry(name="anonymous", sha256="0" * 64, scopes=("infer", "metrics"))
+ANYONE = KeyEntry(name="anonymous", sha256="0" * 64, scopes=("infer", "feedback", "metrics"))
 """Who calls a server that asks for no key: all but administration."""
 
 

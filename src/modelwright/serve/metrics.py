@@ -85,6 +85,36 @@ class Metrics:
         self.reloads = Counter(
             "modelwright_reloads", "Reloads of the model by outcome (done, failed)", ["outcome"], registry=registry
         )
+        self.logged_requests = Counter(
+            "modelwright_logged_requests", "Requests written to the request log", registry=registry
+        )
+        self.unlogged_requests = Counter(
+            "modelwright_unlogged_requests",
+            "Requests or feedback that the request log lost by reason (queue_full, failed, user_cap, redaction_failed)",
+            ["reason"],
+            registry=registry,
+        )
+        self.ab_requests = Counter(
+            "modelwright_ab_requests", "Requests of A/B tests by arm (A, B)", ["arm"], registry=registry
+        )
+        self.ab_uncounted = Counter(
+            "modelwright_ab_uncounted",
+            "Requests that the state of an A/B test lost by reason (queue_full, failed)",
+            ["reason"],
+            registry=registry,
+        )
+        self.ab_rollbacks = Counter(
+            "modelwright_ab_rollbacks",
+            "A/B tests ended by a guard (sample_ratio, error_limit, errors, latency, quality)",
+            ["reason"],
+            registry=registry,
+        )
+        self.ab_shadows = Counter(
+            "modelwright_ab_shadows",
+            "Copies of requests to B by outcome (answered, failed, refused, preempted, dropped, same, different)",
+            ["outcome"],
+            registry=registry,
+        )
         self.engines = Gauge("modelwright_engines", "Engines that run", registry=registry)
         self.engine_failures = Counter(
             "modelwright_engine_failures", "Lost engines by reason (died, wedged)", ["reason"], registry=registry

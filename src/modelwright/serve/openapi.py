@@ -21,8 +21,8 @@ REASONS = {
     400: "The request is not understood or asks for something that this server lacks",
     401: "The API key is missing or wrong",
     403: "The API key may not do this",
-    404: "There is no such model",
-    409: "Another reload is under way",
+    404: "There is no such model, answer or test",
+    409: "Another reload or test is under way, or the name is taken",
     408: "The body did not arrive in time",
     413: "The body is too large",
     429: "A limit of the key is reached or the queue is full; Retry-After says when to try again",
@@ -64,6 +64,8 @@ def _replies() -> dict[str, type[BaseModel]]:
         Completion, ChatCompletion, ChatCompletionChunk, CreateEmbeddingResponse,
         replies.ErrorReply, replies.HealthReply, replies.LiveReply, replies.ReadyReply, replies.ModelReply,
         replies.ModelListReply, replies.ReloadReply, replies.TokenizeReply, replies.DetokenizeReply,
+        replies.FeedbackReply,
+        replies.ExperimentReply, replies.ExperimentListReply,
     ]  # fmt: skip
     return {model.__name__: model for model in models}
 

@@ -7,12 +7,15 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from modelwright.serve import admin, endpoints, pages
+from modelwright.serve import admin, endpoints, feedback, pages
+from modelwright.serve.ab import routes
+from modelwright.serve.ab.requests import EndRequest, ExperimentRequest, ShareRequest
 from modelwright.serve.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
+    FeedbackRequest,
     ReloadRequest,
     TokenizeRequest,
 )
@@ -28,6 +31,10 @@ READS_BODY = (400, 401, 403, 404, 408, 413, 429)
 
 NEEDS_KEY = (401, 403, 429)
 """Statuses of errors of routes that ask for a key and read no body."""
+
+
+TESTS = (400, 401, 403, 404, 408, 409, 413, 429, 503)
+"""Statuses of errors of routes that change A/B tests."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +100,15 @@ OPERATIONS = (
     ),
     Operation(
         "POST",
+        "/v1/feedback",
+        feedback.give_feedback,
+        "Say how good an answer was",
+        "FeedbackReply",
+        FeedbackRequest,
+        (400, 401, 403, 404, 408, 413, 429, 503),
+    ),
+    Operation(
+        "POST",
         "/admin/reload",
         admin.reload_model,
         "Put another version of the model in service",
@@ -100,6 +116,13 @@ OPERATIONS = (
         ReloadRequest,
         (400, 401, 403, 408, 409, 413, 429),
     ),
+    Operation("GET", "/ab", pages.ab_page, "A/B tests as they stand", "text/html"),
+    Operation("GET", "/ab.json", routes.list_tests, "All A/B tests", "ExperimentListReply", errors=NEEDS_KEY),
+    Operation("POST", "/admin/ab", routes.begin_test, "Begin an A/B test", "ExperimentReply", ExperimentRequest, TESTS),
+    Operation(
+        "POST", "/admin/ab/share", routes.set_test_share, "Change B's share", "ExperimentReply", ShareRequest, TESTS
+    ),
+    Operation("POST", "/admin/ab/end", routes.end_test, "End the A/B test", "ExperimentReply", EndRequest, TESTS),
     Operation("POST", "/tokenize", endpoints.tokenize, "Text to tokens", "TokenizeReply", TokenizeRequest, READS_BODY),
     Operation(
         "POST", "/detokenize", endpoints.detokenize, "Tokens to text", "DetokenizeReply", DetokenizeRequest, READS_BODY

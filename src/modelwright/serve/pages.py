@@ -25,6 +25,10 @@ async def live_page(request: Request) -> Response:
     return _page("live.html")
 
 
+async def ab_page(request: Request) -> Response:
+    return _page("ab.html")
+
+
 def _page(name: str) -> Response:
     headers = {"Content-Security-Policy": PAGE_POLICY, "X-Content-Type-Options": "nosniff"}
     return HTMLResponse(_static(name), headers=headers)

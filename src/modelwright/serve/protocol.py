@@ -114,6 +114,14 @@ class GenerationRequest(RequestModel):
     def num_logprobs(self) -> int | None:
         """Alternatives to report with each new token; None if log-probabilities are not asked for."""
 
+    @abstractmethod
+    def texts(self) -> list[str]:
+        """What the client wrote, prompt by prompt or turn by turn; [] for prompts of token ids."""
+
+    @abstractmethod
+    def session_text(self) -> str:
+        """The part that all requests of one conversation share; "" if there is none."""
+
     def grammar(self) -> GrammarSource | None:
         """The grammar of the answers, None for any text. Raises `ApiError` 400 for a bad one and for several."""
         return self.form_of_text()
@@ -183,6 +191,12 @@ class CompletionRequest(GenerationRequest):
     def num_logprobs(self) -> int | None:
         return self.logprobs
 
+    def texts(self) -> list[str]:
+        return [prompt for prompt in self.prompts if isinstance(prompt, str)]
+
+    def session_text(self) -> str:
+        return ""
+
     @property
     def num_prompt_logprobs(self) -> int | None:
         """Echoed tokens come with log-probabilities like new ones."""
@@ -239,6 +253,18 @@ class ChatRequest(GenerationRequest):
     @property
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    def texts(self) -> list[str]:
+        return [message.content for message in self.messages if message.content]
+
+    def session_text(self) -> str:
+        """Up to the first turn of the user."""
+        opening: list[str] = []
+        for message in self.messages:
+            opening.append(message.content or "")
+            if message.role == "user":
+                break
+        return "\0".join(opening)
 
 
 class TokenizeRequest(RequestModel):
@@ -306,3 +332,22 @@ class ReloadRequest(RequestModel):
     @classmethod
     def check_size(cls, data: dict[str, Any], limits: Limits) -> None:
         """One short field needs no further check."""
+
+
+class FeedbackRequest(RequestModel):
+    """POST /v1/feedback. `id`: of the answer, as its body has it; `score`: from -1 (bad) to 1 (good)."""
+
+    id: Annotated[str, Field(pattern="^[A-Za-z0-9-]{1,64}$")]
+    score: Annotated[float, Field(ge=-1, le=1, allow_inf_nan=False)] | None = None
+    label: Annotated[str, Field(pattern="^[A-Za-z][A-Za-z_ -]{0,63}$")] | None = None
+    text: Annotated[str, Field(max_length=4000)] | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> "FeedbackRequest":
+        if self.score is None and self.label is None and not self.text:
+            raise ValueError("give a score, a label or a text")
+        return self
+
+    @classmethod
+    def check_size(cls, data: dict[str, Any], limits: Limits) -> None:
+        """The fields' own limits are enough."""

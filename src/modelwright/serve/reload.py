@@ -4,8 +4,10 @@ and tried, then new requests get it, while open answers finish on the old one.
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from modelwright.core.errors import ConfigError, ModelwrightError
 from modelwright.infer.sequence import SamplingParams
@@ -13,6 +15,7 @@ from modelwright.serve.errors import ApiError
 from modelwright.serve.jobs import GenerationJob
 from modelwright.serve.keys import ANYONE, Caller
 from modelwright.serve.load import ModelSource
+from modelwright.serve.metrics import Metrics
 from modelwright.serve.served_model import ServedModel
 from modelwright.serve.service import Service
 
@@ -45,24 +48,34 @@ class Reloader:
     another thread.
     """
 
-    def __init__(self, service: Service, locate: Locate, load: Callable[[ModelSource], ServedModel]) -> None:
+    def __init__(self, service: Service, locate: Locate, load: Callable[[ModelSource, Metrics], ServedModel]) -> None:
         self._service = service
         self._locate = locate
         self._load = load
         self._lock = asyncio.Lock()
         self._retirements: set[asyncio.Task[None]] = set()
 
-    async def reload(self, path: str = "") -> ServedModel:
-        """Put the model at `path` in service and return it. Raises `ApiError` 409 while another reload is under way,
-        and 400 with the reason, the old version going on, if the new one cannot be loaded or does not pass its test.
-        """
+    @asynccontextmanager
+    async def exclusively(self) -> AsyncIterator[None]:
+        """Nobody else changes versions meanwhile. Raises `ApiError` 409 while somebody does."""
         if self._lock.locked():
             raise ApiError(409, "Another reload is under way; wait until it has ended.", code="reload_running")
         async with self._lock:
+            yield
+
+    async def reload(self, path: str = "") -> ServedModel:
+        """Put the model at `path` in service and return it. Raises `ApiError` 409 while another reload is under way or
+        an A/B test runs, and 400 with the reason, the old version going on, if the new one cannot be loaded or does not
+        pass its test.
+        """
+        async with self.exclusively():
+            if self._service.arms is not None:
+                text = "An A/B test compares the version in service with another one; end it before a reload."
+                raise ApiError(409, text, code="test_running")
             outcome = "failed"
             try:
-                fresh = await self._prepare(path)
-                self._switch(fresh)
+                fresh = await self.prepare(path, self._service.metrics)
+                self.switch(fresh)
                 outcome = "done"
                 return fresh
             finally:
@@ -79,10 +92,12 @@ class Reloader:
         """Wait for versions that are being stopped."""
         await asyncio.gather(*self._retirements)
 
-    async def _prepare(self, path: str) -> ServedModel:
-        """A version that has passed its test. Raises `ApiError`."""
+    async def prepare(self, path: str, metrics: Metrics) -> ServedModel:
+        """A version that has passed its test, started and not in service. metrics: where its answers count. Raises
+        `ApiError`.
+        """
         try:
-            fresh = await asyncio.to_thread(lambda: self._load(self._locate(path)))
+            fresh = await asyncio.to_thread(lambda: self._load(self._locate(path), metrics))
         except ModelwrightError as error:
             raise self._refusal(str(error)) from None
         except Exception as error:
@@ -102,18 +117,24 @@ class Reloader:
         text = f"The new model was not put in service, and {old} goes on: {reason}"
         return ApiError(400, text, param="path", code="reload_failed")
 
-    def _switch(self, fresh: ServedModel) -> None:
+    def switch(self, fresh: ServedModel) -> None:
+        """Give new requests this version, and stop the one before when its last answer is finished."""
         service = self._service
         old, service.model = service.model, fresh
         service.metrics.show_version(fresh.fingerprint)
         log.info("new requests get %s instead of %s", fresh.fingerprint, old.fingerprint)
-        service.retiring.append(old)
-        task = asyncio.get_running_loop().create_task(self._retire(old))
+        self.retire(old)
+
+    def retire(self, old: ServedModel, *, before: Coroutine[Any, Any, None] | None = None) -> None:
+        """Stop a version that gets no more requests when its last answer is finished. before: is waited for first."""
+        self._service.retiring.append(old)
+        task = asyncio.get_running_loop().create_task(self._retire(old, before))
         self._retirements.add(task)
         task.add_done_callback(self._retirements.discard)
 
-    async def _retire(self, old: ServedModel) -> None:
-        """Stop a version when its last answer is finished."""
+    async def _retire(self, old: ServedModel, before: Coroutine[Any, Any, None] | None) -> None:
+        if before is not None:
+            await before
         while old.worker.num_open or old.worker.num_held:
             await asyncio.sleep(RETIRE_POLL_S)
         await old.worker.stop()

@@ -1,6 +1,6 @@
 """The replies that are not OpenAI's, as schemas for /openapi.json."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel
 
@@ -50,6 +50,42 @@ class ReloadReply(BaseModel):
     status: Literal["reloaded"]
     version: str
     previous_version: str
+
+
+class FeedbackReply(BaseModel):
+    """The feedback is committed."""
+
+    status: Literal["recorded"]
+    id: str
+
+
+class ExperimentReply(BaseModel):
+    """An A/B test (docs/ab-tests.md). Bounds of intervals are null where they are infinite."""
+
+    name: str
+    mode: Literal["split", "shadow"]
+    unit: Literal["session", "user"]
+    share: float
+    status: Literal["running", "rolled_back", "ended", "promoted", "interrupted"]
+    reason: str
+    started_at: float
+    ended_at: float | None
+    versions: dict[str, str]
+    requests: dict[str, int]
+    errors: dict[str, int]
+    shadows: dict[str, int]
+    sample_ratio: dict[str, Any]
+    measures: list[dict[str, Any]]
+    slow_s: float | None
+    guard: dict[str, Any]
+    fixed_horizon: dict[str, Any]
+
+
+class ExperimentListReply(BaseModel):
+    """All tests, the newest first. `is_on`: whether the server keeps the state of tests."""
+
+    is_on: bool
+    tests: list[ExperimentReply]
 
 
 class ModelReply(BaseModel):

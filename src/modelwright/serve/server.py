@@ -14,6 +14,7 @@ from types import FrameType
 import uvicorn
 
 from modelwright.core.errors import ConfigError
+from modelwright.serve.ab.controller import Experiments
 from modelwright.serve.app import build_app
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.connections import ACCEPTS_PER_ROUND, ConnectionTable, connection_limits
@@ -25,6 +26,8 @@ from modelwright.serve.load import ModelSource
 from modelwright.serve.logs import log_to_stderr
 from modelwright.serve.metrics import Metrics
 from modelwright.serve.reload import Locate, Reloader, same_place
+from modelwright.serve.request_log.log import RequestLog
+from modelwright.serve.requests_config import RequestsConfig
 from modelwright.serve.served_model import ServedModel, serve_model
 from modelwright.serve.service import Service
 from modelwright.serve.tokenizer import Codec
@@ -32,6 +35,7 @@ from modelwright.serve.worker import RETRY_AFTER_S
 
 log = logging.getLogger("modelwright.serve")
 
+NOTHING_KEPT = RequestsConfig()
 _CLOSE_TIMEOUT_S = 2
 _LISTEN_BACKLOG = 256
 
@@ -50,6 +54,7 @@ class ServerThread:
         config: ServeConfig,
         *,
         model_name: str,
+        requests: RequestsConfig = NOTHING_KEPT,
         source: ModelSource | None = None,
         locate: Locate | None = None,
     ) -> None:
@@ -59,7 +64,11 @@ class ServerThread:
         metrics = Metrics(model_name)
         served = serve_model(client, codec, config, metrics, source)
         self.service = Service(config, model_name, served, metrics, keys)
+        self._experiments: Experiments | None = None
+        self._request_log = RequestLog(requests, metrics) if requests.log else None
         self._reloader = Reloader(self.service, locate or same_place(source), self._load)
+        if requests.ab_state:
+            self._experiments = Experiments(self.service, self._reloader, requests.ab_state)
         self._socket = _bind(config)
         host, port = self._socket.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
@@ -116,16 +125,22 @@ class ServerThread:
         finally:
             self._ready.set()
 
-    def _load(self, source: ModelSource) -> ServedModel:
+    def _load(self, source: ModelSource, metrics: Metrics) -> ServedModel:
         client, codec = load_engines(source, self.service.config)
-        return serve_model(client, codec, self.service.config, self.service.metrics, source)
+        return serve_model(client, codec, self.service.config, metrics, source)
 
     async def _serve(self) -> None:
         config = self.service.config
         self.service.worker.start()
         self.service.metrics.show_version(self.service.model.fingerprint)
+        if self._request_log:
+            self._request_log.start()
+            self.service.observers.append(self._request_log)
+        if self._experiments:
+            await self._experiments.start()
+            self.service.observers.append(self._experiments)
         settings = uvicorn.Config(
-            build_app(self.service, self._reloader),
+            build_app(self.service, self._reloader, self._experiments),
             log_config=None,
             access_log=False,
             server_header=False,
@@ -156,12 +171,18 @@ class ServerThread:
         watching.cancel()
         await self._reloader.close()
         await self.service.worker.stop()
+        if self._experiments:
+            await self._experiments.close()
+        if self._request_log:
+            await asyncio.to_thread(self._request_log.close)
 
     async def _wait_idle(self, timeout_s: float) -> bool:
         return all(await asyncio.gather(*(worker.wait_idle(timeout_s) for worker in self.service.workers)))
 
     def _begin_drain(self) -> None:
         self.service.is_draining = True
+        if self.service.arms is not None:
+            self.service.arms.request_arrived()  # a copy of a request is not worth waiting for
         self._drain.set()
 
     def _cut_off(self) -> None:
@@ -175,6 +196,7 @@ def run_server(
     config: ServeConfig,
     *,
     model_name: str,
+    requests: RequestsConfig = NOTHING_KEPT,
     announce: Callable[[str], None] = print,
     locate: Locate | None = None,
 ) -> int:
@@ -187,7 +209,12 @@ def run_server(
     """
     with log_to_stderr(config.log_format):
         server = ServerThread(
-            *load_engines(source, config), config, model_name=model_name, source=source, locate=locate
+            *load_engines(source, config),
+            config,
+            model_name=model_name,
+            requests=requests,
+            source=source,
+            locate=locate,
         )
         gc.collect()
         gc.freeze()  # collections while requests are parsed hold up the engine, and most of this stays anyway

@@ -3,18 +3,37 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 from starlette.requests import Request
 
+from modelwright.serve.ab.assignment import CONTROL, Assignment
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.errors import ApiError, shutting_down
+from modelwright.serve.exchange import ExchangeObserver, Subject
 from modelwright.serve.keys import Caller, KeyRing, KeyScope
 from modelwright.serve.limits import Limits
 from modelwright.serve.metrics import Metrics
 from modelwright.serve.served_model import ServedModel
 from modelwright.serve.tokenizer import Codec
 from modelwright.serve.worker import RETRY_AFTER_S, EngineWorker
+
+
+class Arms(Protocol):
+    """An A/B test that is running."""
+
+    @property
+    def candidate(self) -> ServedModel:
+        """The version that is tested."""
+        ...
+
+    def assign(self, subject: Subject) -> Assignment | None:
+        """The arm of a request, None if no request gets the candidate."""
+        ...
+
+    def request_arrived(self) -> None:
+        """Told before a request is read."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -27,7 +46,9 @@ class ServiceState:
 
 @dataclass
 class Service:
-    """A server's state. `model`: the version that new requests get; `retiring`: versions that still finish answers."""
+    """A server's state. `model`: the version that new requests get, unless an A/B test gives them the other one of its
+    `arms`; `retiring`: versions that still finish answers; `observers`: who keeps account of requests.
+    """
 
     config: ServeConfig
     model_name: str
@@ -36,6 +57,8 @@ class Service:
     keys: KeyRing = field(repr=False)
     is_draining: bool = False
     retiring: list[ServedModel] = field(default_factory=list)
+    observers: list[ExchangeObserver] = field(default_factory=list)
+    arms: Arms | None = None
 
     @contextmanager
     def lease(self) -> Iterator["Lease"]:
@@ -44,12 +67,32 @@ class Service:
         """
         model = self.model
         with model.worker.held():
+            if self.arms is not None:
+                self.arms.request_arrived()
             yield Lease(self, model)
+
+    @contextmanager
+    def arm(self, entry: "Lease", subject: Subject) -> Iterator[tuple["Lease", Assignment | None]]:
+        """The version that answers a request and its place in the A/B test that is running; without one, the version
+        that its body was read for.
+        """
+        assignment = self.arms.assign(subject) if self.arms else None
+        if self.arms is None or assignment is None or assignment.arm == CONTROL:
+            yield entry, assignment
+            return
+        model = self.arms.candidate
+        with model.worker.held():
+            yield Lease(self, model), assignment
+
+    @property
+    def models(self) -> list[ServedModel]:
+        """All versions that take requests or have answers to finish."""
+        return [self.model, *([self.arms.candidate] if self.arms else []), *self.retiring]
 
     @property
     def workers(self) -> list[EngineWorker]:
         """Those of all versions that have answers to finish."""
-        return [model.worker for model in (self.model, *self.retiring)]
+        return [model.worker for model in self.models]
 
     @property
     def worker(self) -> EngineWorker:

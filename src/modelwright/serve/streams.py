@@ -11,6 +11,7 @@ from starlette.types import Message
 
 from modelwright.serve.detokenizer import Delta
 from modelwright.serve.errors import ApiError
+from modelwright.serve.exchange import Exchange
 from modelwright.serve.generation import Generation
 from modelwright.serve.service import version_header
 from modelwright.serve.worker import Stream
@@ -28,14 +29,15 @@ class AnswerForm(Protocol):
     def usage_chunk(self, generation: Generation) -> dict[str, Any]: ...
 
 
-async def respond(request: Request, generation: Generation, form: AnswerForm) -> Response:
+async def respond(request: Request, generation: Generation, form: AnswerForm, exchange: Exchange) -> Response:
     """The answer in one piece, or as a stream of events if the client asked for one."""
     version = version_header(generation.model)
     if generation.request.stream:
-        events = _events(generation, form)
+        events = _events(generation, form, exchange)
         headers = version | {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         return StreamingResponse(events, media_type="text/event-stream", headers=headers)
-    await unless_disconnected(request, generation.complete(), generation.stream)
+    with exchange.answering():
+        await unless_disconnected(request, generation.complete(), generation.stream)
     return JSONResponse(form.full(generation), headers=version)
 
 
@@ -60,16 +62,17 @@ async def _disconnect(receive: Callable[[], Awaitable[Message]]) -> None:
         pass
 
 
-async def _events(generation: Generation, form: AnswerForm) -> AsyncIterator[bytes]:
+async def _events(generation: Generation, form: AnswerForm, exchange: Exchange) -> AsyncIterator[bytes]:
     """Server-sent events; an error after the start is an event too, because the status has already been sent."""
     try:
-        for body in form.opening(generation):
-            yield _event(body | _usage_so_far(generation))
-        async for index, piece in generation.pieces():
-            if piece.text or piece.tokens or piece.finish_reason or generation.request.return_token_ids:
-                yield _event(form.chunk(generation, index, piece) | _usage_so_far(generation))
-        if generation.request.wants_usage_chunk:
-            yield _event(form.usage_chunk(generation))
+        with exchange.answering():
+            for body in form.opening(generation):
+                yield _event(body | _usage_so_far(generation))
+            async for index, piece in generation.pieces():
+                if piece.text or piece.tokens or piece.finish_reason or generation.request.return_token_ids:
+                    yield _event(form.chunk(generation, index, piece) | _usage_so_far(generation))
+            if generation.request.wants_usage_chunk:
+                yield _event(form.usage_chunk(generation))
     except ApiError as error:
         yield _event(error.body())
     finally:

@@ -1,0 +1,99 @@
+"""`modelwright requests export|prune`: the log of what a server was asked and has answered."""
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from modelwright.cli.display import choose_display
+from modelwright.cli.parsers import new_parser
+from modelwright.core.errors import ConfigError
+
+DAY_S = 86_400.0
+_WHEN = "an ISO date or time (UTC unless it says otherwise), or unix seconds"
+_LOG = "a run, the SQLite file of a log, or a database as requests.log names it"
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = new_parser(
+        "requests",
+        "Export the request and feedback log of a server, or delete old records (docs/serving.md).",
+        example="modelwright requests export runs/quickstart requests.parquet --since 2026-11-01",
+    )
+    commands = parser.add_subparsers(dest="command", metavar="export|prune", required=True)
+    export = commands.add_parser("export", help="write records to a .jsonl or .parquet file", allow_abbrev=False)
+    export.add_argument("log", metavar="RUN|LOG", help=_LOG)
+    export.add_argument("target", type=Path, metavar="OUT", help="ends in .jsonl or .parquet; replaced if it exists")
+    export.add_argument("--since", type=_moment, default=-math.inf, metavar="TIME", help=f"from then on: {_WHEN}")
+    export.add_argument("--until", type=_moment, default=math.inf, metavar="TIME", help="before then: the same")
+    prune = commands.add_parser("prune", help="delete records before their retention does", allow_abbrev=False)
+    prune.add_argument("log", metavar="RUN|LOG", help=_LOG)
+    prune.add_argument("--older-than-days", type=float, required=True, metavar="N", help="0 deletes all")
+    return parser
+
+
+def requests(words: Sequence[str]) -> int:
+    """`modelwright requests`"""
+    options = parser().parse_args(words)
+    return _COMMANDS[options.command](options)
+
+
+def _export(options: argparse.Namespace) -> int:
+    from modelwright.serve.database import open_database
+    from modelwright.serve.request_log.export import export_records
+
+    display = choose_display(sys.stderr)
+    database = open_database(_location(options.log), setting="LOG", must_exist=True)
+    try:
+        count = export_records(database, options.target, since=options.since, until=options.until, progress=display)
+    finally:
+        display.end()
+        database.close()
+    print(f"{count:,} records in {options.target}")
+    return 0
+
+
+def _prune(options: argparse.Namespace) -> int:
+    if not 0 <= options.older_than_days < math.inf:
+        raise ConfigError(f"--older-than-days: must be 0 or more, got {options.older_than_days}")
+    from modelwright.serve.database import open_database
+    from modelwright.serve.request_log.store import delete_before
+
+    database = open_database(_location(options.log), setting="LOG", must_exist=True)
+    try:
+        with database.transaction():
+            count = delete_before(database, time.time() - options.older_than_days * DAY_S)
+        database.vacate()
+    finally:
+        database.close()
+    print(f"{count:,} records deleted")
+    return 0
+
+
+def _location(word: str) -> str:
+    """Of the log: that of a run if the word is one."""
+    if "://" in word or word.startswith("env:") or Path(word).is_file():
+        return word
+    from modelwright.pipeline.request_log import log_of_run
+    from modelwright.recipes.load import find_run
+
+    return log_of_run(find_run(word))
+
+
+def _moment(word: str) -> float:
+    """Unix seconds. Raises `ArgumentTypeError`."""
+    try:
+        return float(word)
+    except ValueError:
+        pass
+    try:
+        moment = datetime.fromisoformat(word)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{word!r} is no date; write 2026-11-01 or 2026-11-01T12:00") from None
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+
+
+_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {"export": _export, "prune": _prune}

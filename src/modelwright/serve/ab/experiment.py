@@ -1,0 +1,148 @@
+"""An A/B test: what was asked for, how it stands, and its tables. All functions belong to the database's thread."""
+
+import json
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from modelwright.serve.ab.assignment import Assignment
+from modelwright.serve.ab.guards import GuardLimits, verdict
+from modelwright.serve.ab.requests import ExperimentRequest
+from modelwright.serve.ab.state import ExperimentState, RequestEvent
+from modelwright.serve.database import Database
+
+Status = Literal["running", "rolled_back", "ended", "promoted", "interrupted"]
+
+_TABLES = (
+    """CREATE TABLE IF NOT EXISTS experiments (
+        name TEXT NOT NULL PRIMARY KEY, request TEXT NOT NULL, salt TEXT NOT NULL, share REAL NOT NULL,
+        control_version TEXT NOT NULL, treatment_version TEXT NOT NULL, started_at REAL NOT NULL, ended_at REAL,
+        status TEXT NOT NULL, reason TEXT NOT NULL, state TEXT NOT NULL)""",
+    """CREATE TABLE IF NOT EXISTS experiment_units (
+        experiment TEXT NOT NULL, unit TEXT NOT NULL, had INTEGER NOT NULL, PRIMARY KEY (experiment, unit))
+        WITHOUT ROWID""",
+    """CREATE TABLE IF NOT EXISTS experiment_answers (
+        id TEXT NOT NULL PRIMARY KEY, experiment TEXT NOT NULL, unit TEXT NOT NULL, arm TEXT NOT NULL)""",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """`reason`: why it ended, if nobody asked for that."""
+
+    name: str
+    request: ExperimentRequest
+    salt: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
+    share: float
+    control_version: str
+    treatment_version: str
+    started_at: float = field(default_factory=time.time)
+    ended_at: float | None = None
+    status: Status = "running"
+    reason: str = ""
+    state: ExperimentState = field(default_factory=ExperimentState)
+
+    @property
+    def limits(self) -> GuardLimits:
+        return GuardLimits(max_error_rate=self.request.max_error_rate)
+
+
+COLUMNS = tuple(field.name for field in fields(Experiment))
+
+
+def create_tables(database: Database) -> None:
+    for statement in _TABLES:
+        database.execute(statement)
+
+
+def insert(database: Database, experiment: Experiment) -> None:
+    """Add a test, which has another name than all before it."""
+    plain = {name: getattr(experiment, name) for name in COLUMNS}
+    plain |= {"request": experiment.request.model_dump_json(), "state": experiment.state.to_json()}
+    names = ", ".join(f":{name}" for name in COLUMNS)
+    database.execute(f"INSERT INTO experiments ({', '.join(COLUMNS)}) VALUES ({names})", plain)
+
+
+def experiments(database: Database, status: str = "%") -> Iterator[Experiment]:
+    """All, or those of one status; the newest first."""
+    query = f"SELECT {', '.join(COLUMNS)} FROM experiments WHERE status LIKE :status ORDER BY started_at DESC"
+    for row in database.rows(query, {"status": status}):
+        yield _experiment(dict(zip(COLUMNS, row, strict=True)))
+
+
+def _experiment(plain: Mapping[str, Any]) -> Experiment:
+    request = ExperimentRequest.model_validate(json.loads(plain["request"]))
+    return Experiment(**{**plain, "request": request, "state": ExperimentState.from_json(plain["state"])})
+
+
+def find_running(database: Database, name: str = "") -> Experiment | None:
+    """The test that is running, None if there is none or it has another name."""
+    return next((one for one in experiments(database, "running") if name in ("", one.name)), None)
+
+
+def take_request(database: Database, answer_id: str, assignment: Assignment, event: RequestEvent) -> str:
+    """Count a request; returns why that ended the test, "" if it did not."""
+    experiment = find_running(database, assignment.experiment)
+    if experiment is None:
+        return ""
+    had = _had(database, experiment.name, assignment.unit)
+    _set_had(database, experiment.name, assignment.unit, experiment.state.take_request(event, had))
+    values = {"id": answer_id, "experiment": experiment.name, "unit": assignment.unit, "arm": assignment.arm}
+    database.execute("INSERT INTO experiment_answers VALUES (:id, :experiment, :unit, :arm)", values)
+    return _judge(database, experiment)
+
+
+def take_score(database: Database, answer_id: str, score: float) -> tuple[bool, str, str]:
+    """Count feedback. Returns whether there is such an answer, its test, and why that ended the test or ""."""
+    query = "SELECT experiment, unit, arm FROM experiment_answers WHERE id = :id"
+    for name, unit, arm in list(database.rows(query, {"id": answer_id})):
+        experiment = find_running(database, name)
+        if experiment is None:
+            return True, name, ""
+        _set_had(database, name, unit, experiment.state.take_score(arm, score, _had(database, name, unit)))
+        return True, name, _judge(database, experiment)
+    return False, "", ""
+
+
+def take_shadow(database: Database, name: str, what: str) -> str:
+    """Count what became of a copy; returns why that ended the test, "" if it did not."""
+    experiment = find_running(database, name)
+    if experiment is None:
+        return ""
+    experiment.state.take_shadow(what)
+    return _judge(database, experiment)
+
+
+def set_share(database: Database, name: str, share: float) -> None:
+    database.execute("UPDATE experiments SET share = :share WHERE name = :name", {"share": share, "name": name})
+
+
+def end(database: Database, name: str, status: Status, reason: str = "") -> None:
+    """End a test. What belongs to single units and answers is deleted: its counts are all that is needed."""
+    values = {"name": name, "status": status, "reason": reason, "now": time.time()}
+    statement = "UPDATE experiments SET status = :status, reason = :reason, ended_at = :now WHERE name = :name"
+    database.execute(statement, values)
+    for table in ("experiment_units", "experiment_answers"):
+        database.execute(f"DELETE FROM {table} WHERE experiment = :name", {"name": name})
+
+
+def _judge(database: Database, experiment: Experiment) -> str:
+    """Write the state, and end the test if a guard says so."""
+    values = {"state": experiment.state.to_json(), "name": experiment.name}
+    database.execute("UPDATE experiments SET state = :state WHERE name = :name", values)
+    reason = verdict(experiment.state, experiment.limits)
+    if reason:
+        end(database, experiment.name, "rolled_back", reason)
+    return reason
+
+
+def _had(database: Database, experiment: str, unit: str) -> int:
+    query = "SELECT had FROM experiment_units WHERE experiment = :experiment AND unit = :unit"
+    return next((had for (had,) in database.rows(query, {"experiment": experiment, "unit": unit})), 0)
+
+
+def _set_had(database: Database, experiment: str, unit: str, had: int) -> None:
+    statement = "INSERT OR REPLACE INTO experiment_units VALUES (:experiment, :unit, :had)"
+    database.execute(statement, {"experiment": experiment, "unit": unit, "had": had})

@@ -1,0 +1,53 @@
+"""The routes of A/B tests."""
+
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from modelwright.serve.ab.controller import Experiments
+from modelwright.serve.ab.requests import EndRequest, ExperimentRequest, ShareRequest
+from modelwright.serve.bodies import read_body
+from modelwright.serve.errors import ApiError
+from modelwright.serve.fields import RequestModel
+from modelwright.serve.parsing import parse_request
+from modelwright.serve.service import service_of
+
+R = TypeVar("R", bound=RequestModel)
+
+
+async def begin_test(request: Request) -> Response:
+    return await _change(request, ExperimentRequest, lambda tests, asked: tests.begin(asked))
+
+
+async def set_test_share(request: Request) -> Response:
+    return await _change(request, ShareRequest, lambda tests, asked: tests.set_share(asked.share))
+
+
+async def end_test(request: Request) -> Response:
+    return await _change(request, EndRequest, lambda tests, asked: tests.end(promote=asked.promote))
+
+
+async def list_tests(request: Request) -> Response:
+    """For the page `/ab`; like `/metrics`, it asks for a key where there is a key file."""
+    service = service_of(request)
+    if service.keys.has_scopes:
+        service.caller(request, "metrics")
+    tests = request.app.state.experiments
+    return JSONResponse({"is_on": tests is not None, "tests": await tests.reports() if tests else []})
+
+
+async def _change(
+    request: Request, kind: type[R], change: Callable[[Experiments, R], Awaitable[dict[str, Any]]]
+) -> Response:
+    service = service_of(request)
+    service.caller(request, "admin")
+    with service.lease() as lease:
+        body = await read_body(request, lease, num_prompts=1)
+        asked = parse_request(kind, body, lease.model.limits)
+    tests = request.app.state.experiments
+    if tests is None:
+        text = "This server keeps no state of A/B tests; start it with --requests.ab_state FILE."
+        raise ApiError(404, text, code="tests_off")
+    return JSONResponse(await change(tests, asked))

@@ -1,0 +1,178 @@
+"""Databases behind the server: SQLite files in WAL mode by the standard library, anything else by SQLAlchemy.
+
+Statements have named parameters (`:name`), which both understand.
+"""
+
+import os
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from modelwright.core.errors import ConfigError, StorageError, writing
+
+FROM_ENVIRONMENT = "env:"
+"""Begins a location that an environment variable holds, because URLs with passwords belong in no config file."""
+
+_BUSY_TIMEOUT_S = 30.0
+_FETCH_ROWS = 256
+_OWNER_ONLY = 0o600
+
+Values = Mapping[str, Any]
+
+
+class Database(Protocol):
+    """An open database. One thread at a time."""
+
+    def execute(self, statement: str, values: Values | Sequence[Values] = ()) -> int:
+        """Run a statement, once for each entry of a list of values; returns the number of rows that it changed."""
+        ...
+
+    def rows(self, statement: str, values: Values = {}) -> Iterator[tuple[Any, ...]]:  # noqa: B006
+        """The rows of a query, read as they are asked for."""
+        ...
+
+    def transaction(self) -> AbstractContextManager[None]:
+        """What is executed inside is kept as a whole or, on an exception, not at all."""
+        ...
+
+    def vacate(self) -> None:
+        """Leave nothing of deleted rows behind, as far as that is up to us."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def open_database(location: str, *, setting: str, must_exist: bool = False) -> Database:
+    """Open a file, a SQLAlchemy URL, or what an environment variable names (`env:NAME`). setting: for messages.
+
+    Raises `ConfigError` if there is no such variable, package or file, or a URL shows a password; `StorageError` if
+    the database cannot be used.
+    """
+    url = location
+    if location.startswith(FROM_ENVIRONMENT):
+        name = location.removeprefix(FROM_ENVIRONMENT)
+        url = os.environ.get(name, "")
+        if not url:
+            raise ConfigError(f"{setting}: the environment variable {name} is not set; set it to a path or a URL")
+    if "://" not in url:
+        path = Path(url)
+        if must_exist and not path.is_file():
+            raise ConfigError(f"{setting}: {path}: no such database; give the file that a server has written")
+        return SqliteDatabase(path)
+    return _open_url(url, setting=setting, is_written_down=url == location)
+
+
+def _open_url(url: str, *, setting: str, is_written_down: bool) -> Database:
+    try:
+        import sqlalchemy
+        from sqlalchemy import exc
+    except ImportError:
+        raise ConfigError(
+            f"{setting}: a database URL needs SQLAlchemy and the driver of the database; "
+            "pip install modelwright[requests-log], or give a path for SQLite"
+        ) from None
+    try:
+        parsed = sqlalchemy.make_url(url)
+        if parsed.password is not None and is_written_down:
+            text = "the URL has a password, which configs would keep"
+            raise ConfigError(f"{setting}: {text}; put the URL into an environment variable and write env:NAME")
+        engine = sqlalchemy.create_engine(parsed, hide_parameters=True)
+        return UrlDatabase(engine.connect(), parsed.render_as_string(hide_password=True))
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{setting}: the driver {error.name} is not installed; pip install {error.name}") from None
+    except exc.ArgumentError:
+        raise ConfigError(f"{setting}: is not a SQLAlchemy URL such as postgresql+psycopg://host/database") from None
+    except exc.SQLAlchemyError as error:
+        raise StorageError(f"{setting}: the database cannot be used ({_reason(error)}); check the URL") from None
+
+
+def _reason(error: Exception) -> str:
+    """The first line of a driver's message, without the statement."""
+    return str(getattr(error, "orig", None) or error).partition("\n")[0]
+
+
+class SqliteDatabase:
+    """A file that its owner alone can read. What is committed outlives `kill -9`; deleted rows are overwritten."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with writing(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                os.close(os.open(path, os.O_CREAT | os.O_RDWR, _OWNER_ONLY))
+            self._connection = sqlite3.connect(
+                path, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+            )
+            for setting in ("journal_mode = WAL", "synchronous = NORMAL", "secure_delete = ON"):
+                self._connection.execute(f"PRAGMA {setting}")
+        except (sqlite3.Error, OSError) as error:
+            if isinstance(error, StorageError):
+                raise
+            raise StorageError(
+                f"{path}: cannot be used as a database ({error}); remove it or give another path"
+            ) from None
+
+    def execute(self, statement: str, values: Values | Sequence[Values] = ()) -> int:
+        if isinstance(values, Mapping) or not values:
+            return self._connection.execute(statement, values or {}).rowcount
+        return self._connection.executemany(statement, values).rowcount
+
+    def rows(self, statement: str, values: Values = {}) -> Iterator[tuple[Any, ...]]:  # noqa: B006
+        cursor = self._connection.execute(statement, values)
+        while rows := cursor.fetchmany(_FETCH_ROWS):
+            yield from rows
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        self._connection.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self._connection.execute("ROLLBACK")
+            raise
+        self._connection.execute("COMMIT")
+
+    def vacate(self) -> None:
+        """Move the journal into the file, so that no deleted text stays in it."""
+        self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+class UrlDatabase:
+    """Any database that SQLAlchemy reaches. connection: of SQLAlchemy; name: for messages."""
+
+    def __init__(self, connection: Any, name: str) -> None:
+        self.name = name
+        self._connection = connection
+
+    def execute(self, statement: str, values: Values | Sequence[Values] = ()) -> int:
+        from sqlalchemy import text
+
+        with self.transaction():
+            return self._connection.execute(text(statement), values or None).rowcount
+
+    def rows(self, statement: str, values: Values = {}) -> Iterator[tuple[Any, ...]]:  # noqa: B006
+        from sqlalchemy import text
+
+        with self.transaction():
+            result = self._connection.execution_options(yield_per=_FETCH_ROWS).execute(text(statement), values)
+            yield from map(tuple, result)
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        if self._connection.in_transaction():
+            yield
+            return
+        with self._connection.begin():
+            yield
+
+    def vacate(self) -> None:
+        """The database's own affair."""
+
+    def close(self) -> None:
+        self._connection.close()
+        self._connection.engine.dispose()

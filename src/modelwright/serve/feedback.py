@@ -1,0 +1,27 @@
+"""The route for feedback on answers."""
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from modelwright.serve.bodies import read_body
+from modelwright.serve.errors import ApiError
+from modelwright.serve.parsing import parse_request
+from modelwright.serve.protocol import FeedbackRequest
+from modelwright.serve.service import service_of
+
+
+async def give_feedback(request: Request) -> Response:
+    """Answers when the feedback is committed. The same feedback again changes nothing; another one replaces it."""
+    service = service_of(request)
+    service.caller(request, "feedback")
+    with service.lease() as lease:
+        body = await read_body(request, lease, num_prompts=1)
+        feedback = parse_request(FeedbackRequest, body, lease.model.limits)
+    if not service.observers:
+        text = "This server keeps no account of its answers; start it with --requests.log or --requests.ab_state."
+        raise ApiError(404, text, code="feedback_off")
+    known = [await observer.take_feedback(feedback) for observer in service.observers]
+    if not any(known):
+        text = f"No logged answer has the id {feedback.id!r}; give the id of the answer's body."
+        raise ApiError(404, text, param="id", code="answer_not_found")
+    return JSONResponse({"status": "recorded", "id": feedback.id})

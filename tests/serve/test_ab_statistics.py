@@ -1,0 +1,283 @@
+"""The statistics of A/B tests: against textbooks and brute force, false alarms under constant looking, and power."""
+
+import itertools
+import json
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from modelwright.serve.ab.assignment import CONTROL, TREATMENT, arm_of, position
+from modelwright.serve.ab.fixed_horizon import Moments, two_proportions, welch
+from modelwright.serve.ab.guards import GUARD_ALPHA, GUARDS, GuardLimits, mismatch, verdict
+from modelwright.serve.ab.sequential import (
+    ALL_RATIOS,
+    BURN_IN,
+    WORSE_RATIOS,
+    Epoch,
+    difference_interval,
+    half_width,
+    log_e_rate,
+    log_e_value,
+    log_likelihood,
+    promised_requests,
+    ratio_interval,
+)
+from modelwright.serve.ab.state import LATENCY_SAMPLE, ExperimentState, RequestEvent
+
+LIMITS = GuardLimits(max_error_rate=0.01)
+UNITS = [f"unit {number}" for number in range(20_000)]
+
+
+def moments(values) -> Moments:
+    result = Moments()
+    for value in values:
+        result.add(float(value))
+    return result
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_welch_is_the_textbook_formula(seed: int):
+    draw = np.random.default_rng(seed)
+    control, treatment = draw.normal(0.1, 1, 11 + 7 * seed), draw.normal(0.3, 2, 40)
+    found = welch(moments(control), moments(treatment))
+    expected = stats.ttest_ind(treatment, control, equal_var=False)
+    assert found is not None
+    assert found.p_value == pytest.approx(expected.pvalue, rel=1e-9, abs=1e-12)
+    interval = expected.confidence_interval(0.95)
+    assert (found.low, found.high) == pytest.approx((interval.low, interval.high), rel=1e-9)
+
+
+@pytest.mark.parametrize(("control", "treatment"), [((3, 1000), (11, 900)), ((50, 51), (49, 80)), ((1, 9), (1, 8))])
+def test_two_proportions_is_the_textbook_formula(control, treatment):
+    """The square of the pooled z is the chi-squared statistic of the table, without a correction."""
+    table = [[k, n - k] for k, n in (control, treatment)]
+    found = two_proportions(control, treatment)
+    assert found is not None
+    assert found.p_value == pytest.approx(stats.chi2_contingency(table, correction=False).pvalue, rel=1e-9)
+    rates = [k / n for k, n in (control, treatment)]
+    error = math.sqrt(sum(p * (1 - p) / n for p, (_, n) in zip(rates, (control, treatment), strict=True)))
+    assert found.high - found.difference == pytest.approx(stats.norm.ppf(0.975) * error, rel=1e-9)
+
+
+def test_what_cannot_be_compared():
+    assert welch(moments([1]), moments([1, 2])) is None
+    assert welch(moments([1, 1]), moments([2, 2])) is None
+    assert two_proportions((0, 10), (0, 10)) is None
+    assert two_proportions((0, 0), (1, 10)) is None
+
+
+def test_shares_are_kept_and_nobody_leaves_b_as_it_grows():
+    shares = [0.0, 0.01, 0.1, 0.1, 0.25, 0.5, 0.99, 1.0]
+    groups = [{unit for unit in UNITS if arm_of("salt", unit, share) == TREATMENT} for share in shares]
+    assert all(smaller <= larger for smaller, larger in itertools.pairwise(groups))
+    for share, group in zip(shares, groups, strict=True):
+        assert abs(len(group) / len(UNITS) - share) < 4 * math.sqrt(0.25 / len(UNITS))
+    other = {unit for unit in UNITS if arm_of("other salt", unit, 0.5) == TREATMENT}
+    assert 0.48 < len(other & groups[5]) / len(groups[5]) < 0.52, "another test divides anew"
+    assert min(position("salt", unit) for unit in UNITS) >= 0
+    assert stats.kstest([position("salt", unit) for unit in UNITS], "uniform").pvalue > 0.001
+
+
+def test_the_e_value_is_the_mean_of_the_likelihood_ratios():
+    """Against products over single events, with a share that changed."""
+    events = [(0.2, 1), (0.2, 0), (0.2, 0), (0.5, 1), (0.5, 1), (0.5, 0)]
+    gains = []
+    for ratio in ALL_RATIOS:
+        product = 1.0
+        for share, in_treatment in events:
+            chance = ratio * share / (ratio * share + 1 - share)
+            product *= (chance if in_treatment else 1 - chance) / (share if in_treatment else 1 - share)
+        gains.append(product)
+    found = log_e_value([Epoch(0.2, 3, 1), Epoch(0.5, 3, 2)], ALL_RATIOS)
+    assert float(found) == pytest.approx(math.log(sum(gains) / len(gains)), rel=1e-12)
+
+
+@pytest.mark.parametrize("share", [0.05, 0.5])
+def test_the_expected_e_value_is_one_and_less_for_a_better_version(share: float):
+    """Exact: the sum over all counts, weighted with their probability."""
+    counts = np.arange(41)
+    for ratio, is_exact in ((1.0, True), (0.7, False)):
+        chance = ratio * share / (ratio * share + 1 - share)
+        weights = stats.binom.pmf(counts, 40, chance)
+        for ratios in (WORSE_RATIOS, ALL_RATIOS) if is_exact else (WORSE_RATIOS,):
+            expected = float(weights @ np.exp(log_e_value([Epoch(share, np.full(41, 40), counts)], ratios)))
+            assert expected == pytest.approx(1, rel=1e-9) if is_exact else expected < 1
+    for rate, most in ((0.02, 1 + 1e-9), (0.013, 1)):
+        weights = stats.binom.pmf(counts, 40, rate)
+        assert float(weights @ np.exp(log_e_rate(np.full(41, 40), counts, 0.02))) <= most
+
+
+def test_the_interval_of_the_ratio_is_where_the_mixture_does_not_refute():
+    epochs = [Epoch(0.3, 60, 33), Epoch(0.5, 20, 14)]
+    low, high = ratio_interval(epochs, 0.05)
+    assert 1 < low < 2 < high
+    mixture = float(log_e_value(epochs, ALL_RATIOS) + log_likelihood(epochs, 1.0))
+    for bound in (low, high):
+        assert mixture - float(log_likelihood(epochs, bound)) == pytest.approx(math.log(20), abs=1e-6)
+    assert ratio_interval([], 0.05) == (0, math.inf)
+    assert ratio_interval([Epoch(0.5, 4, 0)], 0.05)[0] == 0
+    assert ratio_interval([Epoch(0.5, 4, 4)], 0.05)[1] == math.inf
+
+
+NUM_RUNS, NUM_UNITS = 400, 1500
+
+
+@pytest.fixture(scope="module")
+def equal_arms() -> dict[str, np.ndarray]:
+    """Units in arms of equal versions: the arm, whether the unit fails, the score of its feedback; runs x units."""
+    draw = np.random.default_rng(1)
+    shape = (NUM_RUNS, NUM_UNITS)
+    rate = 0.004 + 0.05 * (np.arange(NUM_UNITS) % 500 > 470)  # an outage of both now and then
+    arms = draw.random(shape) < 0.2
+    return {"arms": arms, "failed": draw.random(shape) < rate, "scores": np.sign(draw.random(shape) - 0.3)}
+
+
+def looked_at(values: np.ndarray, arms: np.ndarray) -> list[np.ndarray]:
+    """Number, mean and variance of the values in an arm after every unit of a run."""
+    count = arms.cumsum()
+    with np.errstate(divide="ignore", invalid="ignore"):
+        mean = (values * arms).cumsum() / count
+        variance = ((values**2 * arms).cumsum() - count * mean**2) / (count - 1)
+    return [count, mean, variance]
+
+
+def test_false_alarms_of_equal_versions_looked_at_after_every_unit(equal_arms):
+    alarms = {"units": 0, "errors": 0, "scores": 0, "welch": 0}
+    threshold = math.log(20)
+    for arms, failed, scores in zip(*equal_arms.values(), strict=True):
+        seen = np.arange(1, NUM_UNITS + 1)
+        alarms["units"] += bool((log_e_value([Epoch(0.2, seen, arms.cumsum())], ALL_RATIOS) >= threshold).any())
+        counts = Epoch(0.2, failed.cumsum(), (failed & arms).cumsum())
+        alarms["errors"] += bool((log_e_value([counts], ALL_RATIOS) >= threshold).any())
+        (n_a, mean_a, var_a), (n_b, mean_b, var_b) = (looked_at(scores, one) for one in (~arms, arms))
+        is_shown = (n_a >= BURN_IN) & (n_b >= BURN_IN)
+        difference = (mean_b - mean_a)[is_shown]
+        variance = (var_a / n_a + var_b / n_b)[is_shown]
+        half = half_width(seen[is_shown], seen[is_shown] * variance, 0.05)
+        alarms["scores"] += bool((abs(difference) > half).any())
+        alarms["welch"] += bool((abs(difference) > 1.96 * np.sqrt(variance)).any())
+    assert max(alarms["units"], alarms["errors"], alarms["scores"]) <= 0.05 * NUM_RUNS, alarms
+    assert min(alarms["units"], alarms["errors"], alarms["scores"]) > 0, "a test that never rejects is no test"
+    assert alarms["welch"] > 0.15 * NUM_RUNS, "what looking does to a test for a fixed number"
+
+
+def test_an_equal_version_is_never_rolled_back(equal_arms):
+    """By any guard, looked at after every unit, in 200 runs; errors below the limit, the outages of both included."""
+    threshold = math.log(1 / GUARD_ALPHA)
+    rollbacks = 0
+    for arms, failed, scores in itertools.islice(zip(*equal_arms.values(), strict=True), 200):
+        seen = np.arange(1, NUM_UNITS + 1)
+        in_b = arms.cumsum()
+        failed_in_b = (failed & arms).cumsum()
+        (n_a, mean_a, var_a), (n_b, mean_b, var_b) = (looked_at(scores, one) for one in (~arms, arms))
+        is_shown = (n_a >= BURN_IN) & (n_b >= BURN_IN)
+        variance = seen * (var_a / n_a + var_b / n_b)
+        signs = [
+            log_e_value([Epoch(0.2, seen, in_b)], ALL_RATIOS) >= threshold,
+            log_e_rate(in_b, failed_in_b, LIMITS.max_error_rate) >= threshold,
+            log_e_value([Epoch(0.2, failed.cumsum(), failed_in_b)], WORSE_RATIOS) >= threshold,
+            (mean_b - mean_a + half_width(seen, variance, GUARD_ALPHA))[is_shown] < 0,
+        ]
+        rollbacks += any(bool(sign.any()) for sign in signs)
+    assert rollbacks == 0
+
+
+def run_until_verdict(events, state: ExperimentState | None = None) -> tuple[str, int]:
+    """The verdict and the number of requests to B until then; one unit for each request."""
+    state = state or ExperimentState()
+    for event in events:
+        state.take_request(event, 0)
+        if event.is_error and (reason := verdict(state, LIMITS)):
+            return reason, state.requests[TREATMENT]
+    return "", state.requests[TREATMENT]
+
+
+def requests(seed: int, rates: dict[str, float], count: int, share: float = 0.5):
+    draw = np.random.default_rng(seed)
+    for _ in range(count):
+        arm = TREATMENT if draw.random() < share else CONTROL
+        is_error = bool(draw.random() < rates[arm])
+        yield RequestEvent(arm=arm, share=share, is_error=is_error, latency_s=None if is_error else 0.1)
+
+
+def test_a_version_with_5_percent_errors_goes_within_the_promised_number_of_requests():
+    promised = promised_requests(0.05, LIMITS.max_error_rate, GUARD_ALPHA, power=0.99)
+    assert promised is not None
+    assert 150 < promised < 600
+    found = [run_until_verdict(requests(seed, {"A": 0.001, "B": 0.05}, 3 * promised)) for seed in range(100)]
+    assert {reason for reason, _ in found} <= {"error_limit", "errors"}
+    assert sum(count <= promised for _, count in found) >= 97, "99% are promised"
+
+
+def test_the_promise_is_the_probability_of_the_first_crossing():
+    """Against simulation at a small scale, where the promise can be counted."""
+    promised = promised_requests(0.3, 0.05, 0.05, power=0.8)
+    assert promised is not None
+    errors = (np.random.default_rng(3).random((4000, promised)) < 0.3).cumsum(axis=1)
+    crossed = (log_e_rate(np.arange(1, promised + 1)[None], errors, 0.05) >= math.log(20)).any(axis=1)
+    assert abs(crossed.mean() - 0.8) < 0.05
+    earlier = (log_e_rate(np.arange(1, promised)[None], errors[:, :-1], 0.05) >= math.log(20)).any(axis=1)
+    assert earlier.mean() < 0.83
+    assert promised_requests(0.01, 0.01, 0.001) is None, "what is at the limit is not promised to go"
+
+
+def test_each_guard_fires_for_its_own_reason():
+    assert set(GUARDS) == {"error_limit", "errors", "latency", "quality"}
+    assert run_until_verdict(requests(0, {"A": 0, "B": 0.5}, 200))[0] == "error_limit"
+    assert run_until_verdict(requests(0, {"A": 0, "B": 0.009}, 9000, share=0.05))[0] == "errors"
+
+    state = ExperimentState()
+    for number in range(LATENCY_SAMPLE):
+        state.take_request(RequestEvent(arm=CONTROL, share=0.5, is_error=False, latency_s=number / 100), 0)
+    assert state.slow_s == 0.94
+    assert state.latencies == []
+    for number in range(300):
+        arm = (CONTROL, TREATMENT)[number % 2]
+        state.take_request(RequestEvent(arm=arm, share=0.5, is_error=False, latency_s=0.9 + 0.1 * (arm == "B")), 0)
+    assert state.events["slow"].of_arm(TREATMENT) == 150
+    assert GUARDS["latency"](state, LIMITS)
+    assert not GUARDS["errors"](state, LIMITS)
+
+    state = ExperimentState()
+    for number in range(400):
+        arm = (CONTROL, TREATMENT)[number % 2]
+        state.take_score(arm, -1.0 if arm == TREATMENT and number % 4 == 1 else 1.0, 0)
+    assert verdict(state, LIMITS) == "quality"
+    low, high = difference_interval(state.scores[CONTROL], state.scores[TREATMENT], 0.05)
+    assert low < -1 < high < 0
+
+    state = ExperimentState()
+    for _ in range(200):
+        state.take_request(RequestEvent(arm=CONTROL, share=0.5, is_error=False, latency_s=None), 0)
+    assert mismatch(state)
+    assert verdict(state, LIMITS) == "sample_ratio"
+
+
+def test_a_unit_counts_once_for_each_kind_of_event():
+    state = ExperimentState()
+    had = 0
+    for is_error in (False, True, True, False):
+        event = RequestEvent(arm=TREATMENT, share=0.5, is_error=is_error, latency_s=None)
+        had = state.take_request(event, had)
+    for score in (1.0, -1.0):
+        had = state.take_score(TREATMENT, score, had)
+    assert state.requests == {CONTROL: 0, TREATMENT: 4}
+    assert state.errors == {CONTROL: 0, TREATMENT: 2}
+    assert [state.events[kind].of_arm(TREATMENT) for kind in ("seen", "failed", "slow")] == [1, 1, 0]
+    assert (state.scores[TREATMENT].count, state.scores[TREATMENT].mean) == (1, 1.0)
+
+
+def test_the_state_survives_json_to_the_bit():
+    state = ExperimentState()
+    draw = np.random.default_rng(5)
+    for number in range(300):
+        share = 0.1 if number < 150 else 0.3
+        event = RequestEvent(arm="AB"[number % 2], share=share, is_error=number % 7 == 0, latency_s=draw.random())
+        state.take_request(event, 0)
+        state.take_score("AB"[number % 2], float(draw.random()), 0)
+    again = ExperimentState.from_json(state.to_json())
+    assert again == state
+    assert json.loads(again.to_json()) == json.loads(state.to_json())
+    assert [epoch.share for epoch in again.events["seen"].as_epochs()] == [0.1, 0.3]
