@@ -1,4 +1,4 @@
-"""What tests of updates share: a small model that knows one task, the texts of a second one, and a benchmark of both."""
+"""What tests of updates share: a small model that knows one task, texts of a second one, a benchmark of both."""
 
 import itertools
 import json
@@ -71,7 +71,7 @@ def write_records(path: Path, *parts: Sequence[Record]) -> Path:
 
 
 def write_world(folder: Path) -> Path:
-    """`model`, and the files `old.jsonl`, `new.jsonl`, `old-heldout.jsonl` and `new-heldout.jsonl`."""
+    """`model`, a folder with random weights, and the files `old.jsonl`, `new.jsonl`, `old-heldout.jsonl` and `new-heldout.jsonl`."""
     write_model(folder / "model", template=HERMES)
     write_records(folder / "old.jsonl", old_records(range(200)))
     write_records(folder / "new.jsonl", new_records(range(1000, 1150)))

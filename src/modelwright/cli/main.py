@@ -1,7 +1,7 @@
 """`modelwright COMMAND ...`: finds the command, runs it, and turns its errors into one line and an exit code.
 
 Exit codes: 0 done, 1 a bug (with traceback), 2 a user's or the machine's error, 3 another process of the run was lost,
-4 drift was found, 130 Ctrl-C, 143 SIGTERM.
+4 drift was found, 5 an update was refused, 130 Ctrl-C, 143 SIGTERM.
 """
 
 import errno
@@ -13,8 +13,21 @@ from collections.abc import Callable, Mapping, Sequence
 
 from modelwright import __version__
 from modelwright.cli import (
-    augment, clean, commands, compare, config, drift, federated, finetune, lr_find, plan, requests, run,
-)  # fmt: skip
+    augment,
+    clean,
+    commands,
+    compare,
+    config,
+    continual,
+    drift,
+    federated,
+    finetune,
+    lineage,
+    lr_find,
+    plan,
+    requests,
+    run,
+)
 from modelwright.cli.completion import completion_parser, completion_script
 from modelwright.cli.launch import EXIT_REPORT_DIR, GOES_ON, write_exit_report
 from modelwright.cli.parsers import Command
@@ -26,7 +39,7 @@ _ABOUT_PATHS = (
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP
 )  # fmt: skip
 
-_RESUMABLE = ("run", "launch", "finetune")
+_RESUMABLE = ("run", "launch", "finetune", "continual")
 _SPARED: Mapping[str, tuple[int, ...]] = {"chat": (signal.SIGINT,)}
 """Signals that a command may outlive: Ctrl-C ends an answer."""
 
@@ -93,6 +106,17 @@ COMMANDS: dict[str, Command] = {
         run=drift.drift,
         parser=drift.parser,
         summary="watch whether requests still look as they did when the model was released",
+    ),
+    "continual": Command(
+        run=continual.continual,
+        parser=continual.parser,
+        settings=config.setting_names,
+        summary="update a served model: train on new texts, judge, test beside the old one, promote",
+    ),
+    "lineage": Command(
+        run=lineage.lineage,
+        parser=lineage.parser,
+        summary="say which data, configuration, commits and models a model comes from",
     ),
     "lr-find": Command(
         run=lr_find.lr_find,

@@ -69,7 +69,7 @@ class Benchmark:
             return [Use(**one) for one in plain["uses"]]
         except (ValueError, TypeError, KeyError) as error:
             raise ArtifactError(
-                f"{path}: is damaged ({error}), so nobody knows how often the test half was used; freeze a new benchmark"
+                f"{path}: is damaged ({error}), so nobody knows how often the test half was used; freeze another one"
             ) from None
 
     def count_use(self, candidate: str, champion: str) -> Use:

@@ -43,7 +43,13 @@ class AverageConfig:
     shares: tuple[float, ...] = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
     """Shares of the old model to choose from; one alone is taken without a choice."""
 
+    margin: float = 0.02
+    """Most by which bits per byte of old texts may grow, relative to the old model's; of the shares within it, the one
+    is taken that is best for new texts."""
+
     def __post_init__(self) -> None:
+        if self.margin < 0:
+            raise ConfigError(f"margin: must not be negative, got {self.margin:g}; 0.02 is 2 percent")
         if not self.shares or not all(0.0 <= share <= 1.0 for share in self.shares):
             raise ConfigError(f"shares: must name shares from 0 to 1, got {self.shares}; (0.0, 0.25, 0.5) is a choice")
 
@@ -55,15 +61,16 @@ def averaged(old: Mapping[str, Tensor], new: Mapping[str, Tensor], share: float)
     return {name: torch.lerp(new[name].float(), tensor.float(), share).to(tensor.dtype) for name, tensor in old.items()}
 
 
-def best_share(costs: Mapping[float, Sequence[float]], old_costs: Sequence[float]) -> float:
-    """The share with the lowest mean logarithm of its costs relative to the old model's, so that one percent of any
-    cost counts the same; of equal ones the smallest. costs: bits per byte of each group of texts by share.
+def best_share(costs: Mapping[float, tuple[float, float]], before: float, margin: float) -> float:
+    """Of the shares that raise the cost of old texts by at most `margin` of what it was `before`, the one with the
+    lowest cost of new ones; if there is none, the one with the lowest cost of old ones. Of equal ones the smallest.
+
+    costs: bits per byte of old and of new texts by share.
     """
-
-    def loss(share: float) -> float:
-        return sum(math.log(one / old) for one, old in zip(costs[share], old_costs, strict=True))
-
-    return min(sorted(costs), key=loss)
+    within = [share for share in sorted(costs) if costs[share][0] <= (1.0 + margin) * before]
+    if within:
+        return min(within, key=lambda share: costs[share][1])
+    return min(sorted(costs), key=lambda share: costs[share][0])
 
 
 def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
@@ -100,11 +107,12 @@ def _run(context: StageContext, settings: AverageConfig, trained: str, tokenizer
     share = settings.shares[0]
     if len(settings.shares) > 1:
         groups = [_read(files) for files in (settings.old, settings.new)]
-        costs = {}
+        costs: dict[float, tuple[float, float]] = {}
         for one in sorted({*settings.shares, 1.0}):
             model.load_state_dict(averaged(old, new, one))
-            costs[one] = [bits_per_byte(model, tokenizer, group, context) for group in groups]
-        share = best_share({one: costs[one] for one in settings.shares}, costs[1.0])
+            of_old, of_new = (bits_per_byte(model, tokenizer, group, context) for group in groups)
+            costs[one] = (of_old, of_new)
+        share = best_share({one: costs[one] for one in settings.shares}, costs[1.0][0], settings.margin)
         facts["costs"] = {f"{one:g}": {"old": bits[0], "new": bits[1]} for one, bits in costs.items()}
     model.load_state_dict(averaged(old, new, share))
     save_model_folder(model, tokenizer, context.output.path)

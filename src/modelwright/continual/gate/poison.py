@@ -1,0 +1,123 @@
+"""Checks of the texts that an update learned from: held-out ones, garbage, labels that contradict the benchmark.
+
+A benchmark alone would not do: a model may learn from a few bad texts what no question of the benchmark asks for.
+Each check says how many texts of a kind without fault it would refuse.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.stats import beta, fisher_exact
+from sklearn.feature_extraction.text import TfidfVectorizer
+from sklearn.linear_model import LogisticRegression
+from sklearn.model_selection import StratifiedKFold, cross_val_predict
+from sklearn.pipeline import make_pipeline
+
+from modelwright.continual.heldout import HeldoutTexts, question_key
+from modelwright.data.document import Document
+from modelwright.data.words import split_words
+
+ERROR = 0.01
+"""Probability with which a check refuses texts like those of the benchmark."""
+_LEAST_OF_LABEL = 3
+"""Documents that an answer must have to be a label, and parts of the cross-validation."""
+_LABELLED = 0.8
+"""Share of the conversations that have such an answer, from which on answers are taken for labels."""
+_LEAST_GAP = 0.05
+"""Difference between the shares of contradictions that matters, however sure it is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoisonCheck:
+    """The result of one check. limit: the largest share that passes; text: one sentence."""
+
+    name: str
+    passed: bool
+    share: float
+    limit: float
+    text: str
+
+
+def check_heldout(trained: Sequence[Document], heldout: HeldoutTexts) -> PoisonCheck:
+    """No text that was learned from may have a question or a passage of a held-out one."""
+    found = [(document, what) for document in trained if (what := heldout.found_in(document))]
+    text = "no training text has a question or a passage of a held-out one"
+    if found:
+        document, what = found[0]
+        text = f"{len(found):,} of {len(trained):,} training texts have a {what}, such as {document.id}"
+    share = len(found) / max(1, len(trained))
+    return PoisonCheck(name="held-out texts", passed=not found, share=share, limit=0.0, text=text)
+
+
+def check_garbage(costs: Sequence[float], trusted: Sequence[float]) -> PoisonCheck:
+    """Few new texts may be less or more predictable than all trusted ones are.
+
+    costs, trusted: bits per byte of new texts and of the benchmark's, by the model before the update. If both are drawn
+    alike, the share of texts outside the range of n trusted ones is Beta(2, n - 1) distributed (Wilks 1941); the limit
+    is its quantile at 1 - `ERROR`. A count of new texts that the share `limit` explains passes, too.
+    """
+    low, high = min(trusted), max(trusted)
+    outside = sum(not low <= cost <= high for cost in costs)
+    limit = float(beta.ppf(1.0 - ERROR, 2, len(trusted) - 1))
+    lowest = float(beta.ppf(ERROR, outside, len(costs) - outside + 1)) if outside else 0.0  # Clopper and Pearson 1934
+    share = outside / max(1, len(costs))
+    text = (
+        f"{outside:,} of {len(costs):,} new texts ({share:.1%}) cost less or more than each of the {len(trusted):,} of "
+        f"the benchmark ({low:.2f} to {high:.2f} bits per byte); up to {limit:.1%} are usual"
+    )
+    return PoisonCheck(name="garbage", passed=lowest <= limit, share=share, limit=limit, text=text)
+
+
+def check_labels(trained: Sequence[Document], trusted: Sequence[Document]) -> PoisonCheck:
+    """Where answers are labels, a classifier of the benchmark's questions should contradict the new answers no more
+    often than it contradicts the benchmark's own in cross-validation.
+
+    Fisher's exact test at level `ERROR`; passes where answers are no labels or the questions do not tell them.
+    """
+    known = _labelled(trusted)
+    texts, labels = [text for text, _ in known], [label for _, label in known]
+    if len(set(labels)) < 2:
+        return _no_labels("answers are no labels")
+    model = make_pipeline(
+        TfidfVectorizer(analyzer="word", token_pattern=r"\S+"), LogisticRegression(C=100.0, max_iter=1000)
+    )
+    folds = StratifiedKFold(_LEAST_OF_LABEL, shuffle=True, random_state=0)
+    wrong = int((cross_val_predict(model, texts, labels, cv=folds) != np.array(labels)).sum())
+    most_frequent = Counter(labels).most_common(1)[0][1]
+    if wrong >= len(labels) - most_frequent:
+        return _no_labels("questions do not tell the labels")
+    answered = [(question_key(one), _answer(one)) for one in trained if one.kind == "qa"]
+    new = [(text, label) for text, label in answered if label in set(labels)]
+    if not new:
+        return _no_labels("no new answer is a label of the benchmark")
+    predicted = model.fit(texts, labels).predict([text for text, _ in new])
+    contradicted = int((predicted != np.array([label for _, label in new])).sum())
+    table = [[contradicted, len(new) - contradicted], [wrong, len(labels) - wrong]]
+    p_value = float(fisher_exact(table, alternative="greater").pvalue)
+    share, usual = contradicted / len(new), wrong / len(labels)
+    text = (
+        f"{contradicted:,} of {len(new):,} new labels ({share:.1%}) contradict what the benchmark's labels say; "
+        f"{usual:.1%} of its own do (p = {p_value:.2g})"
+    )
+    passed = p_value > ERROR or share - usual < _LEAST_GAP
+    return PoisonCheck(name="labels", passed=passed, share=share, limit=usual + _LEAST_GAP, text=text)
+
+
+def _no_labels(why: str) -> PoisonCheck:
+    return PoisonCheck(name="labels", passed=True, share=0.0, limit=1.0, text=f"not checked: {why}")
+
+
+def _labelled(documents: Sequence[Document]) -> list[tuple[str, str]]:
+    """Question and answer of the conversations with a frequent answer; [] if these are few."""
+    pairs = [(question_key(one), _answer(one)) for one in documents if one.kind == "qa"]
+    counts = Counter(answer for _, answer in pairs)
+    frequent = [(question, answer) for question, answer in pairs if counts[answer] >= _LEAST_OF_LABEL]
+    return frequent if frequent and len(frequent) >= _LABELLED * len(pairs) else []
+
+
+def _answer(document: Document) -> str:
+    """The words of the last answer."""
+    said = [turn["content"] for turn in document.messages if turn["role"] == "assistant"]
+    return " ".join(split_words(said[-1])) if said else ""
