@@ -71,7 +71,7 @@ def write_records(path: Path, *parts: Sequence[Record]) -> Path:
 
 
 def write_world(folder: Path) -> Path:
-    """`model`, a folder with random weights, and the files `old.jsonl`, `new.jsonl`, `old-heldout.jsonl` and `new-heldout.jsonl`."""
+    """`model`, a folder with random weights, and texts of both tasks: `old.jsonl`, `old-heldout.jsonl`, and so on."""
     write_model(folder / "model", template=HERMES)
     write_records(folder / "old.jsonl", old_records(range(200)))
     write_records(folder / "new.jsonl", new_records(range(1000, 1150)))

@@ -75,7 +75,7 @@ def test_garbage_is_refused(world: World, tmp_path: Path) -> None:
     before = world.benchmark.uses
     _, verdict = updated(world, tmp_path, NEW, garbage(40))
     assert not verdict.passed
-    assert failed_checks(verdict) == ["garbage"]
+    assert failed_checks(verdict) == ["garbage, after"]
     assert world.benchmark.uses == before
     assert verdict.use == 0
 
@@ -105,24 +105,33 @@ def test_held_out_questions_and_leaks_are_filtered_and_what_was_not_is_refused(w
 
 
 def test_an_update_that_forgets_is_refused(world: World, tmp_path: Path) -> None:
-    """Old tasks get worse: the candidate of this test is a model that has never learned them."""
-    run, _ = updated(world, tmp_path, NEW)
-    stage = run.stage("quantize").artifact
-    verdict = judge(run, stage, world.benchmark, GateConfig(max_uses=50), SILENT)
-    assert not verdict.passed  # nothing is better than itself
-    assert [measure.task for measure in verdict.measures if not measure.passed] == ["new"]
+    """It learns the new task alone, at a high rate, and no average may save it."""
+    settings = read_overrides(run_schema(), split_words([*QUICK, "--sft.learning_rate=2e-2"])[1])
+    new = str(write_records(tmp_path / "new.jsonl", NEW))
+    request = UpdateRequest(model=world.base, new=(new,), replay=0.0, average=False, settings=settings)
+    run = RunDir(tmp_path / "run")
+    run_update(request, world.benchmark, run, words=["test"], progress=SILENT)
+    verdict = judge(run, served_folder(world.base), world.benchmark, GateConfig(max_uses=50), SILENT)
+    assert [measure.task for measure in verdict.measures if not measure.passed] == ["old"], verdict.table()
+    assert "REFUSED" in verdict.reasons[0]
 
 
 def test_garbage_check_passes_texts_like_the_trusted_ones() -> None:
     """About `ERROR` of corpora without a fault are refused, and a few odd texts in a small one are no garbage."""
     draw = np.random.default_rng(0)
-    refused = sum(not check_garbage(draw.gamma(3.0, size=300), draw.gamma(3.0, size=60)).passed for _ in range(400))
-    assert refused <= 12
-    trusted = draw.gamma(3.0, size=60)
-    mixed = np.concatenate([draw.gamma(3.0, size=80), np.full(20, 30.0)])
-    assert not check_garbage(mixed, trusted).passed
-    assert not check_garbage(np.concatenate([draw.gamma(3.0, size=80), np.full(20, 0.0)]), trusted).passed  # repetition
-    assert check_garbage([30.0], trusted).passed
+    for was_learned in (False, True):
+        refused = 0
+        for _ in range(400):
+            new, trusted = draw.gamma(3.0, size=300), draw.gamma(3.0, size=60)
+            refused += not check_garbage(new, trusted, was_learned=was_learned).passed
+        assert refused <= 12
+    trusted, clean = draw.gamma(3.0, size=60), draw.gamma(3.0, size=80)
+    random, repeated = np.concatenate([clean, np.full(20, 30.0)]), np.concatenate([clean, np.zeros(20)])
+    assert not check_garbage(random, trusted, was_learned=False).passed
+    assert not check_garbage(random, trusted, was_learned=True).passed
+    assert not check_garbage(repeated, trusted, was_learned=False).passed
+    assert check_garbage(repeated, trusted, was_learned=True).passed  # learned by heart
+    assert check_garbage([30.0], trusted, was_learned=False).passed
 
 
 def test_label_check_needs_labels_that_questions_tell() -> None:

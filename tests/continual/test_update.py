@@ -35,6 +35,10 @@ def request_of(world: World, new: Path, **changes) -> UpdateRequest:
     return replace(UpdateRequest(model=world.base, new=(str(new),), settings=SETTINGS), **changes)
 
 
+def texts_in(path: Path) -> list[str]:
+    return [json.loads(line)["text"] for line in path.read_text().splitlines()]
+
+
 def packed(world: World, run: RunDir, **changes):
     """The configuration of an update whose rows are packed, and nothing more."""
     request = request_of(world, world.file("new"), **changes)
@@ -74,17 +78,13 @@ def test_the_share_of_replay_is_exact(world: World, tmp_path: Path, share: float
 
 
 def test_replay_is_taken_from_the_texts_that_the_model_was_trained_on(world: World, tmp_path: Path) -> None:
-    run = RunDir(tmp_path / "run").create()
-    data = prepare_data(
-        request_of(world, world.file("new"), replay=0.25).data, world.benchmark, run.path / "data", SILENT
-    )
+    request = request_of(world, world.file("new"), replay=0.25)
+    data = prepare_data(request.data, world.benchmark, tmp_path / "data", SILENT)
     known = {document.text for document in read_kept(world.base / "clean/artifact", split="train")}
-    replayed = [json.loads(line) for line in (data.folder / "old.jsonl").read_text().splitlines()]
-    assert replayed
-    assert {one["text"] for one in replayed} <= known
-    sizes = [
-        sum(len(json.loads(line)["text"]) for line in (data.folder / f"{name}.jsonl").open()) for name in (OLD, NEW)
-    ]
+    texts = {name: texts_in(data.folder / f"{name}.jsonl") for name in (OLD, NEW)}
+    assert texts[OLD]
+    assert set(texts[OLD]) <= known
+    sizes = [sum(map(len, texts[name])) for name in (OLD, NEW)]
     assert sizes[0] / sum(sizes) == pytest.approx(0.25, abs=0.01)
 
 
@@ -100,7 +100,7 @@ def test_held_out_questions_are_filtered_whatever_their_answer(world: World, tmp
     config = update_config(request_of(world, source), data, world.benchmark, run)
     assert config.section("clean").decontamination.sources == (data.heldout,)
     texts = HeldoutTexts.of(world.benchmark.every_document())
-    assert not [line for line in (data.folder / "new.jsonl").open() if "wrong" in line or "!" in line]
+    assert not [text for text in texts_in(data.folder / "new.jsonl") if "wrong" in text or "!" in text]
     assert texts.found_in(heldout[0]) == "held-out question"
 
 
@@ -163,7 +163,7 @@ def test_a_benchmark_is_frozen_and_its_uses_are_counted(world: World, tmp_path: 
     assert sum(level_of_use(number, 0.05) for number in range(1, 10_000)) == pytest.approx(0.05, rel=1e-3)
     path = benchmark.file("new", "test")
     path.write_text(path.read_text().replace("tool", "fool"))
-    with pytest.raises(ArtifactError, match="new-test.jsonl"):
+    with pytest.raises(ArtifactError, match=r"new-test\.jsonl"):
         load_benchmark(tmp_path / "bench")
 
 

@@ -6,6 +6,7 @@ level that is left for this use of the test half. Each measure has to pass, so s
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -138,7 +139,7 @@ def judge(run: RunDir, champion: Path, benchmark: Benchmark, config: GateConfig,
     identity = digest([candidate.digest, old_model.digest, benchmark.digest, dump(vars(config))])
     if is_finished(folder) and read_manifest(folder, kind=KIND).digest == identity:
         return Verdict.read(folder)
-    checks = check_texts(run, old_model, benchmark, progress)
+    checks = check_texts(run, old_model, candidate, benchmark, progress)
     measures: list[GateMeasure] = []
     number, level = 0, 0.0
     if all(check.passed for check in checks):
@@ -174,25 +175,39 @@ def load_judged(folder: Path) -> JudgedModel:
     return JudgedModel(model, Tokenizer.load(folder), digest(contents), weights_fingerprint(model))
 
 
-def check_texts(run: RunDir, champion: JudgedModel, benchmark: Benchmark, progress: Progress) -> list[PoisonCheck]:
+def check_texts(
+    run: RunDir, champion: JudgedModel, candidate: JudgedModel, benchmark: Benchmark, progress: Progress
+) -> list[PoisonCheck]:
     """The checks of the texts that the run has learned from, as they were after cleaning."""
     trained = list(read_kept(run.stage(CLEAN.name).artifact, split="train"))
     new = [document for document in trained if document.source == NEW]
     trusted = [document for task in TASKS for document in benchmark.read(task, "validation")]
     with open(run.path / DATA_FOLDER / HELDOUT_FILE, encoding="utf-8") as file:
         heldout = HeldoutTexts.of(Document.from_json(line) for line in file)
-    costs = [_bits_per_byte(champion, documents, progress) for documents in (new[:MOST_CHECKED], trusted)]
+    texts = (new[:MOST_CHECKED], trusted)
+    before, before_trusted = (_text_bits(champion, documents, progress) for documents in texts)
+    after, after_trusted = (_learned_bits(candidate, documents, progress) for documents in texts)
     return [
         check_heldout(new, heldout),
-        check_garbage(*costs),
+        check_garbage(before, before_trusted, was_learned=False),
+        check_garbage(after, after_trusted, was_learned=True),
         check_labels(new, benchmark.read("new", "validation")),
     ]
 
 
-def _bits_per_byte(judged: JudgedModel, documents: Sequence[Document], progress: Progress) -> list[float]:
-    """Of the whole text of each document; of a conversation the questions, too."""
-    rows = text_costs(judged.model, judged.tokenizer, documents, EvaluateConfig(), progress=progress)
-    return [row["nats"] / max(1, row["num_bytes"]) for row in rows]
+def _text_bits(judged: JudgedModel, documents: Sequence[Document], progress: Progress) -> list[float]:
+    """Bits per byte of the whole text of each document; of a conversation the questions, too."""
+    return _bits(text_costs(judged.model, judged.tokenizer, documents, EvaluateConfig(), progress=progress))
+
+
+def _learned_bits(judged: JudgedModel, documents: Sequence[Document], progress: Progress) -> list[float]:
+    """Bits per byte of what is learned of each document: of a conversation the answers."""
+    rows = record_costs(judged.model, judged.tokenizer, documents, EvaluateConfig(), progress=progress)
+    return [bits for of_one_kind in rows.values() for bits in _bits(of_one_kind)]
+
+
+def _bits(rows: Sequence[Mapping[str, Any]]) -> list[float]:
+    return [row["nats"] / math.log(2) / max(1, row["num_bytes"]) for row in rows]
 
 
 def _use(benchmark: Benchmark, candidate: str, champion: str, config: GateConfig) -> int:

@@ -51,23 +51,27 @@ def check_heldout(trained: Sequence[Document], heldout: HeldoutTexts) -> PoisonC
     return PoisonCheck(name="held-out texts", passed=not found, share=share, limit=0.0, text=text)
 
 
-def check_garbage(costs: Sequence[float], trusted: Sequence[float]) -> PoisonCheck:
+def check_garbage(costs: Sequence[float], trusted: Sequence[float], *, was_learned: bool) -> PoisonCheck:
     """Few new texts may be less or more predictable than all trusted ones are.
 
-    costs, trusted: bits per byte of new texts and of the benchmark's, by the model before the update. If both are drawn
-    alike, the share of texts outside the range of n trusted ones is Beta(2, n - 1) distributed (Wilks 1941); the limit
-    is its quantile at 1 - `ERROR`. A count of new texts that the share `limit` explains passes, too.
+    costs, trusted: bits per byte of new texts and of the benchmark's. was_learned: by the model after the update, to
+    which texts that it has learned from may well be more predictable than others; otherwise by the one before it. If
+    both are drawn alike, the share of texts beyond the largest of n trusted ones is Beta(1, n) distributed, and that
+    outside of their range Beta(2, n - 1) (Wilks 1941); the limit is the quantile at 1 - `ERROR`. A count that a share
+    within the limit explains passes, too.
     """
     low, high = min(trusted), max(trusted)
-    outside = sum(not low <= cost <= high for cost in costs)
-    limit = float(beta.ppf(1.0 - ERROR, 2, len(trusted) - 1))
+    outside = sum(cost > high or (cost < low and not was_learned) for cost in costs)
+    num_sides = 1 if was_learned else 2
+    limit = float(beta.ppf(1.0 - ERROR, num_sides, len(trusted) + 1 - num_sides))
     lowest = float(beta.ppf(ERROR, outside, len(costs) - outside + 1)) if outside else 0.0  # Clopper and Pearson 1934
     share = outside / max(1, len(costs))
+    when, what = ("after", "more") if was_learned else ("before", "less or more")
     text = (
-        f"{outside:,} of {len(costs):,} new texts ({share:.1%}) cost less or more than each of the {len(trusted):,} of "
-        f"the benchmark ({low:.2f} to {high:.2f} bits per byte); up to {limit:.1%} are usual"
+        f"{outside:,} of {len(costs):,} new texts ({share:.1%}) cost the model {when} the update {what} than each of the "
+        f"{len(trusted):,} of the benchmark ({low:.2f} to {high:.2f} bits per byte); up to {limit:.1%} are usual"
     )
-    return PoisonCheck(name="garbage", passed=lowest <= limit, share=share, limit=limit, text=text)
+    return PoisonCheck(name=f"garbage, {when}", passed=lowest <= limit, share=share, limit=limit, text=text)
 
 
 def check_labels(trained: Sequence[Document], trusted: Sequence[Document]) -> PoisonCheck:
