@@ -24,6 +24,12 @@ class World:
         return self.folder / f"{name}.jsonl"
 
 
+def words_of(world: World, run: Path, *more: object, new: Path | None = None, model: Path | None = None) -> list[str]:
+    """The command line of an update."""
+    words = ["continual", "run", model or world.base, new or world.file("new"), "--benchmark", world.benchmark.folder]
+    return [str(word) for word in [*words, "--run-dir", run, "--replay", "0.25", "--max-uses", "50", *more, *QUICK]]
+
+
 @pytest.fixture(scope="session")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     folder = write_world(tmp_path_factory.mktemp("continual"))
@@ -34,3 +40,11 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     frozen = ["continual", "freeze", folder / "bench", "--old", folder / "old-heldout.jsonl"]
     assert main([str(word) for word in [*frozen, "--new", folder / "new-heldout.jsonl"]]) == 0
     return World(folder, folder / "base", load_benchmark(folder / "bench"))
+
+
+@pytest.fixture(scope="session")
+def released(world: World) -> Path:
+    """The run of a clean update that nobody disturbed, up to its release."""
+    run = world.folder / "runs" / "next"
+    assert main(words_of(world, run)) == 0
+    return run

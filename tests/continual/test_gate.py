@@ -12,14 +12,14 @@ from continual.conftest import World
 from continual_update import QUICK, Record, flipped, garbage, new_records, old_records, write_records
 from modelwright.cli.overrides import read_overrides, split_words
 from modelwright.continual.benchmark import freeze_benchmark
-from modelwright.continual.gate.judge import GateConfig, Verdict, judge
+from modelwright.continual.gate.judge import VERDICT, GateConfig, Verdict, judge
 from modelwright.continual.gate.measures import Comparison
 from modelwright.continual.gate.poison import check_garbage, check_heldout, check_labels
 from modelwright.continual.heldout import HeldoutTexts
 from modelwright.continual.loop import served_folder
 from modelwright.continual.update import UpdateRequest, run_update
-from modelwright.core.artifacts import read_manifest
-from modelwright.core.errors import ConfigError
+from modelwright.core.artifacts import read_manifest, write_artifact, write_atomic
+from modelwright.core.errors import ArtifactError, ConfigError, DataError
 from modelwright.core.progress import SilentProgress
 from modelwright.core.rundir import RunDir
 from modelwright.data.document import Document
@@ -51,9 +51,9 @@ def document(record: Record, source: str = "new") -> Document:
     return Document(id=record["question"], text=text, kind="qa", split="train", source=source, meta=record)
 
 
-def test_a_clean_update_passes(world: World, tmp_path: Path) -> None:
+def test_a_clean_update_passes(world: World, released: Path) -> None:
     """Judged on the quantized model; the verdict is kept, and reading it is no further use of the test half."""
-    run, verdict = updated(world, tmp_path, NEW)
+    run, verdict = RunDir(released), Verdict.read(released / "gate")
     assert verdict.passed, verdict.table()
     assert verdict.reasons == []
     rules = {(measure.task, measure.rule) for measure in verdict.measures}
@@ -63,11 +63,16 @@ def test_a_clean_update_passes(world: World, tmp_path: Path) -> None:
     assert [use.candidate for use in uses].count(verdict.candidate) == 1
     again = judge(run, served_folder(world.base), world.benchmark, GateConfig(max_uses=50), SILENT)
     assert again.as_json() == verdict.as_json()
-    other = judge(run, served_folder(world.base), world.benchmark, GateConfig(max_uses=50, margin=0.5), SILENT)
-    assert other.use == verdict.use
+    with write_artifact(run.path / "gate", kind="gate", digest=""):  # as if the process had died before
+        pass
+    repeated = judge(run, served_folder(world.base), world.benchmark, GateConfig(max_uses=50), SILENT)
+    assert repeated.as_json() == verdict.as_json()
     assert world.benchmark.uses == uses
+    saved = run.path / "gate"
+    saved.rename(run.path / "kept")
     with pytest.raises(ConfigError, match="freeze a new benchmark"):
         judge(run, world.base / "sft/artifact", world.benchmark, GateConfig(max_uses=len(uses)), SILENT)
+    (run.path / "kept").rename(saved)
 
 
 def test_garbage_is_refused(world: World, tmp_path: Path) -> None:
@@ -173,10 +178,6 @@ def test_small_levels_get_more_resamples() -> None:
 
 
 def test_a_verdict_that_was_changed_is_damaged(world: World, tmp_path: Path) -> None:
-    from modelwright.continual.gate.judge import VERDICT
-    from modelwright.core.artifacts import write_artifact, write_atomic
-    from modelwright.core.errors import ArtifactError
-
     with write_artifact(tmp_path / "gate", kind="gate", digest="x") as draft:
         write_atomic(draft.path / VERDICT, json.dumps({"passed": False}))
     path = tmp_path / "gate" / VERDICT
@@ -187,5 +188,5 @@ def test_a_verdict_that_was_changed_is_damaged(world: World, tmp_path: Path) -> 
 
 def test_a_benchmark_needs_enough_texts(world: World, tmp_path: Path) -> None:
     few = write_records(tmp_path / "few.jsonl", old_records(range(30)))
-    with pytest.raises(Exception, match="at least 40"):
+    with pytest.raises(DataError, match="at least 40"):
         freeze_benchmark([str(few)], [str(world.file("new-heldout"))], tmp_path / "bench")

@@ -25,8 +25,8 @@ def parser() -> argparse.ArgumentParser:
     parser = new_parser(
         "continual",
         "Keep a served model up to date: train on new texts with a replay of old ones, let the gate judge the result "
-        "on a frozen benchmark, and promote it by an A/B test (docs/continual.md). The same command resumes what was cut "
-        "off; it exits with 5 if the update was refused.",
+        "on a frozen benchmark, and promote it by an A/B test (docs/continual.md). The same command resumes what was "
+        "cut off; it exits with 5 if the update was refused.",
         example="modelwright continual run runs/support new.jsonl --benchmark bench --run-dir runs/support-2",
         notes=(
             "Settings of the update's run are options of `run`: --sft.learning_rate 1e-5 --sft.num_epochs 3\n"

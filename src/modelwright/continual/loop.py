@@ -5,6 +5,7 @@ Every step leaves something that exists as a whole or not at all, and is skipped
 not begun twice.
 """
 
+import itertools
 import json
 import os
 import re
@@ -31,7 +32,7 @@ from modelwright.serve.ab.client import AbClient, ServerUnreachable
 
 DRIFT_FILE = "drift.json"
 PROMOTION = "promotion.json"
-_NAME_CHARS = 26
+_SLUG_CHARS, _DIGEST_CHARS = 22, 12
 _UNREACHABLE_S = 600.0
 """How long a server may be away while a test runs; a restart with a large model takes minutes."""
 Ending = Literal["no_drift", "refused", "released", "rolled_back", "promoted"]
@@ -161,20 +162,17 @@ def write_release(run: RunDir) -> Path:
     return folder
 
 
-def name_of_test(run: RunDir, verdict: Verdict) -> str:
-    """The same name for the same model, so that a test is found again."""
-    slug = re.sub(r"[^a-z0-9]+", "-", run.path.resolve().name.lower()).strip("-")[:_NAME_CHARS] or "update"
-    return f"{slug}-{verdict.candidate[:12]}"
+def name_of_test(run: RunDir, verdict: Verdict, attempt: int) -> str:
+    """The same name for the same model, so that a test is found again. attempt: from 1."""
+    slug = re.sub(r"[^a-z0-9]+", "-", run.path.resolve().name.lower()).strip("-")[:_SLUG_CHARS] or "update"
+    return f"{slug}-{verdict.candidate[:_DIGEST_CHARS]}-{attempt}"
 
 
 def ab_test(test: AbTest, run: RunDir, release: Path, verdict: Verdict, progress: Progress) -> dict[str, Any]:
     """Begin the A/B test of a release, or find it, and wait for its end; its report. Raises `ModelwrightError` if the
     server compares other models than the gate did.
     """
-    name = name_of_test(run, verdict)
-    report = test.client.find(name)
-    if report is None:
-        report = test.client.begin(name, str(release.resolve()), share=test.share, unit=test.unit)
+    report = _begun(test, run, release, verdict)
     _require_judged(test, report, verdict)
     progress.begin("A/B test", test.min_units, test.unit + "s")
     last_seen = time.monotonic()
@@ -183,10 +181,10 @@ def ab_test(test: AbTest, run: RunDir, release: Path, verdict: Verdict, progress
         progress.advance(min(fewest, test.min_units))
         try:
             if fewest >= test.min_units:
-                test.client.end(promote=True)
+                report = _promoted(test, report)
             else:
                 time.sleep(test.poll_s)
-            report = test.client.find(name) or report
+                report = test.client.find(report["name"]) or report
             last_seen = time.monotonic()
         except ServerUnreachable:
             if time.monotonic() - last_seen > _UNREACHABLE_S:
@@ -194,6 +192,31 @@ def ab_test(test: AbTest, run: RunDir, release: Path, verdict: Verdict, progress
             time.sleep(test.poll_s)
     progress.end()
     return report
+
+
+def _begun(test: AbTest, run: RunDir, release: Path, verdict: Verdict) -> dict[str, Any]:
+    """The test of this release that the server knows, or a new one; one that a restart interrupted is repeated."""
+    for attempt in itertools.count(1):
+        name = name_of_test(run, verdict, attempt)
+        report = test.client.find(name)
+        if report is None:
+            return test.client.begin(name, str(release.resolve()), share=test.share, unit=test.unit)
+        if report["status"] != "interrupted":
+            return report
+    raise AssertionError("there is no last attempt")
+
+
+def _promoted(test: AbTest, report: dict[str, Any]) -> dict[str, Any]:
+    """Promote, unless a guard or a person was faster."""
+    try:
+        return test.client.end(promote=True)
+    except ServerUnreachable:
+        raise
+    except ModelwrightError:
+        latest = test.client.find(report["name"])
+        if latest is None or latest["status"] == "running":
+            raise
+        return latest
 
 
 def _require_judged(test: AbTest, report: dict[str, Any], verdict: Verdict) -> None:

@@ -68,8 +68,8 @@ def check_garbage(costs: Sequence[float], trusted: Sequence[float], *, was_learn
     share = outside / max(1, len(costs))
     when, what = ("after", "more") if was_learned else ("before", "less or more")
     text = (
-        f"{outside:,} of {len(costs):,} new texts ({share:.1%}) cost the model {when} the update {what} than each of the "
-        f"{len(trusted):,} of the benchmark ({low:.2f} to {high:.2f} bits per byte); up to {limit:.1%} are usual"
+        f"{outside:,} of {len(costs):,} new texts ({share:.1%}) cost the model {when} the update {what} than each of "
+        f"the {len(trusted):,} of the benchmark ({low:.2f} to {high:.2f} bits per byte); up to {limit:.1%} are usual"
     )
     return PoisonCheck(name=f"garbage, {when}", passed=lowest <= limit, share=share, limit=limit, text=text)
 
