@@ -13,7 +13,7 @@ from continual_update import QUICK, Record, flipped, garbage, new_records, old_r
 from modelwright.cli.overrides import read_overrides, split_words
 from modelwright.continual.benchmark import freeze_benchmark
 from modelwright.continual.gate.judge import VERDICT, GateConfig, Verdict, judge
-from modelwright.continual.gate.measures import Comparison
+from modelwright.continual.gate.measures import PairedComparison
 from modelwright.continual.gate.poison import check_garbage, check_heldout, check_labels
 from modelwright.continual.heldout import HeldoutTexts
 from modelwright.continual.loop import served_folder
@@ -27,7 +27,7 @@ from modelwright.pipeline.run_config import run_schema
 
 SILENT = SilentProgress()
 NEW = new_records(range(1000, 1150))
-COMPARISON = Comparison(level=0.025, margin=0.02, resamples=2000, seed=0)
+COMPARISON = PairedComparison(level=0.025, margin=0.02, resamples=2000, seed=0)
 
 
 def updated(world: World, tmp_path: Path, *parts: Sequence[Record]) -> tuple[RunDir, Verdict]:
@@ -60,7 +60,8 @@ def test_a_clean_update_passes(world: World, released: Path) -> None:
     assert rules == {("old", "not worse"), ("new", "better")}
     assert all(measure.num_records in (40, 50) for measure in verdict.measures)
     uses = world.benchmark.uses
-    assert [use.candidate for use in uses].count(verdict.candidate) == 1
+    pairs = [(use.candidate, use.champion) for use in uses]
+    assert pairs.count((verdict.candidate, verdict.champion)) == 1
     again = judge(run, served_folder(world.base), world.benchmark, GateConfig(max_uses=50), SILENT)
     assert again.as_json() == verdict.as_json()
     with write_artifact(run.path / "gate", kind="gate", digest=""):  # as if the process had died before

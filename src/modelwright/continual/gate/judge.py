@@ -14,7 +14,7 @@ from typing import Any
 
 from modelwright.compress.int8 import Int8WeightsConfig, is_int8_folder, load_int8
 from modelwright.continual.benchmark import TASKS, Benchmark, Task, level_of_use
-from modelwright.continual.gate.measures import Comparison, GateMeasure, Rule
+from modelwright.continual.gate.measures import GateMeasure, PairedComparison, Rule
 from modelwright.continual.gate.poison import PoisonCheck, check_garbage, check_heldout, check_labels
 from modelwright.continual.heldout import HeldoutTexts
 from modelwright.continual.update import DATA_FOLDER, quantized_folder
@@ -33,6 +33,7 @@ from modelwright.evaluate.records import generate_numbers, score_choices
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import load_model
 from modelwright.pipeline.resolve import resolved_device
+from modelwright.pipeline.run_config import read_run_config
 from modelwright.pipeline.stages.clean import CLEAN
 from modelwright.pipeline.stages.evaluate import RESULTS
 from modelwright.serve.fingerprint import weights_fingerprint
@@ -134,8 +135,8 @@ def judge(run: RunDir, champion: Path, benchmark: Benchmark, config: GateConfig,
     """
     folder = run.path / FOLDER
     candidate_folder = quantized_folder(run)
-    candidate = load_judged(candidate_folder)
-    old_model = load_judged(champion)
+    kernels = read_run_config(run.config).serve.int8  # resolved, so that a second look gives the same bits
+    candidate, old_model = load_judged(candidate_folder, kernels), load_judged(champion, kernels)
     identity = digest([candidate.digest, old_model.digest, benchmark.digest, dump(vars(config))])
     if is_finished(folder) and read_manifest(folder, kind=KIND).digest == identity:
         return Verdict.read(folder)
@@ -145,7 +146,7 @@ def judge(run: RunDir, champion: Path, benchmark: Benchmark, config: GateConfig,
     if all(check.passed for check in checks):
         number = _use(benchmark, candidate.digest, old_model.digest, config)
         level = level_of_use(number, config.alpha)
-        comparison = Comparison(level=level, margin=config.margin, resamples=config.resamples, seed=config.seed)
+        comparison = PairedComparison(level=level, margin=config.margin, resamples=config.resamples, seed=config.seed)
         for task in TASKS:
             measures += _compare(task, benchmark, old_model, candidate, comparison, config, progress)
     verdict = Verdict(
@@ -166,9 +167,9 @@ def judge(run: RunDir, champion: Path, benchmark: Benchmark, config: GateConfig,
     return verdict
 
 
-def load_judged(folder: Path) -> JudgedModel:
+def load_judged(folder: Path, kernels: Int8WeightsConfig) -> JudgedModel:
     """The model in a folder, quantized or not, in memory as the server has it."""
-    model: Any = load_int8(folder, Int8WeightsConfig()) if is_int8_folder(folder) else load_model(folder)
+    model: Any = load_int8(folder, kernels) if is_int8_folder(folder) else load_model(folder)
     model = model.to(resolved_device("auto")).eval()
     files = sorted(path for path in folder.iterdir() if path.suffix in (".json", ".safetensors", ".jinja"))
     contents = {path.name: describe_file(path)["sha256"] for path in files if path.name not in NOT_OF_MODEL}
@@ -226,7 +227,7 @@ def _compare(
     benchmark: Benchmark,
     champion: JudgedModel,
     candidate: JudgedModel,
-    comparison: Comparison,
+    comparison: PairedComparison,
     config: GateConfig,
     progress: Progress,
 ) -> list[GateMeasure]:

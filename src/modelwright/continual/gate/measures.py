@@ -56,7 +56,7 @@ class GateMeasure:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class PairedComparison:
     """How two models are compared. level: of each one-sided bound."""
 
     level: float

@@ -23,7 +23,7 @@ ERROR = 0.01
 """Probability with which a check refuses texts like those of the benchmark."""
 _LEAST_OF_LABEL = 3
 """Documents that an answer must have to be a label, and parts of the cross-validation."""
-_LABELLED = 0.8
+_LEAST_LABELED = 0.8
 """Share of the conversations that have such an answer, from which on answers are taken for labels."""
 _LEAST_GAP = 0.05
 """Difference between the shares of contradictions that matters, however sure it is."""
@@ -80,7 +80,7 @@ def check_labels(trained: Sequence[Document], trusted: Sequence[Document]) -> Po
 
     Fisher's exact test at level `ERROR`; passes where answers are no labels or the questions do not tell them.
     """
-    known = _labelled(trusted)
+    known = _labeled(trusted)
     texts, labels = [text for text, _ in known], [label for _, label in known]
     if len(set(labels)) < 2:
         return _no_labels("answers are no labels")
@@ -113,12 +113,12 @@ def _no_labels(why: str) -> PoisonCheck:
     return PoisonCheck(name="labels", passed=True, share=0.0, limit=1.0, text=f"not checked: {why}")
 
 
-def _labelled(documents: Sequence[Document]) -> list[tuple[str, str]]:
+def _labeled(documents: Sequence[Document]) -> list[tuple[str, str]]:
     """Question and answer of the conversations with a frequent answer; [] if these are few."""
     pairs = [(question_key(one), _answer(one)) for one in documents if one.kind == "qa"]
     counts = Counter(answer for _, answer in pairs)
     frequent = [(question, answer) for question, answer in pairs if counts[answer] >= _LEAST_OF_LABEL]
-    return frequent if frequent and len(frequent) >= _LABELLED * len(pairs) else []
+    return frequent if frequent and len(frequent) >= _LEAST_LABELED * len(pairs) else []
 
 
 def _answer(document: Document) -> str:
