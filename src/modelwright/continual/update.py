@@ -102,8 +102,8 @@ def update_config(request: UpdateRequest, data: UpdateData, benchmark: Benchmark
     """
     found = find_model(request.model)
     folder = found.source.folder.resolve()
-    trainings = {form: TRAININGS[form] for form in data.forms}
-    names = [CLEAN.name, PACK.name, *(name for name in (PRETRAIN.name, SFT.name) if name in trainings.values())]
+    trainings = [TRAININGS[form] for form in data.forms]
+    names = [CLEAN.name, PACK.name, *(name for name in (PRETRAIN.name, SFT.name) if name in trainings)]
     names += [AVERAGE.name] if request.average else []
     settings: dict[str, Any] = {
         "name": run.path.resolve().name,
@@ -111,7 +111,7 @@ def update_config(request: UpdateRequest, data: UpdateData, benchmark: Benchmark
         "stages": [*names, QUANTIZE.name, REPORT.name],
         "data": {"sources": list(data.sources)},
         CLEAN.name: dict(_CLEAN) | {"decontamination": {"sources": [data.heldout]}},
-        **{name: _training(form, request) for form, name in trainings.items()},
+        **{TRAININGS[form]: _training(form, request) for form in data.forms},
         EVALUATE.name: {"domains": [], "multiple_choice": {"num_questions": 0}},
     }
     if request.average:

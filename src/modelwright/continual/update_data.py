@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from modelwright.continual.benchmark import Benchmark
 from modelwright.continual.heldout import HeldoutTexts
@@ -32,6 +32,7 @@ OLD, NEW = "old", "new"
 """The sources of an update's documents."""
 HELDOUT_FILE = "heldout.jsonl"
 Form = Literal["text", "conversations"]
+_PART_BYTES = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,9 +130,11 @@ def describe_sources(sources: Sequence[str]) -> list[dict[str, Any]]:
     described: list[dict[str, Any]] = [{"name": word} for word in sources if word in WORDS]
     files = locate(tuple(source for source in sources if source not in WORDS), lambda reason, name: None)
     for file in files:
+        content = hashlib.sha256()
         with file.filesystem.open(file.path, "rb") as opened:
-            content = hashlib.file_digest(opened, "sha256").hexdigest()
-        described.append({"name": redact_text(file.name), "sha256": content})
+            while part := opened.read(_PART_BYTES):
+                content.update(cast(bytes, part))
+        described.append({"name": redact_text(file.name), "sha256": content.hexdigest()})
     return described
 
 

@@ -7,6 +7,7 @@ Each check says how many texts of a kind without fault it would refuse.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from scipy.stats import beta, fisher_exact
@@ -61,7 +62,7 @@ def check_garbage(costs: Sequence[float], trusted: Sequence[float], *, was_learn
     within the limit explains passes, too.
     """
     low, high = min(trusted), max(trusted)
-    outside = sum(cost > high or (cost < low and not was_learned) for cost in costs)
+    outside = len([cost for cost in costs if cost > high or (cost < low and not was_learned)])
     num_sides = 1 if was_learned else 2
     limit = float(beta.ppf(1.0 - ERROR, num_sides, len(trusted) + 1 - num_sides))
     lowest = float(beta.ppf(ERROR, outside, len(costs) - outside + 1)) if outside else 0.0  # Clopper and Pearson 1934
@@ -88,7 +89,8 @@ def check_labels(trained: Sequence[Document], trusted: Sequence[Document]) -> Po
         TfidfVectorizer(analyzer="word", token_pattern=r"\S+"), LogisticRegression(C=100.0, max_iter=1000)
     )
     folds = StratifiedKFold(_LEAST_OF_LABEL, shuffle=True, random_state=0)
-    wrong = int((cross_val_predict(model, texts, labels, cv=folds) != np.array(labels)).sum())
+    guessed = np.array(cross_val_predict(model, texts, labels, cv=folds))
+    wrong = int(np.count_nonzero(guessed != np.array(labels)))
     most_frequent = Counter(labels).most_common(1)[0][1]
     if wrong >= len(labels) - most_frequent:
         return _no_labels("questions do not tell the labels")
@@ -96,10 +98,11 @@ def check_labels(trained: Sequence[Document], trusted: Sequence[Document]) -> Po
     new = [(text, label) for text, label in answered if label in set(labels)]
     if not new:
         return _no_labels("no new answer is a label of the benchmark")
-    predicted = model.fit(texts, labels).predict([text for text, _ in new])
-    contradicted = int((predicted != np.array([label for _, label in new])).sum())
+    predicted = np.array(model.fit(texts, labels).predict([text for text, _ in new]))
+    contradicted = int(np.count_nonzero(predicted != np.array([label for _, label in new])))
     table = [[contradicted, len(new) - contradicted], [wrong, len(labels) - wrong]]
-    p_value = float(fisher_exact(table, alternative="greater").pvalue)
+    result: Any = fisher_exact(table, alternative="greater")
+    p_value = float(result.pvalue)
     share, usual = contradicted / len(new), wrong / len(labels)
     text = (
         f"{contradicted:,} of {len(new):,} new labels ({share:.1%}) contradict what the benchmark's labels say; "
