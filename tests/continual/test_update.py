@@ -19,6 +19,7 @@ from modelwright.continual.update_data import NEW, OLD, prepare_data
 from modelwright.core.artifacts import read_manifest
 from modelwright.core.errors import ArtifactError, ConfigError, DataError
 from modelwright.core.progress import SilentProgress
+from modelwright.core.records import read_records
 from modelwright.core.rundir import RunDir
 from modelwright.data.batching.loader import PlannedLoader, build_loader
 from modelwright.data.clean import read_kept
@@ -131,6 +132,30 @@ def test_another_update_in_the_same_folder_is_refused(world: World, tmp_path: Pa
     assert (folder / "new.jsonl").stat().st_mtime_ns == stamp
     with pytest.raises(ConfigError, match="another share of replay"):
         prepare_data(request_of(world, world.file("new"), replay=0.1).data, world.benchmark, folder, SILENT)
+
+
+def test_text_is_learned_by_pretraining_and_conversations_by_fine_tuning(world: World, tmp_path: Path) -> None:
+    """In one update; each starts from the model before it, and the schedule warms up again."""
+    words = ("kana", "lori", "miva", "rusto", "telen", "sopit", "nako", "rilo", "vami", "lenru")
+    texts = [" ".join(words[(n * k + k) % 10] for k in range(1, 30)).capitalize() + f" {n}." for n in range(60)]
+    prose = tmp_path / "prose.jsonl"
+    prose.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    settings = read_overrides(run_schema(), split_words([*QUICK, "--pretrain.num_steps=6"])[1])
+    new = (str(prose), str(world.file("new")))
+    request = UpdateRequest(model=world.base, new=new, replay=0.0, average=False, settings=settings)
+    run = RunDir(tmp_path / "run").create()
+    data = prepare_data(request.data, world.benchmark, run.path / "data", SILENT)
+    assert data.forms == ("conversations", "text")
+    config = update_config(request, data, world.benchmark, run)
+    assert [name for name in config.stage_names if name in ("pretrain", "sft")] == ["pretrain", "sft"]
+    execute(config, run, only=("clean", "pack", "pretrain", "sft"), origin="test", words=["test"], progress=SILENT)
+    facts = read_manifest(run.stage("sft").artifact)
+    assert set(facts.inputs) == {"pack", "init", "pretrain"}
+    losses = [record["loss"] for record in read_records(run.path / "pretrain/metrics.jsonl") if "loss" in record]
+    assert losses[-1] < losses[0]
+    rates = [r["learning_rate"] for r in read_records(run.path / "sft/metrics.jsonl") if "learning_rate" in r]
+    assert max(rates) == pytest.approx(5e-3)
+    assert rates[-1] < 0.2 * max(rates)
 
 
 def test_bad_requests_name_the_remedy(world: World, tmp_path: Path) -> None:
