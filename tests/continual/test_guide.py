@@ -1,5 +1,6 @@
 """The commands of docs/continual.md, run as they stand there."""
 
+import json
 import shlex
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from continual.conftest import World
 from continual_update import QUICK
 from modelwright.cli.main import main
+from modelwright.continual.benchmark import Use, load_benchmark
 
 GUIDE = Path(__file__).parents[2] / "docs" / "continual.md"
 
@@ -39,4 +41,8 @@ def test_the_commands_work(
         names.append(words[:2])
     assert names == [["continual", "freeze"], ["continual", "run"], ["lineage", "runs/support-2/release"], names[-1]]
     assert names[-1] == ["continual", "gate"]
-    assert '"passed": true' in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    verdict = json.loads(shown[shown.index("{") :])
+    assert verdict["passed"]
+    assert verdict == json.loads(Path("runs/support-2/gate/verdict.json").read_text())
+    assert load_benchmark(Path("bench")).uses == [Use(1, verdict["candidate"], verdict["champion"])]

@@ -145,6 +145,19 @@ def lineage_reaches_the_first_data(world: World, run: Path) -> None:
     assert "not recorded" in start.note
 
 
+def test_what_would_keep_a_release_from_being_promoted_is_said_first(
+    world: World, server: ServerThread, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, link = tmp_path / "next", tmp_path / "link"
+    link.write_text("a file")
+    assert main(words_of(world, run, "--server", server.url, "--current", link)) == 2
+    assert "no symbolic link" in capsys.readouterr().err
+    server.stop()
+    assert main(words_of(world, run, "--server", server.url)) == 2
+    assert "is the server running?" in capsys.readouterr().err
+    assert [path.name for path in run.iterdir()] == ["loop"]
+
+
 def test_a_failing_release_is_rolled_back_and_not_promoted(
     world: World, released: Path, server: ServerThread, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

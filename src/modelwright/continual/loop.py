@@ -23,15 +23,24 @@ from modelwright.continual.drift.requests import read_requests
 from modelwright.continual.gate.judge import FOLDER, NOT_OF_MODEL, VERDICT, GateConfig, Verdict, judge
 from modelwright.continual.lineage import LINEAGE, RELEASE_FOLDER, trace
 from modelwright.continual.update import DATA_FOLDER, UpdateRequest, quantized_folder, run_update
-from modelwright.core.artifacts import fsync_folder, is_finished, read_manifest, write_artifact, write_atomic
+from modelwright.core.artifacts import (
+    fsync_folder,
+    is_finished,
+    make_folder,
+    read_manifest,
+    write_artifact,
+    write_atomic,
+)
 from modelwright.core.errors import ConfigError, ModelwrightError
 from modelwright.core.progress import Progress
-from modelwright.core.rundir import RunDir
+from modelwright.core.rundir import RunDir, lock_folder
 from modelwright.pipeline.models import find_model
 from modelwright.serve.ab.client import AbClient, ServerUnreachable
 
 DRIFT_FILE = "drift.json"
 PROMOTION = "promotion.json"
+LOCK_FOLDER = "loop"
+"""Held while a process works on the update."""
 _SLUG_CHARS, _DIGEST_CHARS = 22, 12
 _UNREACHABLE_S = 600.0
 """How long a server may be away while a test runs; a restart with a large model takes minutes."""
@@ -93,14 +102,22 @@ class LoopResult:
 
 def run_loop(request: LoopRequest, *, words: Sequence[str], progress: Progress) -> LoopResult:
     """Carry the loop out, or what is left of it. Raises what the steps raise."""
+    lock = request.run.create().path / LOCK_FOLDER
+    make_folder(lock)
+    with lock_folder(lock, "this update; wait for it"):
+        return _carried_out(request, words, progress)
+
+
+def _carried_out(request: LoopRequest, words: Sequence[str], progress: Progress) -> LoopResult:
     run = request.run
     if request.drift and not is_finished(run.path / DATA_FOLDER):
-        alarmed = drifted_features(request.drift, run.create())
+        alarmed = drifted_features(request.drift, run)
         if not alarmed:
             return LoopResult(ending="no_drift", text="no window drifted; nothing is updated")
         progress.note(f"drift: {', '.join(alarmed)}")
     benchmark = load_benchmark(request.benchmark)
     champion = request.champion or served_folder(request.update.model)
+    _check_promotion(request)
     run_update(request.update, benchmark, run, words=words, progress=progress)
     verdict = judge(run, champion, benchmark, request.gate, progress)
     if not verdict.passed:
@@ -114,6 +131,14 @@ def run_loop(request: LoopRequest, *, words: Sequence[str], progress: Progress) 
         return LoopResult(ending="rolled_back", text=f"{verdict.table()}\n{text}")
     record_promotion(run, release, report, request.current)
     return LoopResult(ending="promoted", text=f"{verdict.table()}\npromoted {release}", release=release)
+
+
+def _check_promotion(request: LoopRequest) -> None:
+    """Raise before anything is trained what would keep the release from being promoted."""
+    if request.test is not None:
+        request.test.client.find("")
+    if request.current is not None:
+        _require_link(request.current)
 
 
 def drifted_features(trigger: DriftTrigger, run: RunDir) -> list[str]:
@@ -132,9 +157,11 @@ def drifted_features(trigger: DriftTrigger, run: RunDir) -> list[str]:
 
 def served_folder(model: Path) -> Path:
     """The folder that is served of a model: the release of an update, else the quantized model of a run, else the
-    model itself.
+    model itself. model: a run, the folder of one of its stages, or any model folder.
     """
-    run = RunDir(model)
+    folder = model.resolve()
+    is_stage = folder.name == "artifact" and (folder.parents[1] / "run.json").is_file()
+    run = RunDir(folder.parents[1] if is_stage else model)
     for folder in (run.path / RELEASE_FOLDER, quantized_folder(run)):
         if is_finished(folder):
             return folder
@@ -241,10 +268,15 @@ def record_promotion(run: RunDir, release: Path, report: dict[str, Any], current
 
 def move_link(link: Path, target: Path) -> None:
     """Let `link` point to `target`, at no moment to nothing. Raises `ConfigError` if it is no link."""
-    if link.exists() and not link.is_symlink():
-        raise ConfigError(f"--current: {link} is no symbolic link, so it is not replaced; choose another path")
+    _require_link(link)
+    make_folder(link.parent)
     fresh = link.with_name(link.name + ".tmp")
     fresh.unlink(missing_ok=True)
     os.symlink(target, fresh)
     os.replace(fresh, link)
     fsync_folder(link.parent)
+
+
+def _require_link(link: Path) -> None:
+    if link.exists() and not link.is_symlink():
+        raise ConfigError(f"--current: {link} is no symbolic link, so it is not replaced; choose another path")

@@ -21,7 +21,7 @@ from modelwright.continual.update import DATA_FOLDER, quantized_folder
 from modelwright.continual.update_data import HELDOUT_FILE, NEW
 from modelwright.core.artifacts import MANIFEST, describe_file, is_finished, read_manifest, write_artifact, write_atomic
 from modelwright.core.config import digest, dump
-from modelwright.core.errors import ConfigError
+from modelwright.core.errors import ConfigError, DataError
 from modelwright.core.progress import Progress
 from modelwright.core.rundir import RunDir
 from modelwright.data.clean import read_kept
@@ -182,6 +182,8 @@ def check_texts(
     """The checks of the texts that the run has learned from, as they were after cleaning."""
     trained = list(read_kept(run.stage(CLEAN.name).artifact, split="train"))
     new = [document for document in trained if document.source == NEW]
+    if not new:
+        raise DataError(f"{run.stage(CLEAN.name).artifact}: no new text is left after cleaning; see what was dropped")
     trusted = [document for task in TASKS for document in benchmark.read(task, "validation")]
     with open(run.path / DATA_FOLDER / HELDOUT_FILE, encoding="utf-8") as file:
         heldout = HeldoutTexts.of(Document.from_json(line) for line in file)
