@@ -76,6 +76,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "no clipping": {"max_grad_norm": 0.0},
     "adaptive clipping": {"adaptive_clip": {"kind": "percentile"}},
     "dynamic decay": {"weight_decay_schedule": {"grad_norm_threshold": 5.0}},
+    "pull to the start": {"l2_sp": 0.1},
     "loss spikes": {"loss_spikes": {"num_sigmas": 6.0}},
     "rollback": {
         "loss_spikes": {"num_sigmas": 6.0, "rollback_after": 2, "lr_factor_steps": 2},

@@ -32,6 +32,7 @@ PAGES = (
     "docs/drift.md",
     "docs/multimodal.md",
     "docs/search.md",
+    "docs/continual.md",
 )
 SUFFIXES = "py|h|cpp|md|yaml|json|jsonl|toml|txt|html|jinja|css|js|csv|tsv|zst|gz|safetensors|parquet|xml"
 FILE = re.compile(rf"[\w.*<>/-]+\.(?:{SUFFIXES})|(?:[\w.-]+/)+")

@@ -1,7 +1,7 @@
 """`modelwright COMMAND ...`: finds the command, runs it, and turns its errors into one line and an exit code.
 
 Exit codes: 0 done, 1 a bug (with traceback), 2 a user's or the machine's error, 3 another process of the run was lost,
-4 drift was found, 130 Ctrl-C, 143 SIGTERM.
+4 drift was found, 5 an update was refused, 130 Ctrl-C, 143 SIGTERM.
 """
 
 import errno
@@ -18,9 +18,11 @@ from modelwright.cli import (
     commands,
     compare,
     config,
+    continual,
     drift,
     federated,
     finetune,
+    lineage,
     lr_find,
     plan,
     requests,
@@ -38,7 +40,7 @@ _ABOUT_PATHS = (
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP
 )  # fmt: skip
 
-_RESUMABLE = ("run", "launch", "finetune", "search")
+_RESUMABLE = ("run", "launch", "finetune", "search", "continual")
 _SPARED: Mapping[str, tuple[int, ...]] = {"chat": (signal.SIGINT,)}
 """Signals that a command may outlive: Ctrl-C ends an answer."""
 
@@ -105,6 +107,17 @@ COMMANDS: dict[str, Command] = {
         run=drift.drift,
         parser=drift.parser,
         summary="watch whether requests still look as they did when the model was released",
+    ),
+    "continual": Command(
+        run=continual.continual,
+        parser=continual.parser,
+        settings=config.setting_names,
+        summary="update a served model: train on new texts, judge, test beside the old one, promote",
+    ),
+    "lineage": Command(
+        run=lineage.lineage,
+        parser=lineage.parser,
+        summary="say which data, configuration, commits and models a model comes from",
     ),
     "lr-find": Command(
         run=lr_find.lr_find,

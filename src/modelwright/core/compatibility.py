@@ -32,6 +32,8 @@ RESIDENT_STATES = "optimizer states beside the weights"
 COMMON_LOSS_SCALE = "one loss scale for all layers"
 REVERSIBLE_UPDATES = "updates that a rollback can undo"
 ONE_COPY = "one copy of the weights for all processes of a host"
+OWN_WEIGHTS = "weights that no other process changes"
+LASTING_LAYOUT = "layers that stay where they are"
 
 SEVERAL_REPLICAS = "several replicas whose gradients are summed"
 SEVERAL_STAGES = "a pipeline"

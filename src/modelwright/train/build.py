@@ -48,6 +48,7 @@ from modelwright.train.techniques.auxiliary_losses import auxiliary_losses
 from modelwright.train.techniques.base_weights import base_weights
 from modelwright.train.techniques.finite_check import finite_check, skip_empty_batches
 from modelwright.train.techniques.gradient_clipping import gradient_clipping
+from modelwright.train.techniques.l2_sp import l2_sp
 from modelwright.train.techniques.learning_rate import learning_rate
 from modelwright.train.techniques.loss_scaling import loss_scaling
 from modelwright.train.techniques.loss_spikes import loss_spikes
@@ -95,6 +96,7 @@ def technique_builders(job: TrainJob) -> list[TechniqueBuilder]:
         partial(pipeline_rebalancing, config.load_balance, every=every),  # on_step_end: ask for another layout
         partial(out_of_memory, faults.on_out_of_memory),  # on_retry: smaller microbatches
         base_weights,  # state: which model the adapters belong to
+        partial(l2_sp, config.l2_sp),  # on_step_end: pull weights to their start
         *map(reads_whole_gradients, job.techniques),
         # Monitors come last: they see what all others made of a step.
         anomaly_monitor,

@@ -12,12 +12,15 @@ from modelwright.core.compatibility import (
     EQUAL_REPLICAS,
     EXACT_SUMS,
     GRADIENT_SUMS,
+    LASTING_LAYOUT,
+    OWN_WEIGHTS,
     PROMPT_GRADIENTS,
     RESIDENT_STATES,
     REVERSIBLE_UPDATES,
     SAME_MATMULS,
     SAME_UNITS,
     SYNCHRONOUS_UPDATES,
+    TRAINED_WEIGHTS,
     UNDIVIDED_GRADIENTS,
     WHOLE_GRADIENTS,
     WHOLE_MATRICES,
@@ -63,7 +66,7 @@ SHARED_MEMORY = feature(
         SAME_MATMULS,
         SAME_UNITS,
     ],
-    breaks=[GRADIENT_SUMS, REVERSIBLE_UPDATES, UNDIVIDED_GRADIENTS],
+    breaks=[GRADIENT_SUMS, REVERSIBLE_UPDATES, UNDIVIDED_GRADIENTS, OWN_WEIGHTS],
 )
 """One copy of weights and states for the processes of a host; where it conflicts, they keep copies."""
 
@@ -116,6 +119,9 @@ class SharedTrainConfig:
     neftune_noise_alpha: float = 0.0
     """Strength of the noise on the embeddings of training batches (NEFTune, Jain et al. 2023); the paper takes 5 to 15,
     and 0 adds none."""
+    l2_sp: float = 0.0
+    """Decoupled pull of every weight towards where training began (L2-SP, Li et al. 2018), in the unit of
+    `weight_decay`; 0 leaves it out. It takes the memory of another copy of the weights."""
     max_skipped_steps: int = constant(20)
     """Updates in a row that may be skipped for values that are not finite before the run fails."""
     fault_tolerance: FaultToleranceConfig = field(default_factory=FaultToleranceConfig)
@@ -135,7 +141,7 @@ class SharedTrainConfig:
         for name in ("lr_reference_batch_tokens", "keep_last", "log_every_steps", "max_skipped_steps"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: must be at least 1, got {getattr(self, name)}")
-        for name in ("checkpoint_every_steps", "checkpoint_every_minutes", "neftune_noise_alpha"):
+        for name in ("checkpoint_every_steps", "checkpoint_every_minutes", "neftune_noise_alpha", "l2_sp"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}: must not be negative, got {getattr(self, name)}; 0 disables it")
 
@@ -235,6 +241,9 @@ class TrainConfig(SharedTrainConfig):
             result.append(feature("optimizer_in_backward", breaks=[WHOLE_GRADIENTS, UNDIVIDED_GRADIENTS]))
         if self.neftune_noise_alpha:  # its strength follows from the lengths of documents
             result.append(feature("neftune_noise_alpha", self.neftune_noise_alpha, needs=[WHOLE_ROWS]))
+        if self.l2_sp:  # each rank pulls what it has once, and a second layout would take other weights for the start
+            needs = [TRAINED_WEIGHTS, SYNCHRONOUS_UPDATES, OWN_WEIGHTS, LASTING_LAYOUT]
+            result.append(feature("l2_sp", self.l2_sp, needs=needs))
         for name in (
             "adaptive_clip",
             "weight_decay_schedule",
@@ -312,6 +321,8 @@ class TrainConfig(SharedTrainConfig):
             del result["optimizer_in_backward"]  # the same weights, to the last bit
         if not self.neftune_noise_alpha:
             del result["neftune_noise_alpha"]  # as before there was such a setting
+        if not self.l2_sp:
+            del result["l2_sp"]  # as before there was such a setting
         if self.batching == BatchingConfig():
             del result["batching"]  # as before there were any of its settings
         if self.lora == AdapterConfig():

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from modelwright.core.compatibility import SEVERAL_STAGES, Feature, feature
+from modelwright.core.compatibility import LASTING_LAYOUT, SEVERAL_STAGES, Feature, feature
 from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
 from modelwright.data.batch import TokenBatch, part_sizes
@@ -43,8 +43,10 @@ class LoadBalanceConfig:
             raise ConfigError(f"window_steps: must be at least 3 steps, got {self.window_steps}")
 
     def features(self) -> list[Feature]:
-        """What moving work takes effect only with."""
-        return [feature("pipeline", "true", only_with=[SEVERAL_STAGES])] if self.pipeline else []
+        """What moving work takes effect only with, and takes away."""
+        if not self.pipeline:
+            return []
+        return [feature("pipeline", "true", breaks=[LASTING_LAYOUT], only_with=[SEVERAL_STAGES])]
 
 
 class StageBalance:

@@ -16,7 +16,8 @@ from modelwright.plan.estimate import StageEstimate
 
 
 def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
-    """Artifact: the model and its tokenizer in the Hugging Face layout."""
+    """Artifact: the model and its tokenizer in the Hugging Face layout. Facts: the folder that they came from and, if a
+    stage wrote that, `content`, its digest."""
     folder = Path(config.init_from)
     return Stage(
         name=INIT.name,
@@ -29,7 +30,7 @@ def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
 
 def _run(context: StageContext, folder: Path) -> None:
     context.progress.begin("init", 0, "tensors")
-    verify_if_artifact(folder)
+    manifest = verify_if_artifact(folder)
     model, tokenizer = load_model(folder, dtype=stored_dtype(folder)), Tokenizer.load(folder)
     if tokenizer.vocab_size > model.config.vocab_size:
         raise ModelError(
@@ -38,6 +39,8 @@ def _run(context: StageContext, folder: Path) -> None:
         )
     save_model_folder(model, tokenizer, context.output.path)
     context.output.facts |= {"folder": str(folder), "num_parameters": model.config.num_parameters}
+    if manifest is not None:
+        context.output.facts["content"] = manifest.content_digest
     context.progress.end()
 
 

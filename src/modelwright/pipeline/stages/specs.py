@@ -8,6 +8,7 @@ from importlib.metadata import entry_points
 from modelwright.core.errors import ConfigError
 from modelwright.pipeline.stage import StageSpec
 from modelwright.pipeline.stages.align import ALIGN
+from modelwright.pipeline.stages.average import AVERAGE
 from modelwright.pipeline.stages.clean import CLEAN
 from modelwright.pipeline.stages.distill import DISTILL
 from modelwright.pipeline.stages.dpo import DPO
@@ -28,8 +29,8 @@ from modelwright.pipeline.stages.student import STUDENT
 from modelwright.pipeline.stages.tokenize import TOKENIZE
 
 STAGES: tuple[StageSpec, ...] = (
-    INIT, CLEAN, TOKENIZE, PACK, PRETRAIN, ALIGN, SFT, REWARD, DPO, KTO, GRPO, PPO, STUDENT, DISTILL, QAT, EVALUATE,
-    QUANTIZE, SERVE_CHECK, REPORT,
+    INIT, CLEAN, TOKENIZE, PACK, PRETRAIN, ALIGN, SFT, REWARD, DPO, KTO, GRPO, PPO, STUDENT, DISTILL, AVERAGE, QAT,
+    EVALUATE, QUANTIZE, SERVE_CHECK, REPORT,
 )  # fmt: skip
 
 STAGES_GROUP = "modelwright.stages"

@@ -24,7 +24,7 @@ SKIPPED = {
 class AnomalyConfig:
     """When a step is reported as an anomaly."""
 
-    num_sigmas: float = 6.0
+    num_sigmas: float = constant(6.0)
     """Robust standard deviations above the median at which a loss or gradient norm is reported."""
     window_steps: int = constant(60)
     """Steps that the next is compared with; none is judged before a third of them."""

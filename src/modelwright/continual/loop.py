@@ -1,0 +1,282 @@
+"""The loop: drift -> update -> gate -> A/B test -> promotion.
+
+Every step leaves something that exists as a whole or not at all, and is skipped when it does; so the same command after
+`kill -9` goes on, and ends with the same weights. What the server does is asked of the server: a test that it knows is
+not begun twice.
+"""
+
+import itertools
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from modelwright.continual.benchmark import load_benchmark
+from modelwright.continual.drift.check import check_windows
+from modelwright.continual.drift.reference import load_reference
+from modelwright.continual.drift.requests import read_requests
+from modelwright.continual.gate.judge import FOLDER, NOT_OF_MODEL, VERDICT, GateConfig, Verdict, judge
+from modelwright.continual.lineage import LINEAGE, RELEASE_FOLDER, trace
+from modelwright.continual.update import DATA_FOLDER, UpdateRequest, quantized_folder, run_update
+from modelwright.core.artifacts import (
+    fsync_folder,
+    is_finished,
+    make_folder,
+    read_manifest,
+    write_artifact,
+    write_atomic,
+)
+from modelwright.core.errors import ConfigError, ModelwrightError
+from modelwright.core.progress import Progress
+from modelwright.core.rundir import RunDir, lock_folder
+from modelwright.pipeline.models import find_model
+from modelwright.serve.ab.client import AbClient, ServerUnreachable
+
+DRIFT_FILE = "drift.json"
+PROMOTION = "promotion.json"
+LOCK_FOLDER = "loop"
+"""Held while a process works on the update."""
+_SLUG_CHARS, _DIGEST_CHARS = 22, 12
+_UNREACHABLE_S = 600.0
+"""How long a server may be away while a test runs; a restart with a large model takes minutes."""
+Ending = Literal["no_drift", "refused", "released", "rolled_back", "promoted"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DriftTrigger:
+    """Update only if requests have drifted from the reference."""
+
+    reference: Path
+    requests: tuple[str, ...]
+    model: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AbTest:
+    """How the A/B test of a release goes. min_units: units in each arm after which the release is promoted, if no guard
+    has taken it away until then.
+    """
+
+    client: AbClient
+    share: float = 0.1
+    unit: Literal["session", "user"] = "session"
+    min_units: int = 1000
+    poll_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.share < 1.0:
+            raise ConfigError(f"--share: must be above 0 and below 1, got {self.share:g}; 0.1 is usual")
+        if self.min_units < 1 or self.poll_s <= 0:
+            raise ConfigError("--min-units: must be at least 1, and --poll above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopRequest:
+    """The whole loop. champion: the folder in service, None for that of the updated model's run; current: a link that
+    points to the release in service, moved at promotion.
+    """
+
+    update: UpdateRequest
+    benchmark: Path
+    run: RunDir
+    champion: Path | None = None
+    gate: GateConfig = field(default_factory=GateConfig)
+    drift: DriftTrigger | None = None
+    test: AbTest | None = None
+    current: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopResult:
+    """How the loop ended; text: for the terminal."""
+
+    ending: Ending
+    text: str
+    release: Path | None = None
+
+
+def run_loop(request: LoopRequest, *, words: Sequence[str], progress: Progress) -> LoopResult:
+    """Carry the loop out, or what is left of it. Raises what the steps raise."""
+    lock = request.run.create().path / LOCK_FOLDER
+    make_folder(lock)
+    with lock_folder(lock, "this update; wait for it"):
+        return _carried_out(request, words, progress)
+
+
+def _carried_out(request: LoopRequest, words: Sequence[str], progress: Progress) -> LoopResult:
+    run = request.run
+    if request.drift and not is_finished(run.path / DATA_FOLDER):
+        alarmed = drifted_features(request.drift, run)
+        if not alarmed:
+            return LoopResult(ending="no_drift", text="no window drifted; nothing is updated")
+        progress.note(f"drift: {', '.join(alarmed)}")
+    benchmark = load_benchmark(request.benchmark)
+    champion = request.champion or served_folder(request.update.model)
+    _check_promotion(request)
+    run_update(request.update, benchmark, run, words=words, progress=progress)
+    verdict = judge(run, champion, benchmark, request.gate, progress)
+    if not verdict.passed:
+        return LoopResult(ending="refused", text=verdict.table())
+    release = write_release(run)
+    if request.test is None:
+        return LoopResult(ending="released", text=f"{verdict.table()}\nrelease {release}", release=release)
+    report = ab_test(request.test, run, release, verdict, progress)
+    if report["status"] != "promoted":
+        text = f"A/B test {report['name']}: {report['status']} {report['reason']}".rstrip()
+        return LoopResult(ending="rolled_back", text=f"{verdict.table()}\n{text}")
+    record_promotion(run, release, report, request.current)
+    return LoopResult(ending="promoted", text=f"{verdict.table()}\npromoted {release}", release=release)
+
+
+def _check_promotion(request: LoopRequest) -> None:
+    """Raise before anything is trained what would keep the release from being promoted."""
+    if request.test is not None:
+        request.test.client.find("")
+    if request.current is not None:
+        _require_link(request.current)
+
+
+def drifted_features(trigger: DriftTrigger, run: RunDir) -> list[str]:
+    """The features that drifted in any whole window; the reports are written into the run."""
+    reference = load_reference(trigger.reference, trigger.model)
+    records = read_requests(trigger.requests)
+    size = reference.config.window_requests
+    if len(records) < size:
+        raise ConfigError(
+            f"{', '.join(trigger.requests)}: {len(records):,} requests are no window of {size:,}; wait for more"
+        )
+    reports = list(check_windows(records, reference))
+    write_atomic(run.path / DRIFT_FILE, json.dumps([report.as_json() for report in reports], indent=1))
+    return list(dict.fromkeys(name for report in reports for name in report.alarmed))
+
+
+def served_folder(model: Path) -> Path:
+    """The folder that is served of a model: the release of an update, else the quantized model of a run, else the
+    model itself. model: a run, the folder of one of its stages, or any model folder.
+    """
+    folder = model.resolve()
+    is_stage = folder.name == "artifact" and (folder.parents[1] / "run.json").is_file()
+    run = RunDir(folder.parents[1] if is_stage else model)
+    for folder in (run.path / RELEASE_FOLDER, quantized_folder(run)):
+        if is_finished(folder):
+            return folder
+    return find_model(model).source.folder
+
+
+def write_release(run: RunDir) -> Path:
+    """The judged model with its lineage and the gate's verdict, as a folder that a server loads; the one that exists if
+    it is of the same model.
+    """
+    source, folder = quantized_folder(run), run.path / RELEASE_FOLDER
+    content = read_manifest(source, verify=True).content_digest
+    verdict = read_manifest(run.path / FOLDER).content_digest
+    if is_finished(folder):
+        known = read_manifest(folder, kind=RELEASE_FOLDER, verify=True)
+        if known.inputs == {"model": content, "gate": verdict}:
+            return folder
+    lineage = trace(source).as_json()
+    with write_artifact(folder, kind=RELEASE_FOLDER, digest=content, inputs={"model": content, "gate": verdict}) as out:
+        for path in sorted(source.iterdir()):
+            if path.is_file() and path.name not in NOT_OF_MODEL:
+                shutil.copyfile(path, out.path / path.name)
+        write_atomic(out.path / LINEAGE, lineage)
+        shutil.copyfile(run.path / FOLDER / VERDICT, out.path / f"gate-{VERDICT}")
+    return folder
+
+
+def name_of_test(run: RunDir, verdict: Verdict, attempt: int) -> str:
+    """The same name for the same model, so that a test is found again. attempt: from 1."""
+    slug = re.sub(r"[^a-z0-9]+", "-", run.path.resolve().name.lower()).strip("-")[:_SLUG_CHARS] or "update"
+    return f"{slug}-{verdict.candidate[:_DIGEST_CHARS]}-{attempt}"
+
+
+def ab_test(test: AbTest, run: RunDir, release: Path, verdict: Verdict, progress: Progress) -> dict[str, Any]:
+    """Begin the A/B test of a release, or find it, and wait for its end; its report. Raises `ModelwrightError` if the
+    server compares other models than the gate did.
+    """
+    report = _begun(test, run, release, verdict)
+    _require_judged(test, report, verdict)
+    progress.begin("A/B test", test.min_units, test.unit + "s")
+    last_seen = time.monotonic()
+    while report["status"] == "running":
+        fewest = min(report["sample_ratio"]["units"].values())
+        progress.advance(min(fewest, test.min_units))
+        try:
+            if fewest >= test.min_units:
+                report = _promoted(test, report)
+            else:
+                time.sleep(test.poll_s)
+                report = test.client.find(report["name"]) or report
+            last_seen = time.monotonic()
+        except ServerUnreachable:
+            if time.monotonic() - last_seen > _UNREACHABLE_S:
+                raise
+            time.sleep(test.poll_s)
+    progress.end()
+    return report
+
+
+def _begun(test: AbTest, run: RunDir, release: Path, verdict: Verdict) -> dict[str, Any]:
+    """The test of this release that the server knows, or a new one; one that a restart interrupted is repeated."""
+    for attempt in itertools.count(1):
+        name = name_of_test(run, verdict, attempt)
+        report = test.client.find(name)
+        if report is None:
+            return test.client.begin(name, str(release.resolve()), share=test.share, unit=test.unit)
+        if report["status"] != "interrupted":
+            return report
+    raise AssertionError("there is no last attempt")
+
+
+def _promoted(test: AbTest, report: dict[str, Any]) -> dict[str, Any]:
+    """Promote, unless a guard or a person was faster."""
+    try:
+        return test.client.end(promote=True)
+    except ServerUnreachable:
+        raise
+    except ModelwrightError:
+        latest = test.client.find(report["name"])
+        if latest is None or latest["status"] == "running":
+            raise
+        return latest
+
+
+def _require_judged(test: AbTest, report: dict[str, Any], verdict: Verdict) -> None:
+    judged = {"A": verdict.champion_version, "B": verdict.candidate_version}
+    if report["versions"] == judged:
+        return
+    if report["status"] == "running":
+        test.client.end(promote=False)
+    raise ModelwrightError(
+        f"A/B test {report['name']}: the server compares {report['versions']}, the gate judged {judged}; name the "
+        "folder in service with --champion"
+    )
+
+
+def record_promotion(run: RunDir, release: Path, report: dict[str, Any], current: Path | None) -> None:
+    """Write what was promoted, and let the link point to it."""
+    if current is not None:
+        move_link(current, release.resolve())
+    plain = {"release": str(release.resolve()), "content": read_manifest(release).content_digest, "test": report}
+    write_atomic(run.path / PROMOTION, json.dumps(plain, indent=1))
+
+
+def move_link(link: Path, target: Path) -> None:
+    """Let `link` point to `target`, at no moment to nothing. Raises `ConfigError` if it is no link."""
+    _require_link(link)
+    make_folder(link.parent)
+    fresh = link.with_name(link.name + ".tmp")
+    fresh.unlink(missing_ok=True)
+    os.symlink(target, fresh)
+    os.replace(fresh, link)
+    fsync_folder(link.parent)
+
+
+def _require_link(link: Path) -> None:
+    if link.exists() and not link.is_symlink():
+        raise ConfigError(f"--current: {link} is no symbolic link, so it is not replaced; choose another path")

@@ -1,0 +1,159 @@
+"""An incremental update: a run of the pipeline that goes on with a model on new texts and a replay of old ones.
+
+The learning rate rises again and decays again (Ibrahim et al. 2024, Simple and scalable strategies to continually
+pre-train large language models, https://arxiv.org/abs/2403.08763), which also measured 5% of replay as enough for a
+weak shift. The run is an ordinary one, so it resumes to the same bits after `kill -9`, and `modelwright run` and
+`modelwright report` work on it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from modelwright.continual.benchmark import Benchmark
+from modelwright.continual.update_data import NEW, OLD, DataRequest, Form, UpdateData, prepare_data
+from modelwright.core.config import merge, parse
+from modelwright.core.progress import Progress
+from modelwright.core.rundir import RunDir
+from modelwright.data.sources import SourceConfig
+from modelwright.model.hf import load_config
+from modelwright.pipeline.config import RunConfig
+from modelwright.pipeline.fit_to_data import fitted_lengths
+from modelwright.pipeline.models import find_model
+from modelwright.pipeline.run import RunResult, execute
+from modelwright.pipeline.run_config import parse_run
+from modelwright.pipeline.stages.average import AVERAGE
+from modelwright.pipeline.stages.clean import CLEAN
+from modelwright.pipeline.stages.evaluate import EVALUATE
+from modelwright.pipeline.stages.pack import PACK
+from modelwright.pipeline.stages.pretrain import PRETRAIN
+from modelwright.pipeline.stages.quantize import QUANTIZE
+from modelwright.pipeline.stages.report import REPORT
+from modelwright.pipeline.stages.sft import SFT
+from modelwright.train.config import LENGTHS
+
+DATA_FOLDER = "data"
+TRAININGS: Mapping[Form, str] = {"text": PRETRAIN.name, "conversations": SFT.name}
+"""The stage that learns each form of text."""
+TEXT_ROW_LEN, TEXT_BATCH_ROWS = 1024, 8
+_SCHEDULE = {"kind": "warmup_cosine", "warmup_fraction": 0.05, "final_lr_fraction": 0.1}
+_CLEAN: Mapping[str, Any] = {
+    "quality": {"limits": {"qa.max_duplicate_line_fraction": 1.0}},
+    "duplicates": {"contained": "heldout", "near": False, "pairs_by": "conversation"},
+}
+"""Answers that many questions have in common, such as labels, stay; all steps are on otherwise."""
+_TRAINING: Mapping[Form, Mapping[str, Any]] = {
+    "text": {"num_epochs": 1.0, "learning_rate": 1e-4, "schedule": _SCHEDULE},
+    "conversations": {"num_epochs": 2.0, "learning_rate": 2e-5, "weight_decay": 0.01, "schedule": _SCHEDULE},
+}
+LORA: Mapping[str, Any] = {"lora": {"r": 16}, "learning_rate": 2e-4}
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateRequest:
+    """What to update with what.
+
+    model: a run or a model folder that training goes on with; average: mix the result with that model; lora: train
+    low-rank adapters, which are merged at the end; settings: of the run, over those that an update has.
+    """
+
+    model: Path
+    new: tuple[str, ...]
+    old: tuple[str, ...] = ()
+    replay: float = 0.05
+    average: bool = True
+    lora: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def data(self) -> DataRequest:
+        """Old texts are those of the model's run, if no others are named."""
+        run = RunDir(self.model)
+        has_texts = not self.old and (run.stage(CLEAN.name).artifact).is_dir()
+        config = parse(SourceConfig, self.settings.get("data", {}), "data")
+        seed = int(self.settings.get("seed", RunConfig.seed))
+        return DataRequest(
+            new=self.new,
+            old=self.old,
+            old_run=run if has_texts else None,
+            replay=self.replay,
+            seed=seed,
+            data=config,
+        )
+
+
+def run_update(
+    request: UpdateRequest, benchmark: Benchmark, run: RunDir, *, words: Sequence[str], progress: Progress
+) -> RunResult:
+    """Carry out the update in `run`, or what is left of it. words: the command line, for run.json.
+
+    Raises `ConfigError`, `DataError` and what `pipeline.run.execute` raises.
+    """
+    run.create()
+    data = prepare_data(request.data, benchmark, run.path / DATA_FOLDER, progress)
+    config = update_config(request, data, benchmark, run)
+    return execute(config, run, only=(), origin=f"update of {request.model}", words=words, progress=progress)
+
+
+def update_config(request: UpdateRequest, data: UpdateData, benchmark: Benchmark, run: RunDir) -> RunConfig:
+    """The configuration of the run: cleaning with decontamination, packing by source, training on the mixture,
+    averaging, quantization, the report.
+    """
+    found = find_model(request.model)
+    folder = found.source.folder.resolve()
+    trainings = [TRAININGS[form] for form in data.forms]
+    names = [CLEAN.name, PACK.name, *(name for name in (PRETRAIN.name, SFT.name) if name in trainings)]
+    names += [AVERAGE.name] if request.average else []
+    settings: dict[str, Any] = {
+        "name": run.path.resolve().name,
+        "init_from": str(folder),
+        "stages": [*names, QUANTIZE.name, REPORT.name],
+        "data": {"sources": list(data.sources)},
+        CLEAN.name: dict(_CLEAN) | {"decontamination": {"sources": [data.heldout]}},
+        **{TRAININGS[form]: _training(form, request) for form in data.forms},
+        EVALUATE.name: {"domains": [], "multiple_choice": {"num_questions": 0}},
+    }
+    if request.average:
+        files = {task: [str(benchmark.file(task, "validation").resolve())] for task in (OLD, NEW)}
+        settings[AVERAGE.name] = files
+    settings = _laid_over(settings, request.settings)
+    return parse_run(merge(_lengths(folder, data, settings), settings))
+
+
+def _laid_over(settings: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """With the user's settings. A length replaces that of an update; how the sources are read was settled when the
+    texts were prepared.
+    """
+    base = dict(settings)
+    for name in TRAININGS.values():
+        if name in base and any(given.get(name, {}).get(length) for length in LENGTHS):
+            base[name] = {key: value for key, value in base[name].items() if key not in LENGTHS}
+    of_data = {key: value for key, value in given.get("data", {}).items() if key == "validation_fraction"}
+    return merge(base, {**given, "data": of_data})
+
+
+def _training(form: Form, request: UpdateRequest) -> Mapping[str, Any]:
+    """The mixture gives each batch the share of replayed rows exactly; what whole rows leave over is carried on."""
+    shares = {NEW: 1.0 - request.replay, OLD: request.replay}
+    mixture = {"batching": {"mixture": {"weights": shares}}} if request.replay else {}
+    return merge(merge(_TRAINING[form], mixture), LORA if request.lora else {})
+
+
+def _lengths(folder: Path, data: UpdateData, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Lengths of rows and batches: by the conversations if there are any."""
+    most = load_config(folder).max_seq_len
+    if "conversations" in data.forms:
+        sources = SourceConfig(sources=data.sources)
+        lengths = fitted_lengths(folder, sources, settings, max_seq_len=most, num_microbatches=1, num_processes=1)
+        row_len = int(lengths[PACK.name]["seq_len"])
+    else:
+        row_len = int(settings.get(PACK.name, {}).get("seq_len", min(TEXT_ROW_LEN, most)))
+        lengths = {PACK.name: {"seq_len": row_len}}
+    text = {PRETRAIN.name: {"batch_tokens": TEXT_BATCH_ROWS * row_len}} if "text" in data.forms else {}
+    return merge(lengths, text)
+
+
+def quantized_folder(run: RunDir) -> Path:
+    """The model that is judged and served."""
+    return run.stage(QUANTIZE.name).artifact

@@ -1,0 +1,148 @@
+"""average: the trained model and the one that the run started from, mixed weight by weight (WiSE-FT, Wortsman et al.
+2022, https://arxiv.org/abs/2109.01903). The old model's share is the best of a grid on validation texts of old and new
+tasks. Artifact: the model with its tokenizer in the Hugging Face layout.
+"""
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from modelwright.core.config import dump
+from modelwright.core.errors import ConfigError
+from modelwright.core.rundir import RunDir
+from modelwright.data.document import Document
+from modelwright.data.sources import SourceConfig, SourceReport, read_documents
+from modelwright.data.tokenizer import Tokenizer
+from modelwright.evaluate.config import EvaluateConfig
+from modelwright.evaluate.record_costs import record_costs
+from modelwright.model.decoder import Decoder
+from modelwright.model.hf import load_model
+from modelwright.pipeline.config import RunConfig
+from modelwright.pipeline.estimates import fixed_estimate
+from modelwright.pipeline.stage import Rates, Stage, StageContext, StageSpec
+from modelwright.pipeline.stages.init import INIT
+from modelwright.pipeline.stages.model_folder import save_model_folder
+from modelwright.pipeline.stages.stage_inputs import model_before, needed_start, tokenizer_stage
+from modelwright.plan.estimate import StageEstimate
+
+
+@dataclass(frozen=True, kw_only=True)
+class AverageConfig:
+    """Weight averaging with the model that the run started from."""
+
+    old: tuple[str, ...] = ()
+    """Files with validation texts of what the old model can do."""
+    new: tuple[str, ...] = ()
+    """Files with validation texts of what the training was for."""
+    shares: tuple[float, ...] = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+    """Shares of the old model to choose from; one alone is taken without a choice."""
+
+    margin: float = 0.02
+    """Most by which bits per byte of old texts may grow, relative to the old model's; of the shares within it, the one
+    is taken that is best for new texts."""
+
+    def __post_init__(self) -> None:
+        if self.margin < 0:
+            raise ConfigError(f"margin: must not be negative, got {self.margin:g}; 0.02 is 2 percent")
+        if not self.shares or not all(0.0 <= share <= 1.0 for share in self.shares):
+            raise ConfigError(f"shares: must name shares from 0 to 1, got {self.shares}; (0.0, 0.25, 0.5) is a choice")
+
+
+def averaged(old: Mapping[str, Tensor], new: Mapping[str, Tensor], share: float) -> dict[str, Tensor]:
+    """`share` x old + (1 - share) x new for each tensor, exactly old at 1 and new at 0."""
+    if old.keys() != new.keys():
+        raise ValueError("the two models have different tensors")
+    return {name: torch.lerp(new[name].float(), tensor.float(), share).to(tensor.dtype) for name, tensor in old.items()}
+
+
+def best_share(costs: Mapping[float, tuple[float, float]], before: float, margin: float) -> float:
+    """Of the shares that raise the cost of old texts by at most `margin` of what it was `before`, the one with the
+    lowest cost of new ones; if there is none, the one with the lowest cost of old ones. Of equal ones the smallest.
+
+    costs: bits per byte of old and of new texts by share.
+    """
+    within = [share for share in sorted(costs) if costs[share][0] <= (1.0 + margin) * before]
+    if within:
+        return min(within, key=lambda share: costs[share][1])
+    return min(sorted(costs), key=lambda share: costs[share][0])
+
+
+def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
+    settings: AverageConfig = config.section(AVERAGE)
+    trained = model_before(config, AVERAGE.name)
+    if not config.init_from or trained == INIT.name:
+        raise ConfigError("stages: average mixes a trained model with its start; name a training and set init_from")
+    if len(settings.shares) > 1 and not (settings.old and settings.new):
+        raise ConfigError("average.old: name validation files of old and of new tasks (average.new), or one share")
+    return Stage(
+        name=AVERAGE.name,
+        title=AVERAGE.title,
+        settings=dump(settings) | {"sha256": [_fingerprint(path) for path in (*settings.old, *settings.new)]},
+        parents=(INIT.name, trained),
+        run=lambda context: _run(context, settings, trained, tokenizer_stage(config)),
+    )
+
+
+def _fingerprint(path: str) -> str:
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    except OSError as error:
+        raise ConfigError(
+            f"average: {path} cannot be read ({error.strerror}); name a file of validation texts"
+        ) from None
+
+
+def _run(context: StageContext, settings: AverageConfig, trained: str, tokenizer_from: str) -> None:
+    model, tokenizer = load_model(context.parents[trained]), Tokenizer.load(context.parents[tokenizer_from])
+    old = {name: tensor.clone() for name, tensor in load_model(context.parents[INIT.name]).state_dict().items()}
+    new = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.eval()
+    facts: dict[str, Any] = {}
+    share = settings.shares[0]
+    if len(settings.shares) > 1:
+        groups = [_read(files) for files in (settings.old, settings.new)]
+        costs: dict[float, tuple[float, float]] = {}
+        for one in sorted({*settings.shares, 1.0}):
+            model.load_state_dict(averaged(old, new, one))
+            of_old, of_new = (bits_per_byte(model, tokenizer, group, context) for group in groups)
+            costs[one] = (of_old, of_new)
+        share = best_share({one: costs[one] for one in settings.shares}, costs[1.0][0], settings.margin)
+        facts["costs"] = {f"{one:g}": {"old": bits[0], "new": bits[1]} for one, bits in costs.items()}
+    model.load_state_dict(averaged(old, new, share))
+    save_model_folder(model, tokenizer, context.output.path)
+    context.output.facts |= facts | {"share": share, "num_parameters": model.config.num_parameters}
+    context.progress.note(f"average: {share:g} of the old model")
+
+
+def _read(files: tuple[str, ...]) -> list[Document]:
+    config = SourceConfig(sources=files, validation_fraction=0.0, own_answers="train")
+    return list(read_documents(config, report=SourceReport()))
+
+
+def bits_per_byte(model: Decoder, tokenizer: Tokenizer, documents: Sequence[Document], context: StageContext) -> float:
+    """Of all documents together: of conversations the answers, of other documents the text."""
+    rows = record_costs(model, tokenizer, documents, EvaluateConfig(), progress=context.progress)
+    every = [row for of_one_kind in rows.values() for row in of_one_kind]
+    return sum(row["nats"] for row in every) / math.log(2) / sum(row["num_bytes"] for row in every)
+
+
+def _estimate(config: RunConfig, run: RunDir, rates: Rates) -> StageEstimate:
+    return fixed_estimate(AVERAGE.name, seconds=10.0)
+
+
+AVERAGE = StageSpec(
+    name="average",
+    title="Averaging with the initial model",
+    config=AverageConfig,
+    needs=lambda config: needed_start(config, "average"),
+    only_if_named=True,
+    model_title="averaged",
+    build=_build,
+    estimate=_estimate,
+)

@@ -1,0 +1,64 @@
+"""A client of the routes of A/B tests, for programs that promote a model."""
+
+import json
+import urllib.error
+import urllib.request
+from dataclasses import dataclass, field
+from typing import Any
+
+from modelwright.core.errors import ModelwrightError
+from modelwright.serve.webhook import shown_host
+
+TIMEOUT_S = 300.0
+"""Loading a version may take long."""
+
+
+class ServerUnreachable(ModelwrightError):
+    """The server did not answer; it may do so later."""
+
+
+@dataclass(frozen=True)
+class AbClient:
+    """Talks to the server at `url`. key: with the scopes `admin` and `metrics`; "" for a server without keys."""
+
+    url: str
+    key: str = field(default="", repr=False)
+
+    def find(self, name: str) -> dict[str, Any] | None:
+        """The report of a test, None if there is none of this name. Raises `ModelwrightError` if the server keeps no
+        tests, and `ServerUnreachable`.
+        """
+        answer = self._ask("GET", "/ab.json")
+        if not answer["is_on"]:
+            raise ModelwrightError(f"{self.url}: keeps no A/B tests; start it with --requests.ab_state FILE")
+        return next((test for test in answer["tests"] if test["name"] == name), None)
+
+    def begin(self, name: str, path: str, **fields: Any) -> dict[str, Any]:
+        """Begin a test of the model at `path`; the report. Raises as `find` does."""
+        return self._ask("POST", "/admin/ab", {"name": name, "path": path, **fields})
+
+    def end(self, *, promote: bool) -> dict[str, Any]:
+        """End the running test; the report. Raises as `find` does."""
+        return self._ask("POST", "/admin/ab/end", {"promote": promote})
+
+    def _ask(self, method: str, route: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self.key}"} if self.key else {})
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url.rstrip("/") + route, data=data, headers=headers, method=method)
+        where = f"{method} {route} of {shown_host(self.url) or self.url}"
+        try:
+            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:
+                return json.loads(reply.read())
+        except urllib.error.HTTPError as error:
+            with error:
+                raise ModelwrightError(f"{where}: {error.code}, {_message(error.read())}") from None
+        except (OSError, ValueError) as error:
+            raise ServerUnreachable(f"{where}: {getattr(error, 'reason', error)}; is the server running?") from None
+
+
+def _message(body: bytes) -> str:
+    """What an answer with an error says."""
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return body[:200].decode("utf-8", "replace") or "no explanation"

@@ -1,0 +1,225 @@
+"""The whole loop against a real server: promotion, rollback, `kill -9` at each boundary, lineage to the first data."""
+
+import hashlib
+import json
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from continual.conftest import World, words_of
+from continual_update import new_records, write_records
+from modelwright.cli.main import main
+from modelwright.continual.lineage import trace
+from modelwright.core.artifacts import read_manifest
+from modelwright.core.errors import ArtifactError
+from modelwright.core.records import read_records
+from modelwright.infer.engine import EngineConfig
+from modelwright.serve.config import ServeConfig
+from modelwright.serve.engines import load_engines
+from modelwright.serve.errors import ApiError
+from modelwright.serve.load import ModelSource
+from modelwright.serve.requests_config import RequestsConfig
+from modelwright.serve.server import ServerThread
+from rank_processes import start_process
+from serve.test_keys import write_keys
+
+ADMIN = {"Authorization": "Bearer root"}
+KILLER = Path(__file__).parent / "killed_loop.py"
+WEIGHTS = (
+    "sft/artifact/model.safetensors", "average/artifact/model.safetensors", "quantize/artifact/model.safetensors",
+    "release/model.safetensors",
+)  # fmt: skip
+BOUNDARIES = (
+    ("/data$", "before"), ("/data$", "after"), ("init/artifact$", "after"), ("clean/artifact$", "after"),
+    ("pack/artifact$", "after"), ("sft/checkpoints/", "after"), ("sft/artifact$", "before"),
+    ("sft/artifact$", "after"), ("average/artifact$", "after"), ("quantize/artifact$", "after"), ("/gate$", "before"),
+    ("/gate$", "after"), ("/release$", "after"), (r"promotion\.json$", "before"),
+)  # fmt: skip
+
+
+@pytest.fixture
+def server(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerThread]:
+    """Serves the first model, quantized."""
+    monkeypatch.setenv("MODELWRIGHT_ADMIN_KEY", "root")
+    keys = write_keys(tmp_path / "keys.yaml", root={"scopes": ["infer", "admin", "metrics", "feedback"]})
+    config = ServeConfig(port=0, engine=EngineConfig(max_num_seqs=4), keys_file=keys)
+    source = ModelSource(name="tiny", folder=world.base / "quantize/artifact")
+    client, codec = load_engines(source, config)
+    requests = RequestsConfig(ab_state=str(tmp_path / "ab.sqlite"))
+    running = ServerThread(client, codec, config, model_name="tiny", source=source, requests=requests).start()
+    yield running
+    running.stop_soon(at_once=True)
+    assert running.join(120)
+
+
+@contextmanager
+def users(server: ServerThread) -> Iterator[None]:
+    """Sessions that ask one thing each while the block lasts."""
+    over = threading.Event()
+
+    def ask() -> None:
+        with httpx.Client(base_url=server.url, headers=ADMIN, timeout=60) as client:
+            number = 0
+            while not over.wait(0.01):
+                number += 1
+                body = {"model": "tiny", "prompt": "Box", "max_tokens": 1, "metadata": {"session_id": str(number)}}
+                client.post("/v1/completions", json=body)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def hashes(run: Path) -> dict[str, str]:
+    return {name: hashlib.sha256((run / name).read_bytes()).hexdigest() for name in WEIGHTS}
+
+
+def newest_test(server: ServerThread) -> dict:
+    return httpx.get(f"{server.url}/ab.json", headers=ADMIN, timeout=60).json()["tests"][0]
+
+
+def test_killed_at_each_boundary_and_promoted(
+    world: World, released: Path, server: ServerThread, tmp_path: Path
+) -> None:
+    """One loop, killed 15 times, ends with the weights and the verdict of one that nobody disturbed."""
+    run, link = tmp_path / "killed" / "next", tmp_path / "current"
+    served = ("--server", server.url, "--share", "0.5", "--min-units", "8", "--poll", "0.05", "--current", link)
+    words = words_of(world, run, *served)
+    for pattern, when in BOUNDARIES[:-1]:
+        ended = start_process(KILLER, *words, environment={"KILL_AT": pattern, "KILL_WHEN": when})
+        code, _, errors = ended.end()
+        assert code == -signal.SIGKILL, (pattern, when, errors)
+    assert not (run / "promotion.json").exists()
+    waiting = start_process(KILLER, *words, environment={"KILL_AT": "nothing", "KILL_WHEN": "before"})
+    while not httpx.get(f"{server.url}/ab.json", headers=ADMIN, timeout=60).json()["tests"]:
+        assert waiting.is_alive, waiting.end()
+    waiting.send_signal(signal.SIGKILL)
+    waiting.end()
+    with users(server):
+        pattern, when = BOUNDARIES[-1]
+        code, _, errors = start_process(KILLER, *words, environment={"KILL_AT": pattern, "KILL_WHEN": when}).end()
+        assert code == -signal.SIGKILL, errors
+        assert main(words) == 0
+    assert hashes(run) == hashes(released)
+    assert (run / "gate/verdict.json").read_bytes() == (released / "gate/verdict.json").read_bytes()
+    steps = [record["step"] for record in read_records(run / "sft/metrics.jsonl") if "loss" in record]
+    assert steps == list(range(1, 25))
+    tests = httpx.get(f"{server.url}/ab.json", headers=ADMIN, timeout=60).json()["tests"]
+    assert [test["status"] for test in tests] == ["promoted"]
+    assert link.resolve() == (run / "release").resolve()
+    verdict = json.loads((run / "gate/verdict.json").read_text())
+    assert httpx.get(f"{server.url}/readyz", timeout=60).json()["version"] == verdict["candidate_version"]
+    lineage_reaches_the_first_data(world, run)
+    (run / "init/artifact").rename(tmp_path / "init")
+    moved = (run / "release").rename(tmp_path / "elsewhere")
+    assert [model.stage for model in trace(moved).ancestors()] == ["quantize", "sft", ""]  # it is its own record
+
+
+def lineage_reaches_the_first_data(world: World, run: Path) -> None:
+    """From the promoted folder alone."""
+    models = list(trace(run / "release").ancestors())
+    assert [model.stage for model in models] == ["quantize", "sft", ""]
+    new, first, start = models
+    promoted = json.loads((run / "promotion.json").read_text())
+    assert promoted["content"] == read_manifest(run / "release").content_digest
+    new_hash = hashlib.sha256(world.file("new").read_bytes()).hexdigest()
+    assert [source["sha256"] for source in new.data["sources"]] == [new_hash]
+    assert new.data["replayed"] == [{"name": str(world.base.resolve())}]
+    assert new.gate["benchmark"] == world.benchmark.digest
+    assert new.config_sha256 == hashlib.sha256((run / "config.yaml").read_bytes()).hexdigest()
+    assert new.content == read_manifest(run / "quantize/artifact").content_digest
+    assert first.content == read_manifest(world.base / "sft/artifact").content_digest
+    assert first.data["sources"] == [{"name": str(world.file("old"))}]
+    assert first.data["cleaned"] == read_manifest(world.base / "clean/artifact").content_digest
+    assert all(model.versions for model in (new, first))
+    assert start.folder == str((world.folder / "model").resolve())
+    assert "not recorded" in start.note
+
+
+def test_what_would_keep_a_release_from_being_promoted_is_said_first(
+    world: World, server: ServerThread, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, link = tmp_path / "next", tmp_path / "link"
+    link.write_text("a file")
+    assert main(words_of(world, run, "--server", server.url, "--current", link)) == 2
+    assert "no symbolic link" in capsys.readouterr().err
+    server.stop()
+    assert main(words_of(world, run, "--server", server.url)) == 2
+    assert "is the server running?" in capsys.readouterr().err
+    assert [path.name for path in run.iterdir()] == ["loop"]
+
+
+def test_a_failing_release_is_rolled_back_and_not_promoted(
+    world: World, released: Path, server: ServerThread, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The guard of errors takes it away; the command says so, and so it does when it is repeated."""
+    link = tmp_path / "current"
+    served = ("--server", server.url, "--share", "0.9", "--min-units", "100000", "--poll", "0.05", "--current", link)
+    over = threading.Event()
+
+    def fail() -> None:
+        while not over.wait(0.01):
+            if server.service.arms is not None:
+                server.service.arms.candidate.worker.submit = broken  # type: ignore[attr-defined]
+                return
+
+    def broken(jobs: object, caller: object) -> None:
+        raise ApiError(500, "broken")
+
+    saboteur = threading.Thread(target=fail)
+    saboteur.start()
+    with users(server):
+        code = main(words_of(world, released, *served))
+    over.set()
+    saboteur.join()
+    assert code == 5
+    assert "rolled_back error_limit" in capsys.readouterr().out
+    assert newest_test(server)["status"] == "rolled_back"
+    assert main(words_of(world, released, *served)) == 5
+    assert not (released / "promotion.json").exists()
+    assert not link.is_symlink()
+
+
+def test_the_server_must_serve_the_champion_that_was_judged(
+    world: World, server: ServerThread, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "next"
+    champion = ("--champion", world.base / "sft/artifact", "--server", server.url, "--poll", "0.05")
+    assert main(words_of(world, run, *champion)) == 2
+    assert "--champion" in capsys.readouterr().err
+    assert newest_test(server)["status"] == "ended"
+
+
+def test_a_second_update_goes_on_with_the_first(
+    world: World, released: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Lineage passes through both, and notices that the first one's model was exchanged."""
+    second = tmp_path / "second"
+    new = write_records(tmp_path / "more.jsonl", new_records(range(5000, 5150)))
+    assert main(words_of(world, second, "--margin", "0.5", new=new, model=released)) in (0, 5)  # the gate is not asked
+    capsys.readouterr()
+    assert main(["lineage", str(second)]) == 0
+    shown = capsys.readouterr().out
+    for part in (str(new), str(world.file("new")), str(world.file("old")), str(world.folder / "model")):
+        assert part in shown
+    stages = [model.stage for model in trace(second).ancestors()]
+    assert stages == ["average", "average", "sft", ""]
+    manifest_file = released / "average/artifact/manifest.json"
+    before = manifest_file.read_text()
+    manifest = json.loads(before)
+    manifest["files"]["model.safetensors"]["sha256"] = "0" * 64
+    try:
+        manifest_file.write_text(json.dumps(manifest))
+        with pytest.raises(ArtifactError, match="another model than"):
+            trace(second / "sft/artifact")
+    finally:
+        manifest_file.write_text(before)
