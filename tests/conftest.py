@@ -6,32 +6,41 @@ import signal
 import pytest
 
 import modelwright  # noqa: F401  (sets what PyTorch reads when it is loaded, before a test imports it)
+from impatient import look_once
+
+look_once()
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SLOW_FILES = (
-    "test_launch.py",
     "test_memory_plan.py",
+    "test_launch.py",
     "test_wired_in_backward.py",
-    "test_compression_claim.py",
-    "test_wired_updates.py",
-    "test_signals.py",
     "test_pairs.py",
-    "test_pipeline.py",
-    "test_wired.py",
-    "test_gather_formats.py",
+    "test_compression_claim.py",
+    "test_fine_tune_guide.py",
     "test_elastic.py",
+    "test_network_claims.py",
+    "test_sandbox.py",
+    "test_clean_command.py",
+    "test_readme.py",
+    "test_wired.py",
     "test_end_to_end.py",
+    "test_gather_formats.py",
     "test_wired_precision.py",
-    "test_memory.py",
+    "test_reload.py",
+    "test_resolve.py",
     "test_parity.py",
+    "test_memory.py",
+    "test_wired_updates.py",
+    "test_noise.py",
+    "test_batching_stages.py",
+    "test_killed.py",
+    "test_distillation.py",
+    "test_engine_pool.py",
+    "test_serve_stage.py",
     "test_damaged_checkpoints.py",
-    "test_traffic.py",
-    "test_objectives.py",
-    "test_memory_arena.py",
-    "test_three_axes.py",
-    "test_out_of_memory.py",
 )
 """Files that take longest, the longest first. They begin first, or the last of them would leave other cores idle."""
 

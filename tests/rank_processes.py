@@ -24,6 +24,8 @@ from unittest import mock
 
 from torch._C._distributed_c10d import TCPStore
 
+from impatient import look_once
+
 TIMEOUT_S = 240
 """Far more than anything here takes: a machine that is busy with other things must fail no test."""
 PR_SET_PDEATHSIG = 1
@@ -164,6 +166,7 @@ def _become(
     """The rest of the life of a forked process."""
     gc.freeze()  # otherwise every full collection copies the pages of all modules that the server has imported
     end_with_parent()
+    look_once()
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         with open(folder / name, "a") as file:
             os.dup2(file.fileno(), descriptor)

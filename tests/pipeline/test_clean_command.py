@@ -3,8 +3,6 @@
 import json
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from modelwright.data.sources import SourceConfig
 from modelwright.data.workers import LocalProcesses
 from modelwright.pipeline.clean_command import clean_sources
 from modelwright.pipeline.cleaning import fingerprint
+from rank_processes import Started, start_process
 
 RESULTS = ("kept.jsonl.zst", "dropped.jsonl.zst", "report.json", "quarantine.jsonl", "sources.json")
 PARTS = [f"{a}{b}" for a in ("wol", "riv", "hou", "let", "sto") for b in ("fa", "ero", "se", "ter")]
@@ -46,14 +45,18 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def words(source: Path, out: Path, *more: str) -> list[str]:
     small = ["--clean.num_workers", "2", "--data.on_bad_record", "skip"]
-    return [sys.executable, "-m", "modelwright.cli.main", "clean", str(source), "--out", str(out), *small, *more]
+    return ["clean", str(source), "--out", str(out), *small, *more]
+
+
+def start(source: Path, out: Path) -> Started:
+    return start_process("modelwright.cli.main", *words(source, out))
 
 
 @pytest.fixture(scope="module")
-def undisturbed(source: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
-    out, start = tmp_path_factory.mktemp("undisturbed") / "out", time.monotonic()
-    subprocess.run(words(source, out), check=True, capture_output=True)
-    return out, time.monotonic() - start
+def undisturbed(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("undisturbed") / "out"
+    assert main(words(source, out)) == 0
+    return out
 
 
 def same(first: Path, second: Path) -> None:
@@ -61,8 +64,8 @@ def same(first: Path, second: Path) -> None:
         assert (first / name).read_bytes() == (second / name).read_bytes(), name
 
 
-def test_the_result(undisturbed: tuple[Path, float], source: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out, _ = undisturbed
+def test_the_result(undisturbed: Path, source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = undisturbed
     report = json.loads((out / "report.json").read_text())
     assert report["dropped"]["duplicates"]["duplicate"]["documents"] == 300
     assert report["dropped"]["quality"]["too short"]["documents"] == 1
@@ -82,28 +85,35 @@ def test_the_result(undisturbed: tuple[Path, float], source: Path, capsys: pytes
     assert f"has no document 'documents:1'; did you mean '{source}:" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("share", [0.3, 0.5, 0.6, 0.7, 0.8, 0.9])
-def test_a_killed_command_goes_on(share: float, undisturbed: tuple[Path, float], source: Path, tmp_path: Path) -> None:
-    expected, seconds = undisturbed
-    process = subprocess.Popen(words(source, tmp_path / "out"), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    time.sleep(share * seconds)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    subprocess.run(words(source, tmp_path / "out"), check=True, capture_output=True)
-    same(expected, tmp_path / "out")
+MOMENTS = ("work", "00000.measured0.npz", "00002.measured0.json", "read.json", "decided0.json", "00001.written.json")
+"""Files whose appearance is the next moment to be killed at, in the order in which they are written."""
 
 
-def test_two_commands_do_not_share_a_folder(source: Path, tmp_path: Path) -> None:
-    process = subprocess.Popen(words(source, tmp_path / "out"), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+def test_a_command_that_is_killed_again_and_again_goes_on(undisturbed: Path, source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for moment in MOMENTS:
+        process = start(source, out)
+        while process.is_alive and not list(out.rglob(moment)):
+            time.sleep(0.002)
+        assert process.is_alive, f"ended before {moment}: {process.end()}"
+        process.send_signal(signal.SIGKILL)
+        assert process.end()[0] == -signal.SIGKILL
+        assert not (out / "kept.jsonl.zst").exists()
+    code, _, errors = start(source, out).end()
+    assert code == 0, errors
+    same(undisturbed, out)
+
+
+def test_two_commands_do_not_share_a_folder(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    process = start(source, tmp_path / "out")
     try:
         while not (tmp_path / "out" / "work").exists():
-            time.sleep(0.05)
-        second = subprocess.run(words(source, tmp_path / "out"), capture_output=True, text=True, check=False)
-        assert second.returncode == 2
-        assert f"process {process.pid} is working in this folder" in second.stderr
+            time.sleep(0.01)
+        assert main(words(source, tmp_path / "out")) == 2
+        assert f"process {process.pid} is working in this folder" in capsys.readouterr().err
     finally:
-        process.kill()
-        process.wait()
+        process.send_signal(signal.SIGKILL)
+        process.end()
 
 
 def documents(count: int) -> list[Document]:

@@ -11,6 +11,12 @@ from modelwright.pipeline import resolve
 from modelwright.recipes.load import load, recipe
 
 
+@pytest.fixture(autouse=True)
+def no_speed_up(monkeypatch):
+    """Or every test would time products in FP32 for seconds."""
+    monkeypatch.setattr(resolve, "onednn_speed_up", lambda shapes, num_rows: 0.0)
+
+
 @pytest.mark.parametrize(("has_bf16", "expected"), [(False, "fp32"), (True, "bf16")])
 def test_bf16_without_instructions_is_never_the_fastest(monkeypatch, has_bf16, expected):
     monkeypatch.setattr(resolve, "measured_rates", lambda config, precision, note: {"fp32": 1e9, "bf16": 2e9})

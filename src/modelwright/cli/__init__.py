@@ -1,1 +1,1 @@
-"""Floor 8: the command line. Parsing, dispatch and what the terminal shows; no logic."""
+"""Floor 9: the command line. Parsing, dispatch and what the terminal shows; no logic."""

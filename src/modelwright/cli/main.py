@@ -1,7 +1,7 @@
 """`modelwright COMMAND ...`: finds the command, runs it, and turns its errors into one line and an exit code.
 
 Exit codes: 0 done, 1 a bug (with traceback), 2 a user's or the machine's error, 3 another process of the run was lost,
-130 Ctrl-C, 143 SIGTERM.
+4 drift was found, 130 Ctrl-C, 143 SIGTERM.
 """
 
 import errno
@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 
 from modelwright import __version__
-from modelwright.cli import augment, clean, commands, compare, config, federated, finetune, lr_find, plan, run
+from modelwright.cli import augment, clean, commands, compare, config, drift, federated, finetune, lr_find, plan, run
 from modelwright.cli.completion import completion_parser, completion_script
 from modelwright.cli.launch import EXIT_REPORT_DIR, GOES_ON, write_exit_report
 from modelwright.cli.parsers import Command
@@ -86,6 +86,11 @@ COMMANDS: dict[str, Command] = {
         run=federated.federated,
         parser=federated.parser,
         summary="fine-tune a model over clients that keep their data",
+    ),
+    "drift": Command(
+        run=drift.drift,
+        parser=drift.parser,
+        summary="watch whether requests still look as they did when the model was released",
     ),
     "lr-find": Command(
         run=lr_find.lr_find,

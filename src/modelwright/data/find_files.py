@@ -21,6 +21,7 @@ from modelwright.data.readers import File
 PROSE_EXTENSIONS = (".txt", ".md", ".rst")
 MARKUP_EXTENSIONS = (".html", ".htm")
 TABLE_EXTENSIONS = (".jsonl", ".parquet", ".arrow")
+WEB_ARCHIVE_EXTENSIONS = (".warc", ".wet")
 LOOSE_EXTENSIONS = (".json", ".csv", ".tsv")
 """Formats that hold records or something else altogether: in a directory they are read when they hold text."""
 CODE_EXTENSIONS = (
@@ -30,8 +31,9 @@ CODE_EXTENSIONS = (
 PAIRED_EXTENSIONS = IMAGE_EXTENSIONS + ARCHIVE_EXTENSIONS
 """Images with captions."""
 _EXTENSIONS = (
-    PROSE_EXTENSIONS + MARKUP_EXTENSIONS + TABLE_EXTENSIONS + LOOSE_EXTENSIONS + CODE_EXTENSIONS + PAIRED_EXTENSIONS
-)
+    *PROSE_EXTENSIONS, *MARKUP_EXTENSIONS, *TABLE_EXTENSIONS, *WEB_ARCHIVE_EXTENSIONS, *LOOSE_EXTENSIONS,
+    *CODE_EXTENSIONS, *PAIRED_EXTENSIONS,
+)  # fmt: skip
 _UNCOMPRESSED = (".parquet", ".arrow", *IMAGE_EXTENSIONS)
 COMPRESSIONS = {".gz": "gz", ".zst": "zst"}
 _DATASET_FILES = ("dataset_info.json", "dataset_dict.json", "state.json")
@@ -188,5 +190,5 @@ def _is_supported(extension: str, compression: str) -> bool:
 
 
 def _supported_names() -> str:
-    texts = " ".join((*PROSE_EXTENSIONS, ".html", ".jsonl", *LOOSE_EXTENSIONS))
+    texts = " ".join((*PROSE_EXTENSIONS, ".html", ".jsonl", *LOOSE_EXTENSIONS, *WEB_ARCHIVE_EXTENSIONS))
     return f"{texts}, each also .gz or .zst; .parquet .arrow; .py .c .js ...; images .jpg .png ... and .tar of them"

@@ -57,7 +57,7 @@ def read_lines(file: File, complain: Complaint) -> Iterator[tuple[int, bytes]]:
     def current_line() -> int:
         return number
 
-    with _opened(file) as raw:
+    with opened(file) as raw:
         for chunk in _chunks(raw, file, complain, current_line):
             rest, *begun = chunk.split(b"\n")
             parts.append(rest)
@@ -230,7 +230,7 @@ def read_csv(file: File, complain: Complaint) -> Iterator[tuple[str, Record]]:
 def read_parquet(file: File, complain: Complaint, choose: ChooseColumns) -> Iterator[tuple[str, Record]]:
     """`(where, record)` of a Parquet file, with the columns that `choose` selects."""
     row = 0
-    with _opened(file) as raw, _damaged_table(file, complain, lambda: row):
+    with opened(file) as raw, _damaged_table(file, complain, lambda: row):
         table = pyarrow.parquet.ParquetFile(raw)
         columns = choose(table.schema_arrow.names)
         for batch in table.iter_batches(batch_size=256, columns=columns, use_threads=False):
@@ -242,7 +242,7 @@ def read_parquet(file: File, complain: Complaint, choose: ChooseColumns) -> Iter
 def read_arrow(file: File, complain: Complaint, choose: ChooseColumns) -> Iterator[tuple[str, Record]]:
     """Like `read_parquet`, for the Arrow stream files of a Hugging Face `datasets` folder."""
     row = 0
-    with _opened(file) as raw, _damaged_table(file, complain, lambda: row):
+    with opened(file) as raw, _damaged_table(file, complain, lambda: row):
         for batch in pyarrow.ipc.open_stream(raw):
             for record in batch.select(choose(batch.schema.names)).to_pylist():
                 row += 1
@@ -250,7 +250,8 @@ def read_arrow(file: File, complain: Complaint, choose: ChooseColumns) -> Iterat
 
 
 @contextmanager
-def _opened(file: File) -> Iterator[Any]:
+def opened(file: File) -> Iterator[Any]:
+    """The file as it is stored, compressed or not. Raises `DataError` if it cannot be opened."""
     try:
         handle = file.filesystem.open(file.path, "rb")
     except FileNotFoundError:

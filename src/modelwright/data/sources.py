@@ -1,10 +1,10 @@
 """Reads the sources that a user names as documents with a kind and a split.
 
-Prose comes from text files, web pages and records with a text field, code from source files by their extension,
-questions and answers from records in the forms of `data.conversations`, images with captions from `data.images`. The
-word `stdlib` stands for the machine's own libraries. What cannot be read raises one `DataError` with file and line, or
-is left out and counted. Streams: memory holds one document at a time, and the whole file of `.json` and `.html`.
-Cleaning is `data.clean`.
+Prose comes from text files, web pages, web archives and records with a text field, code from source files by their
+extension, questions and answers from records in the forms of `data.conversations`, images with captions from
+`data.images`. The word `stdlib` stands for the machine's own libraries. What cannot be read raises one `DataError` with
+file and line, or is left out and counted. Streams: memory holds one document at a time, and the whole file of `.json`
+and `.html`. Cleaning is `data.clean`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -55,6 +55,7 @@ from modelwright.data.images.read import (
 from modelwright.data.images.stored import KEY, is_stored_image
 from modelwright.data.record_schema import RecordSchema
 from modelwright.data.stdlib_corpus import machine_corpus
+from modelwright.data.warc import read_warc
 from modelwright.data.workers import InProcess, ShardEngine
 
 BUILTIN = "stdlib"
@@ -336,6 +337,8 @@ def _records(
             return readers.read_parquet(file, complain, choose)
         case ".arrow":
             return readers.read_arrow(file, complain, choose)
+        case ".warc" | ".wet":
+            return read_warc(file, complain, report.skip)
     assert file.extension in LOOSE_EXTENSIONS
     return _loose_records(file, config, report, complain)
 

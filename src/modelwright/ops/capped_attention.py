@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo  # torch.compiler.disable imports TorchDynamo at once, which takes 0.5 s
 
 from modelwright.ops.attention import Tiles
 
@@ -19,7 +20,7 @@ Tile = tuple[int, slice, slice, Tensor]
 """Row, places of the queries, places of the keys, mask [S, N] of the keys that queries see."""
 
 
-@torch.compiler.disable
+@_disable_dynamo
 def capped_attention(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, tiles: Tiles, soft_cap: float) -> Tensor:
     """`packed_attention` with a soft cap, [B, T, H, d] in the format of `v_BTKd`. Differentiable once."""
     if tiles.bias.dim() == 4:  # whole rows

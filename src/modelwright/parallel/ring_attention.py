@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo  # torch.compiler.disable imports TorchDynamo at once, which takes 0.5 s
 
 from modelwright.ops.partial_attention import Visible, add_keys, empty_output, gradients_of_keys
 from modelwright.parallel.mesh import World
@@ -20,7 +21,7 @@ _KEYS, _GRADIENTS = 0, 1
 """Tags of the two kinds of messages, which may be on their way between two ranks at once."""
 
 
-@torch.compiler.disable
+@_disable_dynamo
 def ring_attention(
     q_BSHd: Tensor, k_BSKd: Tensor, v_BSKd: Tensor, context: World, visible: Sequence[Visible]
 ) -> Tensor:

@@ -1,1 +1,1 @@
-"""Floor 7: complete named runs, as YAML files."""
+"""Floor 8: complete named runs, as YAML files."""

@@ -22,7 +22,6 @@ from modelwright.parallel.context_parallel import check_context
 from modelwright.parallel.deferred import read_deferred
 from modelwright.parallel.fsdp import shard_states
 from modelwright.parallel.mesh import Mesh
-from modelwright.parallel.pipeline.runner import Pipeline
 from modelwright.parallel.pipeline.schedule import microbatches_in_flight
 from modelwright.parallel.pipeline.stages import layers_of_stages, rank_of_stage
 from modelwright.parallel.tensor_parallel import shard_layers
@@ -62,6 +61,8 @@ def parallelize(
         )
 
     if mesh.pipeline.size > 1:
+        from modelwright.parallel.pipeline.runner import Pipeline  # its schedules import TorchDynamo, which takes 0.5 s
+
         return Pipeline(model, parallel, mesh, passes=passes)
     scatters_each |= parallel.zero_stage >= 2
     return WholeModel(

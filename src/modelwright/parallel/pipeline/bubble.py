@@ -11,8 +11,6 @@ from functools import lru_cache
 from types import SimpleNamespace
 from typing import Literal
 
-from torch.distributed.pipelining import schedules
-
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.pipeline.stages import check_microbatches, is_v_shaped, rank_of_stage
 
@@ -186,6 +184,8 @@ def _table_order(config: ParallelConfig, rank: int, num_microbatches: int) -> li
 
 def _schedule_class(config: ParallelConfig) -> type:
     """PyTorch's class of a schedule with tables."""
+    from torch.distributed.pipelining import schedules  # imports TorchDynamo, which takes 0.5 s
+
     if config.schedule == "interleaved":
         return schedules.ScheduleInterleaved1F1B
     return schedules.ScheduleZBVZeroBubble if is_v_shaped(config) else schedules.ScheduleInterleavedZeroBubble

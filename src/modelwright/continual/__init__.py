@@ -1,0 +1,1 @@
+"""Floor 7: what keeps a served model up to date: it watches the requests that the model answers."""

@@ -1,0 +1,61 @@
+"""What is compared of requests besides their embeddings. `FEATURES` is the only list; a feature is one entry."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from modelwright.continual.drift.requests import RequestRecord
+
+Value = float | str | None
+"""A number, a category, or None where a record has no value."""
+NO_LABEL = "(none)"
+
+
+@dataclass(frozen=True)
+class RequestFeature:
+    """A distribution over requests. Numbers are compared by Kolmogorov-Smirnov, categories by total variation."""
+
+    name: str
+    kind: Literal["number", "category"]
+    unit: str
+    """What its numbers count, for people."""
+    values: Callable[[Sequence[RequestRecord], "TextScores"], Sequence[Value]]
+    """Takes records and what the model says of their prompts."""
+
+
+@dataclass(frozen=True)
+class TextScores:
+    """`prompt_nats`: mean negative log-likelihood of each prompt's tokens, by the served model; empty without one."""
+
+    prompt_nats: Sequence[float] = ()
+
+
+def _length_of(name: str) -> Callable[[Sequence[RequestRecord], TextScores], Sequence[Value]]:
+    def lengths(records: Sequence[RequestRecord], scores: TextScores) -> list[Value]:
+        return [None if record.get(name) is None else float(len(record[name])) for record in records]
+
+    return lengths
+
+
+def _prompt_nats(records: Sequence[RequestRecord], scores: TextScores) -> Sequence[Value]:
+    return scores.prompt_nats or [None] * len(records)
+
+
+def _labels(records: Sequence[RequestRecord], scores: TextScores) -> list[Value]:
+    # a request without a label counts: that users stop to complain, or begin to, is a change
+    return [record.get("feedback_label") or NO_LABEL for record in records]
+
+
+def _feedback_scores(records: Sequence[RequestRecord], scores: TextScores) -> list[Value]:
+    return [record.get("feedback_score") for record in records]
+
+
+FEATURES = (
+    RequestFeature("prompt_length", "number", "characters", _length_of("prompt")),
+    RequestFeature("answer_length", "number", "characters", _length_of("answer")),
+    RequestFeature("prompt_perplexity", "number", "nats per token", _prompt_nats),
+    RequestFeature("feedback_label", "category", "", _labels),
+    RequestFeature("feedback_score", "number", "points", _feedback_scores),
+)
+EMBEDDING = "prompt_embedding"
+"""The name of the classifier two-sample test among the features of a report."""

@@ -1,0 +1,85 @@
+"""Reads and checks exported request records: JSON Lines or Parquet, one flat record for each request."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from modelwright.core.errors import DataError
+from modelwright.data.find_files import locate
+from modelwright.data.readers import File, read_jsonl, read_parquet
+
+RequestRecord = Mapping[str, Any]
+"""One exported request. Read are `id`, `time` (Unix seconds), `session`, `user`, `version`, `prompt`, `answer`,
+`prompt_tokens`, `completion_tokens`, `feedback_label` and `feedback_score`; all but the first two may be null."""
+
+_TEXTS = ("session", "user", "version", "prompt", "answer", "feedback_label")
+_NUMBERS = ("prompt_tokens", "completion_tokens", "feedback_score")
+_REQUIRED = ("id", "time", "session", "prompt")
+COLUMNS = ("id", "time", *_TEXTS, *_NUMBERS)
+
+
+def read_requests(sources: Sequence[str]) -> list[RequestRecord]:
+    """All records of files, folders or patterns, in order of time. Raises `DataError` that names file and line."""
+    for source in sources:
+        if "://" not in source and not any(mark in source for mark in "*?[") and not Path(source).exists():
+            raise DataError(f"{source}: no such file; write it with modelwright requests export")
+    files = list(locate(tuple(sources), lambda reason, name: None))
+    records = in_order(record for file in files for record in checked(_records(file)))
+    if not records:
+        raise DataError(f"{', '.join(sources)}: holds no request; write one with modelwright requests export")
+    return records
+
+
+def in_order(records: Iterable[RequestRecord]) -> list[RequestRecord]:
+    """Records by time, then by id: the order in which they stand in a file does not matter."""
+    return sorted(records, key=lambda record: (record["time"], record["id"]))
+
+
+def checked(records: Iterable[tuple[str, RequestRecord]]) -> Iterator[RequestRecord]:
+    """The records, given with where they stand. Raises `DataError` at the first one that is not a request, or that was
+    there before.
+    """
+    places: dict[str, str] = {}
+    for where, record in records:
+        if problem := problem_of(record):
+            raise DataError(f"{where}: {problem}")
+        if earlier := places.get(record["id"]):
+            raise DataError(f"{where}: request {record['id']!r} is also at {earlier}; export each request once")
+        places[record["id"]] = where
+        yield record
+
+
+def problem_of(record: RequestRecord) -> str:
+    """What is wrong with a record and the remedy, "" if nothing is."""
+    for name in _REQUIRED:
+        if name not in record:
+            return f"has no {name!r}; export the requests with modelwright requests export"
+    if not isinstance(record["id"], str) or not record["id"]:
+        return f"id must be a text, got {record['id']!r}"
+    if not _is_number(record["time"]):
+        return f"time must be a number of seconds, got {record['time']!r}"
+    for name in _TEXTS:
+        if not isinstance(record.get(name), str | None):
+            return f"{name} must be a text or null, got {type(record[name]).__name__}"
+    for name in _NUMBERS:
+        if record.get(name) is not None and not _is_number(record[name]):
+            return f"{name} must be a number or null, got {record[name]!r}"
+    return ""
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _records(file: File) -> Iterator[tuple[str, RequestRecord]]:
+    if file.extension == ".parquet":
+        return read_parquet(file, complain, lambda names: [name for name in COLUMNS if name in names])
+    if file.extension in (".jsonl", ".json"):
+        return read_jsonl(file, complain)
+    raise DataError(f"{file.name}: is neither JSON Lines (.jsonl) nor Parquet (.parquet)")
+
+
+def complain(reason: str, where: str, problem: str, remedy: str) -> NoReturn:
+    """Raise `DataError`: a record that cannot be read is no small matter for a distribution."""
+    raise DataError(f"{where}: {problem}; {remedy}")

@@ -1,0 +1,51 @@
+"""Sends one JSON message to a webhook. What is sent again after a failure, and when, is the caller's affair."""
+
+import http.client
+import json
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping
+from typing import Any
+
+from modelwright.core.errors import ConfigError
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """A redirected POST becomes a GET without the message, whose success would say nothing."""
+
+    def redirect_request(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+
+def check_webhook(url: str) -> None:
+    """Raise `ConfigError` unless `url` is an HTTP address. The error does not repeat it, since it may hold a secret."""
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError("--webhook: is no address; write https://HOST/PATH")
+
+
+def shown_host(url: str) -> str:
+    """The part of a webhook's address that may stand in a log."""
+    return urllib.parse.urlsplit(url).hostname or ""
+
+
+def post_json(url: str, message: Mapping[str, Any], *, idempotency_key: str, timeout_s: float) -> str:
+    """POST a message; "" if the answer's status is 2xx, else what went wrong, without the address."""
+    request = urllib.request.Request(
+        url,
+        data=json.dumps(message, ensure_ascii=False).encode(),
+        headers={"Content-Type": "application/json", "Idempotency-Key": idempotency_key},
+        method="POST",
+    )
+    try:
+        with urllib.request.build_opener(_NoRedirects()).open(request, timeout=timeout_s) as answer:
+            answer.read(1)
+            return ""
+    except urllib.error.HTTPError as error:
+        error.close()
+        return f"status {error.code}"
+    except urllib.error.URLError as error:
+        return str(error.reason)
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        return type(error).__name__
