@@ -9,9 +9,9 @@ Legend: B rows, T tokens, D model width, H query heads, K key/value heads, d hea
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -331,9 +331,10 @@ class Decoder(nn.Module):
         return RotaryTables(cos, sin, *rope_tables(positions_BT, config.num_rotated, config.window_rope_theta))
 
     def projections(self) -> dict[str, Linear]:
-        """The linear layers of the blocks in this process, by name."""
-        named = cast(Iterator[tuple[str, nn.Module]], self.blocks.named_modules())
-        return {f"blocks.{name}": module for name, module in named if isinstance(module, Linear)}
+        """The projections of the blocks in this process, by name, and those of further modules that have any."""
+        parts: dict[str, nn.Module] = {"blocks": self.blocks, "heads": self.heads}
+        named = ((part, *pair) for part, module in parts.items() for pair in module.named_modules())
+        return {f"{part}.{name}": module for part, name, module in named if isinstance(module, Linear)}
 
     def cross_entropy(self, hidden_BTD: Tensor, labels_BT: Tensor, *, chunk_tokens: int) -> Tensor:
         """Sum of the labels' negative log-likelihoods (nats), FP32; logits exist for at most `chunk_tokens` tokens at a
