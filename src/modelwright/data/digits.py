@@ -59,7 +59,7 @@ def _document(number: int, gray: NDArray[np.float64], label: int) -> Document:
         kind="image",
         split=split,
         source="digits",
-        meta={KEY: store_image(file).plain(), "digit": label},
+        meta={KEY: store_image(file).plain(), "digit": label, "label": str(label)},
     )
 
 

@@ -1,8 +1,8 @@
 """Augmentation of images as pure functions of what was drawn; who draws is `objectives/image_augmentation.py`.
 
-Values are in [0, 1]. Torchvision has these transforms, too; its only build for this PyTorch on a package index is one for
-CUDA, which cannot be imported beside PyTorch for CPUs, and its MixUp and CutMix draw once for a batch from a global
-generator, so that a batch that is divided among ranks would become another one.
+Values are in [0, 1]. Torchvision has these transforms, too; its build on the package index is one for CUDA, which
+cannot be imported beside PyTorch for CPUs, and its MixUp and CutMix draw once for a batch from a global generator, so
+that a batch that is divided among ranks would become another one.
 
 Legend: C colors, H rows, W columns, K classes.
 """

@@ -218,8 +218,8 @@ class SyncAmaxHistory:
         self.agree = agree
 
     def synchronize(self) -> None:
-        """All ranks list all layers of the whole model, whichever they hold. Heads with projections are on all ranks: an
-        objective that has such heads takes no pipeline.
+        """All ranks list all layers of the whole model, whichever they hold. Heads with projections are on all ranks:
+        an objective that has such heads takes no pipeline.
         """
         own, nothing = self.formats.delayed, [0.0] * len(ROLES)
         of_heads = [name for name in own if name.startswith("heads.")]

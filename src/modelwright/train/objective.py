@@ -97,8 +97,9 @@ class Objective(Protocol):
 
         They become `model.heads`, where the optimizer, the layout and checkpoints treat them as parameters of the
         model; `losses` calls them by `model.head_output(name, hidden)`. Initial values may be drawn from PyTorch's
-        default generator, which is seeded. Buffers are equal on all ranks and in the checkpoint; they need a model whose
-        weights are in memory. Projections (`model.decoder.Linear`) in them follow the number formats of the run.
+        default generator, which is seeded. Buffers must be equal on all ranks and are in the checkpoint; they need a
+        model whose weights are in memory. Projections (`model.decoder.Linear`) in them follow the number formats of the
+        run.
         """
         return {}
 
