@@ -15,18 +15,17 @@ from numpy.typing import NDArray
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.errors import ArtifactError
 from modelwright.data.document import Document
+from modelwright.data.images.read import LABEL_FIELD
 from modelwright.data.images.store import ImageStore
 
 LABELS, CLASSES = "labels.npy", "classes.json"
-LABEL = "label"
-"""Where a document has the name of its class, in `meta`; without it the caption is the class."""
 CACHE_BYTES = 256 * 2**20
 """Decoded images that are kept in memory."""
 
 
 def class_of(document: Document) -> str:
-    """The name of the class of an image."""
-    return str(document.meta.get(LABEL, document.text)).strip()
+    """The name of the class of an image: its label, or without one its caption."""
+    return str(document.meta.get(LABEL_FIELD, document.text)).strip()
 
 
 def write_labels(folder: Path, labels: list[int], classes: list[str]) -> None:

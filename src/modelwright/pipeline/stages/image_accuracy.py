@@ -58,7 +58,7 @@ def confusion(labels: NDArray[np.int64], predicted: NDArray[np.int64], num_class
 
 
 def logistic_regression(training: LabeledImages, heldout: LabeledImages) -> NDArray[np.int64]:
-    """The classes of held-out images by scikit-learn's multinomial logistic regression on standardized pixels. It learns
+    """The classes of held-out images by scikit-learn's multinomial logistic regression on standardized pixels, learned
     from the first `MOST_TRAINING_IMAGES` training images.
     """
     from sklearn.linear_model import LogisticRegression

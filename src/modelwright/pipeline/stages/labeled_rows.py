@@ -80,7 +80,7 @@ def _sequences(
             raise DataError(f"pack: there are more than {MOST_IMAGES:,} images; pack them in several runs")
         labels.append(places[name])
         source, score = job.labels(document)
-        yield TokenSequence(np.full(2, job.tokenizer.end_id), source=source, score=score, value=float(number + 1))
+        yield TokenSequence(np.full(2, job.tokenizer.eos_id), source=source, score=score, value=float(number + 1))
 
 
 def _images(clean: Path, split: Split) -> Iterator[Document]:

@@ -29,8 +29,8 @@ from modelwright.pipeline.stages.tokenize import TOKENIZE
 from modelwright.pipeline.stages.vision import VISION
 
 STAGES: tuple[StageSpec, ...] = (
-    INIT, CLEAN, TOKENIZE, PACK, VISION, PRETRAIN, ALIGN, SFT, REWARD, DPO, KTO, GRPO, PPO, STUDENT, DISTILL, QAT, EVALUATE,
-    QUANTIZE, SERVE_CHECK, REPORT,
+    INIT, CLEAN, TOKENIZE, PACK, VISION, PRETRAIN, ALIGN, SFT, REWARD, DPO, KTO, GRPO, PPO, STUDENT, DISTILL, QAT,
+    EVALUATE, QUANTIZE, SERVE_CHECK, REPORT,
 )  # fmt: skip
 
 STAGES_GROUP = "modelwright.stages"

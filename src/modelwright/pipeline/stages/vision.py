@@ -71,7 +71,8 @@ def _headline(data: RunData, stage: StageData) -> Sequence[Fact]:
         return []
     hint = (
         f"of {count(facts['num_images'])} held-out images; logistic regression on pixels "
-        f"{percent(facts['logistic_regression'], 1)}, the most frequent class {percent(facts['most_frequent_class'], 1)}"
+        f"{percent(facts['logistic_regression'], 1)}, the most frequent class "
+        f"{percent(facts['most_frequent_class'], 1)}"
     )
     return [Fact("Image classification", percent(facts["accuracy"], 1), hint)]
 
