@@ -30,6 +30,7 @@ PAGES = (
     "docs/planning.md",
     "docs/federated.md",
     "docs/drift.md",
+    "docs/vision.md",
 )
 SUFFIXES = "py|h|cpp|md|yaml|json|jsonl|toml|txt|html|jinja|css|js|csv|tsv|zst|gz|safetensors|parquet|xml"
 FILE = re.compile(rf"[\w.*<>/-]+\.(?:{SUFFIXES})|(?:[\w.-]+/)+")

@@ -63,7 +63,8 @@ def settings(folder: Path) -> dict[str, Any]:
         "stages": ["clean", "tokenize", "pack", "vision", "report"],
         "training": {"precision": {"policy": "fp32", "fp32_matmul": "default"}},
         "vision": {
-            "num_steps": 8, "batch_tokens": 256, "checkpoint_every_steps": 2, "eval_every_steps": 4,
+            "num_steps": 30, "batch_tokens": 256, "checkpoint_every_steps": 2, "eval_every_steps": 15,
+            "learning_rate": 1e-2, "keep_best": False,
             "resnet": {"image_size": 8, "widths": [8, 8]},
             "augment": {"crop_padding": 1, "mixup_alpha": 0.2, "cutmix_alpha": 1.0},
         },
@@ -141,13 +142,11 @@ def digests(run: Path) -> dict[str, str]:
 def test_a_killed_run_ends_with_the_same_bits(finished: tuple[Path, Path]) -> None:
     config, undisturbed = finished
     run = config.parent / "cut"
-    started = start(config, run)
-    metrics = run / "vision" / "metrics.jsonl"
-    while not metrics.is_file() or metrics.read_text().count("\n") < 4:
-        assert started.process.poll() is None
+    process = start(config, run)
+    while process.is_alive and not any((run / "vision" / "checkpoints").glob("*4*")):
         time.sleep(0.01)
-    started.process.send_signal(signal.SIGKILL)
-    started.end()
+    process.send_signal(signal.SIGKILL)
+    assert process.end()[0] == -signal.SIGKILL, "the run ended before it could be killed"
     assert not (run / "vision" / "artifact" / "manifest.json").exists()
     code, _, errors = start(config, run).end()
     assert code == 0, errors

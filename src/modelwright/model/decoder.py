@@ -332,9 +332,11 @@ class Decoder(nn.Module):
 
     def projections(self) -> dict[str, Linear]:
         """The projections of the blocks in this process, by name, and those of further modules that have any."""
-        parts: dict[str, nn.Module] = {"blocks": self.blocks, "heads": self.heads}
-        named = ((part, *pair) for part, module in parts.items() for pair in module.named_modules())
-        return {f"{part}.{name}": module for part, name, module in named if isinstance(module, Linear)}
+        found: dict[str, Linear] = {}
+        for part, modules in (("blocks", self.blocks), ("heads", self.heads)):
+            named = cast(Iterator[tuple[str, nn.Module]], modules.named_modules())
+            found |= {f"{part}.{name}": module for name, module in named if isinstance(module, Linear)}
+        return found
 
     def cross_entropy(self, hidden_BTD: Tensor, labels_BT: Tensor, *, chunk_tokens: int) -> Tensor:
         """Sum of the labels' negative log-likelihoods (nats), FP32; logits exist for at most `chunk_tokens` tokens at a

@@ -36,6 +36,7 @@ from modelwright.model.vision.batch_norm import statistics_over
 from modelwright.model.vision.classifier import ImageClassifier, Shape, forward_flops, has_batch_norm
 from modelwright.model.vision.config import ResNetConfig, VisionConfig
 from modelwright.model.vision.folders import load_vision_tower
+from modelwright.model.vision.vit import VisionTower
 from modelwright.objectives.image_augmentation import Augmented, ImageAugmentation, ImageAugmentationConfig
 from modelwright.objectives.next_token import numbered_batches
 from modelwright.ops.image_augment import soft_target
@@ -144,7 +145,7 @@ class ImageClassification(Objective):
         return self._tower.config if self._tower else self.config.shape
 
     @cached_property
-    def _tower(self) -> "nn.Module | None":
+    def _tower(self) -> VisionTower | None:
         is_from_folder = self.config.architecture == "vit" and self.config.vit.init_from
         return load_vision_tower(Path(self.config.vit.init_from)) if is_from_folder else None
 

@@ -6,6 +6,9 @@ Ioffe and Szegedy 2015. Moments and norm are computed in FP32 at least, whatever
 Legend: N images, C channels, H rows, W columns, R ranks.
 """
 
+# PyTorch leaves the types of split open.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 

@@ -3,6 +3,9 @@
 Legend: N images, S pixels of a side, D width, K classes.
 """
 
+# PyTorch leaves the types of iterated modules open.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+
 import torch
 from torch import Tensor, nn
 

@@ -8,6 +8,9 @@ Legend: N images, C channels, H rows, W columns, S pixels of a side, O channels 
 width.
 """
 
+# PyTorch leaves the types of unflatten and of a module's result open.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
