@@ -52,7 +52,7 @@ def saturated(image_CHW: Tensor, factor: float) -> Tensor:
     return torch.lerp(gray(image_CHW).expand_as(image_CHW), image_CHW, factor).clamp(0, 1)
 
 
-class Box(NamedTuple):
+class CutBox(NamedTuple):
     """Rows `top` to `bottom` and columns `left` to `right`, without the last ones."""
 
     top: int
@@ -70,14 +70,14 @@ def mixed(image_CHW: Tensor, other_CHW: Tensor, share: float) -> Tensor:
     return torch.lerp(other_CHW, image_CHW, share)
 
 
-def cut_box(height: int, width: int, share: float, center: tuple[int, int]) -> Box:
+def cut_box(height: int, width: int, share: float, center: tuple[int, int]) -> CutBox:
     """The box that CutMix replaces so that `share` of the image is left (Yun et al. 2019, section 3.1), cut off at the
-    borders: what is left in the end is 1 - `Box.share`. center: its row and column.
+    borders: what is left in the end is 1 - `CutBox.share`. center: its row and column.
     """
     scale = (1.0 - share) ** 0.5
     half_height, half_width = int(height * scale) // 2, int(width * scale) // 2
     row, column = center
-    return Box(
+    return CutBox(
         max(0, row - half_height),
         min(height, row + half_height),
         max(0, column - half_width),
@@ -85,7 +85,7 @@ def cut_box(height: int, width: int, share: float, center: tuple[int, int]) -> B
     )
 
 
-def cut_and_mixed(image_CHW: Tensor, other_CHW: Tensor, box: Box) -> Tensor:
+def cut_and_mixed(image_CHW: Tensor, other_CHW: Tensor, box: CutBox) -> Tensor:
     """CutMix: the box of the other image in place of the image's own."""
     out_CHW = image_CHW.clone()
     place = (slice(None), slice(box.top, box.bottom), slice(box.left, box.right))
