@@ -1,7 +1,8 @@
 """`BatchNorm`: batch normalization whose statistics are those of all ranks that share a batch.
 
-Ioffe and Szegedy 2015. Moments and norm are computed in FP32 at least, whatever the format of the input.
-PyTorch's synchronized batch norm needs an accelerator, and lets one batch that is not finite spoil the running statistics for good.
+Ioffe and Szegedy 2015. Moments and norm are computed in FP32 at least, whatever the format of the input. PyTorch's
+synchronized batch norm needs an accelerator, and lets one batch that is not finite spoil the running statistics for
+good.
 
 Legend: N images, C channels, H rows, W columns, R ranks.
 """

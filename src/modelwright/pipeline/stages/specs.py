@@ -29,7 +29,7 @@ from modelwright.pipeline.stages.tokenize import TOKENIZE
 from modelwright.pipeline.stages.vision import VISION
 
 STAGES: tuple[StageSpec, ...] = (
-    INIT, CLEAN, TOKENIZE, PACK, VISION, PRETRAIN, ALIGN, SFT, REWARD, DPO, KTO, GRPO, PPO, STUDENT, DISTILL, QAT,
+    INIT, CLEAN, TOKENIZE, PACK, PRETRAIN, ALIGN, VISION, SFT, REWARD, DPO, KTO, GRPO, PPO, STUDENT, DISTILL, QAT,
     EVALUATE, QUANTIZE, SERVE_CHECK, REPORT,
 )  # fmt: skip
 
