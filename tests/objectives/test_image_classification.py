@@ -208,14 +208,18 @@ def test_a_killed_run_resumes_with_the_same_bits(
     assert all(torch.equal(tensor, whole[name]) for name, tensor in found.items())
 
 
-@pytest.mark.parametrize("policy", ["bf16_mixed", "fp16_mixed", "int8", "fp8"])
+DELAYED = {"policy": "fp8", "fp8": {"scaling": "delayed"}}
+
+
+@pytest.mark.parametrize("precision", ["bf16_mixed", "fp16_mixed", "int8", "fp8", DELAYED], ids=str)
 @pytest.mark.parametrize("shape", [RESNET, VIT], ids=["resnet", "vit"])
 def test_precision_policies_reach_the_layers_and_keep_the_norms_in_fp32(
-    policy: str, shape: dict[str, Any], folder: Path, tmp_path: Path
+    precision: Any, shape: dict[str, Any], folder: Path, tmp_path: Path
 ) -> None:
     """The loss of the first step differs from that in FP32, by little; running statistics are FP32 and finite."""
+    precision = precision if isinstance(precision, dict) else {"policy": precision}
     exact = trained(folder, tmp_path / "fp32", dtype=torch.float32, num_steps=2, **shape)
-    found = trained(folder, tmp_path / "own", dtype=torch.float32, num_steps=2, precision={"policy": policy}, **shape)
+    found = trained(folder, tmp_path / "own", dtype=torch.float32, num_steps=2, precision=precision, **shape)
     assert found["1, loss"] != exact["1, loss"]
     torch.testing.assert_close(found["1, loss"], exact["1, loss"], rtol=0.1, atol=0)
     for name, one in found.items():
@@ -242,7 +246,7 @@ def test_layouts_that_divide_a_row_or_a_layer_are_refused_by_name(
     layout: dict[str, int], folder: Path, tmp_path: Path
 ) -> None:
     two = replace(single(), size=2)
-    with pytest.raises(ConfigError, match=rf"ImageClassification: .*parallel\.{next(iter(layout))} 2"):
+    with pytest.raises(ConfigError, match=rf"architecture: resnet needs .*parallel\.{next(iter(layout))} 2"):
         trained(folder, tmp_path, world=two, parallel=layout)
 
 

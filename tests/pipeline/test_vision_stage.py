@@ -22,6 +22,8 @@ from modelwright.data.images.labeled import class_of
 from modelwright.data.images.stored import StoredImage
 from modelwright.data.loader import PackedRows
 from modelwright.objectives.image_classifier import load_classifier
+from modelwright.parallel.config import ParallelConfig
+from modelwright.pipeline.preflight import check_training
 from modelwright.pipeline.stages.image_accuracy import confusion
 from modelwright.pipeline.stages.labeled_rows import LABELED_ROWS, open_labeled, training_classes
 from modelwright.recipes.load import load
@@ -170,6 +172,18 @@ def test_the_confusion_counts_classes_by_row() -> None:
     found = confusion(np.array([0, 0, 1, 2]), np.array([0, 1, 1, 0]), 3)
     assert found == [[1, 1, 0], [0, 1, 0], [1, 0, 0]]
     assert confusion(np.zeros(1, np.int64), np.zeros(1, np.int64), 1000) == []
+
+
+@pytest.mark.parametrize("layout", [{"tensor": 2}, {"pipeline": 2}, {"context": 2}])
+def test_layouts_that_cannot_work_are_refused_before_anything_is_read(layout: dict[str, int]) -> None:
+    """The decoder of the run's configuration would fit the layout."""
+    fitting = {
+        "model": {"num_layers": 2, "num_kv_heads": 2, "max_seq_len": 8}, "pack": {"seq_len": 8},
+        "vision": {"batch_tokens": 512},
+    }  # fmt: skip
+    config = load("vision", fitting).config
+    with pytest.raises(ConfigError, match=rf"vision\.architecture: resnet needs .*parallel\.{next(iter(layout))} 2"):
+        check_training(config, ParallelConfig(**layout), num_processes=2, stages=["vision"])
 
 
 def test_the_recipe_is_valid_and_names_a_setting_that_cannot_work() -> None:

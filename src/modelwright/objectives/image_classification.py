@@ -25,6 +25,8 @@ from modelwright.core.compatibility import (
     TRAINED_WEIGHTS,
     WHOLE_LAYERS,
     WHOLE_ROWS,
+    Feature,
+    feature,
 )
 from modelwright.core.config import only_for
 from modelwright.core.errors import ConfigError
@@ -53,6 +55,10 @@ CROSS_ENTROPY = "cross_entropy"
 PIXELS, TARGETS = "pixels_BCSS", "targets_BK"
 MEAN, STD = 0.5, 0.5
 """What a ResNet's colors in [0, 1] are normalized by."""
+NEEDS = frozenset(
+    {WHOLE_LAYERS, WHOLE_ROWS, SYNCHRONOUS_UPDATES, EQUAL_REPLICAS, SAME_UNITS, TRAINED_WEIGHTS, COMMON_LOSS_SCALE}
+)
+"""What the layout and the settings of a training must leave whole."""
 _CARRIER = ModelConfig(
     vocab_size=8, num_layers=1, model_dim=8, num_heads=1, num_kv_heads=1, head_dim=8, ffn_dim=8, max_seq_len=8
 )
@@ -97,6 +103,10 @@ class ImageTrainConfig(TrainConfig):
                     f"{name}: acts on the layers of a decoder, which an image classifier has not; remove it"
                 )
 
+    def features(self) -> list[Feature]:
+        """What goes with it and what does not is known before anything is read."""
+        return [*super().features(), feature("architecture", self.architecture, needs=NEEDS)]
+
     @property
     def shape(self) -> Shape:
         """The shape of the classifier, where no folder decides it."""
@@ -116,17 +126,7 @@ def carrier(dtype: torch.dtype = torch.float32) -> Decoder:
 class ImageClassification(Objective):
     """Every image counts the same. images: of the training rows and of the held-out rows, None without any."""
 
-    needs = frozenset(
-        {
-            WHOLE_LAYERS,
-            WHOLE_ROWS,
-            SYNCHRONOUS_UPDATES,
-            EQUAL_REPLICAS,
-            SAME_UNITS,
-            TRAINED_WEIGHTS,
-            COMMON_LOSS_SCALE,
-        }
-    )
+    needs = NEEDS
     trains_decoder = False
     metric_names = ("accuracy",)
     source: BatchSource
