@@ -33,6 +33,7 @@ PAGES = (
     "docs/multimodal.md",
     "docs/search.md",
     "docs/continual.md",
+    "docs/vision.md",
 )
 SUFFIXES = "py|h|cpp|md|yaml|json|jsonl|toml|txt|html|jinja|css|js|csv|tsv|zst|gz|safetensors|parquet|xml"
 FILE = re.compile(rf"[\w.*<>/-]+\.(?:{SUFFIXES})|(?:[\w.-]+/)+")

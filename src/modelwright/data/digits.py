@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from modelwright.core.seeds import derive_seed
 from modelwright.data.document import Document, Split
+from modelwright.data.images.read import LABEL_FIELD
 from modelwright.data.images.stored import KEY, encode, store_image
 
 HELDOUT_FRACTION = 1 / 10
@@ -59,7 +60,7 @@ def _document(number: int, gray: NDArray[np.float64], label: int) -> Document:
         kind="image",
         split=split,
         source="digits",
-        meta={KEY: store_image(file).plain(), "digit": label},
+        meta={KEY: store_image(file).plain(), "digit": label, LABEL_FIELD: str(label)},
     )
 
 

@@ -47,6 +47,7 @@ from modelwright.data.images.read import (
     ARCHIVE_EXTENSIONS,
     CAPTION_FIELDS,
     IMAGE_FIELDS,
+    LABEL_FIELD,
     is_image_record,
     read_archive,
     read_image,
@@ -332,6 +333,7 @@ def _records(
             *FIELDS,
             *IMAGE_FIELDS,
             *CAPTION_FIELDS,
+            LABEL_FIELD,
             *_DOCUMENT_FIELDS,
             *config.fields.values(),
         }

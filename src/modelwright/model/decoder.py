@@ -331,9 +331,12 @@ class Decoder(nn.Module):
         return RotaryTables(cos, sin, *rope_tables(positions_BT, config.num_rotated, config.window_rope_theta))
 
     def projections(self) -> dict[str, Linear]:
-        """The linear layers of the blocks in this process, by name."""
-        named = cast(Iterator[tuple[str, nn.Module]], self.blocks.named_modules())
-        return {f"blocks.{name}": module for name, module in named if isinstance(module, Linear)}
+        """The projections of the blocks in this process, by name, and those of further modules that have any."""
+        found: dict[str, Linear] = {}
+        for part, modules in (("blocks", self.blocks), ("heads", self.heads)):
+            named = cast(Iterator[tuple[str, nn.Module]], modules.named_modules())
+            found |= {f"{part}.{name}": module for name, module in named if isinstance(module, Linear)}
+        return found
 
     def cross_entropy(self, hidden_BTD: Tensor, labels_BT: Tensor, *, chunk_tokens: int) -> Tensor:
         """Sum of the labels' negative log-likelihoods (nats), FP32; logits exist for at most `chunk_tokens` tokens at a

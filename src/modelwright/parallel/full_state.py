@@ -65,7 +65,7 @@ def move_out(model: Decoder) -> Decoder:
 
 
 def restore_weights(model: Decoder, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Put whole weights back into a model whose weights were taken."""
+    """Put whole weights and buffers back into a model whose weights were taken."""
     for name, whole in weights:
         _set_weights(model, {name: whole.detach()})
 
@@ -74,6 +74,9 @@ def _set_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     for name, weight in weights.items():
         place, _, own = name.rpartition(".")
         module = model.get_submodule(place)
+        if own in dict(module.named_buffers(recurse=False)):
+            setattr(module, own, weight)
+            continue
         setattr(module, own, nn.Parameter(weight, requires_grad=getattr(module, own).requires_grad))
 
 

@@ -34,8 +34,10 @@ def part_of(name: str) -> str:
 
 
 def kind_of(part: str) -> Kind:
-    """The kind of a submodule: `blocks.3.ffn` -> ffn."""
-    return "ffn" if part.endswith(".ffn") else "attention"
+    """The kind of a submodule: `blocks.3.attention` -> attention. Whatever else multiplies, such as a convolution, is
+    treated as ffn.
+    """
+    return "attention" if part.endswith(".attention") else "ffn"
 
 
 def names_of_projections(config: ModelConfig) -> list[str]:
@@ -157,8 +159,10 @@ class ModelPrecision:
         return products if self._around is None else self._around(name, products)
 
     def _is_recomputed(self, name: str) -> bool:
-        """Whether a projection is recomputed in backward. Unnamed projections are not the model's."""
-        block = self.model.blocks[name.split(".")[1]] if name else None
+        """Whether a projection is recomputed in backward. Unnamed projections are not the model's, and those of `heads`
+        are not recomputed.
+        """
+        block = self.model.blocks[name.split(".")[1]] if name.startswith("blocks.") else None
         return isinstance(block, Block) and block.is_recomputed
 
     def begin_step(self) -> None:
@@ -214,9 +218,12 @@ class SyncAmaxHistory:
         self.agree = agree
 
     def synchronize(self) -> None:
-        """All ranks list all layers of the whole model, whichever they hold."""
+        """All ranks list all layers of the whole model, whichever they hold. Heads with projections are on all ranks:
+        an objective that has such heads takes no pipeline.
+        """
         own, nothing = self.formats.delayed, [0.0] * len(ROLES)
-        names = names_of_projections(self.formats.model.config)
+        of_heads = [name for name in own if name.startswith("heads.")]
+        names = [*names_of_projections(self.formats.model.config), *of_heads]
         result = self.agree([value for name in names for value in (own[name].collect() if name in own else nothing)])
         for number, name in enumerate(names):
             if name in own:

@@ -85,6 +85,9 @@ class Objective(Protocol):
     needs: ClassVar[frozenset[str]] = frozenset()
     """Properties of a run that it relies on (`core/compatibility.py`), such as whole rows on every rank."""
 
+    trains_decoder: ClassVar[bool] = True
+    """Whether the decoder is trained. If it is not, its weights are frozen and only `own_modules` learn."""
+
     metric_names: Sequence[str] = ()
     """Names of the figures that `losses` returns beside the terms, the same in every batch: ranks that do not compute
     the loss have to know them too."""
@@ -94,9 +97,15 @@ class Objective(Protocol):
 
         They become `model.heads`, where the optimizer, the layout and checkpoints treat them as parameters of the
         model; `losses` calls them by `model.head_output(name, hidden)`. Initial values may be drawn from PyTorch's
-        default generator, which is seeded. They may have parameters but no buffers.
+        default generator, which is seeded. Buffers must be equal on all ranks and are in the checkpoint; they need a
+        model whose weights are in memory. Projections (`model.decoder.Linear`) in them follow the number formats of the
+        run.
         """
         return {}
+
+    def own_flops(self, batch: Batch) -> float:
+        """FLOPs of the own modules in a forward pass of the batch; 0 where they are small beside the decoder."""
+        return 0.0
 
     def begin(self, layout: ModelLayout) -> None:
         """Called on all ranks whenever the model has been laid out, before the first batch. An objective that rolls out

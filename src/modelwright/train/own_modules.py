@@ -14,8 +14,12 @@ from modelwright.train.objective import Objective
 
 def attach_modules(model: Decoder, objective: Objective, seed: int) -> None:
     """Make the objective's modules `model.heads`, in place, initialized from the seed, so that every rank and every
-    layout starts equal. A head that is there already is kept: an earlier stage has trained it.
+    layout starts equal. A head that is there already is kept: an earlier stage has trained it. The decoder is frozen if
+    the objective does not train it.
     """
+    if not objective.trains_decoder:
+        model.requires_grad_(False)
+        model.heads.requires_grad_(True)
     with torch.random.fork_rng(devices=[]):  # pyright: ignore[reportUnknownMemberType]
         torch.manual_seed(derive_seed(seed, "heads"))  # pyright: ignore[reportUnknownMemberType]
         modules = objective.own_modules(model.config)

@@ -76,7 +76,8 @@ class TrainStep:
     def count(self, batch: Batch) -> tuple[dict[str, float], Work]:
         """The normalizer of each loss term over the global batch, and the batch's counts."""
         mesh, model, weights = self.run.mesh, self.run.model, self.objective.weights(batch)
-        counts = [*map(float, weights.values()), *Work.counts(model, batch)]
+        own_flops = self.objective.own_flops(batch)
+        counts = [*map(float, weights.values()), *Work.counts(model, batch, own_flops)]
         sums = mesh.world.sums([count * mesh.speaks_for_rows for count in counts])
         return dict(zip(weights, sums, strict=False)), Work.of(model, sums[len(weights) :])
 

@@ -3,7 +3,9 @@
 An archive (`.tar`, `.tar.gz`) is read as a stream. Its neighboring members of one name up to the first dot are one
 sample: `0001.jpg` with `0001.txt`, or with the field `caption` of `0001.json`. A record has its caption in `caption` or
 `text`, and its image in `image` (the bytes, or the structure of `bytes` and `path` that Hugging Face `datasets` writes)
-or, by name, in `file_name`. An image that cannot be used is a complaint, which stops or is counted.
+or, by name, in `file_name`. The class of an image, for classification, is the field `label` of a record or of
+`0001.json`, or the content of `0001.cls`; an image with a class needs no caption. An image that cannot be used is a
+complaint, which stops or is counted.
 """
 
 import json
@@ -24,6 +26,7 @@ from modelwright.data.readers import Complaint, File, Record
 ARCHIVE_EXTENSIONS = (".tar",)
 IMAGE_FIELDS = ("image", "file_name")
 CAPTION_FIELDS = ("caption", "text")
+LABEL_FIELD, LABEL_EXTENSION = "label", ".cls"
 MOST_BYTES = 100_000_000
 """Of one image file; a larger one is skipped unread."""
 _BAD = "bad image record"
@@ -36,6 +39,7 @@ class _Sample:
     key: str
     image: bytes | None = None
     caption: str = ""
+    label: str = ""
     problems: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
 
 
@@ -75,7 +79,7 @@ def read_image_record(where: str, record: Record, file: File, complain: Complain
     except DataError as error:
         complain(_BAD, where, str(error), "correct the record")
         return
-    yield from _document(where, caption, data, file.name, complain)
+    yield from _document(where, caption, data, file.name, complain, label=_label(record))
 
 
 def read_archive(file: File, complain: Complaint) -> Iterator[Document]:
@@ -87,7 +91,7 @@ def read_archive(file: File, complain: Complaint) -> Iterator[Document]:
                 for reason, problem in sample.problems:
                     complain(reason, where, problem, "correct the sample")
                 if sample.image is not None and not sample.problems:
-                    yield from _document(where, sample.caption, sample.image, file.name, complain)
+                    yield from _document(where, sample.caption, sample.image, file.name, complain, label=sample.label)
     except FileNotFoundError:
         raise DataError(f"{file.name}: no such file; check --data.sources") from None
     except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
@@ -126,15 +130,27 @@ def _take(sample: _Sample, extension: str, data: bytes) -> None:
             sample.image = data
         elif extension in CAPTION_EXTENSIONS:
             sample.caption = data.decode("utf-8-sig")
-        elif extension == ".json" and not sample.caption:
+        elif extension == LABEL_EXTENSION:
+            sample.label = data.decode("utf-8-sig").strip()
+        elif extension == ".json":
             record = json.loads(data)
             caption = next((record[name] for name in CAPTION_FIELDS if name in record), "")
-            sample.caption = caption if isinstance(caption, str) else ""
+            sample.caption = sample.caption or (caption if isinstance(caption, str) else "")
+            sample.label = sample.label or _label(record)
     except (ValueError, TypeError) as error:
         sample.problems.append((_BAD, f"the caption cannot be read ({error})"))
 
 
-def _document(where: str, caption: str, data: bytes, source: str, complain: Complaint) -> Iterator[Document]:
+def _label(record: Mapping[str, Any]) -> str:
+    """The class of an image, a name or a number; "" without one."""
+    value = record.get(LABEL_FIELD)
+    return str(value).strip() if isinstance(value, str | int) and not isinstance(value, bool) else ""
+
+
+def _document(
+    where: str, caption: str, data: bytes, source: str, complain: Complaint, *, label: str = ""
+) -> Iterator[Document]:
+    caption = caption if caption.strip() else label
     if not caption.strip():
         complain(NO_CAPTION, where, "has no caption", "write one")
         return
@@ -144,7 +160,8 @@ def _document(where: str, caption: str, data: bytes, source: str, complain: Comp
         complain(fault.reason, where, str(fault), "replace the image")
         return
     text = caption.strip().encode("utf-8", "replace").decode("utf-8")
-    yield Document(id=where, text=text, kind="image", split="open", source=source, meta={KEY: stored.plain()})
+    meta: dict[str, Any] = {KEY: stored.plain()} | ({LABEL_FIELD: label} if label else {})
+    yield Document(id=where, text=text, kind="image", split="open", source=source, meta=meta)
 
 
 def _bytes_of(file: File, path: str) -> bytes:

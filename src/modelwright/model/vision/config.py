@@ -73,6 +73,31 @@ class VisionConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ResNetConfig:
+    """Shape of a residual network for small images (He et al. 2016, section 4.2)."""
+
+    image_size: int = 32
+    """Pixels of a side."""
+    widths: tuple[int, ...] = (16, 32, 64)
+    """Channels of each stage; every stage after the first halves the sides of the image."""
+    blocks_per_stage: int = 1
+    """Residual blocks of each stage."""
+
+    def __post_init__(self) -> None:
+        if self.image_size < 1 or self.blocks_per_stage < 1:
+            raise ConfigError(
+                f"image_size, blocks_per_stage: must be at least 1, got {self.image_size} and {self.blocks_per_stage}"
+            )
+        if not self.widths or min(self.widths) < 1:
+            raise ConfigError(f"widths: must be one number of channels for each stage, got {list(self.widths)}")
+        if self.image_size % 2 ** (len(self.widths) - 1):
+            raise ConfigError(
+                f"image_size: {self.image_size} cannot be halved {len(self.widths) - 1} times, once for each stage "
+                f"after the first; choose a multiple of {2 ** (len(self.widths) - 1)}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class TextTowerConfig:
     """Shape of the text tower of a CLIP or SigLIP folder."""
 

@@ -27,9 +27,11 @@ from modelwright.pipeline.stages.serve import SERVE_CHECK
 from modelwright.pipeline.stages.sft import SFT
 from modelwright.pipeline.stages.student import STUDENT
 from modelwright.pipeline.stages.tokenize import TOKENIZE
+from modelwright.pipeline.stages.vision import VISION
 
 STAGES: tuple[StageSpec, ...] = (
-    INIT, CLEAN, TOKENIZE, PACK, PRETRAIN, ALIGN, SFT, REWARD, DPO, KTO, GRPO, PPO, STUDENT, DISTILL, AVERAGE, QAT,
+    INIT, CLEAN, TOKENIZE, PACK, PRETRAIN, ALIGN, VISION, SFT, REWARD, DPO, KTO, GRPO, PPO, STUDENT, DISTILL, AVERAGE,
+    QAT,
     EVALUATE, QUANTIZE, SERVE_CHECK, REPORT,
 )  # fmt: skip
 

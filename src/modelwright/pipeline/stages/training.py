@@ -112,6 +112,7 @@ class _Traits:
     techniques: TechniquesOf
     row_use: RowUse
     save: Callable[[TrainedModel], Mapping[str, Any]]
+    fresh: Callable[[RunConfig], Decoder]
 
 
 def training_spec(
@@ -136,6 +137,7 @@ def training_spec(
     techniques: TechniquesOf = lambda inputs: (),
     row_use: RowUse = USES_ROWS,
     save: Callable[[TrainedModel], Mapping[str, Any]] = save_language_model,
+    fresh: Callable[[RunConfig], Decoder] | None = None,
 ) -> StageSpec:
     """A stage that trains the model of the stage before it, or random weights, on some rows of the stage pack.
 
@@ -148,11 +150,14 @@ def training_spec(
     techniques: what the stage adds to the techniques of all trainings
     row_use: what a stage does that generates what it learns from
     save: writes the artifact on the first rank and returns further facts
+    fresh: makes the model with random weights, where it is not the one of the run's configuration
 
     For the rest see `StageSpec`.
     """
 
-    traits = _Traits(start=start, frozen=frozen, techniques=techniques, row_use=row_use, save=save)
+    traits = _Traits(
+        start=start, frozen=frozen, techniques=techniques, row_use=row_use, save=save, fresh=fresh or fresh_model
+    )
 
     def report(data: RunData, stage: StageData) -> Section:
         section = training_section(stage, data.config.section(name), report_title, loss_unit=loss_unit)
@@ -218,7 +223,7 @@ def _run(context: StageContext, config: RunConfig, spec: StageSpec, traits: _Tra
     assert spec.rows is not None
     rows = context.parents[PACK.name] / spec.rows.name / "train"
     load = deferred_model if rows.is_dir() else load_model
-    model = load(context.parents[before]) if before else fresh_model(config)
+    model = load(context.parents[before]) if before else traits.fresh(config)
     if rows.is_dir():
         with training_rows(rows, config.cache, context) as packed:
             facts = _learn(context, config, spec, model, packed, traits)

@@ -1,0 +1,61 @@
+"""`LabeledImages`: an image store with a class for each image.
+
+labels.npy      int32 [images]
+classes.json    the names of the classes, sorted
+"""
+
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from modelwright.core.artifacts import write_atomic
+from modelwright.core.errors import ArtifactError
+from modelwright.data.document import Document
+from modelwright.data.images.read import LABEL_FIELD
+from modelwright.data.images.store import ImageStore
+
+LABELS, CLASSES = "labels.npy", "classes.json"
+CACHE_BYTES = 256 * 2**20
+"""Decoded images that are kept in memory."""
+
+
+def class_of(document: Document) -> str:
+    """The name of the class of an image: its label, or without one its caption."""
+    return str(document.meta.get(LABEL_FIELD, document.text)).strip()
+
+
+def write_labels(folder: Path, labels: list[int], classes: list[str]) -> None:
+    """Write the classes of the images of a store beside it."""
+    np.save(folder / LABELS, np.array(labels, dtype=np.int32), allow_pickle=False)
+    write_atomic(folder / CLASSES, json.dumps(classes, ensure_ascii=False, indent=0) + "\n")
+
+
+class LabeledImages:
+    """The images of a folder with their classes. Raises `ArtifactError` when something is missing or damaged."""
+
+    def __init__(self, folder: Path) -> None:
+        self.store = ImageStore(folder)
+        try:
+            self.labels: NDArray[np.int32] = np.load(folder / LABELS, allow_pickle=False)
+            self.classes: list[str] = json.loads((folder / CLASSES).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            raise ArtifactError(f"{folder}: has images without classes; run the pack stage again") from None
+        if len(self.labels) != len(self.store) or not all(
+            0 <= one < len(self.classes) for one in set(self.labels.tolist())
+        ):
+            raise ArtifactError(f"{folder / LABELS}: does not fit the images; run the pack stage again")
+        self._cached = lru_cache(maxsize=0)(self.store.pixels)
+        self._cached_size = 0
+
+    def __len__(self) -> int:
+        return len(self.store)
+
+    def pixels(self, number: int, *, size: int, fit: Literal["crop", "stretch"]) -> NDArray[np.uint8]:
+        """An image as a square [3, size, size]; do not change it."""
+        if size != self._cached_size:
+            self._cached, self._cached_size = lru_cache(CACHE_BYTES // (3 * size * size))(self.store.pixels), size
+        return self._cached(number, size=size, fit=fit)

@@ -1,0 +1,267 @@
+"""Classification of images: cross-entropy of a ResNet or a vision transformer with distributions over classes, as
+MixUp, CutMix and label smoothing make them.
+
+The training loop trains a decoder; here the classifier is the objective's own module, and the decoder that carries it
+(`carrier`) is frozen and has next to no weights. A row is one image with a single token, so what the loop calls tokens
+are images.
+
+Legend: B rows, T tokens, N images of this rank, C colors, S pixels of a side, K classes.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from modelwright.core.compatibility import (
+    COMMON_LOSS_SCALE,
+    EQUAL_REPLICAS,
+    SAME_UNITS,
+    SYNCHRONOUS_UPDATES,
+    TRAINED_WEIGHTS,
+    WHOLE_LAYERS,
+    WHOLE_ROWS,
+    Feature,
+    feature,
+)
+from modelwright.core.config import only_for
+from modelwright.core.errors import ConfigError
+from modelwright.data.batch import TokenBatch
+from modelwright.data.images.labeled import LabeledImages
+from modelwright.model.config import ModelConfig
+from modelwright.model.decoder import Decoder
+from modelwright.model.vision.batch_norm import statistics_over
+from modelwright.model.vision.classifier import ImageClassifier, Shape, forward_flops, has_batch_norm
+from modelwright.model.vision.config import ResNetConfig, VisionConfig
+from modelwright.model.vision.folders import load_vision_tower
+from modelwright.model.vision.vit import VisionTower
+from modelwright.objectives.image_augmentation import Augmented, ImageAugmentation, ImageAugmentationConfig
+from modelwright.objectives.next_token import numbered_batches
+from modelwright.ops.image_augment import soft_target
+from modelwright.parallel.mesh import World, single
+from modelwright.parallel.ragged_gather import gather_rows
+from modelwright.train.config import TrainConfig
+from modelwright.train.objective import BatchSource, Objective, Terms
+from modelwright.train.whole_model import ModelLayout
+
+CLASSIFIER = "classifier"
+"""The name in `Decoder.heads`."""
+CROSS_ENTROPY = "cross_entropy"
+"""The name of the loss term."""
+PIXELS, TARGETS = "pixels_BCSS", "targets_BK"
+MEAN, STD = 0.5, 0.5
+"""What a ResNet's colors in [0, 1] are normalized by."""
+NEEDS = frozenset(
+    {WHOLE_LAYERS, WHOLE_ROWS, SYNCHRONOUS_UPDATES, EQUAL_REPLICAS, SAME_UNITS, TRAINED_WEIGHTS, COMMON_LOSS_SCALE}
+)
+"""What the layout and the settings of a training must leave whole."""
+_CARRIER = ModelConfig(
+    vocab_size=8, num_layers=1, model_dim=8, num_heads=1, num_kv_heads=1, head_dim=8, ffn_dim=8, max_seq_len=8
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageTrainConfig(TrainConfig):
+    """Training of an image classifier. A row is one image: `batch_tokens` is the number of images of an update times
+    `pack.seq_len`.
+    """
+
+    learning_rate: float = 1e-3
+    """Peak learning rate."""
+    architecture: Literal["resnet", "vit"] = "resnet"
+    """A residual network with batch norm, or a vision transformer."""
+    resnet: ResNetConfig = field(default_factory=ResNetConfig, metadata=only_for("architecture", "resnet"))
+    vit: VisionConfig = field(default_factory=VisionConfig, metadata=only_for("architecture", "vit"))
+    augment: ImageAugmentationConfig = field(default_factory=ImageAugmentationConfig)
+    label_smoothing: float = 0.0
+    """Share of a label that is spread over all classes (Szegedy et al. 2016); 0.1 is usual."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.label_smoothing < 1:
+            raise ConfigError(f"label_smoothing: must be in [0, 1), got {self.label_smoothing}; 0.1 is usual")
+        if self.gradient_accumulation_steps != 1 and has_batch_norm(self.shape):
+            raise ConfigError(
+                f"gradient_accumulation_steps: batch norm takes the statistics of a whole batch, which "
+                f"{self.gradient_accumulation_steps} microbatches would not see; set it to 1, or architecture to vit"
+            )
+        if self.batch_selection.signal != "none":
+            raise ConfigError("batch_selection.signal: judges tokens of text, and there is none; set none")
+        of_blocks = {
+            "compile": self.compile,
+            "activation_checkpointing.mode": self.activation_checkpointing.mode != "none",
+            "activation_checkpointing.offload": self.activation_checkpointing.offload != "none",
+            "neftune_noise_alpha": self.neftune_noise_alpha > 0,
+        }
+        for name, is_on in of_blocks.items():
+            if is_on:
+                raise ConfigError(
+                    f"{name}: acts on the layers of a decoder, which an image classifier has not; remove it"
+                )
+
+    def features(self) -> list[Feature]:
+        """What goes with it and what does not is known before anything is read."""
+        return [*super().features(), feature("architecture", self.architecture, needs=NEEDS)]
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of the classifier, where no folder decides it."""
+        return self.resnet if self.architecture == "resnet" else self.vit
+
+
+def carrier(dtype: torch.dtype = torch.float32) -> Decoder:
+    """The decoder that an image classifier is trained beside: the loop runs it on one token for each image, and never
+    changes it.
+    """
+    model = Decoder(_CARRIER)
+    model.init_weights(0)
+    return model.to(dtype)
+
+
+@dataclass(kw_only=True)
+class ImageClassification(Objective):
+    """Every image counts the same. images: of the training rows and of the held-out rows, None without any."""
+
+    needs = NEEDS
+    trains_decoder = False
+    metric_names = ("accuracy",)
+    source: BatchSource
+    config: ImageTrainConfig
+    images: LabeledImages
+    heldout_images: LabeledImages | None = None
+    seed: int = 0
+    data_ranks: World = field(default_factory=single)
+    """The ranks that share a batch and its statistics."""
+    num_groups: int = 0
+    """Of this rank's newest batch."""
+
+    @cached_property
+    def shape(self) -> Shape:
+        """The shape of the classifier; a folder to start from decides it."""
+        return self._tower.config if self._tower else self.config.shape
+
+    @cached_property
+    def _tower(self) -> VisionTower | None:
+        is_from_folder = self.config.architecture == "vit" and self.config.vit.init_from
+        return load_vision_tower(Path(self.config.vit.init_from)) if is_from_folder else None
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.images.classes)
+
+    def own_modules(self, config: ModelConfig) -> Mapping[str, nn.Module]:
+        classifier = ImageClassifier(self.shape, self.num_classes)
+        if self._tower:
+            classifier.tower.load_state_dict(self._tower.state_dict())
+        return {CLASSIFIER: classifier}
+
+    def own_flops(self, batch: TokenBatch) -> float:
+        return float(_is_image(batch).sum()) * self._flops_of_image
+
+    @cached_property
+    def _flops_of_image(self) -> int:
+        return forward_flops(self.shape, self.num_classes)
+
+    def begin(self, layout: ModelLayout) -> None:
+        self.data_ranks = layout.mesh.data
+
+    def batches(self, model: Decoder, *, first: int, rank: int, world_size: int) -> Iterator[TokenBatch]:
+        rows = numbered_batches(self.source, first=first, rank=rank, world_size=world_size)
+        for step, batch in enumerate(rows, start=first):
+            augment = ImageAugmentation(
+                config=self.config.augment,
+                seed=self.seed,
+                step=step,
+                num_classes=self.num_classes,
+                smoothing=self.config.label_smoothing,
+                image=lambda number: colors(self.images, number, self.shape),
+                label=lambda number: int(self.images.labels[number]),
+            )
+            own = image_numbers(batch)
+            everyone = own
+            if self.config.augment.mixes and world_size > 1:
+                everyone = image_numbers(self.source.batch(step))
+            self.num_groups = batch.num_groups
+            yield self.with_images(batch, augment(own, everyone))
+
+    def prepare(self, batch: TokenBatch, model: Decoder) -> TokenBatch:
+        images = self.heldout_images
+        assert images is not None, "held-out rows come with their images"
+        numbers = image_numbers(batch)
+        found = Augmented(
+            torch.stack([colors(images, number, self.shape) for number in numbers]),
+            torch.stack([soft_target(self.num_classes, int(images.labels[number])) for number in numbers]),
+        )
+        return self.with_images(batch, found)
+
+    def with_images(self, batch: TokenBatch, found: Augmented) -> TokenBatch:
+        """Rows of one token for each image, on the device of the batch. Rows of padding come last."""
+        num_padded, device = batch.num_rows - len(found.images_BCSS), batch.input_ids_BT.device
+        none_BT = batch.input_ids_BT.new_zeros(len(found.images_BCSS), 1)
+        rows = TokenBatch(
+            input_ids_BT=none_BT,
+            labels_BT=none_BT.clone(),
+            positions_BT=none_BT.clone(),
+            segments_BT=none_BT.int(),
+            extras={
+                PIXELS: normalized(found.images_BCSS, self.shape).to(device),
+                TARGETS: found.targets_BK.to(device),
+            },
+        )
+        return rows.padded(len(found.images_BCSS) + num_padded)
+
+    def weights(self, batch: TokenBatch) -> Mapping[str, Tensor]:
+        return {CROSS_ENTROPY: _is_image(batch).sum()}
+
+    def losses(self, output: Tensor, batch: TokenBatch, model: Decoder) -> Terms:
+        """Raises `ConfigError` for a part of a batch, into which memory that ran out divides it, with batch norm."""
+        if model.training and batch.num_groups < self.num_groups and has_batch_norm(self.shape):
+            raise ConfigError(
+                "batch_tokens: the batch does not fit into memory whole, but batch norm takes its statistics from all "
+                "of it; lower batch_tokens, or spread it over more processes"
+            )
+        is_image_B = _is_image(batch)
+        pixels_NCSS, targets_NK = batch.extras[PIXELS][is_image_B], batch.extras[TARGETS][is_image_B]
+        with statistics_over(model.heads[CLASSIFIER], lambda own_E: gather_rows(own_E[None], self.data_ranks)[0]):
+            logits_NK = model.head_output(CLASSIFIER, pixels_NCSS)
+        is_right_N = logits_NK.argmax(dim=1) == targets_NK.argmax(dim=1)
+        return Terms(
+            {CROSS_ENTROPY: soft_cross_entropy(logits_NK, targets_NK)},
+            {"accuracy": (is_right_N.sum(), is_image_B.sum())},
+        )
+
+
+def soft_cross_entropy(logits_NK: Tensor, targets_NK: Tensor) -> Tensor:
+    """The sum over images of the cross-entropy with distributions over classes, nats, in FP32 at least."""
+    wide_NK = logits_NK.to(torch.promote_types(logits_NK.dtype, torch.float32))
+    return -(targets_NK.to(wide_NK.dtype) * wide_NK.log_softmax(dim=1)).sum()
+
+
+def image_numbers(batch: TokenBatch) -> list[int]:
+    """The numbers of the images of packed rows, without those of padding."""
+    values_B = batch.extras["values_BT"][:, 0]
+    is_image_B = batch.segments_BT[:, 0] >= 0
+    return [round(float(value)) - 1 for value in values_B[is_image_B].cpu()]
+
+
+def colors(images: LabeledImages, number: int, shape: Shape) -> Tensor:
+    """An image [C, S, S] in [0, 1]."""
+    fit = "crop" if isinstance(shape, ResNetConfig) else shape.fit
+    return torch.from_numpy(images.pixels(number, size=shape.image_size, fit=fit).copy()).float() / 255.0
+
+
+def normalized(images_BCSS: Tensor, shape: Shape) -> Tensor:
+    """Images as the weights expect them."""
+    if isinstance(shape, ResNetConfig):
+        return (images_BCSS - MEAN) / STD
+    mean_C11, std_C11 = (torch.tensor(one)[:, None, None] for one in (shape.pixel_mean, shape.pixel_std))
+    return (images_BCSS - mean_C11) / std_C11
+
+
+def _is_image(batch: TokenBatch) -> Tensor:
+    """Which rows count: those of padding have no target. Bool [B]."""
+    return batch.extras[TARGETS].sum(dim=1) > 0

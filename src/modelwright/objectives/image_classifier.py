@@ -1,0 +1,90 @@
+"""`TrainedClassifier`: an image classifier by itself, from image files to probabilities of classes.
+
+Its folder has `classifier.safetensors` with weights and running statistics, and `classifier.json` with the shape and
+the names of the classes.
+
+Legend: N images, K classes, S pixels of a side.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from modelwright.core.artifacts import write_atomic
+from modelwright.core.config import dump, parse
+from modelwright.core.errors import ConfigError, ModelError
+from modelwright.data.images.store import square_pixels
+from modelwright.model.hf import save_tensors
+from modelwright.model.stored_weights import read_json, read_tensors
+from modelwright.model.vision.classifier import ImageClassifier, Shape
+from modelwright.model.vision.config import ResNetConfig, VisionConfig
+from modelwright.objectives.image_classification import normalized
+
+WEIGHTS, SETTINGS = "classifier.safetensors", "classifier.json"
+IMAGES_AT_ONCE = 64
+_SHAPES: dict[str, type[ResNetConfig] | type[VisionConfig]] = {"resnet": ResNetConfig, "vit": VisionConfig}
+
+
+@dataclass(frozen=True)
+class TrainedClassifier:
+    """A classifier with the names of its classes."""
+
+    model: ImageClassifier
+    classes: Sequence[str]
+
+    @property
+    def fit(self) -> Literal["crop", "stretch"]:
+        """How an image becomes a square."""
+        return self.model.shape.fit if isinstance(self.model.shape, VisionConfig) else "crop"
+
+    def classify(self, files: Sequence[bytes]) -> NDArray[np.float64]:
+        """The probabilities of all classes for image files [N, K]. Raises `ImageFault` for one that cannot be used."""
+        size = self.model.shape.image_size
+        return self.probabilities([square_pixels(one, size=size, fit=self.fit) for one in files])
+
+    @torch.no_grad()
+    def probabilities(self, squares: Sequence[NDArray[np.uint8]]) -> NDArray[np.float64]:
+        """The same for pixels [3, S, S] each."""
+        self.model.eval()
+        device = self.model.head.weight.device
+        found = [np.zeros((0, len(self.classes)))]
+        for first in range(0, len(squares), IMAGES_AT_ONCE):
+            pixels = torch.from_numpy(np.stack(squares[first : first + IMAGES_AT_ONCE])).float() / 255.0
+            logits = self.model(normalized(pixels, self.model.shape).to(device))
+            found.append(logits.double().softmax(dim=1).cpu().numpy())
+        return np.concatenate(found)
+
+
+def save_classifier(classifier: TrainedClassifier, folder: Path) -> None:
+    """Write a classifier into a folder."""
+    shape: Shape = classifier.model.shape
+    kind = next(name for name, one in _SHAPES.items() if isinstance(shape, one))
+    weights = {name: one.detach().cpu().contiguous() for name, one in classifier.model.state_dict().items()}
+    save_tensors(folder / WEIGHTS, weights)
+    settings = {"architecture": kind, "shape": dump(shape, constants=True), "classes": list(classifier.classes)}
+    write_atomic(folder / SETTINGS, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+
+
+def load_classifier(folder: Path) -> TrainedClassifier:
+    """The classifier that the stage `vision` wrote into a folder. Raises `ModelError` for a folder of another kind."""
+    settings = read_json(folder / SETTINGS)
+    try:
+        shape = parse(_SHAPES[settings["architecture"]], settings["shape"], constants=True)
+        classes = [str(name) for name in settings["classes"]]
+    except (KeyError, TypeError, ConfigError) as error:
+        raise ModelError(
+            f"{folder / SETTINGS}: is not that of an image classifier ({error}); copy the folder again"
+        ) from None
+    weights, _ = read_tensors(folder / WEIGHTS)
+    model = ImageClassifier(shape, len(classes))
+    wanted = {name: one.shape for name, one in model.state_dict().items()}
+    if wanted != {name: one.shape for name, one in weights.items()}:
+        raise ModelError(f"{folder / WEIGHTS}: does not fit {SETTINGS} beside it; copy the folder again")
+    model.load_state_dict(weights)
+    return TrainedClassifier(model.eval(), classes)

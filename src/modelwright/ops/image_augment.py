@@ -1,0 +1,102 @@
+"""Augmentation of images as pure functions of what was drawn; who draws is `objectives/image_augmentation.py`.
+
+Values are in [0, 1]. Torchvision has these transforms, too; its build on the package index is one for CUDA, which
+cannot be imported beside PyTorch for CPUs, and its MixUp and CutMix draw once for a batch from a global generator, so
+that a batch that is divided among ranks would become another one.
+
+Legend: C colors, H rows, W columns, K classes.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+LUMA = (0.299, 0.587, 0.114)
+"""Weights of red, green and blue in a gray value (ITU-R BT.601)."""
+
+
+def shifted(image_CHW: Tensor, down: int, right: int, fill: float) -> Tensor:
+    """The image moved by so many pixels, which may be negative, with `fill` where nothing is left: a random crop of the
+    padded image (He et al. 2016, section 4.2).
+    """
+    height, width = image_CHW.shape[-2:]
+    down, right = max(-height, min(height, down)), max(-width, min(width, right))
+    return F.pad(image_CHW, (right, -right, down, -down), value=fill)
+
+
+def flipped(image_CHW: Tensor) -> Tensor:
+    """The image with left and right exchanged."""
+    return image_CHW.flip(-1)
+
+
+def gray(image_CHW: Tensor) -> Tensor:
+    """The gray value of each pixel [1, H, W]."""
+    weights_C11 = image_CHW.new_tensor(LUMA)[:, None, None]
+    return (image_CHW * weights_C11).sum(0, keepdim=True)
+
+
+def brightened(image_CHW: Tensor, factor: float) -> Tensor:
+    """Mixed with black; above 1 away from it."""
+    return (image_CHW * factor).clamp(0, 1)
+
+
+def contrasted(image_CHW: Tensor, factor: float) -> Tensor:
+    """Mixed with the mean gray value of the image."""
+    return torch.lerp(gray(image_CHW).mean().expand_as(image_CHW), image_CHW, factor).clamp(0, 1)
+
+
+def saturated(image_CHW: Tensor, factor: float) -> Tensor:
+    """Mixed with its own gray version."""
+    return torch.lerp(gray(image_CHW).expand_as(image_CHW), image_CHW, factor).clamp(0, 1)
+
+
+class CutBox(NamedTuple):
+    """Rows `top` to `bottom` and columns `left` to `right`, without the last ones."""
+
+    top: int
+    bottom: int
+    left: int
+    right: int
+
+    def share(self, height: int, width: int) -> float:
+        """Its share of the pixels of an image."""
+        return (self.bottom - self.top) * (self.right - self.left) / (height * width)
+
+
+def mixed(image_CHW: Tensor, other_CHW: Tensor, share: float) -> Tensor:
+    """MixUp (Zhang et al. 2018, section 2): `share` of the image and the rest of the other."""
+    return torch.lerp(other_CHW, image_CHW, share)
+
+
+def cut_box(height: int, width: int, share: float, center: tuple[int, int]) -> CutBox:
+    """The box that CutMix replaces so that `share` of the image is left (Yun et al. 2019, section 3.1), cut off at the
+    borders: what is left in the end is 1 - `CutBox.share`. center: its row and column.
+    """
+    scale = (1.0 - share) ** 0.5
+    half_height, half_width = int(height * scale) // 2, int(width * scale) // 2
+    row, column = center
+    return CutBox(
+        max(0, row - half_height),
+        min(height, row + half_height),
+        max(0, column - half_width),
+        min(width, column + half_width),
+    )
+
+
+def cut_and_mixed(image_CHW: Tensor, other_CHW: Tensor, box: CutBox) -> Tensor:
+    """CutMix: the box of the other image in place of the image's own."""
+    out_CHW = image_CHW.clone()
+    place = (slice(None), slice(box.top, box.bottom), slice(box.left, box.right))
+    out_CHW[place] = other_CHW[place]
+    return out_CHW
+
+
+def soft_target(num_classes: int, label: int, *, smoothing: float = 0.0) -> Tensor:
+    """The distribution [K] that stands for a label: `smoothing` spread over all classes (Szegedy et al. 2016, section
+    7).
+    """
+    target_K = torch.full((num_classes,), smoothing / num_classes, dtype=torch.float64)
+    target_K[label] += 1.0 - smoothing
+    return target_K

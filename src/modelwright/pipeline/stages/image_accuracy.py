@@ -1,0 +1,77 @@
+"""How well a classifier does on held-out images, beside simple rules, for the facts of the stage vision."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from modelwright.data.images.labeled import LabeledImages
+from modelwright.evaluate.statistics import log10_sign_test, wilson_interval
+from modelwright.objectives.image_classifier import TrainedClassifier
+
+MOST_TRAINING_IMAGES = 10_000
+"""What logistic regression learns from; more take it minutes."""
+BASELINE_SIDE = 16
+"""Pixels of a side that it sees."""
+MOST_CLASSES_SHOWN = 20
+MOST_ITERATIONS = 1000
+
+
+def measure_accuracy(classifier: TrainedClassifier, training: LabeledImages, heldout: LabeledImages) -> dict[str, Any]:
+    """Accuracy with a 95% interval (Wilson), that of the rules, the p-value of a paired sign test against logistic
+    regression, and which class was taken for which.
+    """
+    labels = heldout.labels.astype(np.int64)
+    size = classifier.model.shape.image_size
+    squares = [heldout.pixels(number, size=size, fit=classifier.fit) for number in range(len(heldout))]
+    predicted = classifier.probabilities(squares).argmax(axis=1)
+    started = time.perf_counter()
+    by_pixels = logistic_regression(training, heldout)
+    most_frequent = int(np.bincount(training.labels).argmax())
+    is_right, others = predicted == labels, by_pixels == labels
+    better, worse = int((is_right & ~others).sum()), int((others & ~is_right).sum())
+    return {
+        "num_images": len(labels),
+        "num_training_images": len(training),
+        "accuracy": float(is_right.mean()),
+        "interval": list(wilson_interval(int(is_right.sum()), len(labels))),
+        "logistic_regression": float(others.mean()),
+        "logistic_regression_s": time.perf_counter() - started,
+        "most_frequent_class": float((labels == most_frequent).mean()),
+        "num_better": better,
+        "num_worse": worse,
+        "p_value": min(1.0, 10 ** log10_sign_test(better, worse)),
+        "classes": list(heldout.classes),
+        "confusion": confusion(labels, predicted, len(heldout.classes)),
+    }
+
+
+def confusion(labels: NDArray[np.int64], predicted: NDArray[np.int64], num_classes: int) -> Sequence[Sequence[int]]:
+    """How many images of each class (row) were taken for each class (column); [] with many classes."""
+    if num_classes > MOST_CLASSES_SHOWN:
+        return []
+    counts = np.zeros((num_classes, num_classes), dtype=np.int64)
+    np.add.at(counts, (labels, predicted), 1)
+    return counts.tolist()
+
+
+def logistic_regression(training: LabeledImages, heldout: LabeledImages) -> NDArray[np.int64]:
+    """The classes of held-out images by scikit-learn's multinomial logistic regression on standardized pixels, learned
+    from the first `MOST_TRAINING_IMAGES` training images.
+    """
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    most = min(len(training), MOST_TRAINING_IMAGES)
+    model = make_pipeline(StandardScaler(), LogisticRegression(max_iter=MOST_ITERATIONS))
+    model.fit(_pixels(training, most), training.labels[:most])
+    return np.asarray(model.predict(_pixels(heldout, len(heldout))), dtype=np.int64)
+
+
+def _pixels(images: LabeledImages, most: int) -> NDArray[np.float64]:
+    """Colors in [0, 1], one row for each image."""
+    squares = [images.pixels(number, size=BASELINE_SIDE, fit="crop") for number in range(most)]
+    return np.stack(squares).reshape(most, -1) / 255.0

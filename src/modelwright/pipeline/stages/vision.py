@@ -1,0 +1,139 @@
+"""vision: a classifier of images, a ResNet or a vision transformer, by the training loop of all stages.
+
+Artifact: the classifier (`objectives/image_classifier.py`). Facts: `heldout_images`, its accuracy on held-out images
+beside logistic regression on pixels.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from modelwright.core.rundir import RunDir
+from modelwright.core.seeds import derive_seed
+from modelwright.model.vision.classifier import ImageClassifier, forward_flops
+from modelwright.objectives.image_classification import CLASSIFIER, ImageClassification, ImageTrainConfig, carrier
+from modelwright.objectives.image_classifier import TrainedClassifier, save_classifier
+from modelwright.pipeline.config import RunConfig
+from modelwright.pipeline.report.blocks import Block, Fact, Table
+from modelwright.pipeline.report.format import count, number, percent
+from modelwright.pipeline.report.run_data import RunData, StageData
+from modelwright.pipeline.stage import Rates, StageInputs, StageSpec
+from modelwright.pipeline.stages.alignment import metric_charts
+from modelwright.pipeline.stages.image_accuracy import MOST_TRAINING_IMAGES, measure_accuracy
+from modelwright.pipeline.stages.labeled_rows import LABELED_ROWS, open_labeled
+from modelwright.pipeline.stages.pack import PACK
+from modelwright.pipeline.stages.row_use import RowUse
+from modelwright.pipeline.stages.training import FrozenModels, TrainedModel, training_spec
+from modelwright.plan.estimate import StageEstimate
+
+USUAL_CLASSES = 10
+"""What an estimate assumes before the images are read."""
+
+
+def _objective(inputs: StageInputs) -> ImageClassification:
+    config = inputs.training
+    assert isinstance(config, ImageTrainConfig)
+    rows = inputs.parents[PACK.name] / LABELED_ROWS.name
+    training = open_labeled(rows, "train")
+    assert training is not None
+    return ImageClassification(
+        source=inputs.loader,
+        config=config,
+        images=training,
+        heldout_images=open_labeled(rows, "heldout"),
+        seed=derive_seed(inputs.config.seed, VISION.name, "augment"),
+    )
+
+
+def _frozen(config: ImageTrainConfig) -> FrozenModels:
+    folder = config.vit.init_from if config.architecture == "vit" else ""
+    return FrozenModels(folders={"vit.init_from": folder} if folder else {})
+
+
+def _save(trained: TrainedModel) -> Mapping[str, Any]:
+    rows = trained.heldout.parent
+    training, heldout = open_labeled(rows, "train"), open_labeled(rows, "heldout")
+    model = trained.model.heads[CLASSIFIER]
+    assert training is not None
+    assert isinstance(model, ImageClassifier)
+    classifier = TrainedClassifier(model.eval(), training.classes)
+    save_classifier(classifier, trained.folder)
+    facts: dict[str, Any] = {"num_parameters": sum(one.numel() for one in model.parameters())}
+    if heldout is not None:
+        trained.context.progress.note("vision: measuring accuracy on held-out images")
+        facts["heldout_images"] = measure_accuracy(classifier, training, heldout)
+    return facts
+
+
+def _headline(data: RunData, stage: StageData) -> Sequence[Fact]:
+    facts = stage.facts.get("heldout_images")
+    if not facts:
+        return []
+    hint = (
+        f"of {count(facts['num_images'])} held-out images; logistic regression on pixels "
+        f"{percent(facts['logistic_regression'], 1)}, the most frequent class "
+        f"{percent(facts['most_frequent_class'], 1)}"
+    )
+    return [Fact("Image classification", percent(facts["accuracy"], 1), hint)]
+
+
+def _blocks(stage: StageData) -> Sequence[Block]:
+    charts = metric_charts(stage, {"Share of images in the right class": {"accuracy": "accuracy"}})
+    facts = stage.facts.get("heldout_images")
+    return [*_accuracy_blocks(facts), *charts] if facts else charts
+
+
+def _accuracy_blocks(facts: Mapping[str, Any]) -> list[Block]:
+    low, high = facts["interval"]
+    rows = [
+        ["this classifier", percent(facts["accuracy"], 1)],
+        ["logistic regression on pixels", percent(facts["logistic_regression"], 1)],
+        ["the most frequent class", percent(facts["most_frequent_class"], 1)],
+    ]
+    caption = (
+        f"{count(facts['num_images'])} held-out images, none of which was trained on; 95% interval of the classifier "
+        f"{percent(low, 1)} to {percent(high, 1)} (Wilson). It is right and logistic regression wrong on "
+        f"{count(facts['num_better'])} of them, the other way round on {count(facts['num_worse'])}: p = "
+        f"{number(facts['p_value'], 2)} in a sign test. Logistic regression (scikit-learn) learned from "
+        f"{count(min(facts['num_training_images'], MOST_TRAINING_IMAGES))} of {count(facts['num_training_images'])} "
+        "training images."
+    )
+    blocks: list[Block] = [Table(["method", "accuracy"], rows, "Accuracy", caption, numeric=(1,), strong=(0,))]
+    if facts["confusion"]:
+        classes = facts["classes"]
+        cells = [[name, *map(count, counts)] for name, counts in zip(classes, facts["confusion"], strict=True)]
+        numeric = tuple(range(1, len(classes) + 1))
+        caption = "How many held-out images of the class of a row were taken for the class of a column."
+        blocks.append(Table(["class", *classes], cells, "Classes taken for each other", caption, numeric=numeric))
+    return blocks
+
+
+def _estimate(config: RunConfig, run: RunDir, rates: Rates) -> StageEstimate:
+    """The common estimate counts a decoder's work; an image is one row."""
+    estimate, training = _SPEC.estimate(config, run, rates), config.section(VISION)
+    assert isinstance(training, ImageTrainConfig)
+    flops = 3.0 * forward_flops(training.shape, USUAL_CLASSES) * estimate.tokens / config.section(PACK).seq_len
+    rate = rates.flops_per_s[training.precision.planned_as]
+    return replace(estimate, flops=flops, seconds=flops / rate / rates.num_hosts if rate else estimate.seconds)
+
+
+_SPEC = training_spec(
+    name="vision",
+    title="Training an image classifier",
+    report_title="Image classifier",
+    model_title="",  # not a model that later stages go on with
+    objective=_objective,
+    rows=LABELED_ROWS,
+    needs=lambda config: (PACK.name,),
+    config=ImageTrainConfig,
+    headline=_headline,
+    only_if_named=True,
+    loss_unit="nats per image",
+    blocks=_blocks,
+    frozen=_frozen,
+    start=lambda config, stage: "",
+    row_use=RowUse(learns_by_heart=False),
+    save=_save,
+    fresh=lambda config: carrier(),
+)
+VISION: StageSpec = replace(_SPEC, estimate=_estimate)
