@@ -54,7 +54,7 @@ def settings(folder: Path) -> dict[str, Any]:
     (sources / "metadata.jsonl").write_text("\n".join(map(json.dumps, records)) + "\n")
     return {
         "data": {"sources": [str(sources)], "validation_fraction": 0.2, "on_bad_record": "skip"},
-        "clean": {"images": {"max_hash_distance": 0}},
+        "clean": {"quality": {"limits": {"image.max_hash_distance": 0}}},
         "hardware": {"device": "cpu", "num_threads": 1},
         "tokenizer": {"vocab_size": 300},
         "pack": {"seq_len": 16},

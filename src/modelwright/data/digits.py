@@ -6,6 +6,7 @@ how thick its strokes are and where they lean, which is measured from the pixels
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,7 +43,7 @@ def digit_images() -> Iterator[Document]:
     """An image-text pair for each digit, always the same ones, in the order of the data set."""
     from sklearn.datasets import load_digits  # takes a second
 
-    digits = load_digits()
+    digits: Any = load_digits()
     for number, (gray, label) in enumerate(zip(digits.images, digits.target, strict=True)):
         yield _document(number, np.asarray(gray, dtype=np.float64), int(label))
 

@@ -45,7 +45,7 @@ def _objective(inputs: StageInputs) -> ImageClassification:
     )
 
 
-def _frozen(config: ImageTrainConfig) -> FrozenModels:
+def _frozen(run: RunConfig, config: ImageTrainConfig) -> FrozenModels:
     folder = config.vit.init_from if config.architecture == "vit" else ""
     return FrozenModels(folders={"vit.init_from": folder} if folder else {})
 
