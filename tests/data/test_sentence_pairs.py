@@ -12,14 +12,14 @@ from modelwright.data.document import Document
 @pytest.fixture(scope="module")
 def documents() -> Sequence[Document]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sentence_pairs, "MODULES_FRACTION", 0.04)
+        patch.setattr(sentence_pairs, "MODULES_FRACTION", 0.1)
         found = list(sentence_pairs.sentence_pairs())
         assert list(sentence_pairs.sentence_pairs()) == found
     return found
 
 
 def test_the_chosen_answer_has_the_higher_score(documents: Sequence[Document]) -> None:
-    assert len(documents) > 100
+    assert len(documents) > 50  # how many there are depends on the libraries of the machine
     for document in documents:
         (rejected,) = document.rejected
         scores = [

@@ -42,7 +42,9 @@ def test_domains_and_beginnings_of_paths(url: str | None, entry: str, tmp_path: 
 def test_the_list_is_read_before_anything_else_and_is_an_input(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"urls\.blocked: nowhere\.txt: cannot be read \(No such file"):
         build_steps(CleanConfig(urls=UrlsConfig(blocked=("nowhere.txt",))))
-    assert [step.name for step in build_steps(CleanConfig())] == ["format", "quality", "duplicates", "privacy"]
+    assert [step.name for step in build_steps(CleanConfig())] == [
+        "format", "quality", "duplicates", "images", "privacy",
+    ]  # fmt: skip
     source, blocked = tmp_path / "a.txt", tmp_path / "list.txt"
     for path in (source, blocked):
         path.write_text("some.example")

@@ -89,7 +89,7 @@ def read_manifest(folder: Path, *, kind: str = "", verify: bool = False) -> Mani
     was never finished), damaged, or of another kind.
     """
     try:
-        manifest = parse_manifest((folder / MANIFEST).read_text(encoding="utf-8"), str(folder), kind=kind)
+        manifest = parse_manifest((folder / MANIFEST).read_bytes(), str(folder), kind=kind)
     except (FileNotFoundError, NotADirectoryError):
         raise ArtifactError(f"{folder}: has no {MANIFEST}, so it was never finished; run its stage again") from None
     for name, entry in manifest.files.items():
