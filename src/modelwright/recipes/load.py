@@ -136,7 +136,8 @@ def _lay_over(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any
     cleared = dict(base)
     for stage in training_names():
         before, after = base.get(stage), over.get(stage)
-        if isinstance(before, Mapping) and isinstance(after, Mapping) and any(after.get(name) for name in LENGTHS):
-            cleared[stage] = {name: value for name, value in before.items() if name not in LENGTHS}
+        if isinstance(after, Mapping) and any(after.get(name) for name in LENGTHS):
             cleared.pop("minutes", None)
+            if isinstance(before, Mapping):
+                cleared[stage] = {name: value for name, value in before.items() if name not in LENGTHS}
     return merge(cleared, over)
