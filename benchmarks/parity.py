@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch._C._distributed_c10d import TCPStore
 
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.config import parse
@@ -38,6 +37,7 @@ from modelwright.parallel.mesh import join_world, single
 from modelwright.train.build import train
 from modelwright.train.config import TrainConfig
 from modelwright.train.job import TrainJob
+from modelwright_claims.launch import serve_store, store_environment
 from modelwright_claims.results import circumstances
 
 ROWS, LENGTH, VOCABULARY = 8, 64, 128
@@ -180,13 +180,10 @@ def train_once(case: Case, compute: str, num_steps: int, folder: Path, *, layout
 
 def start(case: Case, compute: str, num_steps: int, folder: Path, num_processes: int) -> None:
     """Run `train_once` in processes of its own. Raises `SystemExit` with their output when one fails."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # a port nobody else can take
+    store = serve_store()
     command = [sys.executable, __file__, "--worker", case.name, "--compute", compute, "--steps", str(num_steps)]
     command += ["--folder", str(folder)] + ([] if num_processes == 1 else ["--layout"])
-    shared = {
-        **os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
-    }  # fmt: skip
+    shared = {**os.environ, "OMP_NUM_THREADS": "1", **store_environment(store)}
     processes = [
         subprocess.Popen(
             command, env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_processes)},

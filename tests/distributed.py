@@ -29,6 +29,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from modelwright.parallel.mesh import join_world
 from modelwright_claims import netns
+from modelwright_claims.launch import serve_store, store_environment
 from rank_processes import TIMEOUT_S, end_with_parent, fork_context
 
 Case = TypeVar("Case")
@@ -177,7 +178,7 @@ def start_distributed(
     joins_world: False calls `function(*args)`, which is then to call `join_world` or a part of the product that does.
     hosts: of each rank; none starts all of them on this host.
     """
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = serve_store()
     folder = tempfile.TemporaryDirectory(prefix="ranks-")
     torch.save((function, args), Path(folder.name) / "call")
     module = sys.modules[function.__module__]
@@ -186,10 +187,7 @@ def start_distributed(
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is this process's, so its port cannot be taken meanwhile
-        "TORCHELASTIC_RESTART_COUNT": "0",
+        **store_environment(store),
     }
     processes = []
     for rank in range(world_size):

@@ -25,6 +25,7 @@ from unittest import mock
 from torch._C._distributed_c10d import TCPStore
 
 from impatient import look_once
+from modelwright_claims.launch import serve_store, store_environment
 
 TIMEOUT_S = 240
 """Far more than anything here takes: a machine that is busy with other things must fail no test."""
@@ -122,14 +123,8 @@ def start_process(
 
 
 def start_ranks(script: Path, *arguments: object, size: int) -> list[Started]:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    shared = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is this process's, so its port cannot be taken meanwhile
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "WORLD_SIZE": str(size),
-    }
+    store = serve_store()
+    shared = {**store_environment(store), "WORLD_SIZE": str(size)}
     ranks = [start_process(script, *arguments, environment={**shared, "RANK": str(rank)}) for rank in range(size)]
     return [replace(rank, store=store) for rank in ranks]
 

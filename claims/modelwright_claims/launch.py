@@ -52,9 +52,8 @@ def start_ranks(
     ranks_per_host = ranks_per_host or (num_ranks if network is None else 1)
     command = [sys.executable, "-m", module, *arguments]
     names = list(hosts or network.hosts) if network else []
-    # A store of this process's own: a port that is looked up and released may be taken before the first rank has it.
-    store = None if network else TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    local = {} if store is None else _environment_of(store)
+    store = None if network else serve_store()
+    local = {} if store is None else store_environment(store)
     port = free_port_on(network, names[0]) if network else 0
     ranks = []
     for rank in range(num_ranks):
@@ -113,7 +112,15 @@ def _text(file: IO[bytes]) -> str:
     return file.read().decode(errors="replace")
 
 
-def _environment_of(store: TCPStore) -> dict[str, str]:
+def serve_store() -> TCPStore:
+    """Serve a store for ranks on this machine while the result is referred to.
+
+    A port that is looked up and released may be taken before the first rank has it; the port of this store cannot.
+    """
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def store_environment(store: TCPStore) -> dict[str, str]:
     """What `torchrun` sets for ranks whose store is served by another process, on this machine."""
     return {
         "MASTER_ADDR": "127.0.0.1",
