@@ -117,7 +117,7 @@ def test_plan_reads_well() -> None:
     stages = [
         data_stage("clean", num_bytes=20e6, bytes_per_s=2e6),
         scoring_stage(
-            "evaluate", model, num_tokens=1e5, context_overlap=0.5, batch_tokens=4096, flops_per_s=1e11, mfu=0.5
+            "evaluate", model, num_tokens=1e5, num_context_tokens=1e5, batch_tokens=4096, flops_per_s=1e11, mfu=0.5
         ),
     ]
     memory = training_memory(

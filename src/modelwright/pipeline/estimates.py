@@ -5,6 +5,7 @@ from dataclasses import replace
 from modelwright.data.find_files import locate
 from modelwright.data.sources import BUILTIN, WORDS, SourceConfig
 from modelwright.evaluate.config import EvaluateConfig
+from modelwright.evaluate.questions import NUM_CANDIDATES
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.stage import Rates
 from modelwright.pipeline.stages.rows import CHAT_ROWS, TEXT_ROWS, RowSet
@@ -44,12 +45,15 @@ def scoring_estimate(
     heldout = SCORED_FRACTION * builtin + config.data.validation_fraction * _own_bytes(config.data)
     most = evaluate.max_bytes_per_domain * (len(evaluate.domains) + 1)  # and the answers
     num_bytes = min(most, heldout) if most else heldout
-    num_tokens = num_bytes / BYTES_PER_TOKEN + 4 * CHOICE_TOKENS * evaluate.multiple_choice.num_questions
+    text_tokens = num_bytes / BYTES_PER_TOKEN
+    choice_tokens = NUM_CANDIDATES * CHOICE_TOKENS * evaluate.multiple_choice.num_questions
+    # an upper bound, as if all texts were longer than the context
+    context_tokens = text_tokens * evaluate.context_overlap / (1.0 - evaluate.context_overlap)
     estimate = scoring_stage(
         name,
         config.model,
-        num_tokens=num_models * num_tokens,
-        context_overlap=evaluate.context_overlap,
+        num_tokens=num_models * (text_tokens + choice_tokens),
+        num_context_tokens=num_models * context_tokens,
         batch_tokens=evaluate.batch_tokens,
         flops_per_s=rates.flops_per_s["fp32"],
     )
