@@ -5,9 +5,11 @@ import itertools
 import json
 import os
 import signal
+import socket
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,8 +19,12 @@ import pytest
 
 from modelwright.compress.int8 import Int8WeightsConfig
 from modelwright.infer.engine import EngineConfig
+from modelwright.serve.ab.client import AbClient, ServerUnreachable
+from modelwright.serve.ab.experiment import Experiment, create_tables, end, experiments, insert, set_share
+from modelwright.serve.ab.requests import ExperimentRequest
 from modelwright.serve.ab.state import FAILED, RATED, SEEN, ExperimentState
 from modelwright.serve.config import ServeConfig
+from modelwright.serve.database import SqliteDatabase
 from modelwright.serve.engines import load_engines
 from modelwright.serve.errors import ApiError
 from modelwright.serve.fingerprint import weights_fingerprint
@@ -29,6 +35,7 @@ from serve.conftest import write_model
 from serve.patience import held, wait_until
 from serve.test_keys import write_keys
 from serve.test_monitoring import samples
+from serve.test_scores import write_judge
 
 ADMIN = {"Authorization": "Bearer root"}
 ENGINE = EngineConfig(max_num_seqs=8)
@@ -187,6 +194,8 @@ def test_who_may_test_what_and_when(start, folders, versions, tmp_path: Path):
     for wrong, param in (({"share": 1}, "share"), ({"name": "A b"}, "name"), ({"path": str(tmp_path / "no")}, "path")):
         refused = post(server, "/admin/ab", **(body | wrong))
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+    refused = post(server, "/admin/ab", **(body | {"path": str(write_judge(tmp_path / "judge"))}))
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "unsupported_task")
     begin(server, folders["B"])
     for path, again in (("/admin/ab", body | {"name": "other"}), ("/admin/reload", {"path": str(folders["B"])})):
         refused = post(server, path, **again)
@@ -199,6 +208,34 @@ def test_who_may_test_what_and_when(start, folders, versions, tmp_path: Path):
     begin(server, folders["A"], name="back")
     assert post(server, "/admin/ab/end", promote=False).json()["status"] == "ended"
     assert set(arms(server, ["1", "2", "3"]).values()) == {versions["B"]}
+
+
+def test_the_share_of_a_test_that_a_guard_has_ended_stays(tmp_path: Path):
+    database = SqliteDatabase(tmp_path / "ab.sqlite")
+    create_tables(database)
+    request = ExperimentRequest(name="next", path="runs/next")
+    insert(database, Experiment(name="next", request=request, share=0.5, control_version="a", treatment_version="b"))
+    assert set_share(database, "next", 0.6)
+    assert end(database, "next", "rolled_back", "errors")
+    assert not set_share(database, "next", 0.7)
+    assert [one.share for one in experiments(database)] == [0.6]
+    database.close()
+
+
+def test_a_server_that_dies_while_it_answers_is_unreachable():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(65_536)
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(ServerUnreachable, match="is the server running"):
+            AbClient(f"http://127.0.0.1:{listener.getsockname()[1]}").find("next")
+        thread.join()
 
 
 def test_a_server_without_state_says_how_to_keep_one(slow_server, tmp_path: Path):

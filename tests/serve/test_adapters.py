@@ -1,8 +1,12 @@
 """Adapters over HTTP: each is a model of its own, may come and go while answers run, and belongs to one base."""
 
+import contextlib
 import json
 import os
+import shutil
 import signal
+import sqlite3
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,19 +16,22 @@ import openai
 import pytest
 import torch
 from openai import OpenAI
+from safetensors.torch import load_file, save_file
 
 from modelwright.compress.int8 import Int8WeightsConfig
 from modelwright.core.errors import ConfigError, ModelError
-from modelwright.infer.engine import EngineConfig
+from modelwright.infer.engine import Engine, EngineConfig
 from modelwright.infer.generate import generate
 from modelwright.infer.sequence import SamplingParams
 from modelwright.model.adapter_config import AdapterConfig
 from modelwright.model.adapters import attach_adapters
-from modelwright.model.peft_folder import load_adapter, save_adapter
+from modelwright.model.peft_folder import CONFIG, TENSORS, load_adapter, save_adapter
+from modelwright.serve.adapter_loading import AdapterLoader
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.engines import load_engines
 from modelwright.serve.load import ModelSource, load_folder
-from modelwright.serve.server import ServerThread
+from modelwright.serve.requests_config import RequestsConfig
+from modelwright.serve.server import NOTHING_KEPT, ServerThread
 from serve.conftest import make_model, write_model
 from serve.patience import held, wait_until
 from serve.test_keys import write_keys
@@ -72,10 +79,10 @@ def texts(folders: dict[str, Path]) -> dict[str, str]:
     return found
 
 
-def serve(folders: dict[str, Path], **settings) -> ServerThread:
+def serve(folders: dict[str, Path], *, requests: RequestsConfig = NOTHING_KEPT, **settings) -> ServerThread:
     config = ServeConfig(port=0, engine=ENGINE, **settings)
     source = ModelSource(name="tiny", folder=folders["base"])
-    return ServerThread(*load_engines(source, config), config, model_name="tiny", source=source)
+    return ServerThread(*load_engines(source, config), config, model_name="tiny", source=source, requests=requests)
 
 
 @pytest.fixture
@@ -170,6 +177,123 @@ def test_an_open_answer_finishes_with_its_adapter(server: ServerThread, folders,
         assert load(server, "poet", folders["coder"]).status_code == 200
     assert text.result() == texts["poet"]
     assert ask() == texts["coder"]
+
+
+def test_an_open_answer_names_the_version_that_computes_it(server: ServerThread, folders):
+    version = server.service.model.adapters["poet"].fingerprint
+    generates = {"model": "poet", "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+    routes = {"completions": generates, "embeddings": {"model": "poet", "input": PROMPT}}
+
+    def ask(route: str) -> httpx.Response:
+        return httpx.post(f"{server.url}/v1/{route}", json=routes[route], headers=ADMIN, timeout=60)
+
+    for reloads in (False, True):
+        with ThreadPoolExecutor(2) as threads, held(server):
+            replies = threads.map(ask, routes)
+            wait_until(lambda: server.service.worker.num_open == 2)
+            assert unload(server, "poet").status_code == 200
+            if reloads:
+                assert load(server, "poet", folders["coder"]).status_code == 200
+        for reply in replies:
+            assert reply.status_code == 200, reply.text
+            assert reply.headers["x-model-version"] == version
+            assert reply.json().get("system_fingerprint", version) == version
+        assert load(server, "poet", folders["poet"]).status_code == (400 if reloads else 200)
+
+
+def test_a_slow_request_gets_no_adapter_of_a_later_version(server: ServerThread, folders):
+    body = json.dumps({"model": "coder", "prompt": PROMPT, "max_tokens": 2}).encode()
+    before, may_end = server.service.model, threading.Event()
+
+    def parts() -> Iterator[bytes]:
+        yield body[:9]
+        may_end.wait(60)
+        yield body[9:]
+
+    def ask() -> httpx.Response:
+        return httpx.post(f"{server.url}/v1/completions", content=parts(), headers=ADMIN, timeout=60)
+
+    with ThreadPoolExecutor(1) as threads:
+        reply = threads.submit(ask)
+        wait_until(lambda: before.worker.num_held == 1)
+        again = {"path": str(folders["base"])}
+        assert httpx.post(f"{server.url}/admin/reload", json=again, headers=ADMIN, timeout=60).status_code == 200
+        assert load(server, "coder", folders["coder"]).status_code == 200
+        may_end.set()
+    assert reply.result().status_code == 404, "the version that the request began with has no such adapter"
+
+
+def test_an_ab_test_has_the_adapters_of_a(folders, tmp_path: Path):
+    """An adapter that names no weights fits both versions; its answers are those of A and B with it."""
+    anyones = tmp_path / "anyones"
+    shutil.copytree(folders["poet"], anyones)
+    save_file(load_file(anyones / TENSORS), anyones / TENSORS, metadata={"format": "pt"})
+    expected = {}
+    for arm, base in (("A", "base"), ("B", "other")):
+        model, codec = load_folder(folders[base], Int8WeightsConfig())
+        load_adapter(model, anyones)
+        params = [SamplingParams(max_tokens=12, temperature=0, stop_ids=codec.stop_ids)]
+        expected[arm] = codec.decode(generate(model, [codec.encode(PROMPT)], params, ENGINE)[0].token_ids)
+    keys = write_keys(tmp_path / "keys.yaml", root={"scopes": ["infer", "admin", "metrics"]})
+    kept = RequestsConfig(ab_state=str(tmp_path / "ab.sqlite"), log=str(tmp_path / "requests.sqlite"))
+    with serve(folders, requests=kept, adapters={"any": str(anyones)}, keys_file=keys) as server:
+
+        def post(route: str, /, **body) -> httpx.Response:
+            return httpx.post(f"{server.url}{route}", json=body, headers=ADMIN, timeout=60)
+
+        assert load(server, "poet", folders["poet"]).status_code == 200
+        refused = post("/admin/ab", name="next", path=str(folders["other"]))
+        assert refused.status_code == 400
+        assert str(folders["poet"]) in refused.json()["error"]["message"], "poet belongs to A's weights only"
+        assert unload(server, "poet").status_code == 200
+        assert post("/admin/ab", name="next", path=str(folders["other"])).status_code == 200
+        for refused in (load(server, "poet", folders["poet"]), unload(server, "any")):
+            assert (refused.status_code, refused.json()["error"]["code"]) == (409, "test_running")
+        arms = {"A": server.service.model, "B": server.service.arms.candidate}
+        versions = {arm: model.adapters["any"].fingerprint for arm, model in arms.items()}
+        replies = {}
+        for number in range(12):
+            body = {"model": "any", "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+            reply = post("/v1/completions", **body, metadata={"session_id": str(number)})
+            replies[reply.json()["id"]] = reply
+        embedded = post("/v1/embeddings", model="any", input=PROMPT)
+        assert embedded.headers["x-model-version"] == versions["A"], "a test has requests for text only"
+        assert post("/admin/ab/end", promote=True).json()["requests"].keys() == {"A", "B"}
+        assert [*server.service.model.adapters] == ["any"]
+        assert post("/v1/embeddings", model="any", input=PROMPT).headers["x-model-version"] == versions["B"]
+    with contextlib.closing(sqlite3.connect(tmp_path / "requests.sqlite")) as log:
+        rows = log.execute("SELECT id, model, version, arm, answer FROM request_log").fetchall()
+    assert {arm for *_, arm, _ in rows} == {"A", "B"}
+    assert len(rows) == len(replies)
+    for answer_id, name, version, arm, text in rows:
+        assert (name, version, text) == ("any", versions[arm], expected[arm])
+        reply = replies[answer_id].json()
+        assert replies[answer_id].headers["x-model-version"] == reply["system_fingerprint"] == version
+        assert reply["choices"][0]["text"] == text
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("r", "four"), ("lora_alpha", [1]), ("rank_pattern", {"(": 4}), ("rank_pattern", {"q_proj": "4"}),
+     ("target_modules", 3), ("target_modules", "("), ("use_dora", "no")],
+)  # fmt: skip
+def test_a_damaged_config_of_an_adapter_is_refused_by_its_setting(setting: str, value, folders, tmp_path: Path):
+    shutil.copytree(folders["poet"], tmp_path / "adapter")
+    path = tmp_path / "adapter" / CONFIG
+    path.write_text(json.dumps(json.loads(path.read_text()) | {setting: value}))
+    with pytest.raises(ModelError, match=f"{CONFIG}: {setting}"):
+        load_adapter(make_model(), tmp_path / "adapter")
+
+
+def test_an_engine_process_outlives_an_unforeseen_adapter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    def fail(*arguments):
+        raise RuntimeError("something else")
+
+    monkeypatch.setattr("modelwright.serve.adapter_loading.prepare_adapter", fail)
+    loader, replies = AdapterLoader(Engine(make_model(), ENGINE)), []
+    loader.begin(3, "poet", str(tmp_path))
+    wait_until(lambda: bool(replies.extend(loader.replies()) or replies))
+    assert replies == [[3, False, "RuntimeError: something else"]]
 
 
 def test_who_may_load_what(server: ServerThread, folders, tmp_path: Path):

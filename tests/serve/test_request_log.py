@@ -5,6 +5,7 @@ import json
 import re
 import sqlite3
 import stat
+import threading
 import time
 from pathlib import Path
 
@@ -225,6 +226,64 @@ def test_the_writer_never_waits_and_counts_what_it_loses(tmp_path: Path, monkeyp
         assert check.execute("SELECT number FROM numbers").fetchall() == [(1,), (2,), (3,)]
 
 
+def test_housekeeping_comes_round_however_busy_the_writer_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("modelwright.serve.database_writer.HOUSEKEEPING_PERIOD_S", 0.1)
+    times: list[float] = []
+    database = SqliteDatabase(tmp_path / "some.sqlite")
+    writer = DatabaseWriter("test", database, dropped=print, housekeeping=lambda _: times.append(time.monotonic()))
+    writer.start()
+
+    def busy() -> bool:
+        writer.offer(lambda _: None)
+        return len(times) >= 3
+
+    wait_until(busy, timeout_s=20)
+    writer.close()
+
+
+def test_a_caller_who_leaves_stops_no_writer(tmp_path: Path):
+    async def run() -> int:
+        may_go = threading.Event()
+        writer = DatabaseWriter("test", SqliteDatabase(tmp_path / "some.sqlite"), dropped=print, housekeeping=print)
+        writer.start()
+        leaving = asyncio.create_task(writer.call(lambda _: may_go.wait(20)))
+        await asyncio.sleep(0.05)
+        leaving.cancel()
+        await asyncio.gather(leaving, return_exceptions=True)
+        may_go.set()
+        found = await asyncio.wait_for(writer.call(lambda _: 7), 20)
+        await asyncio.to_thread(writer.close)
+        return found
+
+    assert asyncio.run(run()) == 7
+
+
+def test_a_commit_that_fails_leaves_no_transaction_open(tmp_path: Path):
+    database = SqliteDatabase(tmp_path / "some.sqlite")
+    database.execute("PRAGMA foreign_keys = ON")
+    database.execute("CREATE TABLE parents (id INTEGER PRIMARY KEY)")
+    database.execute("CREATE TABLE children (parent INTEGER REFERENCES parents (id) DEFERRABLE INITIALLY DEFERRED)")
+    with pytest.raises(StorageError, match="FOREIGN KEY"), database.transaction():
+        database.execute("INSERT INTO children VALUES (1)")
+    with database.transaction():
+        database.execute("INSERT INTO parents VALUES (1)")
+    assert list(database.rows("SELECT COUNT(*) FROM children")) == [(0,)]
+    database.close()
+
+
+def test_an_answer_that_repeats_its_prompt_is_logged_whole(slow_server, tmp_path: Path):
+    path = tmp_path / "requests.sqlite"
+    server = slow_server(requests=RequestsConfig(log=str(path)))
+    (token,) = server.service.codec.encode("the", with_begin=False)[:1]
+    prompt = server.service.codec.decode([token])
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 3, "logit_bias": {str(token): 100}, "temperature": 0}
+    for echo in (False, True):
+        reply = httpx.post(f"{server.url}/v1/completions", json=body | {"echo": echo}, timeout=60)
+        assert reply.json()["choices"][0]["text"] == prompt * (4 if echo else 3)
+    server.stop()
+    assert [entry["answer"] for entry in exported(path, tmp_path / "out.jsonl")] == [prompt * 3] * 2
+
+
 @pytest.mark.parametrize("kind", ["file", "url"])
 def test_both_databases_do_the_same(kind: str, tmp_path: Path):
     if kind == "url":
@@ -280,13 +339,23 @@ def test_wrong_exports_are_refused(tmp_path: Path, capsys):
     database = SqliteDatabase(tmp_path / "log.sqlite")
     store.create_tables(database)
     database.close()
+    SqliteDatabase(tmp_path / "other.sqlite").close()
+    (tmp_path / "folder.jsonl").mkdir()
     for words, problem in (
+        (["export", str(tmp_path / "other.sqlite"), str(tmp_path / "out.jsonl")], "check that it is the right one"),
+        (["prune", str(tmp_path / "other.sqlite"), "--older-than-days", "0"], "check that it is the right one"),
         (["export", str(tmp_path / "log.sqlite"), "out.csv"], "give a file name that does"),
         (["export", str(tmp_path / "absent"), "out.jsonl"], "is not a run directory"),
+        (["export", str(tmp_path / "log.sqlite"), str(tmp_path / "folder.jsonl")], "is a folder"),
+        (["export", str(tmp_path / "log.sqlite"), str(tmp_path / "log.sqlite" / "out.jsonl")], "log.sqlite"),
         (["prune", str(tmp_path / "log.sqlite"), "--older-than-days", "-1"], "must be 0 or more"),
     ):
         assert main(["requests", *words]) == 2
         assert problem in capsys.readouterr().err
+    assert main(["requests", "export", str(tmp_path / "log.sqlite"), str(tmp_path / "new" / "out.jsonl")]) == 0
+    with pytest.raises(SystemExit):
+        main(["requests", "export", str(tmp_path / "log.sqlite"), "out.jsonl", "--since", "nan"])
+    assert "is no date" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])

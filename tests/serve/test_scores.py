@@ -27,16 +27,20 @@ QUERY = "what does this do?"
 DOCUMENTS = ["it copies a tree of files", "the lazy dog", "the quick brown fox jumps over the lazy dog " * 3, "größer"]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def write_judge(path: Path) -> Path:
     """A reward model as the stage `reward` saves it."""
-    path, model = tmp_path_factory.mktemp("models") / "judge", make_model(seed=5)
+    model = make_model(seed=5)
     model.heads["score"] = torch.nn.Linear(model.config.model_dim, 1, bias=False)
     model.heads["score"].weight.data.normal_(generator=torch.Generator().manual_seed(1)).mul_(0.3)
     tokenizer = make_tokenizer()
     save_sequence_classifier(model, path, head="score", label="reward", eos_id=tokenizer.eos_id or 0, pad_id=9)
     tokenizer.save(path)
     return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_judge(tmp_path_factory.mktemp("models") / "judge")
 
 
 @pytest.fixture(scope="module")

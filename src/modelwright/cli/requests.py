@@ -74,7 +74,7 @@ def _prune(options: argparse.Namespace) -> int:
 
 
 def _location(word: str) -> str:
-    """Of the log: that of a run if the word is one."""
+    """Where the log is: that of a run if the word is one."""
     if "://" in word or word.startswith("env:") or Path(word).is_file():
         return word
     from modelwright.pipeline.request_log import log_of_run
@@ -86,9 +86,11 @@ def _location(word: str) -> str:
 def _moment(word: str) -> float:
     """Unix seconds. Raises `ArgumentTypeError`."""
     try:
-        return float(word)
+        seconds = float(word)
     except ValueError:
-        pass
+        seconds = math.nan
+    if not math.isnan(seconds):
+        return seconds
     try:
         moment = datetime.fromisoformat(word)
     except ValueError:

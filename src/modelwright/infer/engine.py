@@ -134,7 +134,7 @@ class Engine:
         self.vocab_size = model.config.vocab_size
         self.num_parameters = model.config.num_parameters
         self.score_head = dict(model.heads.items()).get(SCORE)
-        """Of a model that scores texts instead of generating any."""
+        """The head of a model that scores texts instead of generating any."""
         rope = model.config.rope
         self._switch_len = rope.original_max_len + 1 if rope.kind == "longrope" else 0
         num_blocks = config.kv_cache_tokens // config.block_size

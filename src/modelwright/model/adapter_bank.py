@@ -73,7 +73,7 @@ class AdapterSet:
         self._next_number = itertools.count(1)
         self._row_multiples: dict[int, int] = {}
         self.digests: dict[str, str] = {}
-        """Of the adapters that requests may name."""
+        """Digests of the adapters that requests may name."""
         self._rows: dict[int, AdapterRows] = {}
 
     @property

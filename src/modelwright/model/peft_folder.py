@@ -57,6 +57,16 @@ WITHOUT_EFFECT = (
     "task_type",
 )
 """Settings that change no output of an adapter that has been trained."""
+DEFAULTS: Mapping[str, Any] = {
+    "r": 8,
+    "lora_alpha": 8.0,
+    "lora_dropout": 0.0,
+    "use_rslora": False,
+    "use_dora": False,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+}
+"""What PEFT takes for a setting that is absent or null."""
 PLAIN_INITS = (True, False, None, "gaussian", "orthogonal")
 """Initial values that leave the weights of the base alone."""
 
@@ -259,9 +269,33 @@ def _checked_settings(path: Path) -> dict[str, Any]:
     for name, value in settings.items():
         if name not in (*READ, *WITHOUT_EFFECT, "init_lora_weights") and value not in (None, False, "none", {}, []):
             raise ModelError(f"{path}: {name}: {value!r} cannot be loaded; use an adapter without it")
-    defaults = {"r": 8, "lora_alpha": 8, "lora_dropout": 0.0, "use_rslora": False, "use_dora": False}
-    patterns: dict[str, Any] = {name: settings.get(name) or {} for name in ("rank_pattern", "alpha_pattern")}
-    return {**defaults, **settings, **patterns}
+    result = {**DEFAULTS, **{name: value for name, value in settings.items() if value is not None}}
+    for name, default in DEFAULTS.items():
+        _check_kind(f"{path}: {name}", result[name], default)
+    for name in ("rank_pattern", "alpha_pattern"):
+        for pattern, value in result[name].items():
+            _check_kind(f"{path}: {name}.{pattern}", value, DEFAULTS["r" if name == "rank_pattern" else "lora_alpha"])
+            _check_pattern(f"{path}: {name}", pattern)
+    targets = result.get("target_modules")
+    if isinstance(targets, str) and targets != "all-linear":
+        _check_pattern(f"{path}: target_modules", targets)
+    elif not isinstance(targets, str | list | None) or not all(isinstance(one, str) for one in targets or ()):
+        raise ModelError(f"{path}: target_modules: is neither a text nor a list of texts; copy the folder again")
+    return result
+
+
+def _check_kind(place: str, value: Any, default: Any) -> None:
+    """Raise `ModelError` for a value that is not of the kind of a default: a whole number does for a fraction."""
+    kinds = (int, float) if isinstance(default, float) else (type(default),)
+    if not isinstance(value, kinds) or isinstance(value, bool) != isinstance(default, bool):
+        raise ModelError(f"{place}: {value!r} has the wrong type; copy the folder again")
+
+
+def _check_pattern(place: str, pattern: str) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ModelError(f"{place}: {pattern!r} is not a regular expression ({error}); copy the folder again") from None
 
 
 def _by_module(

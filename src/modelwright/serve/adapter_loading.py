@@ -2,6 +2,7 @@
 thread, so that the engine goes on meanwhile.
 """
 
+import logging
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 from modelwright.core.errors import ModelwrightError
 from modelwright.infer.engine import Engine
 from modelwright.model.adapter_bank import PreparedAdapter, prepare_adapter
+
+log = logging.getLogger("modelwright.serve")
 
 
 class AdapterLoader:
@@ -45,4 +48,7 @@ class AdapterLoader:
             self._engine.add_adapter(name, adapter)
         except ModelwrightError as error:
             return False, str(error)
+        except Exception as error:  # a file that nobody has thought of must not end the engine and all its answers
+            log.exception("the adapter %s could not be loaded", name)
+            return False, f"{type(error).__name__}: {error}"
         return True, adapter.digest

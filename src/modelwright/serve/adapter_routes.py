@@ -29,16 +29,17 @@ async def load_lora_adapter(request: Request) -> Response:
     name, folder = asked.lora_name, Path(asked.lora_path)
     async with _reloader(request).without_test():
         model = service.model
-        if name in (*service.names, *service.config.alias_names):
+        if name in (*service.names_of(model), *service.config.alias_names):
             text = f"The name {name!r} is in use; unload the adapter that has it, or choose another."
             raise ApiError(400, text, param="lora_name", code="invalid_value")
         key = f"{name}#{secrets.token_hex(8)}"
         digest = await model.worker.client.load_adapter(key, folder)
         model.unloaded.discard(name)
-        model.adapters[name] = ServedAdapter(folder, key, adapted_fingerprint(model.fingerprint, digest))
+        version = adapted_fingerprint(model.fingerprint, digest)
+        model.adapters[name] = ServedAdapter(folder, key, version)
     log.info("requests can ask for the adapter %s in %s", name, folder)
     text = f"Success: LoRA adapter {name!r} added successfully."
-    return PlainTextResponse(text, headers=version_header(model, name))
+    return PlainTextResponse(text, headers=version_header(version))
 
 
 async def unload_lora_adapter(request: Request) -> Response:

@@ -21,4 +21,4 @@ async def reload_model(request: Request) -> Response:
     assert isinstance(reloader, Reloader)
     fresh = await reloader.reload(asked.path)
     reply = {"status": "reloaded", "version": fresh.fingerprint, "previous_version": previous.fingerprint}
-    return JSONResponse(reply, headers=version_header(fresh))
+    return JSONResponse(reply, headers=version_header(fresh.fingerprint))

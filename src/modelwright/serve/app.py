@@ -65,7 +65,7 @@ def _observed(app: ASGIApp, service: Service) -> ASGIApp:
         finally:
             route = getattr(scope.get("route"), "path", "other")
             method = scope["method"] if scope["method"] in ("GET", "POST", "HEAD") else "other"
-            service.metrics.requests.labels(route, method, str(status)).inc()
+            service.metrics.http.requests.labels(route, method, str(status)).inc()
             seconds = round(time.perf_counter() - started, 6)
             fields = with_fields(request_id=name, method=method, route=route, status=status, duration_s=seconds)
             log.info("%s %s %d %.3fs %s", method, route, status, seconds, name, extra=fields)

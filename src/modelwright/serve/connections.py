@@ -95,16 +95,16 @@ class ConnectionTable:
         if full:
             replaceable = [other for other in full if other.awaits_request()]
             if not replaceable:
-                self._metrics.closed_connections.labels("refused").inc()
+                self._metrics.http.closed_connections.labels("refused").inc()
                 return False
             self._close(min(replaceable, key=lambda other: other.waiting_since), "replaced")
         self._connections.add(connection)
-        self._metrics.connections.set(len(self))
+        self._metrics.http.connections.set(len(self))
         return True
 
     def remove(self, connection: "Connection") -> None:
         self._connections.discard(connection)
-        self._metrics.connections.set(len(self))
+        self._metrics.http.connections.set(len(self))
 
     async def watch(self) -> None:
         """Close connections that exceed a time limit. Runs until canceled."""
@@ -119,7 +119,7 @@ class ConnectionTable:
                     self._close(connection, "send_timeout")
 
     def _close(self, connection: "Connection", reason: str) -> None:
-        self._metrics.closed_connections.labels(reason).inc()
+        self._metrics.http.closed_connections.labels(reason).inc()
         self.remove(connection)
         connection.abort()
 

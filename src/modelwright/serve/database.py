@@ -23,7 +23,7 @@ Values = Mapping[str, Any]
 
 
 class Database(Protocol):
-    """An open database. One thread at a time."""
+    """An open database. One thread at a time. All methods raise `StorageError` for what the database refuses."""
 
     def execute(self, statement: str, values: Values | Sequence[Values] = ()) -> int:
         """Run a statement, once for each entry of a list of values; returns the number of rows that it changed."""
@@ -93,6 +93,16 @@ def _reason(error: Exception) -> str:
     return str(getattr(error, "orig", None) or error).partition("\n")[0]
 
 
+@contextmanager
+def _refusals(place: Path | str, kind: type[Exception]) -> Iterator[None]:
+    """Turn a driver's errors into `StorageError`."""
+    try:
+        yield
+    except kind as error:
+        text = f"{place}: the database refuses this ({_reason(error)})"
+        raise StorageError(f"{text}; check that it is the right one and that no other program holds it") from error
+
+
 class SqliteDatabase:
     """A file that its owner alone can read. What is committed outlives `kill -9`; deleted rows are overwritten."""
 
@@ -115,28 +125,35 @@ class SqliteDatabase:
             ) from None
 
     def execute(self, statement: str, values: Values | Sequence[Values] = ()) -> int:
-        if isinstance(values, Mapping) or not values:
-            return self._connection.execute(statement, values or {}).rowcount
-        return self._connection.executemany(statement, values).rowcount
+        with _refusals(self.path, sqlite3.Error):
+            if isinstance(values, Mapping) or not values:
+                return self._connection.execute(statement, values or {}).rowcount
+            return self._connection.executemany(statement, values).rowcount
 
     def rows(self, statement: str, values: Values = {}) -> Iterator[tuple[Any, ...]]:  # noqa: B006
-        cursor = self._connection.execute(statement, values)
-        while rows := cursor.fetchmany(_FETCH_ROWS):
+        with _refusals(self.path, sqlite3.Error):
+            cursor = self._connection.execute(statement, values)
+        while True:
+            with _refusals(self.path, sqlite3.Error):
+                rows = cursor.fetchmany(_FETCH_ROWS)
+            if not rows:
+                return
             yield from rows
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        self._connection.execute("BEGIN IMMEDIATE")
+        self.execute("BEGIN IMMEDIATE")
         try:
             yield
+            self.execute("COMMIT")
         except BaseException:
-            self._connection.execute("ROLLBACK")
+            if self._connection.in_transaction:  # some errors, such as a full disk, have ended it
+                self.execute("ROLLBACK")
             raise
-        self._connection.execute("COMMIT")
 
     def vacate(self) -> None:
         """Move the journal into the file, so that no deleted text stays in it."""
-        self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        self.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def close(self) -> None:
         self._connection.close()
@@ -150,24 +167,26 @@ class UrlDatabase:
         self._connection = connection
 
     def execute(self, statement: str, values: Values | Sequence[Values] = ()) -> int:
-        from sqlalchemy import text
+        from sqlalchemy import exc, text
 
-        with self.transaction():
+        with _refusals(self.name, exc.SQLAlchemyError), self.transaction():
             return self._connection.execute(text(statement), values or None).rowcount
 
     def rows(self, statement: str, values: Values = {}) -> Iterator[tuple[Any, ...]]:  # noqa: B006
-        from sqlalchemy import text
+        from sqlalchemy import exc, text
 
-        with self.transaction():
+        with _refusals(self.name, exc.SQLAlchemyError), self.transaction():
             result = self._connection.execution_options(yield_per=_FETCH_ROWS).execute(text(statement), values)
             yield from map(tuple, result)
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
+        from sqlalchemy import exc
+
         if self._connection.in_transaction():
             yield
             return
-        with self._connection.begin():
+        with _refusals(self.name, exc.SQLAlchemyError), self._connection.begin():
             yield
 
     def vacate(self) -> None:

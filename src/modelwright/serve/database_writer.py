@@ -1,9 +1,11 @@
 """Writes to a database from a thread of its own, behind a bounded queue: the event loop never waits for a disk."""
 
 import asyncio
+import contextlib
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -73,7 +75,8 @@ class DatabaseWriter:
             self._queue.put_nowait(entry)
         except queue.Full:
             raise WriterBusy from None
-        return await asyncio.wrap_future(entry.result)
+        # a caller who is cancelled must not cancel the future, which the writer's thread is going to set
+        return await asyncio.shield(asyncio.wrap_future(entry.result))
 
     def close(self) -> None:
         """Finish what is in the queue and close the database. Waits."""
@@ -81,13 +84,14 @@ class DatabaseWriter:
         self._thread.join()
 
     def _run(self) -> None:
-        is_open = True
-        self._run_tasks([_Queued(self._housekeeping)])
+        is_open, due = True, time.monotonic()
         while is_open:
-            try:
-                entries: list[_Queued | None] = [self._queue.get(timeout=HOUSEKEEPING_PERIOD_S)]
-            except queue.Empty:
-                entries = [_Queued(self._housekeeping)]
+            entries: list[_Queued | None] = []
+            if time.monotonic() >= due:
+                entries, due = [_Queued(self._housekeeping)], time.monotonic() + HOUSEKEEPING_PERIOD_S
+            else:
+                with contextlib.suppress(queue.Empty):
+                    entries = [self._queue.get(timeout=max(0.0, due - time.monotonic()))]
             while len(entries) < BATCH_TASKS and not self._queue.empty():
                 entries.append(self._queue.get())
             is_open = None not in entries
@@ -116,5 +120,5 @@ class DatabaseWriter:
     def _failed(self, entry: _Queued, error: Exception) -> None:
         """The error's text is not logged: it may repeat what was to be written."""
         self._dropped("failed", 1)
-        log.error("%s: could not be written (%s)", self._name, type(error).__name__)
+        log.error("%s: could not be written (%s)", self._name, type(error.__cause__ or error).__name__)
         entry.result.set_exception(error)

@@ -24,8 +24,8 @@ async def create_embeddings(request: Request) -> Response:
     with service.lease() as lease:
         body = await admit(request, lease, num_prompts=service.config.max_completions)
         asked, inputs = await parsed(lambda: _read(body, lease), len(body), lease)
-        adapter = lease.model.adapter_key(asked.model)
-        jobs = [EmbeddingJob(ids, caller.salt, adapter, asked.pooling) for ids in inputs]
+        weights = lease.model.weights_of(asked.model)
+        jobs = [EmbeddingJob(ids, caller.salt, weights.adapter, asked.pooling) for ids in inputs]
         stream = lease.model.worker.submit(jobs, caller)
     num_tokens = sum(map(len, inputs))
     vectors = await pooled_outputs(request, lease, stream, num_tokens)
@@ -35,7 +35,7 @@ async def create_embeddings(request: Request) -> Response:
     ]
     usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
     reply = {"object": "list", "data": data, "model": asked.model, "usage": usage}
-    return JSONResponse(reply, headers=version_header(lease.model, asked.model))
+    return JSONResponse(reply, headers=version_header(weights.version))
 
 
 def _read(body: bytes, lease: Lease) -> tuple[EmbeddingRequest, list[list[int]]]:

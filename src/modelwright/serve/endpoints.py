@@ -96,7 +96,7 @@ async def _without_engine(request: Request, read: Callable[[bytes, Lease], dict[
     with service.lease() as lease:
         body = await read_body(request, lease, num_prompts=1)
         return JSONResponse(
-            await parsed(lambda: read(body, lease), len(body), lease), headers=version_header(lease.model)
+            await parsed(lambda: read(body, lease), len(body), lease), headers=version_header(lease.model.fingerprint)
         )
 
 

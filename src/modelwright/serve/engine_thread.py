@@ -87,7 +87,7 @@ class EngineThread:
         self._commands.put(call)
         await asyncio.wait({call.done, self._ended}, return_when=asyncio.FIRST_COMPLETED)
         if not call.done.done():
-            raise ApiError(503, self.unavailable, code="engine_failed")
+            raise ApiError(503, self.unavailable or "The engine has been stopped.", code="engine_failed")
         call.done.result()
 
     async def stop(self) -> None:

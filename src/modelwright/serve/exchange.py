@@ -49,7 +49,8 @@ def pseudonym(salt: str, text: str) -> str:
 @dataclass(frozen=True, kw_only=True)
 class FinishedRequest:
     """A finished request. id: of the answer, which the server drew; times in seconds; texts of several prompts or
-    answers are joined by blank lines. `ttft_s` is None if there was no token, `latency_s` if there was no whole answer.
+    answers are joined by blank lines. version: of the weights, those of the adapter included, but of the model alone if
+    no answer was begun. `ttft_s` is None if there was no token, `latency_s` if there was no whole answer.
     """
 
     id: str
@@ -141,7 +142,7 @@ class Exchange:
             subject=self.subject,
             route=self.route,
             model=self.asked.model,
-            version=self.model.fingerprint,
+            version=generation.version if generation else self.model.fingerprint,
             assignment=self.assignment,
             prompt=_joined(self.asked.texts() or [codec.decode(answer.prompt.ids) for answer in answers]),
             answer=_joined([answer.new_text for answer in answers]),

@@ -34,11 +34,12 @@ class Prompt:
 @dataclass
 class Answer:
     """One answer, so far. token_ids: all new tokens, those without text included, of which the first `num_ids_sent`
-    have been sent in events.
+    have been sent in events; num_echoed: characters of the prompt with which `shown` begins.
     """
 
     prompt: Prompt
     text: IncrementalDetokenizer
+    num_echoed: int = 0
     shown: str = ""
     tokens: list[TokenInfo] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -59,7 +60,7 @@ class Answer:
     @property
     def new_text(self) -> str:
         """The text so far without the prompt that an echo shows."""
-        return self.shown.removeprefix(self.prompt.text)
+        return self.shown[self.num_echoed :]
 
     def unsent_ids(self) -> list[int]:
         """New tokens that no event has carried yet; they count as sent from now on."""
@@ -69,10 +70,11 @@ class Answer:
 
 @dataclass
 class Generation:
-    """All answers to one request: prompt by prompt, `n` each."""
+    """All answers to one request: prompt by prompt, `n` each. version: of the weights that compute them."""
 
     request: GenerationRequest
     model: ServedModel
+    version: str
     answer_id: str
     num_prompt_tokens: int
     answers: list[Answer]
@@ -111,7 +113,7 @@ class Generation:
             "object": kind,
             "created": self.created,
             "model": self.request.model,
-            "system_fingerprint": self.model.fingerprint_of(self.request.model),
+            "system_fingerprint": self.version,
             "choices": choices,
         }
 
@@ -173,24 +175,28 @@ def start(
         raise too_many_answers(max_choices)
     seed = secrets.randbits(62) if request.seed is None else request.seed
     jobs, answers, call = [], [], request.forced_call()
-    adapter = model.adapter_key(request.model)
+    weights = model.weights_of(request.model)
     for prompt in prompts:
         params = _sampling(request, model, len(prompt.ids))
         seeds = [seed, *(derive_seed(seed, "choice", index) for index in range(1, num_choices))]
-        jobs += [GenerationJob(prompt.ids, replace(params, seed=one), grammar, caller.salt, adapter) for one in seeds]
+        jobs += [
+            GenerationJob(prompt.ids, replace(params, seed=one), grammar, caller.salt, weights.adapter) for one in seeds
+        ]
         num_echoed = len(prompt.text) if request.echoes else 0
         answers += [
             Answer(
                 prompt,
                 IncrementalDetokenizer(model.codec.stream(), request.stop, num_echoed, request.min_tokens or 0),
+                num_echoed=num_echoed,
                 call=call.text() if call else None,
             )
             for _ in seeds
         ]
     stream = model.worker.submit(jobs, caller)
     num_prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
-    model.worker.metrics.prompt_tokens.inc(num_prompt_tokens)
-    return Generation(request, model, f"{kind}-{secrets.token_hex(12)}", num_prompt_tokens, answers, stream, call)
+    model.worker.metrics.answers.prompt_tokens.inc(num_prompt_tokens)
+    answer_id = f"{kind}-{secrets.token_hex(12)}"
+    return Generation(request, model, weights.version, answer_id, num_prompt_tokens, answers, stream, call)
 
 
 def _require_good(output: StepOutput) -> None:

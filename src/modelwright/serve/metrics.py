@@ -29,11 +29,10 @@ NO_LOAD = EngineStats(
 )
 
 
-class Metrics:
-    """All metrics by name. Times are in seconds."""
+class HttpMetrics:
+    """Requests and connections, whatever they are for."""
 
-    def __init__(self, model_name: str) -> None:
-        self.registry = registry = CollectorRegistry()
+    def __init__(self, registry: CollectorRegistry) -> None:
         self.requests = Counter(
             "modelwright_http_requests", "Finished HTTP requests", ["route", "method", "status"], registry=registry
         )
@@ -44,7 +43,13 @@ class Metrics:
             ["reason"],
             registry=registry,
         )
-        self.answers = Counter(
+
+
+class AnswerMetrics:
+    """What users got, and how fast. Times are in seconds."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.finished = Counter(
             "modelwright_generations",
             "Finished answers by reason (stop, length, aborted, error)",
             ["reason"],
@@ -52,14 +57,6 @@ class Metrics:
         )
         self.prompt_tokens = Counter("modelwright_prompt_tokens", "Tokens of prompts taken in", registry=registry)
         self.output_tokens = Counter("modelwright_output_tokens", "Tokens generated", registry=registry)
-        self.preemptions = Gauge(
-            "modelwright_preemptions",
-            "Answers put back to the queue for lack of cache since the start",
-            registry=registry,
-        )
-        self.running = Gauge("modelwright_running_answers", "Answers being computed", registry=registry)
-        self.waiting = Gauge("modelwright_waiting_answers", "Answers in the queue", registry=registry)
-        self.kv_blocks = Gauge("modelwright_kv_blocks", "Blocks of the key/value cache", ["state"], registry=registry)
         self.first_token = Histogram(
             "modelwright_time_to_first_token_seconds", "Arrival to first token", buckets=_SECONDS, registry=registry
         )
@@ -70,6 +67,19 @@ class Metrics:
             "modelwright_answer_seconds", "Arrival to last token", buckets=_SECONDS, registry=registry
         )
 
+
+class EngineMetrics:
+    """The load of all engines together, and what became of engines and their answers."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.running = Gauge("modelwright_running_answers", "Answers being computed", registry=registry)
+        self.waiting = Gauge("modelwright_waiting_answers", "Answers in the queue", registry=registry)
+        self.preemptions = Gauge(
+            "modelwright_preemptions",
+            "Answers put back to the queue for lack of cache since the start",
+            registry=registry,
+        )
+        self.kv_blocks = Gauge("modelwright_kv_blocks", "Blocks of the key/value cache", ["state"], registry=registry)
         self.kv_usage = Gauge(
             "modelwright_kv_cache_usage_ratio", "Used share of the key/value cache, 0 to 1", registry=registry
         )
@@ -84,48 +94,12 @@ class Metrics:
         self.accepted_tokens = Counter(
             "modelwright_accepted_tokens", "Guessed tokens that were right", registry=registry
         )
-        self.model_info = Gauge(
-            "modelwright_model_info",
-            "The version that new requests get, with the value 1",
-            ["version"],
-            registry=registry,
-        )
-        self.reloads = Counter(
-            "modelwright_reloads", "Reloads of the model by outcome (done, failed)", ["outcome"], registry=registry
-        )
-        self.logged_requests = Counter(
-            "modelwright_logged_requests", "Requests written to the request log", registry=registry
-        )
-        self.unlogged_requests = Counter(
-            "modelwright_unlogged_requests",
-            "Requests or feedback that the request log lost by reason (queue_full, failed, user_cap, redaction_failed)",
+        self.up = Gauge("modelwright_engines", "Engines that run", registry=registry)
+        self.failures = Counter(
+            "modelwright_engine_failures",
+            "Lost engines by reason (died, wedged, outdated)",
             ["reason"],
             registry=registry,
-        )
-        self.ab_requests = Counter(
-            "modelwright_ab_requests", "Requests of A/B tests by arm (A, B)", ["arm"], registry=registry
-        )
-        self.ab_uncounted = Counter(
-            "modelwright_ab_uncounted",
-            "Requests that the state of an A/B test lost by reason (queue_full, failed)",
-            ["reason"],
-            registry=registry,
-        )
-        self.ab_rollbacks = Counter(
-            "modelwright_ab_rollbacks",
-            "A/B tests ended by a guard (sample_ratio, error_limit, errors, latency, quality)",
-            ["reason"],
-            registry=registry,
-        )
-        self.ab_shadows = Counter(
-            "modelwright_ab_shadows",
-            "Copies of requests to B by outcome (answered, failed, refused, preempted, dropped, same, different)",
-            ["outcome"],
-            registry=registry,
-        )
-        self.engines = Gauge("modelwright_engines", "Engines that run", registry=registry)
-        self.engine_failures = Counter(
-            "modelwright_engine_failures", "Lost engines by reason (died, wedged)", ["reason"], registry=registry
         )
         self.moved_answers = Counter(
             "modelwright_moved_answers",
@@ -133,13 +107,12 @@ class Metrics:
             ["outcome"],
             registry=registry,
         )
-        registry.register(VllmNames(model_name, self))
-        self._engines: dict[str, EngineStats] = {}
+        self._stats: dict[str, EngineStats] = {}
 
     def observe(self, engine_name: str, stats: EngineStats) -> None:
         """Update from one engine's figures; those of all engines are added up."""
-        before = self._engines.get(engine_name, NO_LOAD)
-        self._engines[engine_name] = stats
+        before = self._stats.get(engine_name, NO_LOAD)
+        self._stats[engine_name] = stats
         self.preemptions.inc(stats.num_preemptions - before.num_preemptions)
         self.prefix_queries.inc(stats.num_prefix_queries - before.num_prefix_queries)
         self.prefix_hits.inc(stats.num_prefix_hits - before.num_prefix_hits)
@@ -150,23 +123,92 @@ class Metrics:
 
     def forget(self, engine_name: str) -> None:
         """Leave out an engine that has ended."""
-        self._engines.pop(engine_name, None)
+        self._stats.pop(engine_name, None)
         self._set_load()
 
-    def show_version(self, version: str) -> None:
-        """Name the version that new requests get from now on."""
-        self.model_info.clear()
-        self.model_info.labels(version).set(1)
-
     def _set_load(self) -> None:
-        engines = self._engines.values()
+        engines = self._stats.values()
         num_blocks, num_free = (sum(e.num_blocks for e in engines), sum(e.num_free_blocks for e in engines))
-        self.engines.set(len(engines))
+        self.up.set(len(engines))
         self.running.set(sum(e.num_running for e in engines))
         self.waiting.set(sum(e.num_waiting for e in engines))
         self.kv_blocks.labels("free").set(num_free)
         self.kv_blocks.labels("used").set(num_blocks - num_free)
         self.kv_usage.set(1 - num_free / num_blocks if num_blocks else 0)
+
+
+class VersionMetrics:
+    """Which version of the model is in service."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.info = Gauge(
+            "modelwright_model_info",
+            "The version that new requests get, with the value 1",
+            ["version"],
+            registry=registry,
+        )
+        self.reloads = Counter(
+            "modelwright_reloads", "Reloads of the model by outcome (done, failed)", ["outcome"], registry=registry
+        )
+
+    def show(self, version: str) -> None:
+        """Name the version that new requests get from now on."""
+        self.info.clear()
+        self.info.labels(version).set(1)
+
+
+class RequestLogMetrics:
+    """What the request log has taken and lost."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.logged = Counter("modelwright_logged_requests", "Requests written to the request log", registry=registry)
+        self.unlogged = Counter(
+            "modelwright_unlogged_requests",
+            "Requests or feedback that the request log lost by reason (queue_full, failed, user_cap, redaction_failed)",
+            ["reason"],
+            registry=registry,
+        )
+
+
+class AbMetrics:
+    """What A/B tests have counted and done."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.requests = Counter(
+            "modelwright_ab_requests", "Requests of A/B tests by arm (A, B)", ["arm"], registry=registry
+        )
+        self.uncounted = Counter(
+            "modelwright_ab_uncounted",
+            "Requests that the state of an A/B test lost by reason (queue_full, failed)",
+            ["reason"],
+            registry=registry,
+        )
+        self.rollbacks = Counter(
+            "modelwright_ab_rollbacks",
+            "A/B tests ended by a guard (sample_ratio, error_limit, errors, latency, quality)",
+            ["reason"],
+            registry=registry,
+        )
+        self.shadows = Counter(
+            "modelwright_ab_shadows",
+            "Copies of requests to B by outcome (answered, failed, refused, preempted, dropped, same, different)",
+            ["outcome"],
+            registry=registry,
+        )
+
+
+class Metrics:
+    """All metrics, by what they tell of."""
+
+    def __init__(self, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        self.http = HttpMetrics(self.registry)
+        self.answers = AnswerMetrics(self.registry)
+        self.engines = EngineMetrics(self.registry)
+        self.versions = VersionMetrics(self.registry)
+        self.request_log = RequestLogMetrics(self.registry)
+        self.ab = AbMetrics(self.registry)
+        self.registry.register(VllmNames(model_name, self.answers, self.engines))
 
     def text(self) -> bytes:
         """Prometheus text format."""
@@ -176,25 +218,25 @@ class Metrics:
 class VllmNames(Collector):
     """Metrics of vLLM (vllm.v1.metrics.loggers), with the values of ours and the label that vLLM gives them."""
 
-    def __init__(self, model_name: str, metrics: "Metrics") -> None:
+    def __init__(self, model_name: str, answers: AnswerMetrics, engines: EngineMetrics) -> None:
         self._label = {"model_name": model_name}
         self._sources: dict[str, tuple[str, Collector]] = {
-            "num_requests_running": ("gauge", metrics.running),
-            "num_requests_waiting": ("gauge", metrics.waiting),
-            "kv_cache_usage_perc": ("gauge", metrics.kv_usage),
-            "gpu_cache_usage_perc": ("gauge", metrics.kv_usage),
-            "num_preemptions": ("counter", metrics.preemptions),
-            "prefix_cache_queries": ("counter", metrics.prefix_queries),
-            "prefix_cache_hits": ("counter", metrics.prefix_hits),
-            "spec_decode_num_drafts": ("counter", metrics.drafts),
-            "spec_decode_num_draft_tokens": ("counter", metrics.draft_tokens),
-            "spec_decode_num_accepted_tokens": ("counter", metrics.accepted_tokens),
-            "prompt_tokens": ("counter", metrics.prompt_tokens),
-            "generation_tokens": ("counter", metrics.output_tokens),
-            "time_to_first_token_seconds": ("histogram", metrics.first_token),
-            "inter_token_latency_seconds": ("histogram", metrics.next_token),
-            "time_per_output_token_seconds": ("histogram", metrics.next_token),
-            "e2e_request_latency_seconds": ("histogram", metrics.duration),
+            "num_requests_running": ("gauge", engines.running),
+            "num_requests_waiting": ("gauge", engines.waiting),
+            "kv_cache_usage_perc": ("gauge", engines.kv_usage),
+            "gpu_cache_usage_perc": ("gauge", engines.kv_usage),
+            "num_preemptions": ("counter", engines.preemptions),
+            "prefix_cache_queries": ("counter", engines.prefix_queries),
+            "prefix_cache_hits": ("counter", engines.prefix_hits),
+            "spec_decode_num_drafts": ("counter", engines.drafts),
+            "spec_decode_num_draft_tokens": ("counter", engines.draft_tokens),
+            "spec_decode_num_accepted_tokens": ("counter", engines.accepted_tokens),
+            "prompt_tokens": ("counter", answers.prompt_tokens),
+            "generation_tokens": ("counter", answers.output_tokens),
+            "time_to_first_token_seconds": ("histogram", answers.first_token),
+            "inter_token_latency_seconds": ("histogram", answers.next_token),
+            "time_per_output_token_seconds": ("histogram", answers.next_token),
+            "e2e_request_latency_seconds": ("histogram", answers.duration),
         }
 
     def collect(self) -> Iterator[Metric]:
@@ -213,7 +255,7 @@ class VllmNames(Collector):
 class RequestTimer:
     """Times one answer."""
 
-    metrics: Metrics
+    metrics: AnswerMetrics
     started: float = field(default_factory=time.perf_counter)
     last_token: float = 0.0
 
@@ -229,6 +271,6 @@ class RequestTimer:
     def end(self, reason: str) -> float:
         """Seconds since the answer was asked for."""
         elapsed_s = time.perf_counter() - self.started
-        self.metrics.answers.labels(reason).inc()
+        self.metrics.finished.labels(reason).inc()
         self.metrics.duration.observe(elapsed_s)
         return elapsed_s

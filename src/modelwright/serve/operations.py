@@ -68,6 +68,7 @@ class Operation:
 OPERATIONS = (
     Operation("GET", "/", pages.chat_page, "The chat page", "text/html"),
     Operation("GET", "/live", pages.live_page, "Load, latencies and cache as they change", "text/html"),
+    Operation("GET", "/pages.css", pages.page_style, "The style that pages share", "text/css"),
     Operation("GET", "/health", pages.health, "Whether the server takes requests", "HealthReply", errors=(503,)),
     Operation("GET", "/livez", pages.livez, "Whether the server needs no restart", "LiveReply", errors=(503,)),
     Operation("GET", "/readyz", pages.readyz, "Whether new requests are taken", "ReadyReply", errors=(503,)),

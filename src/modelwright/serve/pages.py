@@ -13,7 +13,8 @@ from modelwright.serve.openapi import describe
 from modelwright.serve.service import Service, service_of
 
 PAGE_POLICY = (
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'self' 'unsafe-inline'; connect-src 'self'; "
+    "img-src data:"
 )
 
 
@@ -27,6 +28,10 @@ async def live_page(request: Request) -> Response:
 
 async def ab_page(request: Request) -> Response:
     return _page("ab.html")
+
+
+async def page_style(request: Request) -> Response:
+    return Response(_static("pages.css"), media_type="text/css", headers={"X-Content-Type-Options": "nosniff"})
 
 
 def _page(name: str) -> Response:
@@ -75,13 +80,14 @@ async def metrics(request: Request) -> Response:
 async def list_models(request: Request) -> Response:
     service = service_of(request)
     service.caller(request, "infer")
-    return JSONResponse({"object": "list", "data": [_describe(service, name) for name in service.names]})
+    names = service.names_of(service.model)
+    return JSONResponse({"object": "list", "data": [_describe(service, name) for name in names]})
 
 
 async def get_model(request: Request) -> Response:
     service = service_of(request)
     service.caller(request, "infer")
-    service.require_model(request.path_params["name"])
+    service.require_name(request.path_params["name"], service.model)
     return JSONResponse(_describe(service, request.path_params["name"]))
 
 

@@ -21,5 +21,5 @@ async def pooled_outputs(request: Request, lease: Lease, stream: Stream, num_tok
     await unless_disconnected(request, collect(), stream)
     if not all(vectors.values()):
         raise ApiError(500, "The model's output is not finite; its weights are broken.", code="model_failed")
-    service_of(request).metrics.prompt_tokens.inc(num_tokens)
+    service_of(request).metrics.answers.prompt_tokens.inc(num_tokens)
     return [vectors[index] for index in sorted(vectors)]

@@ -44,8 +44,8 @@ def same_place(source: ModelSource | None) -> Locate:
 
 
 class Reloader:
-    """Reloads one at a time. load: makes a version whose worker is not started; it may take long and is called in
-    another thread.
+    """Changes what is served, one change at a time. load: makes a version whose worker is not started; it may take long
+    and is called in another thread.
     """
 
     def __init__(self, service: Service, locate: Locate, load: Callable[[ModelSource, Metrics], ServedModel]) -> None:
@@ -59,7 +59,8 @@ class Reloader:
     async def exclusively(self) -> AsyncIterator[None]:
         """Nothing else changes what is served in the block. Raises `ApiError` 409 while something does."""
         if self._lock.locked():
-            raise ApiError(409, "Another reload is under way; wait until it has ended.", code="reload_running")
+            text = "Another reload, test or change of adapters is under way; wait until it has ended."
+            raise ApiError(409, text, code="reload_running")
         async with self._lock:
             yield
 
@@ -85,7 +86,7 @@ class Reloader:
                 outcome = "done"
                 return fresh
             finally:
-                self._service.metrics.reloads.labels(outcome).inc()
+                self._service.metrics.versions.reloads.labels(outcome).inc()
 
     async def reload_and_log(self) -> None:
         """`reload` for a signal, which has nobody to answer to."""
@@ -127,7 +128,7 @@ class Reloader:
         """Give new requests this version, and stop the one before when its last answer is finished."""
         service = self._service
         old, service.model = service.model, fresh
-        service.metrics.show_version(fresh.fingerprint)
+        service.metrics.versions.show(fresh.fingerprint)
         log.info("new requests get %s instead of %s", fresh.fingerprint, old.fingerprint)
         self.retire(old)
 

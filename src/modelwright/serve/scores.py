@@ -21,6 +21,7 @@ from modelwright.serve.keys import Caller
 from modelwright.serve.parsing import parse_request
 from modelwright.serve.pooled_outputs import pooled_outputs
 from modelwright.serve.protocol import RerankRequest, ScoreRequest
+from modelwright.serve.served_model import NamedWeights
 from modelwright.serve.service import Lease, service_of, version_header
 from modelwright.serve.worker import Stream
 
@@ -31,11 +32,12 @@ async def create_score(request: Request) -> Response:
     with service.lease() as lease:
         body = await admit(request, lease, num_prompts=service.config.max_completions)
         asked, inputs = await parsed(lambda: _read_score(body, lease), len(body), lease)
-        stream = _submit(lease, asked, inputs, caller)
+        weights = lease.model.weights_of(asked.model)
+        stream = _submit(lease, weights, inputs, caller)
     scores = await _scores(request, lease, stream, inputs, asked)
     data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
     reply = _envelope("score", asked, inputs) | {"object": "list", "created": int(time.time()), "data": data}
-    return JSONResponse(reply, headers=version_header(lease.model, asked.model))
+    return JSONResponse(reply, headers=version_header(weights.version))
 
 
 async def rerank(request: Request) -> Response:
@@ -44,14 +46,15 @@ async def rerank(request: Request) -> Response:
     with service.lease() as lease:
         body = await admit(request, lease, num_prompts=service.config.max_completions)
         asked, inputs = await parsed(lambda: _read_rerank(body, lease), len(body), lease)
-        stream = _submit(lease, asked, inputs, caller)
+        weights = lease.model.weights_of(asked.model)
+        stream = _submit(lease, weights, inputs, caller)
     scores = await _scores(request, lease, stream, inputs, asked)
     best = sorted(range(len(scores)), key=lambda index: (-scores[index], index))[: asked.top_n or None]
     results: list[dict[str, Any]] = [{"index": index, "relevance_score": scores[index]} for index in best]
     if asked.return_documents is not False:
         results = [result | {"document": {"text": asked.documents[result["index"]]}} for result in results]
     return JSONResponse(
-        _envelope("rerank", asked, inputs) | {"results": results}, headers=version_header(lease.model, asked.model)
+        _envelope("rerank", asked, inputs) | {"results": results}, headers=version_header(weights.version)
     )
 
 
@@ -77,11 +80,9 @@ def _conversations(pairs: Sequence[tuple[str, str]], param: str, lease: Lease) -
     return require_fitting(inputs, param, lease)
 
 
-def _submit(
-    lease: Lease, asked: ScoreRequest | RerankRequest, inputs: Sequence[Sequence[int]], caller: Caller
-) -> Stream:
-    adapter = lease.model.adapter_key(asked.model)
-    return lease.model.worker.submit([EmbeddingJob(ids, caller.salt, adapter, "score") for ids in inputs], caller)
+def _submit(lease: Lease, weights: NamedWeights, inputs: Sequence[Sequence[int]], caller: Caller) -> Stream:
+    jobs = [EmbeddingJob(ids, caller.salt, weights.adapter, "score") for ids in inputs]
+    return lease.model.worker.submit(jobs, caller)
 
 
 async def _scores(

@@ -30,6 +30,16 @@ class ServedAdapter:
 
 
 @dataclass(frozen=True)
+class NamedWeights:
+    """What computes the answers to a name: the adapter, as engines call it ("" for the model itself), and the version
+    of the weights. A request looks it up once, so that adapters that come and go meanwhile change nothing for it.
+    """
+
+    adapter: str
+    version: str
+
+
+@dataclass(frozen=True)
 class ServedModel:
     """A model with a running worker. `source`: where it comes from, None for one that exists in memory only;
     `adapters`: by the names by which clients ask for them; `aliases`: what further names stand for.
@@ -64,15 +74,10 @@ class ServedModel:
             raise ApiError(404, f"The adapter {name!r} is no longer loaded.", param="model", code="model_not_found")
         return self.adapters.get(name)
 
-    def adapter_key(self, name: str | None) -> str:
-        """What engines call the adapter of a name, "" for the model itself."""
+    def weights_of(self, name: str) -> NamedWeights:
+        """What computes the answers to a name from now on. Raises like `adapter_of`."""
         adapter = self.adapter_of(name)
-        return adapter.key if adapter else ""
-
-    def fingerprint_of(self, name: str | None) -> str:
-        """The version that answers for a name."""
-        adapter = self.adapter_of(name)
-        return adapter.fingerprint if adapter else self.fingerprint
+        return NamedWeights(adapter.key, adapter.fingerprint) if adapter else NamedWeights("", self.fingerprint)
 
 
 def serve_model(

@@ -137,7 +137,7 @@ class ServerThread:
     async def _serve(self) -> None:
         config = self.service.config
         self.service.worker.start()
-        self.service.metrics.show_version(self.service.model.fingerprint)
+        self.service.metrics.versions.show(self.service.model.fingerprint)
         if self._request_log:
             self._request_log.start()
             self.service.observers.append(self._request_log)

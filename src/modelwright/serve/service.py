@@ -117,12 +117,11 @@ class Service:
             return ServiceState("starting", self.worker.client.unavailable)
         return ServiceState("ready")
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """What clients may call the model and its adapters; an alias of an adapter as long as that is loaded."""
-        targets = self.model.aliases
-        names = [name for name in self.config.alias_names if targets.get(name, name) in (name, *self.model.adapters)]
-        return (self.model_name, *names, *self.model.adapters)
+    def names_of(self, model: ServedModel) -> tuple[str, ...]:
+        """What clients may call a version and its adapters; an alias of an adapter as long as that is loaded."""
+        targets = model.aliases
+        names = [name for name in self.config.alias_names if targets.get(name, name) in (name, *model.adapters)]
+        return (self.model_name, *names, *model.adapters)
 
     @property
     def num_open(self) -> int:
@@ -133,10 +132,11 @@ class Service:
         if self.is_draining:
             raise shutting_down(self.state.reason, RETRY_AFTER_S)
 
-    def require_model(self, name: str | None) -> None:
-        """Raises `ApiError` 404 for a name that the model does not have; None is any model."""
-        if name is not None and name not in self.names:
-            known = " or ".join(map(repr, self.names))
+    def require_name(self, name: str | None, model: ServedModel) -> None:
+        """Raises `ApiError` 404 for a name that a version does not have; None is any model."""
+        names = self.names_of(model)
+        if name is not None and name not in names:
+            known = " or ".join(map(repr, names))
             text = f"The model {name!r} does not exist; this server has {known}."
             raise ApiError(404, text, param="model", code="model_not_found")
 
@@ -165,12 +165,13 @@ class Lease:
         self.service.require_open()
 
     def require_model(self, name: str | None) -> None:
-        self.service.require_model(name)
+        """Raises `ApiError` 404 for a name that this version does not have, whatever the one in service has now."""
+        self.service.require_name(name, self.model)
 
 
-def version_header(model: ServedModel, name: str | None = None) -> dict[str, str]:
-    """The header of an answer that says which weights made it. name: by which the client asked for them."""
-    return {"X-Model-Version": model.fingerprint_of(name)}
+def version_header(version: str) -> dict[str, str]:
+    """The header of an answer that says which weights made it."""
+    return {"X-Model-Version": version}
 
 
 def service_of(request: Request) -> Service:

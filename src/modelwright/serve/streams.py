@@ -31,7 +31,7 @@ class AnswerForm(Protocol):
 
 async def respond(request: Request, generation: Generation, form: AnswerForm, exchange: Exchange) -> Response:
     """The answer in one piece, or as a stream of events if the client asked for one."""
-    version = version_header(generation.model, generation.request.model)
+    version = version_header(generation.version)
     if generation.request.stream:
         events = _events(generation, form, exchange)
         headers = version | {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}

@@ -32,7 +32,7 @@ class Stream:
         self._reservation = reservation
         self._num_used_tokens = sum(len(job.prompt_ids) for job in jobs.values())
         self._open = dict(enumerate(jobs))
-        self._clocks = [RequestTimer(worker.metrics) for _ in jobs]
+        self._clocks = [RequestTimer(worker.metrics.answers) for _ in jobs]
         self._inbox: asyncio.Queue[tuple[int, StepOutput] | ApiError] = asyncio.Queue()
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, StepOutput]]:
@@ -171,19 +171,19 @@ class EngineWorker:
         await self.client.stop()
 
     def deliver(self, engine_name: str, outputs: Sequence[StepOutput], stats: EngineStats) -> None:
-        self.metrics.observe(engine_name, stats)
+        self.metrics.engines.observe(engine_name, stats)
         for output in outputs:
             if output.request_id in self._streams:
                 stream, index = self._streams[output.request_id]
                 stream.put_token(index, output)
 
     def engine_lost(self, engine_name: str, reason: EngineEnd) -> None:
-        self.metrics.forget(engine_name)
+        self.metrics.engines.forget(engine_name)
         if reason != "stopped":
-            self.metrics.engine_failures.labels(reason).inc()
+            self.metrics.engines.failures.labels(reason).inc()
 
     def answer_moved(self, outcome: MoveOutcome) -> None:
-        self.metrics.moved_answers.labels(outcome).inc()
+        self.metrics.engines.moved_answers.labels(outcome).inc()
 
     def refuse(self, request_id: str, error: ApiError) -> None:
         if request_id in self._streams:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 CONTROL, TREATMENT = "A", "B"
 
 _BITS = 53
-"""Of the hash, as many as a float holds exactly."""
+"""Bits of the hash that are used: as many as a float holds exactly."""
 
 
 @dataclass(frozen=True)

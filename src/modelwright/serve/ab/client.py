@@ -1,5 +1,6 @@
 """A client of the routes of A/B tests, for programs that promote a model."""
 
+import http.client
 import json
 import urllib.error
 import urllib.request
@@ -52,7 +53,7 @@ class AbClient:
         except urllib.error.HTTPError as error:
             with error:
                 raise ModelwrightError(f"{where}: {error.code}, {_message(error.read())}") from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             raise ServerUnreachable(f"{where}: {getattr(error, 'reason', error)}; is the server running?") from None
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from modelwright.core.errors import StorageError
 from modelwright.serve.ab import experiment as tables
 from modelwright.serve.ab.assignment import Assignment, arm_of
 from modelwright.serve.ab.experiment import Experiment
@@ -89,9 +90,10 @@ class Experiments:
 
     async def close(self) -> None:
         """Write what is left, and stop B; the test itself goes on when the server is started again."""
-        if self._running is not None:
-            await self._take_out(self._running)
-            await self._running.candidate.worker.stop()
+        running, self._running = self._running, None
+        if running is not None:
+            await self._take_out(running)
+            await running.candidate.worker.stop()
         await asyncio.to_thread(self._writer.close)
 
     async def begin(self, request: ExperimentRequest) -> dict[str, Any]:
@@ -120,9 +122,10 @@ class Experiments:
             return report_of(experiment)
 
     async def set_share(self, share: float) -> dict[str, Any]:
-        """Raises `ApiError` 404 without a test that is running."""
+        """Raises `ApiError` 404 without a test that is running, 409 if a guard ends it meanwhile."""
         running = self._require_test()
-        await self._call(lambda database: tables.set_share(database, running.name, share))
+        if not await self._call(lambda database: tables.set_share(database, running.name, share)):
+            raise _just_ended()
         running.share = share
         return await self._report(running.name)
 
@@ -132,12 +135,12 @@ class Experiments:
             running = self._require_test()
             status = "promoted" if promote else "ended"
             if not await self._call(lambda database: tables.end(database, running.name, status)):
-                raise ApiError(409, "A guard has just ended this test; look at /ab.json.", code="test_ended")
+                raise _just_ended()
             await self._withdraw(running, promote=promote)
             return await self._report(running.name)
 
     async def reports(self) -> list[dict[str, Any]]:
-        """Of all tests, the newest first."""
+        """Reports on all tests, the newest first."""
         found = await self._call(_all)
         return await asyncio.to_thread(lambda: [report_of(experiment) for experiment in found])
 
@@ -153,7 +156,7 @@ class Experiments:
             is_error=finished.status >= 500 and not self._service.is_draining,
             latency_s=finished.latency_s,
         )
-        self._metrics.ab_requests.labels(assignment.arm).inc()
+        self._metrics.ab.requests.labels(assignment.arm).inc()
         self._offer(
             assignment.experiment, lambda database: tables.take_request(database, finished.id, assignment, event)
         )
@@ -175,11 +178,10 @@ class Experiments:
         """B, tried and started. Raises `ApiError`."""
         metrics = self._metrics if request.mode == "split" else Metrics(self._service.model_name)  # of users only
         candidate = await self._reloader.prepare(request.path, metrics)
-        context, needed = candidate.limits.context, self._service.limits.context
-        if context < needed:
+        problem = _mismatch(self._service.model, candidate)
+        if problem is not None:
             await candidate.worker.stop()
-            text = f"B reads {context} tokens and A {needed}, so B would refuse requests; test one with A's context."
-            raise ApiError(400, text, param="path", code="context_too_small")
+            raise problem
         return candidate
 
     def _put_in_service(self, experiment: Experiment, candidate: ServedModel) -> None:
@@ -191,7 +193,7 @@ class Experiments:
         log.info("the A/B test %s runs: A %s, B %s", name, experiment.control_version, candidate.fingerprint)
 
     def _count_shadow(self, name: str, what: str) -> None:
-        self._metrics.ab_shadows.labels(what).inc()
+        self._metrics.ab.shadows.labels(what).inc()
         self._offer(name, lambda database: tables.take_shadow(database, name, what))
 
     def _offer(self, name: str, task: Callable[[Database], str]) -> None:
@@ -210,7 +212,7 @@ class Experiments:
         if running is None or running.name != name:
             return
         log.warning("the A/B test %s is over, and A gets all requests: %s", name, reason)
-        self._metrics.ab_rollbacks.labels(reason).inc()
+        self._metrics.ab.rollbacks.labels(reason).inc()
         self._service.arms = self._running = None
         self._reloader.retire(running.candidate, before=self._take_out(running))
 
@@ -244,12 +246,28 @@ class Experiments:
     async def _call(self, task: Callable[[Database], T]) -> T:
         try:
             return await self._writer.call(task)
-        except WriterBusy:
+        except (WriterBusy, StorageError):
             raise shutting_down("The state of the A/B tests is busy; try again later.", RETRY_AFTER_S) from None
 
     def _dropped(self, reason: str, count: int) -> None:
-        self._metrics.ab_uncounted.labels(reason).inc(count)
+        self._metrics.ab.uncounted.labels(reason).inc(count)
 
 
 def _all(database: Database) -> list[Experiment]:
     return list(tables.experiments(database))
+
+
+def _mismatch(control: ServedModel, candidate: ServedModel) -> ApiError | None:
+    """Why B would refuse requests that A answers; None if it would not."""
+    if control.info.scores or candidate.info.scores:
+        text = "A/B tests compare models that generate text, and A or B scores texts instead; name another model."
+        return ApiError(400, text, param="path", code="unsupported_task")
+    context, needed = candidate.limits.context, control.limits.context
+    if context < needed:
+        text = f"B reads {context} tokens and A {needed}, so B would refuse requests; test one with A's context."
+        return ApiError(400, text, param="path", code="context_too_small")
+    return None
+
+
+def _just_ended() -> ApiError:
+    return ApiError(409, "A guard has just ended this test; look at /ab.json.", code="test_ended")

@@ -115,8 +115,10 @@ def take_shadow(database: Database, name: str, what: str) -> str:
     return _judge(database, experiment)
 
 
-def set_share(database: Database, name: str, share: float) -> None:
-    database.execute("UPDATE experiments SET share = :share WHERE name = :name", {"share": share, "name": name})
+def set_share(database: Database, name: str, share: float) -> bool:
+    """Change B's share of a test; false if the test has ended."""
+    statement = "UPDATE experiments SET share = :share WHERE name = :name AND status = 'running'"
+    return database.execute(statement, {"share": share, "name": name}) > 0
 
 
 def end(database: Database, name: str, status: Status, reason: str = "") -> bool:

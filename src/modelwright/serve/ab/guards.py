@@ -13,7 +13,7 @@ GUARD_ALPHA = 0.001
 version as good as A stays with a probability of at least 99.5%."""
 
 REPORT_ALPHA = 0.05
-"""Of the intervals that the page shows."""
+"""The probability that an interval on the page ever misses the truth."""
 
 
 @dataclass(frozen=True, kw_only=True)

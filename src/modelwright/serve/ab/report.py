@@ -116,7 +116,7 @@ def _comparison(found: FixedHorizonResult | None) -> dict[str, float] | None:
 
 
 def _p_value(epochs: list[Epoch]) -> float:
-    """Of equal rates, valid at every look."""
+    """The p-value of equal rates, valid at every look."""
     return min(1.0, math.exp(-float(log_e_value(epochs, ALL_RATIOS))))
 
 

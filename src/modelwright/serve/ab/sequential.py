@@ -62,7 +62,9 @@ Epochs = Sequence[Epoch]
 
 
 def log_likelihood(epochs: Iterable[Epoch], ratio: ArrayLike) -> NDArray[np.float64]:
-    """Of the arms of units with an event, for rate ratios of B to A. Shape of the counts followed by that of ratio."""
+    """The log-likelihood of the arms of units with an event, for rate ratios of B to A. It has the shape of the counts
+    followed by that of ratio.
+    """
     ratios = np.asarray(ratio, dtype=float)
     total: Any = np.zeros(ratios.shape)
     for epoch in epochs:
@@ -159,7 +161,7 @@ def difference_interval(control: Moments, treatment: Moments, alpha: float) -> t
 
 
 def half_width(count: ArrayLike, variance: ArrayLike, alpha: float) -> NDArray[np.float64]:
-    """Of the asymptotic confidence sequence of a mean of `count` observations with this variance."""
+    """Half the width of the asymptotic confidence sequence of a mean of `count` observations with this variance."""
     counts = np.asarray(count, dtype=float)
     rho_squared = (-2 * math.log(alpha) + math.log(-2 * math.log(alpha) + 1)) / TUNED_FOR
     scaled = counts * rho_squared + 1

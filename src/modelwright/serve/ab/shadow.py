@@ -3,6 +3,7 @@ copy that is being computed when one arrives is taken out of the engine at once 
 """
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from modelwright.serve.generation import Generation
 from modelwright.serve.keys import ANYONE, Caller
 from modelwright.serve.served_model import ServedModel
 from modelwright.serve.service import Service
+
+log = logging.getLogger("modelwright.serve")
 
 MOST_WAITING = 64
 """Copies; further ones are dropped, and counted."""
@@ -92,6 +95,9 @@ class Shadows:
             if error.status == PREEMPTED:
                 return "preempted"
             return "failed" if error.status >= 500 else "refused"
+        except Exception:  # a bug that one request meets; the copies of others go on
+            log.exception("a copy of a request could not be answered")
+            return "failed"
         finally:
             if self._current is not None:
                 self._current.stream.close()

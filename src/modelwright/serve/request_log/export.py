@@ -10,7 +10,7 @@ from typing import BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from modelwright.core.artifacts import fsync_folder
+from modelwright.core.artifacts import fsync_folder, make_folder
 from modelwright.core.errors import ConfigError, writing
 from modelwright.core.progress import Progress
 from modelwright.serve.database import Database
@@ -42,6 +42,8 @@ def export_records(database: Database, target: Path, *, since: float, until: flo
     """
     if target.suffix not in _WRITERS:
         raise ConfigError(f"{target}: does not end in .jsonl or .parquet; give a file name that does")
+    if target.is_dir():
+        raise ConfigError(f"{target}: is a folder; give the name of a file")
     partial = target.with_name(target.name + ".partial")
     progress.begin("export", store.num_records(database, since=since, until=until), "records")
     count = 0
@@ -55,6 +57,7 @@ def export_records(database: Database, target: Path, *, since: float, until: flo
             progress.advance(count)
 
     try:
+        make_folder(target.absolute().parent)
         with writing(target):
             with open(partial, "wb") as file:
                 _WRITERS[target.suffix](file, groups())

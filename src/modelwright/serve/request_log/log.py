@@ -3,6 +3,7 @@
 import logging
 import time
 
+from modelwright.core.errors import StorageError
 from modelwright.serve.database import Database, open_database
 from modelwright.serve.database_writer import DatabaseWriter, WriterBusy
 from modelwright.serve.errors import shutting_down
@@ -40,26 +41,25 @@ class RequestLog:
         self._writer.close()
 
     def ended(self, exchange: Exchange, finished: FinishedRequest) -> None:
-        self._writer.offer(lambda database: self._write(database, finished))
+        self._writer.offer(lambda database: self._write(database, finished), self._count)
 
     async def take_feedback(self, feedback: FeedbackRequest) -> bool:
         try:
             return await self._writer.call(lambda database: self._set_feedback(database, feedback))
-        except (WriterBusy, RedactionFailed):
+        except (WriterBusy, RedactionFailed, StorageError):
             raise shutting_down("The feedback could not be written; try again later.", RETRY_AFTER_S) from None
 
-    def _write(self, database: Database, finished: FinishedRequest) -> None:
+    def _write(self, database: Database, finished: FinishedRequest) -> str:
+        """Write a request; returns why it is not logged, "" if it is."""
         user = pseudonym(self._salt, finished.subject.user)
         most = self._config.max_per_user
         if most and store.num_since(database, user, finished.time - DAY_S) >= most:
-            self._dropped("user_cap", 1)
-            return
+            return "user_cap"
         try:
             prompt, answer = self._redaction.pair(finished.prompt, finished.answer)
         except RedactionFailed as error:
             log.error("a request was not logged: the check of %s has failed on it", error)
-            self._dropped("redaction_failed", 1)
-            return
+            return "redaction_failed"
         record = RequestRecord(
             id=finished.id,
             time=finished.time,
@@ -79,7 +79,13 @@ class RequestLog:
             latency_s=finished.latency_s,
         )
         store.insert(database, record)
-        self._metrics.logged_requests.inc()
+        return ""
+
+    def _count(self, lost: str) -> None:
+        if lost:
+            self._dropped(lost, 1)
+        else:
+            self._metrics.request_log.logged.inc()
 
     def _set_feedback(self, database: Database, feedback: FeedbackRequest) -> bool:
         label, text = (value and self._redaction.text(value) for value in (feedback.label, feedback.text))
@@ -91,4 +97,4 @@ class RequestLog:
             log.info("the request log's retention has deleted %d records", num_deleted)
 
     def _dropped(self, reason: str, count: int) -> None:
-        self._metrics.unlogged_requests.labels(reason).inc(count)
+        self._metrics.request_log.unlogged.labels(reason).inc(count)

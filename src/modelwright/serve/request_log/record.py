@@ -11,7 +11,7 @@ class RequestRecord:
     """A request with its answer and the feedback on it."""
 
     id: str
-    """Of the answer, as the client got it."""
+    """The answer's id, as the client got it."""
     time: float
     """Unix seconds."""
     session: str
@@ -21,9 +21,9 @@ class RequestRecord:
     """"chat" or "completion"."""
     model: str
     version: str
-    """Of the weights."""
+    """The version of the weights, those of the adapter included."""
     arm: str
-    """Of an A/B test; "" without one."""
+    """The arm of an A/B test; "" without one."""
     prompt: str
     answer: str
     prompt_tokens: int
