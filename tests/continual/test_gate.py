@@ -7,12 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy.stats import norm, t
 
 from continual.conftest import World
 from continual_update import QUICK, Record, flipped, garbage, new_records, old_records, write_records
 from modelwright.cli.overrides import read_overrides, split_words
 from modelwright.continual.benchmark import freeze_benchmark
-from modelwright.continual.gate.judge import VERDICT, GateConfig, Verdict, judge
+from modelwright.continual.gate.judge import VERDICT, GateConfig, Verdict, drawn_texts, judge
 from modelwright.continual.gate.measures import PairedComparison
 from modelwright.continual.gate.poison import check_garbage, check_heldout, check_labels
 from modelwright.continual.heldout import HeldoutTexts
@@ -171,6 +172,54 @@ def test_accuracy_counts_as_worse_when_it_falls() -> None:
     assert COMPARISON.accuracy("new", "multiple choice", "not clearly worse", *reversed(rows)).passed
     with pytest.raises(ValueError, match="different records"):
         COMPARISON.accuracy("new", "multiple choice", "not clearly worse", rows[0], rows[1][1:])
+
+
+def correct_rows(right: Sequence[bool]) -> list[dict[str, object]]:
+    return [{"id": number, "correct": bool(value)} for number, value in enumerate(right)]
+
+
+def test_answers_that_stay_the_same_show_only_as_much_as_their_number_allows() -> None:
+    """The interval has a width where no answer has changed; that of as many as it takes lies within the margin."""
+    for count, passed in ((20, False), (180, False), (200, True)):
+        rows = correct_rows([True] * count)
+        measure = COMPARISON.accuracy("old", "multiple choice", "not worse", rows, rows)
+        assert measure.high == pytest.approx(1.96**2 / (count + 1.96**2), rel=1e-3)
+        assert measure.low == pytest.approx(-measure.high)
+        assert measure.passed == passed
+    all_lost = COMPARISON.accuracy("old", "x", "not worse", correct_rows([True] * 30), correct_rows([False] * 30))
+    assert all_lost.high == 1.0
+    assert not all_lost.passed
+
+
+def test_accuracies_within_the_margin_are_wrongly_found_as_often_as_the_level_says() -> None:
+    """Answers are lost with 3% and won with 1%, so that the loss is exactly the margin."""
+    draw, passed = np.random.default_rng(2), 0
+    for _ in range(1000):
+        lost, won = draw.multinomial(100, [0.03, 0.01, 0.96])[:2]
+        before = correct_rows([True] * lost + [False] * (100 - lost))
+        after = correct_rows([False] * lost + [True] * won + [False] * (100 - lost - won))
+        passed += replace(COMPARISON, level=0.05).accuracy("old", "multiple choice", "not worse", before, after).passed
+    assert passed <= 70  # 50 are expected
+
+
+def test_bounds_of_few_records_are_those_of_students_t() -> None:
+    """At a level of a late use; percentiles alone would be narrower by a sixth."""
+    noise = norm.ppf((np.arange(20) + 0.5) / 20)
+    rows = [
+        [{"id": i, "nats": v, "num_bytes": 4} for i, v in enumerate(one)] for one in (np.full(20, 1.0), 1.0 + noise)
+    ]
+    measure = replace(COMPARISON, level=0.001).costs("old", "bits", "not worse", *rows)
+    expected = float(t.ppf(0.999, 19)) * noise.std(ddof=1) / np.sqrt(20)
+    assert (measure.high, -measure.low) == pytest.approx((expected, expected), rel=0.08)
+
+
+def test_texts_are_checked_wherever_they_stand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A source with garbage that comes last is not passed over."""
+    monkeypatch.setattr("modelwright.continual.gate.judge.MOST_CHECKED", 100)
+    clean, last = new_records(range(300)), garbage(300)
+    checked = {one.id for one in drawn_texts([document(one) for one in [*clean, *last]])}
+    assert len(checked) == 100
+    assert 30 <= len(checked & {one["question"] for one in last}) <= 70
 
 
 def test_small_levels_get_more_resamples() -> None:

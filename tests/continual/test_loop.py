@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx
@@ -15,10 +16,12 @@ from continual.conftest import World, words_of
 from continual_update import new_records, write_records
 from modelwright.cli.main import main
 from modelwright.continual.lineage import trace
+from modelwright.continual.model_files import model_digest
 from modelwright.core.artifacts import read_manifest
-from modelwright.core.errors import ArtifactError
+from modelwright.core.errors import ArtifactError, ModelwrightError
 from modelwright.core.records import read_records
 from modelwright.infer.engine import EngineConfig
+from modelwright.serve.ab.client import AbClient, ServerUnreachable
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.engines import load_engines
 from modelwright.serve.errors import ApiError
@@ -38,7 +41,7 @@ BOUNDARIES = (
     ("/data$", "before"), ("/data$", "after"), ("init/artifact$", "after"), ("clean/artifact$", "after"),
     ("pack/artifact$", "after"), ("sft/checkpoints/", "after"), ("sft/artifact$", "before"),
     ("sft/artifact$", "after"), ("average/artifact$", "after"), ("quantize/artifact$", "after"), ("/gate$", "before"),
-    ("/gate$", "after"), ("/release$", "after"), (r"promotion\.json$", "before"),
+    ("/gate$", "after"), ("/release$", "after"),
 )  # fmt: skip
 
 
@@ -90,11 +93,14 @@ def newest_test(server: ServerThread) -> dict:
 def test_killed_at_each_boundary_and_promoted(
     world: World, released: Path, server: ServerThread, tmp_path: Path
 ) -> None:
-    """One loop, killed 15 times, ends with the weights and the verdict of one that nobody disturbed."""
+    """One loop, killed 16 times, ends with the weights and the verdict of one that nobody disturbed. The champion is
+    named by the link that moves at promotion: once more, the command finds the promotion done.
+    """
     run, link = tmp_path / "killed" / "next", tmp_path / "current"
+    link.symlink_to(world.base / "quantize/artifact")
     served = ("--server", server.url, "--share", "0.5", "--min-units", "8", "--poll", "0.05", "--current", link)
-    words = words_of(world, run, *served)
-    for pattern, when in BOUNDARIES[:-1]:
+    words = words_of(world, run, "--champion", link, *served)
+    for pattern, when in BOUNDARIES:
         ended = start_process(KILLER, *words, environment={"KILL_AT": pattern, "KILL_WHEN": when})
         code, _, errors = ended.end()
         assert code == -signal.SIGKILL, (pattern, when, errors)
@@ -105,10 +111,14 @@ def test_killed_at_each_boundary_and_promoted(
     waiting.send_signal(signal.SIGKILL)
     waiting.end()
     with users(server):
-        pattern, when = BOUNDARIES[-1]
-        code, _, errors = start_process(KILLER, *words, environment={"KILL_AT": pattern, "KILL_WHEN": when}).end()
-        assert code == -signal.SIGKILL, errors
+        for when in ("before", "after"):
+            environment = {"KILL_AT": r"promotion\.json$", "KILL_WHEN": when}
+            code, _, errors = start_process(KILLER, *words, environment=environment).end()
+            assert code == -signal.SIGKILL, errors
         assert main(words) == 0
+    uses = world.benchmark.uses
+    assert main(words) == 0
+    assert world.benchmark.uses == uses
     assert hashes(run) == hashes(released)
     assert (run / "gate/verdict.json").read_bytes() == (released / "gate/verdict.json").read_bytes()
     steps = [record["step"] for record in read_records(run / "sft/metrics.jsonl") if "loss" in record]
@@ -119,6 +129,7 @@ def test_killed_at_each_boundary_and_promoted(
     verdict = json.loads((run / "gate/verdict.json").read_text())
     assert httpx.get(f"{server.url}/readyz", timeout=60).json()["version"] == verdict["candidate_version"]
     lineage_reaches_the_first_data(world, run)
+    assert model_digest(run / "release") == verdict["candidate"]  # the lineage names models by what they are
     (run / "init/artifact").rename(tmp_path / "init")
     moved = (run / "release").rename(tmp_path / "elsewhere")
     assert [model.stage for model in trace(moved).ancestors()] == ["quantize", "sft", ""]  # it is its own record
@@ -197,6 +208,39 @@ def test_the_server_must_serve_the_champion_that_was_judged(
     assert main(words_of(world, run, *champion)) == 2
     assert "--champion" in capsys.readouterr().err
     assert newest_test(server)["status"] == "ended"
+
+
+def test_a_folder_near_the_root_is_traced_like_another(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lineage", "/"]) == 2
+    assert "is no model folder" in capsys.readouterr().err
+
+
+def test_a_server_that_is_away_may_come_back() -> None:
+    """A proxy answers for it, or it dies within an answer: neither ends the wait. A key goes to no other host."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status, location, length = {"/a": (503, "", "2"), "/b": (200, "", "99"), "/c": (302, "/d", "2")}[
+                self.path.removesuffix("/ab.json")
+            ]
+            self.send_response(status)
+            if location:
+                self.send_header("Location", location)
+            self.send_header("Content-Length", length)
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+        def log_message(self, *args: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as proxy:
+        threading.Thread(target=proxy.serve_forever, kwargs={"poll_interval": 0.02}).start()
+        url = f"http://127.0.0.1:{proxy.server_address[1]}"
+        for path in ("/a", "/b"):
+            with pytest.raises(ServerUnreachable):
+                AbClient(f"{url}{path}", "key").find("x")
+        with pytest.raises(ModelwrightError, match="302"):
+            AbClient(f"{url}/c", "key").find("x")
+        proxy.shutdown()
 
 
 def test_a_second_update_goes_on_with_the_first(

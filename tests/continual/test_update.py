@@ -167,6 +167,12 @@ def test_bad_requests_name_the_remedy(world: World, tmp_path: Path) -> None:
     text.write_text("Some prose, which the first model never saw.\n\n" * 40)
     with pytest.raises(DataError, match="no text to replay"):
         prepare_data(request_of(world, text).data, world.benchmark, tmp_path / "data", SILENT)
+    with pytest.raises(ConfigError, match="seed: must be a whole number, got 'abc'"):
+        _ = request_of(world, world.file("new"), settings={"seed": "abc"}).data
+    data = prepare_data(request_of(world, world.file("new")).data, world.benchmark, tmp_path / "whole", SILENT)
+    request = request_of(world, world.file("new"), settings={"sft": 5})
+    with pytest.raises(ConfigError, match="sft: is a group of settings, got 5"):
+        update_config(request, data, world.benchmark, RunDir(tmp_path))
     own = tmp_path / "own.jsonl"
     own.write_text(json.dumps({"prompt": "A?", "answer": "B.", "answer_by": "modelwright"}))
     with pytest.raises(DataError, match="Modelwright's own"):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import sys
 from dataclasses import replace
 from itertools import pairwise
@@ -12,11 +13,13 @@ import pytest
 import yaml
 
 from modelwright.core.errors import ConfigError, ModelwrightError
+from modelwright.core.progress import SilentProgress
 from modelwright.core.records import read_records
+from modelwright.core.rundir import RunDir
 from modelwright.recipes.load import load
 from modelwright.search.report import as_text
 from modelwright.search.result import SearchResult
-from modelwright.search.run import STANDARD
+from modelwright.search.run import STANDARD, search
 from modelwright.search.strategy_list import STRATEGIES, known_strategies
 from modelwright.train.build import train
 from modelwright.train.job import TrainJob
@@ -121,6 +124,38 @@ def test_another_search_in_the_same_folder_is_refused_unless_it_restarts(packed:
         search_in(run, wish(packed))
     search_in(run, wish(packed), restart=True)
     assert sum(trial[-1] for trial in trials_of(run) if trial[0] == "random") > 1.0
+
+
+def test_other_weights_to_begin_with_are_another_search(packed: Path, tmp_path: Path) -> None:
+    """Of the same shape, as a model is that was trained again in the same folder."""
+    run, start = copied(packed, tmp_path), tmp_path / "start"
+    shutil.copytree(packed / "pretrain" / "artifact", start)
+    space = tmp_path / "rates.yaml"
+    space.write_text("space: hyperparameters\nlearning_rate: [1e-3, 2e-3]\nbatch_tokens: [256]\nweight_decay: [0.0]\n")
+    wishes = wish(packed, space=str(space), budget=1.0)
+
+    def searched_from_start() -> None:
+        config = load(str(run), {"init_from": str(start)}).config
+        search(config, RunDir(tmp_path / "search"), wishes, words=[], progress=SilentProgress(), restart=False)
+
+    searched_from_start()
+    searched_from_start()
+    (start / "model.safetensors").touch()
+    with pytest.raises(ConfigError, match="another model in init_from"):
+        searched_from_start()
+
+
+def test_the_report_of_the_controller_is_of_what_it_learned_in_the_search(
+    packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a space with fewer candidates than the budget would pay for, the search ends by repetition."""
+    monkeypatch.setattr("modelwright.search.workbench.MAX_REFUSALS", 8)
+    space = tmp_path / "rates.yaml"
+    space.write_text("space: hyperparameters\nlearning_rate: [1e-3, 2e-3]\nbatch_tokens: [256]\nweight_decay: [0.0]\n")
+    run = copied(packed, tmp_path)
+    result = search_in(run, wish(packed, space=str(space), budget=8.0, strategies=("reinforce",)))
+    (finding,) = result.findings
+    assert finding.figures["num_rewards"] == 2 + 8  # two trainings, and as many repetitions as are allowed
 
 
 def test_candidates_beyond_a_limit_are_measured_but_not_trained(

@@ -1,9 +1,11 @@
 """Shared weights: sub-networks against stand-alone models with copied weights, and the sandwich rule in the loop."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny_run
 import torch
@@ -156,16 +158,29 @@ def test_the_container_holds_every_kind_of_gate() -> None:
 
 def test_kendalls_tau_with_its_interval() -> None:
     alone = [3.0, 1.0, 4.0, 1.5, 5.0, 9.0, 2.0, 6.0]
-    same = rank_agreement([2 * loss for loss in alone], alone, seed=0)
-    assert (same.tau, same.low, same.high) == pytest.approx((1.0, 1.0, 1.0))
-    assert rank_agreement([-loss for loss in alone], alone, seed=0).tau == pytest.approx(-1.0)
-    swapped = rank_agreement([3.0, 1.5, 4.0, 1.0, 5.0, 9.0, 2.0, 6.0], alone, seed=0)
+    same = rank_agreement([2 * loss for loss in alone], alone)
+    assert (same.tau, same.high) == pytest.approx((1.0, 1.0))
+    assert 0.0 < same.low < 0.1  # eight candidates in one order do not make it certain
+    assert rank_agreement([-loss for loss in alone], alone).tau == pytest.approx(-1.0)
+    swapped = rank_agreement([3.0, 1.5, 4.0, 1.0, 5.0, 9.0, 2.0, 6.0], alone)
     assert swapped.tau == pytest.approx(1 - 2 / 28)  # one of 28 pairs stands the other way round
     assert swapped.low < swapped.tau <= swapped.high  # pyright: ignore
-    assert rank_agreement([1.0], [2.0], seed=0).tau is None
-    assert rank_agreement([1.0, 1.0, 1.0], [1.0, 2.0, 3.0], seed=0).tau is None
-    few = rank_agreement([1.0, 2.0], [1.0, 2.0], seed=0)
+    assert rank_agreement([1.0], [2.0]).tau is None
+    assert rank_agreement([1.0, 1.0, 1.0], [1.0, 2.0, 3.0]).tau is None
+    few = rank_agreement([1.0, 2.0], [1.0, 2.0])
     assert (few.tau, few.low, few.high) == pytest.approx((1.0, -1.0, 1.0))
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.6, 0.95])
+def test_the_interval_of_kendalls_tau_has_the_true_value_as_often_as_it_says(correlation: float) -> None:
+    """Of normal losses, whose tau is 2 / pi arcsin(correlation) (Greiner 1909)."""
+    draw, truth, num_held = np.random.default_rng(4), 2 / math.pi * math.asin(correlation), 0
+    for _ in range(300):
+        shared = draw.normal(size=6)
+        alone = correlation * shared + math.sqrt(1 - correlation**2) * draw.normal(size=6)
+        agreement = rank_agreement(shared.tolist(), alone.tolist())
+        num_held += agreement.low <= truth <= agreement.high
+    assert num_held >= 0.95 * 300 - 10
 
 
 def test_a_search_charges_the_shared_weights_and_reports_their_agreement(packed: Path, tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """A frozen benchmark: texts of old and of new tasks, each in a validation half and a test half.
 
 What a choice is made by (the share of an average, a rate) is the validation half. The test half is for the gate alone,
-which counts every use: an interval at level a_k = a / (k (k + 1)) for use k errs, over all uses together, with a
-probability of at most a, because these levels add up to it.
+which counts every use. Use k has bounds at level a_k = a / (k (k + 1)). These levels add up to a, which is therefore a
+limit for the probability of an error over all uses together, as far as each bound keeps its level.
 """
 
 import hashlib

@@ -9,6 +9,7 @@ from typing import Any
 
 from modelwright.continual.gate.judge import FOLDER as GATE_FOLDER
 from modelwright.continual.gate.judge import Verdict
+from modelwright.continual.model_files import LINEAGE
 from modelwright.continual.update import DATA_FOLDER
 from modelwright.core.artifacts import MANIFEST, is_finished, read_manifest
 from modelwright.core.errors import ArtifactError, ConfigError
@@ -19,7 +20,6 @@ from modelwright.pipeline.run_config import read_run_config
 from modelwright.pipeline.stages.clean import CLEAN
 from modelwright.pipeline.stages.init import INIT
 
-LINEAGE = "lineage.json"
 RELEASE_FOLDER = "release"
 UNKNOWN = "a folder that no stage wrote; where it comes from is not recorded"
 
@@ -99,10 +99,16 @@ def trace(path: Path) -> ModelLineage:
         return _recorded(path)
     if (path / "run.json").is_file():
         return _of_stage(RunDir(path), find_model(path).source.stage)
-    run = path.resolve().parents[1]
-    if path.resolve().name == "artifact" and (run / "run.json").is_file():
-        return _of_stage(RunDir(run), path.resolve().parent.name)
+    if run := run_of_artifact(path):
+        return _of_stage(run, path.resolve().parent.name)
     return _of_folder(path)
+
+
+def run_of_artifact(folder: Path) -> RunDir | None:
+    """The run that a folder is the artifact of a stage of, None if it is not one."""
+    stage = folder.resolve().parent
+    is_artifact = folder.resolve().name == "artifact" and (stage.parent / "run.json").is_file()
+    return RunDir(stage.parent) if is_artifact else None
 
 
 def _recorded(folder: Path) -> ModelLineage:

@@ -20,8 +20,9 @@ from modelwright.continual.benchmark import load_benchmark
 from modelwright.continual.drift.check import check_windows
 from modelwright.continual.drift.reference import load_reference
 from modelwright.continual.drift.requests import read_requests
-from modelwright.continual.gate.judge import FOLDER, NOT_OF_MODEL, VERDICT, GateConfig, Verdict, judge
-from modelwright.continual.lineage import LINEAGE, RELEASE_FOLDER, trace
+from modelwright.continual.gate.judge import FOLDER, VERDICT, GateConfig, Verdict, judge
+from modelwright.continual.lineage import RELEASE_FOLDER, run_of_artifact, trace
+from modelwright.continual.model_files import GATE_VERDICT, LINEAGE, NOT_OF_MODEL
 from modelwright.continual.update import DATA_FOLDER, UpdateRequest, quantized_folder, run_update
 from modelwright.core.artifacts import (
     fsync_folder,
@@ -31,7 +32,7 @@ from modelwright.core.artifacts import (
     write_artifact,
     write_atomic,
 )
-from modelwright.core.errors import ConfigError, ModelwrightError
+from modelwright.core.errors import ArtifactError, ConfigError, ModelwrightError
 from modelwright.core.progress import Progress
 from modelwright.core.rundir import RunDir, lock_folder
 from modelwright.pipeline.models import find_model
@@ -119,6 +120,12 @@ def _carried_out(request: LoopRequest, words: Sequence[str], progress: Progress)
     champion = request.champion or served_folder(request.update.model)
     _check_promotion(request)
     run_update(request.update, benchmark, run, words=words, progress=progress)
+    if was_promoted(run):  # the champion that it was judged against may be out of service by now
+        release = run.path / RELEASE_FOLDER
+        if request.current is not None:
+            move_link(request.current, release.resolve())
+        text = f"{Verdict.read(run.path / FOLDER).table()}\npromoted {release}"
+        return LoopResult(ending="promoted", text=text, release=release)
     verdict = judge(run, champion, benchmark, request.gate, progress)
     if not verdict.passed:
         return LoopResult(ending="refused", text=verdict.table())
@@ -159,9 +166,7 @@ def served_folder(model: Path) -> Path:
     """The folder that is served of a model: the release of an update, else the quantized model of a run, else the
     model itself. model: a run, the folder of one of its stages, or any model folder.
     """
-    folder = model.resolve()
-    is_stage = folder.name == "artifact" and (folder.parents[1] / "run.json").is_file()
-    run = RunDir(folder.parents[1] if is_stage else model)
+    run = run_of_artifact(model) or RunDir(model)
     for folder in (run.path / RELEASE_FOLDER, quantized_folder(run)):
         if is_finished(folder):
             return folder
@@ -185,7 +190,7 @@ def write_release(run: RunDir) -> Path:
             if path.is_file() and path.name not in NOT_OF_MODEL:
                 shutil.copyfile(path, out.path / path.name)
         write_atomic(out.path / LINEAGE, lineage)
-        shutil.copyfile(run.path / FOLDER / VERDICT, out.path / f"gate-{VERDICT}")
+        shutil.copyfile(run.path / FOLDER / VERDICT, out.path / GATE_VERDICT)
     return folder
 
 
@@ -259,11 +264,29 @@ def _require_judged(test: AbTest, report: dict[str, Any], verdict: Verdict) -> N
 
 
 def record_promotion(run: RunDir, release: Path, report: dict[str, Any], current: Path | None) -> None:
-    """Write what was promoted, and let the link point to it."""
-    if current is not None:
-        move_link(current, release.resolve())
+    """Write what was promoted, and let the link point to it. The record comes first: a champion that is named by the
+    link is another model once the link has moved.
+    """
     plain = {"release": str(release.resolve()), "content": read_manifest(release).content_digest, "test": report}
     write_atomic(run.path / PROMOTION, json.dumps(plain, indent=1))
+    if current is not None:
+        move_link(current, release.resolve())
+
+
+def was_promoted(run: RunDir) -> bool:
+    """Whether the quantized model of the run is what was promoted. Raises `ArtifactError` for a damaged record."""
+    path, release = run.path / PROMOTION, run.path / RELEASE_FOLDER
+    if not path.exists() or not is_finished(release):
+        return False
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))["content"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ArtifactError(f"{path}: is damaged ({error}); remove it to ask the server again") from None
+    manifest = read_manifest(release, kind=RELEASE_FOLDER, verify=True)
+    return (
+        manifest.content_digest == content
+        and manifest.inputs["model"] == read_manifest(quantized_folder(run)).content_digest
+    )
 
 
 def move_link(link: Path, target: Path) -> None:

@@ -9,11 +9,12 @@ weak shift. The run is an ordinary one, so it resumes to the same bits after `ki
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from modelwright.continual.benchmark import Benchmark
 from modelwright.continual.update_data import NEW, OLD, DataRequest, Form, UpdateData, prepare_data
 from modelwright.core.config import merge, parse
+from modelwright.core.errors import ConfigError
 from modelwright.core.progress import Progress
 from modelwright.core.rundir import RunDir
 from modelwright.data.sources import SourceConfig
@@ -72,7 +73,7 @@ class UpdateRequest:
         run = RunDir(self.model)
         has_texts = not self.old and (run.stage(CLEAN.name).artifact).is_dir()
         config = parse(SourceConfig, self.settings.get("data", {}), "data")
-        seed = int(self.settings.get("seed", RunConfig.seed))
+        seed = _whole_number(self.settings, "seed", RunConfig.seed)
         return DataRequest(
             new=self.new,
             old=self.old,
@@ -127,10 +128,26 @@ def _laid_over(settings: Mapping[str, Any], given: Mapping[str, Any]) -> dict[st
     """
     base = dict(settings)
     for name in TRAININGS.values():
-        if name in base and any(given.get(name, {}).get(length) for length in LENGTHS):
+        if name in base and any(_group(given, name).get(length) for length in LENGTHS):
             base[name] = {key: value for key, value in base[name].items() if key not in LENGTHS}
     of_data = {key: value for key, value in given.get("data", {}).items() if key == "validation_fraction"}
     return merge(base, {**given, "data": of_data})
+
+
+def _group(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """The settings of a section. Raises `ConfigError` for a single value in its place."""
+    section = settings.get(name, {})
+    if not isinstance(section, Mapping):
+        raise ConfigError(f"{name}: is a group of settings, got {section!r}; name one, such as --{name}.KEY VALUE")
+    return cast(Mapping[str, Any], section)
+
+
+def _whole_number(section: Mapping[str, Any], name: str, default: int) -> int:
+    """A number that is needed before the configuration of the run exists."""
+    value = section.get(name, default)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ConfigError(f"{name}: must be a whole number, got {value!r}")
+    return value
 
 
 def _training(form: Form, request: UpdateRequest) -> Mapping[str, Any]:
@@ -148,7 +165,7 @@ def _lengths(folder: Path, data: UpdateData, settings: Mapping[str, Any]) -> dic
         lengths = fitted_lengths(folder, sources, settings, max_seq_len=most, num_microbatches=1, num_processes=1)
         row_len = int(lengths[PACK.name]["seq_len"])
     else:
-        row_len = int(settings.get(PACK.name, {}).get("seq_len", min(TEXT_ROW_LEN, most)))
+        row_len = _whole_number(_group(settings, PACK.name), "seq_len", min(TEXT_ROW_LEN, most))
         lengths = {PACK.name: {"seq_len": row_len}}
     text = {PRETRAIN.name: {"batch_tokens": TEXT_BATCH_ROWS * row_len}} if "text" in data.forms else {}
     return merge(lengths, text)

@@ -20,6 +20,7 @@ from modelwright.pipeline.report.format import plural
 from modelwright.pipeline.resolve import resolve
 from modelwright.pipeline.run import previous_config
 from modelwright.pipeline.run_config import read_run_config
+from modelwright.pipeline.stages.model_folder import folder_fingerprint
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.search.candidates import Candidates
 from modelwright.search.journal import FILE, Journal
@@ -138,6 +139,7 @@ def remove_results(folder: Path) -> None:
 
 def identity(config: RunConfig, wish: SearchConfig, space: Space, rows: Path) -> dict[str, Any]:
     """What decides the trials. Strategies may be added to a search that has ended."""
+    start = folder_fingerprint(Path(config.init_from), "init_from") if config.init_from else []
     return {
         "--budget": wish.budget,
         "--steps": wish.num_steps,
@@ -147,7 +149,9 @@ def identity(config: RunConfig, wish: SearchConfig, space: Space, rows: Path) ->
         "--space": {axis.name: list(axis.values) for axis in space.axes},
         "seed": config.seed,
         "model": digest(dump(config.model, constants=True)),
+        "model in init_from": digest(start),
         "section of the first training": digest(config.first_training.identity()),
+        "section serve.engine": digest(dump(config.serve.engine)),
         "set of packed rows": read_manifest(rows.parent).content_digest,
     }
 

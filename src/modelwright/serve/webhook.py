@@ -11,8 +11,10 @@ from typing import Any
 from modelwright.core.errors import ConfigError
 
 
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """A redirected POST becomes a GET without the message, whose success would say nothing."""
+class NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Takes redirects for failures: a redirected POST becomes a GET without the message, whose success would say
+    nothing, and the headers, with a key among them, would go to another host.
+    """
 
     def redirect_request(self, *args: Any, **kwargs: Any) -> None:
         return None
@@ -20,8 +22,12 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 def check_webhook(url: str) -> None:
     """Raise `ConfigError` unless `url` is an HTTP address. The error does not repeat it, since it may hold a secret."""
-    parts = urllib.parse.urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    try:
+        parts = urllib.parse.urlsplit(url)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_address = False
+    if not is_address:
         raise ConfigError("--webhook: is no address; write https://HOST/PATH")
 
 
@@ -39,7 +45,7 @@ def post_json(url: str, message: Mapping[str, Any], *, idempotency_key: str, tim
         method="POST",
     )
     try:
-        with urllib.request.build_opener(_NoRedirects()).open(request, timeout=timeout_s) as answer:
+        with urllib.request.build_opener(NoRedirects()).open(request, timeout=timeout_s) as answer:
             answer.read(1)
             return ""
     except urllib.error.HTTPError as error:

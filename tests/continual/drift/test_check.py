@@ -84,6 +84,22 @@ def test_times_that_are_shuffled_are_no_drift(reference: DriftReference, traffic
     assert sum(report.alarm for report in reports(reference, shuffled)) <= 1
 
 
+def test_without_texts_a_smallest_effect_that_no_window_reaches_is_silent(traffic: Traffic, tmp_path: Path) -> None:
+    """Lengths and labels alone, where 20% must move: windows of the same traffic raise no alarm, a longer one does."""
+    config = replace(CONFIG, min_effect=0.2)
+
+    def wordless(records: Records) -> Records:
+        return [record | {"prompt": None} for record in records]
+
+    reference = freeze_reference(wordless(traffic.requests(3000, 41)), None, tmp_path / "reference", config)
+    assert "prompt_embedding" not in {one.name for one in reference.marginals}
+    assert reference.self_alarms == 0
+    assert reference.calibration.run_length >= CONFIG.run_length
+    assert not any(report.alarm for report in reports(reference, wordless(traffic.requests(3 * WINDOW, 42))))
+    worse = wordless(traffic.requests(WINDOW, 43, shift=Shift(bad_feedback=0.9)))
+    assert "feedback_score" in reports(reference, worse)[0].alarmed
+
+
 @pytest.mark.parametrize("num_sessions", [1, 80])
 def test_one_busy_user_is_no_drift(reference: DriftReference, traffic: Traffic, num_sessions: int) -> None:
     """40% of the requests are another language, all of one user. Of as many users they are drift."""
@@ -171,6 +187,7 @@ def test_jsonl_and_parquet_are_read_alike(tmp_path: Path, traffic: Traffic) -> N
     [
         ({"time": "noon"}, "time must be a number of seconds, got 'noon'"),
         ({"time": float("nan")}, "time must be a number of seconds, got nan"),
+        ({"time": 1.7e12}, "time must be in seconds since 1970, got 1700000000000.0; divide milliseconds by 1000"),
         ({"prompt": 7}, "prompt must be a text or null, got int"),
         ({"id": ""}, "id must be a text, got ''"),
         ({"feedback_score": "good"}, "feedback_score must be a number or null, got 'good'"),

@@ -6,12 +6,13 @@ from scipy.stats import false_discovery_control, ks_2samp
 from sklearn.linear_model import LogisticRegression
 
 from modelwright.continual.drift import classifier_test
-from modelwright.continual.drift.calibrate import run_length
+from modelwright.continual.drift.calibrate import alarm_level, run_length
 from modelwright.continual.drift.classifier_test import fit_logistic, separation_test
 from modelwright.continual.drift.marginal import Marginal, ResampledMarginal
 from modelwright.continual.drift.sessions import Units, correlation_within, make_units, weight_limit
 from modelwright.continual.drift.statistics import (
     adjusted_p_values,
+    adjusted_where_moved,
     bin_shares,
     decile_edges,
     ks_distance,
@@ -145,6 +146,20 @@ def test_the_classifier_test_finds_a_shift_and_nothing_else() -> None:
             assert separation_test(rows.astype(np.float32), units, is_window, dice).p_value < 0.001
     assert min(p_values) > 0.002
     assert 0.25 < np.median(p_values) < 0.75
+
+
+@pytest.mark.parametrize("num_moved", [0, 1, 5, 50])
+def test_windows_that_have_not_moved_never_alarm(num_moved: int) -> None:
+    """Of 1,000 drawn windows these have an effect of the smallest size; at a run length of 200, at most 5 alarm."""
+    effects, p_values = np.zeros((10, 100, 3)), np.random.default_rng(0).random((10, 100, 3))
+    effects.reshape(-1, 3)[:num_moved, 1] = 0.5
+    least = adjusted_where_moved(p_values, effects, 0.03).min(axis=2)
+    level = alarm_level(least, 200)
+    assert np.isfinite(level)
+    assert int((least <= level).sum()) == min(num_moved, 5)
+    stated, low, high = run_length(least <= level)
+    assert low < stated < high
+    assert stated == pytest.approx(1000 / max(1, min(num_moved, 5)))
 
 
 def test_the_interval_of_the_run_length_covers_differences_between_references() -> None:

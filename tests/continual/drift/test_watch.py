@@ -209,9 +209,10 @@ def test_a_state_belongs_to_one_watcher(reference: DriftReference, tmp_path: Pat
 
 
 def test_addresses() -> None:
-    with pytest.raises(ConfigError, match="--webhook: is no address") as caught:
-        check_webhook("ftp://secret@host/x")
-    assert "secret" not in str(caught.value)
+    for address in ("ftp://secret@host/x", "http://[secret", "http://host:secret/"):
+        with pytest.raises(ConfigError, match="--webhook: is no address") as caught:
+            check_webhook(address)
+        assert "secret" not in str(caught.value)
     check_webhook("https://host/x")
     assert post_json(f"http://127.0.0.1:{free_port()}", {}, idempotency_key="k", timeout_s=5) != ""
 

@@ -14,7 +14,7 @@ import numpy as np
 from modelwright.continual.drift.config import DriftConfig
 from modelwright.continual.drift.marginal import Marginal, ResampledMarginal
 from modelwright.continual.drift.sessions import Floats, Ints, Units, make_units
-from modelwright.continual.drift.statistics import adjusted_p_values
+from modelwright.continual.drift.statistics import adjusted_where_moved
 from modelwright.core.progress import Progress
 
 DRAWS_PER_WINDOW = 50
@@ -94,12 +94,22 @@ def calibrate(
     progress.end()
     nulls = np.sort(statistics.reshape(-1, len(marginals)).T, axis=1)
     p_values = null_p_values(statistics, nulls)
-    p_values[effects < config.min_effect] = 1.0
     if with_embedding:
-        p_values = np.concatenate([p_values, rng.random((*p_values.shape[:2], 1))], axis=2)
-    least = adjusted_p_values(p_values).min(axis=2)
-    level = float(np.quantile(least, 1 / config.run_length, method="lower"))
+        shape = (*p_values.shape[:2], 1)
+        p_values = np.concatenate([p_values, rng.random(shape)], axis=2)
+        effects = np.concatenate([effects, np.full(shape, np.inf)], axis=2)
+    least = adjusted_where_moved(p_values, effects, config.min_effect).min(axis=2)
+    level = alarm_level(least, config.run_length)
     return DriftCalibration(nulls, level, *run_length(least <= level))
+
+
+def alarm_level(least: Floats, run_length: float) -> float:
+    """The level at which one drawn window in `run_length` alarms. least: of the adjusted p-values of each, infinite
+    where no feature has moved by the smallest effect. If fewer windows have moved than that, all of these alarm, since
+    the smallest effect alone is rare enough.
+    """
+    level = float(np.quantile(least, 1 / run_length, method="lower"))
+    return level if np.isfinite(level) else float(np.finfo(np.float64).max)
 
 
 def null_p_values(statistics: Floats, nulls: Floats) -> Floats:
@@ -115,10 +125,13 @@ def run_length(alarms: Floats) -> tuple[float, float, float]:
     """Windows between false alarms and their 95% interval. alarms [references, draws]: which draws alarm.
 
     The rate's variance is that of its estimate, plus the variance of the rate between references beyond what the draws
-    of each explain; the interval is normal for the logarithm.
+    of each explain; the interval is normal for the logarithm. Without an alarm the run-time is at least the number of
+    draws, and the interval begins at the exact bound of a rate of which nothing was seen.
     """
     rates = alarms.mean(axis=1)
     rate = float(rates.mean())
+    if rate == 0.0:
+        return float(alarms.size), 1 / (1 - 0.025 ** (1 / alarms.size)), float("inf")
     between = max(0.0, float(rates.var(ddof=1)) - rate * (1 - rate) / alarms.shape[1])
     deviation = np.sqrt(float(rates.var(ddof=1)) / len(rates) + between) / rate
     return 1 / rate, float(np.exp(-1.96 * deviation)) / rate, float(np.exp(1.96 * deviation)) / rate

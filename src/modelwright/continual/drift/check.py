@@ -14,7 +14,7 @@ from modelwright.continual.drift.marginal import LEAST_UNITS, Marginal
 from modelwright.continual.drift.reference import DriftReference, example_texts
 from modelwright.continual.drift.requests import RequestRecord, checked, in_order
 from modelwright.continual.drift.sessions import Ints, Units, make_units, session_codes
-from modelwright.continual.drift.statistics import Floats, adjusted_p_values, bin_shares, decile_edges, psi
+from modelwright.continual.drift.statistics import Floats, adjusted_where_moved, bin_shares, decile_edges, psi
 from modelwright.core.errors import DataError
 from modelwright.core.progress import Progress, SilentProgress
 from modelwright.core.seeds import derive_seed
@@ -151,9 +151,8 @@ def _notes(versions: Sequence[str], reference: DriftReference) -> tuple[str, ...
 def _judged(
     findings: Sequence[_Finding], records: Sequence[RequestRecord], reference: DriftReference
 ) -> tuple[FeatureDrift, ...]:
-    least = reference.config.min_effect
-    p_values = np.array([1.0 if one.effect < least else one.p_value for one in findings])
-    adjusted = adjusted_p_values(p_values)
+    p_values, effects = (np.array([getattr(one, name) for one in findings]) for name in ("p_value", "effect"))
+    adjusted = adjusted_where_moved(p_values, effects, reference.config.min_effect)
     judged: list[FeatureDrift] = []
     for finding, adjusted_p in zip(findings, adjusted.tolist(), strict=True):
         alarm = adjusted_p <= reference.calibration.level

@@ -20,10 +20,11 @@ from modelwright.continual.drift.marginal import Marginal
 from modelwright.continual.drift.prompts import PromptReader, Standard
 from modelwright.continual.drift.requests import RequestRecord, checked, in_order
 from modelwright.continual.drift.sessions import Ints, Units, make_units, session_codes
-from modelwright.continual.drift.statistics import adjusted_p_values
-from modelwright.core.artifacts import describe_file, is_finished, read_manifest, write_artifact
+from modelwright.continual.drift.statistics import adjusted_where_moved
+from modelwright.continual.model_files import model_digest
+from modelwright.core.artifacts import is_finished, read_manifest, write_artifact
 from modelwright.core.config import digest, dump, parse
-from modelwright.core.errors import ArtifactError, ConfigError, DataError
+from modelwright.core.errors import ConfigError, DataError
 from modelwright.core.progress import Progress, SilentProgress
 
 KIND = "drift-reference"
@@ -168,15 +169,6 @@ def load_reference(folder: Path, model_folder: Path | None = None) -> DriftRefer
     )
 
 
-def model_digest(folder: Path) -> str:
-    """A hash of the files of a model folder. Raises `ArtifactError` if it has none."""
-    files = sorted(path for pattern in ("*.json", "*.safetensors") for path in folder.glob(pattern))
-    files = [path for path in files if path.name != "manifest.json"]
-    if not files:
-        raise ArtifactError(f"{folder}: holds no model; give a model folder with config.json and safetensors files")
-    return digest({path.name: describe_file(path)["sha256"] for path in files})
-
-
 def _build(
     records: Sequence[RequestRecord],
     model: ModelEmbedder | None,
@@ -268,8 +260,8 @@ def _self_alarms(
         units = make_units(codes, users[kept], share)
         distances = [marginal.compare(marginal.values[here], units) for marginal in marginals]
         p_values = null_p_values(np.array([one.statistic for one in distances]), calibration.nulls)
-        p_values[[one.effect < config.min_effect for one in distances]] = 1.0
-        count += bool(len(p_values)) and float(adjusted_p_values(p_values).min()) <= calibration.level
+        adjusted = adjusted_where_moved(p_values, np.array([one.effect for one in distances]), config.min_effect)
+        count += bool(len(p_values)) and float(adjusted.min()) <= calibration.level
     return count
 
 

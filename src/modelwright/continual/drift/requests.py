@@ -16,6 +16,8 @@ RequestRecord = Mapping[str, Any]
 _TEXTS = ("session", "user", "version", "prompt", "answer", "feedback_label")
 _NUMBERS = ("prompt_tokens", "completion_tokens", "feedback_score")
 _REQUIRED = ("id", "time", "session", "prompt")
+_END_OF_TIME = 32_503_680_000
+"""Unix seconds of the year 3000; times in milliseconds lie beyond it."""
 COLUMNS = ("id", "time", *_TEXTS, *_NUMBERS)
 
 
@@ -59,6 +61,8 @@ def problem_of(record: RequestRecord) -> str:
         return f"id must be a text, got {record['id']!r}"
     if not _is_number(record["time"]):
         return f"time must be a number of seconds, got {record['time']!r}"
+    if not 0 <= record["time"] < _END_OF_TIME:
+        return f"time must be in seconds since 1970, got {record['time']!r}; divide milliseconds by 1000"
     for name in _TEXTS:
         if not isinstance(record.get(name), str | None):
             return f"{name} must be a text or null, got {type(record[name]).__name__}"

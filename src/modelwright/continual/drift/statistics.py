@@ -69,6 +69,13 @@ def adjusted_p_values(p_values: Floats) -> Floats:
     return adjusted
 
 
+def adjusted_where_moved(p_values: Floats, effects: Floats, min_effect: float) -> Floats:
+    """`adjusted_p_values` of the features whose effect is at least `min_effect`. Those of the others are infinite, so
+    that they alarm at no level. p_values, effects [..., m].
+    """
+    return adjusted_p_values(np.where(effects < min_effect, np.inf, p_values))
+
+
 def resampling_p_value(observed: float, null: Floats) -> float:
     """The share of resampled statistics that are at least as large (Phipson & Smyth 2010). Where fewer than ten are,
     it is the tail of a Pearson III distribution with their mean, deviation and skewness, if that is larger than none.

@@ -17,13 +17,15 @@ from modelwright.continual.benchmark import TASKS, Benchmark, Task, level_of_use
 from modelwright.continual.gate.measures import GateMeasure, PairedComparison, Rule
 from modelwright.continual.gate.poison import PoisonCheck, check_garbage, check_heldout, check_labels
 from modelwright.continual.heldout import HeldoutTexts
+from modelwright.continual.model_files import model_digest
 from modelwright.continual.update import DATA_FOLDER, quantized_folder
 from modelwright.continual.update_data import HELDOUT_FILE, NEW
-from modelwright.core.artifacts import MANIFEST, describe_file, is_finished, read_manifest, write_artifact, write_atomic
+from modelwright.core.artifacts import is_finished, read_manifest, write_artifact, write_atomic
 from modelwright.core.config import digest, dump
 from modelwright.core.errors import ConfigError, DataError
 from modelwright.core.progress import Progress
 from modelwright.core.rundir import RunDir
+from modelwright.core.seeds import derive_seed
 from modelwright.data.clean import read_kept
 from modelwright.data.document import Document
 from modelwright.data.tokenizer import Tokenizer
@@ -35,16 +37,13 @@ from modelwright.model.hf import load_model
 from modelwright.pipeline.resolve import resolved_device
 from modelwright.pipeline.run_config import read_run_config
 from modelwright.pipeline.stages.clean import CLEAN
-from modelwright.pipeline.stages.evaluate import RESULTS
 from modelwright.serve.fingerprint import weights_fingerprint
 
 KIND = "gate"
 FOLDER = "gate"
 VERDICT = "verdict.json"
-NOT_OF_MODEL = (MANIFEST, RESULTS, "lineage.json")
-"""Files of a model folder that say something about it."""
 MOST_CHECKED = 2000
-"""New texts whose costs are measured; from more, the first of them are taken in the order of the cleaned texts."""
+"""New texts whose costs are measured; from more, so many are drawn."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,9 +170,7 @@ def load_judged(folder: Path, kernels: Int8WeightsConfig) -> JudgedModel:
     """The model in a folder, quantized or not, in memory as the server has it."""
     model: Any = load_int8(folder, kernels) if is_int8_folder(folder) else load_model(folder)
     model = model.to(resolved_device("auto")).eval()
-    files = sorted(path for path in folder.iterdir() if path.suffix in (".json", ".safetensors", ".jinja"))
-    contents = {path.name: describe_file(path)["sha256"] for path in files if path.name not in NOT_OF_MODEL}
-    return JudgedModel(model, Tokenizer.load(folder), digest(contents), weights_fingerprint(model))
+    return JudgedModel(model, Tokenizer.load(folder), model_digest(folder), weights_fingerprint(model))
 
 
 def check_texts(
@@ -187,7 +184,7 @@ def check_texts(
     trusted = [document for task in TASKS for document in benchmark.read(task, "validation")]
     with open(run.path / DATA_FOLDER / HELDOUT_FILE, encoding="utf-8") as file:
         heldout = HeldoutTexts.of(Document.from_json(line) for line in file)
-    texts = (new[:MOST_CHECKED], trusted)
+    texts = (drawn_texts(new), trusted)
     before, before_trusted = (_text_bits(champion, documents, progress) for documents in texts)
     after, after_trusted = (_learned_bits(candidate, documents, progress) for documents in texts)
     return [
@@ -196,6 +193,12 @@ def check_texts(
         check_garbage(after, after_trusted, was_learned=True),
         check_labels(new, benchmark.read("new", "validation")),
     ]
+
+
+def drawn_texts(documents: Sequence[Document]) -> list[Document]:
+    """At most `MOST_CHECKED` of the documents, wherever they stand: a source that comes last is checked like others."""
+    ranked = sorted(documents, key=lambda document: derive_seed(0, "gate", document.id, document.text))
+    return ranked[:MOST_CHECKED]
 
 
 def _text_bits(judged: JudgedModel, documents: Sequence[Document], progress: Progress) -> list[float]:

@@ -12,6 +12,7 @@ uniform distribution that it begins with, and its report says how far it has com
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -148,9 +149,10 @@ def _choices(bench: Workbench, places: Sequence[int]) -> dict[str, Value]:
 
 def policy(bench: Workbench, trials: Sequence[Trial]) -> SearchFinding:
     """How far the controller has come: the probabilities of its likeliest values against those of an even draw. It
-    draws and learns once more what it did in the search.
+    searches once more, with what the journal has, and so ends where the search ended.
     """
-    learner = taught(bench, lambda choices: bench.find(choices, 1.0))
+    again = replace(bench, trials=[], extra_cost=0.0, num_refused=0)
+    learner = taught(again, again.try_out)
     likeliest, even = learner.controller.probabilities(), [1.0 / len(axis.values) for axis in bench.space.axes]
     named = zip(bench.space.axes, likeliest, even, strict=True)
     words = ", ".join(f"{axis.name} {high:.2f} (evenly {low:.2f})" for axis, high, low in named)

@@ -217,7 +217,7 @@ def agreement(bench: Workbench, trials: Sequence[Trial]) -> SearchFinding:
     name = f"agreement {digest(many)[:16]}"
     shared = Supernet(bench).losses(name, many) if many else []
     stand_alone = [trial.loss for trial in alone.values() if trial.loss is not None]
-    tau = rank_agreement(shared, stand_alone, bench.seed)
+    tau = rank_agreement(shared, stand_alone)
     value = "not defined" if tau.tau is None else f"{tau.tau:.2f}"
     return SearchFinding(
         name="kendall_tau",

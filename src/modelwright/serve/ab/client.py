@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from modelwright.core.errors import ModelwrightError
-from modelwright.serve.webhook import shown_host
+from modelwright.serve.webhook import NoRedirects, shown_host
 
 TIMEOUT_S = 300.0
 """Loading a version may take long."""
+AWAY = (502, 503, 504)
+"""Statuses with which a proxy answers for a server that is away."""
 
 
 class ServerUnreachable(ModelwrightError):
@@ -48,12 +50,13 @@ class AbClient:
         request = urllib.request.Request(self.url.rstrip("/") + route, data=data, headers=headers, method=method)
         where = f"{method} {route} of {shown_host(self.url) or self.url}"
         try:
-            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:
+            with urllib.request.build_opener(NoRedirects()).open(request, timeout=TIMEOUT_S) as reply:
                 return json.loads(reply.read())
         except urllib.error.HTTPError as error:
             with error:
-                raise ModelwrightError(f"{where}: {error.code}, {_message(error.read())}") from None
-        except (OSError, ValueError, http.client.HTTPException) as error:
+                kind = ServerUnreachable if error.code in AWAY else ModelwrightError
+                raise kind(f"{where}: {error.code}, {_message(error.read())}") from None
+        except (OSError, http.client.HTTPException, ValueError) as error:
             raise ServerUnreachable(f"{where}: {getattr(error, 'reason', error)}; is the server running?") from None
 
 
