@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from modelwright.core.artifacts import is_finished, read_manifest, verify_if_artifact, write_artifact, write_atomic
+from modelwright.core.artifacts import (
+    is_finished,
+    parse_manifest,
+    read_manifest,
+    verify_if_artifact,
+    write_artifact,
+    write_atomic,
+)
 from modelwright.core.errors import ArtifactError, StorageError, writing
 
 
@@ -100,3 +107,12 @@ def test_write_atomic_replaces(tmp_path: Path) -> None:
     write_atomic(tmp_path / "f", "one")
     write_atomic(tmp_path / "f", b"two")
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("f", "two")]
+
+
+@pytest.mark.parametrize("name", ["../outside", "a/../../outside", "/etc/outside", "", "a/.."])
+def test_a_manifest_cannot_name_files_outside_its_folder(name: str) -> None:
+    """Who takes over an artifact writes what its manifest names."""
+    entry = {"bytes": 1, "sha256": "0"}
+    text = json.dumps({"kind": "k", "digest": "d", "inputs": {}, "files": {"a..b": entry, name: entry}, "facts": {}})
+    with pytest.raises(ArtifactError, match=r"s3://runs/manifest\.json: is damaged \(the file .* is not in its folder"):
+        parse_manifest(text, "s3://runs")

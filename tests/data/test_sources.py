@@ -152,6 +152,19 @@ def test_the_own_fields_of_a_record_are_kept(tmp_path: Path) -> None:
         assert documents[0].id.startswith(str(tmp_path / name)), "unique among all sources"
 
 
+def test_a_kept_field_of_a_wrong_type_is_left_out(tmp_path: Path) -> None:
+    """Fields that documents give a meaning; tables have nulls where a record has none."""
+    records = [
+        {"text": "a", "title": None, "messages": [1]},
+        {"text": "b", "title": "T", "rejected": "x", "other": None},
+    ]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, records)))
+    names = ("title", "messages", "rejected", "other")
+    documents = read(tmp_path / "a.jsonl", record_type="text", keep_fields=names, validation_fraction=0.0)[0]
+    assert [document.meta for document in documents] == [{}, {"title": "T", "other": None}]
+    assert [document.body for document in documents] == ["a", "b"]
+
+
 def test_half_surrogates_become_question_marks(tmp_path: Path) -> None:
     (tmp_path / "s.jsonl").write_text('{"text": "broken \\ud83d here"}\n{"text": "whole \\ud83d\\ude00"}')
     assert texts(tmp_path / "s.jsonl") == ["broken ? here", "whole 😀"]

@@ -124,3 +124,38 @@ def test_damage_is_named_and_the_pages_before_it_are_kept(name: str, tmp_path: P
     else:
         with pytest.raises(DataError, match=r"none of the records could be read \(1 damaged file\)"):
             read(path, on_bad_record="skip")
+
+
+@pytest.mark.parametrize("length", ["abc", "-5", "", "1e3", "99999999999999999999", "9" * 5000, "12, 13"])
+def test_a_length_that_is_none_is_damage(length: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.warc"
+    said = b"Content-Length: " + str(len(PAGES[1].partition(b"\r\n\r\n")[2]) - 4).encode()
+    assert said in PAGES[1]
+    path.write_bytes(PAGES[0] + PAGES[1].replace(said, f"Content-Length: {length}".encode()))
+    with pytest.raises(DataError, match=r"a\.warc: (after )?page (1|2): the archive (is damaged|ends) here"):
+        read(path)
+    documents, report = read(path, on_bad_record="skip")
+    assert [document.text for document in documents] == ["Text of page 0."]
+    assert sum(report.skipped.values()) == 1
+
+
+def test_pages_that_cannot_be_decoded_are_left_out_and_counted(tmp_path: Path) -> None:
+    content = [
+        *(
+            answer("http://a", b"\x1f\x8b\x08 cut off", more=f"Content-Encoding: {encoding}\r\n")
+            for encoding in ("gzip", "br", "deflate", "zstd", "x-own")
+        ),
+        answer("http://b", b"zz\r\nabc", more="Transfer-Encoding: chunked\r\n"),
+        answer("http://c", b"ffffffffffffffff\r\nabc", more="Transfer-Encoding: chunked\r\n"),
+        record("response", "http://d", bytes(range(256))),
+        answer("http://e", b"<p>x</p>", "text/html\x00"),
+        PAGES[0],
+    ]
+    (tmp_path / "a.warc").write_bytes(b"".join(content))
+    documents, report = read(tmp_path)
+    assert [document.text for document in documents] == ["Text of page 0."]
+    assert report.skipped == {
+        "web page whose content cannot be decoded": 7,
+        "web page with status unknown": 1,
+        "unknown content type in a web archive": 1,
+    }

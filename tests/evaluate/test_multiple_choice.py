@@ -215,3 +215,12 @@ def test_candidates_are_scored_in_the_format_of_fine_tuning() -> None:
     assert ids[: len(scored)].tolist() == scored
     assert mask[: len(scored)].sum() == len(tokenizer.encode(turns[1]["content"]))
     assert len(ids) == len(scored) + 1
+
+
+def test_a_title_that_the_answer_does_not_begin_with_is_no_lead(make_document) -> None:
+    """A record's own field of that name, kept with data.keep_fields."""
+    documents = make_qa(make_document, 60)
+    for document in documents:
+        document.meta["title"] = "University of Notre Dame"
+    questions = build_questions(documents, MultipleChoiceConfig(num_questions=5))
+    assert {question.lead for question in questions} == {""}

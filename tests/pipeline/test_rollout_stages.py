@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from subprocess import CompletedProcess
 from types import SimpleNamespace
@@ -17,7 +18,8 @@ from modelwright.data import sentence_pairs
 from modelwright.data.arithmetic import arithmetic_problems
 from modelwright.data.prompts import read_prompts
 from modelwright.objectives.rollouts import RolloutConfig
-from modelwright.pipeline.stages.rollout_training import fitting, keep_completions, rollout_parts
+from modelwright.pipeline.stages.rollout_training import build_terms, fitting, keep_completions, rollout_parts
+from modelwright.recipes.load import recipe
 
 SMALL = (
     "--stages=clean,tokenize,pack,pretrain,grpo,ppo,report", "--tokenizer.vocab_size=263", "--model.vocab_size=263",
@@ -154,3 +156,11 @@ def test_generated_arithmetic_is_right_or_forgets_the_carry() -> None:
         assert abs(int(answer) - int(solution)) in (0, 10)
     heldout = [document for document in documents if document.split == "heldout"]
     assert 0.05 < len(heldout) / len(documents) < 0.15
+
+
+def test_what_scores_where_no_rewards_are_set_is_said() -> None:
+    config, notes = recipe("arithmetic"), list[str]()
+    config = config.with_sections({"grpo": replace(config.section("grpo"), rewards={})})
+    inputs: Any = SimpleNamespace(config=config, parents={}, note=notes.append)
+    assert [term.reward.name for term in build_terms(inputs, "grpo").terms] == ["exact_match"]
+    assert notes == ["grpo: answers are scored by exact_match, because grpo.rewards is empty"]

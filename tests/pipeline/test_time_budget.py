@@ -9,16 +9,23 @@ from pathlib import Path
 import pytest
 
 from modelwright.core.artifacts import read_manifest
-from modelwright.core.config import load_yaml
+from modelwright.core.config import load_yaml, save_yaml
 from modelwright.core.errors import ConfigError
 from modelwright.core.progress import SilentProgress
 from modelwright.core.rundir import RunDir
 from modelwright.pipeline import plan
 from modelwright.pipeline.process_group import join_ranks
-from modelwright.pipeline.resolve import resolve
+from modelwright.pipeline.resolve import resolve, resolve_paths
 from modelwright.pipeline.run_config import parse_run
 from modelwright.pipeline.stage import Rates
-from modelwright.pipeline.time_budget import num_steps_within, step_seconds, time_plan, training_s, training_seconds
+from modelwright.pipeline.time_budget import (
+    num_steps_within,
+    step_seconds,
+    time_plan,
+    training_s,
+    training_seconds,
+    with_lengths,
+)
 from modelwright.recipes.load import load, recipe
 from rank_processes import run_ranks
 
@@ -111,6 +118,38 @@ def test_a_length_that_is_given_takes_the_place_of_the_time(tmp_path: Path) -> N
     assert load(target, {"pretrain": {"num_steps": 30}}).config.minutes == 0
     both = load(target, {"minutes": 3, "pretrain": {"num_steps": 30}}).config
     assert (both.minutes, both.section("pretrain").num_steps) == (3, 30)
+
+
+def test_a_length_beside_minutes_on_the_command_line_is_named() -> None:
+    (note,) = load("tiny", {"minutes": 3, "pretrain": {"num_steps": 30}}).notes
+    assert note == "pretrain: minutes (3) decides the length, not the one given"
+    assert not load("tiny", {"minutes": 0, "pretrain": {"num_steps": 30}}).notes
+
+
+def test_a_length_of_a_stage_that_does_not_take_part_leaves_the_time(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("recipe: tiny\nminutes: 7\n", encoding="utf-8")
+    target, run = str(tmp_path / "mine.yaml"), str(tmp_path / "run")
+    request = load(target, {"dpo": {"num_steps": 30}}, run)
+    assert request.config.minutes == 7
+    assert "dpo: ignored, because the run has no such stage" in request.notes
+    only = ["clean", "tokenize", "pack", "pretrain", "dpo"]
+    assert load(target, {"dpo": {"num_steps": 30}}, run, only).config.minutes == 0
+
+
+def test_a_length_of_one_training_leaves_those_that_were_measured_for_the_others(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("recipe: tiny\nminutes: 7\n", encoding="utf-8")
+    target, run = str(tmp_path / "mine.yaml"), tmp_path / "run"
+    created = resolve_paths(with_lengths(load(target, {}).config, {"pretrain": 17, "sft": 11}))
+    run.mkdir()
+    save_yaml(run / "config.yaml", created)
+    for overrides in ({"sft": {"num_steps": 50}}, {"sft": {"num_steps": 50}}):
+        config = load(target, overrides, str(run)).config
+        assert config.minutes == 0
+        assert [config.section(name).num_steps for name in ("pretrain", "sft")] == [17, 50]
+        assert config.section("sft").num_epochs == 0
+        save_yaml(run / "config.yaml", config)
+    of_another = load(target, {"sft": {"num_steps": 50}, "data": {"sources": ["arithmetic"]}}, str(run)).config
+    assert of_another.section("pretrain").num_steps == recipe("tiny").section("pretrain").num_steps
 
 
 def test_a_step_takes_as_long_as_the_median_of_those_that_were_timed(tmp_path: Path) -> None:

@@ -182,3 +182,8 @@ def test_a_term_of_weight_0_is_measured_and_fails_nothing() -> None:
     assert [one.failed for one in scored.terms[Broken.name]] == [True]
     measured = WeightedSum([counted, Term(Vowels("more", VowelsConfig(vowels="x")), 0.0)]).evaluate([sample("axx")])
     assert (measured.scores[0].value, measured.terms["more"][0].value) == (1.0, 2.0)
+
+
+def test_terms_that_all_have_weight_0_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"ppo\.rewards: every term has weight 0"):
+        build_reward({"vowels": {"weight": 0}}, kinds=KINDS, path="ppo.rewards")

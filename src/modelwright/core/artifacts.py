@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from modelwright.core.errors import ArtifactError, StorageError, writing
@@ -108,12 +108,20 @@ def parse_manifest(text: str | bytes, folder: str, *, kind: str = "") -> Manifes
         manifest = Manifest(**json.loads(text))
         if not all(int(entry["bytes"]) >= 0 and entry["sha256"] for entry in manifest.files.values()):
             raise ValueError("a file has no size or no SHA-256")
+        if leaving := [name for name in manifest.files if not _is_inside(name)]:
+            raise ValueError(f"the file {leaving[0]!r} is not in its folder")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         place = f"{folder.rstrip('/')}/{MANIFEST}"
         raise ArtifactError(f"{place}: is damaged ({error}); remove {folder} and run its stage again") from None
     if kind and manifest.kind != kind:
         raise ArtifactError(f"{folder}: holds {manifest.kind!r}, not {kind!r}")
     return manifest
+
+
+def _is_inside(name: str) -> bool:
+    """Whether a relative path stays in the folder that it is joined to."""
+    path = PurePosixPath(name)
+    return name != "" and not path.is_absolute() and ".." not in path.parts
 
 
 def make_folder(folder: Path) -> None:

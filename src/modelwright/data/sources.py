@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 from pathlib import PurePosixPath
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from modelwright.core.errors import ConfigError, DataError
-from modelwright.core.seeds import derive_seed
 from modelwright.data import readers
 from modelwright.data.arithmetic import arithmetic_problems
 from modelwright.data.conversations import (
@@ -34,7 +33,8 @@ from modelwright.data.conversations import (
     type_of_record,
 )
 from modelwright.data.digits import digit_images
-from modelwright.data.document import KINDS, SPLITS, Document, Kind, Split
+from modelwright.data.document import Document, Kind, Split
+from modelwright.data.document_records import has_types_of_document, is_document
 from modelwright.data.find_files import (
     CODE_EXTENSIONS,
     LOOSE_EXTENSIONS,
@@ -43,6 +43,7 @@ from modelwright.data.find_files import (
     PROSE_EXTENSIONS,
     locate,
 )
+from modelwright.data.heldout_split import Unsplit, with_splits
 from modelwright.data.images.read import (
     ARCHIVE_EXTENSIONS,
     CAPTION_FIELDS,
@@ -53,7 +54,6 @@ from modelwright.data.images.read import (
     read_image,
     read_image_record,
 )
-from modelwright.data.images.stored import KEY, is_stored_image
 from modelwright.data.own_answers import ANSWER_FIELD, AUTHOR_FIELD, OWN_AUTHOR, REMEDY, is_own
 from modelwright.data.record_schema import RecordSchema
 from modelwright.data.sentence_pairs import NAME as SENTENCE_PAIRS
@@ -210,7 +210,7 @@ def read_documents(
     format, for an unreadable record (unless `on_bad_record` is "skip") and, at the end, for an empty corpus.
     """
     rest: Split = "open" if leave_open else "train"
-    for document in _split(_read(config, report, sample, engine), config.validation_fraction, rest):
+    for document in with_splits(_read(config, report, sample, engine), config.validation_fraction, rest):
         report.add(document)
         yield document
     if not report.num_documents:
@@ -224,16 +224,7 @@ def read_documents(
         raise DataError(f"{text}; give files that contain text with --data.sources")
 
 
-@dataclass(frozen=True)
-class _Unsplit:
-    """A document whose split will be decided by its hash."""
-
-    document: Document
-
-
-def _read(
-    config: SourceConfig, report: SourceReport, sample: int, engine: ShardEngine
-) -> Iterator[Document | _Unsplit]:
+def _read(config: SourceConfig, report: SourceReport, sample: int, engine: ShardEngine) -> Iterator[Document | Unsplit]:
     if BUILTIN in config.sources:
         documents = machine_corpus(fraction=config.stdlib_fraction, skip=report.pass_over, engine=engine)
         yield from islice(documents, sample or None)
@@ -250,7 +241,7 @@ def _read(
 
 def _sample(
     files: Sequence[readers.File], config: SourceConfig, report: SourceReport, sample: int
-) -> Iterator[Document | _Unsplit]:
+) -> Iterator[Document | Unsplit]:
     """About so many documents, the first of every file, or of every so many files."""
     most = -(-sample // max(1, len(files)))
     for file in files[:: max(1, len(files) // sample)]:
@@ -259,7 +250,7 @@ def _sample(
 
 def _read_files(
     files: Iterable[readers.File], config: SourceConfig, report: SourceReport
-) -> Iterator[Document | _Unsplit]:
+) -> Iterator[Document | Unsplit]:
     complain = _complaint(config, report)
     for file in files:
         report.num_files += 1
@@ -278,13 +269,13 @@ def _complaint(config: SourceConfig, report: SourceReport) -> readers.Complaint:
 
 def _read_file(
     file: readers.File, config: SourceConfig, report: SourceReport, complain: readers.Complaint
-) -> Iterator[Document | _Unsplit]:
+) -> Iterator[Document | Unsplit]:
     if file.extension in PROSE_EXTENSIONS + MARKUP_EXTENSIONS + CODE_EXTENSIONS:
         yield from _texts(file, config, report, complain)
         return
     if file.extension in PAIRED_EXTENSIONS:
         read = read_archive if file.extension in ARCHIVE_EXTENSIONS else read_image
-        yield from map(_Unsplit, read(file, complain))
+        yield from map(Unsplit, read(file, complain))
         return
     given = _given_split(file)
     schema = RecordSchema.read(config.schema) if config.schema else None
@@ -297,10 +288,10 @@ def _read_file(
             continue
         if is_image_record(record):
             pairs = read_image_record(where, record, file, complain)
-            yield from (replace(one, split=given) if given else _Unsplit(one) for one in pairs)
+            yield from (replace(one, split=given) if given else Unsplit(one) for one in pairs)
             continue
         result = _document(where, record, file.name, config, report, complain)
-        if isinstance(result, _Unsplit) and given:
+        if isinstance(result, Unsplit) and given:
             result = replace(result.document, split=given)
         if result is not None:
             yield result
@@ -308,13 +299,13 @@ def _read_file(
 
 def _texts(
     file: readers.File, config: SourceConfig, report: SourceReport, complain: readers.Complaint
-) -> Iterator[_Unsplit]:
+) -> Iterator[Unsplit]:
     is_code = file.extension in CODE_EXTENSIONS
     read = readers.read_html if file.extension in MARKUP_EXTENSIONS else readers.read_sections
     for where, text in read(file, complain, 0 if is_code else config.max_document_chars):
         if text.strip():
             kind: Kind = "code" if is_code else "prose"
-            yield _Unsplit(Document(id=where, text=text, kind=kind, split="open", source=file.name))
+            yield Unsplit(Document(id=where, text=text, kind=kind, split="open", source=file.name))
         else:
             report.skip("empty text", where)
 
@@ -386,12 +377,12 @@ def _loose_records(
 def _document(
     where: str, record: Mapping[str, Any], source: str, config: SourceConfig, report: SourceReport,
     complain: readers.Complaint,
-) -> Document | _Unsplit | None:  # fmt: skip
+) -> Document | Unsplit | None:  # fmt: skip
     """The document in a record; None if it was reported or is empty."""
-    if _is_document(record):
+    if is_document(record):
         document = Document.from_plain({name: record[name] for name in _DOCUMENT_FIELDS if name in record})
         document = document.map_text(_encodable)
-        return document if document.split != "open" else _Unsplit(document)
+        return document if document.split != "open" else Unsplit(document)
     if config.own_answers == "refuse" and is_own(record) and not _reads_prompt_only(record, config):
         problem = f"{AUTHOR_FIELD} is {OWN_AUTHOR}, so the answer is Modelwright's own and no text to learn from"
         complain("own answer", where, problem, REMEDY)
@@ -434,10 +425,11 @@ def _document(
     if not text or not text.strip():
         report.skip("empty text", where)
         return None
-    meta |= {name: record[name] for name in config.keep_fields if name in record and name not in meta}
+    kept = {name: record[name] for name in config.keep_fields if name in record and name not in meta}
+    meta |= {name: value for name, value in kept.items() if has_types_of_document({name: value})}
     meta |= {name: value for name in CARRIED_FIELDS if isinstance(value := record.get(name), (str, int, float))}
     document = Document(id=where, text=text, kind=kind, split="open", source=source, meta=meta)
-    return _Unsplit(document.map_text(_encodable))
+    return Unsplit(document.map_text(_encodable))
 
 
 def _reads_prompt_only(record: Mapping[str, Any], config: SourceConfig) -> bool:
@@ -445,46 +437,6 @@ def _reads_prompt_only(record: Mapping[str, Any], config: SourceConfig) -> bool:
     own_name = config.fields.get(config.text_field, config.text_field)
     is_text = config.record_type == "text" or config.text_field != DEFAULT_TEXT_FIELD or not is_conversation(record)
     return is_text and own_name in record and own_name != ANSWER_FIELD and ANSWER_FIELD not in config.keep_fields
-
-
-def _is_document(record: Mapping[str, Any]) -> bool:
-    """Whether a record is a document that cleaning wrote, with all its fields; an open split has none."""
-    if not all(_is_text(record, name) for name in ("id", "text", "source")) or not isinstance(record.get("meta"), dict):
-        return False
-    if record.get("kind") not in KINDS:
-        return False
-    if "split" in record and record["split"] not in SPLITS:
-        return False
-    meta = record["meta"]
-    if not all(isinstance(meta.get(name, ""), str) for name in ("title", "summary", "question", "answer")):
-        return False
-    if not isinstance(meta.get("desirable", True), bool):
-        return False
-    if not all(_are_turns(meta[name]) for name in ("messages", "rejected") if name in meta):
-        return False
-    if record["kind"] == "image":
-        return is_stored_image(meta.get(KEY))
-    return record["kind"] != "qa" or "messages" in meta or ("question" in meta and "answer" in meta)
-
-
-def _are_turns(value: Any) -> bool:
-    if not isinstance(value, list) or not value:
-        return False
-    return all(_is_turn(turn) for turn in cast(list[Any], value))
-
-
-def _is_turn(turn: Any) -> bool:
-    if not isinstance(turn, dict) or not _is_text(turn, "role") or not _is_text(turn, "content"):
-        return False
-    calls = turn.get("tool_calls", [])
-    if not isinstance(calls, list):
-        return False
-    functions = [call.get("function") if isinstance(call, dict) else None for call in calls]
-    return all(isinstance(function, dict) and "arguments" in function for function in functions)
-
-
-def _is_text(record: Mapping[str, Any], name: str) -> bool:
-    return isinstance(record.get(name), str)
 
 
 def _way_to_text(record: Mapping[str, Any]) -> str:
@@ -503,35 +455,3 @@ def _given_split(file: readers.File) -> Split | None:
     """The split named by a Hugging Face dataset (`.../test/data-00000.arrow` is held out)."""
     is_heldout = file.extension == ".arrow" and PurePosixPath(file.path).parent.name in _HELDOUT_NAMES
     return "heldout" if is_heldout else None
-
-
-def _split(documents: Iterator[Document | _Unsplit], fraction: float, rest: Split) -> Iterator[Document]:
-    """Decide the open splits by the hash of the text, so that equal texts get the same split. If a kind has two or more
-    documents, at least one is held out: until the first one is, the document with the smallest hash is retained.
-    """
-    kept_back: dict[str, tuple[float, Document]] = {}
-    num_train: dict[str, int] = {}
-    with_heldout: set[str] = set()
-    for result in documents:
-        if isinstance(result, Document):
-            if result.split == "heldout":
-                with_heldout.add(result.kind)
-            yield result
-            continue
-        document = replace(result.document, split=rest)
-        place = derive_seed(0, "heldout", document.identity) / 2**63 if fraction else 1.0
-        if place < fraction:
-            with_heldout.add(document.kind)
-            yield replace(document, split="heldout")
-            continue
-        num_train[document.kind] = num_train.get(document.kind, 0) + 1
-        if fraction and document.kind not in with_heldout:
-            smallest = kept_back.setdefault(document.kind, (place, document))
-            if smallest[1] is document:
-                continue
-            if place < smallest[0]:
-                kept_back[document.kind], document = (place, document), smallest[1]
-        yield document
-    for kind, (_, document) in kept_back.items():
-        needed = kind not in with_heldout and num_train[kind] > 1
-        yield replace(document, split="heldout") if needed else document

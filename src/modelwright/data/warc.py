@@ -6,10 +6,11 @@ A record is a page: the text that a browser shows of an answer with status 200 a
 Source: ISO 28500:2017, "The WARC File Format".
 """
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from fastwarc.warc import ArchiveIterator, WarcRecordType  # pyright: ignore[reportMissingModuleSource]
+from fastwarc.warc import ArchiveIterator, WarcRecord, WarcRecordType  # pyright: ignore[reportMissingModuleSource]
 from resiliparse.extract.html2text import extract_plain_text  # pyright: ignore[reportMissingModuleSource]
 from resiliparse.parse.encoding import (  # pyright: ignore[reportMissingModuleSource]
     bytes_to_str,
@@ -23,6 +24,7 @@ PAGES = WarcRecordType.response | WarcRecordType.conversion
 """Requests, revisits and metadata of the crawler hold no text of a page."""
 MARKUP_TYPES = ("text/html", "application/xhtml+xml")
 TEXT_TYPES = ("text/plain",)
+_MIME_TYPE = re.compile(r"[\w.+-]+/[\w.+-]+|no content type", re.ASCII)
 
 Skip = Callable[[str, str], None]
 """Told `(reason, where)` about a record that is left out."""
@@ -40,14 +42,14 @@ def read_warc(file: File, complain: Complaint, skip: Skip) -> Iterator[tuple[str
             where = f"{file.name}: page {number + 1}"
             try:
                 record = next(records, None)
-                block = b"" if record is None else record.reader.read()
+                length, block = (0, b"") if record is None else (_content_length(record), record.reader.read())
             except (OSError, ValueError) as error:
                 after = f"{file.name}: after page {number}" if number else file.name
                 return complain("damaged file", after, f"the archive is damaged here ({error})", "fetch the file again")
             if record is None:
                 return None
             number += 1
-            if len(block) != int(record.headers.get("Content-Length") or -1):
+            if len(block) != length:
                 return complain("truncated", where, "the archive ends here within a page", "fetch the file again")
             text = _text(record, block, lambda reason, where=where: skip(reason, where))
             if text is not None:
@@ -55,21 +57,34 @@ def read_warc(file: File, complain: Complaint, skip: Skip) -> Iterator[tuple[str
                 yield where, {"text": text, **({"url": url} if url else {})}
 
 
+def _content_length(record: Any) -> int:
+    """The bytes that a record says it has. Raises `ValueError` if it says no number."""
+    text = record.headers.get("Content-Length", "")
+    if not (text.isascii() and text.isdecimal()):
+        raise ValueError(f"Content-Length is {text[:40]!r}")
+    return int(text)
+
+
 def _text(record: Any, block: bytes, skip: Callable[[str], None]) -> str | None:
     """The text of a record whose content is `block`; None if it has none, which `skip` is told."""
     if record.record_type == WarcRecordType.conversion:
         return bytes_to_str(block, "utf-8")
-    record.set_bytes_content(block)
-    record.parse_http(auto_decode="all")
-    if record.http_headers is None:
-        return skip("no answer of a web server")
-    if record.http_headers.status_code != 200:
-        return skip(f"web page with status {record.http_headers.status_code}")
-    kind = record.http_content_type or "no content type"
-    if kind not in MARKUP_TYPES + TEXT_TYPES:
-        return skip(f"{kind} in a web archive")
-    content = record.reader.read()
-    encoding = map_encoding_to_html5(record.http_charset) if record.http_charset else detect_encoding(content)
+    answer = WarcRecord()  # of its own, because after content that cannot be decoded the archive could not be read on
+    answer.set_bytes_content(block)
+    answer.is_http = record.is_http
+    try:
+        answer.parse_http(auto_decode="all")
+        if answer.http_headers is None:
+            return skip("no answer of a web server")
+        if answer.http_headers.status_code != 200:
+            return skip(f"web page with status {answer.http_headers.status_code or 'unknown'}")
+        kind = answer.http_content_type or "no content type"
+        if kind not in MARKUP_TYPES + TEXT_TYPES:
+            return skip(f"{kind if _MIME_TYPE.fullmatch(kind) else 'unknown content type'} in a web archive")
+        content = answer.reader.read()
+    except (OSError, ValueError):  # what the web server sent, not damage to the archive
+        return skip("web page whose content cannot be decoded")
+    encoding = map_encoding_to_html5(answer.http_charset) if answer.http_charset else detect_encoding(content)
     text = bytes_to_str(content, encoding or "utf-8")
     if kind in TEXT_TYPES:
         return text

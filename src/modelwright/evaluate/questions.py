@@ -176,8 +176,10 @@ def _entries(documents: Iterable[Document], config: MultipleChoiceConfig) -> lis
 
 
 def _entry(document: Document) -> _Entry:
-    question, lead = str(document.meta.get("question", "")), str(document.meta.get("title", ""))
-    answer = str(document.meta.get("answer", "")).removeprefix(lead).strip()
+    question, whole = str(document.meta.get("question", "")), str(document.meta.get("answer", ""))
+    title = str(document.meta.get("title", ""))
+    lead = title if whole.startswith(title) else ""  # a record's own field of that name may be anything
+    answer = whole.removeprefix(lead).strip()
     module = str(document.meta.get("module", document.source))
     quoted = re.search(r"`([^`]+)`", question)
     name = str(document.meta.get("name", quoted.group(1) if quoted else document.id))

@@ -88,7 +88,7 @@ class RolloutObjective(Objective):
 
     @property
     def rollout_number(self) -> int:
-        """Of the rollout that fills the buffer next, from 0."""
+        """The number, from 0, of the rollout that fills the buffer next."""
         return self.buffer.number + 1
 
     def show(self, rollout: Rollout) -> None:

@@ -67,7 +67,8 @@ class RunConfig:
     minutes: float = 0.0
     """Minutes that the whole run may take, all stages included; 0 trains for the configured lengths. Steps are timed
     when the run is created, and what the other stages are expected to leave of the time decides the number of them,
-    which is written into the run's config.yaml."""
+    which is written into the run's config.yaml. A length of a training that is given over it, on the command line or
+    in a file over a recipe, takes its place."""
     validation_tokens: int = 65_536
     """Size of the fixed random sample of validation text that training is judged by while it runs; 0 takes all."""
     hardware: HardwareConfig = field(default_factory=HardwareConfig)

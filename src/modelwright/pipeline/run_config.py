@@ -47,7 +47,7 @@ def parse_run(data: Mapping[str, Any]) -> RunConfig:
     """The configuration with this plain form. Raises `ConfigError` that starts with the path of the field to change."""
     schema = run_schema()
     data = _with_model(data)
-    stages = _stages_of(data)
+    stages = stages_of(data)
     names = {part.name for stage in stages for part in (stage, *stage.reads) if part.config}
     sections = {stage.name: stage.config for stage in known_stages() if stage.config}
     for name, config in sections.items():
@@ -99,7 +99,7 @@ def _documented(one: Field[Any], doc: str) -> Any:
     return field(metadata=metadata)
 
 
-def _stages_of(data: Mapping[str, Any]) -> tuple[StageSpec, ...]:
+def stages_of(data: Mapping[str, Any]) -> tuple[StageSpec, ...]:
     """The stages of a run, those included that `init_from` implies and without those that it replaces."""
     given = {key: data[key] for key in ("stages", "init_from") if key in data}
     selection = cast(Any, parse(_selection(), given))

@@ -11,9 +11,12 @@ from modelwright.core.errors import ConfigError
 from modelwright.core.rundir import RunDir
 from modelwright.core.suggest import hub_hint, nearest
 from modelwright.pipeline.config import RunConfig
+from modelwright.pipeline.resolve import resolve_model, resolve_paths
 from modelwright.pipeline.run import previous_config
-from modelwright.pipeline.run_config import left_out, parse_run, training_names
+from modelwright.pipeline.run_config import left_out, parse_run, stages_of, training_names
+from modelwright.pipeline.run_identity import is_same_run
 from modelwright.pipeline.stages.specs import stage_names
+from modelwright.pipeline.time_budget import with_lengths_of
 from modelwright.recipes.environment import environment_overrides, given_names
 from modelwright.train.config import LENGTHS
 
@@ -46,17 +49,22 @@ def load(target: str, overrides: Mapping[str, Any], run_dir: str = "", only: Seq
     """
     base, own, folder, origin = _base(target)
     base = merge(base, environment_overrides(os.environ, base))
-    data = _lay_over(base, overrides)
-    run = RunDir(Path(run_dir) if run_dir else folder or RUNS / str(data.get("name", "")))
+    run = RunDir(Path(run_dir) if run_dir else folder or RUNS / str(merge(base, overrides).get("name", "")))
     run.check()
+    selected: Mapping[str, Any] = {}
     if only:
         previous = previous_config(run)
-        data["stages"] = select_stages(only, previous.stage_names if previous else ())
+        selected = {"stages": select_stages(only, previous.stage_names if previous else ())}
+    data = _lay_over(base, {**overrides, **selected})
     origin = ", ".join([origin, *given_names(os.environ)])
     config = parse_run(data)
+    if base.get("minutes") and "minutes" not in data:
+        config = _with_lengths_of_run(config, run, overrides)
     if only or folder:
         config = replace(config, further_sections={name: data[name] for name in left_out(data, config)})
     notes = []
+    if config.minutes and (ignored := [one.name for one in config.trainings if _has_length(overrides.get(one.name))]):
+        notes.append(f"{', '.join(ignored)}: minutes ({config.minutes:g}) decides the length, not the one given")
     if not only and (unused := left_out({**own, **overrides}, config)):
         notes.append(f"{', '.join(unused)}: ignored, because the run has no such stage")
     if folder and (added := [name for name in config.sections if name not in data]):
@@ -134,10 +142,29 @@ def _lay_over(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any
     time of the whole run.
     """
     cleared = dict(base)
+    of_run = {stage.name for stage in stages_of(merge(base, over)) if stage.objective}
     for stage in training_names():
-        before, after = base.get(stage), over.get(stage)
-        if isinstance(after, Mapping) and any(after.get(name) for name in LENGTHS):
+        if not _has_length(over.get(stage)):
+            continue
+        if stage in of_run:
             cleared.pop("minutes", None)
-            if isinstance(before, Mapping):
-                cleared[stage] = {name: value for name, value in before.items() if name not in LENGTHS}
+        if isinstance(before := base.get(stage), Mapping):
+            cleared[stage] = {name: value for name, value in before.items() if name not in LENGTHS}
     return merge(cleared, over)
+
+
+def _has_length(section: Any) -> bool:
+    """Whether the section of a training stage says how long it trains."""
+    return isinstance(section, Mapping) and any(section.get(name) for name in LENGTHS)
+
+
+def _with_lengths_of_run(config: RunConfig, run: RunDir, overrides: Mapping[str, Any]) -> RunConfig:
+    """The configuration in which trainings whose length is not given keep the one that the run was created with, as
+    with a time budget: else another length of one training would train the others anew.
+    """
+    previous = previous_config(run)
+    if previous is None or not is_same_run(resolve_paths(resolve_model(config)), previous):
+        return config
+    kept = with_lengths_of(config, previous)
+    names = [stage.name for stage in config.trainings if not _has_length(overrides.get(stage.name))]
+    return config.with_sections({name: kept.section(name) for name in names})

@@ -44,9 +44,10 @@ def build_reward(
     """
     if not terms:
         raise ConfigError(f"{path}: needs at least one reward (known here: {', '.join(kinds)})")
-    return WeightedSum(
-        [_build_term(name, options, f"{path}.{name}", kinds) for name, options in terms.items()], log=log
-    )
+    built = [_build_term(name, options, f"{path}.{name}", kinds) for name, options in terms.items()]
+    if not any(term.weight for term in built):
+        raise ConfigError(f"{path}: every term has weight 0, so all answers would be equal; give one a weight")
+    return WeightedSum(built, log=log)
 
 
 def _build_term(name: str, options: Any, path: str, kinds: Mapping[str, type[RewardConfig]]) -> Term:

@@ -15,8 +15,8 @@ from modelwright.core.errors import ArtifactError
 
 CHECKSUMS = "checksums.bin"
 BLOCK_BYTES = 64 * 2**10
-"""Tokens of a block in bytes, at most, unless a row has more. A shuffled order asks for rows one by one, so most of a
-block is read in vain; a store takes about as long for 64 KiB as for one row."""
+"""Most bytes of the tokens of a block, unless a single row has more. A shuffled order asks for rows one by one, so most
+of a block is read in vain; a store takes about as long for 64 KiB as for one row."""
 
 
 def rows_of_block(row_bytes: int) -> int:

@@ -31,15 +31,12 @@ class SharedFolder:
         while True:
             handle = os.open(path.with_name(path.name + _SUFFIX), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
-                if _try_alone(handle):
-                    if _is_current(handle, path):
-                        _prepare(path, prepare)
-                        fcntl.flock(handle, fcntl.LOCK_SH)
-                        return cls(path, handle)
-                else:
-                    fcntl.flock(handle, fcntl.LOCK_SH)
-                    if _is_current(handle, path) and (path / _READY).exists():
-                        return cls(path, handle)
+                if _try_alone(handle) and _is_current(handle, path):
+                    _prepare(path, prepare)
+                # The exclusive lock is given up before the shared one is there: another process may come in between.
+                fcntl.flock(handle, fcntl.LOCK_SH)
+                if _is_current(handle, path) and (path / _READY).exists():
+                    return cls(path, handle)
             except BaseException:
                 os.close(handle)
                 raise
@@ -54,9 +51,9 @@ class SharedFolder:
 
 
 def sweep(parent: Path, prefix: str, *, keep: str = "") -> None:
-    """Remove the shared folders with this prefix that nobody uses; not the one named `keep`."""
+    """Remove the shared folders with this prefix that nobody uses; not those whose names begin with `keep`."""
     names = {path.name.removesuffix(_SUFFIX) for path in parent.glob(f"{prefix}*")}
-    for name in sorted(names - {keep}):
+    for name in sorted(name for name in names if not keep or not name.startswith(keep)):
         handle = os.open(parent / (name + _SUFFIX), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             if _try_alone(handle) and _is_current(handle, parent / name):

@@ -72,13 +72,14 @@ def open_cache(
     note(f"cache: {layout.total_bytes:,} bytes of rows, of which {budget.memory:,} fit into memory{disk_room}")
     name = _name(folder, config, budget)
     with ExitStack() as stack:
-        memory = _shared(stack, memory_folder(), name, partial(_prepare_memory, layout=layout, budget=budget.memory))
+        prepare = partial(_prepare_memory, layout=layout, budget=budget.memory)
+        memory = _shared(stack, memory_folder(), name, MEMORY, prepare)
         counts = AccessCounts(memory, layout.num_blocks, half_life=layout.num_rows)
         tiers = [(MEMORY, _tier(memory, layout, budget.memory - AccessCounts.num_bytes(layout.num_blocks)))]
         if budget.disk:
             make_folder(Path(config.folder))
             prepare = partial(_prepare_disk, layout=layout, budget=budget.disk)
-            disk = _shared(stack, Path(config.folder), name, prepare, keep_after_error=True)
+            disk = _shared(stack, Path(config.folder), name, DISK, prepare, keep_after_error=True)
             tiers.append((DISK, _tier(disk, layout, budget.disk)))
         for _, tier in tiers:
             stack.callback(tier.close)
@@ -104,16 +105,23 @@ def _name(folder: Path, config: RowCacheConfig, budget: TierBudget) -> str:
 
 
 def _prefix() -> str:
-    """Of this user's folders on this host; a folder may be on a disk that hosts share."""
+    """The beginning of the names of this user's folders of this host: hosts may share a disk."""
     host = "".join(c if c.isalnum() else "_" for c in platform.node())
     return f"{PREFIX}-{host}-{os.getuid()}-"
 
 
 def _shared(
-    stack: ExitStack, parent: Path, name: str, prepare: Callable[[Path], None], *, keep_after_error: bool = False
+    stack: ExitStack,
+    parent: Path,
+    name: str,
+    tier: str,
+    prepare: Callable[[Path], None],
+    *,
+    keep_after_error: bool = False,
 ) -> Path:
+    """The folder of a tier, in use until the stack is left. All tiers may have the same parent."""
     sweep(parent, _prefix(), keep=name)
-    shared = SharedFolder.attach(parent / name, prepare)
+    shared = SharedFolder.attach(parent / f"{name}-{tier}", prepare)
 
     def leave(kind: type[BaseException] | None, *_: object) -> None:
         shared.detach(remove=not (keep_after_error and kind))

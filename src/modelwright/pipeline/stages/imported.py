@@ -19,6 +19,7 @@ from modelwright.data.pack import INDEX
 from modelwright.data.tokenizer import Tokenizer
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimates import BYTES_PER_TOKEN, text_bytes
+from modelwright.pipeline.redact import redact_text
 from modelwright.pipeline.stage import Stage, StageContext, StageSpec
 from modelwright.pipeline.stages.rows import RowSet
 
@@ -42,7 +43,7 @@ def imported_stage(
     """
     return Stage(
         name=spec.name,
-        title=f"{spec.title}: taken over from {config.rows_from}",
+        title=f"{spec.title}: taken over from {redact_text(config.rows_from)}",
         settings={"rows_from": config.rows_from, **(settings or {})},
         parents=parents,
         run=lambda context: _run(context, config.rows_from, spec.name, check),
@@ -54,8 +55,8 @@ def _run(context: StageContext, url: str, stage: str, check: Check) -> None:
     manifest = read_source_manifest(url, stage)
     check(context, manifest)
     copied = {name: entry for name, entry in manifest.files.items() if not _stays(name)}
-    context.progress.begin(f"{stage} from {url}", sum(int(entry["bytes"]) for entry in copied.values()), "bytes")
-    num_bytes = 0
+    total_bytes, num_bytes = sum(int(entry["bytes"]) for entry in copied.values()), 0
+    context.progress.begin(f"{stage} from {redact_text(url)}", total_bytes, "bytes")
     for name, entry in copied.items():
         target = output.path / name
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -111,7 +112,9 @@ def check_packing(config: RunConfig, own: Mapping[str, Any], section: str, conte
         raise ConfigError(f"rows_from: {config.rows_from} has no config.yaml; give the folder of a run, or its address")
     path = context.folder.path / "source.yaml"
     write_atomic(path, content)
-    theirs = load_yaml(path).get(section, {})
+    theirs = load_yaml(path).get(section)
+    if not isinstance(theirs, Mapping):
+        raise ConfigError(f"rows_from: {config.rows_from}/config.yaml has no section {section}; copy it there again")
     for name, value in own.items():
         if theirs.get(name, value) != value:
             raise ConfigError(
@@ -142,6 +145,10 @@ def row_tokens(config: RunConfig, rows: RowSet, seq_len: int, stage: str) -> flo
     """
     if not config.rows_from:
         return text_bytes(config.data, rows) / BYTES_PER_TOKEN
-    content = ColdStore(config.rows_from).read_whole(f"{stage}/artifact/{rows.name}/train/{INDEX}")
-    index = json.loads(content) if content else {}
-    return index.get("num_rows", 0) // index.get("group_size", 1) * rows.trained_rows * float(seq_len)
+    name = f"{stage}/artifact/{rows.name}/train/{INDEX}"
+    content = ColdStore(config.rows_from).read_whole(name)
+    try:
+        index = json.loads(content) if content else {"num_rows": 0}
+        return index["num_rows"] // index.get("group_size", 1) * rows.trained_rows * float(seq_len)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ArtifactError(f"{config.rows_from}/{name}: is damaged ({error}); copy it there again") from None

@@ -43,6 +43,8 @@ from modelwright.train.objective import Objective
 from modelwright.train.runtime import Runtime, TechniqueBuilder
 from modelwright.train.technique import Technique
 
+DEFAULT_REWARD = "exact_match"
+"""The reward of a run that names none and trains no reward model: the comparison with the reference answer."""
 FIRST_EVALUATION, COMPLETIONS = "first-evaluation.json", "completions.jsonl"
 Batches = Sequence[TokenBatch]
 
@@ -64,7 +66,7 @@ def reward_terms(config: RunConfig, name: str) -> Mapping[str, Any]:
     that the run has trained before, or else the comparison with the reference answer.
     """
     terms = config.section(name).rewards
-    return terms or ({MODEL: {}} if reward_model_before(config, name) else {"exact_match": {}})
+    return terms or {MODEL if reward_model_before(config, name) else DEFAULT_REWARD: {}}
 
 
 def needed_reward_model(config: RunConfig, name: str) -> tuple[str, ...]:
@@ -77,6 +79,9 @@ def needed_reward_model(config: RunConfig, name: str) -> tuple[str, ...]:
 def build_terms(inputs: StageInputs, name: str) -> WeightedSum:
     """The reward of the stage with this name. Raises `ConfigError` for wrong terms."""
     terms, trained = reward_terms(inputs.config, name), reward_model_before(inputs.config, name)
+    if not inputs.config.section(name).rewards:
+        scorer = f"the reward model of the stage {trained}" if trained else DEFAULT_REWARD
+        inputs.note(f"{name}: answers are scored by {scorer}, because {name}.rewards is empty")
     if trained and not model_terms(terms):
         inputs.note(
             f"{name}: the reward model of the stage {trained} scores nothing here, because {name}.rewards has no term "

@@ -6,7 +6,6 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,7 @@ from modelwright.core.config import dump
 from modelwright.core.errors import ArtifactError, ConfigError, DataError
 from modelwright.core.rundir import RunDir
 from modelwright.core.seeds import derive_seed
-from modelwright.data.batch import TokenBatch
-from modelwright.data.batching.loader import PlannedLoader, build_loader
+from modelwright.data.batching.loader import build_loader
 from modelwright.data.loader import PackedRows
 from modelwright.data.tokenizer import Tokenizer
 from modelwright.memory.activations import FP32_BYTES
@@ -35,6 +33,7 @@ from modelwright.pipeline.stages.augmented_rows import augmentation_digest, augm
 from modelwright.pipeline.stages.cached_rows import ROW_CACHE, cache_blocks, read_ahead, training_rows
 from modelwright.pipeline.stages.imported import row_tokens
 from modelwright.pipeline.stages.init import INIT
+from modelwright.pipeline.stages.mixture_techniques import mixture_techniques
 from modelwright.pipeline.stages.model_folder import folder_fingerprint, save_model_folder
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.peak_rate import peak_flops, peaks_after, utilization
@@ -46,13 +45,11 @@ from modelwright.plan.estimate import StageEstimate, training_stage
 from modelwright.train.build import train
 from modelwright.train.config import TrainConfig
 from modelwright.train.job import TrainJob
-from modelwright.train.objective import BatchSource, Objective
+from modelwright.train.objective import Objective
 from modelwright.train.row_losses import stored_row_losses
 from modelwright.train.runtime import TechniqueBuilder, observer
 from modelwright.train.state import TrainResult, load_best
 from modelwright.train.technique import StepInfo
-from modelwright.train.techniques.heldout_mixture import heldout_mixture
-from modelwright.train.techniques.score_mixture import score_mixture
 
 USES_ROWS = RowUse()
 """Each row is learned from once per epoch."""
@@ -312,7 +309,7 @@ def _learn(
             techniques=[
                 *cache,
                 *augmentation,
-                *_mixture_techniques(loader, objective, config, training, rows, batch_rows=microbatch_rows),
+                *mixture_techniques(loader, objective, config, training, rows, batch_rows=microbatch_rows),
                 text_samples(context.folder.path, tokenizer, first_prompt(heldout) if spec.model_title else ()),
                 *_bits_per_byte(context, config, spec),
                 *traits.techniques(inputs),
@@ -357,49 +354,6 @@ def _repeats(name: str, num_read: int, num_rows: int) -> str:
         f"after about {MANY_EPOCHS:.0f} passes a model mostly learns its text by heart: add text, or train for fewer "
         "steps"
     )
-
-
-def _mixture_techniques(
-    loader: BatchSource,
-    objective: Objective,
-    config: RunConfig,
-    training: TrainConfig,
-    rows: Path,
-    *,
-    batch_rows: int,
-) -> list[TechniqueBuilder]:
-    """What changes the shares of the sources while the stage trains."""
-    if not isinstance(loader, PlannedLoader) or not training.batching.mixture.is_measured:
-        return []
-    heldout = heldout_by_source(rows.parent / "heldout", config, batch_rows=batch_rows)
-    return [
-        partial(
-            build,
-            training.batching.mixture,
-            mixture=loader.mixture,
-            objective=objective,
-            heldout=heldout,
-            every=training.eval_every_steps,
-        )
-        for build in (heldout_mixture, score_mixture)
-    ]
-
-
-def heldout_by_source(folder: Path, config: RunConfig, *, batch_rows: int) -> dict[str, Sequence[TokenBatch]]:
-    """Held-out batches of each source, for a mixture: the first of them on disk, equally many tokens of each, together
-    about `config.validation_tokens`.
-    """
-    if not folder.is_dir():
-        return {}
-    packed = PackedRows(folder)
-    group_tokens = packed.seq_len * packed.group_size
-    tokens = config.validation_tokens or packed.num_groups * group_tokens
-    most = max(1, tokens // group_tokens // len(packed.sources))
-    chosen = {name: packed.source_groups(name)[:most] for name in packed.sources}
-    return {
-        name: [packed.gather(own[first : first + batch_rows]) for first in range(0, len(own), batch_rows)]
-        for name, own in chosen.items()
-    }
 
 
 def _take_best(model: Decoder, context: StageContext, training: TrainConfig, result: TrainResult) -> int:
