@@ -506,7 +506,7 @@ def _given_split(file: readers.File) -> Split | None:
 
 
 def _split(documents: Iterator[Document | _Unsplit], fraction: float, rest: Split) -> Iterator[Document]:
-    """Decide the open splits by the hash of the text, so that equal texts get the same split. If a kind has two or more
+    """Decide the open splits by a hash, so that equal texts, and captions of one image, get the same split. If a kind has two or more
     documents, at least one is held out: until the first one is, the document with the smallest hash is retained.
     """
     kept_back: dict[str, tuple[float, Document]] = {}
@@ -519,7 +519,7 @@ def _split(documents: Iterator[Document | _Unsplit], fraction: float, rest: Spli
             yield result
             continue
         document = replace(result.document, split=rest)
-        place = derive_seed(0, "heldout", document.identity) / 2**63 if fraction else 1.0
+        place = derive_seed(0, "heldout", document.split_key) / 2**63 if fraction else 1.0
         if place < fraction:
             with_heldout.add(document.kind)
             yield replace(document, split="heldout")

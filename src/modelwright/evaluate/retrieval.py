@@ -27,8 +27,9 @@ class Recall:
 
 def recall(scores_QC: NDArray[np.floating], is_relevant_QC: NDArray[np.bool_]) -> Recall:
     """Recall of candidates by descending score. Of equal scores the worst order counts, so that a method that scores
-    all alike finds nothing.
+    all alike finds nothing; a score that is no number is the lowest.
     """
+    scores_QC = np.nan_to_num(scores_QC, nan=-np.inf, posinf=np.inf, neginf=-np.inf)
     best_Q = np.where(is_relevant_QC, scores_QC, -np.inf).max(axis=1)
     num_before_Q = ((scores_QC >= best_Q[:, None]) & ~is_relevant_QC).sum(axis=1)
     at_1, at_5 = (float((num_before_Q < most).mean()) for most in RANKS)
