@@ -16,12 +16,13 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
-from modelwright.core.errors import ConfigError, DataError
+from modelwright.core.errors import ArtifactError, ConfigError, DataError
 from modelwright.core.progress import SilentProgress
 from modelwright.data.clean import clean_documents, read_dropped, read_kept
 from modelwright.data.clean_config import CleanConfig, build_steps
 from modelwright.data.document import Document
 from modelwright.data.images import decode as decode_module
+from modelwright.data.images import read as read_module
 from modelwright.data.images.decode import (
     DAMAGED,
     EMPTY,
@@ -33,6 +34,7 @@ from modelwright.data.images.decode import (
     decode,
     image_size,
 )
+from modelwright.data.images.store import ImageStore
 from modelwright.data.images.stored import StoredImage, perceptual_hash, store_image
 from modelwright.data.sources import SourceConfig, SourceReport, read_documents
 from modelwright.data.steps.images import NEAR, TOO_LONG, TOO_SMALL, near_duplicates
@@ -148,6 +150,81 @@ def test_a_split_follows_the_image_and_not_the_caption(tmp_path: Path) -> None:
     documents = read_documents(SourceConfig(sources=(str(tmp_path),), validation_fraction=0.3), report=report)
     splits = [document.split for document in documents]
     assert 4 <= splits.count("heldout") <= 22
+
+
+def test_captions_of_one_image_are_in_one_split(tmp_path: Path) -> None:
+    """Otherwise images of the held-out split would be trained on under their other captions."""
+    records = []
+    for number in range(20):
+        (tmp_path / f"{number}.png").write_bytes(file_of(picture(number)))
+        records += [{"file_name": f"{number}.png", "text": f"caption {place} of {number}"} for place in range(4)]
+    (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, records)))
+    splits: dict[str, set[str]] = {}
+    config = SourceConfig(sources=(str(tmp_path),), validation_fraction=0.4)
+    for one in read_documents(config, report=SourceReport()):
+        splits.setdefault(one.meta["image"]["data"], set()).add(one.split)
+    assert len(splits) == 20
+    assert {len(found) for found in splits.values()} == {1}
+    assert set().union(*splits.values()) == {"train", "heldout"}
+
+
+def test_files_that_are_too_large_are_skipped_like_other_bad_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder_with_texts(tmp_path)
+    monkeypatch.setattr(read_module, "MOST_BYTES", len(FILES[0]) - 1)
+    sizes = [len(data) for data in FILES]
+    documents, report = read(tmp_path, on_bad_record="skip")
+    assert report.skipped == {"bad image record": sum(size >= len(FILES[0]) for size in sizes)}
+    assert len(documents) == sum(size < len(FILES[0]) for size in sizes)
+    with pytest.raises(DataError, match=r"limit .*replace the file"):
+        read(tmp_path)
+
+
+def write_archive(path: Path, members: dict[str, bytes]) -> Path:
+    with tarfile.open(path, "w") as tar:
+        for name, content in members.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    return path
+
+
+@pytest.mark.parametrize("content", [b'["caption"]', b"[]", b"3", b"[" * 100_000])
+def test_json_of_a_sample_that_is_no_object_is_a_bad_record(content: bytes, tmp_path: Path) -> None:
+    path = write_archive(
+        tmp_path / "shard.tar", {"0.png": FILES[0], "0.json": content, "1.png": FILES[1], "1.txt": b"b"}
+    )
+    documents, report = read(path, on_bad_record="skip")
+    assert [one.text for one in documents] == ["b"]
+    assert report.skipped == {"bad image record": 1}
+
+
+def test_names_and_labels_that_utf_8_cannot_hold_are_replaced(tmp_path: Path) -> None:
+    record = json.dumps({"caption": "a", "label": "x\ud800"}).encode()
+    path = write_archive(tmp_path / "shard.tar", {"a\udcff.png": FILES[0], "a\udcff.json": record})
+    (document,), _ = read(path)
+    assert document.meta["label"] == "x?"
+    assert Document.from_plain(json.loads(document.to_json().encode("utf-8"))).id.endswith("a?")
+
+
+def test_a_text_that_names_the_url_of_an_image_stays_a_text(tmp_path: Path) -> None:
+    (tmp_path / "pages.jsonl").write_text(json.dumps({"text": "Words.", "image": "https://example.org/a.jpg"}))
+    (document,), _ = read(tmp_path)
+    assert (document.kind, document.text) == ("prose", "Words.")
+
+
+def test_a_damaged_store_is_an_error_of_the_artifact(tmp_path: Path) -> None:
+    for offsets in (b"", b"\x93NUMPY"):
+        (tmp_path / "images.bin").write_bytes(b"")
+        (tmp_path / "offsets.npy").write_bytes(offsets)
+        with pytest.raises(ArtifactError, match="run the pack stage again"):
+            ImageStore(tmp_path)
+
+
+def test_limits_that_cannot_be_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"clean\.quality\.limits\.image\.min_side: must be at least 1"):
+        build_steps(CleanConfig(quality=QualityConfig(limits={"image.min_side": 0})))
 
 
 def png_of_size(width: int, height: int) -> bytes:

@@ -1,5 +1,6 @@
 """The contrastive objective in the training loop: its loss written out, and every layout against one process."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from modelwright.data.images.stored import encode
 from modelwright.data.loader import PackedLoader, PackedRows
 from modelwright.data.pack import PackConfig, TokenSequence, pack
 from modelwright.model.decoder import Decoder
+from modelwright.objectives.alignment_heads import MAX_SCALE, LearnedScale
 from modelwright.objectives.contrastive import CONTRASTIVE, AlignConfig, Contrastive
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, single
@@ -179,6 +181,29 @@ def refused(world: World, folder: Path, out: Path, layout: dict[str, Any]) -> st
 def test_a_layout_that_divides_rows_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
     for text in run_distributed(refused, 2, folder, tmp_path, {"context": 2}):
         assert "parallel.context" in text
+
+
+def test_a_space_that_has_collapsed_finds_nothing(folder: Path) -> None:
+    objective, model = objective_of(folder), tiny_run.tiny_model(torch.float64)
+    attach_modules(model, objective, 1)
+    batch = next(objective.batches(model, first=0, rank=0, world_size=1))
+    for name, weight in model.heads.named_parameters():
+        if name.endswith("projection.weight") or name in ("text.weight", "code.weight"):
+            weight.data.zero_()[0] = 1.0  # every vector is a multiple of the first unit vector
+    found = objective.losses(forward(model, batch).abs(), batch, model)
+    assert int(found.metrics["accuracy/code"][0]) == 0
+
+
+def test_a_scale_beyond_its_limit_can_come_back() -> None:
+    scale = LearnedScale(0.07, 0.0)
+    scale.log_scale.data.fill_(math.log(MAX_SCALE) + 0.5)
+    assert float(scale(torch.zeros(1))[0]) == pytest.approx(MAX_SCALE)
+    for sign, expected in ((1.0, MAX_SCALE), (-1.0, 0.0)):
+        (gradient,) = torch.autograd.grad(sign * scale(torch.zeros(1))[0], scale.log_scale)
+        assert float(gradient) == pytest.approx(expected)
+    scale.log_scale.data.fill_(math.log(3.0))
+    (gradient,) = torch.autograd.grad(-scale(torch.zeros(1))[0], scale.log_scale)
+    assert float(gradient) == pytest.approx(-3.0)
 
 
 def test_a_batch_that_memory_divides_is_an_error_and_no_other_loss(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 import signal
 import textwrap
 import time
@@ -10,14 +11,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.errors import ConfigError, ModelError
 from modelwright.data.digits import digit_images
 from modelwright.data.docstring_pairs import described_functions
 from modelwright.data.images.stored import StoredImage
 from modelwright.data.loader import PackedRows
 from modelwright.data.tokenizer import Tokenizer
 from modelwright.objectives.aligned_model import load_aligned
+from modelwright.parallel.config import ParallelConfig
+from modelwright.pipeline.preflight import check_training
 from modelwright.pipeline.stages.aligned_rows import open_images, read_pairs
 from modelwright.recipes.load import load
 from rank_processes import Started, start_process
@@ -163,6 +167,34 @@ def test_a_killed_stage_goes_on_with_the_same_bits(finished: tuple[Path, Path], 
 def test_settings_that_cannot_work_are_refused(overrides: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         load("multimodal", overrides, str(tmp_path))
+
+
+@pytest.mark.parametrize("layout", [{"pipeline": 2}, {"context": 2}])
+def test_layouts_that_divide_a_batch_or_a_row_are_refused_before_anything_is_read(layout: dict[str, int]) -> None:
+    config = load("multimodal", {"model": {"num_layers": 2}, "align": {"batch_tokens": 1024}}).config
+    with pytest.raises(ConfigError, match=rf"align\.loss: nt_xent needs .*parallel\.{next(iter(layout))} 2"):
+        check_training(config, ParallelConfig(**layout), num_processes=2, stages=["align"])
+
+
+def test_a_folder_that_lacks_a_projection_is_refused(finished: tuple[Path, Path], tmp_path: Path) -> None:
+    folder = tmp_path / "aligned"
+    shutil.copytree(finished[1] / "align" / "artifact", folder)
+    path = folder / "alignment.safetensors"
+    tensors = load_file(path)
+    del tensors["text.weight"]
+    save_file(tensors, path)
+    with pytest.raises(ModelError, match="does not fit alignment.json"):
+        load_aligned(folder)
+    (folder / "alignment.json").write_text("{}")
+    with pytest.raises(ModelError, match="embed_dim or pooling"):
+        load_aligned(folder)
+
+
+@pytest.mark.parametrize("between", ["\x0c\n", "\x1c", "\r\n"], ids=["form feed", "separator", "CRLF"])
+def test_the_code_of_a_function_begins_where_the_parser_says(between: str) -> None:
+    source = f"first = 1  # {between}\n" + SOURCE.format(n=3).replace("\n", "\r\n" if between == "\r\n" else "\n")
+    (pair,) = described_functions(source)
+    assert pair.code.splitlines() == ["def add_3(first, second):", "    total = first + second", "    return total + 3"]
 
 
 def test_functions_lose_their_docstring_and_keep_the_rest() -> None:

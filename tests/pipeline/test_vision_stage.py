@@ -18,12 +18,14 @@ from modelwright.core.errors import ConfigError, DataError, ModelError
 from modelwright.data import clean
 from modelwright.data.digits import digit_images
 from modelwright.data.document import Document
-from modelwright.data.images.labeled import class_of
-from modelwright.data.images.stored import StoredImage
+from modelwright.data.images.labeled import LabeledImages, class_of, write_labels
+from modelwright.data.images.store import write_images
+from modelwright.data.images.stored import StoredImage, encode
 from modelwright.data.loader import PackedRows
 from modelwright.objectives.image_classifier import load_classifier
 from modelwright.parallel.config import ParallelConfig
 from modelwright.pipeline.preflight import check_training
+from modelwright.pipeline.stages import image_accuracy
 from modelwright.pipeline.stages.image_accuracy import confusion
 from modelwright.pipeline.stages.labeled_rows import LABELED_ROWS, open_labeled, training_classes
 from modelwright.recipes.load import load
@@ -166,6 +168,22 @@ def test_images_without_classes_to_learn_are_refused(labels: list[str], tmp_path
     (tmp_path / clean.KEPT).write_bytes(zstandard.compress("".join(one.to_json() + "\n" for one in documents).encode()))
     with pytest.raises(DataError, match="field label"):
         training_classes(tmp_path)
+
+
+def test_logistic_regression_knows_every_class_of_images_that_are_sorted_by_class(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three classes of 20 images each, of which it may learn from 30."""
+    dice = np.random.default_rng(0)
+    with write_images(tmp_path) as images:
+        for label in range(3):
+            for _ in range(20):
+                pixels = dice.integers(80 * label, 80 * label + 60, (4, 4, 3), dtype=np.uint8)
+                images.add(encode(pixels, lossless=True))
+    write_labels(tmp_path, [label for label in range(3) for _ in range(20)], ["a", "b", "c"])
+    monkeypatch.setattr(image_accuracy, "MOST_TRAINING_IMAGES", 30)
+    found = image_accuracy.logistic_regression(LabeledImages(tmp_path), LabeledImages(tmp_path))
+    assert (found == np.repeat([0, 1, 2], 20)).mean() > 0.9
 
 
 def test_the_confusion_counts_classes_by_row() -> None:

@@ -2,12 +2,13 @@
 
 import ast
 import textwrap
-import warnings
 from collections.abc import Iterator
 from typing import NamedTuple
 
-MIN_CHARS, MIN_LINES = 20, 2
-"""Of a description and of a body; shorter ones ("See base class.", `pass`) say nothing."""
+from modelwright.data.docstrings import MIN_CHARS, parse_documented
+
+MIN_LINES = 2
+"""Functions with shorter bodies, such as `pass`, say nothing."""
 
 
 class DescribedCode(NamedTuple):
@@ -19,15 +20,11 @@ class DescribedCode(NamedTuple):
 
 def described_functions(source: str) -> Iterator[DescribedCode]:
     """The described functions and methods of a source file, in its order; none if it is no Python."""
-    if '"""' not in source and "'''" not in source:
+    tree = parse_documented(source)
+    if tree is None:
         return
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # invalid escapes in other people's files
-            tree = ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError):
-        return
-    lines = source.splitlines()
+    # Lines as the parser counts them: str.splitlines also ends a line at a form feed.
+    lines = source.replace("\r\n", "\n").replace("\r", "\n").split("\n")
     functions = [one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]
     for node in sorted(functions, key=lambda one: one.lineno):
         pair = _described(node, lines)

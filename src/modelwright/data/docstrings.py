@@ -65,15 +65,21 @@ def _is_test(part: str) -> bool:
 
 def docstrings_of_source(module: str, source: str) -> Iterator[Docstring]:
     """Docstrings of a module, its classes and functions at any depth of classes; none when it does not parse."""
+    tree = parse_documented(source)
+    if tree is not None:
+        yield from _docstrings_of_node(tree, module, module, "module")
+
+
+def parse_documented(source: str) -> ast.Module | None:
+    """The syntax tree of a source file that may have docstrings; None if it has none or does not parse."""
     if '"""' not in source and "'''" not in source:
-        return
+        return None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # invalid escapes in other people's files
-            tree = ast.parse(source)
+            return ast.parse(source)
     except (SyntaxError, ValueError, RecursionError):
-        return
-    yield from _docstrings_of_node(tree, module, module, "module")
+        return None
 
 
 def docstrings_of_compiled_stdlib() -> Iterator[Docstring]:

@@ -65,8 +65,13 @@ class Document:
 
     @property
     def identity(self) -> str:
-        """What tells it from other documents, and decides its split: its text, with the image that it describes."""
-        return f"{self.text}\n{self.meta['image']['data']}" if self.kind == "image" else self.text
+        """The text by which it is the same as another; for an image, with the image."""
+        return f"{self.text}\n{self.split_key}" if self.kind == "image" else self.text
+
+    @property
+    def split_key(self) -> str:
+        """Documents with equal keys get the same split: the text, or for an image the image, whatever its caption."""
+        return self.meta["image"]["data"] if self.kind == "image" else self.text
 
     @property
     def is_undesirable(self) -> bool:

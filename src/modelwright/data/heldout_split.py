@@ -15,8 +15,9 @@ class Unsplit:
 
 
 def with_splits(documents: Iterator[Document | Unsplit], fraction: float, rest: Split) -> Iterator[Document]:
-    """Decide the open splits by the hash of the text, so that equal texts get the same split. If a kind has two or more
-    documents, at least one is held out: until the first one is, the document with the smallest hash is retained.
+    """Decide the open splits by a hash, so that equal texts, and all captions of one image, get the same split. If a kind
+    has two or more documents, at least one is held out: until the first one is, the document with the smallest hash is
+    retained.
     """
     kept_back: dict[str, tuple[float, Document]] = {}
     num_train: dict[str, int] = {}
@@ -28,7 +29,7 @@ def with_splits(documents: Iterator[Document | Unsplit], fraction: float, rest: 
             yield result
             continue
         document = replace(result.document, split=rest)
-        place = derive_seed(0, "heldout", document.identity) / 2**63 if fraction else 1.0
+        place = derive_seed(0, "heldout", document.split_key) / 2**63 if fraction else 1.0
         if place < fraction:
             with_heldout.add(document.kind)
             yield replace(document, split="heldout")

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.errors import ModelError
@@ -81,8 +81,7 @@ class AlignedModel:
 
 def save_alignment(model: Decoder, folder: Path, settings: dict[str, Any]) -> None:
     """Write the heads of an alignment beside its language model. settings: `embed_dim`, `pooling` and `loss`."""
-    heads = dict(model.heads.named_parameters())
-    weights = {name: one.detach().contiguous() for name, one in heads.items() if not name.startswith(_TOWER)}
+    weights = {name: one.detach().contiguous() for name, one in _own_heads(model).items()}
     save_vision_tower(_tower(model), folder / VISION_FOLDER)
     save_tensors(folder / WEIGHTS, weights)
     write_atomic(folder / SETTINGS, json.dumps(settings, indent=2) + "\n")
@@ -93,20 +92,31 @@ def load_aligned(folder: Path) -> AlignedModel:
     if not (folder / SETTINGS).is_file():
         raise ModelError(f"{folder}: has no {SETTINGS}; give the artifact of the stage align")
     settings = read_json(folder / SETTINGS)
+    embed_dim, pooling = settings.get("embed_dim"), settings.get("pooling")
+    if not isinstance(embed_dim, int) or embed_dim < 1 or pooling not in ("mean", "last"):
+        raise ModelError(f"{folder / SETTINGS}: has no embed_dim or pooling of an alignment; copy the folder again")
     model = load_model(folder)
     tensors, _ = read_tensors(folder / WEIGHTS)
     heads = alignment_heads(
         VisionConfig(init_from=str(folder / VISION_FOLDER)),
         model_dim=model.config.model_dim,
-        embed_dim=int(settings["embed_dim"]),
+        embed_dim=embed_dim,
         temperature=1.0,
         bias=0.0,
     )
     for name in (TEXT, CODE, IMAGE, SCALE):
         model.heads[name] = heads[name]
+    wanted = {name: one.shape for name, one in _own_heads(model).items()}
+    if wanted != {name: one.shape for name, one in tensors.items()}:
+        raise ModelError(f"{folder / WEIGHTS}: does not fit {SETTINGS} beside it; copy the folder again")
     for name, tensor in tensors.items():
         set_parameter(model.heads, name, tensor)
-    return AlignedModel(model.eval(), settings["pooling"])
+    return AlignedModel(model.eval(), pooling)
+
+
+def _own_heads(model: Decoder) -> dict[str, nn.Parameter]:
+    """The parameters of the heads without the vision tower, which has a folder of its own."""
+    return {name: one for name, one in model.heads.named_parameters() if not name.startswith(_TOWER)}
 
 
 def _tower(model: Decoder) -> VisionTower:

@@ -17,11 +17,11 @@ from modelwright.model.vision.vit import VisionTower
 TEXT, CODE, IMAGE, SCALE = "text", "code", "image", "scale"
 """Names in `Decoder.heads`."""
 MAX_SCALE = 100.0
-"""Of cosines, against collapse (Radford et al. 2021, section 2.5)."""
+"""The largest scale of cosines; a larger one makes training unstable (Radford et al. 2021, section 2.5)."""
 
 
 class Projection(nn.Module):
-    """A product with a matrix, in its own format."""
+    """A linear map without bias that computes in the format of its weight."""
 
     def __init__(self, num_inputs: int, num_outputs: int) -> None:
         super().__init__()
@@ -56,7 +56,23 @@ class LearnedScale(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The scale and the bias, [2], whatever x is."""
-        return torch.cat([self.log_scale.clamp(max=math.log(MAX_SCALE)).exp(), self.bias])
+        return torch.cat([_Cap.apply(self.log_scale, math.log(MAX_SCALE)).exp(), self.bias])  # type: ignore[union-attr]
+
+
+class _Cap(torch.autograd.Function):
+    """min(x, most). Beyond the limit the gradient is zero only where descent would raise x: with `clamp`, a value that
+    an update has carried past the limit would stay there for good.
+    """
+
+    @staticmethod
+    def forward(ctx, x, most):
+        ctx.save_for_backward(x > most)
+        return x.clamp(max=most)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (is_beyond,) = ctx.saved_tensors
+        return torch.where(is_beyond, grad.clamp(min=0.0), grad), None
 
 
 def alignment_heads(

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from modelwright.core.compatibility import SYNCHRONOUS_UPDATES, WHOLE_ROWS
+from modelwright.core.compatibility import SYNCHRONOUS_UPDATES, WHOLE_BATCHES, WHOLE_ROWS, Feature, feature
 from modelwright.core.errors import ConfigError
 from modelwright.data.batch import TokenBatch
 from modelwright.data.images.store import ImageStore
@@ -38,6 +38,8 @@ from modelwright.train.whole_model import ModelLayout
 CONTRASTIVE = "contrastive"
 """The name of the loss term."""
 PIXELS = "pixels_BICSS"
+NEEDS = frozenset({WHOLE_ROWS, WHOLE_BATCHES, SYNCHRONOUS_UPDATES})
+"""What the layout and the settings of a training must leave whole: the pairs of a batch are each other's negatives."""
 SIGLIP_BIAS = -10.0
 """Initial bias: at first nearly all pairs are negatives (Zhai et al. 2023, section 3.2)."""
 
@@ -52,7 +54,7 @@ class AlignConfig(TrainConfig):
     """`nt_xent` (Chen et al. 2020): negatives are both sides of all other pairs of the batch; `clip` (Radford et al.
     2021): the other sides alone; `siglip` (Zhai et al. 2023): a logistic loss of every text with every other side."""
     temperature: float = 0.07
-    """Initial temperature, which is learned; `siglip` takes 0.1."""
+    """Initial temperature, which is learned: 0.07 is CLIP's, 0.1 SigLIP's."""
     embed_dim: int = 128
     """Width of the common space."""
     pooling: Literal["mean", "last"] = "mean"
@@ -75,12 +77,16 @@ class AlignConfig(TrainConfig):
                 "batch_selection.signal: judges rows alone, but pairs are each other's negatives; set none"
             )
 
+    def features(self) -> list[Feature]:
+        """A layout that cannot work is refused before anything is read."""
+        return [*super().features(), feature("loss", self.loss, needs=NEEDS)]
+
 
 @dataclass
 class Contrastive(Objective):
     """Every pair counts the same. images: of the training rows and of the held-out rows, None if they have none."""
 
-    needs = frozenset({WHOLE_ROWS, SYNCHRONOUS_UPDATES})
+    needs = NEEDS
     metric_names = ("accuracy/image", "accuracy/code", "scale")
     source: BatchSource
     config: AlignConfig
@@ -89,7 +95,7 @@ class Contrastive(Objective):
     data_ranks: World = field(default_factory=single)
     """The ranks whose pairs are each other's negatives."""
     num_groups: int = 0
-    """Of this rank's newest batch."""
+    """The number of groups of this rank's newest batch."""
 
     def own_modules(self, config: ModelConfig) -> Mapping[str, nn.Module]:
         return alignment_heads(
@@ -211,7 +217,9 @@ def with_pixels(batch: TokenBatch, store: ImageStore | None, shape: VisionConfig
 
 @torch.no_grad()
 def _is_nearest(own: PairEmbeddings, everyone: PairEmbeddings, places_P: Tensor, is_same_PN: Tensor) -> Tensor:
-    """Whether no other side is nearer to a text than its own, bool [P]."""
+    """Whether every other side is farther from a text than its own, bool [P]: in a space that has collapsed into one
+    point, no text finds its own.
+    """
     cosines_PN = own.texts @ everyone.others.T
     own_P1 = cosines_PN.gather(1, places_P[:, None])
-    return ((cosines_PN > own_P1) & ~is_same_PN).sum(dim=1) == 0
+    return ((cosines_PN < own_P1) | is_same_PN).all(dim=1)

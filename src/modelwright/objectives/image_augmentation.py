@@ -46,9 +46,9 @@ class ImageAugmentationConfig:
     brightness: float = 0.0
     """Images are brightened by a factor from 1 - brightness to 1 + brightness."""
     contrast: float = 0.0
-    """The same for their contrast."""
+    """Their contrast is changed by a factor from 1 - contrast to 1 + contrast."""
     saturation: float = 0.0
-    """The same for their saturation."""
+    """Their saturation is changed by a factor from 1 - saturation to 1 + saturation."""
     mixup_alpha: float = 0.0
     """MixUp (Zhang et al. 2018): the share of an image is drawn from Beta(alpha, alpha); 0.2 is usual."""
     cutmix_alpha: float = 0.0

@@ -137,7 +137,7 @@ class ImageClassification(Objective):
     data_ranks: World = field(default_factory=single)
     """The ranks that share a batch and its statistics."""
     num_groups: int = 0
-    """Of this rank's newest batch."""
+    """The number of groups of this rank's newest batch."""
 
     @cached_property
     def shape(self) -> Shape:

@@ -50,7 +50,7 @@ class TrainedClassifier:
 
     @torch.no_grad()
     def probabilities(self, squares: Sequence[NDArray[np.uint8]]) -> NDArray[np.float64]:
-        """The same for pixels [3, S, S] each."""
+        """The probabilities of all classes for images as pixels [3, S, S], [N, K]."""
         self.model.eval()
         device = self.model.head.weight.device
         found = [np.zeros((0, len(self.classes)))]

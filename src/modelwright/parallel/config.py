@@ -11,6 +11,7 @@ from modelwright.core.compatibility import (
     SEVERAL_STAGES,
     UNDIVIDED_GRADIENTS,
     WHOLE_GRADIENTS,
+    WHOLE_BATCHES,
     WHOLE_LAYERS,
     WHOLE_MATRICES,
     WHOLE_MODEL,
@@ -124,7 +125,7 @@ class ParallelConfig:
         if not self.shared_memory:
             result.append(feature("shared_memory", "false", breaks=[ONE_COPY]))
         if self.pipeline > 1:
-            breaks = {WHOLE_MODEL, UNDIVIDED_GRADIENTS, LAYER_OUTPUTS, WHOLE_LAYERS}
+            breaks = {WHOLE_MODEL, UNDIVIDED_GRADIENTS, LAYER_OUTPUTS, WHOLE_LAYERS, WHOLE_BATCHES}
             result.append(feature("pipeline", self.pipeline, needs=[WHOLE_GRADIENTS], breaks=breaks))
         if self.context > 1:
             result.append(feature("context", self.context, breaks=[WHOLE_MODEL, WHOLE_ROWS]))

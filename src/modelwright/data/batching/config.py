@@ -83,6 +83,8 @@ class MixtureConfig:
     def __post_init__(self) -> None:
         if self.temperature <= 0:
             raise ConfigError(f"temperature: must be above 0, got {self.temperature}; 1 keeps the weights")
+        if self.update == "scores" and self.temperature != 1.0:
+            raise ConfigError("temperature: has no effect with update scores, whose shares are a softmax; set it to 1")
         if self.update == "linear" and not self.weights:
             raise ConfigError("update: linear needs weights to move to; set them")
         if self.weights and (min(self.weights.values()) < 0 or sum(self.weights.values()) <= 0):

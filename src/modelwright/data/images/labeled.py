@@ -20,7 +20,7 @@ from modelwright.data.images.store import ImageStore
 
 LABELS, CLASSES = "labels.npy", "classes.json"
 CACHE_BYTES = 256 * 2**20
-"""Decoded images that are kept in memory."""
+"""Memory for decoded images."""
 
 
 def class_of(document: Document) -> str:
@@ -42,7 +42,7 @@ class LabeledImages:
         try:
             self.labels: NDArray[np.int32] = np.load(folder / LABELS, allow_pickle=False)
             self.classes: list[str] = json.loads((folder / CLASSES).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, EOFError, ValueError):
             raise ArtifactError(f"{folder}: has images without classes; run the pack stage again") from None
         if len(self.labels) != len(self.store) or not all(
             0 <= one < len(self.classes) for one in set(self.labels.tolist())

@@ -28,7 +28,7 @@ IMAGE_FIELDS = ("image", "file_name")
 CAPTION_FIELDS = ("caption", "text")
 LABEL_FIELD, LABEL_EXTENSION = "label", ".cls"
 MOST_BYTES = 100_000_000
-"""Of one image file; a larger one is skipped unread."""
+"""The size above which a file of an image or of a caption is skipped unread."""
 _BAD = "bad image record"
 
 
@@ -52,15 +52,18 @@ def read_image(file: File, complain: Complaint) -> Iterator[Document]:
         complain(NO_CAPTION, file.name, "has no caption", f"write it into {names}")
         return
     try:
-        caption = _content(file, found[0]).decode("utf-8-sig")
+        caption, data = _bytes_of(file, found[0]).decode("utf-8-sig"), _bytes_of(file, file.path)
     except UnicodeDecodeError as error:
         complain("not UTF-8", found[0], f"is not UTF-8 ({error})", "convert the file (iconv -f LATIN1 -t UTF-8)")
         return
-    yield from _document(file.name, caption, _bytes_of(file, file.path), file.name, complain)
+    except DataError as error:
+        complain(_BAD, file.name, f"cannot be used ({error})", "replace the file")
+        return
+    yield from _document(file.name, caption, data, file.name, complain)
 
 
 def is_image_record(record: Mapping[str, Any]) -> bool:
-    """Whether a record holds or names an image."""
+    """Whether a record holds an image or names an image file; the URL of an image is neither."""
     if _named_image(record):
         return True
     return isinstance(record.get("image"), bytes) or _is_structure(record.get("image"))
@@ -108,13 +111,15 @@ def _samples(raw: Any, file: File) -> Iterator[_Sample]:
                 continue
             folder, _, name = member.name.rpartition("/")
             stem, _, extension = name.partition(".")
-            key = f"{folder}/{stem}" if folder else stem
+            key = _encodable(f"{folder}/{stem}" if folder else stem)
             if sample is None or sample.key != key:
                 if sample is not None:
                     yield sample
                 sample = _Sample(key)
             if member.size > MOST_BYTES:
-                sample.problems.append((_BAD, f"{member.name} has {member.size:,} bytes, limit {MOST_BYTES:,}"))
+                sample.problems.append(
+                    (_BAD, f"{_encodable(member.name)} has {member.size:,} bytes, limit {MOST_BYTES:,}")
+                )
                 continue
             content = archive.extractfile(member)
             assert content is not None
@@ -134,17 +139,24 @@ def _take(sample: _Sample, extension: str, data: bytes) -> None:
             sample.label = data.decode("utf-8-sig").strip()
         elif extension == ".json":
             record = json.loads(data)
+            if not isinstance(record, dict):
+                raise ValueError(f"the JSON is a {type(record).__name__} where an object is expected")
             caption = next((record[name] for name in CAPTION_FIELDS if name in record), "")
             sample.caption = sample.caption or (caption if isinstance(caption, str) else "")
             sample.label = sample.label or _label(record)
-    except (ValueError, TypeError) as error:
-        sample.problems.append((_BAD, f"the caption cannot be read ({error})"))
+    except (ValueError, RecursionError) as error:
+        sample.problems.append((_BAD, f"{extension} cannot be read ({error})"))
 
 
 def _label(record: Mapping[str, Any]) -> str:
     """The class of an image, a name or a number; "" without one."""
     value = record.get(LABEL_FIELD)
-    return str(value).strip() if isinstance(value, str | int) and not isinstance(value, bool) else ""
+    return _encodable(str(value).strip()) if isinstance(value, str | int) and not isinstance(value, bool) else ""
+
+
+def _encodable(text: str) -> str:
+    """The text with question marks for lone surrogates, which JSON and names in archives may have and UTF-8 has not."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _document(
@@ -159,7 +171,7 @@ def _document(
     except ImageFault as fault:
         complain(fault.reason, where, str(fault), "replace the image")
         return
-    text = caption.strip().encode("utf-8", "replace").decode("utf-8")
+    text = _encodable(caption.strip())
     meta: dict[str, Any] = {KEY: stored.plain()} | ({LABEL_FIELD: label} if label else {})
     yield Document(id=where, text=text, kind="image", split="open", source=source, meta=meta)
 
@@ -204,4 +216,5 @@ def _is_structure(value: Any) -> bool:
 def _named_image(record: Mapping[str, Any]) -> str:
     """The name of an image file in a record, or ""."""
     names = (record.get(name) for name in IMAGE_FIELDS)
-    return next((one for one in names if isinstance(one, str) and one.lower().endswith(IMAGE_EXTENSIONS)), "")
+    files = (one for one in names if isinstance(one, str) and "://" not in one)
+    return next((one for one in files if one.lower().endswith(IMAGE_EXTENSIONS)), "")

@@ -50,9 +50,9 @@ class ImageStore:
         self.folder = folder
         try:
             self.offsets: NDArray[np.int64] = np.load(folder / OFFSETS, allow_pickle=False)
-        except (OSError, ValueError):
+            path, size = folder / FILE, int(self.offsets[-1])
+        except (OSError, EOFError, ValueError, IndexError):  # numpy raises EOFError for an empty file
             raise ArtifactError(f"{folder}: has no images; run the pack stage again") from None
-        path, size = folder / FILE, int(self.offsets[-1])
         if not path.is_file() or path.stat().st_size != size:
             raise ArtifactError(f"{path}: is missing or truncated; run the pack stage again")
         self._data = np.memmap(path, np.uint8, mode="r") if size else np.empty(0, np.uint8)

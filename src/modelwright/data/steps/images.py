@@ -26,8 +26,8 @@ class ImagesConfig:
     max_aspect: float = 4.0
     """Longest side over shortest side."""
     max_hash_distance: int = 4
-    """Bits of 64 in which the perceptual hashes of two near-duplicates differ at most; of them the largest image is
-    kept, a held-out one before all. -1 keeps near-duplicates."""
+    """Images are near-duplicates if at most so many of the 64 bits of their perceptual hashes differ. The largest of
+    them is kept, or a held-out one where there is any. -1 keeps near-duplicates."""
 
     def __post_init__(self) -> None:
         if self.min_side < 1:
@@ -82,7 +82,10 @@ def images_config(quality: QualityConfig) -> ImagesConfig:
     """The limits among those of the step quality."""
     limits = {name.removeprefix("image."): quality.limits[name] for name in IMAGE_LIMITS if name in quality.limits}
     whole = {name: int(value) for name, value in limits.items() if name != "max_aspect"}
-    return ImagesConfig(**{**limits, **whole})
+    try:
+        return ImagesConfig(**{**limits, **whole})
+    except ConfigError as error:
+        raise ConfigError(f"clean.quality.limits.image.{error}") from None
 
 
 IMAGES = StepSpec(

@@ -152,7 +152,7 @@ class StepSpec:
     sources: Callable[[Any], Sequence[str]] = lambda config: ()
     """The sources that the step reads, which decide its result as its settings do."""
     files: Callable[[Any], Sequence[str]] = lambda config: ()
-    """The same for files that are no sources."""
+    """Files besides the sources that decide the result of the step."""
     section: str = ""
     """The section that the step reads, where it has none of its own."""
 

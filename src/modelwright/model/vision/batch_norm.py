@@ -45,7 +45,7 @@ class BatchNorm(nn.Module):
         self.gather: Gather = alone
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
-        """Of the format of x. There may be no image on this rank."""
+        """The normalized x, in its format. A rank may have no image."""
         wide_NCHW = x_NCHW.to(torch.promote_types(x_NCHW.dtype, torch.float32))
         if not self.training:
             mean_C, var_C = self.running_mean, self.running_var

@@ -13,7 +13,7 @@ Pooling = Literal["class_token", "attention"]
 Fit = Literal["crop", "stretch"]
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-"""Of the training images of OpenAI's CLIP, in [0, 1]."""
+"""The means and standard deviations of the colors that OpenAI's CLIP was trained on, in [0, 1]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class VisionConfig:
     """What stands for an image: the output of a `class_token`, with norms before and after the blocks (CLIP, Radford et
     al. 2021), or `attention` over all patches by a learned query (SigLIP, Zhai et al. 2023)."""
     activation: TowerActivation = constant("gelu")
-    """Of the feed-forward layers."""
+    """Activation of the feed-forward layers."""
     norm_eps: float = constant(1e-5)
     """Epsilon of the layer norms."""
     embedding_std: float = constant(0.02)

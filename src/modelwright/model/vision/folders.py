@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from modelwright.core.artifacts import write_atomic
-from modelwright.core.errors import ConfigError, ModelError, writing
+from modelwright.core.errors import ModelError, writing
 from modelwright.model.hf import save_tensors, set_parameter
 from modelwright.model.stored_weights import WEIGHTS, StoredWeights, check_tensors, read_json
 from modelwright.model.vision.config import (
@@ -80,7 +80,7 @@ _NAMES = (
 def vision_config(folder: Path) -> VisionConfig:
     """The shape of the vision tower of a folder. Raises `ModelError` for a folder of another kind."""
     kind, settings = _settings(folder)
-    given: dict[str, Any] = settings.get("vision_config", {}) if kind in (CLIP, SIGLIP) else settings
+    given: dict[str, Any] = (settings.get("vision_config") or {}) if kind in (CLIP, SIGLIP) else settings
     is_clip = kind in (CLIP, CLIP_VISION)
     own: dict[str, Any] = {**(_CLIP_DEFAULTS if is_clip else _SIGLIP_DEFAULTS), **given}
     where = str(folder / "config.json")
@@ -104,7 +104,9 @@ def vision_config(folder: Path) -> VisionConfig:
             pixel_std=CLIP_STD if is_clip else (0.5, 0.5, 0.5),
         )
         return _as_prepared(config, folder)
-    except (ConfigError, TypeError) as error:
+    except ModelError:
+        raise
+    except (ValueError, TypeError) as error:
         raise ModelError(f"{where}: {error}") from None
 
 
@@ -220,7 +222,7 @@ def _text_config(kind: str, settings: Mapping[str, Any], folder: Path) -> TextTo
     is_clip = kind == CLIP
     own: dict[str, Any] = {
         **(_CLIP_TEXT_DEFAULTS if is_clip else _SIGLIP_TEXT_DEFAULTS),
-        **settings.get("text_config", {}),
+        **(settings.get("text_config") or {}),
     }
     return TextTowerConfig(
         vocab_size=own["vocab_size"],

@@ -5,10 +5,8 @@ Artifact: the language model with its tokenizer, and the towers beside it (`obje
 """
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from modelwright.data.batch import TokenBatch
 from modelwright.objectives.aligned_model import AlignedModel, save_alignment
 from modelwright.objectives.contrastive import AlignConfig, Contrastive
 from modelwright.pipeline.config import RunConfig
@@ -21,7 +19,7 @@ from modelwright.pipeline.stages.aligned_rows import ALIGNED_ROWS, open_images
 from modelwright.pipeline.stages.alignment import metric_charts
 from modelwright.pipeline.stages.model_folder import save_model_folder
 from modelwright.pipeline.stages.pack import PACK
-from modelwright.pipeline.stages.row_use import RowUse, heldout_sample
+from modelwright.pipeline.stages.row_use import RowUse
 from modelwright.pipeline.stages.training import FrozenModels, TrainedModel, training_spec
 
 _TITLES = {
@@ -44,13 +42,6 @@ def _objective(inputs: StageInputs) -> Contrastive:
 def _frozen(run: RunConfig, config: AlignConfig) -> FrozenModels:
     folder = config.vision.init_from
     return FrozenModels(folders={"vision.init_from": folder} if folder else {})
-
-
-def _heldout(folder: Path, config: RunConfig, *, batch_rows: int) -> Sequence[TokenBatch]:
-    """Batches of the size of those in training, whatever the number of ranks: a loss is among the pairs of a batch."""
-    training = config.section(ALIGN)
-    whole = training.batch_rows(config.section(PACK).seq_len * ALIGNED_ROWS.trained_rows)
-    return heldout_sample(folder, config, batch_rows=whole)
 
 
 def _save(trained: TrainedModel) -> Mapping[str, Any]:
@@ -125,6 +116,6 @@ ALIGN = training_spec(
     loss_unit="",
     blocks=_blocks,
     frozen=_frozen,
-    row_use=RowUse(heldout=_heldout, learns_by_heart=False),
+    row_use=RowUse(compares_rows=True, learns_by_heart=False),
     save=_save,
 )

@@ -94,8 +94,8 @@ class AlignedPair:
     image: int
 
 
-def read_pairs(rows: PackedRows, tokenizer: Tokenizer, *, most: int = 0) -> Sequence[AlignedPair]:
-    """The pairs of packed rows, in their order; the first `most` of them, 0 for all."""
+def read_pairs(rows: PackedRows, tokenizer: Tokenizer) -> Sequence[AlignedPair]:
+    """The pairs of packed rows, in their order."""
     found: list[AlignedPair] = []
     for batch in rows.batches(1):
         tokens, segments = batch.input_ids_BT.numpy(), batch.segments_BT.numpy()
@@ -104,8 +104,6 @@ def read_pairs(rows: PackedRows, tokenizer: Tokenizer, *, most: int = 0) -> Sequ
             text_ids, other_ids = (tokens[side][segments[side] == piece] for side in range(2))
             number = round(float(values[1][segments[1] == piece][0])) - 1
             found.append(AlignedPair(tokenizer.decode(text_ids).strip(), text_ids, other_ids, number))
-        if most and len(found) >= most:
-            return found[:most]
     return found
 
 

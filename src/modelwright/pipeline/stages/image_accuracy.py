@@ -59,19 +59,19 @@ def confusion(labels: NDArray[np.int64], predicted: NDArray[np.int64], num_class
 
 def logistic_regression(training: LabeledImages, heldout: LabeledImages) -> NDArray[np.int64]:
     """The classes of held-out images by scikit-learn's multinomial logistic regression on standardized pixels, learned
-    from the first `MOST_TRAINING_IMAGES` training images.
+    from at most `MOST_TRAINING_IMAGES` training images, drawn at random: they may be sorted by class.
     """
     from sklearn.linear_model import LogisticRegression
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
 
-    most = min(len(training), MOST_TRAINING_IMAGES)
+    drawn = np.sort(np.random.default_rng(0).permutation(len(training))[:MOST_TRAINING_IMAGES])
     model = make_pipeline(StandardScaler(), LogisticRegression(max_iter=MOST_ITERATIONS))
-    model.fit(_pixels(training, most), training.labels[:most])
-    return np.asarray(model.predict(_pixels(heldout, len(heldout))), dtype=np.int64)
+    model.fit(_pixels(training, drawn), training.labels[drawn])
+    return np.asarray(model.predict(_pixels(heldout, np.arange(len(heldout)))), dtype=np.int64)
 
 
-def _pixels(images: LabeledImages, most: int) -> NDArray[np.float64]:
+def _pixels(images: LabeledImages, numbers: NDArray[np.int64]) -> NDArray[np.float64]:
     """Colors in [0, 1], one row for each image."""
-    squares = [images.pixels(number, size=BASELINE_SIDE, fit="crop") for number in range(most)]
-    return np.stack(squares).reshape(most, -1) / 255.0
+    squares = [images.pixels(number, size=BASELINE_SIDE, fit="crop") for number in numbers.tolist()]
+    return np.stack(squares).reshape(len(numbers), -1) / 255.0

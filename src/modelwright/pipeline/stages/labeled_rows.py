@@ -35,11 +35,9 @@ def _pack_labeled(job: PackJob, split: Split) -> None:
     if job.settings.mode == "length_buckets":
         raise ConfigError("pack.mode: images have no length to make buckets of; choose best_fit or one_per_row")
     classes = training_classes(job.clean)
-    folder, labels, unknown = (
-        images_folder(job.context.output.path / LABELED_ROWS.name, split),
-        list[int](),
-        list[str](),
-    )
+    folder = images_folder(job.context.output.path / LABELED_ROWS.name, split)
+    labels: list[int] = []
+    unknown: list[str] = []
     with write_images(folder) as images:
         rows = replace(job, settings=replace(job.settings, mode="one_per_row"))
         report = rows.pack(f"{LABELED_ROWS.name}/{split}", _sequences(job, split, images, classes, labels, unknown))

@@ -47,5 +47,8 @@ class RowUse:
     """Rows of updates that one row becomes in an epoch, from the settings of the stage."""
     learns_by_heart: bool = True
     """Whether a model that sees the rows too often learns them by heart."""
+    compares_rows: bool = False
+    """Whether the loss compares the rows of a batch with each other: held-out batches then have the size of those in
+    training, whatever the number of processes."""
     techniques: Callable[[Objective, Sequence[TokenBatch], Path], Sequence[TechniqueBuilder]] = no_techniques
     """Further techniques, from the objective, the held-out batches and the folder of the stage."""

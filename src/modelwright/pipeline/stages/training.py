@@ -290,7 +290,8 @@ def _learn(
     if row_use.learns_by_heart and (note := _repeats(name, num_steps * batch_rows, packed.num_groups)):
         context.progress.note(note)
     microbatch_rows = max(1, batch_rows // (training.gradient_accumulation_steps * num_copies))
-    heldout = row_use.heldout(rows.parent / "heldout", config, batch_rows=microbatch_rows)
+    heldout_rows = batch_rows if row_use.compares_rows else microbatch_rows
+    heldout = row_use.heldout(rows.parent / "heldout", config, batch_rows=heldout_rows)
     tokenizer = Tokenizer.load(context.parents[tokenizer_stage(config)])
     result = train(
         TrainJob(
@@ -309,7 +310,7 @@ def _learn(
             techniques=[
                 *cache,
                 *augmentation,
-                *mixture_techniques(loader, objective, config, training, rows, batch_rows=microbatch_rows),
+                *mixture_techniques(loader, objective, config, training, rows, batch_rows=heldout_rows),
                 text_samples(context.folder.path, tokenizer, first_prompt(heldout) if spec.model_title else ()),
                 *_bits_per_byte(context, config, spec),
                 *traits.techniques(inputs),

@@ -1,8 +1,10 @@
-"""Moves the shares of sources in the batches to those with a high held-out loss, at every evaluation."""
+"""Moves the shares of sources in the batches by held-out losses, at every evaluation. The rule of this file gives more
+to sources with a high loss; that of scores is in `score_mixture.py`.
+"""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -16,64 +18,129 @@ from modelwright.train.runtime import Runtime
 from modelwright.train.technique import StepInfo, Technique
 
 
-def source_losses(run: Runtime, objective: Objective, heldout: Mapping[str, Sequence[Batch]]) -> dict[str, float]:
-    """The held-out loss of each source, all terms together. All ranks call it with the same sources in one order."""
-    with run.formats.evaluating(), run.memory.resting():
-        return {
-            name: evaluate_heldout(run.executor, objective, batches, run.global_mesh, alive=run.alive).loss
-            for name, batches in heldout.items()
-        }
+class ShareRule(Protocol):
+    """How shares follow from held-out losses. `state_dict` is what it needs for its next update."""
+
+    measured: Sequence[str]
+    """The sources whose held-out loss it needs; without any, shares never change."""
+    remedy: str
+    """The setting that avoids measuring a source, for a source that has no held-out rows."""
+
+    def shares(self, before: np.ndarray, losses: Mapping[str, float]) -> np.ndarray:
+        """The next shares [S]. losses: those of the measured sources."""
+        ...
+
+    def summary(self) -> Mapping[str, Any]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 class HeldoutMixture:
-    """Updates `mixture`, which the loader of the batches reads, from the held-out loss of each source. Its state is the
-    history of the shares. heldout: batches by source. reference_losses: of another model by source, of which only the
-    excess counts (DoReMi); {} counts the whole loss (group DRO).
+    """Updates `mixture`, which the loader of the batches reads, by a rule. Its state is the history of the shares and
+    the state of the rule. heldout: batches by source.
     """
 
     def __init__(
         self,
-        config: MixtureConfig,
         run: Runtime,
+        rule: ShareRule,
         *,
         mixture: Mixture,
         objective: Objective,
         heldout: Mapping[str, Sequence[Batch]],
-        reference_losses: Mapping[str, float],
     ) -> None:
-        self.config = config
         self.run = run
+        self.rule = rule
         self.mixture = mixture
         self.objective = objective
         self.heldout = heldout
-        self.reference_losses = reference_losses
-        self.losses: dict[str, float] = {}
 
     def on_step_end(self, info: StepInfo) -> None:
         """Update the shares for the batches after step `info.step`."""
-        self.losses = self.evaluate()
-        references = self.reference_losses
-        excess = np.array([self.losses[name] - references.get(name, 0.0) for name in self.mixture.names])
-        shares = exponentiated_gradient(
-            self.mixture.shares(info.step), excess, rate=self.config.learning_rate, smoothing=self.config.smoothing
-        )
-        self.mixture.update(info.step, shares)
+        if self.rule.measured:
+            self.mixture.update(info.step, self.rule.shares(self.mixture.shares(info.step), self.evaluate()))
 
     def evaluate(self) -> dict[str, float]:
-        """The held-out loss of each source, all terms together."""
-        return source_losses(self.run, self.objective, {name: self.heldout[name] for name in self.mixture.names})
+        """The held-out loss of each measured source, all terms together. All ranks evaluate them in one order."""
+        run = self.run
+        with run.formats.evaluating(), run.memory.resting():
+            return {
+                name: evaluate_heldout(
+                    run.executor, self.objective, self.heldout[name], run.global_mesh, alive=run.alive
+                ).loss
+                for name in self.rule.measured
+            }
 
     def summary(self) -> dict[str, Any]:
-        """The last shares and held-out losses by source."""
+        """The last shares by source, and what the rule adds."""
         last = self.mixture.shares(self.run.num_steps).tolist()
-        return {"shares": dict(zip(self.mixture.names, last, strict=True)), "heldout_losses": self.losses}
+        return {"shares": dict(zip(self.mixture.names, last, strict=True)), **self.rule.summary()}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"mixture": self.mixture.state_dict(), "losses": self.losses}
+        return {"mixture": self.mixture.state_dict(), **self.rule.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.mixture.load_state_dict(state["mixture"])
+        self.rule.load_state_dict(state)
+
+
+class ExcessLossRule:
+    """Shares grow with the held-out loss of their source beyond `reference_losses`, those of another model (DoReMi, Xie
+    et al. 2023); {} counts the whole loss (group DRO, Sagawa et al. 2020).
+    """
+
+    remedy = "set it to none"
+
+    def __init__(self, config: MixtureConfig, names: Sequence[str], reference_losses: Mapping[str, float]) -> None:
+        self.config = config
+        self.measured = names
+        self.reference_losses = reference_losses
+        self.losses: dict[str, float] = {}
+
+    def shares(self, before: np.ndarray, losses: Mapping[str, float]) -> np.ndarray:
+        self.losses = dict(losses)
+        excess = np.array([losses[name] - self.reference_losses.get(name, 0.0) for name in self.measured])
+        return exponentiated_gradient(before, excess, rate=self.config.learning_rate, smoothing=self.config.smoothing)
+
+    def summary(self) -> Mapping[str, Any]:
+        return {"heldout_losses": self.losses}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"losses": self.losses}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.losses = dict(state["losses"])
+
+
+def mixture_technique(
+    name: str,
+    run: Runtime,
+    rule: ShareRule,
+    *,
+    mixture: Mixture,
+    objective: Objective,
+    heldout: Mapping[str, Sequence[Batch]],
+    every: int,
+) -> Technique:
+    """See `HeldoutMixture`. every: steps between updates. Raises `ConfigError` if a measured source has no held-out
+    batch.
+    """
+    if missing := [source for source in rule.measured if not len(heldout.get(source, ()))]:
+        raise ConfigError(
+            f"batching.mixture.update: the source {missing[0]!r} has no held-out rows to measure its loss on; raise "
+            f"data.validation_fraction, or {rule.remedy}"
+        )
+    technique = HeldoutMixture(run, rule, mixture=mixture, objective=objective, heldout=heldout)
+    return Technique(
+        name=name,
+        on_step_end=technique.on_step_end,
+        every=every,
+        state=technique,
+        summary=technique.summary,
+        needs=frozenset({SYNCHRONOUS_UPDATES, EQUAL_REPLICAS}),
+    )
 
 
 def heldout_mixture(
@@ -86,22 +153,10 @@ def heldout_mixture(
     every: int,
     reference_losses: Mapping[str, float] = MappingProxyType({}),
 ) -> Technique | None:
-    """See `HeldoutMixture`. every: steps between updates. Raises `ConfigError` if a source has no held-out batch."""
+    """See `ExcessLossRule` and `mixture_technique`."""
     if config.update != "heldout_loss":
         return None
-    if missing := [name for name in mixture.names if not len(heldout.get(name, ()))]:
-        raise ConfigError(
-            f"batching.mixture.update: the source {missing[0]!r} has no held-out rows to measure its loss on; raise "
-            "data.validation_fraction, or set it to none"
-        )
-    technique = HeldoutMixture(
-        config, run, mixture=mixture, objective=objective, heldout=heldout, reference_losses=reference_losses
-    )
-    return Technique(
-        name="heldout_mixture",
-        on_step_end=technique.on_step_end,
-        every=every,
-        state=technique,
-        summary=technique.summary,
-        needs=frozenset({SYNCHRONOUS_UPDATES, EQUAL_REPLICAS}),
+    rule = ExcessLossRule(config, mixture.names, reference_losses)
+    return mixture_technique(
+        "heldout_mixture", run, rule, mixture=mixture, objective=objective, heldout=heldout, every=every
     )
