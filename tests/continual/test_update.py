@@ -52,7 +52,7 @@ def packed(world: World, run: RunDir, **changes):
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.05, 0.25])
 def test_the_share_of_replay_is_exact(world: World, tmp_path: Path, share: float) -> None:
-    """Of the rows of the first n batches, for every n, up to one row."""
+    """The share is exact, up to one row, in the rows of the first n batches for every n."""
     run = RunDir(tmp_path / "run")
     config = packed(world, run, replay=share)
     training, rows = config.section("sft"), PackedRows(run.path / "pack/artifact/sft/train")

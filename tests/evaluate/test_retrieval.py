@@ -12,7 +12,7 @@ def naive(scores: np.ndarray, is_relevant: np.ndarray, most: int) -> float:
     """Of equal scores the relevant candidates come last."""
     found = []
     for row, relevant in zip(scores, is_relevant, strict=True):
-        order = sorted(range(len(row)), key=lambda place: (-row[place], relevant[place]))  # noqa: B023
+        order = sorted(range(len(row)), key=lambda place: (-row[place], relevant[place]))
         found.append(any(relevant[place] for place in order[:most]))
     return float(np.mean(found))
 

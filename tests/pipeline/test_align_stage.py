@@ -183,7 +183,7 @@ def test_a_folder_that_lacks_a_projection_is_refused(finished: tuple[Path, Path]
     tensors = load_file(path)
     del tensors["text.weight"]
     save_file(tensors, path)
-    with pytest.raises(ModelError, match="does not fit alignment.json"):
+    with pytest.raises(ModelError, match=r"does not fit alignment\.json"):
         load_aligned(folder)
     (folder / "alignment.json").write_text("{}")
     with pytest.raises(ModelError, match="embed_dim or pooling"):

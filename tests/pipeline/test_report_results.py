@@ -169,7 +169,7 @@ def test_the_accuracy_axis_ends_at_100_percent(tmp_path: Path) -> None:
 
 
 def test_what_needs_no_question_stands_beside_the_accuracy(tmp_path: Path) -> None:
-    """Of a run from before there was such a figure, the rest is shown."""
+    """A run from before there was such a figure shows the rest."""
     chart = next(block for block in evaluated(tmp_path, 5).blocks if isinstance(block, Chart) and "choice" in block.svg)
     assert all(words in chart.svg for words in ("without the question", "31.0%", "cue: shared words", "100.0%"))
     run = RunDir(tmp_path)

@@ -127,7 +127,7 @@ def test_another_search_in_the_same_folder_is_refused_unless_it_restarts(packed:
 
 
 def test_other_weights_to_begin_with_are_another_search(packed: Path, tmp_path: Path) -> None:
-    """Of the same shape, as a model is that was trained again in the same folder."""
+    """The other model has the same shape, as one that was trained again in the same folder has."""
     run, start = copied(packed, tmp_path), tmp_path / "start"
     shutil.copytree(packed / "pretrain" / "artifact", start)
     space = tmp_path / "rates.yaml"

@@ -173,7 +173,7 @@ def test_kendalls_tau_with_its_interval() -> None:
 
 @pytest.mark.parametrize("correlation", [0.0, 0.6, 0.95])
 def test_the_interval_of_kendalls_tau_has_the_true_value_as_often_as_it_says(correlation: float) -> None:
-    """Of normal losses, whose tau is 2 / pi arcsin(correlation) (Greiner 1909)."""
+    """Normal losses have the tau 2 / pi arcsin(correlation) (Greiner 1909)."""
     draw, truth, num_held = np.random.default_rng(4), 2 / math.pi * math.asin(correlation), 0
     for _ in range(300):
         shared = draw.normal(size=6)

@@ -104,7 +104,7 @@ def test_settings_without_effect_and_sources_that_cannot_be_measured_are_refused
         MixtureConfig(update="scores", temperature=2.0)
     config = MixtureConfig(update="scores", weights={"even": 1.0})
     mixture = Mixture(config, ["even", "noise"], [1, 1], num_steps=2)
-    with pytest.raises(ConfigError, match="'noise' has no held-out rows.*give it a score"):
+    with pytest.raises(ConfigError, match=r"'noise' has no held-out rows.*give it a score"):
         score_mixture(config, None, mixture=mixture, objective=NextToken(None), heldout={}, every=1)  # type: ignore[arg-type]
 
 

@@ -17,7 +17,7 @@ PACKAGE = Path(modelwright.__file__).parent
 BASE = "ModelwrightError"
 INSERTED = "…"
 SELF_EXPLANATORY = ", got "
-"""Of errors about a value out of range, which name the setting, what is allowed and what was given."""
+"""Errors with this text are left out: they name the setting, what is allowed and what was given."""
 _COMMAND = re.compile(r"modelwright [a-z][\w-]*(?: [\w./-]+)*|pip install '[^']+'|(?<![\w-])--[a-z][\w.-]*[a-z]")
 
 

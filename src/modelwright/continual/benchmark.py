@@ -53,7 +53,7 @@ class Benchmark:
             return [Document.from_json(line) for line in file]
 
     def every_document(self) -> list[Document]:
-        """Of all tasks and halves, for decontamination."""
+        """The documents of all tasks and halves, which decontamination needs."""
         return [document for task in TASKS for half in HALVES for document in self.read(task, half)]
 
     @property

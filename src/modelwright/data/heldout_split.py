@@ -15,9 +15,10 @@ class Unsplit:
 
 
 def with_splits(documents: Iterator[Document | Unsplit], fraction: float, rest: Split) -> Iterator[Document]:
-    """Decide the open splits by a hash, so that equal texts, and all captions of one image, get the same split. If a kind
-    has two or more documents, at least one is held out: until the first one is, the document with the smallest hash is
-    retained.
+    """Decide the open splits by a hash, so that equal texts, and all captions of one image, get the same split.
+
+    If a kind has two or more documents, at least one is held out: until the first one is, the document with the
+    smallest hash is retained.
     """
     kept_back: dict[str, tuple[float, Document]] = {}
     num_train: dict[str, int] = {}

@@ -65,8 +65,8 @@ class Candidates:
     progress: Progress
 
     def latency_ms(self, shape: ModelConfig, limit_ms: float = math.inf) -> float:
-        """Of a decoded token, measured once for each shape. One that seems just beyond the limit is measured again,
-        because what else the machine does only ever adds time.
+        """The time of a decoded token, measured once for each shape. One that seems just beyond the limit is measured
+        again, because what else the machine does only ever adds time.
         """
 
         def measure() -> Mapping[str, Any]:

@@ -36,7 +36,7 @@ class Workbench:
 
     @property
     def seed(self) -> int:
-        """Of everything random in the strategy."""
+        """The seed of everything random in the strategy."""
         return derive_seed(self.candidates.config.seed, "search", self.strategy)
 
     @property
@@ -53,8 +53,8 @@ class Workbench:
         return self.budget - self.spent
 
     def cost(self, choices: Choices, share: float = 1.0) -> float:
-        """Of a training of this share of the full length, in trainings of the run's own model. Raises `ConfigError`
-        for choices that make no model.
+        """What a training of this share of the full length costs, in trainings of the run's own model. Raises
+        `ConfigError` for choices that make no model.
         """
         full = self.candidates.flops(self.space.standard, 1.0)
         return self.candidates.flops(self.space.candidate(choices), share) / full

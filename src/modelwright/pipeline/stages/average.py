@@ -62,8 +62,8 @@ def averaged(old: Mapping[str, Tensor], new: Mapping[str, Tensor], share: float)
 
 
 def best_share(costs: Mapping[float, tuple[float, float]], before: float, margin: float) -> float:
-    """Of the shares that raise the cost of old texts by at most `margin` of what it was `before`, the one with the
-    lowest cost of new ones; if there is none, the one with the lowest cost of old ones. Of equal ones the smallest.
+    """The share with the lowest cost of new texts among those that raise the cost of old ones by at most `margin` of
+    what it was `before`; if there is none, the share with the lowest cost of old texts. Ties go to the smallest.
 
     costs: bits per byte of old and of new texts by share.
     """
@@ -126,7 +126,7 @@ def _read(files: tuple[str, ...]) -> list[Document]:
 
 
 def bits_per_byte(model: Decoder, tokenizer: Tokenizer, documents: Sequence[Document], context: StageContext) -> float:
-    """Of all documents together: of conversations the answers, of other documents the text."""
+    """Bits per byte of all documents together: of the answers in conversations, of the text in other documents."""
     rows = record_costs(model, tokenizer, documents, EvaluateConfig(), progress=context.progress)
     every = [row for of_one_kind in rows.values() for row in of_one_kind]
     return sum(row["nats"] for row in every) / math.log(2) / sum(row["num_bytes"] for row in every)

@@ -25,13 +25,13 @@ from modelwright.search.workbench import Workbench
 
 HIDDEN_DIM, NUM_LAYERS = 35, 2
 LEARNING_RATE = 6e-4
-"""Of Adam, as the sizes of the LSTM from section 4.1 of the paper."""
+"""Adam's rate and the sizes of the LSTM are those of section 4.1 of the paper."""
 INIT_RANGE = 0.08
 """Weights begin evenly between minus this and this (section 4.1)."""
 REWARD_SCALE = 80.0
 """c of the reward c / perplexity^2 (section 4.2)."""
 BASELINE_DECAY = 0.95
-"""Of the exponential moving average of rewards; the paper leaves it open."""
+"""Decay of the exponential moving average of rewards; the paper leaves it open."""
 
 MAX_LESSONS = 1000
 """Draws of a search, repeated ones included."""
@@ -78,13 +78,13 @@ class RecurrentController(nn.Module):
         return places
 
     def log_prob(self, places: Sequence[int]) -> Tensor:
-        """Of drawing these places."""
+        """The log-probability of drawing these places."""
         steps = zip(self.log_probs(places), places, strict=True)
         return torch.stack([log_probs[place] for log_probs, place in steps]).sum()
 
     @torch.no_grad()
     def probabilities(self) -> list[float]:
-        """Of the likeliest value of each axis, each after the likeliest ones before it."""
+        """The probability of the likeliest value of each axis, each after the likeliest ones before it."""
         places: list[int] = []
         likeliest: list[float] = []
         for _ in self.sizes:

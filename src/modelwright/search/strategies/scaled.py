@@ -6,7 +6,7 @@ from modelwright.search.workbench import Workbench
 
 NUM_SCALES = 40
 LARGEST = 2.0
-"""Of the factors, which are tried downwards in equal steps: the first one within limits is the largest that fits."""
+"""The largest factor. They are tried downwards in equal steps: the first one within limits is the largest that fits."""
 MULTIPLE = 16
 """Widths are multiples of it."""
 

@@ -40,9 +40,9 @@ from modelwright.train.runner import WholeModel
 NUM_RANDOM = 2
 """Random sub-networks of a step, beside the largest and the smallest: as published."""
 TRAINING_SHARE = 0.5
-"""Of the budget, for training the shared weights."""
+"""Share of the budget for training the shared weights."""
 RANKING_SHARE = 0.2
-"""Of the budget, for ranking by them."""
+"""Share of the budget for ranking by them."""
 NUM_RANKED = 64
 """Candidates that are ranked, at most."""
 RANKING_TOKENS = 0.05
