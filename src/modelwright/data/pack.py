@@ -79,6 +79,9 @@ class PackConfig:
     long_documents: Literal["split", "chunk", "skip"] = "split"
     """What happens to documents that are longer than a row: `split` divides them; `chunk` divides them into chunks of
     `seq_len` tokens that overlap; both truncate conversations. `skip` drops and counts documents and conversations."""
+    text_kinds: tuple[Literal["prose", "code", "qa"], ...] = ("prose", "code")
+    """Kinds of documents whose whole text pretraining learns; with `qa`, conversations too. Where none is left of
+    these kinds, it learns from conversations."""
     chat_loss: ChatLoss = "assistant"
     """Tokens of a conversation that fine-tuning learns: `assistant` those of all answers, `last_answer` those of the
     last one (completion only), `all` also those of prompts, up to the last answer. Where a chat template marks what

@@ -87,9 +87,9 @@ class SourceConfig:
     """Where the text comes from; docs/data.md lists file formats and record types."""
 
     sources: tuple[str, ...] = (BUILTIN,)
-    """Files, directories, globs, fsspec URLs, `stdlib` for the source and docs of Python's standard library,
-    `arithmetic` for generated problems with answers, `sentence_pairs` for preference pairs made of those docs, or
-    `digits` for handwritten digits with captions."""
+    """Files, directories, globs, fsspec URLs, `stdlib` for the source of Python's standard library and its docs with
+    those of torch and NumPy, `arithmetic` for generated problems with answers, `sentence_pairs` for preference pairs
+    made of those docs, or `digits` for handwritten digits with captions."""
     text_field: str = DEFAULT_TEXT_FIELD
     """Field of a record that holds its text. Any name but `text` is taken even where the record is a question with its
     answer."""

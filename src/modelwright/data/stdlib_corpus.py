@@ -2,8 +2,8 @@
 
 Code: the standard library's sources. Prose: the docstrings of the standard library, torch and NumPy, and the language
 reference in `pydoc_data.topics`. Questions and answers: one pair for each docstring whose first paragraph answers "What
-does X do?", in one of several forms (`question_forms.py`). Tests are left out, and so is what the interpreter's build
-generated about this machine. The split is by module: everything from one module has the same split. Deterministic for
+does X do?", in one of several forms (`question_forms.py`). Tests are left out, and so are the internals of torch and what
+the interpreter's build generated about this machine. The split is by module: everything from one module has the same split. Deterministic for
 given versions of Python, torch and NumPy.
 """
 
@@ -32,7 +32,9 @@ from modelwright.data.workers import InProcess, ShardEngine, in_order
 HELDOUT_FRACTION = 1 / 20
 """Share of the modules that is held out."""
 
-_GENERATED = ("_sysconfigdata", "pydoc_data.topics")
+_LEFT_OUT = ("_sysconfigdata", "pydoc_data.topics", "torch._")
+"""Beginnings of names of modules: what a build generated, and the internals of torch, whose documentation would be a
+third of all prose and of no use to anybody who asks about torch."""
 _COMPILED = {
     "torch": ("torch", "torch.linalg", "torch.fft", "torch.special", "torch.nn.functional", "torch.Tensor"),
     "numpy": ("numpy", "numpy.ndarray", "numpy.random", "numpy.random.Generator"),
@@ -109,7 +111,7 @@ def _jobs(origin: str, fraction: float) -> Iterator[ModulesJob]:
     modules = [
         (module, path)
         for module, path in (module_files(base, "" if origin == "stdlib" else origin) if base else ())
-        if not module.startswith(_GENERATED) and _is_chosen(module, fraction)
+        if not module.startswith(_LEFT_OUT) and _is_chosen(module, fraction)
     ]
     for first in range(0, len(modules), _MODULES_AT_ONCE):
         yield ModulesJob(origin, tuple(modules[first : first + _MODULES_AT_ONCE]))

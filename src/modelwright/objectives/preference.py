@@ -22,7 +22,7 @@ from modelwright.train.config import TrainConfig
 from modelwright.train.frozen_model import FrozenModel
 from modelwright.train.objective import BatchSource, Metric, Objective, Terms
 
-PREFERENCE, SFT = "preference", "sft"
+PREFERENCE, NLL = "preference", "nll"
 """Names of the loss terms."""
 MOST_LOG_PROB = -1e-12
 """Where odds p / (1 - p) are cut, so that they stay finite."""
@@ -94,7 +94,7 @@ class Preference(Objective):
     def weights(self, batch: TokenBatch) -> Mapping[str, Tensor]:
         pairs = Pairs.of(batch)
         weights = {PREFERENCE: pairs.count}
-        return weights | {SFT: pairs.lengths.chosen.sum()} if self.config.sft_weight else weights
+        return weights | {NLL: pairs.lengths.chosen.sum()} if self.config.sft_weight else weights
 
     def losses(self, output: Tensor, batch: TokenBatch, model: Decoder) -> Terms:
         log_probs_BT, pairs = model.token_log_probs(output, batch.labels_BT), Pairs.of(batch)
@@ -102,7 +102,7 @@ class Preference(Objective):
         metrics, losses = absent(self.metric_names, output.device), dict[str, Tensor]()
         if self.config.sft_weight:
             nll, num_tokens = -log_probs.chosen.sum(), pairs.lengths.chosen.sum()
-            losses[SFT] = self.config.sft_weight * nll
+            losses[NLL] = self.config.sft_weight * nll
             metrics["nll_loss"] = nll, num_tokens
         if self.reference is None:
             scores = log_probs = log_probs / pairs.lengths

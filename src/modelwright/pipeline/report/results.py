@@ -59,7 +59,7 @@ def evaluation_facts(data: RunData, stage: StageData) -> Sequence[Fact]:
         best = min(models, key=lambda name: rows[name][kind])
         baseline = best_baseline(rows, kind, models)
         hint = f"{best}" + (f"; best baseline {baseline[1]:.2f} ({baseline[0]})" if baseline else "")
-        facts.append(Fact(f"Bits per byte, {kind_title(kind)}", number(rows[best][kind], 3), hint))
+        facts.append(Fact(f"Bits per byte, {kind_title(kind)}", f"{rows[best][kind]:.2f}", hint))
     facts += answer_facts(results, data.model_titles)
     choice = results["models"][results["final"]]["multiple_choice"]
     if choice["questions"]:

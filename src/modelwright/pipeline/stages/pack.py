@@ -28,6 +28,7 @@ from modelwright.pipeline.stages.tokenize import TOKENIZE
 from modelwright.plan.estimate import StageEstimate
 
 BYTES_PER_S = 3e6
+QA_ONLY: tuple[Kind, ...] = ("qa",)
 
 
 def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
@@ -87,8 +88,9 @@ def with_labels(config: RunConfig) -> PackConfig:
 
 
 def _settings(config: PackConfig) -> dict[str, Any]:
-    """The settings for the digest; without the loss of conversations where it is the one that there always was."""
-    return {name: value for name, value in dump(config).items() if (name, value) != ("chat_loss", "assistant")}
+    """The settings for the digest; without those that have the value that there always was."""
+    always = {"chat_loss": "assistant", "text_kinds": list(TEXT_KINDS)}
+    return {name: value for name, value in dump(config).items() if name not in always or always[name] != value}
 
 
 def _label_settings(config: PackConfig) -> dict[str, str | bool]:
@@ -99,9 +101,10 @@ def _label_settings(config: PackConfig) -> dict[str, str | bool]:
 
 def _run(context: StageContext, config: RunConfig, settings: PackConfig, tokenizer: Tokenizer) -> None:
     clean, facts = context.parents[CLEAN.name], context.output.facts
-    kinds = pretraining_kinds(clean)
+    kinds = pretraining_kinds(clean, settings.text_kinds)
     facts["pretrain_kinds"] = list(kinds)
-    if "qa" in kinds and any(stage.rows is TEXT_ROWS for stage in config.trainings):
+    has_other_text = kinds == settings.text_kinds
+    if not has_other_text and any(stage.rows is TEXT_ROWS for stage in config.trainings):
         context.progress.note(
             "pack: the sources hold question/answer pairs and no other text; pretraining learns from the pairs as text"
         )
@@ -132,10 +135,10 @@ def packed_row_len(config: RunConfig) -> int:
     return config.section(PACK).seq_len if config.has(PACK) else config.model.max_seq_len
 
 
-def pretraining_kinds(clean: Path) -> tuple[Kind, ...]:
-    """The kinds of documents that pretraining learns from: prose and code, or pairs where there is neither."""
-    has_text = any(document.kind in TEXT_KINDS for document in read_kept(clean, split="train"))
-    return TEXT_KINDS if has_text else ("qa",)
+def pretraining_kinds(clean: Path, wanted: tuple[Kind, ...]) -> tuple[Kind, ...]:
+    """The kinds of documents that pretraining learns from: those that are wanted, or pairs where there are none."""
+    has_text = any(document.kind in wanted for document in read_kept(clean, split="train"))
+    return wanted if has_text else QA_ONLY
 
 
 def check_context(config: RunConfig) -> None:
