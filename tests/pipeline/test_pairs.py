@@ -6,6 +6,7 @@ import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import pytest
 
@@ -63,6 +64,31 @@ def test_pairs_alone_train_from_text_to_report(
     for stage in ("pretrain", "sft"):
         losses = [value for _, value in column(read_records(tmp_path / "run" / stage / "metrics.jsonl"), "loss")]
         assert losses[-1] < losses[0]
+
+
+def test_pretraining_may_learn_conversations_beside_other_text(
+    inside: Command, tmp_path: Path, small_words: tuple[str, ...]
+) -> None:
+    """With `qa` among the kinds of text, rows of pretraining hold the pairs; fine-tuning has the same rows."""
+    text = tmp_path / "text"
+    text.mkdir()
+    write_pairs(text)
+    for name in ("assert", "atom-literals", "class", "compound", "exceptions", "for", "function", "import"):
+        (text / f"{name}.txt").write_text(topics[name])
+    words = [*on(text, small_words), "--stages", PREPARED]
+    found = {}
+    for name, kinds in (("without", "[prose, code]"), ("with", "[prose, code, qa]")):
+        done = inside(*words, "--run-dir", str(tmp_path / name), "--pack.text_kinds", kinds)
+        assert done.returncode == 0, done.stderr
+        artifact = tmp_path / name / "pack" / "artifact"
+        tokenizer = Tokenizer.load(tmp_path / name / "tokenize" / "artifact")
+        batches = PackedRows(artifact / "pretrain" / "train").batches(8)
+        found[name] = "".join(tokenizer.decode(row) for batch in batches for row in batch.input_ids_BT.numpy())
+        assert read_manifest(artifact).facts["sft/train"]["num_sequences"] > 0
+    assert "statement" in found["without"]
+    assert "What is 7 plus" not in found["without"]
+    assert "statement" in found["with"]
+    assert "What is 7 plus" in found["with"]
 
 
 def test_pairs_longer_than_a_row_are_reported(inside: Command, tmp_path: Path, small_words: tuple[str, ...]) -> None:
