@@ -2,9 +2,9 @@
 
 Code: the standard library's sources. Prose: the docstrings of the standard library, torch and NumPy, and the language
 reference in `pydoc_data.topics`. Questions and answers: one pair for each docstring whose first paragraph answers "What
-does X do?", in one of several forms (`question_forms.py`). Tests are left out, and so are the internals of torch and what
-the interpreter's build generated about this machine. The split is by module: everything from one module has the same split. Deterministic for
-given versions of Python, torch and NumPy.
+does X do?", in one of several forms (`question_forms.py`). Tests are left out, and so are the internals of torch and
+what the interpreter's build generated about this machine. The split is by module: everything from one module has the
+same split. Deterministic for given versions of Python, torch and NumPy.
 """
 
 import importlib.util

@@ -276,18 +276,20 @@ def _checked_settings(path: Path) -> dict[str, Any]:
         for pattern, value in result[name].items():
             _check_kind(f"{path}: {name}.{pattern}", value, DEFAULTS["r" if name == "rank_pattern" else "lora_alpha"])
             _check_pattern(f"{path}: {name}", pattern)
-    targets = result.get("target_modules")
+    targets: Any = result.get("target_modules")
     if isinstance(targets, str) and targets != "all-linear":
         _check_pattern(f"{path}: target_modules", targets)
-    elif not isinstance(targets, str | list | None) or not all(isinstance(one, str) for one in targets or ()):
+    elif not isinstance(targets, str | list | None) or not all(
+        isinstance(one, str) for one in cast(Any, targets or ())
+    ):
         raise ModelError(f"{path}: target_modules: is neither a text nor a list of texts; copy the folder again")
     return result
 
 
 def _check_kind(place: str, value: Any, default: Any) -> None:
     """Raise `ModelError` for a value that is not of the kind of a default: a whole number does for a fraction."""
-    kinds = (int, float) if isinstance(default, float) else (type(default),)
-    if not isinstance(value, kinds) or isinstance(value, bool) != isinstance(default, bool):
+    is_right = isinstance(value, int | float) if isinstance(default, float) else isinstance(value, type(default))
+    if not is_right or isinstance(value, bool) != isinstance(default, bool):
         raise ModelError(f"{place}: {value!r} has the wrong type; copy the folder again")
 
 

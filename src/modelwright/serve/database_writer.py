@@ -88,10 +88,11 @@ class DatabaseWriter:
         while is_open:
             entries: list[_Queued | None] = []
             if time.monotonic() >= due:
-                entries, due = [_Queued(self._housekeeping)], time.monotonic() + HOUSEKEEPING_PERIOD_S
+                entries.append(_Queued(self._housekeeping))
+                due = time.monotonic() + HOUSEKEEPING_PERIOD_S
             else:
                 with contextlib.suppress(queue.Empty):
-                    entries = [self._queue.get(timeout=max(0.0, due - time.monotonic()))]
+                    entries.append(self._queue.get(timeout=max(0.0, due - time.monotonic())))
             while len(entries) < BATCH_TASKS and not self._queue.empty():
                 entries.append(self._queue.get())
             is_open = None not in entries

@@ -28,7 +28,8 @@ def corpus_section(data: RunData, stage: StageData) -> Section:
     blocks += _dropped_blocks(stage, NUM_DROPPED_EXAMPLES)
     blocks += _skipped_blocks(sources)
     places = ", ".join(
-        "Python's standard library, torch and NumPy" if s == BUILTIN else redact_text(s) for s in data.config.text_sources
+        "Python's standard library, torch and NumPy" if s == BUILTIN else redact_text(s)
+        for s in data.config.text_sources
     )
     kept = sum(entry["documents"] for splits in clean["kept"].values() for entry in splits.values())
     lead = (

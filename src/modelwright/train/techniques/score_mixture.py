@@ -22,7 +22,7 @@ class ScoreRule:
 
     def __init__(self, config: MixtureConfig, names: Sequence[str]) -> None:
         self.sharpness = config.score_sharpness
-        self.measured = [name for name in names if name not in config.weights]
+        self.measured: Sequence[str] = [name for name in names if name not in config.weights]
         self.scores = {name: config.weights.get(name, UNMEASURED) for name in names}
         self.first_losses: dict[str, float] = {}
 
