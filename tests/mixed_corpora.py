@@ -12,7 +12,10 @@ from modelwright.data.document import Document, Kind, Split
 from modelwright.data.duplicate_corpus import DuplicatesConfig
 from modelwright.data.steps.quality import QualityConfig
 
-_WORDS = "the a of to in and is was for it with on that this from by which city river engine letter market".split()
+_WORDS = [
+    "the", "a", "of", "to", "in", "and", "is", "was", "for", "it", "with", "on", "that", "this", "from", "by", "which",
+    "city", "river", "engine", "letter", "market",
+]  # fmt: skip
 
 
 def documents(seed: int, count: int, after: int = 0) -> Iterator[Document]:
