@@ -15,6 +15,7 @@ change one that stays good otherwise; copies are added to their originals.
 import argparse
 import json
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -37,6 +38,7 @@ LEVELS = (0.98, 0.95, 0.9, 0.87, 0.83, 0.75, 0.6)
 """Jaccard similarities of word 5-grams that copies are made for."""
 PERSONAL, BROKEN, COPY = "personal data", "broken encoding", "copy"
 _FEWEST_WORDS, _MOST_CHARS = 80, 6000
+_MOST_REFUSED = 4
 _MISTAKES = (("utf-8", "sloppy-windows-1252"), ("utf-8", "latin-1"), ("utf-8", "sloppy-windows-1251"),
              ("cp1251", "latin-1"), ("koi8-r", "sloppy-windows-1251"), ("gb18030", "latin-1"), ("utf-8", "gb18030"),
              ("cp932", "latin-1"), ("cp1253", "latin-1"), ("cp1256", "latin-1"))  # fmt: skip
@@ -116,18 +118,21 @@ def _broken(text: str, rng: random.Random) -> tuple[str, str]:
 
 def _copy(text: str, level: float, rng: random.Random) -> tuple[str, float]:
     """A copy in which words are replaced, one after another, while its similarity to the text is at least `level`, and
-    that similarity.
+    that similarity. The last word comes first: in a short text it alone may be replaced for a high level.
     """
-    words, own = text.split(" "), np.unique(shingles(text))
-    places = [place for place, word in enumerate(words) if word.isalpha()]
-    best, similarity = text, 1.0
-    for place in rng.sample(places, len(places)):
-        words[place] = words[rng.choice(places)][::-1] + "o"
-        changed = " ".join(words)
+    parts, own = re.split(r"(\w+)", text), np.unique(shingles(text))
+    places = list(range(1, len(parts), 2))  # of words
+    best, similarity, num_refused = text, 1.0, 0
+    for place in places[-1:] + rng.sample(places, len(places)):
+        before, parts[place] = parts[place], parts[rng.choice(places)][::-1] + "o"
+        changed = "".join(parts)
         reached = jaccard(own, np.unique(shingles(changed)))
-        if reached < level:
+        if reached >= level:
+            best, similarity = changed, reached
+        else:
+            parts[place], num_refused = before, num_refused + 1
+        if num_refused == _MOST_REFUSED:
             break
-        best, similarity = changed, reached
     return best, similarity
 
 
