@@ -19,6 +19,7 @@ SLURM, KUBERNETES = EXAMPLES / "clean_ray.sbatch", EXAMPLES / "clean_ray.yaml"
 DIRECTIVES = {
     "job-name": r"[\w-]+", "nodes": r"\d+(-\d+)?", "ntasks-per-node": r"\d+", "cpus-per-task": r"\d+",
     "mem": r"\d+[KMGT]?", "time": r"(\d+-)?\d+(:\d\d){0,2}", "output": r"[\w%./-]+",
+    "exclusive": "",
 }  # fmt: skip
 """Options of sbatch and the forms of their values, by its manual page."""
 
@@ -51,7 +52,7 @@ def test_the_slurm_script_is_one() -> None:
     text = SLURM.read_text()
     assert text.startswith("#!/bin/bash\n")
     subprocess.run(["bash", "-n", SLURM], check=True)
-    found = re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", text, flags=re.MULTILINE)
+    found = re.findall(r"^#SBATCH --([\w-]+)=?(\S*)$", text, flags=re.MULTILINE)
     assert len(found) == text.count("\n#SBATCH")
     for name, value in found:
         assert re.fullmatch(DIRECTIVES[name], value), name
@@ -63,7 +64,7 @@ def test_the_slurm_script_runs_the_command_on_all_nodes(tmp_path: Path) -> None:
     """With commands in the place of Slurm's that say what they were called with."""
     for name, body in {
         "scontrol": "printf 'n1\\nn2\\nn3\\n'",
-        "srun": 'printf "%s\\n" "$RAY_ADDRESS" "$@" > called',
+        "srun": 'printf "%s\\n" "$RAY_ADDRESS" "$RAY_AUTH_TOKEN" "$@" > called',
     }.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
@@ -73,8 +74,9 @@ def test_the_slurm_script_runs_the_command_on_all_nodes(tmp_path: Path) -> None:
     }  # fmt: skip
     words = ["raw texts/", "more.jsonl", "--out", "/shared/cleaned"]
     subprocess.run(["bash", SLURM, *words], check=True, env=environment, cwd=tmp_path)
-    address, *called = (tmp_path / "called").read_text().splitlines()
+    address, token, *called = (tmp_path / "called").read_text().splitlines()
     assert address == "auto"
+    assert re.fullmatch(r"[0-9a-f]{32}", token)
     assert "--nodes=3" in called
     options, command = arguments_of_ray(called[called.index("ray") :])
     assert command == ["modelwright", "clean", *words, "--engine", "ray"]
@@ -108,6 +110,8 @@ def test_the_kubernetes_job_runs_the_command_on_all_pods() -> None:
     assert read["address"] == f"{name}-0.{service['metadata']['name']}:6379", "the name of the first pod"
     assert read["min_nodes"] == job["spec"]["completions"] == job["spec"]["parallelism"]
     assert {"name": "RAY_ADDRESS", "value": "auto"} in container["env"]
+    (token,) = (one for one in container["env"] if one["name"] == "RAY_AUTH_TOKEN")
+    assert "value" not in token, "secrets stand in no file"
     assert read["rest"][:2] == ["--num-cpus", container["resources"]["requests"]["cpu"]]
     mounted = {mount["name"] for mount in container["volumeMounts"]}
     assert mounted == {volume["name"] for volume in pod["spec"]["volumes"]}
