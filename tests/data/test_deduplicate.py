@@ -1,23 +1,28 @@
 """Duplicates of a whole corpus, against a twin that compares every document with every other one."""
 
+import multiprocessing
+import os
 import random
-from collections.abc import Iterable
+import signal
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from modelwright.core.errors import ArtifactError
 from modelwright.core.progress import SilentProgress
-from modelwright.data import deduplicate
+from modelwright.data import duplicate_index, near_duplicates
 from modelwright.data.clean import clean_documents, read_dropped, read_kept
 from modelwright.data.clean_config import CleanConfig, build_steps
 from modelwright.data.document import Document
-from modelwright.data.duplicate_corpus import DuplicatesConfig
+from modelwright.data.duplicate_corpus import NO_NUMBER, BandFiles, DuplicatesConfig
+from modelwright.data.duplicate_index import DuplicateIndex
 from modelwright.data.steps.privacy import PrivacyConfig
 from modelwright.data.steps.quality import QualityConfig
-from modelwright.data.steps.shingles import SHINGLE_WORDS, jaccard, shingles
+from modelwright.data.steps.shingles import NUM_BANDS, SHINGLE_WORDS, fingerprints, jaccard, shingles
 from modelwright.data.words import split_words
 
 WORDS = [
@@ -160,10 +165,98 @@ def test_documents_of_earlier_runs(tmp_path: Path) -> None:
     assert clean(tmp_path / "c", monday, key="monday", index=index)[0] == ["d0", "d1"], "a run repeated is not its own"
     again = [document(" ".join(second), 9), document("A text that nobody has ever seen before, really.", 10)]
     assert clean(tmp_path / "d", again, key="wednesday", index=index)[0] == ["d10"]
-    (damaged, *_) = sorted((tmp_path / "index").glob("*.npz"))
+    (damaged, *_) = sorted((tmp_path / "index").glob("*.safetensors"))
     damaged.write_bytes(damaged.read_bytes()[:100])
     with pytest.raises(ArtifactError, match="is damaged"):
         clean(tmp_path / "e", again, key="thursday", index=index)
+
+
+def write_index_and_die(folder: str, moment: int) -> None:
+    """Cleans into an index, and is killed before a certain array of it is written, or at the end before it counts."""
+    tensors = duplicate_index._tensors
+
+    def dying(*arguments: Any) -> Iterator[Any]:
+        for number, values in enumerate(tensors(*arguments)):
+            if number == moment:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield values
+        if moment < 0:
+            Path.replace = lambda path, target: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+
+    duplicate_index._tensors = dying  # type: ignore[assignment]
+    clean(Path(folder) / "out", corpus_of_a_day(2), key="monday", index=str(Path(folder) / "index"))
+
+
+def corpus_of_a_day(seed: int) -> list[Document]:
+    rng = random.Random(seed)
+    return [document(" ".join(sentence(rng, 60)), number) for number in range(30)]
+
+
+@pytest.mark.parametrize("moment", [0, 3, 60, -1])
+def test_an_index_is_whole_though_its_writer_was_killed(tmp_path: Path, moment: int) -> None:
+    index = str(tmp_path / "index")
+    clean(tmp_path / "before", corpus_of_a_day(1), key="monday", index=index)
+    (file,) = (tmp_path / "index").glob("*.safetensors")
+    before = file.read_bytes()
+    process = multiprocessing.get_context("spawn").Process(target=write_index_and_die, args=(str(tmp_path), moment))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert file.read_bytes() == before
+    new = document(" ".join(sentence(random.Random(3), 60)), 99)
+    assert clean(tmp_path / "again", [*corpus_of_a_day(1), new], key="tuesday", index=index)[0] == ["d99"]
+    assert len(clean(tmp_path / "out", corpus_of_a_day(2), key="monday", index=index)[0]) == 30
+    assert file.read_bytes() != before
+    assert clean(tmp_path / "after", [*corpus_of_a_day(2), new], key="tuesday", index=index)[0] == ["d99"]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_runs_after_another_against_the_comparison_of_all_pairs(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    origins = [sentence(rng, rng.randrange(60, 200)) for _ in range(40)]
+    seen: list[str] = []
+    num_dropped = 0
+    for day in range(3):
+        texts = [" ".join(changed(rng, words, rng.choice((0.0, 0.01, 0.03, 0.3)))) for words in origins]
+        documents = [document(text, number) for number, text in enumerate(texts)]
+        kept, dropped = clean(
+            tmp_path / f"{day}", documents, key=f"day {day}", index=str(tmp_path / "index"), contained="off"
+        )
+        own = {entry.id: entry.text for entry in documents}
+        for name in kept:
+            others = [*seen, *(own[other] for other in kept if other != name)]
+            assert all(similarity(own[name], other) < 0.85 for other in others)
+        for name, (reason, detail) in dropped.items():
+            assert detail.endswith("a document of an earlier run")
+            assert max(similarity(own[name], other) for other in seen) >= 0.85
+            assert reason in ("duplicate", "near-duplicate")
+        seen += [own[name] for name in kept]
+        num_dropped += len(dropped)
+    assert num_dropped > 25
+
+
+def test_a_large_index_is_read_in_part(tmp_path: Path) -> None:
+    """One document against 3,000: the fences and a few blocks are read."""
+    rng = random.Random(3)
+    old = [document(" ".join(sentence(rng, 200)), number) for number in range(3000)]
+    folder = tmp_path / "index"
+    clean(tmp_path / "a", old, key="monday", index=str(folder), contained="off")
+    (path,) = folder.glob("*.safetensors")
+    prints = fingerprints([old[1234], document(" ".join(sentence(rng, 200)))])
+    bands = BandFiles(tmp_path)
+    for band in range(NUM_BANDS):
+        prints.bands[:, band].tofile(bands.path(band))
+    index = DuplicateIndex(folder)
+    found = index.related(prints.own, bands, np.ones(2, np.bool_))
+    assert found.own.tolist() == [prints.own[0]]
+    np.testing.assert_array_equal(found.shingles[0], shingles(old[1234].text))
+    np.testing.assert_array_equal(found.bands[0], prints.bands[0])
+    (file,) = index.files
+    assert file.file.num_read < path.stat().st_size / 10
+    loaded = load_file(path)  # any reader of safetensors can read it
+    assert loaded["own"].shape == (3000,)
+    assert loaded["bands"].shape == (3000, NUM_BANDS)
+    assert (np.diff(loaded["band07_keys"].astype(object)) >= 0).all()
 
 
 def test_the_document_named_instead_was_kept(tmp_path: Path) -> None:
@@ -247,21 +340,21 @@ def test_candidates_through_a_band_are_few_and_the_kept_set_is_that_of_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise pages of one template take quadratic time."""
-    kept_in: list[dict[int, list[int]]] = []
-    add_all = deduplicate._Near.add_all
+    fills: list[int] = []
+    add_all = near_duplicates.NearDuplicates.add_all
 
     def watched(self: Any, groups: Any) -> None:
         add_all(self, groups)
-        kept_in.append(self._kept_in)
+        slots = [pair for _, places in groups for pair in zip(groups.slots, places, strict=True)]
+        fills.append(max(band[place] & 0xFFFF for band, place in slots if place != NO_NUMBER))
 
-    monkeypatch.setattr(deduplicate._Near, "add_all", watched)
+    monkeypatch.setattr(near_duplicates.NearDuplicates, "add_all", watched)
     pages = templated_pages(500, 60)
     results = {}
     for most in (10**9, 5):
-        monkeypatch.setattr(deduplicate, "_MOST_PER_BAND", most)
+        monkeypatch.setattr(near_duplicates, "_MOST_PER_BAND", most)
         results[most] = clean(tmp_path / str(most), pages)[0]
     assert results[5] == results[10**9]
     assert len(results[5]) == 500
-    largest = [max(map(len, bands.values())) for bands in kept_in]
-    assert largest[0] > 20, "pages of a template share bands"
-    assert largest[-1] == 5
+    assert fills[0] > 20, "pages of a template share bands"
+    assert fills[-1] == 5

@@ -135,7 +135,7 @@ def test_limits_from_quantiles_and_from_the_user() -> None:
     features[:, fractions] /= 100
     features[:, FEATURES.index("char_entropy")] /= 2
     config = QualityConfig(thresholds="auto", limits={"prose.max_symbol_fraction": 3.0})
-    limits = limits_by_kind(config, {"prose": features})["prose"]
+    limits = limits_by_kind(config, {"prose": lambda number: features[:, number]})["prose"]
     middle, high = np.quantile(features[:, FEATURES.index("digit_fraction")], [0.5, 0.99])
     assert limits["max_digit_fraction"] == pytest.approx(high + 0.5 * (high - middle), rel=1e-5)
     assert limits["max_symbol_fraction"] == 3.0
@@ -150,7 +150,7 @@ def test_automatic_limits_only_tighten_and_can_be_violated() -> None:
     features = np.random.default_rng(0).uniform(0, 1, (1000, len(FEATURES))).astype(np.float32)
     features[:, FEATURES.index("num_words")] = 100
     fixed = limits_by_kind(QualityConfig(), {})["prose"]
-    limits = limits_by_kind(QualityConfig(thresholds="auto"), {"prose": features})["prose"]
+    limits = limits_by_kind(QualityConfig(thresholds="auto"), {"prose": lambda number: features[:, number]})["prose"]
     for name, value in limits.items():
         if name in fixed:
             assert value <= fixed[name] if name.startswith("max_") else value >= fixed[name], name

@@ -70,7 +70,8 @@ def test_from_a_store_into_a_store(store: str, tmp_path: Path, monkeypatch: pyte
 def test_what_cannot_be_written_is_refused_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for out, problem in (
-        ("gs://bucket/x", r"--out: gs://bucket/x: results cannot be written to gs://; give a folder or s3://"),
+        ("gs://bucket/x", r"--out: gs://bucket/x needs a package: .*gcsfs"),
+        ("nowhere://bucket/x", r"--out: nowhere://bucket/x is not a usable URL .*nowhere"),
         ("memory://", "names no folder"),
         ("memory://texts/inner", "lie in each other"),
     ):

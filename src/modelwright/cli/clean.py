@@ -13,7 +13,7 @@ from modelwright.core.errors import ConfigError
 from modelwright.data.clean_config import CleanConfig
 from modelwright.data.sources import SourceConfig
 
-_FLAGS = ("out", "engine", "explain", "dry-run", "help")
+_FLAGS = ("out", "engine", "parquet", "explain", "dry-run", "help")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class CleanCommandConfig:
 def parser() -> argparse.ArgumentParser:
     parser = new_parser(
         "clean",
-        "Read text from files, directories, globs or URLs, clean it in seven steps, and write kept and dropped "
+        "Read text from files, directories, globs or URLs, clean it step by step, and write kept and dropped "
         "documents, quarantined records and a report into a folder. The same command resumes what was interrupted; "
         "other settings replace the result.",
         example="modelwright clean notes/ more/*.jsonl.zst --out cleaned --clean.quality.thresholds auto",
@@ -40,7 +40,10 @@ def parser() -> argparse.ArgumentParser:
         "--out",
         metavar="DIR",
         default="",
-        help="folder for the result, outside of the sources; s3://... with the extra remote",
+        help="folder for the result, outside of the sources, or the address of one on a store: s3://bucket/cleaned",
+    )
+    parser.add_argument(
+        "--parquet", action="store_true", help="write kept documents as Parquet, too, for datasets.load_dataset"
     )
     parser.add_argument(
         "--engine", choices=("local", "ray"), default="local", help="processes of this machine, or Ray (clean.engine)"
@@ -79,7 +82,7 @@ def clean(words: Sequence[str]) -> int:
         if options.dry_run:
             lines = try_cleaning(config.data, config.clean, display)
         else:
-            lines = clean_sources(config.data, config.clean, options.out, display)
+            lines = clean_sources(config.data, config.clean, options.out, display, parquet=options.parquet)
     finally:
         display.end()
     print("\n".join(lines))

@@ -19,7 +19,9 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import zstandard
+from numpy.typing import NDArray
 
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.config import digest
@@ -46,7 +48,7 @@ from modelwright.data.workers import InProcess, ShardEngine
 SHARD_DOCUMENTS = 1000
 _SHARD_CHARS = 8_000_000
 _IN_PROCESS = InProcess()
-_VERSION = 3
+_VERSION = 4
 """Raised when the same documents and steps give another result."""
 
 
@@ -157,10 +159,11 @@ class _Run:
             StepJob(str(self.work), number, self.phases, 0, tuple(shard))
             for number, shard in enumerate(_shards(documents, shard_documents))
         )
-        results = list[StepResult]()
+        results, num_read = list[StepResult](), 0
         for result in self.engine.map(measure_shard, jobs):
             results.append(result)
-            self.progress.advance(sum(one.num_documents for one in results))
+            num_read += result.num_documents
+            self.progress.advance(num_read)
         self.progress.end()
         read = _Read(
             num_shards=len(results),
@@ -182,16 +185,21 @@ class _Run:
         corpus = MeasuredCorpus(
             shards=shards, stage=measured(phase), folder=self.work, key=self.work.name, engine=self.engine
         )
-        report, drops = CleanReport(), dict[int, tuple[str, Drop]]()
+        report, dropped = CleanReport(), list[tuple[str, NDArray[np.int64], Mapping[int, Drop]]]()
         for step in self.phases[phase].corpus_steps if shards else ():
             decisions = step.decide(corpus)
             report.add(step.name, decisions.report)
-            drops |= {number: (step.name, drop) for number, drop in decisions.drops.items() if number not in drops}
-            corpus.alive[list(decisions.drops)] = False
+            numbers = np.sort(np.fromiter(decisions.drops, np.int64, len(decisions.drops)))
+            numbers = numbers[corpus.alive[numbers]]  # a document is dropped by the first step that drops it
+            dropped.append((step.name, numbers, decisions.drops))
+            corpus.alive[numbers] = False
         for files, start, end in zip(shards, corpus.starts[:-1], corpus.starts[1:], strict=True):
-            own = ((number, *drops[number]) for number in range(start, end) if number in drops)
-            entries = [(number - int(start), name, drop.reason, drop.detail) for number, name, drop in own]
-            files.write(decided(phase), {}, {"drops": entries})
+            entries: list[tuple[int, str, str, str]] = []
+            for name, numbers, drops in dropped:
+                for number in map(int, numbers[slice(*np.searchsorted(numbers, [start, end]))]):
+                    drop = drops[number]
+                    entries.append((number - int(start), name, drop.reason, drop.detail))
+            files.write(decided(phase), {}, {"drops": sorted(entries)})
         write_atomic(marker, json.dumps(report.plain()))
 
     def write(self, read: _Read) -> CleanReport:

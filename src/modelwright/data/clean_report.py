@@ -26,6 +26,12 @@ class CleanReport:
     """`dropped[step][reason]`, in the same form."""
     replaced: dict[str, int] = field(default_factory=dict)
     """Values of each kind that the step privacy replaced."""
+    kept_lengths: dict[str, int] = field(default_factory=dict)
+    """Kept documents by length: the largest power of two that is at most the number of characters."""
+    dropped_lengths: dict[str, int] = field(default_factory=dict)
+    """Dropped documents, in the same form."""
+    languages: dict[str, int] = field(default_factory=dict)
+    """Languages (ISO 639-1 codes) of every 20th kept document of prose and pairs."""
     failed_validators: dict[str, int] = field(default_factory=dict)
     """How often each validator of the step privacy raised an exception, so that the value stayed."""
     limits: dict[str, dict[str, float]] = field(default_factory=dict)

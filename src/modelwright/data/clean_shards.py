@@ -14,10 +14,13 @@ from modelwright.core.errors import DataError
 from modelwright.data.document import KINDS, Document
 from modelwright.data.measured_corpus import DOCUMENTS, IDS
 from modelwright.data.shard_files import ShardFiles, as_array, pack_lines, unpack_documents, unpack_lines
+from modelwright.data.steps.quality import language_of
 from modelwright.data.steps.step import CorpusStep, CountingStep, Drop, DroppedDocument, Phase, Redactor, Step
 
 WRITTEN = "written"
 DROPPED, KEPT = "dropped", "kept"
+_LANGUAGE_OF_EVERY = 20
+"""Recognizing a language takes as long as all other steps of some documents."""
 _FAST = 1
 """Zstandard's level for files that are read once and removed."""
 
@@ -98,7 +101,7 @@ def write_shard(job: StepJob) -> StepResult:
                 tally.keep(result)
         arrays = {KEPT: as_array(pack_lines(tally.kept)), DROPPED: as_array(pack_lines(tally.dropped))}
         earlier = [(job.files.facts(measured(phase)) or {}).get("counts", {}) for phase in range(job.phase)]
-        counts = _sum([*earlier, _counts(steps)])
+        counts = _sum([*earlier, _counts(steps), tally.counts()])
         num_documents = len(tally.kept) + len(tally.dropped)
         facts = {**tally.facts(), "counts": counts, "documents": num_documents}
         job.files.write_arrays(WRITTEN, arrays, facts)
@@ -163,9 +166,13 @@ class _Tally:
         self.kept: list[str] = []
         self.dropped: list[str] = []
         self._entries: dict[str, dict[tuple[str, str], dict[str, int]]] = {KEPT: {}, DROPPED: {}}
+        self._lengths = {KEPT: Counter[str](), DROPPED: Counter[str]()}
+        self._languages = Counter[str]()
 
     def keep(self, document: Document) -> None:
         self._add(KEPT, document.kind, document.split, document.text)
+        if document.kind in ("prose", "qa") and len(self.kept) % _LANGUAGE_OF_EVERY == 0:
+            self._languages[language_of(document)] += 1
         self.kept.append(document.to_json())
 
     def drop(self, entry: DroppedDocument) -> None:
@@ -178,7 +185,13 @@ class _Tally:
     def facts(self) -> dict[str, list[tuple[str, str, dict[str, int]]]]:
         return {which: [(*names, entry) for names, entry in part.items()] for which, part in self._entries.items()}
 
+    def counts(self) -> dict[str, dict[str, int]]:
+        """Lengths and languages, by field of `CleanReport`."""
+        lengths = {f"{which}_lengths": dict(counter) for which, counter in self._lengths.items()}
+        return {**lengths, "languages": dict(self._languages)}
+
     def _add(self, which: str, first: str, second: str, text: str) -> None:
+        self._lengths[which][str(1 << max(0, len(text).bit_length() - 1))] += 1
         entry = self._entries[which].setdefault((first, second), {"documents": 0, "bytes": 0})
         entry["documents"] += 1
         entry["bytes"] += len(text.encode("utf-8", "replace"))

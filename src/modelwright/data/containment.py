@@ -1,16 +1,16 @@
 """Documents whose whole text is inside a longer one, found by the hashes of their word 5-grams."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from modelwright.data.document import KINDS
-from modelwright.data.duplicate_corpus import HELDOUT, TRAIN, Corpus, Duplicate, DuplicatesConfig, ShingleStore, exact
+from modelwright.data.duplicate_corpus import HELDOUT, TRAIN, Corpus, Duplicate, DuplicatesConfig, exact
 from modelwright.data.steps.shingles import SHINGLE_WORDS
 
 _FILTER_BITS = 26
-_SEARCHED_AT_ONCE = 2**22
 _PAIRS = KINDS.index("qa")
 """Different questions may share a part of their answers."""
 
@@ -21,8 +21,8 @@ class _Needles:
 
     firsts: NDArray[np.uint32]
     lasts: NDArray[np.uint32]
-    numbers: NDArray[np.int64]
-    lengths: NDArray[np.int64]
+    numbers: NDArray[np.uint32]
+    lengths: NDArray[np.uint32]
     filter: NDArray[np.bool_]
 
 
@@ -31,11 +31,11 @@ class Containments:
     alive; the texts are searched once, for those that may be alive, which takes most of the time.
     """
 
-    def __init__(self, corpus: Corpus, store: ShingleStore, config: DuplicatesConfig, num_new: int) -> None:
-        self._corpus, self._store, self._config, self._num_new = corpus, store, config, num_new
+    def __init__(self, corpus: Corpus, config: DuplicatesConfig, num_new: int) -> None:
+        self._corpus, self._config, self._num_new = corpus, config, num_new
         self._searched = corpus.alive.copy()
         self._searched[exact(corpus, num_new).numbers] = False
-        self._pairs: NDArray[np.int64] | None = None
+        self._pairs: NDArray[np.uint32] | None = None
 
     def found(self) -> list[Duplicate]:
         """Documents inside others that are alive; a held-out document inside a training document is dropped itself,
@@ -47,81 +47,74 @@ class Containments:
             self._searched |= is_new
             self._pairs = self._search()
         needles, outers = self._pairs[:, alive[self._pairs].all(axis=0)]
-        inside: dict[int, int] = {}
-        for needle, outer in zip(needles.tolist(), outers.tolist(), strict=True):
-            inside[needle] = min(outer, inside.get(needle, outer))
-        kept = sorted(inside.items())
+        order = np.lexsort((outers, needles))
+        needles, first = np.unique(needles[order], return_index=True)  # with the outer document of the lowest number
+        numbers, instead = needles.astype(np.int64), outers[order][first].astype(np.int64)
         result: list[Duplicate] = []
         for reason, split in (("inside a training text", HELDOUT), ("inside another text", TRAIN)):
-            pairs = [(needle, outer) for needle, outer in kept if self._corpus.split[needle] == split]
-            numbers = np.array([needle for needle, _ in pairs], np.int64)
-            instead = np.array([outer for _, outer in pairs], np.int64)
-            result.append(Duplicate(numbers, reason, instead, np.ones(len(pairs), np.float32)))
+            own = self._corpus.split[numbers] == split
+            result.append(Duplicate(numbers[own], reason, instead[own], np.ones(int(own.sum()), np.float32)))
         return result
 
-    def _search(self) -> NDArray[np.int64]:
+    def _search(self) -> NDArray[np.uint32]:
         """The numbers of documents and of those that they are inside of [2, P]."""
-        corpus, store, num_new = self._corpus, self._store, self._num_new
-        needles = _needles(corpus, self._searched, store, self._config, num_new)
-        pairs: list[tuple[int, int]] = []
-        first = 0
-        while needles is not None and first < num_new:
-            last = int(np.searchsorted(store.offsets, store.offsets[first] + _SEARCHED_AT_ONCE, side="right")) - 1
-            last = min(num_new, max(last, first + 1))
-            pairs += _search(first, last, needles, corpus, self._searched, store)
-            first = last
-        return np.array(pairs, np.int64).reshape(-1, 2).T
+        needles = _needles(self._corpus, self._searched, self._config, self._num_new)
+        pairs: list[NDArray[np.uint32]] = []
+        for first, _, flat in self._corpus.shingles.chunks(self._num_new if needles is not None else 0):
+            assert needles is not None
+            found = list(_search(first, flat, needles, self._corpus, self._searched))
+            pairs.append(np.array(found, np.uint32).reshape(-1, 2))
+        return np.concatenate([*pairs, np.empty((0, 2), np.uint32)]).T
 
 
 def _needles(
-    corpus: Corpus, searched: NDArray[np.bool_], store: ShingleStore, config: DuplicatesConfig, num_new: int
-) -> _Needles | None:
+    corpus: Corpus, searched: NDArray[np.bool_], config: DuplicatesConfig, num_new: int
+) -> _Needles | None:  # fmt: skip
     """The documents to look for among those that are `searched`; none if there are none."""
-    has_text = searched & (corpus.num_shingles > 0)
+    lengths = corpus.num_shingles.astype(np.uint32)
+    has_text = searched & (lengths > 0)
     has_text[num_new:] = False
-    is_long = has_text & (corpus.num_shingles > config.min_near_words - SHINGLE_WORDS) & (corpus.kind != _PAIRS)
     wanted = has_text & (corpus.split == HELDOUT)
     if config.contained == "all":
-        wanted |= is_long
+        wanted |= has_text & (lengths > config.min_near_words - SHINGLE_WORDS) & (corpus.kind != _PAIRS)
     numbers = np.flatnonzero(wanted)
     if not len(numbers):
         return None
-    firsts = np.array([store.row(int(number))[0] for number in numbers], np.uint32)
-    lasts = np.array([store.row(int(number))[-1] for number in numbers], np.uint32)
-    order = np.lexsort((corpus.num_shingles[numbers], firsts))
+    firsts, lasts = corpus.shingles.ends(numbers)
+    order = np.lexsort((lengths[numbers], firsts))
     is_first = np.zeros(1 << _FILTER_BITS, np.bool_)
     is_first[firsts >> np.uint32(32 - _FILTER_BITS)] = True
-    return _Needles(firsts[order], lasts[order], numbers[order], corpus.num_shingles[numbers[order]], is_first)
+    numbers = numbers.astype(np.uint32)[order]
+    return _Needles(firsts[order], lasts[order], numbers, lengths[numbers], is_first)
 
 
 def _search(
-    first: int, last: int, needles: _Needles, corpus: Corpus, searched: NDArray[np.bool_], store: ShingleStore
-) -> list[tuple[int, int]]:
-    """`(needle, document that contains it)` for those documents from `first` to below `last` that are `searched`."""
-    offsets = store.offsets[first : last + 1] - store.offsets[first]
-    flat = np.asarray(store.flat[store.offsets[first] : store.offsets[last]])
+    first: int, flat: NDArray[np.uint32], needles: _Needles, corpus: Corpus, searched: NDArray[np.bool_]
+) -> Iterator[tuple[int, int]]:
+    """`(needle, document that contains it)` for those documents that are `searched`. flat: the hashes of some
+    documents, of which `first` is the first.
+    """
+    store = corpus.shingles
+    start = int(store.offsets[first])
     places = np.flatnonzero(needles.filter[flat >> np.uint32(32 - _FILTER_BITS)])
     lows = np.searchsorted(needles.firsts, flat[places], side="left")
     highs = np.searchsorted(needles.firsts, flat[places], side="right")
-    result: list[tuple[int, int]] = []
     hits = np.flatnonzero(highs > lows)
-    owners = np.searchsorted(offsets, places[hits], side="right") - 1
+    owners = np.searchsorted(store.offsets, start + places[hits], side="right") - 1
     for place, low, high, owner in zip(places[hits], lows[hits], highs[hits], owners, strict=True):
-        outer = first + int(owner)
+        outer = int(owner)
         if not searched[outer]:
             continue
-        room = int(offsets[owner + 1]) - int(place)
-        own_length = int(corpus.num_shingles[outer])
-        fits = int(np.searchsorted(needles.lengths[low:high], min(room, own_length - 1), side="right"))
-        lengths = needles.lengths[low : low + fits]
+        room = int(store.offsets[outer + 1]) - start - int(place)
+        fits = np.searchsorted(needles.lengths[low:high], min(room, store.length(outer) - 1), side="right")
+        lengths = needles.lengths[low : low + int(fits)].astype(np.int64)
         # Thousands of documents may begin with one license: compare their ends before whole texts.
-        ends = np.flatnonzero(flat[place + lengths - 1] == needles.lasts[low : low + fits])
+        ends = np.flatnonzero(flat[place + lengths - 1] == needles.lasts[low : low + int(fits)])
         for needle, length in zip(needles.numbers[low + ends], lengths[ends], strict=True):
             if _may_contain(corpus, outer, int(needle)) and np.array_equal(
                 store.row(int(needle)), flat[place : place + length]
             ):
-                result.append((int(needle), outer))
-    return result
+                yield int(needle), outer
 
 
 def _may_contain(corpus: Corpus, outer: int, needle: int) -> bool:

@@ -1,10 +1,26 @@
 """Recognizes records that are documents, as cleaning writes them, among those that a user names."""
 
+import json
 from collections.abc import Mapping
 from typing import Any, cast
 
 from modelwright.data.document import KINDS, SPLITS
 from modelwright.data.images.stored import KEY, is_stored_image
+
+
+def with_meta(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A record with the field `meta` as an object where it is the text of one, as in tables of documents, and without
+    an open split.
+    """
+    meta = record.get("meta")
+    if not isinstance(meta, str) or record.get("kind") not in KINDS:
+        return record
+    try:
+        fields: Any = json.loads(meta)
+    except ValueError:
+        return record
+    dropped = "split" if record.get("split") in (None, "open") else ""
+    return {name: value for name, value in {**record, "meta": fields}.items() if name != dropped}
 
 
 def is_document(record: Mapping[str, Any]) -> bool:

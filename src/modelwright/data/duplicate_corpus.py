@@ -1,7 +1,12 @@
-"""What deduplication knows of a corpus, what it finds, and its settings. `data/deduplicate.py` decides."""
+"""What deduplication knows of a corpus, what it finds, and its settings. `data/deduplicate.py` decides.
+
+In memory are 15 bytes a document, and what documents have in common with others; texts are compared from files.
+"""
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -9,11 +14,17 @@ from numpy.typing import NDArray
 
 from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
+from modelwright.data.disk_file import DiskFile
+from modelwright.data.steps.shingles import NUM_BANDS
 
 NOTHING = -1
+NO_NUMBER = 2**32 - 1
+"""`NOTHING` in arrays of uint32."""
 TRAIN, HELDOUT = 0, 1
 """Values of `Corpus.split`."""
-_MOST_CACHED = 20_000
+_CACHED_BYTES = 32 * 2**20
+_READ_AT_ONCE = 2**19
+"""5-grams that are read from disk at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,20 +52,121 @@ class DuplicatesConfig:
             raise ConfigError(f"min_jaccard: must be from 0.5 to 1, got {self.min_jaccard}; 0.85 is usual")
 
 
+class ShingleStore:
+    """The 5-gram hashes of all documents, one after another in a file."""
+
+    def __init__(self, path: Path, offsets: NDArray[np.int64]) -> None:
+        """path: the hashes, uint32; offsets [N + 1]: where those of each document begin."""
+        self.offsets = offsets
+        self._file = DiskFile(path)
+        self._sets: OrderedDict[int, NDArray[np.uint32]] = OrderedDict()
+        self._cached_bytes = 0
+
+    def length(self, document: int) -> int:
+        """The number of hashes of one document."""
+        return int(self.offsets[document + 1]) - int(self.offsets[document])
+
+    def row(self, document: int) -> NDArray[np.uint32]:
+        """The hashes of one document, in the order of its text."""
+        return self._file.read(np.uint32, int(self.offsets[document]), int(self.offsets[document + 1]))
+
+    def unique(self, document: int) -> NDArray[np.uint32]:
+        """The different hashes of one document, sorted; the last ones asked for stay in memory."""
+        if document in self._sets:
+            self._sets.move_to_end(document)
+            return self._sets[document]
+        hashes = self._sets[document] = np.unique(self.row(document))
+        self._cached_bytes += hashes.nbytes
+        while self._cached_bytes > _CACHED_BYTES and len(self._sets) > 1:
+            self._cached_bytes -= self._sets.popitem(last=False)[1].nbytes
+        return hashes
+
+    def chunks(self, num_documents: int) -> Iterator[tuple[int, int, NDArray[np.uint32]]]:
+        """`(first, last, hashes)` of the first `num_documents`, many at a time: those of the documents from `first` to
+        below `last`.
+        """
+        first = 0
+        while first < num_documents:
+            last = int(np.searchsorted(self.offsets, self.offsets[first] + _READ_AT_ONCE, side="right")) - 1
+            last = min(num_documents, max(last, first + 1))
+            yield first, last, self._file.read(np.uint32, int(self.offsets[first]), int(self.offsets[last]))
+            first = last
+
+    def ends(self, documents: NDArray[np.int64]) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+        """The first and the last hash of each of some documents, which are in ascending order and have some."""
+        firsts, lasts = np.empty(len(documents), np.uint32), np.empty(len(documents), np.uint32)
+        for first, last, flat in self.chunks(int(documents[-1]) + 1 if len(documents) else 0):
+            own = slice(*np.searchsorted(documents, [first, last]))
+            firsts[own] = flat[self.offsets[documents[own]] - self.offsets[first]]
+            lasts[own] = flat[self.offsets[documents[own] + 1] - self.offsets[first] - 1]
+        return firsts, lasts
+
+
+@dataclass(frozen=True)
+class BandFiles:
+    """The MinHash band hashes of all documents, a file of uint64 for each of the 16 bands; 0 for documents without
+    5-grams.
+    """
+
+    folder: Path
+
+    def path(self, band: int) -> Path:
+        return self.folder / f"band{band:02d}.bin"
+
+    def column(self, band: int) -> NDArray[np.uint64]:
+        """One band of all documents, in memory."""
+        return np.fromfile(self.path(band), np.uint64)
+
+    def rows(self, first: int, last: int) -> NDArray[np.uint64]:
+        """All bands of the documents from `first` to below `last` [last - first, 16]."""
+        columns = [
+            np.fromfile(self.path(band), np.uint64, count=last - first, offset=8 * first) for band in range(NUM_BANDS)
+        ]
+        return np.stack(columns, axis=1)
+
+
+@dataclass(frozen=True)
+class InCommon:
+    """Documents that have a value in common with another one. numbers [P]: ascending; values [P, ...]: of each."""
+
+    numbers: NDArray[np.int64]
+    values: NDArray[np.uint64]
+
+    @classmethod
+    def of(cls, values: NDArray[np.uint64]) -> "InCommon":
+        """Those of all documents whose value [N] is also that of another one."""
+        order = np.argsort(values, kind="stable")
+        same = values[order[1:]] == values[order[:-1]]
+        repeated = np.zeros(len(values), np.bool_)
+        repeated[order[1:][same]] = True
+        repeated[order[:-1][same]] = True
+        numbers = np.flatnonzero(repeated)
+        return cls(numbers, values[numbers])
+
+
 @dataclass(kw_only=True)
 class Corpus:
-    """What deduplication knows of N documents. kind: int8; split: 1 held out, 0 any other; own, keys: see
-    `Fingerprints`; quality: higher is better; num_shingles: int64; alive: not dropped yet.
+    """What deduplication knows of N documents. kind: int8; split: int8, 1 held out, 0 any other; quality: float32,
+    higher is better; alive: not dropped yet; equal: by the digest of kind, split and text; shared: held-out documents,
+    and training documents with a digest of theirs, by the digests of text and summary [P, 2].
     """
 
     kind: NDArray[np.int8]
     split: NDArray[np.int8]
-    own: NDArray[np.uint64]
-    keys: NDArray[np.uint64]
     quality: NDArray[np.float32]
-    num_shingles: NDArray[np.int64]
-    bands: NDArray[np.uint64]
     alive: NDArray[np.bool_]
+    equal: InCommon
+    shared: InCommon
+    shingles: ShingleStore
+    bands: BandFiles
+
+    def __len__(self) -> int:
+        return len(self.kind)
+
+    @property
+    def num_shingles(self) -> NDArray[np.int64]:
+        """The number of 5-grams of each document [N]; computed anew by every call."""
+        return np.diff(self.shingles.offsets)
 
 
 @dataclass(frozen=True)
@@ -69,34 +181,19 @@ class Duplicate:
     similarity: NDArray[np.float32]
 
 
-class ShingleStore:
-    """The 5-gram hashes of all documents, one after another in a file that is mapped into memory."""
-
-    def __init__(self, flat: NDArray[np.uint32], offsets: NDArray[np.int64]) -> None:
-        """flat: the hashes; offsets [N + 1]: where those of each document begin."""
-        self.flat, self.offsets = flat, offsets
-        self._sets: OrderedDict[int, NDArray[np.uint32]] = OrderedDict()
-
-    def row(self, document: int) -> NDArray[np.uint32]:
-        """The hashes of one document, in the order of its text."""
-        return self.flat[self.offsets[document] : self.offsets[document + 1]]
-
-    def unique(self, document: int) -> NDArray[np.uint32]:
-        """The different hashes of one document, sorted; the last ones asked for stay in memory."""
-        if document in self._sets:
-            self._sets.move_to_end(document)
-        else:
-            self._sets[document] = np.unique(self.row(document))
-            if len(self._sets) > _MOST_CACHED:
-                self._sets.popitem(last=False)
-        return self._sets[document]
+def no_numbers(length: int) -> NDArray[np.uint32]:
+    """An array for the number of a document for each of `length` documents, `NO_NUMBER` everywhere."""
+    return np.full(length, NO_NUMBER, np.uint32)
 
 
 def exact(corpus: Corpus, num_new: int) -> Duplicate:
     """All but the first of equal texts; those of the index come before all others."""
-    alive = np.flatnonzero(corpus.alive)
-    alive = np.concatenate([alive[alive >= num_new], alive[alive < num_new]])
-    _, first, inverse = np.unique(corpus.own[alive], return_index=True, return_inverse=True)
-    kept = alive[first][inverse]
-    repeated = (kept != alive) & (alive < num_new)
-    return Duplicate(alive[repeated], "duplicate", kept[repeated], np.ones(int(repeated.sum()), np.float32))
+    is_alive = corpus.alive[corpus.equal.numbers]
+    numbers, values = corpus.equal.numbers[is_alive], corpus.equal.values[is_alive]
+    num_own = int(np.searchsorted(numbers, num_new))
+    numbers = np.concatenate([numbers[num_own:], numbers[:num_own]])
+    values = np.concatenate([values[num_own:], values[:num_own]])
+    _, first, inverse = np.unique(values, return_index=True, return_inverse=True)
+    kept = numbers[first][inverse]
+    repeated = (kept != numbers) & (numbers < num_new)
+    return Duplicate(numbers[repeated], "duplicate", kept[repeated], np.ones(int(repeated.sum()), np.float32))

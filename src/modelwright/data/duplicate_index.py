@@ -1,55 +1,221 @@
 """Fingerprints of the documents that earlier runs kept, so that a later run drops what it has seen already.
 
-A folder with one `.npz` file for each run, whose name is the digest of that run's input and settings: repeating a run
-replaces its own file.
+A folder with one file for each run, whose name is the digest of that run's input and settings: repeating a run replaces
+its own file. Files are in the format of safetensors and are never read whole. The digests and each MinHash band are a
+*table*: sorted keys, the document of each, and every 512th key as a fence. A lookup reads the fences of one table at
+a time, the blocks of keys that may have an equal one, and the documents found.
 """
 
-import zipfile
+import json
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from modelwright.core.artifacts import fsync_folder
 from modelwright.core.errors import ArtifactError, writing
-from modelwright.data.shard_files import pack_arrays, unpack_arrays, write_file
+from modelwright.data.disk_file import DiskFile
+from modelwright.data.duplicate_corpus import BandFiles, ShingleStore
 from modelwright.data.steps.shingles import NUM_BANDS
+
+_FORMAT = {"format": "modelwright duplicate index", "version": "1"}
+_BLOCK = 512
+_MOST_PER_KEY = 200
+"""As many as there are candidates through one band (`data/near_duplicates.py`), at most a block."""
+_DTYPES: Mapping[str, Any] = {"U64": np.uint64, "U32": np.uint32, "U8": np.uint8}
+_AT_ONCE = 1024
+_REMEDY = "remove it, or restore a copy"
+_DIGESTS = "digest"
 
 
 @dataclass(frozen=True)
 class IndexedDocuments:
-    """kind, own, bands: see `Corpus`; shingles: the 5-grams of all documents; num_shingles: of each."""
+    """Documents of earlier runs. kind [R], own [R], bands [R, 16]: as in `Fingerprints`; shingles: of each."""
 
     kind: NDArray[np.int8]
     own: NDArray[np.uint64]
     bands: NDArray[np.uint64]
-    shingles: NDArray[np.uint32]
-    num_shingles: NDArray[np.int64]
+    shingles: list[NDArray[np.uint32]]
+
+    def __len__(self) -> int:
+        return len(self.own)
+
+    @classmethod
+    def none(cls) -> "IndexedDocuments":
+        return cls(np.empty(0, np.int8), np.empty(0, np.uint64), np.empty((0, NUM_BANDS), np.uint64), [])
 
 
-def load_index(folder: Path, *, without: str) -> IndexedDocuments:
-    """All documents in the index but those of the run called `without`. Raises `ArtifactError` for a damaged file."""
-    parts = [_load(path) for path in sorted(folder.glob("*.npz")) if path.stem != without]
-    if not parts:
+class DuplicateIndex:
+    """The files of a folder, without that of one run. Raises `ArtifactError` for one that is damaged."""
+
+    def __init__(self, folder: Path, *, without: str = "") -> None:
+        if older := sorted(folder.glob("*.npz")):
+            text = f"{older[0]}: is an index in an older format, which is not read any more"
+            raise ArtifactError(f"{text}; remove it and run the command that wrote it again")
+        self.files = [_IndexFile(path) for path in sorted(folder.glob("*.safetensors")) if path.stem != without]
+
+    def related(self, own: NDArray[np.uint64], bands: BandFiles, members: NDArray[np.bool_]) -> IndexedDocuments:
+        """The documents that have a digest of `own` [N], or a band in common with one of the `members` [N]; of those
+        with one value of a band, the longest 200 of each file.
+        """
+        matches: list[list[NDArray[np.uint32]]] = [[] for _ in self.files]
+        for table in (_DIGESTS, *map(_band, range(NUM_BANDS))) if self.files else ():
+            queries = np.unique(own if table == _DIGESTS else bands.column(int(table[4:]))[members])
+            for file, found in zip(self.files, matches, strict=True):
+                found.append(file.find(table, queries))
+        parts = [
+            file.documents(np.unique(np.concatenate(found)))
+            for file, found in zip(self.files, matches, strict=True)
+        ]  # fmt: skip
         return IndexedDocuments(
-            np.empty(0, np.int8), np.empty(0, np.uint64), np.empty((0, NUM_BANDS), np.uint64),
-            np.empty(0, np.uint32), np.empty(0, np.int64),
-        )  # fmt: skip
-    names = ("kind", "own", "bands", "shingles", "num_shingles")
-    return IndexedDocuments(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+            kind=np.concatenate([np.empty(0, np.int8), *(part.kind for part in parts)]),
+            own=np.concatenate([np.empty(0, np.uint64), *(part.own for part in parts)]),
+            bands=np.concatenate([np.empty((0, NUM_BANDS), np.uint64), *(part.bands for part in parts)]),
+            shingles=[row for part in parts for row in part.shingles],
+        )
 
 
-def save_index(folder: Path, name: str, documents: IndexedDocuments) -> None:
-    """Write the documents of the run called `name`, whole or not at all."""
+class _IndexFile:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self.file = DiskFile(path)
+            (length,) = self.file.read(np.uint64, 0, 1)
+            header = json.loads(self.file.read_bytes(8, min(int(length), path.stat().st_size)))
+            if header.pop("__metadata__") != _FORMAT:
+                raise ValueError("it is no index of documents")
+            self._begin = 8 + int(length)
+            self._tensors = {name: (_DTYPES[one["dtype"]], *one["data_offsets"]) for name, one in header.items()}
+            if self._begin + max(end for _, _, end in self._tensors.values()) != path.stat().st_size:
+                raise ValueError("its size is not the one in its header")
+            self.num_documents = self._len("own")
+        except (ValueError, TypeError, KeyError, AttributeError, EOFError, OSError) as error:
+            raise ArtifactError(f"{path}: is damaged ({error}); {_REMEDY}") from None
+
+    def find(self, table: str, queries: NDArray[np.uint64]) -> NDArray[np.uint32]:
+        """The documents in a table whose key is one of `queries`, sorted; at most 200 of each key."""
+        fences = self._read(f"{table}_fences", 0, self._len(f"{table}_fences"))
+        if not len(fences):
+            return np.empty(0, np.uint32)
+        # Equal keys begin in the last block that begins with a smaller one, or with the block after it.
+        blocks = np.maximum(np.searchsorted(fences, queries, side="left") - 1, 0)
+        edges = np.flatnonzero(np.concatenate([[True], blocks[1:] != blocks[:-1], [True]])) if len(queries) else []
+        found: list[NDArray[np.uint32]] = []
+        for start, stop in pairwise(edges):
+            first = int(blocks[start]) * _BLOCK
+            last = min(first + 2 * _BLOCK, self._len(f"{table}_keys"))
+            keys = self._read(f"{table}_keys", first, last)
+            lows = np.searchsorted(keys, queries[start:stop], side="left")
+            highs = np.minimum(np.searchsorted(keys, queries[start:stop], side="right"), lows + _MOST_PER_KEY)
+            if (highs > lows).any():
+                documents = self._read(f"{table}_documents", first, last)
+                found += [documents[low:high] for low, high in zip(lows, highs, strict=True) if high > low]
+        return np.concatenate([*found, np.empty(0, np.uint32)])
+
+    def documents(self, numbers: NDArray[np.uint32]) -> IndexedDocuments:
+        """Documents by their numbers. Raises `ArtifactError` for one that the file does not have."""
+        if len(numbers) and int(numbers[-1]) >= self.num_documents:
+            text = f"it has {self.num_documents} documents and names number {numbers[-1]}"
+            raise ArtifactError(f"{self._path}: is damaged ({text}); {_REMEDY}")
+        kind, own, bands, shingles = [], [], [], []
+        for number in map(int, numbers):
+            kind.append(self._read("kind", number, number + 1))
+            own.append(self._read("own", number, number + 1))
+            bands.append(self._read("bands", number * NUM_BANDS, (number + 1) * NUM_BANDS))
+            shingles.append(self._read("shingles", *map(int, self._read("offsets", number, number + 2))))
+        return IndexedDocuments(
+            kind=np.concatenate([np.empty(0, np.uint8), *kind]).astype(np.int8),
+            own=np.concatenate([np.empty(0, np.uint64), *own]),
+            bands=np.concatenate([np.empty(0, np.uint64), *bands]).reshape(-1, NUM_BANDS),
+            shingles=shingles,
+        )
+
+    def _len(self, name: str) -> int:
+        dtype, start, end = self._tensors[name]
+        return (end - start) // np.dtype(dtype).itemsize
+
+    def _read(self, name: str, first: int, last: int) -> NDArray[Any]:
+        dtype, start, _ = self._tensors[name]
+        if not 0 <= first <= last <= self._len(name):
+            raise ArtifactError(f"{self._path}: is damaged ({name} ends before value {last}); {_REMEDY}")
+        return self.file.read(dtype, first, last, offset=self._begin + start)
+
+
+def save_index(
+    folder: Path, name: str, kept: NDArray[np.int64], *, kind: NDArray[np.int8], own: NDArray[np.uint64],
+    bands: BandFiles, shingles: ShingleStore,
+) -> None:  # fmt: skip
+    """Write the documents `kept` of the run called `name`, whole or not at all. kind [N], own [N]: of all documents of
+    the run; kept: the numbers of some of them, ascending.
+    """
+    lengths = shingles.offsets[kept + 1] - shingles.offsets[kept]
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         partial = folder / f"{name}.partial"
-        write_file(partial, pack_arrays(vars(documents)))
-        partial.replace(folder / f"{name}.npz")
+        with open(partial, "wb") as file:
+            file.write(_header(len(kept), int(lengths.sum()), int(np.count_nonzero(lengths))))
+            for values in _tensors(kept, lengths, kind, own, bands, shingles):
+                file.write(values.tobytes())
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(folder / f"{name}.safetensors")
+        fsync_folder(folder)
 
 
-def _load(path: Path) -> IndexedDocuments:
-    try:
-        return IndexedDocuments(**unpack_arrays(path.read_bytes()))
-    except (ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile, OSError) as error:
-        raise ArtifactError(f"{path}: is damaged ({error}); remove it, or restore a copy") from None
+def _header(num_documents: int, num_shingles: int, num_in_bands: int) -> bytes:
+    """The header of a safetensors file; `_tensors` gives what follows it, in this order."""
+    shapes: dict[str, tuple[str, list[int]]] = {
+        "own": ("U64", [num_documents]), "offsets": ("U64", [num_documents + 1]),
+        "bands": ("U64", [num_documents, NUM_BANDS]),
+    }  # fmt: skip
+    for table in (_DIGESTS, *map(_band, range(NUM_BANDS))):
+        count = num_documents if table == _DIGESTS else num_in_bands
+        shapes[f"{table}_keys"] = "U64", [count]
+        shapes[f"{table}_fences"] = "U64", [-(-count // _BLOCK)]
+        shapes[f"{table}_documents"] = "U32", [count]
+    shapes |= {"shingles": ("U32", [num_shingles]), "kind": ("U8", [num_documents])}
+    entries: dict[str, Any] = {"__metadata__": _FORMAT}
+    end = 0
+    for name, (dtype, shape) in shapes.items():
+        start, end = end, end + int(np.prod(shape)) * np.dtype(_DTYPES[dtype]).itemsize
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+    header = json.dumps(entries).encode()
+    header += b" " * (-len(header) % 8)
+    return np.uint64(len(header)).tobytes() + header
+
+
+def _tensors(
+    kept: NDArray[np.int64], lengths: NDArray[np.int64], kind: NDArray[np.int8], own: NDArray[np.uint64],
+    bands: BandFiles, shingles: ShingleStore,
+) -> Iterator[NDArray[Any]]:  # fmt: skip
+    """What the header announces, in its order."""
+    yield own[kept]
+    yield np.concatenate([np.zeros(1, np.uint64), np.cumsum(lengths).astype(np.uint64)])
+    for start in range(0, len(kept), _AT_ONCE):
+        some = kept[start : start + _AT_ONCE]
+        yield bands.rows(int(some[0]), int(some[-1]) + 1)[some - some[0]]
+    yield from _table(own[kept], np.arange(len(kept)))
+    longest_first = np.argsort(-lengths, kind="stable")[: int(np.count_nonzero(lengths))]
+    for band in range(NUM_BANDS):
+        yield from _table(bands.column(band)[kept[longest_first]], longest_first)
+    for number in map(int, kept):
+        yield shingles.row(number)
+    yield kind[kept].astype(np.uint8)
+
+
+def _table(keys: NDArray[np.uint64], documents: NDArray[np.int64]) -> Iterator[NDArray[Any]]:
+    """Keys, fences and documents; documents with equal keys stay in their order."""
+    order = np.argsort(keys, kind="stable")
+    keys = keys[order]
+    yield keys
+    yield keys[::_BLOCK]
+    yield documents[order].astype(np.uint32)
+
+
+def _band(number: int) -> str:
+    return f"band{number:02d}"

@@ -1,14 +1,16 @@
 """What the corpus steps of cleaning measured of all documents, as they read it when they decide."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from modelwright.data.disk_file import DiskFile
 from modelwright.data.shard_files import ShardFiles
 from modelwright.data.workers import ShardEngine
 
@@ -36,7 +38,7 @@ class MeasuredCorpus:
     def __post_init__(self) -> None:
         for files in self.shards:
             files.verify(self.stage)
-        self._ids: dict[int, list[str]] = {}
+        self._ids: _Identifiers | None = None
         self.starts = np.cumsum([0, *map(len, self.parts("kind"))])
         self.alive = np.ones(len(self), np.bool_)
 
@@ -45,7 +47,14 @@ class MeasuredCorpus:
 
     def column(self, name: str) -> NDArray[Any]:
         """A column of the whole corpus, in memory."""
-        return np.concatenate(list(self.parts(name)))
+        parts = self.parts(name)
+        first = next(parts)
+        if first.dtype.kind not in "biuf" or len(first) != self.starts[1]:
+            return np.concatenate([first, *parts])
+        whole = np.empty((len(self), *first.shape[1:]), first.dtype)  # never twice in memory, as parts and as a whole
+        for start, part in zip(self.starts[:-1], chain([first], parts), strict=True):
+            whole[start : start + len(part)] = part
+        return whole
 
     def parts(self, name: str) -> Iterator[NDArray[Any]]:
         """The same column shard by shard, one at a time in memory."""
@@ -53,7 +62,27 @@ class MeasuredCorpus:
 
     def identifier(self, number: int) -> str:
         """The `id` of a document, read from disk."""
-        shard = int(np.searchsorted(self.starts, number, side="right")) - 1
-        if shard not in self._ids:
-            self._ids[shard] = json.loads(self.shards[shard].array(self.stage, IDS).tobytes())
-        return self._ids[shard][number - int(self.starts[shard])]
+        if self._ids is None:
+            ids = (json.loads(part.tobytes()) for part in self.parts(IDS))
+            self._ids = _Identifiers(self.folder / f"{self.stage}.ids", ids)
+        return self._ids[number]
+
+
+class _Identifiers:
+    """Identifiers in a file, and a second file that says where each begins."""
+
+    def __init__(self, path: Path, shards: Iterable[Sequence[str]]) -> None:
+        starts, end = path.with_suffix(".starts"), 0
+        with open(path, "wb") as texts, open(starts, "wb") as offsets:
+            offsets.write(np.int64(0).tobytes())
+            for shard in shards:
+                encoded = [name.encode("utf-8", "surrogatepass") for name in shard]
+                texts.write(b"".join(encoded))
+                ends = end + np.cumsum([len(one) for one in encoded], dtype=np.int64)
+                offsets.write(ends.tobytes())
+                end = int(ends[-1]) if len(ends) else end
+        self._texts, self._starts = DiskFile(path), DiskFile(starts)
+
+    def __getitem__(self, number: int) -> str:
+        start, end = map(int, self._starts.read(np.int64, number, number + 2))
+        return self._texts.read_bytes(start, end - start).decode("utf-8", "surrogatepass")

@@ -34,7 +34,7 @@ from modelwright.data.conversations import (
 )
 from modelwright.data.digits import digit_images
 from modelwright.data.document import Document, Kind, Split
-from modelwright.data.document_records import has_types_of_document, is_document
+from modelwright.data.document_records import has_types_of_document, is_document, with_meta
 from modelwright.data.find_files import (
     CODE_EXTENSIONS,
     LOOSE_EXTENSIONS,
@@ -379,6 +379,7 @@ def _document(
     complain: readers.Complaint,
 ) -> Document | Unsplit | None:  # fmt: skip
     """The document in a record; None if it was reported or is empty."""
+    record = with_meta(record)
     if is_document(record):
         document = Document.from_plain({name: record[name] for name in _DOCUMENT_FIELDS if name in record})
         document = document.map_text(_encodable)

@@ -20,6 +20,7 @@ from modelwright.data.clean_folder import DROPPED, KEPT, REPORT
 from modelwright.data.clean_report import CleanReport, describe_drops
 from modelwright.data.explain import explain
 from modelwright.data.find_files import locate
+from modelwright.data.kept_parquet import FILE_NAME, FOLDER, check_parquet, remove_parquet, write_parquet
 from modelwright.data.sources import WORDS, SourceConfig, SourceReport, read_documents
 from modelwright.pipeline.cleaning import QUARANTINE, SOURCES, clean_into, engine_of, fingerprint, noise_warnings
 from modelwright.pipeline.result_store import ResultStore, is_store, local_path
@@ -32,17 +33,23 @@ _EXAMPLES_PER_REASON = 2
 _EXCERPT_CHARS = 80
 
 
-def clean_sources(data: SourceConfig, clean: CleanConfig, out: str, progress: Progress) -> list[str]:
-    """Clean the sources into the folder `out`, of this machine or of a store; returns the lines to print. Raises
-    `ConfigError` for a folder that cannot take the result.
+def clean_sources(
+    data: SourceConfig, clean: CleanConfig, out: str, progress: Progress, *, parquet: bool = False
+) -> list[str]:  # fmt: skip
+    """Clean the sources into the folder `out`, of this machine or of a store; returns the lines to print.
+
+    parquet: write the kept documents as Parquet files, too. Raises `ConfigError` for a folder that cannot take the
+    result.
     """
     if is_store(out):
-        return _clean_into_store(data, clean, ResultStore.open(out, "--out"), progress)
+        return _clean_into_store(data, clean, ResultStore.open(out, "--out"), progress, parquet)
     folder = _checked(local_path(out), data.sources)
-    return _clean_into_folder(data, clean, folder, out, progress)
+    return _clean_into_folder(data, clean, folder, out, progress, parquet)
 
 
-def _clean_into_store(data: SourceConfig, clean: CleanConfig, store: ResultStore, progress: Progress) -> list[str]:
+def _clean_into_store(
+    data: SourceConfig, clean: CleanConfig, store: ResultStore, progress: Progress, parquet: bool
+) -> list[str]:  # fmt: skip
     """Clean into a folder beside the user's files, which an interrupted command resumes, and copy the result; the
     report comes last.
     """
@@ -58,16 +65,22 @@ def _clean_into_store(data: SourceConfig, clean: CleanConfig, store: ResultStore
         folder.mkdir(exist_ok=True)
         if earlier and not (folder / SETTINGS).exists():
             (folder / SETTINGS).write_bytes(earlier)
-    lines = _clean_into_folder(data, clean, folder, store.url, progress)
-    store.upload(folder, [KEPT, DROPPED, QUARANTINE, SOURCES, SETTINGS, REPORT])
+    lines = _clean_into_folder(data, clean, folder, store.url, progress, parquet)
+    store.remove(FOLDER, FILE_NAME)
+    tables = [f"{FOLDER}/{path.name}" for path in sorted((folder / FOLDER).glob("*"))]
+    store.upload(folder, [KEPT, DROPPED, *tables, QUARANTINE, SOURCES, SETTINGS, REPORT])
     shutil.rmtree(folder)
     return lines
 
 
-def _clean_into_folder(data: SourceConfig, clean: CleanConfig, folder: Path, out: str, progress: Progress) -> list[str]:
+def _clean_into_folder(
+    data: SourceConfig, clean: CleanConfig, folder: Path, out: str, progress: Progress, parquet: bool
+) -> list[str]:  # fmt: skip
     """out: what the user called the folder, for messages."""
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
+    if parquet:
+        check_parquet(folder)
     with lock_folder(folder, "this folder; wait for it or choose another --out"):
         settings = {"data": dump(data), "clean": _deciding(clean)}
         if changed := _changed(folder, settings):
@@ -79,12 +92,16 @@ def _clean_into_folder(data: SourceConfig, clean: CleanConfig, folder: Path, out
             data, clean, folder, folder / "work", key, progress, seed=_SEED, leave_open=is_open
         )
         write_atomic(folder / SETTINGS, json.dumps(settings, indent=1))
+        remove_parquet(folder)
+        tables = write_parquet(folder, cleaned.num_kept, progress) if parquet else []
     base = out.rstrip("/")
     lines = [*unread, *_funnel(cleaned), *noise_warnings(cleaned)]
     if sources["skipped"]:
         lines.append(f"skipped records are listed in {base}/{QUARANTINE}")
     lines.append(describe_drops(cleaned))
     lines.append(f"kept {base}/{KEPT}, dropped {base}/{DROPPED}")
+    if tables:
+        lines.append(f"as Parquet: {base}/{FOLDER}; in Python: datasets.load_dataset({base!r})")
     return [*lines, f"train on it: modelwright run quickstart --data.sources {shlex.quote(out)}"]
 
 

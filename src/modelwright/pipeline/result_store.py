@@ -1,5 +1,6 @@
 """A folder for results on a store that fsspec knows: `s3://bucket/folder`."""
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,8 +12,6 @@ import fsspec.core
 
 from modelwright.core.errors import ConfigError, StorageError
 
-STORES = ("s3", "memory")
-"""Protocols of stores that results are written to. Reading takes whatever fsspec has a package for."""
 _LOCAL = "file://"
 
 
@@ -26,17 +25,15 @@ class ResultStore:
 
     @classmethod
     def open(cls, url: str, option: str) -> "ResultStore":
-        """Raises `ConfigError` that names the option for a store that results cannot be written to, or whose package is
+        """Raises `ConfigError` that names the option for a store that fsspec does not know, or whose package is
         missing.
         """
         protocol = url.partition("://")[0]
-        if protocol not in STORES:
-            known = ", ".join(f"{name}://" for name in (*STORES, "file"))
-            raise ConfigError(f"{option}: {url}: results cannot be written to {protocol}://; give a folder or {known}")
         try:
             filesystem, path = fsspec.core.url_to_fs(url)
-        except ImportError:
-            raise ConfigError(f"{option}: {url} needs a package: pip install 'modelwright[remote]'") from None
+        except ImportError as error:
+            remedy = "pip install 'modelwright[remote]'" if protocol == "s3" else str(error)
+            raise ConfigError(f"{option}: {url} needs a package: {remedy}") from None
         except ValueError as error:
             raise ConfigError(f"{option}: {url} is not a usable URL ({error})") from None
         if not str(path).strip("/"):
@@ -54,8 +51,22 @@ class ResultStore:
     def upload(self, folder: Path, names: Sequence[str]) -> None:
         """Copy files of a folder, in this order; one that exists is replaced as a whole. Raises `StorageError`."""
         with self._reporting("be written"):
+            for parent in {name.rpartition("/")[0] for name in names} - {""}:
+                self.filesystem.makedirs(f"{self.path}/{parent}", exist_ok=True)
             for name in names:
                 self.filesystem.put_file(str(folder / name), f"{self.path}/{name}")
+
+    def remove(self, folder: str, pattern: re.Pattern[str]) -> None:
+        """Remove the files of a folder whose whole name matches. Raises `StorageError`."""
+        with self._reporting("be written"):
+            self.filesystem.invalidate_cache()
+            try:
+                paths: Any = self.filesystem.ls(f"{self.path}/{folder}", detail=False)
+            except FileNotFoundError:
+                return
+            for path in paths:
+                if pattern.fullmatch(path.rpartition("/")[2]):
+                    self.filesystem.rm_file(path)
 
     def fetch(self, folder: Path, names: Sequence[str]) -> None:
         """Copy files into a folder. Raises `StorageError`."""

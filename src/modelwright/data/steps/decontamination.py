@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from modelwright.data.document import Document
 from modelwright.data.measured_corpus import MeasuredCorpus
 from modelwright.data.sources import SourceConfig, SourceReport, read_documents
-from modelwright.data.steps.step import Columns, Decisions, Drop, StepSpec
+from modelwright.data.steps.step import Columns, Decisions, Drop, Drops, StepSpec
 from modelwright.data.words import hash_words, split_words
 
 PASSAGE_WORDS = 13
@@ -52,12 +52,16 @@ class Decontamination:
     def decide(self, corpus: MeasuredCorpus) -> Decisions:
         known = _passages(self.config.sources)
         passages = corpus.column("passage")
-        drops = {
-            int(number): Drop("in an evaluation set", f"{PASSAGE_WORDS} words of {known.name(int(passages[number]))}")
-            for number in np.flatnonzero(corpus.alive & (passages != _NONE))
-        }
-        found = np.unique(np.concatenate([*corpus.parts("passages"), _NOTHING]))
-        return Decisions(drops=drops, report={"figures": known.shares_found(found)})
+        numbers = np.flatnonzero(corpus.alive & (passages != _NONE))
+        passages = passages[numbers]
+
+        def drop(place: int) -> Drop:
+            return Drop("in an evaluation set", f"{PASSAGE_WORDS} words of {known.name(int(passages[place]))}")
+
+        hits = np.zeros(len(known.hashes), np.bool_)
+        for found in corpus.parts("passages"):
+            hits[found] = True
+        return Decisions(drops=Drops(numbers, drop), report={"figures": known.shares_found(hits)})
 
 
 DECONTAMINATION = StepSpec(
@@ -88,12 +92,10 @@ class _Passages:
     def name(self, passage: int) -> str:
         return self.ids[self.owners[passage]]
 
-    def shares_found(self, found: NDArray[np.int64]) -> dict[str, dict[str, float]]:
+    def shares_found(self, hits: NDArray[np.bool_]) -> dict[str, dict[str, float]]:
         """By evaluation set: its documents, the share of these that the corpus has a passage of, and the share of all
-        passages that it has. Documents of fewer than 13 words have no passage.
+        passages that it has. Documents of fewer than 13 words have no passage. hits [P]: which passages it has.
         """
-        hits = np.zeros(len(self.hashes), np.bool_)
-        hits[found] = True
         sets = np.array(self.sets)
         result: dict[str, dict[str, float]] = {}
         for name in dict.fromkeys(self.sets):

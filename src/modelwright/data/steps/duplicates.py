@@ -2,22 +2,34 @@
 left in an index.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from modelwright.data.deduplicate import find_duplicates
 from modelwright.data.document import Document
-from modelwright.data.duplicate_corpus import NOTHING, Corpus, Duplicate, DuplicatesConfig, ShingleStore
-from modelwright.data.duplicate_index import IndexedDocuments, load_index, save_index
+from modelwright.data.duplicate_corpus import (
+    HELDOUT,
+    NOTHING,
+    BandFiles,
+    Corpus,
+    Duplicate,
+    DuplicatesConfig,
+    InCommon,
+    ShingleStore,
+)
+from modelwright.data.duplicate_index import DuplicateIndex, IndexedDocuments, save_index
 from modelwright.data.features import FEATURES
 from modelwright.data.measured_corpus import MeasuredCorpus
-from modelwright.data.steps.shingles import fingerprints
-from modelwright.data.steps.step import Columns, Decisions, Drop, StepSpec
+from modelwright.data.steps.shingles import NUM_BANDS, SHINGLE_WORDS, fingerprints
+from modelwright.data.steps.step import Columns, Decisions, Drop, Drops, StepSpec
 
 _BAD = ("duplicate_line_fraction", "data_fraction", "digit_fraction", "symbol_fraction", "top_ngram_fraction")
 _EARLIER = "a document of an earlier run"
@@ -38,17 +50,18 @@ class Duplicates:
         }  # fmt: skip
 
     def decide(self, corpus: MeasuredCorpus) -> Decisions:
-        index = Path(self.config.index) if self.config.index else corpus.folder / "no-index"
-        indexed = load_index(index, without=corpus.key)
-        documents = _joined(corpus, indexed)
-        drops: dict[int, Drop] = {}
-        with _shingle_store(corpus, indexed, documents) as store:
-            num_indexed = len(indexed.own)
-            for duplicate in find_duplicates(documents, store, self.config, corpus.engine, num_indexed=num_indexed):
-                drops |= _drops(duplicate, corpus)
-            if self.config.index:
-                save_index(index, corpus.key, _kept(documents, store, len(corpus)))
-        return Decisions(drops=drops)
+        folder = corpus.folder / "fingerprints"
+        folder.mkdir(exist_ok=True)
+        documents, num_indexed = _read(corpus, self.config, folder)
+        found = find_duplicates(documents, self.config, num_indexed=num_indexed)
+        if self.config.index:
+            save_index(
+                Path(self.config.index), corpus.key, np.flatnonzero(documents.alive[: len(corpus)]),
+                kind=documents.kind, own=corpus.column("own"), bands=documents.bands, shingles=documents.shingles,
+            )  # fmt: skip
+        del documents
+        shutil.rmtree(folder)
+        return Decisions(drops=_drops(found, corpus), report=_clusters(found))
 
 
 DUPLICATES = StepSpec(
@@ -67,52 +80,96 @@ def quality_score(features: NDArray[np.float32]) -> NDArray[np.float32]:
     return -np.round(sum(features[:, FEATURES.index(name)] for name in _BAD), 2).astype(np.float32)
 
 
-def _joined(corpus: MeasuredCorpus, indexed: IndexedDocuments) -> Corpus:
-    """The documents of this run, and after them those of earlier ones."""
-    num_indexed = len(indexed.own)
+def _read(corpus: MeasuredCorpus, config: DuplicatesConfig, folder: Path) -> tuple[Corpus, int]:
+    """The documents of this run, after them the related ones of earlier runs, and how many these are. folder: for files
+    of fingerprints.
+    """
+    bands, shingles = BandFiles(folder), folder / "shingles.bin"
+    lengths, own = corpus.column("num_shingles"), corpus.column("own")
+    indexed = IndexedDocuments.none()
+    with _fingerprint_files(bands, shingles) as add:
+        for hashes, flat in zip(corpus.parts("bands"), corpus.parts("shingles"), strict=True):
+            add(hashes, flat)
+        if config.index:
+            is_member = corpus.alive & (lengths > config.min_near_words - SHINGLE_WORDS)
+            index = DuplicateIndex(Path(config.index), without=corpus.key)
+            indexed = index.related(own[corpus.alive], bands, is_member)
+            add(indexed.bands, np.concatenate([np.empty(0, np.uint32), *indexed.shingles]))
+    equal = InCommon.of(np.concatenate([own, indexed.own]))
+    del own
+    lengths = np.concatenate([[0], lengths, [len(row) for row in indexed.shingles]])
+    num_indexed = len(indexed)
     return Corpus(
-        kind=np.concatenate([*corpus.parts("kind"), indexed.kind]),
-        split=np.concatenate([*corpus.parts("split"), np.zeros(num_indexed, np.int8)]),
-        own=np.concatenate([*corpus.parts("own"), indexed.own]),
-        keys=np.concatenate([*corpus.parts("keys"), np.zeros((num_indexed, 2), np.uint64)]),
-        quality=np.concatenate([*corpus.parts("quality"), np.zeros(num_indexed, np.float32)]),
-        num_shingles=np.concatenate([*corpus.parts("num_shingles"), indexed.num_shingles]),
-        bands=np.concatenate([*corpus.parts("bands"), indexed.bands]),
+        kind=np.concatenate([corpus.column("kind"), indexed.kind]),
+        split=np.concatenate([corpus.column("split"), np.zeros(num_indexed, np.int8)]),
+        quality=np.concatenate([corpus.column("quality"), np.zeros(num_indexed, np.float32)]),
         alive=np.concatenate([corpus.alive, np.ones(num_indexed, np.bool_)]),
-    )
-
-
-def _drops(duplicate: Duplicate, corpus: MeasuredCorpus) -> dict[int, Drop]:
-    drops: dict[int, Drop] = {}
-    for number, instead, similarity in zip(duplicate.numbers, duplicate.instead, duplicate.similarity, strict=True):
-        near = f"Jaccard {similarity:.2f} with " if duplicate.reason == "near-duplicate" else ""
-        name = _EARLIER if instead == NOTHING or instead >= len(corpus) else corpus.identifier(int(instead))
-        drops[int(number)] = Drop(duplicate.reason, f"{near}{name}")
-    return drops
-
-
-def _kept(documents: Corpus, store: ShingleStore, num_documents: int) -> IndexedDocuments:
-    """What the index keeps of the documents of this run."""
-    kept = np.flatnonzero(documents.alive[:num_documents])
-    rows = [store.row(int(number)) for number in kept]
-    return IndexedDocuments(
-        kind=documents.kind[kept],
-        own=documents.own[kept],
-        bands=documents.bands[kept],
-        shingles=np.concatenate([*rows, np.empty(0, np.uint32)]),
-        num_shingles=documents.num_shingles[kept],
-    )
+        equal=equal,
+        shared=_shared_with_heldout(corpus),
+        shingles=ShingleStore(shingles, np.cumsum(lengths, dtype=np.int64)),
+        bands=bands,
+    ), num_indexed
 
 
 @contextmanager
-def _shingle_store(corpus: MeasuredCorpus, indexed: IndexedDocuments, documents: Corpus) -> Iterator[ShingleStore]:
-    """The 5-grams of all shards and of the index as one file, mapped into memory."""
-    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(documents.num_shingles)])
-    path = corpus.folder / "shingles.bin"
-    with open(path, "wb") as file:
-        for shingles in corpus.parts("shingles"):
-            file.write(shingles.tobytes())
-        file.write(indexed.shingles.tobytes())
-    flat = np.memmap(path, np.uint32, mode="r") if offsets[-1] else np.empty(0, np.uint32)
-    yield ShingleStore(flat, offsets)
-    path.unlink()
+def _fingerprint_files(
+    bands: BandFiles, shingles: Path
+) -> Iterator[Callable[[NDArray[np.uint64], NDArray[np.uint32]], None]]:
+    """A function that adds documents to the files, given their bands [N, 16] and 5-grams."""
+    with ExitStack() as stack:
+        # Without buffers, because the files are read while they are open.
+        columns = [stack.enter_context(open(bands.path(band), "wb", buffering=0)) for band in range(NUM_BANDS)]
+        rows = stack.enter_context(open(shingles, "wb", buffering=0))
+
+        def add(hashes: NDArray[np.uint64], flat: NDArray[np.uint32]) -> None:
+            for column, values in zip(columns, hashes.T, strict=True):
+                column.write(values.tobytes())
+            rows.write(flat.tobytes())
+
+        yield add
+
+
+def _shared_with_heldout(corpus: MeasuredCorpus) -> InCommon:
+    """Held-out documents, and training documents with a digest of theirs, by their digests."""
+
+    def parts() -> Iterator[tuple[int, NDArray[np.uint64], NDArray[np.bool_], NDArray[np.bool_]]]:
+        columns = zip(corpus.starts[:-1], corpus.parts("keys"), corpus.parts("split"), strict=True)
+        for start, keys, split in columns:
+            yield int(start), keys, split == HELDOUT, corpus.alive[start : start + len(keys)]
+
+    heldout = [keys[is_heldout & alive].ravel() for _, keys, is_heldout, alive in parts()]
+    known = np.unique(np.concatenate(heldout))
+    known = known[known != 0]
+    numbers, values = [np.empty(0, np.int64)], [np.empty((0, 2), np.uint64)]
+    for start, keys, is_heldout, alive in parts() if len(known) else ():
+        rows = np.flatnonzero(alive & (is_heldout | np.isin(keys, known).any(axis=1)))
+        numbers.append(start + rows)
+        values.append(keys[rows])
+    return InCommon(np.concatenate(numbers), np.concatenate(values))
+
+
+def _clusters(found: Sequence[Duplicate]) -> dict[str, Any]:
+    """How many clusters of near-duplicates there are of each size, the document that is kept included."""
+    sizes = Counter[int]()
+    for duplicate in found:
+        if duplicate.reason == "near-duplicate":
+            sizes.update((np.unique(duplicate.instead, return_counts=True)[1] + 1).tolist())
+    return {"figures": {"cluster_sizes": {str(size): sizes[size] for size in sorted(sizes)}}} if sizes else {}
+
+
+def _drops(found: Sequence[Duplicate], corpus: MeasuredCorpus) -> Drops:
+    """found: different documents, for one reason each."""
+    numbers = np.concatenate([np.empty(0, np.int64), *(one.numbers for one in found)])
+    order = np.argsort(numbers, kind="stable")
+    reasons = np.repeat(np.arange(len(found), dtype=np.uint8), [len(one.numbers) for one in found])[order]
+    instead = np.concatenate([np.empty(0, np.int64), *(one.instead for one in found)])[order]
+    similarity = np.concatenate([np.empty(0, np.float32), *(one.similarity for one in found)])[order]
+    names = [one.reason for one in found]
+
+    def drop(place: int) -> Drop:
+        reason, other = names[reasons[place]], int(instead[place])
+        near = f"Jaccard {similarity[place]:.2f} with " if reason == "near-duplicate" else ""
+        is_earlier = other == NOTHING or other >= len(corpus)
+        return Drop(reason, f"{near}{_EARLIER if is_earlier else corpus.identifier(other)}")
+
+    return Drops(numbers[order], drop)

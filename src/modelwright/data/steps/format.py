@@ -1,8 +1,8 @@
 """Format: repairs what is wrong with a text's encoding and markup, and gives equal texts one spelling.
 
-In this order: markup to text, broken encodings ("mojibake", by ftfy), line ends as LF, no byte order marks or control
-characters, Unicode NFC, no trailing spaces, at most two blank lines in a row, and URLs as configured. Documents that
-were binary data are dropped. Source code keeps its markup, its URLs and its spelling of characters.
+In this order: markup to text, broken encodings (by `data/mojibake.py` and ftfy), line ends as LF, no byte order
+marks or control characters, Unicode NFC, no trailing spaces, at most two blank lines in a row, and URLs as configured.
+Documents that were binary data are dropped. Source code keeps its markup, its URLs and its spelling of characters.
 """
 
 import re
@@ -17,6 +17,7 @@ from resiliparse.extract.html2text import extract_plain_text  # pyright: ignore[
 from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
 from modelwright.data.document import Document
+from modelwright.data.mojibake import repair
 from modelwright.data.steps.step import Drop, StepSpec
 
 URL_MARKER = "<URL>"
@@ -41,7 +42,7 @@ class FormatConfig:
     max_control_fraction: float = constant(0.05)
     """A text with a larger fraction of control and replacement characters is dropped as binary data."""
     repair_encoding: bool = constant(True)
-    """Repair text that was decoded with the wrong encoding (`cafÃ©` to `café`) with ftfy, except in code."""
+    """Repair text that was decoded with the wrong encoding (`cafÃ©` to `café`), except in code."""
     html: Literal["to_text", "keep"] = "to_text"
     """Extract the text of prose that is marked up in HTML; web pages (`.html`) are always read as text."""
     urls: Literal["keep", "mark", "remove"] = "keep"
@@ -63,6 +64,10 @@ class Format:
 
     def __call__(self, document: Document) -> Document | Drop:
         share = control_share(document.text)
+        if share > self.config.max_control_fraction and document.kind != "code":
+            # UTF-8 that was read as Latin-1 is full of control characters
+            document = document.map_text(self._decoded)
+            share = control_share(document.text)
         if share > self.config.max_control_fraction:
             return Drop("binary data", f"{share:.1%} control characters, limit {self.config.max_control_fraction:.1%}")
         if document.kind == "code":
@@ -74,12 +79,16 @@ class Format:
         if markup:
             text = extract_plain_text(text, alt_texts=False, skip_elements=["nav", "footer"])
         if not text.isascii():
-            if self.config.repair_encoding and is_bad(text):
-                text = ftfy.fix_encoding(text)
-            text = _INVISIBLE.sub("", text)
+            text = _INVISIBLE.sub("", self._decoded(text))
         if self.config.urls != "keep":
             text = _URL.sub(URL_MARKER if self.config.urls == "mark" else "", text)
         return normalize(text)
+
+    def _decoded(self, text: str) -> str:
+        if not self.config.repair_encoding or text.isascii():
+            return text
+        text = repair(text)  # first, because ftfy changes parts of what it does not know
+        return ftfy.fix_encoding(text) if is_bad(text) else text
 
     def _is_html(self, text: str) -> bool:
         tags = [len(tag) for tag in _TAG.findall(text)] if "</" in text or "<br" in text.lower() else []

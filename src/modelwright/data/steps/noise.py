@@ -4,7 +4,7 @@ Training and its test are in `data/noise_cascade.py`, the classifier in `data/no
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -21,7 +21,7 @@ from modelwright.data.noise_cascade import CLASSIFIER, FEWEST_WORDS, SURELY_TRUS
 from modelwright.data.noise_classifier import KnownForms, LinearClassifier
 from modelwright.data.shard_files import ShardFiles, unpack_documents
 from modelwright.data.sources import SourceConfig, SourceReport, read_documents
-from modelwright.data.steps.step import Columns, Decisions, Drop, StepSpec
+from modelwright.data.steps.step import Columns, Decisions, Drop, Drops, StepSpec
 from modelwright.data.words import split_words
 
 _NUM_WORDS = FEATURES.index("num_words")
@@ -49,30 +49,39 @@ class Noise:
         """Train the classifier, and score the documents in worker processes. Raises `DataError` if there are too few
         trusted samples to learn from.
         """
-        judged = np.flatnonzero(corpus.alive & corpus.column("judged"))
         cascade, report = self._trained(corpus.folder)
-        shards = np.searchsorted(corpus.starts, judged, side="right") - 1
-        items = [
-            _ScoreJob(corpus.folder, corpus.shards[shard], corpus.stage, rows.tolist(), self.config, cascade)
-            for shard in np.unique(shards)
-            for rows in [judged[shards == shard] - corpus.starts[shard]]
-        ]
-        drops: dict[int, Drop] = {}
-        num_unknown = num_uncertain = 0
-        for shard, arrays in corpus.engine.map(score_shard, items):
-            p, by_model, has_form = arrays["p"], arrays["by_model"], arrays["has_form"]
+        numbers, values, by_model = [np.empty(0, np.int64)], [np.empty(0)], [np.empty(0, np.bool_)]
+        num_judged = num_unknown = num_uncertain = 0
+        for shard, arrays in corpus.engine.map(score_shard, self._jobs(corpus, cascade)):
+            has_form, is_uncertain = arrays["has_form"], cascade.is_uncertain(arrays["p"])
+            num_judged += len(has_form)
             num_unknown += int((~has_form).sum())
-            num_uncertain += int((has_form & cascade.is_uncertain(p)).sum())
-            for row, first, second, known in zip(arrays["rows"], p, by_model, has_form, strict=True):
-                if known and first >= cascade.threshold:
-                    detail = f"probability {first:.3f}, limit {cascade.threshold:.3f}"
-                elif known and second >= cascade.model_threshold:
-                    detail = f"probability {second:.3f} by the model, limit {cascade.model_threshold:.3f}"
-                else:
-                    continue
-                drops[int(corpus.starts[shard] + row)] = Drop("noise", detail)
-        counts = {"judged": len(judged), "abstained": num_unknown, "uncertain": num_uncertain, "dropped": len(drops)}
-        return Decisions(drops=drops, report={"noise": {**report, **counts}})
+            num_uncertain += int((has_form & is_uncertain).sum())
+            is_noise = arrays["p"] >= cascade.threshold
+            rows = np.flatnonzero(has_form & (is_noise | (arrays["by_model"] >= cascade.model_threshold)))
+            numbers.append(corpus.starts[shard] + arrays["rows"][rows])
+            values.append(np.where(is_noise, arrays["p"], arrays["by_model"])[rows])
+            by_model.append(~is_noise[rows])
+        all_numbers, all_values, all_by_model = map(np.concatenate, (numbers, values, by_model))
+        order = np.argsort(all_numbers)
+
+        def drop(place: int) -> Drop:
+            index = order[place]
+            limit, who = (cascade.model_threshold, " by the model") if all_by_model[index] else (cascade.threshold, "")
+            return Drop("noise", f"probability {all_values[index]:.3f}{who}, limit {limit:.3f}")
+
+        counts = {
+            "judged": num_judged, "abstained": num_unknown, "uncertain": num_uncertain, "dropped": len(all_numbers)
+        }  # fmt: skip
+        return Decisions(drops=Drops(all_numbers[order], drop), report={"noise": {**report, **counts}})
+
+    def _jobs(self, corpus: MeasuredCorpus, cascade: Cascade) -> Iterator["_ScoreJob"]:
+        """The shards that have documents to score."""
+        columns = zip(corpus.shards, corpus.starts[:-1], corpus.parts("judged"), strict=True)
+        for files, start, judged in columns:
+            rows = np.flatnonzero(judged & corpus.alive[start : start + len(judged)])
+            if len(rows):
+                yield _ScoreJob(corpus.folder, files, corpus.stage, rows.tolist(), self.config, cascade)
 
     def _trained(self, folder: Path) -> tuple[Cascade, dict[str, Any]]:
         path = folder / _CASCADE

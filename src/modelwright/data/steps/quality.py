@@ -5,9 +5,13 @@ own quantiles, and `clean --explain` can show them.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Literal
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +21,7 @@ from modelwright.core.errors import ConfigError
 from modelwright.data.document import KINDS, Document, Kind
 from modelwright.data.features import FEATURES, measure
 from modelwright.data.measured_corpus import MeasuredCorpus
-from modelwright.data.steps.step import Columns, Decisions, Drop, StepSpec
+from modelwright.data.steps.step import Columns, Decisions, Drop, Drops, StepSpec
 
 _REASONS = {
     "num_chars": ("too short", "too long"), "num_words": ("too few words", "too many words"),
@@ -77,6 +81,11 @@ _OF_SHORT_TEXTS = ("cut_end_fraction",)
 _NEVER_AUTOMATIC = ("num_chars", "num_words", "cut_end_fraction", "code_fraction")
 
 _LANGUAGE_CHARS = 2_000
+_LANGUAGE, _NO_LIMIT = -1, -2
+"""Places of limits: the language, and none."""
+_NO_DOCUMENTS = np.empty((0, len(FEATURES)), np.float32)
+FeatureColumn = Callable[[int], NDArray[np.float32]]
+"""One feature, by its number, of all documents of a kind with at least 50 words."""
 _SHORT_WORDS, _SHORT_CHARS = 50, 300
 """Fractions, ratios and entropies of shorter texts vary too much to be judged."""
 
@@ -122,24 +131,93 @@ class Quality:
 
     def decide(self, corpus: MeasuredCorpus) -> Decisions:
         """Drop what violates a limit, with the first limit violated."""
-        features = corpus.column("features")
-        kinds = judged_kinds(features, corpus.column("kind"))
-        by_kind: Mapping[Kind, NDArray[np.float32]] = {
-            kind: features[corpus.alive & (kinds == number)] for number, kind in enumerate(KINDS)
-        }
-        limits = limits_by_kind(self.config, by_kind)
-        drops: dict[int, Drop] = {}
-        for number, kind in enumerate(KINDS):
-            members = np.flatnonzero(corpus.alive & (kinds == number))
-            for violates, reason, feature, limit in judge(by_kind[kind], limits[kind]):
-                column = FEATURES.index(feature)
-                for row in np.flatnonzero(violates):
-                    detail = f"{feature} {by_kind[kind][row, column]:.4g}, limit {limit:.4g}"
-                    drops.setdefault(int(members[row]), Drop(reason, detail))
-        for row in np.flatnonzero(corpus.alive & ~corpus.column("language")):
-            drops.setdefault(int(row), Drop("other language", f"not in {', '.join(self.config.languages)}"))
-        shown = {kind: limits[kind] for number, kind in enumerate(KINDS) if (kinds == number).any()}
-        return Decisions(drops=drops, report={"limits": shown, "remedies": remedies(features, kinds, drops)})
+        limits = self._limits(corpus)
+        # judging no document tells the order of the limits
+        judged = {kind: [entry[1:] for entry in judge(_NO_DOCUMENTS, limits[kind])] for kind in KINDS}
+        violations = _Violations.of(corpus, limits)
+        order = np.argsort(violations.numbers)
+
+        def drop(place: int) -> Drop:
+            index = order[place]
+            if violations.places[index] == _LANGUAGE:
+                return Drop("other language", f"not in {', '.join(self.config.languages)}")
+            reason, feature, limit = judged[KINDS[violations.kinds[index]]][violations.places[index]]
+            return Drop(reason, f"{feature} {violations.values[index]:.4g}, limit {limit:.4g}")
+
+        shown = {kind: limits[kind] for number, kind in enumerate(KINDS) if number in violations.kinds_seen}
+        report = {"limits": shown, "remedies": remedies(violations, judged)}
+        return Decisions(drops=Drops(violations.numbers[order], drop), report=report)
+
+    def _limits(self, corpus: MeasuredCorpus) -> dict[Kind, dict[str, float]]:
+        if self.config.thresholds == "fixed":
+            return limits_by_kind(self.config, {})
+        with TemporaryDirectory(dir=corpus.folder) as folder:
+            texts = _LongTexts.of(corpus, Path(folder))
+            return limits_by_kind(self.config, {kind: partial(texts.column, kind) for kind in KINDS})
+
+
+@dataclass(frozen=True)
+class _LongTexts:
+    """The features of all documents that are alive and have at least 50 words, a file for each feature. kinds [L]: by
+    which each is judged.
+    """
+
+    folder: Path
+    kinds: NDArray[np.int8]
+
+    @classmethod
+    def of(cls, corpus: MeasuredCorpus, folder: Path) -> "_LongTexts":
+        all_kinds = [np.empty(0, np.int8)]
+        columns = zip(corpus.starts[:-1], corpus.parts("features"), corpus.parts("kind"), strict=True)
+        with ExitStack() as stack:
+            files = [stack.enter_context(open(folder / name, "wb")) for name in FEATURES]
+            for start, features, kinds in columns:
+                is_long = features[:, FEATURES.index("num_words")] >= _SHORT_WORDS
+                rows = np.flatnonzero(is_long & corpus.alive[start : start + len(kinds)])
+                all_kinds.append(judged_kinds(features, kinds)[rows])
+                for file, values in zip(files, features[rows].T, strict=True):
+                    file.write(values.tobytes())
+        return cls(folder, np.concatenate(all_kinds))
+
+    def column(self, kind: Kind, feature: int) -> NDArray[np.float32]:
+        return np.fromfile(self.folder / FEATURES[feature], np.float32)[self.kinds == KINDS.index(kind)]
+
+
+@dataclass(frozen=True)
+class _Violations:
+    """Documents that are dropped: numbers [D], the kind that each is judged by, the first limit that it violates in
+    the order of `judge`, or `_LANGUAGE`, and the value of the feature. kinds_seen: numbers of all kinds in the corpus.
+    """
+
+    numbers: NDArray[np.int64]
+    kinds: NDArray[np.int8]
+    places: NDArray[np.int8]
+    values: NDArray[np.float32]
+    kinds_seen: set[int]
+
+    @classmethod
+    def of(cls, corpus: MeasuredCorpus, limits: Mapping[Kind, Limits]) -> "_Violations":
+        """Those of the documents that are alive, found shard by shard."""
+        parts: list[tuple[NDArray[Any], ...]] = [
+            tuple(np.empty(0, dtype) for dtype in (np.int64, np.int8, np.int8, np.float32))
+        ]
+        seen: set[int] = set()
+        columns = (corpus.parts(name) for name in ("features", "kind", "language"))
+        for start, features, own_kinds, language in zip(corpus.starts[:-1], *columns, strict=True):
+            kinds = judged_kinds(features, own_kinds)
+            alive = corpus.alive[start : start + len(kinds)]
+            seen |= set(map(int, np.unique(kinds)))
+            places = np.where(alive & ~language, np.int8(_LANGUAGE), np.int8(_NO_LIMIT))
+            values = np.zeros(len(kinds), np.float32)
+            for number in np.unique(kinds[alive]):
+                members = np.flatnonzero(alive & (kinds == number))
+                judged = judge(features[members], limits[KINDS[number]])
+                for place, (violates, _, feature, _) in reversed(list(enumerate(judged))):
+                    places[members[violates]] = place
+                    values[members[violates]] = features[members[violates], FEATURES.index(feature)]
+            rows = np.flatnonzero(places != _NO_LIMIT)
+            parts.append((start + rows, kinds[rows], places[rows], values[rows]))
+        return cls(*(np.concatenate(column) for column in zip(*parts, strict=True)), seen)
 
 
 QUALITY = StepSpec(name="quality", build=lambda config, seed: Quality(config))
@@ -156,11 +234,14 @@ def _check_languages(languages: Sequence[str]) -> None:
 
 def has_language(document: Document, config: QualityConfig) -> bool:
     """Whether a document is in one of the wanted languages, as far as there are any and it is not code."""
-    if not config.languages or document.kind == "code":
-        return True
+    return not config.languages or document.kind == "code" or language_of(document) in config.languages
+
+
+def language_of(document: Document) -> str:
+    """The language that a document begins in, as an ISO 639-1 code."""
     import py3langid  # takes half a second
 
-    return py3langid.classify(document.text[:_LANGUAGE_CHARS])[0] in config.languages
+    return py3langid.classify(document.text[:_LANGUAGE_CHARS])[0]
 
 
 def judged_kinds(features: NDArray[np.float32], kinds: NDArray[np.int8]) -> NDArray[np.int8]:
@@ -169,13 +250,13 @@ def judged_kinds(features: NDArray[np.float32], kinds: NDArray[np.int8]) -> NDAr
     return np.where(is_code, np.int8(KINDS.index("code")), kinds)
 
 
-def limits_by_kind(config: QualityConfig, features: Mapping[Kind, NDArray[np.float32]]) -> dict[Kind, dict[str, float]]:
-    """The limits in effect. features: [documents, features] by kind; read for `thresholds: auto` only."""
+def limits_by_kind(config: QualityConfig, columns: Mapping[Kind, FeatureColumn]) -> dict[Kind, dict[str, float]]:
+    """The limits in effect. columns: by kind; called for `thresholds: auto` only."""
     result: dict[Kind, dict[str, float]] = {}
     for kind, defaults in DEFAULT_LIMITS.items():
         limits = dict(defaults)
-        if config.thresholds == "auto" and len(features.get(kind, ())):
-            limits |= _tighter(limits, _quantile_limits(features[kind], config.auto_tail))
+        if config.thresholds == "auto" and kind in columns:
+            limits |= _tighter(limits, _quantile_limits(columns[kind], config.auto_tail))
         limits |= {name: value for name, value in config.limits.items() if "." not in name}
         own = {name: value for name, value in config.limits.items() if name not in IMAGE_LIMITS}
         limits |= {name[len(kind) + 1 :]: value for name, value in own.items() if name.startswith(f"{kind}.")}
@@ -203,20 +284,23 @@ def judge(features: NDArray[np.float32], limits: Limits) -> list[tuple[NDArray[n
     return result
 
 
-def remedies(features: NDArray[np.float32], kinds: NDArray[np.int8], drops: Mapping[int, Drop]) -> dict[str, str]:
+def remedies(
+    violations: _Violations, judged: Mapping[Kind, Sequence[tuple[str, str, float]]]
+) -> dict[str, str]:  # fmt: skip
     """By the reason for which documents were dropped: the options of the command line that would keep all of them, as
-    far as this reason goes. features [N, F], kinds [N]: those whose limits apply.
+    far as this reason goes. judged: reason, feature and limit in the order of `judge`.
     """
-    values: dict[tuple[str, Kind], list[float]] = {}
-    for number, drop in drops.items():
-        if drop.reason in LIMIT_OF:
-            column = FEATURES.index(LIMIT_OF[drop.reason][4:])
-            values.setdefault((drop.reason, KINDS[kinds[number]]), []).append(float(features[number, column]))
+    options: dict[tuple[str, Kind], str] = {}
+    for number, kind in enumerate(KINDS):
+        for place, (reason, *_) in enumerate(judged[kind]):
+            values = violations.values[(violations.kinds == number) & (violations.places == place)]
+            if len(values):
+                limit = LIMIT_OF[reason]
+                is_max = limit.startswith("max_")
+                value = _rounded(float(values.max() if is_max else values.min()), up=is_max)
+                options[reason, kind] = f"--clean.quality.limits.{kind}.{limit} {value:.10g}"
     result: dict[str, str] = {}
-    for (reason, kind), measured in sorted(values.items()):
-        limit = LIMIT_OF[reason]
-        value = _rounded(max(measured), up=True) if limit.startswith("max_") else _rounded(min(measured), up=False)
-        option = f"--clean.quality.limits.{kind}.{limit} {value:.10g}"
+    for (reason, _), option in sorted(options.items()):
         result[reason] = f"{result[reason]} {option}" if reason in result else option
     return result
 
@@ -242,20 +326,18 @@ def _tighter(fixed: Limits, automatic: Limits) -> dict[str, float]:
     return result
 
 
-def _quantile_limits(features: NDArray[np.float32], tail: float) -> dict[str, float]:
-    """Limits at the tails' quantiles, moved outward by half their distance from the median, for documents of at least
-    50 words. Where a distribution has no tail on one side, nothing is cut there.
+def _quantile_limits(column: FeatureColumn, tail: float) -> dict[str, float]:
+    """Limits at the tails' quantiles, moved outward by half their distance from the median. Where a distribution has
+    no tail on one side, nothing is cut there.
     """
-    long = features[features[:, FEATURES.index("num_words")] >= _SHORT_WORDS]
     result: dict[str, float] = {}
-    if not len(long):
-        return result
-    low, middle, high = np.quantile(long, [tail, 0.5, 1 - tail], axis=0)
     for number, name in enumerate(FEATURES):
-        if name in _NEVER_AUTOMATIC:
+        values = column(number) if name not in _NEVER_AUTOMATIC else ()
+        if not len(values):
             continue
-        if low[number] < middle[number]:
-            result[f"min_{name}"] = float(1.5 * low[number] - 0.5 * middle[number])
-        if high[number] > middle[number]:
-            result[f"max_{name}"] = float(1.5 * high[number] - 0.5 * middle[number])
+        low, middle, high = np.quantile(values, [tail, 0.5, 1 - tail])
+        if low < middle:
+            result[f"min_{name}"] = float(1.5 * low - 0.5 * middle)
+        if high > middle:
+            result[f"max_{name}"] = float(1.5 * high - 0.5 * middle)
     return result

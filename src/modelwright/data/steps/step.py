@@ -4,10 +4,11 @@
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 from numpy.typing import NDArray
 
 from modelwright.data.document import Document
@@ -25,6 +26,26 @@ class Drop:
 
     reason: str
     detail: str = ""
+
+
+class Drops(Mapping[int, Drop]):
+    """Drops by the number of the document, each made when it is asked for: a corpus may lose millions of documents."""
+
+    def __init__(self, numbers: NDArray[np.int64], drop: Callable[[int], Drop]) -> None:
+        """numbers: ascending; drop: makes the drop of a document from its place among them."""
+        self._numbers, self._drop = numbers, drop
+
+    def __getitem__(self, number: int) -> Drop:
+        place = int(np.searchsorted(self._numbers, number))
+        if place == len(self._numbers) or self._numbers[place] != number:
+            raise KeyError(number)
+        return self._drop(place)
+
+    def __iter__(self) -> Iterator[int]:
+        return map(int, self._numbers)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
 
 
 @dataclass(frozen=True)
@@ -86,7 +107,7 @@ class Decisions:
     """What a `CorpusStep` decides."""
 
     drops: Mapping[int, Drop]
-    """By the number of the document."""
+    """By the number of the document; `Drops` for many."""
     report: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `CleanReport`, or `figures` of the step by names of its own."""
 

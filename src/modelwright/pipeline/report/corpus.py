@@ -9,8 +9,8 @@ from modelwright.data.noise_cascade import low_recall
 from modelwright.data.sources import BUILTIN
 from modelwright.data.steps.decontamination import DECONTAMINATION, PASSAGE_WORDS
 from modelwright.pipeline.redact import redact_text
-from modelwright.pipeline.report.blocks import Block, Chart, Excerpt, Fold, Note, Section, Table
-from modelwright.pipeline.report.charts import bar_chart
+from modelwright.pipeline.report.blocks import Block, Excerpt, Fold, Note, Section, Table
+from modelwright.pipeline.report.corpus_charts import corpus_charts
 from modelwright.pipeline.report.format import count, kind_title, number, percent, size
 from modelwright.pipeline.report.run_data import RunData, StageData
 
@@ -24,7 +24,7 @@ def corpus_section(data: RunData, stage: StageData) -> Section:
     """What was read, kept and dropped, with reasons and examples."""
     sources, clean = stage.facts["sources"], stage.facts["clean"]
     blocks: list[Block] = [_kinds_table(sources, clean), _funnel(clean)]
-    blocks += [*_funnel_chart(clean), *_evaluation_sets(clean), *_noise_blocks(clean)]
+    blocks += [*corpus_charts(clean), *_evaluation_sets(clean), *_noise_blocks(clean)]
     blocks += _dropped_blocks(stage, NUM_DROPPED_EXAMPLES)
     blocks += _skipped_blocks(sources)
     places = ", ".join(
@@ -114,20 +114,6 @@ def _funnel(clean: Mapping[str, Any]) -> Table:
     if failed:
         caption += f" Its validators that failed: {failed}."
     return Table(header, rows, "Cleaning, stage by stage", caption, numeric=range(1, 5), strong=[len(rows) - 1])
-
-
-def _funnel_chart(clean: Mapping[str, Any]) -> list[Block]:
-    """The documents left after each step that dropped some; none where nothing was dropped."""
-    left, bars = clean["num_documents"], [("read", clean["num_documents"])]
-    for step, reasons in clean["dropped"].items():
-        left -= sum(entry["documents"] for entry in reasons.values())
-        bars.append((f"after {step}", left))
-    if len(bars) == 1:
-        return []
-    names, numbers = zip(*bars, strict=True)
-    series = [("documents", numbers)]
-    svg = bar_chart(names, series, name="funnel", x_label="documents", values=[[count(each) for each in numbers]])
-    return [Chart("Documents left after each step", svg)]
 
 
 def _evaluation_sets(clean: Mapping[str, Any]) -> list[Block]:

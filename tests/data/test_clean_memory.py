@@ -1,0 +1,106 @@
+"""What the decisions of cleaning keep in memory for each document, by what is really allocated."""
+
+import json
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from modelwright.core.progress import SilentProgress
+from modelwright.data import clean, containment, duplicate_corpus, near_duplicates
+from modelwright.data.clean_config import CleanConfig, build_steps
+from modelwright.data.clean_shards import measured
+from modelwright.data.duplicate_corpus import DuplicatesConfig
+from modelwright.data.features import FEATURES
+from modelwright.data.shard_files import ShardFiles, as_array, numbered
+from modelwright.data.steps.duplicates import quality_score
+from modelwright.data.steps.quality import QualityConfig
+from modelwright.data.steps.shingles import band_hashes
+from modelwright.data.steps.step import divide
+from modelwright.data.workers import InProcess
+
+SHARD, WORDS = 1000, 40
+MOST_BYTES = 100
+
+
+def texts(rng: np.random.Generator, count: int) -> list[NDArray[np.uint32]]:
+    """5-grams of documents: of ten, three are near-duplicates of an earlier one, one is equal to one, and one is a part
+    of one.
+    """
+    rows = list(rng.integers(0, 2**32, (count, WORDS), np.uint32))
+    for number, form in enumerate(rng.integers(0, 10, count)):
+        other = rows[int(rng.integers(0, number))] if number else rows[0]
+        if form < 3:
+            at = int(rng.integers(0, max(1, len(other) - 2)))
+            rows[number] = np.concatenate([other[:at], rng.integers(0, 2**32, 2, np.uint32), other[at + 2 :]])
+        elif form == 3:
+            rows[number] = other
+        elif form == 4:
+            rows[number] = other[5:30]
+    return rows
+
+
+def write_measured(work: Path, count: int) -> None:
+    """The columns of `count` documents that a quarter of the limits of the step quality drops."""
+    rng = np.random.default_rng(count)
+    rows = texts(rng, count)
+    features = rng.uniform(0.1, 0.2, (count, len(FEATURES))).astype(np.float32)
+    features[:, FEATURES.index("num_chars")] = 1000
+    features[:, FEATURES.index("num_words")] = 200
+    features[:, FEATURES.index("char_entropy")] = 4
+    features[:, FEATURES.index("stop_word_fraction")] = 0.3
+    features[:, FEATURES.index("broken_word_fraction")] = rng.choice([0, 0.2], count, p=[0.75, 0.25])
+    features[:, [FEATURES.index(name) for name in ("misordered_fraction", "error_fraction")]] = 0
+    digests = {row.tobytes(): int(rng.integers(1, 2**63)) for row in rows}
+    for number in range(count // SHARD):
+        part = slice(number * SHARD, (number + 1) * SHARD)
+        own = np.array([digests[row.tobytes()] for row in rows[part]], np.uint64)
+        offsets = np.concatenate([[0], np.cumsum([len(row) for row in rows[part]])])
+        flat, no_numbers = np.concatenate(rows[part]), np.zeros(SHARD, np.int32)
+        columns = {
+            "kind": np.zeros(SHARD, np.int8), "split": (rng.random(SHARD) < 0.02).astype(np.int8),
+            "features": features[part], "language": np.ones(SHARD, np.bool_), "own": own,
+            "keys": np.stack([own, np.zeros(SHARD, np.uint64)], axis=1), "bands": band_hashes(flat, offsets),
+            "shingles": flat, "num_shingles": np.diff(offsets), "quality": quality_score(features[part]),
+            "image_width": no_numbers, "image_height": no_numbers, "image_hash": no_numbers.astype(np.uint64),
+            "ids": as_array(json.dumps([f"part-{number}.jsonl:{row}" for row in range(SHARD)]).encode()),
+        }  # fmt: skip
+        ShardFiles(work, number).write_arrays(measured(0), columns, {"documents": SHARD})
+
+
+def peak_of_decisions(work: Path, count: int, config: CleanConfig) -> tuple[int, int]:
+    """The most bytes allocated at one time while it is decided which documents are dropped, and how many are."""
+    work.mkdir()
+    write_measured(work, count)
+    run = clean._Run(divide(build_steps(config)), work, InProcess(), SilentProgress())
+    read = clean._Read(count // SHARD, count, 0, {})
+    tracemalloc.start()
+    try:
+        run.decide(0, read)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    drops = [files.finished("decided0")["drops"] for files in numbered(work, count // SHARD)]
+    return peak, sum(map(len, drops))
+
+
+def test_bytes_per_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What does not grow with the corpus is made small, so that it hides nothing that does."""
+    monkeypatch.setattr(containment, "_FILTER_BITS", 20)
+    monkeypatch.setattr(near_duplicates, "_REMEMBERED_BITS", 10)
+    monkeypatch.setattr(near_duplicates, "_READ_AT_ONCE", 256)
+    monkeypatch.setattr(duplicate_corpus, "_CACHED_BYTES", 2**16)
+    monkeypatch.setattr(duplicate_corpus, "_READ_AT_ONCE", 2**16)
+    config = CleanConfig(
+        quality=QualityConfig(thresholds="auto"),
+        duplicates=DuplicatesConfig(index=str(tmp_path / "index")),
+    )
+    few, many = 10_000, 50_000
+    (small, _), (large, num_dropped) = (
+        peak_of_decisions(tmp_path / f"{count}", count, config) for count in (few, many)
+    )  # fmt: skip
+    assert num_dropped > 0.4 * many
+    per_document = (large - small) / (many - few)
+    assert per_document <= MOST_BYTES, f"{per_document:.0f} bytes a document"
