@@ -159,6 +159,11 @@ class SqliteDatabase:
         self._connection.close()
 
 
+def _storable(values: Values) -> dict[str, Any]:
+    """Without the character NUL, which PostgreSQL refuses in texts."""
+    return {name: one.replace("\0", "\ufffd") if isinstance(one, str) else one for name, one in values.items()}
+
+
 class UrlDatabase:
     """Any database that SQLAlchemy reaches. connection: of SQLAlchemy; name: for messages."""
 
@@ -169,8 +174,9 @@ class UrlDatabase:
     def execute(self, statement: str, values: Values | Sequence[Values] = ()) -> int:
         from sqlalchemy import exc, text
 
+        plain = _storable(values) if isinstance(values, Mapping) else [_storable(one) for one in values]
         with _refusals(self.name, exc.SQLAlchemyError), self.transaction():
-            return self._connection.execute(text(statement), values or None).rowcount
+            return self._connection.execute(text(statement), plain or None).rowcount
 
     def rows(self, statement: str, values: Values = {}) -> Iterator[tuple[Any, ...]]:  # noqa: B006
         from sqlalchemy import exc, text
