@@ -6,7 +6,7 @@ Statements have named parameters (`:name`), which both understand.
 import os
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -182,8 +182,10 @@ class UrlDatabase:
         from sqlalchemy import exc, text
 
         with _refusals(self.name, exc.SQLAlchemyError), self.transaction():
-            result = self._connection.execution_options(yield_per=_FETCH_ROWS).execute(text(statement), values)
-            yield from map(tuple, result)
+            # Options of the statement alone: those of a connection stay, and a cursor of the server takes no INSERT.
+            options = {"yield_per": _FETCH_ROWS}
+            with closing(self._connection.execute(text(statement), values, execution_options=options)) as result:
+                yield from map(tuple, result)
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
