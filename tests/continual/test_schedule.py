@@ -48,7 +48,7 @@ class Loops:
     def __call__(self, request: LoopRequest, **more: Any) -> LoopResult:
         self.asked.append(request)
         ending = self.endings.pop(0)
-        if isinstance(ending, Exception):
+        if isinstance(ending, BaseException):
             raise ending
         return LoopResult(ending=ending, text="")
 
@@ -61,6 +61,7 @@ def scheduled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
     def make(*endings: Any, clock: Clock | None = None, **config: Any) -> tuple[Scheduler, Loops, Clock]:
         loops, clock = Loops(list(endings)), clock or Clock()
         monkeypatch.setattr(schedule, "run_loop", loops)
+        monkeypatch.setattr(schedule, "_NAP_S", DAY_S)
         update = UpdateRequest(model=tmp_path / "model", new=(str(tmp_path / "new.jsonl"),), replay=0.0)
         request = LoopRequest(update=update, benchmark=tmp_path / "bench", run=RunDir(tmp_path / "plan"))
         settings = ScheduleConfig(**{"every_s": DAY_S, "checks": len(endings), **config})
@@ -167,7 +168,7 @@ def hashes(folder: Path) -> dict[str, str]:
 
 
 def test_killed_amid_an_update_it_ends_with_the_same_weights(world: World, tmp_path: Path) -> None:
-    """The command itself, on real updates: killed at four places and started again, beside one that nobody disturbs."""
+    """The command itself, on real updates: killed at two places and started again, beside one that nobody disturbs."""
     new = write_records(tmp_path / "new.jsonl", new_records(range(7000, 7150)))
 
     def words(name: str, *more: str) -> list[str]:
@@ -176,12 +177,7 @@ def test_killed_amid_an_update_it_ends_with_the_same_weights(world: World, tmp_p
         )
 
     assert main(words("quiet")) == 0
-    places = (
-        (r"/0001/new-texts$", "before"),
-        (r"/0001/data$", "after"),
-        (r"sft/checkpoints/", "after"),
-        ("/gate$", "after"),
-    )
+    places = ((r"/0001/new-texts$", "after"), (r"sft/checkpoints/", "after"))
     for pattern, when in places:
         environment = {"KILL_AT": pattern, "KILL_WHEN": when}
         code, _, errors = start_process(KILLER, *words("killed"), environment=environment).end()

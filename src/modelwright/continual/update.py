@@ -165,7 +165,7 @@ def _lengths(folder: Path, data: UpdateData, settings: Mapping[str, Any]) -> dic
     """Lengths of rows and batches: by the conversations if there are any."""
     most = load_config(folder).max_seq_len
     if "conversations" in data.forms:
-        sources = SourceConfig(sources=data.sources)
+        sources = SourceConfig(sources=data.sources, own_answers=settings["data"].get("own_answers", "refuse"))
         lengths = fitted_lengths(folder, sources, settings, max_seq_len=most, num_microbatches=1, num_processes=1)
         row_len = int(lengths[PACK.name]["seq_len"])
     else:

@@ -38,8 +38,6 @@ from modelwright.serve.database import open_database
 from modelwright.serve.request_log.export import export_records
 from modelwright.serve.requests_config import RequestsConfig
 
-FRACTION = 0.5
-"""Of the machine's modules whose documentation is read."""
 WINDOW, NUM_WINDOWS = 200, 6
 """Requests of a window of the drift monitor, and windows of its reference."""
 RUN_LENGTH = 50.0
@@ -100,7 +98,7 @@ def run_demo(demo: Demo) -> DemoResult:
     """Carry the demonstration out, or what is left of it. Raises what the steps raise."""
     RunDir(demo.folder).create()
     with lock_folder(demo.folder, "this demonstration; wait for it"):
-        write_texts(demo.texts.folder, FRACTION)
+        write_texts(demo.texts.folder)
         execute(demo.config, demo.first, only=(), origin="continual demo", words=demo.words, progress=demo.progress)
         demo.timeline.mark("first model trained")
         benchmark = _benchmark(demo)

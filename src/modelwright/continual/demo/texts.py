@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from modelwright.core.artifacts import is_finished, read_manifest, write_artifact
-from modelwright.core.errors import ArtifactError, DataError
+from modelwright.core.errors import DataError
 from modelwright.core.seeds import derive_seed
-from modelwright.data.document import Document, Split
+from modelwright.data.document import Document
 from modelwright.data.stdlib_corpus import machine_corpus
 
 KIND = "demo-texts"
@@ -19,8 +19,12 @@ SOURCES = {"old": ("python:stdlib", "python:topics"), "new": ("python:torch", "p
 """The `source` of machine documents by task."""
 LONGEST_CHARS = 4_000
 FEWEST_CHARS = 100
-MOST_HELDOUT = 300
+HELDOUT_FRACTION = 1 / 8
+"""Of the modules."""
+MOST_HELDOUT = 400
 """Held-out documents of each task, of which the benchmark makes its halves."""
+MOST = {"old": 5_000, "new": 1_500}
+"""Documents that are trained on: an update learns less than the first training."""
 
 
 @dataclass(frozen=True)
@@ -41,54 +45,48 @@ class DemoTexts:
             return [_beginning(Document.from_json(line).text) for line in file]
 
 
-def write_texts(folder: Path, fraction: float) -> DemoTexts:
-    """Write the files, or find them. fraction: of the machine's modules. Raises `ArtifactError` if the folder has those
-    of another version of the libraries or another fraction.
-    """
-    texts, documents = DemoTexts(folder), _documents(fraction)
+def write_texts(folder: Path) -> DemoTexts:
+    """Write the files, or find those that were written. Raises `DataError` if this machine's libraries have too few."""
     if is_finished(folder):
-        if read_manifest(folder, kind=KIND, verify=True).facts["fraction"] != fraction:
-            raise ArtifactError(f"{folder}: has another share of the machine's texts; choose another --run-dir")
-        return texts
+        read_manifest(folder, kind=KIND, verify=True)
+        return DemoTexts(folder)
     by_file: dict[str, list[Document]] = {}
-    for task, document in documents:
-        suffix = "-heldout" if document.split == "heldout" else ""
-        by_file.setdefault(f"{task}{suffix}", []).append(document)
+    for name, document in _documents():
+        by_file.setdefault(name, []).append(document)
     with write_artifact(folder, kind=KIND, digest="") as draft:
-        for task in SOURCES:
-            for name in (task, f"{task}-heldout"):
-                chosen = by_file.get(name, [])
+        for task, most in MOST.items():
+            for name, limit in ((task, most), (f"{task}-heldout", MOST_HELDOUT)):
+                chosen = _drawn(by_file.get(name, []), limit)
                 if not chosen:
-                    raise DataError(f"{name}: this machine's libraries have no such text; give a larger fraction")
-                limit = MOST_HELDOUT if name.endswith("heldout") else len(chosen)
-                _write(draft.path / f"{name}.jsonl", _drawn(chosen, limit))
-                draft.facts[name] = min(limit, len(chosen))
-        draft.facts["fraction"] = fraction
-    return texts
+                    raise DataError(
+                        f"{name}: this machine has no such text; install Python with its sources"
+                    )
+                _write(draft.path / f"{name}.jsonl", chosen)
+                draft.facts[name] = len(chosen)
+    return DemoTexts(folder)
 
 
-def _documents(fraction: float) -> Iterator[tuple[str, Document]]:
-    """Prose with its task, each text once: libraries repeat docstrings, and one could be both held out and learned.
-
-    Held-out documents come first, so that of two equal ones the held-out one stays.
+def _documents() -> Iterator[tuple[str, Document]]:
+    """Prose with the name of its file, each text once: libraries repeat docstrings, and one could be both held out and
+    learned. Held-out documents come first, so that of two equal ones the held-out one stays.
     """
     tasks = {source: task for task, sources in SOURCES.items() for source in sources}
     prose = [
         document
-        for document in machine_corpus(fraction=fraction, skip=lambda reason, file: None)
+        for document in machine_corpus(fraction=1.0, skip=lambda reason, file: None)
         if document.kind == "prose" and FEWEST_CHARS <= len(document.text) <= LONGEST_CHARS
     ]
     seen: set[str] = set()
-    for split in ("heldout", "train"):
+    for suffix in ("-heldout", ""):
         for document in prose:
             body = document.text.partition("\n\n")[2]
-            if document.split == split and body not in seen:
+            if _is_heldout(document) == bool(suffix) and body not in seen:
                 seen.add(body)
-                yield tasks[document.source], _plain(document, split)
+                yield f"{tasks[document.source]}{suffix}", replace(document, split="open", meta={})
 
 
-def _plain(document: Document, split: Split) -> Document:
-    return replace(document, split=split, meta={})
+def _is_heldout(document: Document) -> bool:
+    return derive_seed(0, KIND, "heldout", document.meta["module"]) < HELDOUT_FRACTION * 2**63
 
 
 def _drawn(documents: Sequence[Document], limit: int) -> list[Document]:
