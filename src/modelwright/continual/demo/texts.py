@@ -58,9 +58,7 @@ def write_texts(folder: Path) -> DemoTexts:
             for name, limit in ((task, most), (f"{task}-heldout", MOST_HELDOUT)):
                 chosen = _drawn(by_file.get(name, []), limit)
                 if not chosen:
-                    raise DataError(
-                        f"{name}: this machine has no such text; install Python with its sources"
-                    )
+                    raise DataError(f"{name}: this machine has no such text; install Python with its sources")
                 _write(draft.path / f"{name}.jsonl", chosen)
                 draft.facts[name] = len(chosen)
     return DemoTexts(folder)
