@@ -17,6 +17,8 @@ from modelwright.data.stdlib_corpus import machine_corpus
 KIND = "demo-texts"
 SOURCES = {"old": ("python:stdlib", "python:topics"), "new": ("python:torch", "python:numpy")}
 """The `source` of machine documents by task."""
+FRACTION = 1.0
+"""Of the machine's modules."""
 LONGEST_CHARS = 4_000
 FEWEST_CHARS = 100
 HELDOUT_FRACTION = 1 / 8
@@ -71,7 +73,7 @@ def _documents() -> Iterator[tuple[str, Document]]:
     tasks = {source: task for task, sources in SOURCES.items() for source in sources}
     prose = [
         document
-        for document in machine_corpus(fraction=1.0, skip=lambda reason, file: None)
+        for document in machine_corpus(fraction=FRACTION, skip=lambda reason, file: None)
         if document.kind == "prose" and FEWEST_CHARS <= len(document.text) <= LONGEST_CHARS
     ]
     seen: set[str] = set()
