@@ -77,6 +77,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "adaptive clipping": {"adaptive_clip": {"kind": "percentile"}},
     "dynamic decay": {"weight_decay_schedule": {"grad_norm_threshold": 5.0}},
     "pull to the start": {"l2_sp": 0.1},
+    "elastic consolidation": {"ewc": {"strength": 1.0}},
     "loss spikes": {"loss_spikes": {"num_sigmas": 6.0}},
     "rollback": {
         "loss_spikes": {"num_sigmas": 6.0, "rollback_after": 2, "lr_factor_steps": 2},
@@ -265,6 +266,7 @@ def train(switches: Sequence[str], layout: str, folder: Path, world: World) -> N
         world=world,
         parallel=parse(ParallelConfig, LAYOUTS.get(layout, {})),
         heldout=[batch(9)] if config.eval_every_steps else [],
+        old_rows=[batch(7)],
     )
     assert result.num_steps == 2
     assert math.isfinite(result.loss)

@@ -17,7 +17,7 @@ from modelwright.continual.gate.judge import VERDICT, GateConfig, Verdict, drawn
 from modelwright.continual.gate.measures import PairedComparison
 from modelwright.continual.gate.poison import check_garbage, check_heldout, check_labels
 from modelwright.continual.heldout import HeldoutTexts
-from modelwright.continual.loop import served_folder
+from modelwright.continual.served import served_folder
 from modelwright.continual.update import UpdateRequest, run_update
 from modelwright.core.artifacts import read_manifest, write_artifact, write_atomic
 from modelwright.core.errors import ArtifactError, ConfigError, DataError

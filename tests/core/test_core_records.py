@@ -12,10 +12,17 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[re
 from modelwright.core.records import Recorder, column, read_records, summarize
 from modelwright.core.resources import ResourceUse, hardware, versions
 from modelwright.core.seeds import derive_seed
+from modelwright.core.sinks.sink import MetricSink
+from modelwright.core.sinks.sink_list import Tracking
+
+
+def sinks_of(folder: Path, first_step: int = 0) -> list[MetricSink]:
+    """TensorBoard alone, as a training has it."""
+    return Tracking().open(folder, "stage", first_step, pytest.fail)
 
 
 def record(path: Path, steps: range, first_step: int = 0) -> None:
-    recorder = Recorder(path, tensorboard=path.parent / "tb", first_step=first_step)
+    recorder = Recorder(path, sinks=sinks_of(path.parent, first_step), first_step=first_step)
     for step in steps:
         recorder.write(step, loss=float(step), note="x")
     recorder.close()
@@ -28,15 +35,15 @@ def test_resume_cuts_what_came_after_the_checkpoint(tmp_path: Path) -> None:
         file.write('{"step": 8, "lo')
     record(path, range(5, 7), first_step=5)
     assert [entry["step"] for entry in read_records(path)] == [1, 2, 3, 4, 5, 6]
-    assert list((tmp_path / "tb").iterdir())
+    assert list((tmp_path / "tensorboard").iterdir())
 
 
 def test_tensorboard_shows_every_number_at_its_step(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path / "m.jsonl", tensorboard=tmp_path / "tb")
+    recorder = Recorder(tmp_path / "m.jsonl", sinks=sinks_of(tmp_path))
     recorder.write(3, loss=2.5, tokens=7, skipped=True, note="x", norm=math.inf, large=1e300)
     recorder.write(4, loss=2.25)
     recorder.close()
-    [file] = (tmp_path / "tb").iterdir()
+    [file] = (tmp_path / "tensorboard").iterdir()
     found = {event.step: {one.tag: one.simple_value for one in event.summary.value} for event in events(file)}
     assert found[3] == {"loss": 2.5, "tokens": 7.0, "norm": math.inf, "large": math.inf}
     assert found[4] == {"loss": 2.25}
@@ -44,7 +51,7 @@ def test_tensorboard_shows_every_number_at_its_step(tmp_path: Path) -> None:
 
 def test_tensorboard_is_told_from_where_a_resumed_run_goes_on(tmp_path: Path) -> None:
     record(tmp_path / "m.jsonl", range(5, 7), first_step=5)
-    [file] = (tmp_path / "tb").iterdir()
+    [file] = (tmp_path / "tensorboard").iterdir()
     version, start, *numbers = events(file)
     assert version.file_version == "brain.Event:2"
     assert (start.step, start.session_log.status) == (5, SessionLog.START)
@@ -61,7 +68,7 @@ def events(file: Path) -> Iterator[Any]:
 
 
 def test_values_that_are_not_finite_stay_readable_json(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path / "m.jsonl", tensorboard=tmp_path / "tb")
+    recorder = Recorder(tmp_path / "m.jsonl")
     recorder.write(1, loss=math.nan, norm=math.inf)
     recorder.close()
     assert read_records(tmp_path / "m.jsonl") == [{"step": 1, "loss": "nan", "norm": "inf"}]

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import httpx
@@ -301,10 +301,16 @@ def test_a_test_goes_on_after_a_restart_with_the_same_versions_only(start, folde
 class Process:
     """`modelwright serve` as a process that can be killed."""
 
-    def __init__(self, folder: Path, tmp_path: Path, keys: str) -> None:
+    def __init__(self, folder: Path, tmp_path: Path, keys: str, requests: Sequence[str] = ()) -> None:
+        """requests: options that say where log and tests are kept, other than in `tmp_path`."""
         command = [sys.executable, "-m", "modelwright.cli.main", "serve", str(folder), "--port", "0"]
-        settings = ["--keys_file", keys, "--requests.ab_state", str(tmp_path / "ab.sqlite")]
-        settings += ["--requests.log", str(tmp_path / "requests.sqlite"), "--served-model-name", "tiny"]
+        files = [
+            "--requests.ab_state",
+            str(tmp_path / "ab.sqlite"),
+            "--requests.log",
+            str(tmp_path / "requests.sqlite"),
+        ]
+        settings = ["--keys_file", keys, "--served-model-name", "tiny", *(requests or files)]
         self.process = subprocess.Popen(
             [*command, *settings], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True
         )

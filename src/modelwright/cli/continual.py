@@ -1,4 +1,4 @@
-"""`modelwright continual freeze|run|gate`: from new texts to a better model in service."""
+"""`modelwright continual freeze|run|gate|demo`: from new texts to a better model in service."""
 
 import argparse
 import os
@@ -16,8 +16,9 @@ KEY_VARIABLE = "MODELWRIGHT_ADMIN_KEY"
 REFUSED = 5
 """Exit code when the gate or the A/B test refused the update."""
 _RUN_FLAGS = (
-    "benchmark", "run-dir", "old", "replay", "no-average", "lora", "champion", "margin", "alpha", "max-uses",
-    "drift-reference", "requests", "drift-model", "server", "share", "unit", "min-units", "poll", "current", "help",
+    "benchmark", "run-dir", "old", "replay", "self-replay", "no-average", "lora", "champion", "margin", "alpha",
+    "max-uses", "drift-reference", "requests", "drift-model", "server", "share", "unit", "min-units", "poll", "current",
+    "floor", "schedule", "min-new", "checks", "help",
 )  # fmt: skip
 
 
@@ -33,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
             f"The key of the server's administrator is read from {KEY_VARIABLE}.\n"
         ),
     )
-    commands = parser.add_subparsers(dest="command", metavar="freeze|run|gate", required=True)
+    commands = parser.add_subparsers(dest="command", metavar="freeze|run|gate|demo", required=True)
     freeze = commands.add_parser("freeze", help="write a benchmark of old and new tasks", allow_abbrev=False)
     freeze.add_argument("benchmark", metavar="BENCHMARK", type=Path, help="the folder to write")
     freeze.add_argument("--old", nargs="+", required=True, metavar="DATA", help="texts of what the model can do")
@@ -43,9 +44,12 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("sources", metavar="DATA", nargs="+", help="new texts, as in data.sources")
     _add_update_options(run)
     _add_test_options(run)
+    _add_schedule_options(run)
     gate = commands.add_parser("gate", help="judge the finished update in a run", allow_abbrev=False)
     gate.add_argument("run", metavar="RUN_DIR", type=Path, help="the update's run")
     gate.add_argument("--json", action="store_true", help="print everything as JSON")
+    demo = commands.add_parser("demo", help="the whole loop on texts of this machine", allow_abbrev=False)
+    demo.add_argument("--run-dir", metavar="DIR", type=Path, default=Path("runs/continual-demo"), help="where it lies")
     for command in (run, gate):
         command.add_argument("--benchmark", metavar="DIR", type=Path, required=True, help="of `continual freeze`")
         command.add_argument("--champion", metavar="DIR", type=Path, help="the model folder in service")
@@ -60,8 +64,10 @@ def _add_update_options(run: argparse.ArgumentParser) -> None:
     add("--run-dir", metavar="DIR", type=Path, required=True, help="where the update's run lies")
     add("--old", nargs="+", default=[], metavar="DATA", help="texts to replay (default: those of MODEL's run)")
     add("--replay", type=float, default=0.05, metavar="SHARE", help="of old rows among all (0.05)")
+    add("--self-replay", action="store_true", help="replay texts that MODEL writes itself, where its own are gone")
     add("--no-average", action="store_true", help="do not average the weights with those of MODEL")
     add("--lora", action="store_true", help="train low-rank adapters only")
+    add("--floor", action="store_true", help="also train on old and new texts from scratch, to compare (costs both)")
     add("--drift-reference", metavar="DIR", type=Path, help="update only if --requests drifted from it")
     add("--requests", nargs="+", default=[], metavar="REQUESTS", help="exported requests")
     add("--drift-model", metavar="DIR", type=Path, help="the model that the reference was frozen with")
@@ -75,6 +81,13 @@ def _add_test_options(run: argparse.ArgumentParser) -> None:
     add("--min-units", type=int, default=1000, metavar="N", help="in each arm before promotion (1,000)")
     add("--poll", type=float, default=10.0, metavar="S", help="seconds between looks at the test (10)")
     add("--current", metavar="LINK", type=Path, help="symbolic link to move to the promoted model")
+
+
+def _add_schedule_options(run: argparse.ArgumentParser) -> None:
+    add = run.add_argument
+    add("--schedule", type=float, metavar="HOURS", help="update again and again, in folders below --run-dir")
+    add("--min-new", type=int, default=1, metavar="N", help="texts that a scheduled update waits for (1)")
+    add("--checks", type=int, default=0, metavar="N", help="end the schedule after so many checks (0: never)")
 
 
 def continual(words: Sequence[str]) -> int:
@@ -108,6 +121,7 @@ def _run(options: argparse.Namespace, settings: Mapping[str, Any], line: Sequenc
         new=tuple(options.sources),
         old=tuple(options.old),
         replay=options.replay,
+        self_replay=options.self_replay,
         average=not options.no_average,
         lora=options.lora,
         settings=settings,
@@ -121,8 +135,11 @@ def _run(options: argparse.Namespace, settings: Mapping[str, Any], line: Sequenc
         drift=_drift_of(options),
         test=_test_of(options),
         current=options.current,
+        floor=options.floor,
     )
     display = choose_display(sys.stderr)
+    if options.schedule is not None:
+        return _schedule(request, options, line, display)
     try:
         result = run_loop(request, words=line, progress=display)
     finally:
@@ -131,12 +148,25 @@ def _run(options: argparse.Namespace, settings: Mapping[str, Any], line: Sequenc
     return REFUSED if result.ending in ("refused", "rolled_back") else 0
 
 
+def _schedule(request: Any, options: argparse.Namespace, line: Sequence[str], display: Any) -> int:
+    from modelwright.continual.schedule import HOUR_S, ScheduleConfig, Scheduler
+
+    config = ScheduleConfig(every_s=options.schedule * HOUR_S, min_new=options.min_new, checks=options.checks)
+    try:
+        state = Scheduler(request=request, config=config, words=line, progress=display).run()
+    finally:
+        display.end()
+    for one in state.history:
+        print(f"check {one['check']}: update {one['update']}: {one['ending']}")
+    return 0
+
+
 def _gate(options: argparse.Namespace) -> int:
     import json
 
     from modelwright.continual.benchmark import load_benchmark
     from modelwright.continual.gate.judge import judge
-    from modelwright.continual.loop import served_folder
+    from modelwright.continual.served import served_folder
     from modelwright.core.rundir import RunDir
     from modelwright.pipeline.run_config import read_run_config
 
@@ -149,6 +179,26 @@ def _gate(options: argparse.Namespace) -> int:
         display.end()
     print(json.dumps(verdict.as_json(), indent=1) if options.json else verdict.table())
     return 0 if verdict.passed else REFUSED
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from modelwright.continual.demo.page import write_page
+    from modelwright.continual.demo.run import Demo, run_demo
+    from modelwright.recipes.load import load
+
+    folder, display = options.run_dir, choose_display(sys.stderr)
+    sources = {"data": {"sources": [str((folder / "texts" / "old.jsonl").resolve())]}}
+    config = load("continual-demo", sources, str(folder / "first")).config
+    words = ["continual", "demo", "--run-dir", str(folder)]
+    demo = Demo(folder=folder, config=config, words=words, progress=display)
+    try:
+        result = run_demo(demo)
+    finally:
+        display.end()
+    page = write_page(demo, result)
+    print(f"{result.loop.text}\n{result.floor.table()}")
+    print(f"{len(result.failures)} of {result.num_answered + len(result.failures):,} requests failed; report {page}")
+    return REFUSED if result.loop.ending in ("refused", "rolled_back") else 0
 
 
 def _gate_config(options: argparse.Namespace) -> Any:
@@ -185,4 +235,8 @@ def _test_of(options: argparse.Namespace) -> Any:
     )
 
 
-_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {"freeze": _freeze, "gate": _gate}
+_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "freeze": _freeze,
+    "gate": _gate,
+    "demo": _demo,
+}

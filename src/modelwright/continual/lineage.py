@@ -145,6 +145,8 @@ def _data(run: RunDir, sources: tuple[str, ...]) -> dict[str, Any]:
         return {"sources": [{"name": redact_text(source)} for source in sources]}
     facts = read_manifest(folder).facts
     replayed = [*facts["old_sources"], *([{"name": facts["old_run"]}] if facts["old_run"] else [])]
+    if own := facts.get("own_texts"):
+        replayed = [{"name": "texts that the model wrote itself", "sha256": own}]
     return {"sources": facts["sources"], "replayed": replayed if facts["old"] else [], "replay": facts["replay"]}
 
 

@@ -12,7 +12,7 @@ import re
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,9 +20,11 @@ from modelwright.continual.benchmark import load_benchmark
 from modelwright.continual.drift.check import check_windows
 from modelwright.continual.drift.reference import load_reference
 from modelwright.continual.drift.requests import read_requests
+from modelwright.continual.floor import measure_floor, require_from_scratch
 from modelwright.continual.gate.judge import FOLDER, VERDICT, GateConfig, Verdict, judge
-from modelwright.continual.lineage import RELEASE_FOLDER, run_of_artifact, trace
+from modelwright.continual.lineage import RELEASE_FOLDER, trace
 from modelwright.continual.model_files import GATE_VERDICT, LINEAGE, NOT_OF_MODEL
+from modelwright.continual.served import served_folder
 from modelwright.continual.update import DATA_FOLDER, UpdateRequest, quantized_folder, run_update
 from modelwright.core.artifacts import (
     fsync_folder,
@@ -35,7 +37,6 @@ from modelwright.core.artifacts import (
 from modelwright.core.errors import ArtifactError, ConfigError, ModelwrightError
 from modelwright.core.progress import Progress
 from modelwright.core.rundir import RunDir, lock_folder
-from modelwright.pipeline.models import find_model
 from modelwright.serve.ab.client import AbClient, ServerUnreachable
 
 DRIFT_FILE = "drift.json"
@@ -79,7 +80,7 @@ class AbTest:
 @dataclass(frozen=True, kw_only=True)
 class LoopRequest:
     """The whole loop. champion: the folder in service, None for that of the updated model's run; current: a link that
-    points to the release in service, moved at promotion.
+    points to the release in service, moved at promotion; floor: train the capacity floor at the end.
     """
 
     update: UpdateRequest
@@ -90,6 +91,7 @@ class LoopRequest:
     drift: DriftTrigger | None = None
     test: AbTest | None = None
     current: Path | None = None
+    floor: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +108,14 @@ def run_loop(request: LoopRequest, *, words: Sequence[str], progress: Progress) 
     lock = request.run.create().path / LOCK_FOLDER
     make_folder(lock)
     with lock_folder(lock, "this update; wait for it"):
-        return _carried_out(request, words, progress)
+        if request.floor:
+            require_from_scratch(request.update.model)
+        result = _carried_out(request, words, progress)
+        if not request.floor or result.ending == "no_drift":
+            return result
+        benchmark = load_benchmark(request.benchmark)
+        floor = measure_floor(request.run, request.update.model, benchmark, words=words, progress=progress)
+        return replace(result, text=f"{result.text}\n{floor.table()}")
 
 
 def _carried_out(request: LoopRequest, words: Sequence[str], progress: Progress) -> LoopResult:
@@ -160,17 +169,6 @@ def drifted_features(trigger: DriftTrigger, run: RunDir) -> list[str]:
     reports = list(check_windows(records, reference))
     write_atomic(run.path / DRIFT_FILE, json.dumps([report.as_json() for report in reports], indent=1))
     return list(dict.fromkeys(name for report in reports for name in report.alarmed))
-
-
-def served_folder(model: Path) -> Path:
-    """The folder that is served of a model: the release of an update, else the quantized model of a run, else the
-    model itself. model: a run, the folder of one of its stages, or any model folder.
-    """
-    run = run_of_artifact(model) or RunDir(model)
-    for folder in (run.path / RELEASE_FOLDER, quantized_folder(run)):
-        if is_finished(folder):
-            return folder
-    return find_model(model).source.folder
 
 
 def write_release(run: RunDir) -> Path:

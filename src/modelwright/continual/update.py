@@ -55,14 +55,16 @@ LORA: Mapping[str, Any] = {"lora": {"r": 16}, "learning_rate": 2e-4}
 class UpdateRequest:
     """What to update with what.
 
-    model: a run or a model folder that training goes on with; average: mix the result with that model; lora: train
-    low-rank adapters, which are merged at the end; settings: of the run, over those that an update has.
+    model: a run or a model folder that training goes on with; self_replay: replay what that model writes itself;
+    average: mix the result with that model; lora: train low-rank adapters, which are merged at the end; settings: of
+    the run, over those that an update has.
     """
 
     model: Path
     new: tuple[str, ...]
     old: tuple[str, ...] = ()
     replay: float = 0.05
+    self_replay: bool = False
     average: bool = True
     lora: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -78,6 +80,7 @@ class UpdateRequest:
             new=self.new,
             old=self.old,
             old_run=run if has_texts else None,
+            own_model=find_model(self.model).source.folder if self.self_replay else None,
             replay=self.replay,
             seed=seed,
             data=config,
@@ -110,9 +113,10 @@ def update_config(request: UpdateRequest, data: UpdateData, benchmark: Benchmark
         "name": run.path.resolve().name,
         "init_from": str(folder),
         "stages": [*names, QUANTIZE.name, REPORT.name],
-        "data": {"sources": list(data.sources)},
+        "data": {"sources": list(data.sources)} | ({"own_answers": "train"} if request.self_replay else {}),
         CLEAN.name: dict(_CLEAN) | {"decontamination": {"sources": [data.heldout]}},
         **{TRAININGS[form]: _training(form, request) for form in data.forms},
+        "ewc": {"source": OLD},
         EVALUATE.name: {"domains": [], "multiple_choice": {"num_questions": 0}},
     }
     if request.average:
@@ -161,7 +165,7 @@ def _lengths(folder: Path, data: UpdateData, settings: Mapping[str, Any]) -> dic
     """Lengths of rows and batches: by the conversations if there are any."""
     most = load_config(folder).max_seq_len
     if "conversations" in data.forms:
-        sources = SourceConfig(sources=data.sources)
+        sources = SourceConfig(sources=data.sources, own_answers=settings["data"].get("own_answers", "refuse"))
         lengths = fitted_lengths(folder, sources, settings, max_seq_len=most, num_microbatches=1, num_processes=1)
         row_len = int(lengths[PACK.name]["seq_len"])
     else:

@@ -12,6 +12,7 @@ from typing import Any, Literal, cast
 
 from modelwright.continual.benchmark import Benchmark
 from modelwright.continual.heldout import HeldoutTexts
+from modelwright.continual.self_replay import SelfReplay
 from modelwright.core.artifacts import is_finished, read_manifest, write_artifact
 from modelwright.core.config import digest, dump
 from modelwright.core.errors import ArtifactError, ConfigError, DataError
@@ -22,6 +23,7 @@ from modelwright.data.clean import read_kept
 from modelwright.data.clean_config import CleanConfig
 from modelwright.data.document import Document
 from modelwright.data.find_files import locate
+from modelwright.data.own_answers import is_own
 from modelwright.data.sources import WORDS, SourceConfig, SourceReport, read_documents
 from modelwright.pipeline.cleaning import fingerprint
 from modelwright.pipeline.redact import redact_text
@@ -30,6 +32,7 @@ from modelwright.pipeline.stages.clean import CLEAN
 KIND = "update-data"
 OLD, NEW = "old", "new"
 """The sources of an update's documents."""
+OWN_TEXTS = "self-replay"
 HELDOUT_FILE = "heldout.jsonl"
 Form = Literal["text", "conversations"]
 _PART_BYTES = 2**20
@@ -39,13 +42,15 @@ _PART_BYTES = 2**20
 class DataRequest:
     """What an update learns from.
 
-    new: sources of new texts; old: sources of old ones, or the one run whose cleaned texts are meant; replay: share of
-    old rows among all that are trained on; data: how the sources are read.
+    new: sources of new texts; old: sources of old ones, or the one run whose cleaned texts are meant; own_model: the
+    folder of a model that writes the old ones itself, in the place of both; replay: share of old rows among all that
+    are trained on; data: how the sources are read.
     """
 
     new: tuple[str, ...]
     old: tuple[str, ...] = ()
     old_run: RunDir | None = None
+    own_model: Path | None = None
     replay: float = 0.05
     seed: int = 1
     data: SourceConfig = field(default_factory=SourceConfig)
@@ -55,9 +60,12 @@ class DataRequest:
             raise ConfigError("continual: name the files with new texts after the model")
         if not 0.0 <= self.replay < 1.0:
             raise ConfigError(f"--replay: must be at least 0 and below 1, got {self.replay:g}; 0.05 is usual")
-        if self.replay and not (self.old or self.old_run):
+        if self.old and self.own_model:
+            raise ConfigError("--self-replay: the model writes the old texts; leave --old out, or this one")
+        if self.replay and not (self.old or self.old_run or self.own_model):
             raise ConfigError(
-                "--old: the model is no run, so its texts are not known; name files to replay, or set --replay 0"
+                "--old: the model is no run, so its texts are not known; name files to replay, let the model write "
+                "them with --self-replay, or set --replay 0"
             )
 
 
@@ -102,7 +110,7 @@ def prepare_data(request: DataRequest, benchmark: Benchmark, folder: Path, progr
     new, dropped = _screened(_read(request.new, request), HeldoutTexts.of(heldout))
     if not new:
         raise DataError(f"{', '.join(request.new)}: no new text is left ({_counts(dropped)})")
-    old = _replayed(request, new, progress)
+    old = _replayed(request, new, folder.with_name(OWN_TEXTS), progress)
     forms = tuple(sorted({_form(document) for document in new}))
     with write_artifact(folder, kind=KIND, digest=identity) as draft:
         for name, documents in ((NEW, new), (OLD, old)):
@@ -116,6 +124,7 @@ def prepare_data(request: DataRequest, benchmark: Benchmark, folder: Path, progr
             "replay": request.replay,
             "sources": describe_sources(request.new),
             "old_sources": describe_sources(request.old),
+            "own_texts": _own_identity(request),
             "old_run": str(request.old_run.path.resolve()) if request.old_run else "",
             "benchmark": benchmark.digest,
         }
@@ -143,7 +152,13 @@ def _identity(request: DataRequest, benchmark: Benchmark) -> str:
     old_run = read_manifest(request.old_run.stage(CLEAN.name).artifact).content_digest if request.old_run else ""
     plain = {"new": request.new, "old": request.old, "replay": request.replay, "seed": request.seed, "old_run": old_run}
     read = {"data": dump(request.data), "files": fingerprint(named, CleanConfig()), "benchmark": benchmark.digest}
-    return digest(plain | read)
+    own = {"own": own_texts} if (own_texts := _own_identity(request)) else {}
+    return digest(plain | read | own)
+
+
+def _own_identity(request: DataRequest) -> str:
+    """What decides the texts that the model writes itself; "" if it writes none."""
+    return SelfReplay(request.own_model, Path(), request.seed).identity if request.own_model else ""
 
 
 def _read(sources: Sequence[str], request: DataRequest) -> Iterable[Document]:
@@ -167,15 +182,20 @@ def _screened(documents: Iterable[Document], heldout: HeldoutTexts) -> tuple[lis
     return kept, dropped
 
 
-def _replayed(request: DataRequest, new: Sequence[Document], progress: Progress) -> list[Document]:
-    """A random sample of the old documents, of each form as many bytes as its share asks for, or all that there are."""
+def _replayed(request: DataRequest, new: Sequence[Document], folder: Path, progress: Progress) -> list[Document]:
+    """A random sample of the old documents, of each form as many bytes as its share asks for, or all that there are.
+    folder: where texts are kept that the model writes itself.
+    """
     if not request.replay:
         return []
-    every = _old_documents(request)
+    every = [] if request.own_model else _old_documents(request)
     ranked = sorted(every, key=lambda document: derive_seed(request.seed, "replay", document.id, document.text))
     chosen: list[Document] = []
     for form in sorted({_form(document) for document in new}):
         wanted = request.replay / (1.0 - request.replay) * sum(_size(one) for one in new if _form(one) == form)
+        if request.own_model:
+            chosen += SelfReplay(request.own_model, folder, request.seed).texts(form, wanted, progress)
+            continue
         taken = 0
         own = [document for document in ranked if _form(document) == form]
         if not own:
@@ -195,7 +215,8 @@ def _old_documents(request: DataRequest) -> list[Document]:
         return [document for document in _read(request.old, request) if not document.is_undesirable]
     assert request.old_run is not None
     try:
-        return list(read_kept(request.old_run.stage(CLEAN.name).artifact, split="train"))
+        kept = read_kept(request.old_run.stage(CLEAN.name).artifact, split="train")
+        return [document for document in kept if not is_own(document.meta)]
     except ArtifactError as error:
         raise ConfigError(f"--old: {error}; name files to replay") from None
 

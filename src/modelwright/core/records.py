@@ -1,4 +1,4 @@
-"""Metric records: one JSON object per line, mirrored to TensorBoard, and their summaries.
+"""Metric records: one JSON object per line, passed on to sinks (`core/sinks`), and their summaries.
 
 A line is written whole and flushed. On resume the lines past the checkpoint's step are removed, so that a step is
 recorded once.
@@ -12,58 +12,44 @@ from typing import Any, cast
 
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.errors import writing
+from modelwright.core.sinks.sink import MetricSink
 
 
 class Recorder:
-    """Appends records to `path` and mirrors their numbers to TensorBoard event files in `tensorboard`.
+    """Appends records to `path` and passes their numbers to `sinks`, which never fail (`QueuedSink`).
 
     `first_step`: records at or past this step that an earlier process left are removed (it died after its last
-    checkpoint), in the file and, by TensorBoard's purge marker, in the event files.
+    checkpoint).
     """
 
-    def __init__(self, path: Path, *, tensorboard: Path, first_step: int = 0) -> None:
-        from tensorboardX import FileWriter  # pyright: ignore[reportMissingTypeStubs]
-
+    def __init__(self, path: Path, *, sinks: Sequence[MetricSink] = (), first_step: int = 0) -> None:
         self.path = path
+        self.sinks = sinks
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             kept = [record for record in read_records(path) if record.get("step", -1) < first_step]
             write_atomic(path, "".join(json_line(record) for record in kept))
             self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - lives as long as the recorder
-            self._mirror: Any = FileWriter(str(tensorboard), flush_secs=20)
-            self._mirror.add_event(_start(), first_step)
 
     def write(self, step: int, **values: float | int | str | bool) -> None:
         """Record `values` at `step`. Numbers that are not finite are written as the strings `nan`, `inf`, `-inf`."""
         with writing(self.path):
             self._file.write(json_line({"step": step, **values}))
             self._file.flush()
-            # One event for all of them: `SummaryWriter`'s one for each takes ten times as long, milliseconds a step.
-            self._mirror.add_summary(_summary(values), step)
+        numbers = _numbers(values)
+        for sink in self.sinks:
+            sink.write(step, numbers)
 
     def close(self) -> None:
         self._file.close()
-        self._mirror.close()
+        for sink in self.sinks:
+            sink.close()
 
 
-def _start() -> Any:
-    """TensorBoard's purge event: older files' records of this step and later ones are ignored."""
-    from tensorboardX.proto import event_pb2  # pyright: ignore[reportMissingTypeStubs]
-
-    messages: Any = event_pb2
-    return messages.Event(session_log=messages.SessionLog(status=messages.SessionLog.START))
-
-
-def _summary(values: Mapping[str, float | int | str | bool]) -> Any:
-    """TensorBoard's event with all numbers."""
-    from tensorboardX.proto import summary_pb2  # pyright: ignore[reportMissingTypeStubs]
-
-    messages: Any = summary_pb2
-    numbers = {
+def _numbers(values: Mapping[str, float | int | str | bool]) -> dict[str, float]:
+    return {
         name: float(one) for name, one in values.items() if isinstance(one, (int, float)) and not isinstance(one, bool)
     }
-    values_of_all = [messages.Summary.Value(tag=name, simple_value=one) for name, one in numbers.items()]
-    return messages.Summary(value=values_of_all)
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

@@ -40,10 +40,6 @@ class StageDir:
         return self.path / "metrics.jsonl"
 
     @property
-    def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
-
-    @property
     def log(self) -> Path:
         return self.path / "log.txt"
 

@@ -12,6 +12,7 @@ REMEDY = (
     "learn from its prompts with --data.record_type text --data.text_field prompt, or from the answers, too, with "
     "--data.own_answers train"
 )
+REMEDY_TEXT = "leave it out, or learn from it with --data.own_answers train"
 
 
 def is_own(record: Mapping[str, Any]) -> bool:

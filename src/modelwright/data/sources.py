@@ -54,7 +54,7 @@ from modelwright.data.images.read import (
     read_image,
     read_image_record,
 )
-from modelwright.data.own_answers import ANSWER_FIELD, AUTHOR_FIELD, OWN_AUTHOR, REMEDY, is_own
+from modelwright.data.own_answers import ANSWER_FIELD, AUTHOR_FIELD, OWN_AUTHOR, REMEDY, REMEDY_TEXT, is_own
 from modelwright.data.record_schema import RecordSchema
 from modelwright.data.sentence_pairs import NAME as SENTENCE_PAIRS
 from modelwright.data.sentence_pairs import sentence_pairs
@@ -380,6 +380,11 @@ def _document(
 ) -> Document | Unsplit | None:  # fmt: skip
     """The document in a record; None if it was reported or is empty."""
     record = with_meta(record)
+    if config.own_answers == "refuse" and is_document(record) and is_own(record.get("meta") or {}):
+        complain(
+            "own text", where, f"{AUTHOR_FIELD} is {OWN_AUTHOR}, so Modelwright itself wrote the text", REMEDY_TEXT
+        )
+        return None
     if is_document(record):
         document = Document.from_plain({name: record[name] for name in _DOCUMENT_FIELDS if name in record})
         document = document.map_text(_encodable)

@@ -254,6 +254,15 @@ class Tokenizer:
         """Ids of a conversation up to where the assistant's turn begins."""
         return self._encode_rendered(self.chat_template.render(messages, tools=tools, add_generation_prompt=True))
 
+    def question_bounds(self) -> tuple[list[int], int]:
+        """Ids of a conversation up to where the words of its first user begin, and the special token that the chat
+        template puts after them, or the end-of-text token if it puts none: what a model needs to write a question.
+        """
+        rendered = self.chat_template.render([{"role": "user", "content": _PROBE}], add_generation_prompt=False)
+        before, _, after = rendered.partition(_PROBE)
+        match = self._cut.search(after)
+        return self._encode_rendered(before), self._added[match.group()] if match else self.eos_id
+
     def encode_chat(self, messages: Sequence[Message]) -> tuple[np.ndarray, np.ndarray]:
         """Ids [T] int64 of a conversation and its loss mask [T] uint8: 1 for every answer of the assistant up to the
         token at which generation stops. What the template renders after that token (the line end of ChatML) is never

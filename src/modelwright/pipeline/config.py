@@ -1,8 +1,8 @@
 """The configuration of a whole run: its stages, a section for each of them, and what they share.
 
 Each section is the config of the component that the stage drives, defined beside that component. A training stage
-inherits the sections `training`, `lora` and `energy` and sets only what differs. `pipeline.run_config` reads such a
-configuration; the value `auto` is resolved once, before the run's config.yaml is written (`pipeline.resolve`).
+inherits the sections `training`, `lora`, `ewc` and `energy` and sets only what differs. `pipeline.run_config` reads
+such a configuration; the value `auto` is resolved once, before the run's config.yaml is written (`pipeline.resolve`).
 """
 
 import math
@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from modelwright.core.config import difference, dump, if_missing
 from modelwright.core.errors import ConfigError
+from modelwright.core.sinks.sink_list import TrackingConfig
 from modelwright.data.cache.config import RowCacheConfig
 from modelwright.data.sources import SourceConfig
 from modelwright.data.tokenizer import TokenizerConfig
@@ -24,6 +25,7 @@ from modelwright.serve.config import ServeConfig
 from modelwright.serve.requests_config import RequestsConfig
 from modelwright.train.config import SharedTrainConfig, TrainConfig
 from modelwright.train.monitors.energy import EnergyConfig
+from modelwright.train.techniques.ewc import EwcConfig
 
 MAX_THREADS = 1024
 """OpenMP ends the process when it cannot start as many threads as it was asked for."""
@@ -43,7 +45,7 @@ class HardwareConfig:
             raise ConfigError(f"num_threads: must be from 0 (every core) to {MAX_THREADS}, got {self.num_threads}")
 
 
-INHERITED = ("lora", "energy")
+INHERITED = ("lora", "ewc", "energy")
 """Sections, beside the settings of `training`, that every training stage inherits under the same name."""
 
 
@@ -79,8 +81,11 @@ class RunConfig:
     training: SharedTrainConfig = field(default_factory=SharedTrainConfig)
     lora: AdapterConfig = field(default_factory=AdapterConfig)
     """What training stages inherit as their own `lora`, like `training`."""
+    ewc: EwcConfig = field(default_factory=EwcConfig)
+    """What training stages inherit as their own `ewc`."""
     energy: EnergyConfig = field(default_factory=EnergyConfig)
     """What training stages inherit as their own `energy`."""
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
     cache: RowCacheConfig = field(default_factory=RowCacheConfig)
     augmentation: AugmentationConfig = field(default_factory=AugmentationConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)

@@ -1,7 +1,7 @@
 """Reads a run's configuration from its plain form: which stages it has, the sections of these, and whether they agree.
 
 A stage's section is a top-level key of its name. The section of a stage that the run does not have is checked and left
-out. A training stage inherits from the sections `training`, `lora` and `energy`.
+out. A training stage inherits from the sections `training`, `lora`, `ewc` and `energy`.
 """
 
 import functools

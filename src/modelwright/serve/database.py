@@ -6,7 +6,7 @@ Statements have named parameters (`:name`), which both understand.
 import os
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -159,6 +159,11 @@ class SqliteDatabase:
         self._connection.close()
 
 
+def _storable(values: Values) -> dict[str, Any]:
+    """Without the character NUL, which PostgreSQL refuses in texts."""
+    return {name: one.replace("\0", "\ufffd") if isinstance(one, str) else one for name, one in values.items()}
+
+
 class UrlDatabase:
     """Any database that SQLAlchemy reaches. connection: of SQLAlchemy; name: for messages."""
 
@@ -169,15 +174,18 @@ class UrlDatabase:
     def execute(self, statement: str, values: Values | Sequence[Values] = ()) -> int:
         from sqlalchemy import exc, text
 
+        plain = _storable(values) if isinstance(values, Mapping) else [_storable(one) for one in values]
         with _refusals(self.name, exc.SQLAlchemyError), self.transaction():
-            return self._connection.execute(text(statement), values or None).rowcount
+            return self._connection.execute(text(statement), plain or None).rowcount
 
     def rows(self, statement: str, values: Values = {}) -> Iterator[tuple[Any, ...]]:  # noqa: B006
         from sqlalchemy import exc, text
 
         with _refusals(self.name, exc.SQLAlchemyError), self.transaction():
-            result = self._connection.execution_options(yield_per=_FETCH_ROWS).execute(text(statement), values)
-            yield from map(tuple, result)
+            # Options of the statement alone: those of a connection stay, and a cursor of the server takes no INSERT.
+            options = {"yield_per": _FETCH_ROWS}
+            with closing(self._connection.execute(text(statement), values, execution_options=options)) as result:
+                yield from map(tuple, result)
 
     @contextmanager
     def transaction(self) -> Iterator[None]:

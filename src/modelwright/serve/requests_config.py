@@ -19,7 +19,8 @@ class RequestsConfig:
     """Requests of one user that are logged within 24 hours; 0 means no limit. Without keys and without the field `user`
     all requests have one user."""
     ab_state: str = ""
-    """SQLite file with the state of A/B tests, which go on after a restart; "" allows no tests (docs/ab-tests.md)."""
+    """SQLite file with the state of A/B tests, which go on after a restart, or another database as for `log`; "" allows
+    no tests (docs/ab-tests.md). Servers must not share it."""
 
     def __post_init__(self) -> None:
         if not self.retention_days > 0:

@@ -46,6 +46,7 @@ from modelwright.train.techniques.adaptive_precision import adaptive_precision
 from modelwright.train.techniques.amax_history import amax_history
 from modelwright.train.techniques.auxiliary_losses import auxiliary_losses
 from modelwright.train.techniques.base_weights import base_weights
+from modelwright.train.techniques.ewc import ewc
 from modelwright.train.techniques.finite_check import finite_check, skip_empty_batches
 from modelwright.train.techniques.gradient_clipping import gradient_clipping
 from modelwright.train.techniques.l2_sp import l2_sp
@@ -81,6 +82,7 @@ def technique_builders(job: TrainJob) -> list[TechniqueBuilder]:
     every = config.checkpoint_every_steps
     return [
         partial(sparse, config.sparse_updates, config.batch_selection),  # on_batch: choose; on_gradients: count
+        partial(ewc, config.ewc, rows=job.old_rows),  # on_batch: what weights matter; on_gradients: add the pull
         partial(finite_check, config.max_skipped_steps, measures=job.measure_grad_norm),  # on_gradients: norm, skip
         amax_history,  # on_batch, on_gradients: maxima of FP8 factors
         loss_scaling,  # on_gradients: follow overflows
@@ -126,8 +128,8 @@ def train(job: TrainJob, world: World = ALONE, progress: Progress = SILENT) -> T
     stage.
 
     Every rank of `world` comes with the same whole model and leaves with it, trained; in between, and after an error, a
-    model that is laid out over several ranks has no values of its own. Writes `stage.checkpoints`, `stage.metrics`,
-    `stage.tensorboard` and, in `stage.path`, the logs of techniques and monitors, mostly on the first rank only.
+    model that is laid out over several ranks has no values of its own. Writes `stage.checkpoints`, `stage.metrics` and,
+    in `stage.path`, what sinks keep and the logs of techniques and monitors, mostly on the first rank only.
 
     Raises `Stopped` after a SIGTERM or Ctrl-C (the state is saved), `StorageError` when a checkpoint or a metric
     cannot be written, `ArtifactError` for checkpoints of another run, `ModelwrightError` when training has diverged or

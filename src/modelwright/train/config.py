@@ -49,6 +49,7 @@ from modelwright.train.monitors.anomalies import AnomalyConfig
 from modelwright.train.monitors.config import FaultToleranceConfig
 from modelwright.train.monitors.energy import EnergyConfig
 from modelwright.train.technique import Technique
+from modelwright.train.techniques.ewc import EwcConfig
 from modelwright.train.techniques.loss_spikes import LossSpikeConfig
 
 LENGTHS = ("num_steps", "num_tokens", "num_epochs")
@@ -182,6 +183,7 @@ class TrainConfig(SharedTrainConfig):
     """Steps between validations; 0 only at the end."""
     batching: BatchingConfig = field(default_factory=BatchingConfig)
     lora: AdapterConfig = field(default_factory=AdapterConfig)
+    ewc: EwcConfig = field(default_factory=EwcConfig)
     energy: EnergyConfig = field(default_factory=EnergyConfig)
 
     def __post_init__(self) -> None:
@@ -254,6 +256,7 @@ class TrainConfig(SharedTrainConfig):
             "load_balance",
             "loss_spikes",
             "lora",
+            "ewc",
         ):
             result += [replace(one, key=f"{name}.{one.key}") for one in getattr(self, name).features()]
         return result + sparsity_features(self.sparse_updates, self.batch_selection)
@@ -328,6 +331,8 @@ class TrainConfig(SharedTrainConfig):
             del result["batching"]  # as before there were any of its settings
         if self.lora == AdapterConfig():
             del result["lora"]
+        if not self.ewc.strength:
+            del result["ewc"]
         return result
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from modelwright.core.progress import Progress, SilentProgress
 from modelwright.core.rundir import StageDir
+from modelwright.core.sinks.sink_list import Tracking
 from modelwright.memory.offload import Store
 from modelwright.memory.step_arena_runtime import StepArena
 from modelwright.model.decoder import Decoder
@@ -71,6 +72,8 @@ class TrainJob:
     refused."""
     heldout: Sequence[Batch] = ()
     """Batches for evaluation, shared among the ranks."""
+    old_rows: Sequence[Batch] = ()
+    """Rows of what the model could do before the training, for techniques that keep it."""
     peak_flops: float = 0.0
     """Matrix-product rate of one rank in FLOP/s; 0: unknown."""
     techniques: Sequence[TechniqueBuilder] = ()
@@ -80,6 +83,8 @@ class TrainJob:
     measure_grad_norm: bool = True
     """Whether the gradient norm is measured; without, it counts as 1, as in a trace on fake tensors, which have none.
     """
+    tracking: Tracking = field(default_factory=Tracking)
+    """Which experiment trackers get the numbers of the training, and what they are told of it."""
     strategy: StrategyFactory = configured_strategy
     """How ranks share gradients and updates; replaced by probes that look at gradients."""
 

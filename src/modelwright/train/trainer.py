@@ -76,7 +76,8 @@ class Trainer:
         """Resume from the newest checkpoint, if there is one."""
         step, stage = self.checkpoints.resume(), self.job.stage
         if self.world.is_first:
-            self.recorder = Recorder(stage.metrics, tensorboard=stage.tensorboard, first_step=step + 1)
+            sinks = self.job.tracking.open(stage.path, self.job.name, step + 1, self.session.note)
+            self.recorder = Recorder(stage.metrics, sinks=sinks, first_step=step + 1)
         self.parts.run.strategy.begin(self.state.step, self.job.num_steps)
         self.parts.run.model.train()
         give_back_memory(self.world.device)  # what it took to load and to lay out

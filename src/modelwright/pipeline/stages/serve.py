@@ -37,6 +37,7 @@ from modelwright.pipeline.stages.clean import CLEAN
 from modelwright.pipeline.stages.stage_inputs import final_model, needed_model
 from modelwright.plan.estimate import StageEstimate
 from modelwright.serve.config import ServeConfig
+from modelwright.serve.requests_config import RequestsConfig
 
 ANSWERS = "answers.json"
 LINE_LEN = 100
@@ -45,6 +46,7 @@ GREETING = "Hello! What can you do?"
 """Asked when there is no held-out question, or none that fits."""
 
 _MAX_READ = 20_000
+NOTHING_KEPT = RequestsConfig()
 _URL = re.compile(r" at (https?://\S+)")
 
 
@@ -190,11 +192,12 @@ def choose_questions(folder: Path, clean: Path, check: ServeCheckConfig) -> Ques
 
 
 @contextmanager
-def start_server(folder: Path, server: ServeConfig, log_folder: Path, timeout_s: float) -> Iterator[Server]:
-    """`modelwright serve folder` as a process on a free port; on exit it receives SIGTERM and its exit code is
-    recorded.
-    """
+def start_server(
+    folder: Path, server: ServeConfig, log_folder: Path, timeout_s: float, requests: RequestsConfig = NOTHING_KEPT
+) -> Iterator[Server]:
+    """`modelwright serve folder` as a process; on exit it receives SIGTERM and its exit code is recorded."""
     settings = [f"--{name}={value}" for name, value in _flat(dump(server)) if value != ""]
+    settings += [f"--requests.{name}={value}" for name, value in _flat(dump(requests)) if value != ""]
     command = [sys.executable, "-m", "modelwright.cli.main", "serve", str(folder), "--exit-with-parent", *settings]
     log = log_folder / "server.log"
     started = time.monotonic()

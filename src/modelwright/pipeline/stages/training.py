@@ -14,6 +14,7 @@ from modelwright.core.config import dump
 from modelwright.core.errors import ArtifactError, ConfigError, DataError
 from modelwright.core.rundir import RunDir
 from modelwright.core.seeds import derive_seed
+from modelwright.core.sinks.sink_list import Tracking, require_packages
 from modelwright.data.batching.loader import build_loader
 from modelwright.data.loader import PackedRows
 from modelwright.data.tokenizer import Tokenizer
@@ -24,6 +25,7 @@ from modelwright.model.hf import deferred_model, load_model
 from modelwright.model.peft_folder import save_adapter
 from modelwright.ops import cpu_kernels
 from modelwright.pipeline.config import RunConfig
+from modelwright.pipeline.redact import redact_plain
 from modelwright.pipeline.report.blocks import Block, Fact, Section
 from modelwright.pipeline.report.format import plural
 from modelwright.pipeline.report.learning import NATS_PER_TOKEN, loss_highlight, training_section
@@ -35,6 +37,7 @@ from modelwright.pipeline.stages.imported import row_tokens
 from modelwright.pipeline.stages.init import INIT
 from modelwright.pipeline.stages.mixture_techniques import mixture_techniques
 from modelwright.pipeline.stages.model_folder import folder_fingerprint, save_model_folder
+from modelwright.pipeline.stages.old_rows import old_rows
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.peak_rate import peak_flops, peaks_after, utilization
 from modelwright.pipeline.stages.row_use import RowUse
@@ -185,6 +188,7 @@ def training_spec(
 
 def _stage(config: RunConfig, spec: StageSpec, traits: _Traits) -> Stage:
     name, training, before = spec.name, config.section(spec), traits.start(config, spec.name)
+    require_packages(config.tracking)
     settings = {
         "training": training.identity(),
         "seed": derive_seed(config.seed, name),
@@ -307,6 +311,8 @@ def _learn(
             peak_flops=peak_flops(context, config, training),
             parallel=config.parallel,
             restart=context.restart,
+            tracking=_tracking(config, spec),
+            old_rows=old_rows(packed, training.ewc, derive_seed(config.seed, name, "ewc")),
             techniques=[
                 *cache,
                 *augmentation,
@@ -326,6 +332,12 @@ def _learn(
     tell_cost(name, result, context.progress)
     taken = _take_best(model, context, training, result)
     return _facts(result, model, num_steps / batches_per_epoch, taken, context) | peaks
+
+
+def _tracking(config: RunConfig, spec: StageSpec) -> Tracking:
+    """What experiment trackers are told: the shape of the model and the settings of the training."""
+    settings = {"seed": config.seed, "model": dump(config.model), spec.name: dump(config.section(spec))}
+    return Tracking(report_to=config.tracking.report_to, run=config.name, settings=redact_plain(settings))
 
 
 def _bits_per_byte(context: StageContext, config: RunConfig, spec: StageSpec) -> list[TechniqueBuilder]:

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
 from modelwright.core.errors import StorageError
@@ -15,7 +14,7 @@ from modelwright.serve.ab.report import report_of
 from modelwright.serve.ab.requests import ExperimentRequest
 from modelwright.serve.ab.shadow import Shadows
 from modelwright.serve.ab.state import RequestEvent
-from modelwright.serve.database import Database, SqliteDatabase
+from modelwright.serve.database import Database, open_database
 from modelwright.serve.database_writer import DatabaseWriter, WriterBusy
 from modelwright.serve.errors import ApiError, shutting_down
 from modelwright.serve.exchange import Exchange, FinishedRequest, Subject, pseudonym
@@ -56,12 +55,12 @@ class RunningTest:
 class Experiments:
     """An `ExchangeObserver` that also owns the tests. Belongs to the event loop, but for the constructor."""
 
-    def __init__(self, service: Service, reloader: Reloader, path: str) -> None:
-        """Raises `StorageError` if the file cannot be used."""
+    def __init__(self, service: Service, reloader: Reloader, location: str) -> None:
+        """Raises `ConfigError` and `StorageError` if the database cannot be used."""
         self._service = service
         self._reloader = reloader
         self._running: RunningTest | None = None
-        database = SqliteDatabase(Path(path))
+        database = open_database(location, setting="requests.ab_state")
         tables.create_tables(database)
         self._writer = DatabaseWriter("A/B tests", database, dropped=self._dropped, housekeeping=lambda _: None)
 

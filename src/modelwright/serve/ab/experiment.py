@@ -17,12 +17,12 @@ Status = Literal["running", "rolled_back", "ended", "promoted", "interrupted"]
 
 _TABLES = (
     """CREATE TABLE IF NOT EXISTS experiments (
-        name TEXT NOT NULL PRIMARY KEY, request TEXT NOT NULL, salt TEXT NOT NULL, share REAL NOT NULL,
-        control_version TEXT NOT NULL, treatment_version TEXT NOT NULL, started_at REAL NOT NULL, ended_at REAL,
-        status TEXT NOT NULL, reason TEXT NOT NULL, state TEXT NOT NULL)""",
+        name TEXT NOT NULL PRIMARY KEY, request TEXT NOT NULL, salt TEXT NOT NULL,
+        share DOUBLE PRECISION NOT NULL, control_version TEXT NOT NULL, treatment_version TEXT NOT NULL,
+        started_at DOUBLE PRECISION NOT NULL, ended_at DOUBLE PRECISION, status TEXT NOT NULL, reason TEXT NOT NULL,
+        state TEXT NOT NULL)""",
     """CREATE TABLE IF NOT EXISTS experiment_units (
-        experiment TEXT NOT NULL, unit TEXT NOT NULL, had INTEGER NOT NULL, PRIMARY KEY (experiment, unit))
-        WITHOUT ROWID""",
+        experiment TEXT NOT NULL, unit TEXT NOT NULL, had INTEGER NOT NULL, PRIMARY KEY (experiment, unit))""",
     """CREATE TABLE IF NOT EXISTS experiment_answers (
         id TEXT NOT NULL PRIMARY KEY, experiment TEXT NOT NULL, unit TEXT NOT NULL, arm TEXT NOT NULL)""",
 )
@@ -153,5 +153,8 @@ def _had(database: Database, experiment: str, unit: str) -> int:
 
 
 def _set_had(database: Database, experiment: str, unit: str, had: int) -> None:
-    statement = "INSERT OR REPLACE INTO experiment_units VALUES (:experiment, :unit, :had)"
+    statement = (
+        "INSERT INTO experiment_units VALUES (:experiment, :unit, :had) "
+        "ON CONFLICT (experiment, unit) DO UPDATE SET had = excluded.had"
+    )
     database.execute(statement, {"experiment": experiment, "unit": unit, "had": had})

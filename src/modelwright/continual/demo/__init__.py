@@ -1,0 +1,1 @@
+"""`modelwright continual demo`: the whole loop on texts of this machine."""

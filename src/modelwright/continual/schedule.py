@@ -1,0 +1,182 @@
+"""Updates on a schedule: at each due time the loop runs on the texts that have come since, if requests have drifted or
+whenever it is due.
+
+State is one file. It says before anything else happens which update is under way, so a process that was killed goes on
+with it; a lock keeps a second scheduler out of the folder. Every text is given to one update: a copy of those that no
+earlier one had is kept in the update's folder, because sources may grow meanwhile.
+"""
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
+
+from modelwright.continual.loop import LoopRequest, drifted_features, run_loop
+from modelwright.core.artifacts import is_finished, make_folder, write_artifact, write_atomic
+from modelwright.core.errors import ArtifactError, ConfigError, ModelwrightError, Stopped
+from modelwright.core.progress import Progress
+from modelwright.core.rundir import RunDir, lock_folder
+from modelwright.data.sources import SourceConfig, SourceReport, read_documents
+
+STATE = "schedule.json"
+TEXTS, TEXTS_FILE, SEEN_FILE = "new-texts", "new.jsonl", "seen.txt"
+HOUR_S = 3600.0
+_NAP_S = 30.0
+"""The longest sleep; a clock that is set is noticed after it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """every_s: seconds between two checks; min_new: fewer new texts than that wait for more; checks: after which the
+    schedule ends, 0 for never.
+    """
+
+    every_s: float
+    min_new: int = 1
+    checks: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.every_s < math.inf:
+            raise ConfigError(f"--schedule: must be hours above 0, got {self.every_s / HOUR_S:g}; 24 is once a day")
+        if self.min_new < 1 or self.checks < 0:
+            raise ConfigError("--min-new: must be at least 1, and --checks 0 (no end) or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleState:
+    """due: Unix time of the next check; checks: that have begun; update: the number of the newest update, of which
+    `is_open` says that it has not ended; model: what the next one begins with; history: how each check ended.
+    """
+
+    due: float
+    model: str
+    checks: int = 0
+    update: int = 1
+    is_open: bool = False
+    history: Sequence[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+
+    def write(self, folder: Path) -> None:
+        write_atomic(folder / STATE, json.dumps(asdict(self), indent=1))
+
+    @classmethod
+    def read(cls, folder: Path) -> "ScheduleState | None":
+        """None if nothing was scheduled in the folder. Raises `ArtifactError` if the file is damaged."""
+        path = folder / STATE
+        if not path.exists():
+            return None
+        try:
+            return cls(**json.loads(path.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
+            raise ArtifactError(f"{path}: is damaged ({error}); choose another --run-dir") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scheduler:
+    """request: of an update; its run is the folder of the schedule, and `update.model` what the first one begins with.
+    clock, sleep: for tests.
+    """
+
+    request: LoopRequest
+    config: ScheduleConfig
+    words: Sequence[str]
+    progress: Progress
+    clock: Callable[[], float] = time.time
+    sleep: Callable[[float], None] = time.sleep
+
+    @property
+    def folder(self) -> Path:
+        return self.request.run.path
+
+    def run(self) -> ScheduleState:
+        """Check again and again; returns after the last check. Raises `Stopped`, and `ModelwrightError` if another
+        scheduler works in the folder.
+        """
+        self.request.run.create()
+        with lock_folder(self.folder, "this schedule; one is enough"):
+            state = ScheduleState.read(self.folder) or ScheduleState(
+                due=self.clock(), model=str(self.request.update.model.resolve())
+            )
+            while state.is_open or not self.config.checks or state.checks < self.config.checks:
+                if not state.is_open:
+                    self._wait(state)
+                    state = replace(state, is_open=True, checks=state.checks + 1, due=self._next_due(state.due))
+                    state.write(self.folder)
+                state = self._checked(state)
+                state.write(self.folder)
+            return state
+
+    def _wait(self, state: ScheduleState) -> None:
+        if state.due > self.clock():
+            self.progress.note(f"schedule: next check at {time.strftime('%F %T', time.localtime(state.due))}")
+        while (left := state.due - self.clock()) > 0:
+            self.sleep(min(left, _NAP_S))
+
+    def _next_due(self, due: float) -> float:
+        """The next one of the schedule's times that lies ahead: what was missed meanwhile is made up for once."""
+        missed = max(0.0, self.clock() - due)
+        return due + (math.floor(missed / self.config.every_s) + 1) * self.config.every_s
+
+    def _checked(self, state: ScheduleState) -> ScheduleState:
+        """The state after the open check. What a person has to mend is noted, and the same update tried again when the
+        next check is due.
+        """
+        run = RunDir(self.folder / f"{state.update:04d}")
+        try:
+            ending = self._update(state, run)
+        except Stopped:
+            raise
+        except ModelwrightError as error:
+            self.progress.note(f"schedule: update {state.update} failed: {error}")
+            return self._closed(state, {"ending": "failed", "reason": str(error)})
+        self.progress.note(f"schedule: update {state.update}: {ending}")
+        state = self._closed(state, {"ending": ending})
+        if ending in ("no_drift", "nothing_new"):
+            return state
+        model = str(run.path.resolve()) if ending in ("released", "promoted") else state.model
+        return replace(state, update=state.update + 1, model=model)
+
+    def _closed(self, state: ScheduleState, outcome: dict[str, Any]) -> ScheduleState:
+        entry = {"check": state.checks, "update": state.update, "time": self.clock(), **outcome}
+        return replace(state, is_open=False, history=[*state.history, entry])
+
+    def _update(self, state: ScheduleState, run: RunDir) -> str:
+        texts = run.path / TEXTS
+        if not is_finished(texts):
+            if self.request.drift and not drifted_features(self.request.drift, run.create()):
+                return "no_drift"
+            if not self._keep_new_texts(texts, state.update):
+                return "nothing_new"
+        update = replace(self.request.update, model=Path(state.model), new=(str((texts / TEXTS_FILE).resolve()),))
+        request = replace(self.request, update=update, run=run, drift=None)
+        result = run_loop(request, words=self.words, progress=self.progress)
+        self.progress.note(result.text)
+        return result.ending
+
+    def _keep_new_texts(self, folder: Path, number: int) -> bool:
+        """Copy the texts that no earlier update had; false, and nothing is kept, if there are too few."""
+        seen = set(self._seen(number))
+        config = cast(SourceConfig, self.request.update.data.data)
+        config = replace(config, sources=self.request.update.new, validation_fraction=0.0)
+        lines: dict[str, str] = {}
+        for document in read_documents(config, report=SourceReport(), leave_open=True):
+            key = hashlib.sha256(document.identity.encode()).hexdigest()
+            if key not in seen:
+                lines[key] = document.to_json()
+        if len(lines) < self.config.min_new:
+            self.progress.note(f"schedule: {len(lines):,} new texts, {self.config.min_new:,} are needed")
+            return False
+        make_folder(folder.parent)
+        with write_artifact(folder, kind=TEXTS, digest="") as draft:
+            write_atomic(draft.path / TEXTS_FILE, "".join(f"{line}\n" for line in lines.values()))
+            write_atomic(draft.path / SEEN_FILE, "".join(f"{key}\n" for key in lines))
+            draft.facts["documents"] = len(lines)
+        return True
+
+    def _seen(self, number: int) -> Iterator[str]:
+        for earlier in range(1, number):
+            path = self.folder / f"{earlier:04d}" / TEXTS / SEEN_FILE
+            yield from path.read_text(encoding="utf-8").split()

@@ -1,0 +1,20 @@
+"""Which folder is served of a model."""
+
+from pathlib import Path
+
+from modelwright.continual.lineage import RELEASE_FOLDER, run_of_artifact
+from modelwright.continual.update import quantized_folder
+from modelwright.core.artifacts import is_finished
+from modelwright.core.rundir import RunDir
+from modelwright.pipeline.models import find_model
+
+
+def served_folder(model: Path) -> Path:
+    """The folder that is served of a model: the release of an update, else the quantized model of a run, else the
+    model itself. model: a run, the folder of one of its stages, or any model folder.
+    """
+    run = run_of_artifact(model) or RunDir(model)
+    for folder in (run.path / RELEASE_FOLDER, quantized_folder(run)):
+        if is_finished(folder):
+            return folder
+    return find_model(model).source.folder

@@ -1,0 +1,45 @@
+"""MLflow: the server that MLFLOW_TRACKING_URI names, else `mlflow.db`, a SQLite file in the stage's folder.
+
+It uses MLflow's client alone: the global "active run" would also record the command line, which may have secrets.
+"""
+
+import os
+import time
+from collections.abc import Mapping
+
+from modelwright.core.sinks.sink import SinkSpec, SinkStart
+
+EXPERIMENT = "modelwright"
+_PARAMS_PER_CALL = 100
+"""The most that MLflow's API takes."""
+
+
+class MlflowSink:
+    """One run of MLflow for each process that trains, with the tag `first_step`."""
+
+    def __init__(self, start: SinkStart) -> None:
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # or it reports its use to its makers
+        from mlflow import MlflowClient
+        from mlflow.entities import Metric, Param
+
+        local = f"sqlite:///{start.folder.resolve() / 'mlflow.db'}"
+        self._client = MlflowClient(tracking_uri=os.environ.get("MLFLOW_TRACKING_URI") or local)
+        self._metric = Metric
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT
+        known = self._client.get_experiment_by_name(name)
+        experiment = known.experiment_id if known else self._client.create_experiment(name)
+        tags = {"run": start.run, "stage": start.name, "first_step": start.first_step}
+        self._run = self._client.create_run(experiment, tags=tags, run_name=f"{start.run}/{start.name}").info.run_id
+        params = [Param(name, value) for name, value in start.settings.items()]
+        for place in range(0, len(params), _PARAMS_PER_CALL):
+            self._client.log_batch(self._run, params=params[place : place + _PARAMS_PER_CALL])
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        now = int(time.time() * 1000)
+        self._client.log_batch(self._run, metrics=[self._metric(name, one, now, step) for name, one in values.items()])
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run)
+
+
+MLFLOW = SinkSpec(name="mlflow", open=MlflowSink, package="mlflow", extra="mlflow")

@@ -1,0 +1,178 @@
+"""EWC, elastic weight consolidation: a weight is pulled to where training began by as much as what the model could do
+before depends on it (Kirkpatrick et al. 2017, Overcoming catastrophic forgetting in neural networks,
+https://arxiv.org/abs/1612.00796).
+
+The loss gets strength / 2 x sum F_i (w_i - start_i)^2, with F the diagonal of the Fisher information of the starting
+weights, in nats per predicted token. To second order half of that sum is the divergence from the starting model on old
+text, so at strength 1 a nat of it costs as much as a nat of loss.
+
+F is the true Fisher information, not the empirical one: labels are sampled from the model. Given the text before them,
+the scores of tokens are then independent with mean zero, so the squared gradient of a whole row has the sum of its
+tokens' information as its mean, and a row costs one backward pass (the Gauss-Newton-Bartlett estimator of Liu et al.
+2023, https://arxiv.org/abs/2305.14342, section 2.3).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from modelwright.core.compatibility import (
+    LASTING_LAYOUT,
+    OWN_WEIGHTS,
+    SAME_UNITS,
+    SYNCHRONOUS_UPDATES,
+    TRAINED_WEIGHTS,
+    UNDIVIDED_GRADIENTS,
+    WHOLE_GRADIENTS,
+    WHOLE_MODEL,
+    Feature,
+    feature,
+)
+from modelwright.core.config import only_for
+from modelwright.core.errors import ArtifactError, ConfigError
+from modelwright.core.seeds import derive_seed
+from modelwright.data.batch import IGNORED
+from modelwright.model.decoder import Decoder
+from modelwright.ops.cross_entropy import CHUNK_TOKENS
+from modelwright.parallel.mesh import World
+from modelwright.train.objective import Batch, forward
+from modelwright.train.runtime import Runtime
+from modelwright.train.technique import Technique, Update
+
+LABELS = "sampled"
+"""How labels were chosen, for the checkpoint."""
+_NEEDS = (
+    TRAINED_WEIGHTS, SYNCHRONOUS_UPDATES, OWN_WEIGHTS, LASTING_LAYOUT, UNDIVIDED_GRADIENTS, WHOLE_GRADIENTS,
+    WHOLE_MODEL, SAME_UNITS,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class EwcConfig:
+    """Elastic weight consolidation: weights that old text depends on are kept near where training began."""
+
+    strength: float = 0.0
+    """How much a nat per token of divergence from the starting model on old text counts beside a nat of loss
+    (Kirkpatrick et al. 2017); 0 leaves it out. It takes the memory of two more copies of the weights."""
+    num_rows: int = field(default=256, metadata=only_for("strength"))
+    """Rows of old text by which it is estimated what weights matter, each with a forward and a backward pass."""
+    source: str = ""
+    """The source of the old text, such as `old` in an update; "" takes rows of all sources."""
+
+    def __post_init__(self) -> None:
+        if self.strength < 0:
+            raise ConfigError(f"strength: must not be negative, got {self.strength:g}; 0 disables it")
+        if self.num_rows < 1:
+            raise ConfigError(f"num_rows: must be at least 1, got {self.num_rows}; 256 is usual")
+
+    def features(self) -> list[Feature]:
+        return [feature("strength", self.strength, needs=_NEEDS)] if self.strength else []
+
+
+class Consolidation:
+    """Keeps the starting weights and the Fisher information of each. A checkpoint has the information, so that a
+    resumed run does not estimate it again, and the range of the starting weights, by which another start is noticed.
+    """
+
+    def __init__(self, strength: float, run: Runtime, rows: Sequence[Batch]) -> None:
+        self.strength = strength
+        self.run = run
+        self.rows = rows
+        self.start = {view.name: view.tensor.detach().clone() for view in run.parameters()}
+        self.range = [
+            min(float(part.min()) for part in self.start.values()),
+            max(float(part.max()) for part in self.start.values()),
+        ]
+        self.fisher: dict[str, Tensor] = {}
+
+    def on_batch(self, step: int, batch: Batch) -> Batch:
+        """Estimates the information before the first update, when the weights are those of the start."""
+        if not self.fisher:
+            seed = derive_seed(self.run.seed, "ewc")
+            self.fisher = fisher_diagonal(self.run.model, self.rows, seed=seed, world=self.run.mesh.world)
+        return batch
+
+    @torch.no_grad()
+    def on_gradients(self, update: Update) -> None:
+        weights = {view.name: view.tensor for view in self.run.parameters()}
+        penalty = torch.zeros((), dtype=torch.float64, device=self.run.mesh.world.device)
+        for view in update.gradients:
+            moved = weights[view.name] - self.start[view.name]
+            pull = self.fisher[view.name] * moved
+            view.tensor.add_(pull, alpha=self.strength)
+            penalty += (pull * moved).sum().double()
+        update.metrics["ewc_penalty"] = 0.5 * self.strength * float(penalty)
+
+    def state_dict(self) -> dict[str, Any]:
+        views = self.run.parameters() if self.fisher else []
+        fisher = {view.name: view.laid_out(self.fisher[view.name]) for view in views}
+        return {"fisher": fisher, "range": self.range, "labels": LABELS}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if list(state["range"]) != self.range:
+            raise ArtifactError(
+                "ewc: the checkpoint belongs to a training from another model than the one that the run starts from; "
+                "give the model that the run began with, or another --run-dir"
+            )
+        fisher = state["fisher"]
+        self.fisher = {view.name: view.part_of(fisher[view.name]).clone() for view in self.run.parameters() if fisher}
+
+
+def fisher_diagonal(model: Decoder, rows: Sequence[Batch], *, seed: int, world: World) -> dict[str, Tensor]:
+    """The diagonal of the Fisher information of every trained parameter, in nats per predicted token; the ranks share
+    the rows, and have the same sums.
+
+    rows: one or more rows each; the labels of a row say which tokens are predicted, not what they are. Raises
+    `ConfigError` if none is.
+    """
+    parameters = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    sums = {name: torch.zeros_like(one, memory_format=torch.contiguous_format) for name, one in parameters.items()}
+    num_tokens = 0
+    was_training = model.training
+    model.eval()  # without the terms that layers add to the loss
+    for number in range(world.rank, len(rows), world.size):
+        row = rows[number].to(world.device)
+        draw = torch.Generator(world.device).manual_seed(derive_seed(seed, number))
+        hidden_BTD = forward(model, row)
+        labels_BT = sampled_labels(model, hidden_BTD.detach(), row.labels_BT, draw)
+        gradients = torch.autograd.grad(
+            model.token_log_probs(hidden_BTD, labels_BT).sum(), list(parameters.values()), allow_unused=True
+        )
+        for total, gradient in zip(sums.values(), gradients, strict=True):
+            if gradient is not None:
+                total.addcmul_(gradient, gradient)
+        num_tokens += row.num_targets
+    model.train(was_training)
+    all_tokens = int(world.sums([num_tokens])[0])
+    if not all_tokens:
+        raise ConfigError("ewc.source: no token of its rows is predicted; name a source with text to keep")
+    return {name: world.all_reduce_sum(total).div_(all_tokens) for name, total in sums.items()}
+
+
+@torch.no_grad()
+def sampled_labels(model: Decoder, hidden_BTD: Tensor, labels_BT: Tensor, draw: torch.Generator) -> Tensor:
+    """A token drawn from the model's distribution wherever there is a label, and no label elsewhere, [B, T]."""
+    sampled_BT = torch.full_like(labels_BT, IGNORED)
+    hidden_ND = hidden_BTD[labels_BT != IGNORED]
+    parts = [
+        torch.multinomial(model.logits(part_ND).float().softmax(-1), 1, generator=draw).squeeze(-1)
+        for part_ND in hidden_ND.split(CHUNK_TOKENS)
+    ]
+    if parts:
+        sampled_BT[labels_BT != IGNORED] = torch.cat(parts)
+    return sampled_BT
+
+
+def ewc(config: EwcConfig, run: Runtime, *, rows: Sequence[Batch]) -> Technique | None:
+    """See `Consolidation`. rows: of what the model could do before. A run is laid out once, before its checkpoint is
+    loaded: the weights are those of the start.
+    """
+    if not config.strength:
+        return None
+    if not rows:
+        raise ConfigError("ewc.strength: needs rows of what the model could do before; an update replays them")
+    kept = Consolidation(config.strength, run, rows)
+    return Technique(name="ewc", on_batch=kept.on_batch, on_gradients=kept.on_gradients, state=kept)

@@ -1,0 +1,189 @@
+"""The schedule: what is due when, each text in one update, one scheduler at a time, and `kill -9` amid an update."""
+
+import hashlib
+import json
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from continual.conftest import World, words_of
+from continual_update import new_records, write_records
+from modelwright.cli.main import main
+from modelwright.continual import schedule
+from modelwright.continual.loop import LoopRequest, LoopResult
+from modelwright.continual.schedule import STATE, ScheduleConfig, Scheduler, ScheduleState
+from modelwright.continual.update import UpdateRequest
+from modelwright.core.errors import ArtifactError, DataError, ModelwrightError
+from modelwright.core.progress import SilentProgress
+from modelwright.core.rundir import RunDir, lock_folder
+from rank_processes import start_process
+
+KILLER = Path(__file__).parent / "killed_loop.py"
+DAY_S = 86_400.0
+
+
+@dataclass
+class Clock:
+    """Time that passes by sleeping alone."""
+
+    now: float = 1_000_000.0
+    slept: list[float] = field(default_factory=list)
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now += seconds
+
+
+@dataclass
+class Loops:
+    """Stands in for the loop, which has tests of its own: what it is asked, and how it ends."""
+
+    endings: list[Any]
+    asked: list[LoopRequest] = field(default_factory=list)
+
+    def __call__(self, request: LoopRequest, **more: Any) -> LoopResult:
+        self.asked.append(request)
+        ending = self.endings.pop(0)
+        if isinstance(ending, BaseException):
+            raise ending
+        return LoopResult(ending=ending, text="")
+
+    def texts(self, number: int) -> list[str]:
+        return [json.loads(line)["text"] for line in Path(self.asked[number].update.new[0]).read_text().splitlines()]
+
+
+@pytest.fixture
+def scheduled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Scheduler, Loops, Clock]]:
+    def make(*endings: Any, clock: Clock | None = None, **config: Any) -> tuple[Scheduler, Loops, Clock]:
+        loops, clock = Loops(list(endings)), clock or Clock()
+        monkeypatch.setattr(schedule, "run_loop", loops)
+        monkeypatch.setattr(schedule, "_NAP_S", DAY_S)
+        update = UpdateRequest(model=tmp_path / "model", new=(str(tmp_path / "new.jsonl"),), replay=0.0)
+        request = LoopRequest(update=update, benchmark=tmp_path / "bench", run=RunDir(tmp_path / "plan"))
+        settings = ScheduleConfig(**{"every_s": DAY_S, "checks": len(endings), **config})
+        made = Scheduler(
+            request=request,
+            config=settings,
+            words=[],
+            progress=SilentProgress(),
+            clock=lambda: clock.now,
+            sleep=clock.sleep,
+        )
+        return made, loops, clock
+
+    return make
+
+
+def write_texts(folder: Path, *texts: str) -> None:
+    (folder / "new.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+
+def test_each_text_goes_to_one_update_and_the_next_model_follows_the_last(scheduled, tmp_path: Path) -> None:
+    write_texts(tmp_path, "one text", "another text")
+    scheduler, loops, clock = scheduled("released", "refused", "promoted")
+    began = clock.now
+
+    def sleep(seconds: float) -> None:
+        clock.sleep(seconds)
+        write_texts(
+            tmp_path, "one text", "another text", *(f"text {number}" for number in range(round(clock.now) // 40000))
+        )
+
+    state = replace(scheduler, sleep=sleep).run()
+    assert [one["ending"] for one in state.history] == ["released", "refused", "promoted"]
+    assert loops.texts(0) == ["one text", "another text"]
+    texts = [text for number in range(3) for text in loops.texts(number)]
+    assert len(texts) == len(set(texts)) > 4
+    first = str((tmp_path / "plan/0001").resolve())
+    assert [str(one.update.model) for one in loops.asked] == [str((tmp_path / "model").resolve()), first, first]
+    assert state.model == str((tmp_path / "plan/0003").resolve())
+    assert [one["time"] for one in state.history] == [began, began + DAY_S, began + 2 * DAY_S]
+
+
+def test_without_enough_new_texts_nothing_is_updated(scheduled, tmp_path: Path) -> None:
+    write_texts(tmp_path, "one text", "another text")
+    scheduler, loops, _ = scheduled(checks=2, min_new=3)
+    state = scheduler.run()
+    assert [one["ending"] for one in state.history] == ["nothing_new", "nothing_new"]
+    assert (loops.asked, state.update) == ([], 1)
+
+
+def test_what_failed_is_tried_again_with_the_same_texts_when_it_is_due(scheduled, tmp_path: Path) -> None:
+    write_texts(tmp_path, "one text")
+    failure = DataError("the disk is full")
+    scheduler, loops, clock = scheduled(failure, "released", checks=2)
+    began = clock.now
+
+    def sleep(seconds: float) -> None:
+        clock.sleep(seconds)
+        write_texts(tmp_path, "one text", "a later text")
+
+    state = replace(scheduler, sleep=sleep).run()
+    assert [(one["ending"], one.get("reason", "")) for one in state.history] == [
+        ("failed", "the disk is full"), ("released", ""),
+    ]  # fmt: skip
+    assert loops.texts(0) == loops.texts(1) == ["one text"]
+    assert loops.asked[0].run == loops.asked[1].run
+    assert clock.now == began + DAY_S
+
+
+def test_a_killed_update_goes_on_at_once_and_what_was_missed_is_made_up_for_once(scheduled, tmp_path: Path) -> None:
+    write_texts(tmp_path, "one text")
+
+    class Killed(BaseException):
+        """Nothing after it is carried out, as after `kill -9`."""
+
+    scheduler, loops, clock = scheduled(checks=3)
+    began = clock.now
+    loops.endings = [Killed()]
+    with pytest.raises(Killed):
+        replace(scheduler).run()
+    state = ScheduleState.read(tmp_path / "plan")
+    assert state is not None
+    assert (state.is_open, state.checks, state.due) == (True, 1, began + DAY_S)
+    clock.now += 3.5 * DAY_S
+    scheduler, loops, clock = scheduled("released", clock=clock, checks=3)
+    state = scheduler.run()
+    assert [one["ending"] for one in state.history] == ["released", "nothing_new", "nothing_new"]
+    assert [(one["time"] - began) / DAY_S for one in state.history] == [3.5, 3.5, 4.0]
+
+
+def test_a_second_scheduler_and_a_damaged_state_are_refused(scheduled, tmp_path: Path) -> None:
+    scheduler, _, _ = scheduled("released")
+    folder = scheduler.request.run.create().path
+    with lock_folder(folder, "the first"), pytest.raises(ModelwrightError, match="one is enough"):
+        scheduler.run()
+    (folder / STATE).write_text("{")
+    with pytest.raises(ArtifactError, match="is damaged"):
+        scheduler.run()
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    names = ("0001/release/model.safetensors", "0001/sft/artifact/model.safetensors", "0001/new-texts/new.jsonl")
+    return {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names}
+
+
+def test_killed_amid_an_update_it_ends_with_the_same_weights(world: World, tmp_path: Path) -> None:
+    """The command itself, on real updates: killed at two places and started again, beside one that nobody disturbs."""
+    new = write_records(tmp_path / "new.jsonl", new_records(range(7000, 7150)))
+
+    def words(name: str, *more: str) -> list[str]:
+        return words_of(
+            world, tmp_path / name, "--schedule", "0.0001", "--checks", "2", "--margin", "0.5", *more, new=new
+        )
+
+    assert main(words("quiet")) == 0
+    places = ((r"/0001/new-texts$", "after"), (r"sft/checkpoints/", "after"))
+    for pattern, when in places:
+        environment = {"KILL_AT": pattern, "KILL_WHEN": when}
+        code, _, errors = start_process(KILLER, *words("killed"), environment=environment).end()
+        assert code == -signal.SIGKILL, (pattern, errors)
+    assert main(words("killed")) == 0
+    assert hashes(tmp_path / "killed") == hashes(tmp_path / "quiet")
+    for name in ("quiet", "killed"):
+        state = json.loads((tmp_path / name / STATE).read_text())
+        assert [one["ending"] for one in state["history"]] == ["released", "nothing_new"]
