@@ -11,7 +11,7 @@ from modelwright.model.adapter_bank import load_adapters
 from modelwright.model.decoder import Decoder
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.engine_client import EngineClient
-from modelwright.serve.engine_pool import EnginePool
+from modelwright.serve.engine_pool import launch_pool
 from modelwright.serve.engine_process import EngineSetup
 from modelwright.serve.engine_thread import EngineThread
 from modelwright.serve.fingerprint import weights_fingerprint
@@ -34,7 +34,7 @@ def load_engines(source: ModelSource, config: ServeConfig) -> tuple[EngineClient
         int8_backend=config.int8.backend,
         adapters=config.adapters,
     )
-    return EnginePool.launch(setup, config.engines), Codec.load(source.folder)
+    return launch_pool(setup, config.engines), Codec.load(source.folder)
 
 
 def engine_in_thread(model: Decoder, config: ServeConfig) -> EngineThread:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 from modelwright.infer.engine import EngineStats, StepOutput
 from modelwright.serve.engine_client import EngineClient, EngineEnd, MoveOutcome
+from modelwright.serve.engine_health import EjectionReason
 from modelwright.serve.errors import ApiError, limit_reached, shutting_down
 from modelwright.serve.jobs import Job
 from modelwright.serve.keys import Caller, Reservation
@@ -181,6 +182,9 @@ class EngineWorker:
         self.metrics.engines.forget(engine_name)
         if reason != "stopped":
             self.metrics.engines.failures.labels(reason).inc()
+
+    def engine_ejected(self, reason: EjectionReason) -> None:
+        self.metrics.engines.ejections.labels(reason).inc()
 
     def answer_moved(self, outcome: MoveOutcome) -> None:
         self.metrics.engines.moved_answers.labels(outcome).inc()

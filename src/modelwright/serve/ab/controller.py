@@ -56,6 +56,8 @@ class RunningTest:
 class Experiments:
     """An `ExchangeObserver` that also owns the tests. Belongs to the event loop, but for the constructor."""
 
+    keeps_answers = True
+
     def __init__(self, service: Service, reloader: Reloader, path: str) -> None:
         """Raises `StorageError` if the file cannot be used."""
         self._service = service
