@@ -210,13 +210,13 @@ def test_without_engines_the_server_is_starting(server: ServerThread, monkeypatc
 
 def test_what_cannot_be_repeated_ends_with_an_error(server: ServerThread, folder: Path, monkeypatch, caplog):
     """Engines whose bits depend on the load: answers that a client has seen a part of end with an error. And a process
-    is not started again with other weights."""
+    is not started again with other weights. Engine 0 may still be left out for being slow."""
     monkeypatch.setattr(pool_of(server), "_is_reproducible", False)
     other = write_model(folder.parent / "other", seed=8)
     before = counts(server)
     with under_load(server, REQUESTS[:4]) as streams:
         os.replace(other / "model.safetensors", folder / "model.safetensors")
-        lost = lose(server, 0, signal.SIGKILL)
+        lost = lose(server, 1, signal.SIGKILL)
     results = [stream.result() for stream in streams]
     requests = {request_id.partition(".")[0] for request_id in lost}
     assert results.count(["engine_lost"]) == len(requests) > 0

@@ -5,15 +5,21 @@ import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import tomllib
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
 import pytest
 import yaml
+from jsonschema import ValidationError
+from jsonschema.protocols import Validator
+from jsonschema.validators import validator_for
 
 from modelwright.cli.main import main
 from modelwright.core.errors import ConfigError
@@ -47,6 +53,14 @@ def write(out: Path, *words: str) -> dict[str, Any]:
     if "compose" in words:
         return yaml.safe_load((out / "compose.yaml").read_text())
     return {one["kind"]: one for one in yaml.safe_load_all((out / "kubernetes.yaml").read_text())}
+
+
+@cache
+def compose_validator() -> Validator:
+    """By the schema of the Compose specification, which `check-jsonschema` brings along."""
+    path = files("check_jsonschema") / "builtin_schemas" / "vendor" / "compose-spec.json"
+    schema = json.loads(path.read_text(encoding="utf-8"))
+    return validator_for(schema)(schema)
 
 
 def container_of(objects: dict[str, Any]) -> dict[str, Any]:
@@ -117,6 +131,7 @@ def test_the_validation_finds_a_wrong_field(path, folder, tmp_path):
 def test_compose_file_fits_its_image(folder, keys_file, tmp_path):
     words = [str(folder), "--for", "compose", "--keys_file", str(keys_file), "--host", "127.0.0.1", "--port", "9001"]
     file = write(tmp_path, *words, "--drain_timeout_s", "12", "--requests.log", "env:LOG_URL")
+    compose_validator().validate(file)
     (service,) = file["services"].values()
     assert seconds(service["stop_grace_period"]) >= 12 + 5
     assert service["ports"] == [{"target": PORT, "published": "9001", "host_ip": "127.0.0.1", "protocol": "tcp"}]
@@ -128,6 +143,18 @@ def test_compose_file_fits_its_image(folder, keys_file, tmp_path):
     contexts = {name: Path(path) for name, path in service["build"]["additional_contexts"].items()}
     assert contexts["model"] == folder
     check_dockerfile(tmp_path / "Dockerfile", contexts, extras={"structured", "requests-log"})
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [("stop_grace", "9s"), ("ports", [{"targets": 1}]), ("healthcheck", {"tests": []}), ("read_only", {"a": 1})],
+)
+def test_the_schema_of_compose_finds_a_wrong_field(place, value, folder, tmp_path):
+    file = write(tmp_path, str(folder), "--for", "compose")
+    compose_validator().validate(file)
+    file["services"]["modelwright"][place] = value
+    with pytest.raises(ValidationError):
+        compose_validator().validate(file)
 
 
 def check_dockerfile(path: Path, contexts: dict[str, Path], *, extras: set[str]) -> None:
@@ -167,7 +194,7 @@ def test_the_command_of_a_container_serves_and_stops(folder, keys_file, tmp_path
     words = [str(folder), "--for", "compose", "--keys_file", str(keys_file), "--engine.max_num_seqs", "4"]
     words += ["--model_aliases", "it's $HOME", "other", "--cors_origins", "https://example.com", "--log_format", "json"]
     (service,) = write(tmp_path, *words)["services"].values()
-    places = {"/run/secrets/keys.yaml": str(keys_file), "0.0.0.0": "127.0.0.1", f"--port={PORT}": f"--port={free_port}"}
+    places = {"/etc/modelwright/keys.yaml": str(keys_file), "0.0.0.0": "127.0.0.1", f"--port={PORT}": f"--port={free_port}"}
     command = [word.replace("$$", "$") for word in service["command"]]
     for there, here in places.items():
         assert any(there in word for word in command)
@@ -193,8 +220,6 @@ def test_the_command_of_a_container_serves_and_stops(folder, keys_file, tmp_path
 
 @pytest.fixture
 def free_port() -> int:
-    import socket
-
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return one.getsockname()[1]
@@ -220,7 +245,7 @@ def test_tls_is_probed_and_mounted(folder, tmp_path):
     objects = write(tmp_path / "out", str(folder), "--for", "kubernetes", *files)
     validate(objects)
     assert container_of(objects)["readinessProbe"]["httpGet"]["scheme"] == "HTTPS"
-    assert {"--tls_certificate=/run/secrets/tls.crt", "--tls_key=/run/secrets/tls.key"} <= set(
+    assert {"--tls_certificate=/etc/modelwright/tls.crt", "--tls_key=/etc/modelwright/tls.key"} <= set(
         container_of(objects)["args"]
     )
     assert objects["Service"]["spec"]["ports"][0]["port"] == 443

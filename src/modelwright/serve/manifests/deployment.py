@@ -32,7 +32,8 @@ CLOSE_MARGIN_S = 10.0
 
 MODEL_PATH = "/model"
 ADAPTERS_PATH = "/adapters"
-SECRETS_PATH = "/run/secrets"
+SECRETS_PATH = "/etc/modelwright"
+"""Nothing else mounts anything there."""
 
 _NOT_IN_NAMES = re.compile(r"[^a-z0-9]+")
 MOST_NAME_CHARACTERS = 40

@@ -1,6 +1,7 @@
 """The Dockerfile: the package, and the model and adapters as they are now."""
 
 import shlex
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,7 +11,8 @@ from modelwright.serve.manifests.deployment import HEADER, MODEL_PATH, PORT, Dep
 USER_ID = 10_001
 """Who the server is in the container; no user of the machine's."""
 
-PYTHON = "3.12"
+PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
+"""For which the pinned versions of the packages are known to exist."""
 CHECKOUT_FILES = ("pyproject.toml", "README.md", "LICENSE", "constraints.txt")
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 """Where PyTorch without CUDA is."""
