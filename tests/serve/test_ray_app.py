@@ -81,19 +81,36 @@ def test_settings_of_sockets_are_refused(folder: Path, tmp_path: Path, capsys: p
 
 def test_the_config_is_valid_by_rays_schema(folder: Path, tmp_path: Path) -> None:
     ray_serve()
-    from ray.serve.schema import ServeDeploySchema
+    from ray.serve.schema import (
+        DeploymentSchema,
+        HTTPOptionsSchema,
+        RayActorOptionsSchema,
+        ServeApplicationSchema,
+        ServeDeploySchema,
+    )
 
     words = ["--replicas", "3", "--cpus", "2", "--host", "0.0.0.0", "--port", "9000"]
     config = config_of(folder, tmp_path, *words)
     schema = ServeDeploySchema.model_validate(config)
     assert (schema.http_options.host, schema.http_options.port) == ("0.0.0.0", 9000)
+    (application,) = config["applications"]
+    (deployment,) = application["deployments"]
     assert schema.applications[0].deployments[0].num_replicas == 3
-    config["applications"][0]["deployments"][0]["number"] = 1
-    with pytest.raises(ValueError):
+    parts = {
+        ServeDeploySchema: config,
+        HTTPOptionsSchema: config["http_options"],
+        ServeApplicationSchema: application,
+        DeploymentSchema: deployment,
+        RayActorOptionsSchema: deployment["ray_actor_options"],
+    }
+    for part, written in parts.items():
+        assert set(written) <= set(part.model_fields), "the schemas let unknown fields pass"
+    deployment["num_replicas"] = -1
+    with pytest.raises(ValueError, match="num_replicas"):
         ServeDeploySchema.model_validate(config)
 
 
-def test_ray_answers_a_request(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_answers_a_request(folder: Path, tmp_path: Path, free_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     serve = ray_serve()
     import ray
 
@@ -101,10 +118,9 @@ def test_ray_answers_a_request(folder: Path, tmp_path: Path, monkeypatch: pytest
     (application,) = config_of(folder, tmp_path)["applications"]
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
-        serve.start(http_options={"host": "127.0.0.1", "port": 0})
+        serve.start(http_options={"host": "127.0.0.1", "port": free_port})
         serve.run(build(application["args"]), name="tiny", route_prefix="/")
-        port = serve.context._get_global_client().http_config.port
-        url = f"http://127.0.0.1:{port}"
+        url = f"http://127.0.0.1:{free_port}"
         whole = httpx.post(f"{url}/v1/completions", json=BODY, timeout=60).json()
         assert whole["usage"]["completion_tokens"] == 8
         with httpx.stream("POST", f"{url}/v1/completions", json=BODY | {"stream": True}, timeout=60) as stream:
