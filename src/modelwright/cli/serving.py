@@ -10,7 +10,7 @@ from modelwright.core.errors import ConfigError
 
 STAGE_HELP = "the model of this training stage of the run (default: the last that has finished)"
 
-MODEL_OPTIONS = ("stage", "int8", "served-model-name", "adapters")
+MODEL_OPTIONS = ("stage", "int8", "served-model-name", "adapters", "backend")
 """What `add_model_options` adds."""
 
 
@@ -39,6 +39,12 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="NAME=FOLDER",
         help="LoRA adapters of the model, each a model for clients",
+    )
+    parser.add_argument(
+        "--backend",
+        default="modelwright",
+        metavar="NAME",
+        help="what computes the answers: modelwright, or openvino[:f16|q8_0|q4_0] (default: modelwright)",
     )
 
 
@@ -70,7 +76,7 @@ def read_serving(
     result = find_model(find_target(parsed.target), stage=parsed.stage, int8=parsed.int8)
     kept, rest = split_section("requests", settings)
     config = parse(ServeConfig, merge(dump(result.server), read_overrides(ServeConfig, rest, own_names)))
-    config = replace(config, adapters=_adapters(parsed.adapters))
+    config = replace(config, adapters=_adapters(parsed.adapters), backend=parsed.backend)
     requests = parse(RequestsConfig, merge(dump(result.requests), read_overrides(RequestsConfig, kept)), "requests")
     return Serving(result.source, config, requests, parsed.served_model_name or result.source.name, result.remark)
 

@@ -94,6 +94,10 @@ class EngineClient(Protocol):
         """Call inside the running event loop."""
         ...
 
+    def check(self, job: Job) -> None:
+        """Raise `ApiError` 400 for what these engines cannot do."""
+        ...
+
     def add(self, jobs: Mapping[str, Job]) -> None:
         """Start the answers of one request by their ids; the ids are new."""
         ...

@@ -28,6 +28,7 @@ from modelwright.serve.engine_client import EngineEnd, EngineEvents
 from modelwright.serve.engine_handle import EngineHandle, EngineLink
 from modelwright.serve.engine_health import EjectionReason, EngineHealth
 from modelwright.serve.engine_process import EngineSetup
+from modelwright.serve.engine_thread import can_do_all
 from modelwright.serve.errors import ApiError
 from modelwright.serve.jobs import Job, output_of
 from modelwright.serve.router import RetryBudget, Router, cache_salt
@@ -113,6 +114,9 @@ class EnginePool:
         self._events = events
         tasks = [*(self._keep_running(slot) for slot in self._slots), self._watch_orphans()]
         self._tasks = [asyncio.get_running_loop().create_task(task) for task in tasks]
+
+    def check(self, job: Job) -> None:
+        can_do_all(job)
 
     def add(self, jobs: Mapping[str, Job]) -> None:
         answers = [PooledAnswer(request_id, job) for request_id, job in jobs.items()]

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from modelwright.core.config import parse
 from modelwright.core.errors import ConfigError
 from modelwright.serve.application import Application
-from modelwright.serve.config import ServeConfig
+from modelwright.serve.config import OWN_BACKEND, ServeConfig
 from modelwright.serve.engines import load_engines
 from modelwright.serve.load import ModelSource
 from modelwright.serve.requests_config import RequestsConfig
@@ -39,6 +39,8 @@ class RayArguments:
     digest: str = ""
     adapters: dict[str, str] = field(default_factory=dict)
     """Folders by name."""
+    backend: str = OWN_BACKEND
+    """As `modelwright serve` takes it."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Of the section `serve`, those that are not the defaults."""
     requests: dict[str, Any] = field(default_factory=dict)
@@ -50,7 +52,7 @@ class RayArguments:
         for name in OF_RAY:
             if name in self.settings:
                 raise ConfigError(f"{name}: sockets belong to Ray's proxies; set http_options of its config instead")
-        return replace(parse(ServeConfig, self.settings), adapters=dict(self.adapters))
+        return replace(parse(ServeConfig, self.settings), adapters=dict(self.adapters), backend=self.backend)
 
 
 class RayServer:

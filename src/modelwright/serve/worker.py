@@ -130,7 +130,11 @@ class EngineWorker:
             raise limit_reached("The queue holds as many tokens as it may.", self.typical_answer_s)
 
     def submit(self, jobs: Sequence[Job], caller: Caller) -> Stream:
-        """Start the answers of one request, all or none. Raises like `require_room` and `Caller.reserve`."""
+        """Start the answers of one request, all or none. Raises like `EngineClient.check`, `require_room` and
+        `Caller.reserve`.
+        """
+        for job in jobs:
+            self.client.check(job)
         num_tokens = sum(job.max_total_tokens for job in jobs)
         self.require_room(len(jobs), num_tokens)
         reservation = caller.reserve(len(jobs), num_tokens, typical_answer_s=self.typical_answer_s)

@@ -10,7 +10,7 @@ from modelwright.compress.int8 import is_int8_folder
 from modelwright.core.config import dump
 from modelwright.core.errors import ConfigError
 from modelwright.model.hf import load_config
-from modelwright.serve.config import ServeConfig
+from modelwright.serve.config import OWN_BACKEND, ServeConfig
 from modelwright.serve.load import SHORT_DIGEST, ModelSource
 from modelwright.serve.requests_config import RequestsConfig
 
@@ -124,7 +124,13 @@ def deployment_of(
     adapters = [f"{one}={ADAPTERS_PATH}/{one}" for one in config.adapters]
     words += ["--adapters", *adapters] if adapters else []
     words += list(_request_words(requests))
-    extras = ["structured", *(["otel"] if requests.traces else []), *(["requests-log"] if requests.log else [])]
+    words += [f"--backend={config.backend}"] if config.backend != OWN_BACKEND else []
+    wanted = {
+        "structured": True,
+        "openvino": config.backend.startswith("openvino"),
+        "otel": bool(requests.traces),
+        "requests-log": bool(requests.log),
+    }
     cpus = needs.cpus or 2 * config.engines
     memory_bytes = needs.memory_bytes or estimated_bytes(source.folder, config)
     digest = source.digest[:SHORT_DIGEST] or "latest"
@@ -138,7 +144,7 @@ def deployment_of(
         folders=folders,
         secret_files=secret_files,
         environment=[*filter(None, [config.api_key_env, requests.log.removeprefix("env:")])],
-        extras=extras,
+        extras=[name for name, is_wanted in wanted.items() if is_wanted],
         needs=Needs(replicas=needs.replicas, cpus=cpus, memory_bytes=memory_bytes, image=needs.image),
         version=source.digest[:SHORT_DIGEST],
     )
