@@ -66,21 +66,32 @@ def post(server: ServerThread, route: str, body: dict[str, Any], **headers: str)
     return httpx.post(f"{server.url}{route}", json=body, headers=headers, timeout=60)
 
 
-def spans_of(server: ServerThread, exporter: InMemorySpanExporter) -> dict[str, ReadableSpan]:
-    """The spans since the last call by their names."""
-    assert server.application.tracing is not None
-    assert server.application.tracing._provider.force_flush()
-    spans = {span.name: span for span in exporter.get_finished_spans()}
+CHAT_SPANS = ("POST /v1/chat/completions", "chat tiny")
+COMPLETION_SPANS = ("POST /v1/completions", "text_completion tiny")
+
+
+def spans_of(server: ServerThread, exporter: InMemorySpanExporter, *names: str) -> dict[str, ReadableSpan]:
+    """The spans since the last call by their names, which have to be these. That of the server ends a moment after its
+    client has the answer.
+    """
+
+    def spans() -> list[ReadableSpan]:
+        assert server.application.tracing is not None
+        assert server.application.tracing._provider.force_flush()
+        return list(exporter.get_finished_spans())
+
+    wait_until(lambda: len(spans()) >= len(names))
+    found = {span.name: span for span in spans()}
+    assert sorted(found) == sorted(names)
     exporter.clear()
-    return spans
+    return found
 
 
 def test_spans_follow_the_conventions(traced):
     exporter = InMemorySpanExporter()
     server = traced(exporter)
     reply = post(server, "/v1/chat/completions", CHAT, **SAMPLED).json()
-    spans = spans_of(server, exporter)
-    assert set(spans) == {"POST /v1/chat/completions", "chat tiny"}
+    spans = spans_of(server, exporter, *CHAT_SPANS)
     outer, inner = spans["POST /v1/chat/completions"], spans["chat tiny"]
     assert (outer.kind, inner.kind) == (SpanKind.SERVER, SpanKind.INTERNAL)
     assert outer.parent is not None
@@ -126,8 +137,12 @@ def test_attributes_are_those_of_the_installed_conventions(traced):
     post(server, "/v1/completions", COMPLETION | fields)
     post(server, "/v1/completions", COMPLETION | {"max_tokens": 10**6})
     post(server, "/v1/chat/completions", CHAT | {"response_format": {"type": "json_object"}})
-    assert server.application.tracing._provider.force_flush()
-    used = {name for span in exporter.get_finished_spans() for name in span.attributes}
+    used: set[str] = set()
+    wait_until(
+        lambda: bool(server.application.tracing._provider.force_flush()) and len(exporter.get_finished_spans()) == 6
+    )
+    for span in exporter.get_finished_spans():
+        used |= set(span.attributes)
     assert len(used) > 20
     assert used - known <= {"gen_ai.request.stream", "gen_ai.response.time_to_first_chunk"}, "newer than the package"
 
@@ -136,7 +151,7 @@ def test_streams_errors_and_clients_that_leave(traced):
     exporter = InMemorySpanExporter()
     server = traced(exporter)
     post(server, "/v1/completions", COMPLETION | {"stream": True, "n": 2})
-    spans = spans_of(server, exporter)
+    spans = spans_of(server, exporter, *COMPLETION_SPANS)
     inner = spans["text_completion tiny"]
     assert inner.attributes["gen_ai.response.finish_reasons"] == ("length", "length")
     assert 0 < inner.attributes["gen_ai.response.time_to_first_chunk"] < (inner.end_time - inner.start_time) / 1e9
@@ -145,7 +160,7 @@ def test_streams_errors_and_clients_that_leave(traced):
     assert inner.parent.span_id == spans["POST /v1/completions"].context.span_id
 
     assert post(server, "/v1/completions", COMPLETION | {"max_tokens": 10**6}).status_code == 400
-    spans = spans_of(server, exporter)
+    spans = spans_of(server, exporter, *COMPLETION_SPANS)
     assert spans["text_completion tiny"].attributes["error.type"] == "400"
     assert {span.status.status_code for span in spans.values()} == {StatusCode.UNSET}, "the client's error"
 
@@ -154,16 +169,13 @@ def test_streams_errors_and_clients_that_leave(traced):
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body, headers=SAMPLED, timeout=60) as stream:
             assert next(stream.iter_lines()).startswith("data: ")
         wait_until(lambda: server.service.worker.num_open == 0)
-    wait_until(
-        lambda: bool(server.application.tracing._provider.force_flush()) and len(exporter.get_finished_spans()) == 2
-    )
-    spans = spans_of(server, exporter)
+    spans = spans_of(server, exporter, *COMPLETION_SPANS)
     assert spans["text_completion tiny"].attributes["error.type"] == "499"
     assert f"{spans['text_completion tiny'].context.trace_id:032x}" == TRACE
 
     server.service.worker.client.engine.step = lambda: 1 / 0
     assert post(server, "/v1/completions", COMPLETION).status_code == 500
-    spans = spans_of(server, exporter)
+    spans = spans_of(server, exporter, *COMPLETION_SPANS)
     assert {span.status.status_code for span in spans.values()} == {StatusCode.ERROR}
 
 
@@ -175,7 +187,7 @@ def test_what_is_not_traced(traced):
     post(server, "/v1/completions", COMPLETION, traceparent=f"00-{TRACE}-{PARENT}-00")
     assert not spans_of(server, exporter), "probes, and what the caller does not sample"
     post(server, "/v1/completions", COMPLETION, traceparent="00-zzz")
-    outer = spans_of(server, exporter)["POST /v1/completions"]
+    outer = spans_of(server, exporter, *COMPLETION_SPANS)["POST /v1/completions"]
     assert outer.parent is None, "a bad header begins a trace"
     refused = post(server, "/v1/feedback", {"id": "cmpl-1", "score": 1})
     assert (refused.status_code, refused.json()["error"]["code"]) == (404, "feedback_off"), "spans keep no answers"
@@ -185,7 +197,7 @@ def test_texts_are_in_spans_only_where_prompts_are_logged(traced):
     exporter = InMemorySpanExporter()
     server = traced(exporter, log_prompts=True)
     reply = post(server, "/v1/chat/completions", CHAT).json()
-    inner = spans_of(server, exporter)["chat tiny"]
+    inner = spans_of(server, exporter, *CHAT_SPANS)["chat tiny"]
     assert json.loads(inner.attributes["gen_ai.input.messages"]) == [
         {"role": "user", "parts": [{"type": "text", "content": "what does this do?"}]}
     ]

@@ -94,7 +94,7 @@ class EngineClient(Protocol):
         """Call inside the running event loop."""
         ...
 
-    def check(self, job: Job) -> None:
+    def check(self, job: Job, /) -> None:
         """Raise `ApiError` 400 for what these engines cannot do."""
         ...
 

@@ -115,7 +115,7 @@ class EnginePool:
         tasks = [*(self._keep_running(slot) for slot in self._slots), self._watch_orphans()]
         self._tasks = [asyncio.get_running_loop().create_task(task) for task in tasks]
 
-    def check(self, job: Job) -> None:
+    def check(self, job: Job, /) -> None:
         can_do_all(job)
 
     def add(self, jobs: Mapping[str, Job]) -> None:
