@@ -1,5 +1,6 @@
 """A tiny random model, a tiny tokenizer with a chat template, and servers over them."""
 
+import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import lru_cache
@@ -109,3 +110,11 @@ def model_folder(tmp_path: Path) -> Path:
     save_int8(quantize_model(make_model(320), Int8WeightsConfig()), folder)
     make_tokenizer().save(folder)
     return folder
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A port for what cannot take one by itself; another program could take it meanwhile."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]

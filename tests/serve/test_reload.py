@@ -220,7 +220,7 @@ def test_who_may_reload_and_when(server: ServerThread, folders, slow_server):
     assert httpx.post(f"{slow_server().url}/admin/reload", json={}).status_code == 403
     same = reload(server, "").json()
     assert same["version"] == same["previous_version"] == next(iter(folders))
-    lock = server._reloader._lock
+    lock = server.application.reloader._lock
     asyncio.run_coroutine_threadsafe(lock.acquire(), server._loop).result()
     assert reload(server, "").json()["error"]["code"] == "reload_running"
     server._loop.call_soon_threadsafe(lock.release)

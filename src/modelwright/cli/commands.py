@@ -8,11 +8,11 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
-from modelwright.cli.overrides import read_overrides, split_section, split_settings
+from modelwright.cli.overrides import split_settings
 from modelwright.cli.parsers import new_parser
+from modelwright.cli.serving import MODEL_OPTIONS, STAGE_HELP, add_model_options, read_serving
 from modelwright.core.errors import ConfigError, Stopped
 
 LEAVING_S = 120
@@ -21,8 +21,6 @@ LEAVING_S = 120
 COMMANDS_GROUP = "modelwright.commands"
 """Entry points of other packages: functions that take a command's words and return its exit code. Their module has a
 function `parser` that returns the command's options."""
-
-STAGE_HELP = "the model of this training stage of the run (default: the last that has finished)"
 
 
 def recipe_names() -> tuple[str, ...]:
@@ -96,78 +94,40 @@ def serve_parser() -> argparse.ArgumentParser:
         usage="modelwright serve RUN|MODEL_FOLDER [--stage NAME] [--int8] [--port N] [--host H] "
         "[--adapters NAME=FOLDER ...] [--a.b VALUE ...]",
     )
-    parser.add_argument("target", metavar="RUN|MODEL_FOLDER", help="a run directory, its name, or a model folder")
-    parser.add_argument("--stage", default="", help=STAGE_HELP)
-    parser.add_argument("--int8", action="store_true", help="serve the run's INT8 model")
-    parser.add_argument(
-        "--served-model-name", default="", metavar="NAME", help="what clients call the model (the run's)"
-    )
-    parser.add_argument(
-        "--adapters",
-        nargs="+",
-        default=[],
-        metavar="NAME=FOLDER",
-        help="LoRA adapters of the model, each a model for clients",
-    )
+    add_model_options(parser)
     parser.add_argument("--exit-with-parent", action="store_true", help="stop when the process that started it is gone")
     return parser
 
 
-def serve_setting_names() -> list[str]:
-    """The settings that `modelwright serve` takes as options."""
-    from modelwright.core.config_docs import settings_of
-    from modelwright.serve.config import ServeConfig
-    from modelwright.serve.requests_config import RequestsConfig
-
-    return [
-        setting.key
-        for one, path in ((ServeConfig, ""), (RequestsConfig, "requests"))
-        for setting in settings_of(one, path)
-    ]
-
-
 def serve(words: Sequence[str]) -> int:
     """`modelwright serve`"""
-    own_names = ("stage", "int8", "served-model-name", "adapters", "exit-with-parent", "help")
+    own_names = (*MODEL_OPTIONS, "exit-with-parent", "help")
     leading, own, rest = split_settings(words, own_names)
     parsed = serve_parser().parse_args([*leading, *own])
-    from modelwright.core.config import dump, merge, parse
     from modelwright.pipeline.models import find_model
     from modelwright.recipes.load import find_target
-    from modelwright.serve.config import ServeConfig
     from modelwright.serve.load import ModelSource
-    from modelwright.serve.requests_config import RequestsConfig
     from modelwright.serve.server import run_server
 
-    result = find_model(find_target(parsed.target), stage=parsed.stage, int8=parsed.int8)
     if parsed.exit_with_parent:
         leave_with_parent()
-    kept, rest = split_section("requests", rest)
-    settings = parse(ServeConfig, merge(dump(result.server), read_overrides(ServeConfig, rest, own_names)))
-    settings = replace(settings, adapters=_adapters(parsed.adapters))
-    requests = parse(RequestsConfig, merge(dump(result.requests), read_overrides(RequestsConfig, kept)), "requests")
-    _remark(result.remark)
+    serving = read_serving(parsed, rest, own_names)
+    _remark(serving.remark)
 
     def locate(path: str) -> ModelSource:
         """For reloads: another run or folder, or the newest model of the run that is served."""
         stage = "" if path else parsed.stage
         return find_model(find_target(path or parsed.target), stage=stage, int8=parsed.int8).source
 
-    name = parsed.served_model_name or result.source.name
-    number = run_server(result.source, settings, model_name=name, requests=requests, announce=_say, locate=locate)
+    number = run_server(
+        serving.source,
+        serving.settings,
+        model_name=serving.model_name,
+        requests=serving.requests,
+        announce=_say,
+        locate=locate,
+    )
     return 128 + number if number else 0
-
-
-def _adapters(words: Sequence[str]) -> dict[str, str]:
-    """Folders by name. Raises `ConfigError` for a word that is not NAME=FOLDER and for a name that comes twice."""
-    pairs = [word.partition("=") for word in words]
-    for word, (name, _, folder) in zip(words, pairs, strict=True):
-        if not name or not folder:
-            raise ConfigError(f"--adapters: {word!r} is not NAME=FOLDER, such as poet=runs/poet/sft/artifact/adapter")
-    folders = {name: folder for name, _, folder in pairs}
-    if len(folders) < len(pairs):
-        raise ConfigError(f"--adapters: each needs a name of its own, got {', '.join(name for name, *_ in pairs)}")
-    return folders
 
 
 def chat_parser() -> argparse.ArgumentParser:

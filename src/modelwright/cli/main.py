@@ -24,10 +24,12 @@ from modelwright.cli import (
     finetune,
     lineage,
     lr_find,
+    manifests,
     plan,
     requests,
     run,
     search,
+    serving,
 )
 from modelwright.cli.completion import completion_parser, completion_script
 from modelwright.cli.launch import EXIT_REPORT_DIR, GOES_ON, write_exit_report
@@ -136,8 +138,14 @@ COMMANDS: dict[str, Command] = {
     "serve": Command(
         run=commands.serve,
         parser=commands.serve_parser,
-        settings=commands.serve_setting_names,
+        settings=serving.setting_names,
         summary="serve a run's model over HTTP, as the OpenAI API does",
+    ),
+    "manifests": Command(
+        run=manifests.manifests,
+        parser=manifests.parser,
+        settings=serving.setting_names,
+        summary="write files by which Docker Compose, Kubernetes or Ray Serve runs a server",
     ),
     "requests": Command(
         run=requests.requests,

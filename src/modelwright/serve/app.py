@@ -20,12 +20,15 @@ from modelwright.serve.logs import ID_HEADER, ID_SCOPE, request_id, with_fields
 from modelwright.serve.operations import OPERATIONS
 from modelwright.serve.reload import Reloader
 from modelwright.serve.service import Service
+from modelwright.serve.tracing import Tracing
 
 log = logging.getLogger("modelwright.serve")
 
 
-def build_app(service: Service, reloader: Reloader, experiments: Experiments | None) -> ASGIApp:
-    """The application around a started worker. experiments: None for a server without A/B tests."""
+def build_app(
+    service: Service, reloader: Reloader, experiments: Experiments | None, tracing: Tracing | None
+) -> ASGIApp:
+    """The application around a started worker. experiments, tracing: None for a server without them."""
     routes = [Route(one.path, one.handler, methods=[one.method]) for one in OPERATIONS]
     handlers: dict[Any, Any] = {ApiError: _api_error, HTTPException: _http_error, Exception: _bug}
     app = Starlette(routes=routes, exception_handlers=handlers)
@@ -33,7 +36,8 @@ def build_app(service: Service, reloader: Reloader, experiments: Experiments | N
     app.state.reloader = reloader
     app.state.experiments = experiments
     app.state.operations = OPERATIONS
-    return _observed(_with_cors(app, service.config.cors_origins), service)
+    inner = _with_cors(app, service.config.cors_origins)
+    return _observed(tracing.around(inner) if tracing else inner, service)
 
 
 def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:

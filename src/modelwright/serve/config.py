@@ -8,6 +8,8 @@ from modelwright.core.errors import ConfigError
 from modelwright.infer.engine import EngineConfig
 from modelwright.serve.logs import LogFormat
 
+OWN_BACKEND = "modelwright"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
@@ -54,6 +56,8 @@ class ServeConfig:
     adapters: dict[str, str] = field(default_factory=dict, metadata={"constant": True})
     """Folders of LoRA adapters of the model, by the names by which clients ask for them. No setting: they belong to the
     model that is served and not to the run."""
+    backend: str = constant(OWN_BACKEND)
+    """What computes the answers: see `BACKENDS` in `engines`. No setting: a run's model can be served by any."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     body_timeout_s: float = constant(30.0)
     """Seconds in which a request body must arrive."""

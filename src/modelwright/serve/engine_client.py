@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from modelwright.infer.engine import Engine, EngineStats, StepOutput
+from modelwright.serve.engine_health import EjectionReason
 from modelwright.serve.errors import ApiError
 from modelwright.serve.jobs import Job
 
@@ -61,8 +62,12 @@ class EngineEvents(Protocol):
         """An engine is gone; its load counts no more."""
         ...
 
+    def engine_ejected(self, reason: EjectionReason) -> None:
+        """An engine gets no new answers for a time."""
+        ...
+
     def answer_moved(self, outcome: MoveOutcome) -> None:
-        """An answer of a lost engine is continued by another one, or not."""
+        """An answer of an engine that was lost or failed is continued by another one, or not."""
         ...
 
     def refuse(self, request_id: str, error: ApiError) -> None:
@@ -87,6 +92,10 @@ class EngineClient(Protocol):
 
     def start(self, events: EngineEvents) -> None:
         """Call inside the running event loop."""
+        ...
+
+    def check(self, job: Job, /) -> None:
+        """Raise `ApiError` 400 for what these engines cannot do."""
         ...
 
     def add(self, jobs: Mapping[str, Job]) -> None:

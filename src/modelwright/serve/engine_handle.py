@@ -29,12 +29,17 @@ EXIT_TIMEOUT_S = 5.0
 
 @dataclass
 class EngineHandle:
-    """A process whose engine is ready. `silence_s`: for how long it may say nothing."""
+    """A process whose engine is ready. `full_step_s`: seconds of a step with as many prompt tokens as one may have."""
 
     process: subprocess.Popen[bytes]
     connection: socket.socket
     report: EngineReport
-    silence_s: float
+    full_step_s: float
+
+    @property
+    def silence_s(self) -> float:
+        """For how long it may say nothing."""
+        return max(SILENCE_S, SILENCE_STEPS * self.full_step_s)
 
     @classmethod
     def launch(
@@ -63,7 +68,7 @@ class EngineHandle:
             raise
         fields = message["report"]
         report = EngineReport(**{**fields, "info": EngineInfo(**fields["info"])})
-        return cls(process, ours, report, max(SILENCE_S, SILENCE_STEPS * message["full_step_s"]))
+        return cls(process, ours, report, message["full_step_s"])
 
     def end(self) -> None:
         """End the process: by itself if it can, else by force."""

@@ -4,7 +4,8 @@ An engine that dies is noticed at once by the end of its socket, one that hangs 
 with growing pauses if that happens often. Engines of one version give the same bits, so its answers continue on another
 engine: their tokens are computed again, and those that the client has are compared and not sent again. Where engines
 are not batch-invariant, an answer is tried again only if the client has seen nothing of it, within a budget, and else
-ends with an error.
+ends with an error. So is an answer whose first token an engine could not compute. See `engine_health` for engines that
+run and should get no new answers.
 """
 
 import asyncio
@@ -12,24 +13,25 @@ import contextlib
 import functools
 import itertools
 import logging
-import random
 import secrets
 import subprocess
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from modelwright.core.errors import ModelwrightError
 from modelwright.infer.engine import EngineStats, StepOutput
 from modelwright.serve.adapter_calls import AdapterCalls, AdapterReply
 from modelwright.serve.engine_client import EngineEnd, EngineEvents
 from modelwright.serve.engine_handle import EngineHandle, EngineLink
+from modelwright.serve.engine_health import EjectionReason, EngineHealth
 from modelwright.serve.engine_process import EngineSetup
+from modelwright.serve.engine_thread import can_do_all
 from modelwright.serve.errors import ApiError
 from modelwright.serve.jobs import Job, output_of
-from modelwright.serve.router import RetryBudget, choose_engine, prompt_key
+from modelwright.serve.router import RetryBudget, Router, cache_salt
 
 log = logging.getLogger("modelwright.serve")
 
@@ -78,6 +80,11 @@ class Slot:
     is_lost: bool = False
     answers: dict[str, PooledAnswer] = field(default_factory=dict)
 
+    @property
+    def num_outstanding(self) -> int:
+        """Tokens of all its answers."""
+        return sum(answer.num_outstanding for answer in self.answers.values())
+
 
 class EnginePool:
     """The `EngineClient` of several engine processes with one version of the model."""
@@ -92,27 +99,11 @@ class EnginePool:
         self._answers: dict[str, PooledAnswer] = {}
         self._orphans: dict[str, PooledAnswer] = {}
         self._budget = RetryBudget()
-        self._draw = random.Random(0)
+        self._health = EngineHealth(range(len(handles)), self._note_ejection)
+        self._router = Router(self._health, setup.engine["prefill_chunk_size"])
         self._tasks: list[asyncio.Task[None]] = []
         self._starting: dict[int, subprocess.Popen[bytes]] = {}
         self._adapter_calls = AdapterCalls()
-
-    @classmethod
-    def launch(cls, setup: EngineSetup, count: int) -> Self:
-        """Start `count` processes and wait until all are ready. The first one measures what is fastest; the others do
-        the same, so that all give the same bits. Raises `ModelError` if one cannot be started.
-        """
-        first = EngineHandle.launch(setup)
-        setup = replace(setup, heads=(first.report.head,), int8_backend=first.report.int8_backend)
-        with ThreadPoolExecutor(count) as threads:
-            launching = [threads.submit(EngineHandle.launch, setup) for _ in range(count - 1)]
-        problems = [problem for one in launching if (problem := one.exception())]
-        handles = [first, *(one.result() for one in launching if not one.exception())]
-        if problems:
-            for handle in handles:
-                handle.end()
-            raise problems[0]
-        return cls(setup, handles)
 
     @property
     def unavailable(self) -> str:
@@ -123,6 +114,9 @@ class EnginePool:
         self._events = events
         tasks = [*(self._keep_running(slot) for slot in self._slots), self._watch_orphans()]
         self._tasks = [asyncio.get_running_loop().create_task(task) for task in tasks]
+
+    def check(self, job: Job, /) -> None:
+        can_do_all(job)
 
     def add(self, jobs: Mapping[str, Job]) -> None:
         answers = [PooledAnswer(request_id, job) for request_id, job in jobs.items()]
@@ -235,6 +229,8 @@ class EnginePool:
         return True
 
     def _receive(self, slot: Slot, message: Mapping[str, Any]) -> None:
+        if message["step_s"]:
+            self._health.stepped(slot.number, message["step_s"], slot.handle.full_step_s)
         outputs = [output for plain in message["outputs"] if self._take(slot, output := output_of(plain))]
         self._events.deliver(slot.name, outputs, EngineStats(**message["stats"]))
         for request_id, (status, text, code) in message["refused"].items():
@@ -251,31 +247,37 @@ class EnginePool:
         if answer.num_repeated < len(answer.token_ids):
             if output.token_id != answer.token_ids[answer.num_repeated]:
                 self._give_up(answer)
+                self._health.answered(slot.number, is_good=False)
             answer.num_repeated += 1
             return False
-        answer.token_ids.append(output.token_id)
-        answer.num_repeated += 1
         if output.finished:
             self._forget(answer)
+            self._health.answered(slot.number, is_good=output.finish_reason != "error")
+            if output.finish_reason == "error" and self._may_retry(answer):
+                self._answers[answer.request_id] = answer
+                self._place([answer], avoided=slot)
+                return False
+        answer.token_ids.append(output.token_id)
+        answer.num_repeated += 1
         return True
 
     def _place_all(self, answers: Sequence[PooledAnswer]) -> None:
         """Give answers to engines; neighbors with the same prompt go to the same one, which computes it once."""
-        for _, group in itertools.groupby(answers, key=lambda one: (_salt(one.job), tuple(one.job.prompt_ids))):
+        for _, group in itertools.groupby(answers, key=lambda one: (cache_salt(one.job), tuple(one.job.prompt_ids))):
             self._place(list(group))
 
-    def _place(self, group: Sequence[PooledAnswer]) -> None:
-        slots = {slot.number: slot for slot in self._slots if slot.link is not None}
+    def _place(self, group: Sequence[PooledAnswer], avoided: Slot | None = None) -> None:
+        running = {slot.number: slot for slot in self._slots if slot.link is not None}
+        slots = {number: slot for number, slot in running.items() if slot is not avoided} or running
         if not slots:
             now = asyncio.get_running_loop().time()
             for answer in group:
                 answer.orphaned_at = answer.orphaned_at or now
                 self._orphans[answer.request_id] = answer
             return
-        job, chunk = group[0].job, self._setup.engine["prefill_chunk_size"]
-        loads = {n: sum(one.num_outstanding for one in slot.answers.values()) for n, slot in slots.items()}
-        tie_tokens = chunk if len(job.prompt_ids) > chunk else 0
-        slot = slots[choose_engine(loads, prompt_key(job.prompt_ids, _salt(job), chunk), tie_tokens, self._draw)]
+        slot = slots[
+            self._router.choose({number: slot.num_outstanding for number, slot in slots.items()}, group[0].job)
+        ]
         for answer in group:
             self._orphans.pop(answer.request_id, None)
             answer.engine, answer.num_repeated, answer.orphaned_at = slot, 0, 0.0
@@ -285,6 +287,7 @@ class EnginePool:
 
     def _lose(self, slot: Slot, end: EngineEnd) -> None:
         slot.is_lost = True
+        self._health.lost(slot.number)
         answers, slot.answers = list(slot.answers.values()), {}
         self._events.engine_lost(slot.name, end)
         self._adapter_calls.lose(slot.name)
@@ -294,16 +297,26 @@ class EnginePool:
 
     def _may_move(self, answer: PooledAnswer) -> bool:
         """Whether an answer of a lost engine goes on; if not, it ends with an error."""
-        answer.num_moves += 1
-        is_first = answer.num_moves <= MAX_MOVES
-        if is_first and self._is_reproducible:
+        if self._is_reproducible and answer.num_moves < MAX_MOVES:
+            answer.num_moves += 1
             self._events.answer_moved("continued")
             return True
-        if is_first and not answer.token_ids and self._budget.take():
-            self._events.answer_moved("retried")
+        if self._may_retry(answer):
             return True
         self._give_up(answer)
         return False
+
+    def _may_retry(self, answer: PooledAnswer) -> bool:
+        """Whether an answer of which the client has seen nothing is computed anew; counts as a retry then."""
+        if answer.token_ids or answer.num_moves >= MAX_MOVES or not self._budget.take():
+            return False
+        answer.num_moves += 1
+        self._events.answer_moved("retried")
+        return True
+
+    def _note_ejection(self, number: int, reason: EjectionReason) -> None:
+        log.warning("engine %s gets no new answers for a while (%s)", self._slots[number].name, reason)
+        self._events.engine_ejected(reason)
 
     def _give_up(self, answer: PooledAnswer) -> None:
         self.abort(answer.request_id)
@@ -330,9 +343,21 @@ class EnginePool:
                 self._give_up(answer)
 
 
-def _salt(job: Job) -> str:
-    """Jobs that differ in it share no cached prompts."""
-    return f"{job.cache_salt} {job.adapter}"
+def launch_pool(setup: EngineSetup, count: int) -> EnginePool:
+    """Start `count` processes and wait until all are ready. The first one measures what is fastest; the others do the
+    same, so that all give the same bits. Raises `ModelError` if one cannot be started.
+    """
+    first = EngineHandle.launch(setup)
+    setup = replace(setup, heads=(first.report.head,), int8_backend=first.report.int8_backend)
+    with ThreadPoolExecutor(count) as threads:
+        launching = [threads.submit(EngineHandle.launch, setup) for _ in range(count - 1)]
+    problems = [problem for one in launching if (problem := one.exception())]
+    handles = [first, *(one.result() for one in launching if not one.exception())]
+    if problems:
+        for handle in handles:
+            handle.end()
+        raise problems[0]
+    return EnginePool(setup, handles)
 
 
 def _kill(handle: EngineHandle) -> None:

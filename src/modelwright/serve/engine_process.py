@@ -1,7 +1,8 @@
 """An engine in a process of its own: `python -m modelwright.serve.engine_process FD`, started by `engine_pool`.
 
 FD is its end of a Unix socket. The first message that it reads is an `EngineSetup`, the first that it sends an
-`EngineReport`, or why there is none. Then it sends one message per step: new tokens, load, refusals. Without work it
+`EngineReport`, or why there is none. Then it sends one message per step: new tokens, load, refusals, and how long the
+step took (0 for one without work). Without work it
 sends one every `HEARTBEAT_S`, from the same loop, so that a process whose engine hangs falls silent. It ends when the
 gateway closes the socket or is gone.
 """
@@ -83,8 +84,10 @@ class EngineProcess:
             refused: dict[str, list[Any]] = {}
             for message in self._channel.receive(0.0 if engine.has_work else HEARTBEAT_S):
                 refused |= self._obey(message)
+            has_work, began = engine.has_work, time.monotonic()
             outputs = [output_message(output) for output in engine.step()]
-            report = {"outputs": outputs, "stats": asdict(engine.stats()), "refused": refused}
+            step_s = time.monotonic() - began if has_work else 0.0
+            report = {"outputs": outputs, "stats": asdict(engine.stats()), "refused": refused, "step_s": step_s}
             self._channel.send(report | {"adapters": self._adapters.replies()})
 
     def _obey(self, message: Mapping[str, Any]) -> dict[str, list[Any]]:

@@ -10,13 +10,15 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from modelwright.core.errors import ModelwrightError
 from modelwright.infer.engine import Engine
-from modelwright.model.adapter_bank import prepare_adapter
-from modelwright.serve.engine_client import EngineEvents, engine_info
+from modelwright.model.adapter_bank import PreparedAdapter, prepare_adapter
+from modelwright.serve.engine_client import EngineEvents, EngineInfo
 from modelwright.serve.errors import ApiError
 from modelwright.serve.jobs import Job
+from modelwright.serve.step_engine import StepEngine
 
 log = logging.getLogger("modelwright.serve")
 
@@ -46,12 +48,50 @@ class _Stop:
     pass
 
 
-class EngineThread:
-    """The `EngineClient` of one engine in this process. fingerprint: of its weights."""
+class AdapterHost(Protocol):
+    """Loads adapters into an engine: see `EngineAdapters`."""
 
-    def __init__(self, engine: Engine, fingerprint: str) -> None:
+    def prepare(self, folder: Path) -> PreparedAdapter:
+        """Beside the engine's thread. Raises `ModelwrightError`."""
+        ...
+
+    def add(self, name: str, adapter: PreparedAdapter) -> None: ...
+
+    def remove(self, name: str) -> None: ...
+
+
+class EngineAdapters:
+    """The `AdapterHost` of our own engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.add = engine.add_adapter
+        self.remove = engine.remove_adapter
+
+    def prepare(self, folder: Path) -> PreparedAdapter:
+        return prepare_adapter(self._engine.model, folder)
+
+
+def can_do_all(job: Job) -> None:
+    """The check of an engine that refuses no kind of request."""
+
+
+class EngineThread:
+    """The `EngineClient` of one engine in this process. adapters: None for an engine without any; check: see
+    `EngineClient.check`.
+    """
+
+    def __init__(
+        self,
+        engine: StepEngine,
+        info: EngineInfo,
+        adapters: AdapterHost | None = None,
+        check: Callable[[Job], None] = can_do_all,
+    ) -> None:
         self.engine = engine
-        self.info = engine_info(engine, fingerprint)
+        self.info = info
+        self.check = check
+        self._adapters = adapters
         self.unavailable = ""
         self._name = f"engine-{secrets.token_hex(4)}"
         self._commands: queue.SimpleQueue[_Add | _Abort | _Call | _Stop] = queue.SimpleQueue()
@@ -71,15 +111,20 @@ class EngineThread:
         self._commands.put(_Abort(request_id))
 
     async def load_adapter(self, name: str, folder: Path) -> str:
+        host = self._adapters
+        if host is None:
+            raise ApiError(400, "This server's engine has no adapters.", param="lora_path", code="unsupported_task")
         try:
-            adapter = await asyncio.to_thread(prepare_adapter, self.engine.model, folder)
-            await self._call(lambda: self.engine.add_adapter(name, adapter))
+            adapter = await asyncio.to_thread(host.prepare, folder)
+            await self._call(lambda: host.add(name, adapter))
         except ModelwrightError as error:
             raise ApiError(400, str(error), param="lora_path", code="invalid_value") from None
         return adapter.digest
 
     async def unload_adapter(self, name: str) -> None:
-        await self._call(lambda: self.engine.remove_adapter(name))
+        host = self._adapters
+        assert host is not None, "an engine without adapters has loaded none"
+        await self._call(lambda: host.remove(name))
 
     async def _call(self, function: Callable[[], None]) -> None:
         """Wait until the engine's thread has done something; raises what it raises."""

@@ -1,28 +1,40 @@
-"""Starts the engines of a model: one in this process, or several in processes of their own."""
+"""Starts the engines of a model: one in this process, several in processes of their own, or another program's."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
+from modelwright.core.errors import ConfigError
 from modelwright.infer.engine import Engine
 from modelwright.infer.lm_head import HEAD_KINDS
 from modelwright.model.adapter_bank import load_adapters
 from modelwright.model.decoder import Decoder
-from modelwright.serve.config import ServeConfig
-from modelwright.serve.engine_client import EngineClient
-from modelwright.serve.engine_pool import EnginePool
+from modelwright.serve.config import OWN_BACKEND, ServeConfig
+from modelwright.serve.engine_client import EngineClient, engine_info
+from modelwright.serve.engine_pool import launch_pool
 from modelwright.serve.engine_process import EngineSetup
-from modelwright.serve.engine_thread import EngineThread
+from modelwright.serve.engine_thread import EngineAdapters, EngineThread
 from modelwright.serve.fingerprint import weights_fingerprint
 from modelwright.serve.load import ModelSource, load_folder
+from modelwright.serve.openvino_engine import openvino_engine
 from modelwright.serve.tokenizer import Codec
+
+Loader = Callable[[ModelSource, ServeConfig], tuple[EngineClient, Codec]]
 
 
 def load_engines(source: ModelSource, config: ServeConfig) -> tuple[EngineClient, Codec]:
     """The engines of a model and its tokenizer. Raises `ModelError` if the folder cannot be loaded, `ConfigError` if
-    the cache is too small for the model.
+    the cache is too small for the model, or the back-end cannot do what the settings ask for.
     """
+    name = config.backend.partition(":")[0]
+    if name not in BACKENDS:
+        raise ConfigError(f"--backend: {name!r} is unknown; choose from {', '.join(BACKENDS)}")
+    return BACKENDS[name](source, config)
+
+
+def _own_engines(source: ModelSource, config: ServeConfig) -> tuple[EngineClient, Codec]:
     if config.engines == 1:
         model, codec = load_folder(source.folder, config.int8)
         return engine_in_thread(model, config), codec
@@ -34,7 +46,7 @@ def load_engines(source: ModelSource, config: ServeConfig) -> tuple[EngineClient
         int8_backend=config.int8.backend,
         adapters=config.adapters,
     )
-    return EnginePool.launch(setup, config.engines), Codec.load(source.folder)
+    return launch_pool(setup, config.engines), Codec.load(source.folder)
 
 
 def engine_in_thread(model: Decoder, config: ServeConfig) -> EngineThread:
@@ -42,4 +54,9 @@ def engine_in_thread(model: Decoder, config: ServeConfig) -> EngineThread:
     `ModelError` for an adapter of another model.
     """
     adapters = load_adapters(model, {name: Path(folder) for name, folder in config.adapters.items()})
-    return EngineThread(Engine(model, config.engine, adapters=adapters), weights_fingerprint(model))
+    engine = Engine(model, config.engine, adapters=adapters)
+    return EngineThread(engine, engine_info(engine, weights_fingerprint(model)), EngineAdapters(engine))
+
+
+BACKENDS: Mapping[str, Loader] = {OWN_BACKEND: _own_engines, "openvino": openvino_engine}
+"""The only list. A back-end's name may be followed by a colon and what it takes."""

@@ -1,5 +1,8 @@
-"""One request for answers and what became of it, as those see it who keep account: the request log and A/B tests."""
+"""One request for answers and what became of it, as those see it who keep account: the request log, A/B tests and
+spans.
+"""
 
+import contextvars
 import hashlib
 import hmac
 import secrets
@@ -71,7 +74,12 @@ class FinishedRequest:
 
 
 class ExchangeObserver(Protocol):
-    """Keeps account of requests. All methods belong to the event loop, and none may wait for a disk."""
+    """Keeps account of requests. All methods belong to the event loop, and none may wait for a disk. `keeps_answers`:
+    whether it takes feedback on them.
+    """
+
+    @property
+    def keeps_answers(self) -> bool: ...
 
     def ended(self, exchange: "Exchange", finished: FinishedRequest) -> None: ...
 
@@ -86,7 +94,9 @@ OpenOn = Callable[[ServedModel, Caller], Awaitable[Generation]]
 
 @dataclass(kw_only=True)
 class Exchange:
-    """A request that has been read, while it is answered. What became of it is reported once."""
+    """A request that has been read, while it is answered. What became of it is reported once. `context`: of the task
+    that has read it; a stream may end in another one.
+    """
 
     asked: GenerationRequest
     route: RouteName
@@ -96,6 +106,7 @@ class Exchange:
     observers: Sequence[ExchangeObserver]
     open_on: OpenOn
     generation: Generation | None = None
+    context: contextvars.Context = field(default_factory=contextvars.copy_context)
     started_at: float = field(default_factory=time.time)
     _started: float = field(default_factory=time.perf_counter)
     _is_open: bool = True

@@ -17,10 +17,11 @@ async def give_feedback(request: Request) -> Response:
     with service.lease() as lease:
         body = await read_body(request, lease, num_prompts=1)
         feedback = parse_request(FeedbackRequest, body, lease.model.limits)
-    if not service.observers:
+    keepers = [observer for observer in service.observers if observer.keeps_answers]
+    if not keepers:
         text = "This server keeps no account of its answers; start it with --requests.log or --requests.ab_state."
         raise ApiError(404, text, code="feedback_off")
-    known = [await observer.take_feedback(feedback) for observer in service.observers]
+    known = [await observer.take_feedback(feedback) for observer in keepers]
     if not any(known):
         text = f"No logged answer has the id {feedback.id!r}; give the id of the answer's body."
         raise ApiError(404, text, param="id", code="answer_not_found")

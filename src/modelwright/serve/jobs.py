@@ -1,12 +1,23 @@
 """What an engine is asked to compute, and its form in messages to an engine process."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from modelwright.infer.engine import Engine, StepOutput
+from modelwright.infer.engine import StepOutput
 from modelwright.infer.sequence import Pooling, SamplingParams, ScoredToken
+from modelwright.serve.errors import ApiError
 from modelwright.serve.grammars import CompiledGrammar, GrammarSource
+from modelwright.serve.step_engine import StepEngine
+
+ABILITIES = {
+    "alternatives": "log-probabilities of other tokens",
+    "prompt_scores": "log-probabilities of the prompt",
+    "logit_bias": "biases of tokens",
+    "constraints": "constrained output",
+    "embeddings": "embeddings and scores",
+}
+"""What not every engine can do, in words."""
 
 
 class Job(Protocol):
@@ -30,7 +41,11 @@ class Job(Protocol):
         """Tokens of prompt and answer at most."""
         ...
 
-    def submit(self, engine: Engine, request_id: str) -> None:
+    def asks(self) -> Mapping[str, str]:
+        """What it asks for that an engine may lack: some of `ABILITIES`, with the fields of the request."""
+        ...
+
+    def submit(self, engine: StepEngine, request_id: str) -> None:
         """Queue it in the engine. Raises `ConfigError` for what the engine rejects."""
         ...
 
@@ -53,7 +68,16 @@ class GenerationJob:
     def max_total_tokens(self) -> int:
         return len(self.prompt_ids) + self.params.max_tokens
 
-    def submit(self, engine: Engine, request_id: str) -> None:
+    def asks(self) -> Mapping[str, str]:
+        params, grammar = self.params, self.grammar
+        return {
+            **({"alternatives": "logprobs"} if params.num_logprobs else {}),
+            **({"prompt_scores": "prompt_logprobs"} if params.num_prompt_logprobs is not None else {}),
+            **({"logit_bias": "logit_bias"} if params.logit_bias else {}),
+            **({"constraints": grammar.source.param} if grammar else {}),
+        }
+
+    def submit(self, engine: StepEngine, request_id: str) -> None:
         constraint = self.grammar.constraint() if self.grammar else None
         engine.add(
             request_id, self.prompt_ids, self.params, constraint, cache_salt=self.cache_salt, adapter=self.adapter
@@ -83,13 +107,28 @@ class EmbeddingJob:
     def max_total_tokens(self) -> int:
         return len(self.prompt_ids)
 
-    def submit(self, engine: Engine, request_id: str) -> None:
+    def asks(self) -> Mapping[str, str]:
+        return {"embeddings": "input"}
+
+    def submit(self, engine: StepEngine, request_id: str) -> None:
         engine.embed(
             request_id, self.prompt_ids, pooling=self.pooling, cache_salt=self.cache_salt, adapter=self.adapter
         )
 
     def to_message(self) -> dict[str, Any]:
         return asdict(self) | {"prompt_ids": list(self.prompt_ids)}
+
+
+def refusing(backend: str, lacks: Collection[str]) -> Callable[[Job], None]:
+    """A check that raises `ApiError` 400 for jobs that ask for something that a back-end lacks, by its name."""
+
+    def check(job: Job) -> None:
+        for ability, param in job.asks().items():
+            if ability in lacks:
+                text = f"The back-end {backend} has no {ABILITIES[ability]}; leave out {param}."
+                raise ApiError(400, text, param=param, code="unsupported_task")
+
+    return check
 
 
 def job_of(message: Mapping[str, Any], compile_grammar: Callable[[GrammarSource], CompiledGrammar]) -> Job:

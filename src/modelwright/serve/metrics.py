@@ -101,9 +101,15 @@ class EngineMetrics:
             ["reason"],
             registry=registry,
         )
+        self.ejections = Counter(
+            "modelwright_engine_ejections",
+            "Times that an engine got no new answers for a while by reason (failures, slow)",
+            ["reason"],
+            registry=registry,
+        )
         self.moved_answers = Counter(
             "modelwright_moved_answers",
-            "Answers of lost engines by outcome (continued, retried, lost)",
+            "Answers of lost or failing engines by outcome (continued, retried, lost)",
             ["outcome"],
             registry=registry,
         )

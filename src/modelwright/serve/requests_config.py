@@ -1,4 +1,4 @@
-"""Settings of what the server keeps of its requests: a log, and the state of A/B tests."""
+"""Settings of what the server keeps of its requests and reports of them: a log, the state of A/B tests, and spans."""
 
 from dataclasses import dataclass, field
 
@@ -8,7 +8,7 @@ from modelwright.core.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class RequestsConfig:
-    """What the server keeps of its requests; nothing unless a place for it is named."""
+    """What the server keeps of its requests and reports of them; nothing unless a place for it is named."""
 
     log: str = ""
     """SQLite file for prompts, answers and feedback, with personal data replaced by markers; a SQLAlchemy URL for other
@@ -21,6 +21,9 @@ class RequestsConfig:
     ab_state: str = ""
     """SQLite file with the state of A/B tests, which go on after a restart, or another database as for `log`; "" allows
     no tests (docs/ab-tests.md). Servers must not share it."""
+    traces: str = ""
+    """Address of an OpenTelemetry collector that takes OTLP over HTTP (`http://localhost:4318`), for a span of each
+    request; texts are in it only with `serve.log_prompts`. "" sends none."""
 
     def __post_init__(self) -> None:
         if not self.retention_days > 0:

@@ -5,15 +5,23 @@ import random
 from array import array
 from collections.abc import Mapping, Sequence
 
+from modelwright.serve.engine_health import EngineHealth
+from modelwright.serve.jobs import Job
+
 RETRY_SHARE = 0.1
 """Retries per request, as in the budgets of Finagle and Envoy: more would turn a fault into an overload."""
 
 MAX_SAVED_RETRIES = 100.0
 
 
-def prompt_key(prompt_ids: Sequence[int], cache_salt: str, prefill_chunk: int) -> bytes:
-    """Equal for prompts that can share the beginning of the prefix cache; cache_salt: differs for those that cannot."""
-    return cache_salt.encode() + array("q", prompt_ids[:prefill_chunk]).tobytes()
+def cache_salt(job: Job) -> str:
+    """Jobs that differ in it share no cached prompts."""
+    return f"{job.cache_salt} {job.adapter}"
+
+
+def prompt_key(prompt_ids: Sequence[int], salt: str, prefill_chunk: int) -> bytes:
+    """Equal for prompts that can share the beginning of the prefix cache; salt: differs for those that cannot."""
+    return salt.encode() + array("q", prompt_ids[:prefill_chunk]).tobytes()
 
 
 def choose_engine(loads: Mapping[int, int], key: bytes, tie_tokens: int, draw: random.Random) -> int:
@@ -26,6 +34,21 @@ def choose_engine(loads: Mapping[int, int], key: bytes, tie_tokens: int, draw: r
     if loads[heaviest] - loads[lightest] > tie_tokens:
         return lightest
     return max(pair, key=lambda number: hashlib.sha256(key + b"%d" % number).digest())
+
+
+class Router:
+    """Gives each request an engine that may take it. prefill_chunk: tokens in whose multiples prompts are cached."""
+
+    def __init__(self, health: EngineHealth, prefill_chunk: int) -> None:
+        self._health = health
+        self._chunk = prefill_chunk
+        self._draw = random.Random(0)
+
+    def choose(self, loads: Mapping[int, int], job: Job) -> int:
+        """The number of an engine. loads: outstanding tokens of those that run, at least one."""
+        allowed = {number: loads[number] for number in self._health.candidates(loads)}
+        tie_tokens = self._chunk if len(job.prompt_ids) > self._chunk else 0
+        return choose_engine(allowed, prompt_key(job.prompt_ids, cache_salt(job), self._chunk), tie_tokens, self._draw)
 
 
 class RetryBudget:

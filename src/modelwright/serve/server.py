@@ -3,40 +3,28 @@
 import asyncio
 import contextlib
 import gc
-import logging
 import signal
 import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from types import FrameType
 
 import uvicorn
 
 from modelwright.core.errors import ConfigError
-from modelwright.serve.ab.controller import Experiments
-from modelwright.serve.app import build_app
+from modelwright.serve.application import NOTHING_KEPT, Application
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.connections import ACCEPTS_PER_ROUND, ConnectionTable, connection_limits
 from modelwright.serve.engine_client import EngineClient
 from modelwright.serve.engines import load_engines
-from modelwright.serve.errors import shutting_down
-from modelwright.serve.keys import key_ring
 from modelwright.serve.load import ModelSource
 from modelwright.serve.logs import log_to_stderr
-from modelwright.serve.metrics import Metrics
-from modelwright.serve.reload import Locate, Reloader, same_place
-from modelwright.serve.request_log.log import RequestLog
+from modelwright.serve.reload import Locate
 from modelwright.serve.requests_config import RequestsConfig
-from modelwright.serve.served_model import ServedModel, serve_model
 from modelwright.serve.service import Service
 from modelwright.serve.tokenizer import Codec
-from modelwright.serve.worker import RETRY_AFTER_S
 
-log = logging.getLogger("modelwright.serve")
-
-NOTHING_KEPT = RequestsConfig()
 _CLOSE_TIMEOUT_S = 2
 _LISTEN_BACKLOG = 256
 
@@ -60,17 +48,10 @@ class ServerThread:
         locate: Locate | None = None,
     ) -> None:
         """client: the engines, not started; locate: finds the models of reloads, by default in folders."""
-        config.check_names(model_name)
-        keys = key_ring(config)
         _check_tls(config)
-        metrics = Metrics(model_name)
-        served = serve_model(client, codec, config, metrics, source)
-        self.service = Service(config, model_name, served, metrics, keys)
-        self._experiments: Experiments | None = None
-        self._request_log = RequestLog(requests, metrics) if requests.log else None
-        self._reloader = Reloader(self.service, locate or same_place(source), self._load)
-        if requests.ab_state:
-            self._experiments = Experiments(self.service, self._reloader, requests.ab_state)
+        self.application = Application(
+            client, codec, config, model_name=model_name, requests=requests, source=source, locate=locate
+        )
         self._socket = _bind(config)
         host, port = self._socket.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
@@ -79,8 +60,12 @@ class ServerThread:
         self._ready = threading.Event()
         self._drain = asyncio.Event()
         self._loop = asyncio.new_event_loop()
-        self._connections = ConnectionTable(connection_limits(config), config, metrics)
+        self._connections = ConnectionTable(connection_limits(config), config, self.application.metrics)
         self._thread = threading.Thread(target=self._run, name="http", daemon=True)
+
+    @property
+    def service(self) -> Service:
+        return self.application.service
 
     def start(self) -> "ServerThread":
         """Start and wait until requests are answered."""
@@ -99,7 +84,7 @@ class ServerThread:
         """Start a reload of the place where the model came from; its outcome is logged. Safe from any thread."""
 
         def begin() -> None:
-            self._reloading = self._loop.create_task(self._reloader.reload_and_log())
+            self._reloading = self._loop.create_task(self.application.reloader.reload_and_log())
 
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(begin)
@@ -127,25 +112,11 @@ class ServerThread:
         finally:
             self._ready.set()
 
-    def _load(self, source: ModelSource, metrics: Metrics) -> ServedModel:
-        """A version with the adapters of the present one."""
-        adapters = {name: str(adapter.folder) for name, adapter in self.service.model.adapters.items()}
-        config = replace(self.service.config, adapters=adapters)
-        client, codec = load_engines(source, config)
-        return serve_model(client, codec, config, metrics, source)
-
     async def _serve(self) -> None:
         config = self.service.config
-        self.service.worker.start()
-        self.service.metrics.versions.show(self.service.model.fingerprint)
-        if self._request_log:
-            self._request_log.start()
-            self.service.observers.append(self._request_log)
-        if self._experiments:
-            await self._experiments.start()
-            self.service.observers.append(self._experiments)
+        await self.application.start()
         settings = uvicorn.Config(
-            build_app(self.service, self._reloader, self._experiments),
+            self.application.asgi(),
             log_config=None,
             access_log=False,
             server_header=False,
@@ -166,34 +137,20 @@ class ServerThread:
         watching = asyncio.create_task(self._connections.watch())
         draining = asyncio.create_task(self._drain.wait())
         await asyncio.wait({serving, draining}, return_when=asyncio.FIRST_COMPLETED)
-        if not await self._wait_idle(config.drain_timeout_s):
-            log.warning("running answers were cut off after %gs", config.drain_timeout_s)
-            self._cut_off()
-            await self._wait_idle(_CLOSE_TIMEOUT_S)
+        await self.application.finish_answers()
         server.should_exit = True
         await serving
         draining.cancel()
         watching.cancel()
-        await self._reloader.close()
-        await self.service.worker.stop()
-        if self._experiments:
-            await self._experiments.close()
-        if self._request_log:
-            await asyncio.to_thread(self._request_log.close)
-
-    async def _wait_idle(self, timeout_s: float) -> bool:
-        return all(await asyncio.gather(*(worker.wait_idle(timeout_s) for worker in self.service.workers)))
+        await self.application.close()
 
     def _begin_drain(self) -> None:
-        self.service.is_draining = True
-        if self.service.arms is not None:
-            self.service.arms.request_arrived()  # a copy of a request is not worth waiting for
+        self.application.begin_drain()
         self._drain.set()
 
     def _cut_off(self) -> None:
-        self._begin_drain()
-        for worker in self.service.workers:
-            worker.abort_all(shutting_down("The server is shutting down.", RETRY_AFTER_S))
+        self.application.cut_off()
+        self._drain.set()
 
 
 def run_server(

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 from modelwright.infer.engine import EngineStats, StepOutput
 from modelwright.serve.engine_client import EngineClient, EngineEnd, MoveOutcome
+from modelwright.serve.engine_health import EjectionReason
 from modelwright.serve.errors import ApiError, limit_reached, shutting_down
 from modelwright.serve.jobs import Job
 from modelwright.serve.keys import Caller, Reservation
@@ -129,7 +130,11 @@ class EngineWorker:
             raise limit_reached("The queue holds as many tokens as it may.", self.typical_answer_s)
 
     def submit(self, jobs: Sequence[Job], caller: Caller) -> Stream:
-        """Start the answers of one request, all or none. Raises like `require_room` and `Caller.reserve`."""
+        """Start the answers of one request, all or none. Raises like `EngineClient.check`, `require_room` and
+        `Caller.reserve`.
+        """
+        for job in jobs:
+            self.client.check(job)
         num_tokens = sum(job.max_total_tokens for job in jobs)
         self.require_room(len(jobs), num_tokens)
         reservation = caller.reserve(len(jobs), num_tokens, typical_answer_s=self.typical_answer_s)
@@ -181,6 +186,9 @@ class EngineWorker:
         self.metrics.engines.forget(engine_name)
         if reason != "stopped":
             self.metrics.engines.failures.labels(reason).inc()
+
+    def engine_ejected(self, reason: EjectionReason) -> None:
+        self.metrics.engines.ejections.labels(reason).inc()
 
     def answer_moved(self, outcome: MoveOutcome) -> None:
         self.metrics.engines.moved_answers.labels(outcome).inc()

@@ -55,6 +55,8 @@ class RunningTest:
 class Experiments:
     """An `ExchangeObserver` that also owns the tests. Belongs to the event loop, but for the constructor."""
 
+    keeps_answers = True
+
     def __init__(self, service: Service, reloader: Reloader, location: str) -> None:
         """Raises `ConfigError` and `StorageError` if the database cannot be used."""
         self._service = service

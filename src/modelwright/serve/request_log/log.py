@@ -24,6 +24,8 @@ DAY_S = 86_400.0
 class RequestLog:
     """An `ExchangeObserver`. Texts are redacted in the writer's thread, before they reach the database."""
 
+    keeps_answers = True
+
     def __init__(self, config: RequestsConfig, metrics: Metrics) -> None:
         """Raises `ConfigError` and `StorageError` if the database cannot be used."""
         self._config = config

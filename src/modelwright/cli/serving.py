@@ -1,0 +1,93 @@
+"""What `modelwright serve` and `modelwright manifests` have in common: a model, and the settings of its server."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from modelwright.cli.overrides import read_overrides, split_section
+from modelwright.core.errors import ConfigError
+
+STAGE_HELP = "the model of this training stage of the run (default: the last that has finished)"
+
+MODEL_OPTIONS = ("stage", "int8", "served-model-name", "adapters", "backend")
+"""What `add_model_options` adds."""
+
+
+@dataclass(frozen=True)
+class Serving:
+    """source: a `ModelSource`; settings: a `ServeConfig`; requests: a `RequestsConfig`; remark: for the user, or ""."""
+
+    source: Any
+    settings: Any
+    requests: Any
+    model_name: str
+    remark: str
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """The options that say what is served."""
+    parser.add_argument("target", metavar="RUN|MODEL_FOLDER", help="a run directory, its name, or a model folder")
+    parser.add_argument("--stage", default="", help=STAGE_HELP)
+    parser.add_argument("--int8", action="store_true", help="serve the run's INT8 model")
+    parser.add_argument(
+        "--served-model-name", default="", metavar="NAME", help="what clients call the model (the run's)"
+    )
+    parser.add_argument(
+        "--adapters",
+        nargs="+",
+        default=[],
+        metavar="NAME=FOLDER",
+        help="LoRA adapters of the model, each a model for clients",
+    )
+    parser.add_argument(
+        "--backend",
+        default="modelwright",
+        metavar="NAME",
+        help="what computes the answers: modelwright, or openvino[:f16|q8_0|q4_0] (default: modelwright)",
+    )
+
+
+def setting_names() -> list[str]:
+    """The settings of a server, as options."""
+    from modelwright.core.config_docs import settings_of
+    from modelwright.serve.config import ServeConfig
+    from modelwright.serve.requests_config import RequestsConfig
+
+    return [
+        setting.key
+        for one, path in ((ServeConfig, ""), (RequestsConfig, "requests"))
+        for setting in settings_of(one, path)
+    ]
+
+
+def read_serving(
+    parsed: argparse.Namespace, settings: Sequence[tuple[str, list[str]]], own_names: Sequence[str]
+) -> Serving:
+    """The model that `parsed` names, with the settings of its run and those that are given. own_names: options of the
+    command itself.
+    """
+    from modelwright.core.config import dump, merge, parse
+    from modelwright.pipeline.models import find_model
+    from modelwright.recipes.load import find_target
+    from modelwright.serve.config import ServeConfig
+    from modelwright.serve.requests_config import RequestsConfig
+
+    result = find_model(find_target(parsed.target), stage=parsed.stage, int8=parsed.int8)
+    kept, rest = split_section("requests", settings)
+    config = parse(ServeConfig, merge(dump(result.server), read_overrides(ServeConfig, rest, own_names)))
+    config = replace(config, adapters=_adapters(parsed.adapters), backend=parsed.backend)
+    requests = parse(RequestsConfig, merge(dump(result.requests), read_overrides(RequestsConfig, kept)), "requests")
+    return Serving(result.source, config, requests, parsed.served_model_name or result.source.name, result.remark)
+
+
+def _adapters(words: Sequence[str]) -> dict[str, str]:
+    """Folders by name. Raises `ConfigError` for a word that is not NAME=FOLDER and for a name that comes twice."""
+    pairs = [word.partition("=") for word in words]
+    for word, (name, _, folder) in zip(words, pairs, strict=True):
+        if not name or not folder:
+            raise ConfigError(f"--adapters: {word!r} is not NAME=FOLDER, such as poet=runs/poet/sft/artifact/adapter")
+    folders = {name: folder for name, _, folder in pairs}
+    if len(folders) < len(pairs):
+        raise ConfigError(f"--adapters: each needs a name of its own, got {', '.join(name for name, *_ in pairs)}")
+    return folders

@@ -1,0 +1,123 @@
+"""A server without its sockets: what is served, who keeps account of it, and how it begins and ends.
+
+`server` gives it a socket of its own; `ray_app` puts it behind Ray Serve.
+"""
+
+import asyncio
+import logging
+from dataclasses import replace
+
+from starlette.types import ASGIApp
+
+from modelwright.serve.ab.controller import Experiments
+from modelwright.serve.app import build_app
+from modelwright.serve.config import ServeConfig
+from modelwright.serve.engine_client import EngineClient
+from modelwright.serve.engines import load_engines
+from modelwright.serve.errors import shutting_down
+from modelwright.serve.keys import key_ring
+from modelwright.serve.load import ModelSource
+from modelwright.serve.metrics import Metrics
+from modelwright.serve.reload import Locate, Reloader, same_place
+from modelwright.serve.request_log.log import RequestLog
+from modelwright.serve.requests_config import RequestsConfig
+from modelwright.serve.served_model import ServedModel, serve_model
+from modelwright.serve.service import Service
+from modelwright.serve.tokenizer import Codec
+from modelwright.serve.tracing import Tracing, tracing_to
+from modelwright.serve.worker import RETRY_AFTER_S
+
+log = logging.getLogger("modelwright.serve")
+
+NOTHING_KEPT = RequestsConfig()
+CUT_OFF_TIMEOUT_S = 2
+"""What answers that were cut off get to tell their clients."""
+
+
+class Application:
+    """All methods but the constructor belong to the event loop."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        codec: Codec,
+        config: ServeConfig,
+        *,
+        model_name: str,
+        requests: RequestsConfig = NOTHING_KEPT,
+        source: ModelSource | None = None,
+        locate: Locate | None = None,
+    ) -> None:
+        """client: the engines, not started; locate: finds the models of reloads, by default in folders. Raises
+        `ConfigError` for settings that cannot be used.
+        """
+        config.check_names(model_name)
+        keys = key_ring(config)
+        self.metrics = Metrics(model_name)
+        served = serve_model(client, codec, config, self.metrics, source)
+        self.service = Service(config, model_name, served, self.metrics, keys)
+        self.reloader = Reloader(self.service, locate or same_place(source), self._load)
+        self.tracing: Tracing | None = None
+        if requests.traces:
+            self.tracing = tracing_to(requests.traces, log_prompts=config.log_prompts)
+        self._request_log = RequestLog(requests, self.metrics) if requests.log else None
+        self._experiments: Experiments | None = None
+        if requests.ab_state:
+            self._experiments = Experiments(self.service, self.reloader, requests.ab_state)
+
+    def asgi(self) -> ASGIApp:
+        """The routes; call after `start`."""
+        return build_app(self.service, self.reloader, self._experiments, self.tracing)
+
+    async def start(self) -> None:
+        """Call inside the running event loop, before requests come."""
+        self.service.worker.start()
+        self.service.metrics.versions.show(self.service.model.fingerprint)
+        if self._request_log:
+            self._request_log.start()
+            self.service.observers.append(self._request_log)
+        if self._experiments:
+            await self._experiments.start()
+            self.service.observers.append(self._experiments)
+        if self.tracing:
+            self.service.observers.append(self.tracing)
+
+    def begin_drain(self) -> None:
+        """Refuse new requests from now on."""
+        self.service.is_draining = True
+        if self.service.arms is not None:
+            self.service.arms.request_arrived()  # a copy of a request is not worth waiting for
+
+    def cut_off(self) -> None:
+        """End all running answers with an error."""
+        self.begin_drain()
+        for worker in self.service.workers:
+            worker.abort_all(shutting_down("The server is shutting down.", RETRY_AFTER_S))
+
+    async def finish_answers(self) -> None:
+        """Wait for running answers as long as they may take, and cut off the rest."""
+        if not await self._wait_idle(self.service.config.drain_timeout_s):
+            log.warning("running answers were cut off after %gs", self.service.config.drain_timeout_s)
+            self.cut_off()
+            await self._wait_idle(CUT_OFF_TIMEOUT_S)
+
+    async def close(self) -> None:
+        """Stop the engines and write what is left."""
+        await self.reloader.close()
+        await self.service.worker.stop()
+        if self._experiments:
+            await self._experiments.close()
+        if self._request_log:
+            await asyncio.to_thread(self._request_log.close)
+        if self.tracing:
+            await self.tracing.close()
+
+    async def _wait_idle(self, timeout_s: float) -> bool:
+        return all(await asyncio.gather(*(worker.wait_idle(timeout_s) for worker in self.service.workers)))
+
+    def _load(self, source: ModelSource, metrics: Metrics) -> ServedModel:
+        """A version with the adapters of the present one."""
+        adapters = {name: str(adapter.folder) for name, adapter in self.service.model.adapters.items()}
+        config = replace(self.service.config, adapters=adapters)
+        client, codec = load_engines(source, config)
+        return serve_model(client, codec, config, metrics, source)

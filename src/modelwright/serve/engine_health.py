@@ -1,0 +1,159 @@
+"""Which engines take new answers: each has a circuit breaker, and one that is much slower than the others is ejected.
+
+Constants are those of Envoy's outlier detection where it has them. That an engine has died or hangs is found elsewhere
+(`engine_handle`); here it counts as a failure, after which one answer at a time is tried.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+FAILURES_TO_OPEN = 5
+"""Failed answers in a row that open a breaker (Envoy's `consecutive_5xx`)."""
+
+EJECTION_S = 30.0
+"""An engine is left out for so long, times the number of its recent ejections (`base_ejection_time`) ..."""
+
+LONGEST_EJECTION_S = 300.0
+"""... but for no longer (`max_ejection_time`). Ejections before a good time of this length are forgotten."""
+
+MOST_EJECTED = 0.5
+"""Share of the engines that may be left out at once. Envoy's 10% would be none of a few."""
+
+STEPS_OF_WINDOW = 32
+SLOW_FACTOR = 3.0
+"""An engine is slow if the median of its steps is so many times that of the others, and of a full step of its own that
+was measured at its start. The second bound lets engines differ in what they are asked: one may decode while another
+reads long prompts."""
+
+Clock = Callable[[], float]
+BreakerState = Literal["closed", "open", "half_open"]
+EjectionReason = Literal["failures", "slow"]
+
+
+class Breaker:
+    """The circuit breaker of one engine. Closed: it takes answers. Open: it takes none for a time. Half open: it takes
+    one request at a time, until one of them has been answered.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._num_failures = 0
+        self._num_openings = 0
+        self._closed_at = clock()
+        self._opens_again_at: float | None = None  # None while it is closed
+
+    @property
+    def state(self) -> BreakerState:
+        if self._opens_again_at is None:
+            return "closed"
+        return "open" if self._clock() < self._opens_again_at else "half_open"
+
+    def succeed(self) -> None:
+        """An answer is whole. One that began before the breaker opened proves nothing while it is open."""
+        self._num_failures = 0
+        if self.state == "half_open":
+            self._opens_again_at, self._closed_at = None, self._clock()
+
+    def fail(self) -> bool:
+        """An answer has failed; returns whether the engine should be ejected for it."""
+        self._num_failures += 1
+        return self.state == "half_open" or self._num_failures >= FAILURES_TO_OPEN
+
+    def open(self) -> None:
+        if self.state == "closed" and self._clock() - self._closed_at > LONGEST_EJECTION_S:
+            self._num_openings = 0
+        self._num_openings += 1
+        self._num_failures = 0
+        self._opens_again_at = self._clock() + min(EJECTION_S * self._num_openings, LONGEST_EJECTION_S)
+
+    def half_open(self) -> None:
+        self._num_failures = 0
+        self._opens_again_at = self._clock()
+
+
+@dataclass(frozen=True)
+class Window:
+    """Some steps of an engine, one after the other. median_s: of how long they took; began_at: the first."""
+
+    began_at: float
+    median_s: float
+
+
+@dataclass
+class Pace:
+    """The steps of an engine, in windows. `last`: the last whole window, None before there is one."""
+
+    began_at: float = 0.0
+    steps: list[float] = field(default_factory=list)
+    last: Window | None = None
+
+    def add(self, step_s: float, now: float) -> Window | None:
+        """The window that is whole with this step, if one is."""
+        if not self.steps:
+            self.began_at = now - step_s
+        self.steps.append(step_s)
+        if len(self.steps) < STEPS_OF_WINDOW:
+            return None
+        self.last = Window(self.began_at, statistics.median(self.steps))
+        self.steps.clear()
+        return self.last
+
+
+class EngineHealth:
+    """The health of all engines of a pool, by their numbers. on_ejection: is told of every ejection."""
+
+    def __init__(
+        self, numbers: Iterable[int], on_ejection: Callable[[int, EjectionReason], None], clock: Clock = time.monotonic
+    ) -> None:
+        self._clock = clock
+        self._on_ejection = on_ejection
+        self._breakers = {number: Breaker(clock) for number in numbers}
+        self._paces = {number: Pace() for number in self._breakers}
+
+    def state(self, number: int) -> BreakerState:
+        return self._breakers[number].state
+
+    def candidates(self, loads: Mapping[int, int]) -> list[int]:
+        """Those of the running engines that may get a request. loads: their outstanding tokens. If none may, all of
+        them: a doubtful engine is better than none.
+        """
+        states = {number: self.state(number) for number in loads}
+        allowed = [n for n, state in states.items() if state == "closed" or (state == "half_open" and not loads[n])]
+        return allowed or list(loads)
+
+    def answered(self, number: int, *, is_good: bool) -> None:
+        """An engine has finished an answer, or has failed at it."""
+        if is_good:
+            self._breakers[number].succeed()
+        elif self._breakers[number].fail():
+            self._eject(number, "failures")
+
+    def stepped(self, number: int, step_s: float, full_step_s: float) -> None:
+        """An engine has computed for a step. full_step_s: see `SLOW_FACTOR`.
+
+        It is compared with what others did in the same time: while an engine that is slow fills a window, others that
+        are busy fill several. If the whole machine becomes slow, none does.
+        """
+        window = self._paces[number].add(step_s, self._clock())
+        if window is None:
+            return
+        lasts = [pace.last for other, pace in self._paces.items() if other != number]
+        others = [last.median_s for last in lasts if last is not None and last.began_at > window.began_at]
+        if others and window.median_s > SLOW_FACTOR * max(full_step_s, statistics.median(others)):
+            self._eject(number, "slow")
+
+    def lost(self, number: int) -> None:
+        """Another process takes an engine's place; it has to prove itself with one answer."""
+        self._breakers[number].half_open()
+        self._paces[number] = Pace()
+
+    def _eject(self, number: int, reason: EjectionReason) -> None:
+        breaker = self._breakers[number]
+        num_out = 1 + sum(self.state(other) != "closed" for other in self._breakers if other != number)
+        is_allowed = breaker.state == "half_open" or num_out <= MOST_EJECTED * len(self._breakers)
+        if breaker.state != "open" and is_allowed:
+            breaker.open()
+            self._on_ejection(number, reason)

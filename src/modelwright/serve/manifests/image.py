@@ -1,0 +1,72 @@
+"""The Dockerfile: the package, and the model and adapters as they are now."""
+
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import modelwright
+from modelwright.serve.manifests.deployment import HEADER, MODEL_PATH, PORT, Deployment
+
+USER_ID = 10_001
+"""Who the server is in the container; no user of the machine's."""
+
+PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
+"""For which the pinned versions of the packages are known to exist."""
+CHECKOUT_FILES = ("pyproject.toml", "README.md", "LICENSE", "constraints.txt")
+TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+"""Where PyTorch without CUDA is."""
+
+
+def checkout() -> Path | None:
+    """The source tree that this package is run from, None if it is installed without one."""
+    root = Path(modelwright.__file__).resolve().parents[2]
+    return root if all((root / name).is_file() for name in CHECKOUT_FILES) else None
+
+
+def contexts(deployment: Deployment) -> dict[str, Path]:
+    """BuildKit's named contexts: folders that the Dockerfile copies from, so that no model is copied beside it."""
+    source = checkout()
+    named = {context_name(path): folder for path, folder in deployment.folders.items()}
+    return named | ({"source": source} if source else {})
+
+
+def context_name(path: str) -> str:
+    """`model`, `adapters-poet`"""
+    return path.strip("/").lower().replace("/", "-").replace("_", "-")
+
+
+def dockerfile(deployment: Deployment) -> str:
+    extras = f"[{','.join(deployment.extras)}]" if deployment.extras else ""
+    install = 'pip install --no-cache-dir --extra-index-url "$TORCH_INDEX"'
+    if checkout():
+        package = [
+            f"COPY --from=source {' '.join(CHECKOUT_FILES)} /source/",
+            "COPY --from=source src /source/src",
+            f'RUN {install} -c /source/constraints.txt "/source{extras}" && rm -rf /source',
+        ]
+    else:
+        package = [f'RUN {install} "modelwright{extras}=={modelwright.__version__}"']
+    copies = [f"COPY --from={context_name(path)} --chmod=755 . {path}" for path in deployment.folders]
+    lines = [
+        "# syntax=docker/dockerfile:1",
+        HEADER.rstrip("\n"),
+        f"# Build with the named contexts {', '.join(contexts(deployment))}.",
+        f"FROM python:{PYTHON}-slim",
+        f"ARG TORCH_INDEX={TORCH_INDEX}",
+        *package,
+        f"RUN useradd --uid {USER_ID} --no-create-home --shell /usr/sbin/nologin modelwright",
+        *copies,
+        "ENV PYTHONUNBUFFERED=1",
+        f"USER {USER_ID}:{USER_ID}",
+        f"EXPOSE {PORT}",
+        "STOPSIGNAL SIGTERM",
+        f'ENTRYPOINT ["modelwright", "serve", "{MODEL_PATH}"]',
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def build_command(image: str, named: Mapping[str, Path]) -> str:
+    """A command that builds the image from the folder of the Dockerfile."""
+    options = " ".join(f"--build-context {shlex.quote(f'{name}={path}')}" for name, path in named.items())
+    return f"docker build {options} -t {shlex.quote(image)} ."
