@@ -20,6 +20,7 @@ from modelwright.infer.lm_head import Product, fastest_head
 from modelwright.infer.model_runner import CONTEXT_STEP, ModelRunner
 from modelwright.infer.pooling import pooled
 from modelwright.infer.prefix_cache import PrefixCache
+from modelwright.infer.prompt_images import Pixels, prompt_images
 from modelwright.infer.prompt_lookup import PromptLookup
 from modelwright.infer.sampler import SampledToken, SampleRequest, sample
 from modelwright.infer.scheduler import Scheduler
@@ -209,12 +210,14 @@ class Engine:
         *,
         cache_salt: str = "",
         adapter: str = BASE,
+        images: Ids[Pixels] = (),
     ) -> None:
         """Queue a request. `max_tokens` is capped by the context. constraint: of this request alone; cache_salt: only
-        requests with the same one share cached prompts; adapter: name of the one that it is computed with.
+        requests with the same one share cached prompts; adapter: name of the one that it is computed with; images: what
+        the image tokens of the prompt stand for, in order.
 
         Raises `ConfigError` when the id is in use, the adapter is unknown, the prompt is empty, holds unknown tokens or
-        leaves no room, or the model generates no text.
+        leaves no room, the images do not fit it, or the model generates no text.
         """
         prompt = self._checked(request_id, prompt_ids)
         if self.score_head is not None:
@@ -236,6 +239,7 @@ class Engine:
                 constraint=constraint,
                 cache_salt=cache_salt,
                 adapter=self.adapters.number_of(adapter),
+                images=prompt_images(self.model, prompt, images),
             )
         )
 
@@ -264,6 +268,7 @@ class Engine:
                 pooling=pooling,
                 cache_salt=cache_salt,
                 adapter=self.adapters.number_of(adapter),
+                images=prompt_images(self.model, prompt, ()),
             )
         )
 
