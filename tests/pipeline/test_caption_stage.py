@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from PIL import Image
 
+from modelwright.core.errors import ConfigError, ModelError
 from modelwright.data.batch import IGNORED
 from modelwright.data.digits import digit_images
 from modelwright.data.images.stored import StoredImage
@@ -20,10 +22,13 @@ from modelwright.data.tokenizer import Tokenizer
 from modelwright.infer.generate import generate
 from modelwright.infer.sequence import SamplingParams
 from modelwright.model.attention import causal_attend
+from modelwright.model.hf import load_model
 from modelwright.model.vision.image_prefix import PIXELS, image_prefix, inserted_images
 from modelwright.model.vision.llava import load_llava
 from modelwright.objectives.captioning import CaptionConfig, image_numbers
 from modelwright.parallel.config import ParallelConfig
+from modelwright.pipeline.models import export_hf, find_model
+from modelwright.pipeline.preflight import check_training
 from modelwright.pipeline.stages.aligned_rows import open_images
 from modelwright.pipeline.stages.caption_quality import class_words
 from modelwright.pipeline.stages.captioned_rows import image_token_id, read_image_prompts, tower_shape
@@ -156,6 +161,36 @@ def test_the_report_shows_captions_that_the_artifact_writes(finished: tuple[Path
     page = (run / "report.html").read_text()
     assert page.count(f'<img src="{example["image"]}"') == 1
     assert "captions are exact" in page
+
+
+def test_the_run_is_served_and_exported_as_the_model_that_reads_images(
+    finished: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """The card's own code runs, and gives the tokens of this project's engine for the same image."""
+    _, run = finished
+    found = find_model(run)
+    assert (found.source.stage, find_model(run, stage="pretrain").source.stage) == ("caption", "pretrain")
+    with pytest.raises(ModelError, match="reads images"):
+        load_model(found.source.folder)
+    target = export_hf(found, tmp_path / "small", overwrite=False)
+    card = (target / "README.md").read_text()
+    assert "pipeline_tag: image-text-to-text" in card
+    rows = run / "pack" / "artifact" / "captions"
+    prompt, store = next(read_image_prompts(PackedRows(rows / "heldout"))), open_images(rows, "heldout")
+    assert store is not None
+    square = store.pixels(prompt.image, size=16, fit="crop")
+    Image.fromarray(square.transpose(1, 2, 0)).save(tmp_path / "image.png")
+    code = card.partition("```python\n")[2].partition("```")[0].replace("What does the image show?", QUESTION)
+    code = code.replace('"small"', repr(str(target))).replace('"image.png"', repr(str(tmp_path / "image.png")))
+    names: dict[str, Any] = {}
+    exec(code, names)
+    tokenizer = Tokenizer.load(target)
+    params = SamplingParams(max_tokens=100, temperature=0.0, stop_ids=tokenizer.stop_ids)
+    prompt_ids = names["inputs"]["input_ids"][0].tolist()
+    (ours,) = generate(load_llava(target), [prompt_ids], [params], images=[[square]])
+    theirs = names["answer"][0, len(prompt_ids) :].tolist()
+    assert theirs == ours.token_ids[: len(theirs)]
+    assert theirs
 
 
 def test_a_killed_stage_goes_on_with_the_same_bits(finished: tuple[Path, Path], tmp_path: Path) -> None:

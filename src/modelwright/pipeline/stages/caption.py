@@ -145,6 +145,7 @@ CAPTION = training_spec(
     config=CaptionConfig,
     headline=_headline,
     only_if_named=True,
+    reads_images=True,
     blocks=_blocks,
     frozen=_frozen,
     row_use=RowUse(learns_by_heart=False),
