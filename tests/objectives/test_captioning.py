@@ -23,6 +23,7 @@ from modelwright.model.vision.vit import VisionTower
 from modelwright.objectives.captioning import LOSS, CaptionConfig, Captioning
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, single
+from modelwright.precision.policy import ALWAYS_FP32
 from modelwright.train.objective import forward
 from modelwright.train.own_modules import attach_modules
 
@@ -30,7 +31,7 @@ EOS, IMAGE_TOKEN, NUM_PATCHES, NUM_IMAGES, LENGTH = 0, 1, 4, 30, 32
 VISION = {"image_size": 8, "patch_size": 4, "num_layers": 2, "model_dim": 16, "num_heads": 2, "ffn_dim": 24}
 SETTINGS = {
     "num_steps": 4, "checkpoint_every_steps": 2, "checkpoint_every_minutes": 0.0, "eval_every_steps": 2,
-    "learning_rate": 1e-3, "precision": {"policy": "fp32"}, "vision": VISION, "train_tower": True,
+    "learning_rate": 1e-3, "precision": {"policy": "fp32", "fp32_ops": [*ALWAYS_FP32]}, "vision": VISION, "train_tower": True,
     "batch_tokens": 8 * LENGTH,
 }  # fmt: skip
 
@@ -83,6 +84,7 @@ def test_loss_and_gradients_are_those_written_out_image_by_image(layer: int, fol
     attach_modules(model, objective, 1)
     rows = PackedRows(folder / "rows")
     batch = objective.prepare(next(rows.batches(rows.num_groups)).padded(rows.num_groups + 2), model)
+    model.ends.loss_in_fp32 = False
     found = objective.losses(forward(model, batch), batch, model).losses[LOSS]
     assert int(objective.weights(batch)[LOSS]) == sum(len(answer) for _, answer in conversations())
     trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
@@ -108,10 +110,10 @@ def test_loss_and_gradients_are_those_written_out_image_by_image(layer: int, fol
         log_probs = model.logits(states).log_softmax(dim=-1)
         for place, token in enumerate(answer, start=len(prompt)):
             total = total - log_probs[place - 1, token]
-    torch.testing.assert_close(found, total, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(found.double(), total, rtol=1e-6, atol=0.0)  # the sum itself is in FP32
     expected = torch.autograd.grad(total, list(trained.values()))
     for name, ours, theirs in zip(trained, gradients, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
     assert gradients[list(trained).index("heads.images.projector.linear_1.weight")].abs().max() > 1e-4
 
 
@@ -135,7 +137,12 @@ def trained(folder: Path, out: Path, world: World, *, changes: Any = None, **mor
     result = tiny_run.run(out, objective.config, model=model, objective=objective, world=world, heldout=heldout, **more)
     found = {name: one.detach().clone() for name, one in model.state_dict().items()}
     numbers = {"loss": result.loss, "heldout": result.heldout_loss}
-    return found | {name: torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()}
+    return found | {name: torch.tensor(value) for name, value in numbers.items()}
+
+
+def is_close(found: Tensor, expected: Tensor) -> bool:
+    """Weights are in FP64, sums of losses in FP32."""
+    return torch.allclose(found, expected, rtol=1e-8 if found.dtype == torch.float64 else 1e-6, atol=1e-8)
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +156,7 @@ def test_microbatches_give_the_weights_of_whole_batches(
 ) -> None:
     found = trained(folder, tmp_path, single(), changes={"gradient_accumulation_steps": parts})
     for name, value in alone.items():
-        assert torch.allclose(found[name], value, rtol=1e-8, atol=1e-9), name
+        assert is_close(found[name], value), f"{name}: {(found[name] - value).abs().max()}"
 
 
 def in_all_layouts(world: World, folder: Path, out: Path) -> dict[str, dict[str, Tensor]]:
@@ -168,7 +175,7 @@ def test_every_layout_gives_the_weights_of_one_process(folder: Path, alone: dict
     for ranks in run_distributed(in_all_layouts, 2, folder, tmp_path):
         for layout, found in ranks.items():
             for name, value in alone.items():
-                assert torch.allclose(found[name], value, rtol=1e-8, atol=1e-9), f"{layout}: {name}"
+                assert is_close(found[name], value), f"{layout}: {name}"
 
 
 def refusals(world: World, folder: Path, out: Path, layouts: list[dict[str, Any]]) -> list[str]:
