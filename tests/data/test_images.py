@@ -479,6 +479,7 @@ def test_conversations_that_cannot_be_learned_are_counted(turns: Any, problem: s
     (tmp_path / "metadata.jsonl").write_text(json.dumps({"file_name": "cat.png", "messages": messages}))
     with pytest.raises(DataError, match=problem):
         read(tmp_path)
+    (tmp_path / "notes.txt").write_text("A text that can be read.")
     documents, report = read(tmp_path, on_bad_record="skip")
-    assert not documents
+    assert [one.kind for one in documents] == ["prose"]
     assert report.skipped == {"bad image record": 1}

@@ -35,6 +35,12 @@ from modelwright.pipeline.stages.captioned_rows import image_token_id, read_imag
 from modelwright.recipes.load import load
 from rank_processes import Started, start_process
 
+SOURCE = '''
+def add_{n}(first, second):
+    """Add the number {n} to the sum of both arguments."""
+    total = first + second
+    return total + {n}
+'''
 NUM_DIGITS, NUM_PATCHES, QUESTION, TOKEN = 60, 4, "Which digit?", "<|image|>"
 
 
@@ -56,8 +62,8 @@ def settings(folder: Path) -> dict[str, Any]:
             record["text"] = document.text
         records.append(record)
     (sources / "metadata.jsonl").write_text("\n".join(map(json.dumps, records)))
-    notes = "\n\n".join(f"Note {number}: the digits were written by {number} people." for number in range(90))
-    (sources / "notes.md").write_text(notes)
+    for number in range(20):
+        (sources / f"add_{number}.py").write_text(SOURCE.format(n=number * 17))
     return {
         "data": {"sources": [str(sources)], "validation_fraction": 0.2},
         "clean": {"quality": {"limits": {"image.max_hash_distance": 0}}, "duplicates": {"near": False}},
@@ -189,15 +195,15 @@ def test_the_run_is_served_and_exported_as_the_model_that_reads_images(
     prompt_ids = names["inputs"]["input_ids"][0].tolist()
     (ours,) = generate(load_llava(target), [prompt_ids], [params], images=[[square]])
     theirs = names["answer"][0, len(prompt_ids) :].tolist()
-    assert theirs == ours.token_ids[: len(theirs)]
-    assert theirs
+    assert 0 < len(ours.token_ids) <= len(theirs), "they do not end at the context"
+    assert theirs[: len(ours.token_ids)] == ours.token_ids
 
 
 def test_a_killed_stage_goes_on_with_the_same_bits(finished: tuple[Path, Path], tmp_path: Path) -> None:
     config, run = finished
     cut = tmp_path / "cut"
     process = start(config, cut)
-    while process.is_alive() and not any((cut / "caption" / "checkpoints").glob("*4*")):
+    while process.is_alive and not any((cut / "caption" / "checkpoints").glob("*4*")):
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     assert process.end()[0] == -signal.SIGKILL, "the run ended before it could be killed"

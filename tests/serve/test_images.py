@@ -106,13 +106,13 @@ def test_the_official_client_streams_an_answer_and_the_model_says_what_it_reads(
     assert body["tokens"].count(image_tokenizer().id_of(IMAGE_TOKEN)) == NUM_PATCHES
 
 
-def bomb() -> bytes:
-    """A PNG of a few bytes that asks for 20,000 x 20,000 pixels."""
+def bomb(side: int) -> bytes:
+    """A PNG of a few bytes that asks for many pixels."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
-    header = struct.pack(">IIBBBBB", 20_000, 20_000, 8, 2, 0, 0, 0)
+    header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
 
 
@@ -124,7 +124,8 @@ def jpeg() -> bytes:
 
 SVG = b'<svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"/>'
 FAULTS = {
-    "bomb": (data_url(bomb()), "pixels, limit 16,000,000"),
+    "bomb": (data_url(bomb(5_000)), "5000 x 5000 pixels, limit 16,000,000"),
+    "large bomb": (data_url(bomb(50_000)), "too many pixels"),
     "truncated": (data_url(png(1)[:-40]), "cannot be decoded"),
     "truncated JPEG": (data_url(jpeg()[:200], "image/jpeg"), "cannot be decoded"),
     "vector": (data_url(SVG, "image/svg+xml"), "SVG"),
