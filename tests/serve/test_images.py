@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reader(folder: Path) -> Iterator[ServerThread]:
-    config = ServeConfig(port=0, images=images.ImagesConfig(max_count=2, max_bytes=200_000))
+    config = ServeConfig(port=0, images=images.PromptImagesConfig(max_count=2, max_bytes=200_000))
     source = ModelSource(name="eyes", folder=folder)
     with ServerThread(*load_engines(source, config), config, model_name="eyes", source=source) as running:
         yield running

@@ -230,18 +230,11 @@ class Engine:
             )
         room = self.max_seq_len - len(prompt)
         params = replace(params, max_tokens=min(params.max_tokens, room), min_tokens=min(params.min_tokens, room))
-        self._queue(
-            Sequence(
-                request_id,
-                prompt,
-                len(prompt),
-                params,
-                constraint=constraint,
-                cache_salt=cache_salt,
-                adapter=self.adapters.number_of(adapter),
-                images=prompt_images(self.model, prompt, images),
-            )
+        number = self.adapters.number_of(adapter)
+        sequence = Sequence(
+            request_id, prompt, len(prompt), params, constraint=constraint, cache_salt=cache_salt, adapter=number
         )
+        self._queue(sequence, images)
 
     def embed(
         self,
@@ -268,7 +261,6 @@ class Engine:
                 pooling=pooling,
                 cache_salt=cache_salt,
                 adapter=self.adapters.number_of(adapter),
-                images=prompt_images(self.model, prompt, ()),
             )
         )
 
@@ -286,7 +278,8 @@ class Engine:
             )
         return prompt
 
-    def _queue(self, sequence: Sequence) -> None:
+    def _queue(self, sequence: Sequence, images: Ids[Pixels] = ()) -> None:
+        sequence.images = prompt_images(self.model, sequence.token_ids, images)
         self._sequences[sequence.request_id] = sequence
         self._scheduler.add(sequence)
 

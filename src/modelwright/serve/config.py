@@ -6,7 +6,7 @@ from modelwright.compress.int8 import Int8WeightsConfig
 from modelwright.core.config import constant, only_for, word_for_none
 from modelwright.core.errors import ConfigError
 from modelwright.infer.engine import EngineConfig
-from modelwright.serve.images import ImagesConfig
+from modelwright.serve.images import PromptImagesConfig
 from modelwright.serve.logs import LogFormat
 
 
@@ -56,7 +56,7 @@ class ServeConfig:
     """Folders of LoRA adapters of the model, by the names by which clients ask for them. No setting: they belong to the
     model that is served and not to the run."""
     engine: EngineConfig = field(default_factory=EngineConfig)
-    images: ImagesConfig = field(default_factory=ImagesConfig)
+    images: PromptImagesConfig = field(default_factory=PromptImagesConfig)
     body_timeout_s: float = constant(30.0)
     """Seconds in which a request body must arrive."""
     header_timeout_s: float = constant(10.0)

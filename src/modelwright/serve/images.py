@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImagesConfig:
+class PromptImagesConfig:
     """Images in chat requests, for a model that reads any."""
 
     max_count: int = 4
@@ -42,7 +42,7 @@ class ImagesConfig:
         return self.max_count * (self.max_bytes // 3 + 1) * 4
 
 
-def read_images(messages: Sequence["Message"], info: "EngineInfo", config: ImagesConfig) -> list[Pixels]:
+def read_images(messages: Sequence["Message"], info: "EngineInfo", config: PromptImagesConfig) -> list[Pixels]:
     """The images of a conversation, in order. Raises `ApiError` 400 that names the part: for a model that reads text
     only, for too many images, and for files that are too large or cannot be decoded.
     """
@@ -58,7 +58,7 @@ def read_images(messages: Sequence["Message"], info: "EngineInfo", config: Image
     return pixels
 
 
-def _pixels(data: str, where: str, info: "EngineInfo", config: ImagesConfig) -> Pixels:
+def _pixels(data: str, where: str, info: "EngineInfo", config: PromptImagesConfig) -> Pixels:
     if len(data) * 3 // 4 > config.max_bytes + 2:
         raise _refusal(where, f"the image has more than {config.max_bytes:,} bytes; make it smaller")
     try:
