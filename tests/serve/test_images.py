@@ -199,6 +199,11 @@ def test_a_model_that_reads_text_only_refuses_images_by_name(server: ServerThrea
     error = reply.json()["error"]
     assert (error["code"], error["param"]) == ("unsupported_image", "messages")
     assert "'messages.0.content.1': this model reads no images" in error["message"]
+    large = [image_part("data:image/png;base64," + "A" * 30_000)]
+    body = {"model": "tiny", "messages": [{"role": "user", "content": large}]}
+    reply = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+    assert reply.status_code == 413
+    assert "this model reads no images" in reply.json()["error"]["message"]
     assert httpx.get(f"{server.url}/v1/models").json()["data"][0]["input_modalities"] == ["text"]
 
 

@@ -48,7 +48,8 @@ class Limits:
     def body_too_large(self, num_prompts: int) -> ApiError:
         """413 that names the limit."""
         text = f"The body is larger than {self.body_bytes(num_prompts)} bytes, the most that this server reads"
-        return ApiError(413, f"{text} for a context of {self.context} tokens.", code="body_too_large")
+        no_images = "" if self.image_bytes else "; this model reads no images"
+        return ApiError(413, f"{text} for a context of {self.context} tokens{no_images}.", code="body_too_large")
 
     def check_chat(self, data: dict[str, Any]) -> None:
         """Raise `ApiError` 400 for more messages, fields or characters than the context can hold."""
