@@ -85,11 +85,13 @@ REFUSED = [
     (ChatRequest, CHAT | {"messages": ["hi"]}, "'messages.0': must be an object"),
     (ChatRequest, turn(role="wizard"), "must be 'system', 'developer', 'user', 'assistant' or 'tool', got"),
     (ChatRequest, turn(mood="good"), "Unknown field 'messages.0.mood'"),
-    (ChatRequest, turn(content=5), "'messages.0.content': must be a text or a list of text parts"),
+    (ChatRequest, turn(content=5), "'messages.0.content': must be a text or a list of parts"),
     (ChatRequest, turn(content=["hi"]), 'each part must be {"type": "text", "text": "..."}'),
     (ChatRequest, turn(content=[{"type": "text", "text": 5}]), 'each part must be {"type": "text"'),
     (ChatRequest, turn(content=[{"type": "image_url", "image_url": {"url": "x"}}]),
-     "'messages.0.content': parts of type 'image_url' are not supported by this server, which reads text only"),
+     "'messages.0.content': part 0: this server fetches nothing, so 'x' is not read"),
+    (ChatRequest, turn(content=[{"type": "input_audio", "input_audio": {}}]),
+     "'messages.0.content': parts of type 'input_audio' are not supported by this server, which reads text and"),
 ]  # fmt: skip
 
 

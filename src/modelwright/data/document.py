@@ -28,7 +28,8 @@ class Document:
     `meta["rejected"]` of a preference pair holds the turns of the rejected answer, which take the place of the
     conversation's last ones, and `meta["margin"]` by how much it is worse, where that is known. `meta["desirable"]`
     says whether a single answer is a good one. `meta["prompt_turns"]` of either counts the turns before the answer.
-    An "image" document is an image, `meta["image"]` (`data/images/stored.py`), and its caption, the text.
+    An "image" document is an image, `meta["image"]` (`data/images/stored.py`), and its caption, the text; or a
+    conversation about the image, which it has like a "qa" document.
     `meta["title"]`, where present, is a heading line that the text begins with, of a "qa" document the words that the
     answer begins with: texts that differ in their titles only are duplicates.
     """
@@ -41,8 +42,13 @@ class Document:
     meta: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def has_turns(self) -> bool:
+        """Whether it has a conversation."""
+        return "messages" in self.meta or {"question", "answer"} <= self.meta.keys()
+
+    @property
     def messages(self) -> list[Message]:
-        """The conversation of a "qa" document."""
+        """The conversation of a document that has one."""
         if "messages" in self.meta:
             return list(self.meta["messages"])
         question, answer = self.meta["question"], self.meta["answer"]
@@ -98,7 +104,7 @@ class Document:
         for key in ("messages", "rejected"):
             if key in meta:
                 meta[key] = [map_turn(turn, change) for turn in meta[key]]
-        if self.kind == "qa":
+        if self.kind == "qa" or (self.kind == "image" and self.has_turns):
             return replace(changed := replace(self, meta=meta), text=join_turns(changed.messages))
         return replace(self, text=change(self.text), meta=meta)
 

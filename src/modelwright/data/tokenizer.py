@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -22,10 +22,11 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 
 from modelwright.core.artifacts import write_atomic
+from modelwright.core.config import word_for_none
 from modelwright.core.errors import ArtifactError, ConfigError, DataError
 from modelwright.core.resources import num_usable_cores
 from modelwright.core.seeds import derive_seed
-from modelwright.data.chat import DEFAULT_TEMPLATE, ChatLoss, ChatTemplate, TextSpan, unshield
+from modelwright.data.chat import DEFAULT_TEMPLATE, IMAGE_MARK, ChatLoss, ChatTemplate, TextSpan, unshield
 from modelwright.data.document import Message
 from modelwright.data.fast_bpe import fast_encoding, is_byte_level, token_bytes
 from modelwright.data.stream_decode import ByteStream, LibraryStream, TextStream
@@ -68,9 +69,16 @@ class TokenizerConfig:
     """Least occurrences of a pair that is merged."""
     sample_bytes: int = 12_000_000
     """Bytes of text to learn from."""
+    special_tokens: tuple[str, ...] = field(default=(), metadata=word_for_none())
+    """Further special tokens, such as the `<|image|>` that stands for a patch of an image."""
 
     def __post_init__(self) -> None:
-        smallest = 256 + len(SPECIAL_TOKENS)
+        named = [*SPECIAL_TOKENS, *self.special_tokens]
+        if len(set(named)) < len(named) or not all(len(token) > 1 for token in self.special_tokens):
+            raise ConfigError(
+                f"special_tokens: each must be a new text of several characters, got {', '.join(self.special_tokens)}"
+            )
+        smallest = 256 + len(named)
         if self.vocab_size < smallest:
             raise ConfigError(f"vocab_size: {self.vocab_size} has no room for bytes and special tokens ({smallest})")
         if self.min_frequency < 1:
@@ -99,7 +107,9 @@ def train_tokenizer(texts: Iterable[str], config: TokenizerConfig) -> "Tokenizer
     trainer = trainers.BpeTrainer(
         vocab_size=config.vocab_size,
         min_frequency=config.min_frequency,
-        special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS],
+        special_tokens=[
+            AddedToken(token, special=True, normalized=False) for token in (*SPECIAL_TOKENS, *config.special_tokens)
+        ],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -250,9 +260,16 @@ class Tokenizer:
         template = self.chat_template
         return unshield(template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt))
 
-    def encode_prompt(self, messages: Sequence[Message], *, tools: Sequence[Any] = ()) -> list[int]:
-        """Ids of a conversation up to where the assistant's turn begins."""
-        return self._encode_rendered(self.chat_template.render(messages, tools=tools, add_generation_prompt=True))
+    def encode_prompt(
+        self, messages: Sequence[Message], *, tools: Sequence[Any] = (), image_text: str = ""
+    ) -> list[int]:
+        """Ids of a conversation up to where the assistant's turn begins. image_text: what stands for an image, its
+        special token once for each patch. Raises `DataError` if the template rejects the conversation, or leaves an
+        image out.
+        """
+        rendered = self.chat_template.render(messages, tools=tools, add_generation_prompt=True)
+        _require_images(messages, rendered)
+        return self._encode_rendered(rendered, image_text)
 
     def question_bounds(self) -> tuple[list[int], int]:
         """Ids of a conversation up to where the words of its first user begin, and the special token that the chat
@@ -271,14 +288,25 @@ class Tokenizer:
         return self._encode_spans(self.chat_template.spans(messages), ends_at_stop=True)
 
     def encode_training_chats(
-        self, messages: Sequence[Message], *, tools: Sequence[Any] = (), loss: ChatLoss = "assistant"
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Any] = (),
+        loss: ChatLoss = "assistant",
+        image_text: str = "",
     ) -> list[tuple[np.ndarray, np.ndarray]]:
         """Ids and loss masks, as `encode_chat` gives them, of the texts by which a conversation is learned: one, or
         one for each answer, whichever the chat template allows (`ChatTemplate.training_spans`). Where the template
-        marks what is generated, the marks alone decide; a text of `loss` `all` is learned up to its last answer."""
+        marks what is generated, the marks alone decide; a text of `loss` `all` is learned up to its last answer.
+        image_text: as in `encode_prompt`, of which it raises the errors.
+        """
         template = self.chat_template
         texts = template.training_spans(messages, tools=tools, loss=loss)
-        chats = [self._encode_spans(spans, ends_at_stop=not template.marks_answers) for spans in texts]
+        for spans in texts:
+            _require_images(messages, "".join(span.text for span in spans))
+        chats = [
+            self._encode_spans(spans, ends_at_stop=not template.marks_answers, image_text=image_text) for spans in texts
+        ]
         if loss == "all":
             for _, mask in chats:
                 mask[: mask.nonzero()[0].max(initial=-1) + 1] = 1
@@ -293,12 +321,14 @@ class Tokenizer:
         spans = self.chat_template.completion_spans(messages, first, tools=tools)
         return self._encode_spans(spans, ends_at_stop=True)
 
-    def _encode_spans(self, spans: Sequence[TextSpan], *, ends_at_stop: bool) -> tuple[np.ndarray, np.ndarray]:
+    def _encode_spans(
+        self, spans: Sequence[TextSpan], *, ends_at_stop: bool, image_text: str = ""
+    ) -> tuple[np.ndarray, np.ndarray]:
         """ends_at_stop: whether an answer ends with the first token that stops generation."""
         ids: list[int] = []
         mask: list[int] = []
         for span in spans:
-            part = self._encode_rendered(span.text)
+            part = self._encode_rendered(span.text, image_text)
             num_spoken = self._answer_len(part) if ends_at_stop else len(part)
             num_learned = num_spoken if span.spoken else 0
             ids += part
@@ -331,8 +361,9 @@ class Tokenizer:
         stops = self.stop_ids
         return next((place + 1 for place, token in enumerate(ids) if token in stops), len(ids))
 
-    def _encode_rendered(self, text: str) -> list[int]:
+    def _encode_rendered(self, text: str, image_text: str = "") -> list[int]:
         """Ids of a rendered template: special tokens are recognized, shielded ones are plain text."""
+        text = text.replace(IMAGE_MARK, image_text)
         ids: list[int] = []
         at = 0
         for match in self._cut.finditer(text):
@@ -364,6 +395,13 @@ def _sample(texts: Iterable[str], sample_bytes: int) -> list[str]:
 def _without_special_tokens(definition: dict[str, Any]) -> tokenizers.Tokenizer:
     """The tokenizer without added tokens, which treats special tokens in a text as plain text."""
     return tokenizers.Tokenizer.from_str(json.dumps({**definition, "added_tokens": [], "post_processor": None}))
+
+
+def _require_images(messages: Sequence[Message], rendered: str) -> None:
+    """Raise `DataError` if the rendering of a conversation has not all of its images."""
+    num_images = sum(turn["content"].count(IMAGE_MARK) for turn in messages)
+    if rendered.count(IMAGE_MARK) != num_images:
+        raise DataError("the chat template leaves out an image of this conversation; use one that keeps user turns")
 
 
 def _content(token: Any) -> str | None:

@@ -20,6 +20,7 @@ from modelwright.infer.lm_head import Product, fastest_head
 from modelwright.infer.model_runner import CONTEXT_STEP, ModelRunner
 from modelwright.infer.pooling import pooled
 from modelwright.infer.prefix_cache import PrefixCache
+from modelwright.infer.prompt_images import Pixels, prompt_images
 from modelwright.infer.prompt_lookup import PromptLookup
 from modelwright.infer.sampler import SampledToken, SampleRequest, sample
 from modelwright.infer.scheduler import Scheduler
@@ -209,12 +210,14 @@ class Engine:
         *,
         cache_salt: str = "",
         adapter: str = BASE,
+        images: Ids[Pixels] = (),
     ) -> None:
         """Queue a request. `max_tokens` is capped by the context. constraint: of this request alone; cache_salt: only
-        requests with the same one share cached prompts; adapter: name of the one that it is computed with.
+        requests with the same one share cached prompts; adapter: name of the one that it is computed with; images: what
+        the image tokens of the prompt stand for, in order.
 
         Raises `ConfigError` when the id is in use, the adapter is unknown, the prompt is empty, holds unknown tokens or
-        leaves no room, or the model generates no text.
+        leaves no room, the images do not fit it, or the model generates no text.
         """
         prompt = self._checked(request_id, prompt_ids)
         if self.score_head is not None:
@@ -227,17 +230,11 @@ class Engine:
             )
         room = self.max_seq_len - len(prompt)
         params = replace(params, max_tokens=min(params.max_tokens, room), min_tokens=min(params.min_tokens, room))
-        self._queue(
-            Sequence(
-                request_id,
-                prompt,
-                len(prompt),
-                params,
-                constraint=constraint,
-                cache_salt=cache_salt,
-                adapter=self.adapters.number_of(adapter),
-            )
+        number = self.adapters.number_of(adapter)
+        sequence = Sequence(
+            request_id, prompt, len(prompt), params, constraint=constraint, cache_salt=cache_salt, adapter=number
         )
+        self._queue(sequence, images)
 
     def embed(
         self,
@@ -281,7 +278,8 @@ class Engine:
             )
         return prompt
 
-    def _queue(self, sequence: Sequence) -> None:
+    def _queue(self, sequence: Sequence, images: Ids[Pixels] = ()) -> None:
+        sequence.images = prompt_images(self.model, sequence.token_ids, images)
         self._sequences[sequence.request_id] = sequence
         self._scheduler.add(sequence)
 

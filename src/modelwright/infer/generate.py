@@ -7,6 +7,7 @@ from torch.distributed.tensor import DTensor
 
 from modelwright.core.errors import ConfigError
 from modelwright.infer.engine import Engine, EngineConfig
+from modelwright.infer.prompt_images import Pixels
 from modelwright.infer.sequence import SamplingParams
 from modelwright.model.decoder import Decoder
 
@@ -29,12 +30,14 @@ def generate(
     params: Sequence[SamplingParams],
     config: EngineConfig | None = None,
     *,
+    images: Sequence[Sequence[Pixels]] = (),
     on_step: Callable[[int], None] = lambda num_finished: None,
 ) -> list[Completion]:
     """One completion for each prompt, in order. params: of each prompt; model: whole, with any weights; it may be in
     training mode and keeps its mode. Two calls with the same weights, prompts and seeds return the same completions.
-    on_step: called after each step of the engine with the number of finished completions. Raises `ConfigError` for a
-    prompt that the engine rejects, and for a model of which this rank holds only a part.
+    images: of each prompt, in the order of their tokens; empty for none. on_step: called after each step of the engine
+    with the number of finished completions. Raises `ConfigError` for a prompt that the engine rejects, and for a model
+    of which this rank holds only a part.
     """
     if len(model.blocks) < model.config.num_layers or any(isinstance(p, DTensor) for p in model.parameters()):
         raise ConfigError(
@@ -47,7 +50,7 @@ def generate(
         engine = Engine(model, config or EngineConfig(), head=model.logits)
         completions = [Completion() for _ in prompts]
         for number, (prompt, chosen) in enumerate(zip(prompts, params, strict=True)):
-            engine.add(str(number), prompt, chosen)
+            engine.add(str(number), prompt, chosen, images=images[number] if images else ())
         num_finished = 0
         while engine.has_work:
             for output in engine.step():

@@ -24,7 +24,8 @@ from modelwright.infer.scheduler import Chunk, SchedulerOutput
 from modelwright.infer.sequence import Sequence
 from modelwright.model.adapter_bank import AdapterSet
 from modelwright.model.attention import causal_attend
-from modelwright.model.decoder import Attend, AttentionSpec, Decoder
+from modelwright.model.decoder import Attend, AttentionSpec, Decoder, Insert
+from modelwright.model.vision.image_prefix import image_prefix, replaced
 from modelwright.ops.attention import masked_attention
 from modelwright.ops.capped_attention import masked_capped_attention
 
@@ -116,7 +117,9 @@ class ModelRunner:
         """
         step = self._prepare(plan)
         with self._adapters.chosen(step.adapters, self._device):
-            hidden_1ND = self._model(step.tokens_1N, step.positions_1N, self._attend(step), step.lengths_1N)
+            hidden_1ND = self._model(
+                step.tokens_1N, step.positions_1N, self._attend(step), step.lengths_1N, self._insert(plan, step)
+            )
         for chunk, piece in zip(plan.chunks, step.pieces, strict=True):
             if chunk.sequence.wants_prompt_scores:
                 self._score_prompt(chunk, hidden_1ND[0, piece.start : piece.end])
@@ -130,6 +133,23 @@ class ModelRunner:
         rows_BD = hidden_1ND[0].index_select(0, step.logit_rows)
         logits_BV = self._head(rows_BD) if step.sampled else rows_BD
         return step.sampled, rows_BD[: len(step.sampled)], logits_BV[: len(step.sampled)]
+
+    def _insert(self, plan: SchedulerOutput, step: StepTensors) -> Insert | None:
+        """What takes the place of the image tokens in the chunks of a plan; None if there is none."""
+        places: list[int] = []
+        parts: list[Tensor] = []
+        for chunk, piece in zip(plan.chunks, step.pieces, strict=True):
+            for image in chunk.sequence.images:
+                if image.has_tokens_in(chunk.start, chunk.end):
+                    start, end = max(image.start, chunk.start), min(image.end, chunk.end)
+                    first = piece.start - chunk.start
+                    places += range(first + start, first + end)
+                    prefix = image_prefix(self._model)
+                    assert prefix is not None
+                    parts.append(image.embeddings(prefix)[start - image.start : end - image.start])
+        if not parts:
+            return None
+        return lambda hidden_1ND: replaced(hidden_1ND, self._ints(places), torch.cat(parts))
 
     def _fork(self, chunk: Chunk) -> None:
         """Complete the caches of the sequences that follow a prompt: they share its full blocks already."""

@@ -18,8 +18,8 @@ from modelwright.ops.rope_scaling import RopeScaling
 class PrefixCache:
     """Finds and stores the blocks of whole chunks. enabled: False finds nothing.
 
-    Two prompts share blocks only if their sequences have the same `cache_salt` and `adapter`, and, where the rotary
-    frequencies depend on the length of the sequence, the same frequencies.
+    Two prompts share blocks only if their sequences have the same `cache_salt` and `adapter`, the same images up to
+    there, and, where the rotary frequencies depend on the length of the sequence, the same frequencies.
     """
 
     def __init__(self, blocks: BlockManager, rope: RopeScaling, *, prefill_chunk: int, enabled: bool) -> None:
@@ -72,8 +72,10 @@ class PrefixCache:
             sequence.block_hashes = []
             before = json.dumps([sequence.cache_salt, sequence.adapter, self._frequencies(sequence)]).encode()
             for start in range(0, num_blocks * block_len, block_len):
-                tokens = array("q", sequence.token_ids[start : start + block_len]).tobytes()
-                before = hashlib.sha256(before + tokens).digest()
+                end = start + block_len
+                tokens = array("q", sequence.token_ids[start:end]).tobytes()
+                images = [one.digest for one in sequence.images if one.has_tokens_in(start, end)]
+                before = hashlib.sha256(b"".join([before, tokens, *images])).digest()
                 sequence.block_hashes.append(before)
         return sequence.block_hashes
 

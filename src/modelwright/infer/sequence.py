@@ -9,6 +9,7 @@ from torch import Tensor
 from modelwright.core.errors import ConfigError
 from modelwright.core.seeds import derive_seed
 from modelwright.infer.ngram_index import NgramIndex
+from modelwright.infer.prompt_images import PromptImage
 
 MAX_TEMPERATURE = 2.0
 """As in OpenAI's API; above it the tokens are close to random."""
@@ -106,7 +107,8 @@ class Sequence:
     """A request in progress: all its tokens, and how many of them the cache holds. num_prefill: how many of the first
     ones are computed in chunks, knowing of each other: the prompt, and more once the sequence was restarted.
     constraint: None lets every token follow; pooling: what is asked for instead of tokens; cache_salt: only sequences
-    with the same one share cached prompts; adapter: number of the one that it is computed with, 0 for the model itself.
+    with the same one share cached prompts; adapter: number of the one that it is computed with, 0 for the model itself;
+    images: those of its prompt, in order.
     """
 
     request_id: str
@@ -129,6 +131,7 @@ class Sequence:
     hashed_len: int = 0
     """The `num_prefill` for which `block_hashes` were computed."""
     adapter: int = 0
+    images: tuple[PromptImage, ...] = ()
     hidden_sum_D: Tensor | None = None
     """FP64 sum of the hidden states of the prompt so far, for the pooling "mean"."""
     draft: list[int] = field(default_factory=list)
@@ -160,8 +163,9 @@ class Sequence:
         return self.params.num_prompt_logprobs is not None and self.num_new == 0
 
     def has_same_prompt(self, other: "Sequence") -> bool:
-        """Whether the same tokens are computed in chunks for both, so that one computation serves both."""
+        """Whether the same tokens and images are computed in chunks for both, so that one computation serves both."""
         same = self.cache_salt == other.cache_salt and self.adapter == other.adapter
+        same = same and [one.digest for one in self.images] == [one.digest for one in other.images]
         return (
             same
             and self.num_prefill == other.num_prefill

@@ -81,9 +81,11 @@ def pack_projections(model: Decoder, packed_format: PackedFormat) -> None:
 
 
 def freeze_base(model: Decoder) -> None:
-    """Make adapters and heads the only parameters that are trained."""
+    """Make adapters and heads the only parameters that are trained. What an objective has frozen of its heads stays
+    frozen.
+    """
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(is_trained(name))
+        parameter.requires_grad_(is_trained(name) and (parameter.requires_grad or ADAPTER in name))
 
 
 def is_trained(name: str) -> bool:

@@ -70,6 +70,10 @@ EmbeddingHook = Callable[[Tensor, Tensor, Tensor], Tensor]
 """`(residual stream before all blocks, tokens, positions) -> residual stream`; the last two are whole rows [B, T], the
 first [B, T, D] or, with sequence parallelism, this rank's tokens of it.
 """
+Insert = Callable[[Tensor], Tensor]
+"""`embeddings of the tokens [B, T, D] -> embeddings`: what takes the place of some of them in one forward pass, such as
+the patches of images (`vision/image_prefix.py`).
+"""
 
 
 class Adapter(Protocol):
@@ -291,20 +295,28 @@ class Decoder(nn.Module):
         return self.embedding.weight if self.head is None else self.head.weight
 
     def forward(
-        self, tokens_BT: Tensor, positions_BT: Tensor, attend: Attend, lengths_BT: Tensor | None = None
+        self,
+        tokens_BT: Tensor,
+        positions_BT: Tensor,
+        attend: Attend,
+        lengths_BT: Tensor | None = None,
+        insert: Insert | None = None,
     ) -> Tensor:
         """Hidden states [B, T, D] after the final norm.
 
         tokens_BT, positions_BT: int64 [B, T]; positions restart at 0 in each packed document. lengths_BT: see
-        `rotary_tables`.
+        `rotary_tables`. insert: what takes the place of the embeddings of some tokens.
         """
-        return self.norm(self.run_blocks(self.embed(tokens_BT, positions_BT), positions_BT, attend, lengths_BT))
+        embedded_BTD = self.embed(tokens_BT, positions_BT, insert)
+        return self.norm(self.run_blocks(embedded_BTD, positions_BT, attend, lengths_BT))
 
-    def embed(self, tokens_BT: Tensor, positions_BT: Tensor) -> Tensor:
+    def embed(self, tokens_BT: Tensor, positions_BT: Tensor, insert: Insert | None = None) -> Tensor:
         """The residual stream [B, T, D] before all blocks."""
         hidden_BTD = self.embedding(tokens_BT)
         if self.config.embedding_scale != 1.0:
             hidden_BTD = hidden_BTD * self.config.embedding_scale
+        if insert is not None:
+            hidden_BTD = insert(hidden_BTD)
         for hook in self.embedding_hooks if torch.is_grad_enabled() else ():
             hidden_BTD = hook(hidden_BTD, tokens_BT, positions_BT)
         return hidden_BTD.to(self.ends.stream_dtype) if self.ends.stream_dtype else hidden_BTD

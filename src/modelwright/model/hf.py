@@ -27,6 +27,8 @@ from modelwright.model.hf_types.hf_type import HfSettings, HfType
 from modelwright.model.hf_types.own import OWN_TYPE
 from modelwright.model.stored_weights import WEIGHTS, StoredWeights, check_tensors, read_json
 
+LLAVA = "llava"
+"""The `model_type` of a decoder that reads images (`vision/llava.py`)."""
 CLASSIFIER, SCORE = "ForSequenceClassification", "score"
 """How `transformers` names such models, and their output projection."""
 _TOP_NAMES = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
@@ -256,6 +258,11 @@ def config_from_hf(
     """
     settings = HfSettings(data, source)
     kind = data.get("model_type")
+    if kind == LLAVA:
+        raise ModelError(
+            f"{source}: model_type is {kind!r}, a model that reads images; it can be served, and its language model "
+            "is that of the stage before"
+        )
     chosen = next((one for one in types if one.name == kind), None)
     if chosen is None:
         known = ", ".join(one.name for one in types)

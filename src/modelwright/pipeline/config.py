@@ -157,6 +157,11 @@ class RunConfig:
         return tuple(stage.name for stage in self.model_stages)
 
     @property
+    def served_names(self) -> tuple[str, ...]:
+        """The stages whose models can be served, in order."""
+        return tuple(stage.name for stage in self.stages if stage.model_title or stage.reads_images)
+
+    @property
     def first_training(self) -> TrainConfig:
         """The settings of the first training, for what is measured before anything is trained; the defaults if the run
         trains nothing.

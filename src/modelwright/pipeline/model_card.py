@@ -20,21 +20,23 @@ CARD = "README.md"
 def model_card(data: RunData, stage: str) -> str:
     """The card of the model that a stage of the run has made."""
     config = data.config
+    reads_images = next(spec.reads_images for spec in config.stages if spec.name == stage)
     sections = {
         "Data": _data_lines(data),
         "Training": [line for spec in _trainings(config, stage) for line in _training_lines(data, spec)],
         "Evaluation": _evaluation_lines(data, stage),
         "Lineage": _lineage_lines(data, stage),
-        "Use": _use_lines(config),
+        "Use": _image_use_lines(config) if reads_images else _use_lines(config),
     }
-    text = [_front_matter(config), f"# {config.name}", "", _summary(config, stage)]
+    task = "image-text-to-text" if reads_images else "text-generation"
+    text = [_front_matter(config, task), f"# {config.name}", "", _summary(config, stage)]
     for title, lines in sections.items():
         text += ["", f"## {title}", "", *lines]
     return "\n".join(text) + "\n"
 
 
-def _front_matter(config: RunConfig) -> str:
-    fields: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
+def _front_matter(config: RunConfig, task: str) -> str:
+    fields: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": task}
     fields["tags"] = ["modelwright", *(stage.name for stage in config.trainings)]
     if config.init_from:
         fields["base_model"] = _base_name(config)
@@ -48,7 +50,8 @@ def _base_name(config: RunConfig) -> str:
 
 
 def _summary(config: RunConfig, stage: str) -> str:
-    title = next(spec.model_title for spec in config.model_stages if spec.name == stage)
+    spec = next(spec for spec in config.stages if spec.name == stage)
+    title = "captioning" if spec.reads_images else spec.model_title
     start = f"from {_base_name(config)}" if config.init_from else "from random weights"
     shape = config.model
     return (
@@ -76,7 +79,7 @@ def _kept_lines(stage: StageData) -> Iterator[str]:
 
 
 def _evaluation_lines(data: RunData, stage: str) -> list[str]:
-    if stage != data.config.model_names[-1]:
+    if stage in data.config.model_names[:-1]:
         return ["The run evaluated a later model than this one."]
     return [f"- {' '.join(line.split())}" for line in figures(data)] or ["Nothing was held out or evaluated."]
 
@@ -140,5 +143,23 @@ def _use_lines(config: RunConfig) -> list[str]:
         ")",
         "answer = model.generate(**inputs, max_new_tokens=100)",
         'print(tokenizer.decode(answer[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))',
+        "```",
+    ]
+
+
+def _image_use_lines(config: RunConfig) -> list[str]:
+    return [
+        "```python",
+        "from PIL import Image",
+        "from transformers import AutoProcessor, LlavaForConditionalGeneration",
+        "",
+        f'processor = AutoProcessor.from_pretrained("{config.name}")',
+        f'model = LlavaForConditionalGeneration.from_pretrained("{config.name}")',
+        'chat = [{"role": "user", "content": f"{processor.image_token}\\nWhat does the image show?"}]',
+        "prompt = processor.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)",
+        'image = Image.open("image.png").convert("RGB")',
+        'inputs = processor(images=image, text=prompt, add_special_tokens=False, return_tensors="pt")',
+        "answer = model.generate(**inputs, max_new_tokens=100)",
+        'print(processor.decode(answer[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))',
         "```",
     ]

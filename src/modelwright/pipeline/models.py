@@ -61,9 +61,9 @@ def find_model(path: Path, *, stage: str = "", int8: bool = False) -> FoundModel
         raise ConfigError(
             f"--stage: --int8 selects the model of the stage {QUANTIZE.name}; give only one of the two options"
         )
-    if stage and stage not in config.model_names:
-        raise ConfigError(f"--stage: {stage!r} has no model; choose from {', '.join(config.model_names)}")
-    trained = (QUANTIZE.name,) if int8 else config.model_names
+    if stage and stage not in config.served_names:
+        raise ConfigError(f"--stage: {stage!r} has no model; choose from {', '.join(config.served_names)}")
+    trained = (QUANTIZE.name,) if int8 else config.served_names
     name, unfinished = _last_finished(run, (stage,) if stage else trained, trained)
     manifest = _verified(run, name, trained)
     source = ModelSource(name=config.name, folder=run.stage(name).artifact, stage=name, digest=manifest.content_digest)

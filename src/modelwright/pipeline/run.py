@@ -111,7 +111,7 @@ def execute(
                 restart=restart,
                 after_stage=after_stage,
             )
-        models = [run.stage(name).artifact for name in config.model_names if run.stage(name).artifact.is_dir()]
+        models = [run.stage(name).artifact for name in config.served_names if run.stage(name).artifact.is_dir()]
         has_report = any(outcome.stage == REPORT.name for outcome in outcomes)
         return RunResult(
             outcomes,

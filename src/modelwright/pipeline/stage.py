@@ -184,6 +184,9 @@ class StageSpec:
     """The model that the stage produces, for tables: `fine-tuned`; "" for a stage that produces none."""
     objective: "Callable[[StageInputs], Objective] | None" = None
     """What a training stage learns; its section is a `TrainConfig`. None for a stage that does not train."""
+    reads_images: bool = False
+    """Whether its artifact is a model that reads images: it is served, while later stages go on with the language model
+    before."""
     is_reward_model: bool = False
     """Whether its artifact is a reward model, which later stages may score answers with."""
     rows: "RowSet | None" = None

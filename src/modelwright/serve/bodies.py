@@ -22,9 +22,11 @@ DISCARD_PAUSE_S = 0.01
 """Between two reads (of up to 256 KiB each) of a body that is too large."""
 
 
-async def parsed(read: Callable[[], T], num_bytes: int, lease: Lease) -> T:
-    """`read`, in another thread if the body that it works on is large, so that streams continue meanwhile."""
-    if num_bytes <= INLINE_BODY_BYTES:
+async def parsed(read: Callable[[], T], num_bytes: int, lease: Lease, *, is_slow: bool = False) -> T:
+    """`read`, in another thread if the body that it works on is large, so that streams continue meanwhile. is_slow: the
+    same for a small one.
+    """
+    if num_bytes <= INLINE_BODY_BYTES and not is_slow:
         return read()
     result = await asyncio.to_thread(read)
     lease.require_open()

@@ -6,6 +6,7 @@ from modelwright.compress.int8 import Int8WeightsConfig
 from modelwright.core.config import constant, only_for, word_for_none
 from modelwright.core.errors import ConfigError
 from modelwright.infer.engine import EngineConfig
+from modelwright.serve.images import PromptImagesConfig
 from modelwright.serve.logs import LogFormat
 
 OWN_BACKEND = "modelwright"
@@ -59,6 +60,7 @@ class ServeConfig:
     backend: str = constant(OWN_BACKEND)
     """What computes the answers: see `BACKENDS` in `engines`. No setting: a run's model can be served by any."""
     engine: EngineConfig = field(default_factory=EngineConfig)
+    images: PromptImagesConfig = field(default_factory=PromptImagesConfig)
     body_timeout_s: float = constant(30.0)
     """Seconds in which a request body must arrive."""
     header_timeout_s: float = constant(10.0)

@@ -13,6 +13,7 @@ from modelwright.serve.errors import ApiError
 from modelwright.serve.exchange import Exchange, RouteName, subject_of
 from modelwright.serve.generation import Generation, Prompt, start
 from modelwright.serve.grammars import CompiledGrammar
+from modelwright.serve.images import read_images
 from modelwright.serve.inputs import admit, known_ids, not_empty, require_generator, token_ids
 from modelwright.serve.keys import Caller
 from modelwright.serve.parsing import parse_request
@@ -64,7 +65,7 @@ async def _generate(request: Request, kind: _Kind[G]) -> Response:
 
             async def open_on(model: ServedModel, caller: Caller) -> Generation:
                 chosen = Lease(service, model)
-                prompts = await parsed(lambda: kind.prompts(asked, chosen), len(body), chosen)
+                prompts = await parsed(lambda: kind.prompts(asked, chosen), len(body), chosen, is_slow=asked.has_images)
                 grammar = await _compiled(asked, chosen)
                 return start(asked, prompts, model, caller, kind=kind.id_prefix, max_choices=most, grammar=grammar)
 
@@ -141,7 +142,9 @@ def _read_chat(body: bytes, lease: Lease) -> ChatRequest:
 
 
 def _chat_prompts(asked: ChatRequest, lease: Lease) -> list[Prompt]:
-    return [Prompt(lease.model.codec.encode_chat(asked.plain_messages()), "")]
+    model = lease.model
+    images = read_images(asked.messages, model.info, lease.config.images)
+    return [Prompt(model.codec.encode_chat(asked.plain_messages(), image_text=model.image_text), "", images)]
 
 
 def _tokenized(body: bytes, lease: Lease) -> dict[str, Any]:
@@ -149,7 +152,8 @@ def _tokenized(body: bytes, lease: Lease) -> dict[str, Any]:
     lease.require_model(asked.model)
     codec = lease.model.codec
     if asked.messages is not None:
-        ids = codec.encode_chat([message.plain() for message in asked.messages])
+        plain = [message.plain() for message in asked.messages]
+        ids = codec.encode_chat(plain, image_text=lease.model.image_text)
     else:
         ids = codec.encode(asked.prompt or "", with_begin=asked.add_special_tokens)
     texts = {"token_strs": [codec.token_text(token) for token in ids]} if asked.return_token_strs else {}

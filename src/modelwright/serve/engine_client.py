@@ -5,9 +5,10 @@ of their own (`engine_pool`).
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from modelwright.infer.engine import Engine, EngineStats, StepOutput
+from modelwright.model.vision.image_prefix import image_prefix
 from modelwright.serve.engine_health import EjectionReason
 from modelwright.serve.errors import ApiError
 from modelwright.serve.jobs import Job
@@ -24,7 +25,9 @@ MoveOutcome = Literal["continued", "retried", "lost"]
 class EngineInfo:
     """What the server has to know of its engines. `fingerprint`: of the weights; `max_num_seqs`: answers that are
     computed at once, by all of them together; `scores`: the model scores texts instead of generating any; `adapters`:
-    digests of those that were loaded at the start, by what engines call them.
+    digests of those that were loaded at the start, by what engines call them; `image_size`: pixels of a side of the
+    images that the model reads, 0 if it reads none; `image_token` stands `image_patches` times for an image;
+    `crops_images`: it sees the center of an image that is no square, else all of it stretched.
     """
 
     fingerprint: str
@@ -35,10 +38,28 @@ class EngineInfo:
     model_dim: int
     scores: bool
     adapters: Mapping[str, str]
+    image_size: int = 0
+    image_token: int = 0
+    image_patches: int = 0
+    crops_images: bool = False
+
+    @property
+    def reads_images(self) -> bool:
+        return self.image_size > 0
 
 
 def engine_info(engine: Engine, fingerprint: str) -> EngineInfo:
     """fingerprint: of the weights of its model."""
+    prefix = image_prefix(engine.model)
+    images: dict[str, Any] = {}
+    if prefix is not None:
+        shape, tokens = prefix.tower.config, prefix.tokens
+        images = {
+            "image_size": shape.image_size,
+            "image_token": tokens.token_id,
+            "image_patches": tokens.num_patches,
+            "crops_images": shape.fit == "crop",
+        }
     return EngineInfo(
         fingerprint=fingerprint,
         vocab_size=engine.vocab_size,
@@ -48,6 +69,7 @@ def engine_info(engine: Engine, fingerprint: str) -> EngineInfo:
         model_dim=engine.model.config.model_dim,
         scores=engine.score_head is not None,
         adapters=dict(engine.adapters.digests),
+        **images,
     )
 
 

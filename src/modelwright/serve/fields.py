@@ -6,10 +6,8 @@ from typing import Annotated, Any, cast
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
+from modelwright.serve.contents import CONTENT_SCHEMA, Said, read_content
 from modelwright.serve.limits import Limits
-
-SHOWN_CHARACTERS = 80
-"""What a message repeats of a client's own words at most."""
 
 
 def unsupported(*neutral: Any) -> AfterValidator:
@@ -20,24 +18,6 @@ def unsupported(*neutral: Any) -> AfterValidator:
             raise ValueError("is not supported by this server; remove it")
 
     return AfterValidator(check)
-
-
-def content_text(content: Any) -> str | None:
-    """The text of a message; text in parts is joined by line breaks."""
-    if content is None or isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise ValueError("must be a text or a list of text parts")
-    return "\n".join(_part_text(part) for part in cast(list[Any], content))
-
-
-def _part_text(part: Any) -> str:
-    kind = cast(Mapping[str, Any], part).get("type") if isinstance(part, dict) else None
-    if isinstance(kind, str) and kind != "text":
-        raise ValueError(f"parts of type {short(kind)!r} are not supported by this server, which reads text only")
-    if kind != "text" or set(part) != {"type", "text"} or not isinstance(part["text"], str):
-        raise ValueError('each part must be {"type": "text", "text": "..."}')
-    return part["text"]
 
 
 def prompt_entries(prompt: Any) -> Any:
@@ -78,10 +58,6 @@ def text_list(texts: Any) -> list[str]:
     return entries
 
 
-def short(text: str) -> str:
-    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
-
-
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Unsupported = Annotated[Any, unsupported(), WithJsonSchema({"type": "null"})]
 """A field of the API for something that this server lacks."""
@@ -114,21 +90,6 @@ def _is_bias(bias: Any) -> bool:
     return isinstance(bias, (int, float)) and not isinstance(bias, bool) and -100 <= bias <= 100
 
 
-CONTENT_SCHEMA = {
-    "anyOf": [
-        {"type": "string"},
-        {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-                "required": ["type", "text"],
-                "additionalProperties": False,
-            },
-        },
-        {"type": "null"},
-    ]
-}
 PROMPT_SCHEMA = {
     "anyOf": [
         {"type": "string"},
@@ -142,7 +103,7 @@ TEXTS_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type"
 BIAS_SCHEMA = {"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}
 
 PromptEntries = Annotated[Any, BeforeValidator(prompt_entries), WithJsonSchema(PROMPT_SCHEMA)]
-Content = Annotated[str | None, BeforeValidator(content_text), WithJsonSchema(CONTENT_SCHEMA)]
+Content = Annotated[Said | None, BeforeValidator(read_content), WithJsonSchema(CONTENT_SCHEMA)]
 StopTexts = Annotated[tuple[str, ...], BeforeValidator(stop_texts), WithJsonSchema(STOP_SCHEMA)]
 Texts = Annotated[list[str], BeforeValidator(text_list), WithJsonSchema(TEXTS_SCHEMA)]
 LogitBias = Annotated[tuple[tuple[int, float], ...], BeforeValidator(_biases), WithJsonSchema(BIAS_SCHEMA)]

@@ -9,6 +9,7 @@ from typing import Any
 from modelwright.core.errors import ConfigError
 from modelwright.core.seeds import derive_seed
 from modelwright.infer.engine import StepOutput
+from modelwright.infer.prompt_images import Pixels
 from modelwright.infer.sequence import SamplingParams, ScoredToken
 from modelwright.serve.detokenizer import Delta, IncrementalDetokenizer, TokenInfo
 from modelwright.serve.errors import ApiError
@@ -25,10 +26,11 @@ from modelwright.serve.worker import Stream
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt as token ids, and the text that an echo shows."""
+    """A prompt as token ids, and the text that an echo shows. images: what its image tokens stand for, in order."""
 
     ids: Sequence[int]
     text: str
+    images: Sequence[Pixels] = ()
 
 
 @dataclass
@@ -180,7 +182,10 @@ def start(
         params = _sampling(request, model, len(prompt.ids))
         seeds = [seed, *(derive_seed(seed, "choice", index) for index in range(1, num_choices))]
         jobs += [
-            GenerationJob(prompt.ids, replace(params, seed=one), grammar, caller.salt, weights.adapter) for one in seeds
+            GenerationJob(
+                prompt.ids, replace(params, seed=one), grammar, caller.salt, weights.adapter, tuple(prompt.images)
+            )
+            for one in seeds
         ]
         num_echoed = len(prompt.text) if request.echoes else 0
         answers += [

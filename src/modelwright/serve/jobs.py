@@ -1,10 +1,15 @@
 """What an engine is asked to compute, and its form in messages to an engine process."""
 
+import base64
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 from modelwright.infer.engine import StepOutput
+from modelwright.infer.prompt_images import Pixels
 from modelwright.infer.sequence import Pooling, SamplingParams, ScoredToken
 from modelwright.serve.errors import ApiError
 from modelwright.serve.grammars import CompiledGrammar, GrammarSource
@@ -16,6 +21,7 @@ ABILITIES = {
     "logit_bias": "biases of tokens",
     "constraints": "constrained output",
     "embeddings": "embeddings and scores",
+    "images": "images in prompts",
 }
 """What not every engine can do, in words."""
 
@@ -56,13 +62,14 @@ class Job(Protocol):
 
 @dataclass(frozen=True)
 class GenerationJob:
-    """New tokens after a prompt. grammar: None lets them be any."""
+    """New tokens after a prompt. grammar: None lets them be any; images: those of the prompt, in order."""
 
     prompt_ids: Sequence[int]
     params: SamplingParams
     grammar: CompiledGrammar | None = None
     cache_salt: str = ""
     adapter: str = ""
+    images: tuple[Pixels, ...] = ()
 
     @property
     def max_total_tokens(self) -> int:
@@ -75,12 +82,19 @@ class GenerationJob:
             **({"prompt_scores": "prompt_logprobs"} if params.num_prompt_logprobs is not None else {}),
             **({"logit_bias": "logit_bias"} if params.logit_bias else {}),
             **({"constraints": grammar.source.param} if grammar else {}),
+            **({"images": "messages"} if self.images else {}),
         }
 
     def submit(self, engine: StepEngine, request_id: str) -> None:
         constraint = self.grammar.constraint() if self.grammar else None
         engine.add(
-            request_id, self.prompt_ids, self.params, constraint, cache_salt=self.cache_salt, adapter=self.adapter
+            request_id,
+            self.prompt_ids,
+            self.params,
+            constraint,
+            cache_salt=self.cache_salt,
+            adapter=self.adapter,
+            images=self.images,
         )
 
     def to_message(self) -> dict[str, Any]:
@@ -91,6 +105,7 @@ class GenerationJob:
             "grammar": source,
             "cache_salt": self.cache_salt,
             "adapter": self.adapter,
+            "images": [base64.b64encode(one.tobytes()).decode() for one in self.images],
         }
 
 
@@ -140,7 +155,14 @@ def job_of(message: Mapping[str, Any], compile_grammar: Callable[[GrammarSource]
     params = SamplingParams(**{**fields, "stop_ids": stop_ids, "logit_bias": bias})
     source = message["grammar"]
     grammar = compile_grammar(GrammarSource(**source)) if source else None
-    return GenerationJob(message["prompt_ids"], params, grammar, message["cache_salt"], message["adapter"])
+    images = tuple(_square(base64.b64decode(one)) for one in message["images"])
+    return GenerationJob(message["prompt_ids"], params, grammar, message["cache_salt"], message["adapter"], images)
+
+
+def _square(data: bytes) -> Pixels:
+    """Pixels [3, S, S]."""
+    side = math.isqrt(len(data) // 3)
+    return np.frombuffer(bytearray(data), dtype=np.uint8).reshape(3, side, side)
 
 
 def output_message(output: StepOutput) -> list[Any]:

@@ -30,23 +30,26 @@ MAX_FIELDS = 16
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """`context`: tokens of prompt and answer; `max_choices`: answers per request, hence prompts; `max_token_bytes`: of
-    the longest token, 0 if a token may represent any number of bytes; `max_body_bytes`: as configured.
+    the longest token, 0 if a token may represent any number of bytes; `max_body_bytes`: as configured; `image_bytes`:
+    room in a body for images.
     """
 
     context: int
     max_choices: int
     max_token_bytes: int
     max_body_bytes: int
+    image_bytes: int = 0
 
     def body_bytes(self, num_prompts: int) -> int:
         """The largest body of a request with up to `num_prompts` prompts."""
         per_token = BYTES_PER_TOKEN + BATCH_BYTES_PER_TOKEN * (num_prompts - 1)
-        return min(self.max_body_bytes, BODY_BYTES + self.context * per_token)
+        return min(self.max_body_bytes, BODY_BYTES + self.context * per_token + self.image_bytes)
 
     def body_too_large(self, num_prompts: int) -> ApiError:
         """413 that names the limit."""
         text = f"The body is larger than {self.body_bytes(num_prompts)} bytes, the most that this server reads"
-        return ApiError(413, f"{text} for a context of {self.context} tokens.", code="body_too_large")
+        no_images = "" if self.image_bytes else "; this model reads no images"
+        return ApiError(413, f"{text} for a context of {self.context} tokens{no_images}.", code="body_too_large")
 
     def check_chat(self, data: dict[str, Any]) -> None:
         """Raise `ApiError` 400 for more messages, fields or characters than the context can hold."""

@@ -1,5 +1,6 @@
-"""Loads a model for serving: a folder in the Hugging Face layout, also that of a sequence classification with one
-label, which scores texts instead of generating any; or an INT8 folder with a tokenizer.
+"""Loads a model for serving: a folder in the Hugging Face layout, also that of a model that reads images, and that of a
+sequence classification with one label, which scores texts instead of generating any; or an INT8 folder with a
+tokenizer.
 """
 
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from modelwright.compress.int8 import Int8WeightsConfig, is_int8_folder, load_in
 from modelwright.core.errors import ModelError
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import SCORE, is_sequence_classifier, load_model, load_sequence_classifier
+from modelwright.model.vision.llava import is_llava_folder, load_llava
 from modelwright.serve.tokenizer import Codec
 
 SHORT_DIGEST = 12
@@ -49,4 +51,6 @@ def load_folder(folder: Path, int8: Int8WeightsConfig) -> tuple[Decoder, Codec]:
 def _load(folder: Path, int8: Int8WeightsConfig) -> Decoder:
     if is_int8_folder(folder):
         return load_int8(folder, int8)
+    if is_llava_folder(folder):
+        return load_llava(folder)
     return load_sequence_classifier(folder, head=SCORE) if is_sequence_classifier(folder) else load_model(folder)

@@ -20,6 +20,7 @@ from modelwright.compress.gguf.export import GgufFormat, export_gguf
 from modelwright.compress.int8 import is_int8_folder
 from modelwright.core.errors import ConfigError, ModelError
 from modelwright.infer.engine import EngineConfig, EngineStats, StepOutput
+from modelwright.infer.prompt_images import Pixels
 from modelwright.infer.sequence import Pooling, SamplingParams, TokenConstraint
 from modelwright.model.hf import is_sequence_classifier, load_config
 from modelwright.serve.config import ServeConfig
@@ -105,9 +106,11 @@ class OpenVinoEngine:
         *,
         cache_salt: str = "",
         adapter: str = "",
+        images: Sequence[Pixels] = (),
     ) -> None:
         assert constraint is None
         assert not adapter
+        assert not images
         room = self._info.max_seq_len - len(prompt_ids)
         if room < 1:
             raise ConfigError(f"prompt: leaves no room in a context of {self._info.max_seq_len} tokens")

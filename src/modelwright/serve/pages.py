@@ -105,6 +105,7 @@ def _describe(service: Service, name: str) -> dict[str, Any]:
         "created": adapter.created if adapter else service.model.created,
         "owned_by": "modelwright",
         "max_model_len": service.model.info.max_seq_len,
+        "input_modalities": ["text", "image"] if service.model.info.reads_images else ["text"],
         "description": expectation(service.model.info.num_parameters),
     }
 

@@ -5,8 +5,9 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from modelwright.serve.contents import SHOWN_CHARACTERS, short
 from modelwright.serve.errors import ApiError
-from modelwright.serve.fields import SHOWN_CHARACTERS, RequestModel, short
+from modelwright.serve.fields import RequestModel
 from modelwright.serve.limits import Limits
 
 R = TypeVar("R", bound=RequestModel)

@@ -56,15 +56,19 @@ class Message(Strict):
     def _has_content(self) -> "Message":
         if self.content is None and self.role != "assistant":
             raise ValueError(f"content is missing; only an assistant's turn may leave it out, not a {self.role}'s")
+        if self.content is not None and self.content.images and self.role != "user":
+            raise ValueError(f"images belong into turns of the user, not into a {self.role}'s")
         return self
 
     def plain(self) -> dict[str, str]:
-        """Role and content in the form that the chat template takes. Templates know neither calls nor their results, so
-        calls are text of the assistant, and results are text of the user in the notation of Hermes 2 Pro.
+        """Role and content in the form that the chat template takes, with a mark where each image stands. Templates
+        know neither calls nor their results, so calls are text of the assistant, and results are text of the user in
+        the notation of Hermes 2 Pro.
         """
         role = {"developer": "system", "tool": "user"}.get(self.role, self.role)
         calls = [call.plain() for call in self.tool_calls or []]
-        content = "\n".join([*([self.content] if self.content else []), *calls])
+        said = self.content.marked if self.content else ""
+        content = "\n".join([*([said] if said else []), *calls])
         is_result = self.role == "tool"
         return {"role": role, "content": f"<tool_response>\n{content}\n</tool_response>" if is_result else content}
 
@@ -135,6 +139,11 @@ class GenerationRequest(RequestModel):
     def forced_call(self) -> ForcedCall | None:
         """The functions one of which the answer must call; None for text."""
         return None
+
+    @property
+    def has_images(self) -> bool:
+        """Whether there are images to decode."""
+        return False
 
     @property
     def num_prompt_logprobs(self) -> int | None:
@@ -237,6 +246,10 @@ class ChatRequest(GenerationRequest):
             return [{"role": "system", "content": f"{messages[0]['content']}\n\n{tools}"}, *messages[1:]]
         return [{"role": "system", "content": tools}, *messages]
 
+    @property
+    def has_images(self) -> bool:
+        return any(message.content is not None and message.content.images for message in self.messages)
+
     def forced_call(self) -> ForcedCall | None:
         return forced_call(self.tools, self.tool_choice)
 
@@ -256,13 +269,13 @@ class ChatRequest(GenerationRequest):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def texts(self) -> list[str]:
-        return [message.content for message in self.messages if message.content]
+        return [message.content.text for message in self.messages if message.content and message.content.text]
 
     def session_text(self) -> str:
         """Up to the first turn of the user."""
         opening: list[str] = []
         for message in self.messages:
-            opening.append(message.content or "")
+            opening.append(message.content.text if message.content else "")
             if message.role == "user":
                 break
         return "\0".join(opening)

@@ -61,6 +61,11 @@ class ServedModel:
         return self.worker.client.info
 
     @property
+    def image_text(self) -> str:
+        """What stands for an image in a prompt; "" if the model reads none."""
+        return self.codec.token_text(self.info.image_token) * self.info.image_patches if self.info.reads_images else ""
+
+    @property
     def fingerprint(self) -> str:
         """The version: of the weights, "fp_" and 12 hex digits."""
         return self.info.fingerprint
@@ -90,6 +95,7 @@ def serve_model(
         max_choices=config.max_completions,
         max_token_bytes=codec.max_token_bytes,
         max_body_bytes=config.max_body_bytes,
+        image_bytes=config.images.body_bytes if info.reads_images else 0,
     )
     worker = EngineWorker(client, metrics, max_queue=config.max_queued, max_tokens=config.max_queued_tokens)
     grammars = GrammarCompiler(codec.definition, info.vocab_size, codec.stop_ids)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from modelwright.infer.engine import EngineStats, StepOutput
+from modelwright.infer.prompt_images import Pixels
 from modelwright.infer.sequence import Pooling, SamplingParams, TokenConstraint
 
 
@@ -22,6 +23,7 @@ class StepEngine(Protocol):
         *,
         cache_salt: str = "",
         adapter: str = "",
+        images: Sequence[Pixels] = (),
     ) -> None:
         """Queue a request. Raises `ConfigError` for one that cannot be computed."""
         ...

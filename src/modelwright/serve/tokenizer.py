@@ -52,10 +52,12 @@ class Codec:
         begin = [self._tokenizer.bos_id] if with_begin and self._tokenizer.bos_id is not None else []
         return begin + self._tokenizer.encode(text)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """A conversation up to where the assistant's turn begins. Raises `ApiError` 400 if the template rejects it."""
+    def encode_chat(self, messages: Sequence[Mapping[str, str]], *, image_text: str = "") -> list[int]:
+        """A conversation up to where the assistant's turn begins. image_text: what stands for an image. Raises
+        `ApiError` 400 if the template rejects it.
+        """
         try:
-            return self._tokenizer.encode_prompt(messages)
+            return self._tokenizer.encode_prompt(messages, image_text=image_text)
         except DataError as error:
             raise ApiError(400, str(error), param="messages", code="invalid_value") from None
 

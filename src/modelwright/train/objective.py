@@ -15,6 +15,7 @@ from modelwright.data.batch import TokenBatch
 from modelwright.model.attention import packed_attend
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
+from modelwright.model.vision.image_prefix import inserted_images
 from modelwright.train.whole_model import ModelLayout
 
 Batch = TokenBatch
@@ -165,4 +166,6 @@ class BatchSource(Protocol):
 
 def forward(model: Decoder, batch: Batch) -> Tensor:
     """Hidden states [B, T, D] of packed rows; attention stays within each document."""
-    return model(batch.input_ids_BT, batch.positions_BT, packed_attend(batch.segments_BT, model.config.windows))
+    insert = inserted_images(model, batch.input_ids_BT, batch.extras)
+    attend = packed_attend(batch.segments_BT, model.config.windows)
+    return model(batch.input_ids_BT, batch.positions_BT, attend, insert=insert)

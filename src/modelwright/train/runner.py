@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from modelwright.model.decoder import Decoder
+from modelwright.model.vision.image_prefix import inserted_images
 from modelwright.parallel.config import ContextAttention
 from modelwright.parallel.context_parallel import shard_sequence
 from modelwright.parallel.fsdp import scatter_gradients
@@ -177,4 +178,5 @@ class WholeModel:
 
     def _loss(self, part: Batch, loss_of: LossFn) -> Tensor:
         attend, part = shard_sequence(part, self.context, self.context_attention, self.model.config.windows)
-        return loss_of(self.model(part.input_ids_BT, part.positions_BT, attend), part)
+        insert = inserted_images(self.model, part.input_ids_BT, part.extras)
+        return loss_of(self.model(part.input_ids_BT, part.positions_BT, attend, insert=insert), part)

@@ -3,20 +3,21 @@
 An archive (`.tar`, `.tar.gz`) is read as a stream. Its neighboring members of one name up to the first dot are one
 sample: `0001.jpg` with `0001.txt`, or with the field `caption` of `0001.json`. A record has its caption in `caption` or
 `text`, and its image in `image` (the bytes, or the structure of `bytes` and `path` that Hugging Face `datasets` writes)
-or, by name, in `file_name`. The class of an image, for classification, is the field `label` of a record or of
-`0001.json`, or the content of `0001.cls`; an image with a class needs no caption. An image that cannot be used is a
-complaint, which stops or is counted.
+or, by name, in `file_name`; a conversation about the image (`conversations.py`) takes the place of a caption. The class
+of an image, for classification, is the field `label` of a record or of `0001.json`, or the content of `0001.cls`; an
+image with a class needs no caption. An image that cannot be used is a complaint, which stops or is counted.
 """
 
 import json
 import tarfile
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, cast
 
 from modelwright.core.errors import DataError
+from modelwright.data.conversations import conversation_meta, is_conversation, read_conversation, type_of_record
 from modelwright.data.document import Document
 from modelwright.data.images.decode import ImageFault
 from modelwright.data.images.pairs import CAPTION_EXTENSIONS, IMAGE_EXTENSIONS, NO_CAPTION, captions_of
@@ -30,6 +31,9 @@ LABEL_FIELD, LABEL_EXTENSION = "label", ".cls"
 MOST_BYTES = 100_000_000
 """The size above which a file of an image or of a caption is skipped unread."""
 _BAD = "bad image record"
+IMAGE_WORD = "<image>"
+CONVERSATION_TYPES = ("messages", "sharegpt", "question_answer", "instruction")
+"""Records that may be about an image."""
 
 
 @dataclass
@@ -70,7 +74,11 @@ def is_image_record(record: Mapping[str, Any]) -> bool:
 
 
 def read_image_record(where: str, record: Record, file: File, complain: Complaint) -> Iterator[Document]:
-    """The image-text pair of a record."""
+    """The image-text pair of a record, or its conversation about the image."""
+    kind = type_of_record(record)
+    if kind in CONVERSATION_TYPES and is_conversation(record):
+        yield from _conversation(where, record, kind, file, complain)
+        return
     caption = next((value for name in CAPTION_FIELDS if (value := record.get(name))), "")
     if isinstance(caption, list):
         caption = next((one for one in caption if isinstance(one, str) and one.strip()), "")
@@ -83,6 +91,47 @@ def read_image_record(where: str, record: Record, file: File, complain: Complain
         complain(_BAD, where, str(error), "correct the record")
         return
     yield from _document(where, caption, data, file.name, complain, label=_label(record))
+
+
+def _conversation(where: str, record: Record, kind: str, file: File, complain: Complaint) -> Iterator[Document]:
+    """A conversation about one image, which the first question of the user is about."""
+    try:
+        turns = read_conversation(without_image_parts(record), kind)
+        if not any(turn["role"] == "user" for turn in turns):
+            raise ValueError("the conversation has no turn of the user")
+        data = _bytes_of_record(record, file)
+    except (ValueError, DataError) as error:
+        complain(_BAD, where, str(error), "correct the record")
+        return
+    text, meta = conversation_meta(turns)
+    for document in _document(where, text, data, file.name, complain, label=_label(record)):
+        yield replace(document, meta={**document.meta, **meta}).map_text(_encodable)
+
+
+def without_image_parts(record: Record) -> Record:
+    """A record whose turns say nothing of where the image stands: neither by a part of the type `image` (Hugging Face)
+    nor by the word `<image>` (LLaVA). Raises `ValueError` for several images.
+    """
+    num_images, changed = 0, dict(record)
+    for name, key in (("messages", "content"), ("conversations", "value")):
+        turns = record.get(name)
+        if not isinstance(turns, list):
+            continue
+        changed[name] = found = []
+        for turn in cast(list[Any], turns):
+            content = turn.get(key) if isinstance(turn, dict) else None
+            if isinstance(content, list):
+                parts = cast(list[Any], content)
+                others = [one for one in parts if not (isinstance(one, dict) and one.get("type") == "image")]
+                num_images += len(parts) - len(others)
+                content = others
+            elif isinstance(content, str) and IMAGE_WORD in content:
+                num_images += content.count(IMAGE_WORD)
+                content = content.replace(IMAGE_WORD, "").strip()
+            found.append(turn if content is None else {**turn, key: content})
+    if num_images > 1:
+        raise ValueError(f"the conversation has {num_images} images; one can be learned from")
+    return changed
 
 
 def read_archive(file: File, complain: Complaint) -> Iterator[Document]:

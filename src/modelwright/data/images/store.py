@@ -71,7 +71,12 @@ class ImageStore:
 
 def square_pixels(data: bytes, *, size: int, fit: Literal["crop", "stretch"]) -> NDArray[np.uint8]:
     """An image file as a square [3, size, size]. fit: take its center, or stretch it. Raises `ImageFault`."""
-    image = pillow().fromarray(decode(data))
+    return squared(decode(data), size=size, fit=fit)
+
+
+def squared(pixels: NDArray[np.uint8], *, size: int, fit: Literal["crop", "stretch"]) -> NDArray[np.uint8]:
+    """Pixels [H, W, 3] as a square [3, size, size]."""
+    image = pillow().fromarray(pixels)
     box = None
     if fit == "crop":
         side = min(image.size)

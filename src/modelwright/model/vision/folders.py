@@ -81,7 +81,13 @@ def vision_config(folder: Path) -> VisionConfig:
     """The shape of the vision tower of a folder. Raises `ModelError` for a folder of another kind."""
     kind, settings = _settings(folder)
     given: dict[str, Any] = (settings.get("vision_config") or {}) if kind in (CLIP, SIGLIP) else settings
-    is_clip = kind in (CLIP, CLIP_VISION)
+    return tower_config(given, folder, is_clip=kind in (CLIP, CLIP_VISION))
+
+
+def tower_config(given: Mapping[str, Any], folder: Path, *, is_clip: bool) -> VisionConfig:
+    """The shape that the settings of a vision tower in a folder's `config.json` describe. Raises `ModelError` for one
+    that cannot be read.
+    """
     own: dict[str, Any] = {**(_CLIP_DEFAULTS if is_clip else _SIGLIP_DEFAULTS), **given}
     where = str(folder / "config.json")
     if own["num_channels"] != 3:
@@ -142,11 +148,23 @@ def save_vision_tower(tower: VisionTower, folder: Path) -> None:
     """Write a tower so that `transformers` reads it, as a CLIP or SigLIP vision model by its pooling. Raises
     `StorageError` if writing fails.
     """
-    config, is_clip = tower.config, tower.config.pooling == "class_token"
-    activation = next(name for name, own in _ACTIVATIONS.items() if own == config.activation)
+    is_clip = tower.config.pooling == "class_token"
     settings = {
         "architectures": ["CLIPVisionModel" if is_clip else "SiglipVisionModel"],
-        "model_type": CLIP_VISION if is_clip else SIGLIP_VISION,
+        **tower_settings(tower.config),
+        "dtype": str(tower.positions.dtype).removeprefix("torch."),
+    }
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        save_tensors(folder / WEIGHTS, tower_weights(tower))
+    write_atomic(folder / "config.json", json.dumps(settings, indent=2) + "\n")
+    save_preprocessor(tower.config, folder)
+
+
+def tower_settings(config: VisionConfig) -> dict[str, Any]:
+    """What `config.json` says of a vision tower."""
+    return {
+        "model_type": CLIP_VISION if config.pooling == "class_token" else SIGLIP_VISION,
         "hidden_size": config.model_dim,
         "intermediate_size": config.ffn_dim,
         "num_hidden_layers": config.num_layers,
@@ -154,12 +172,20 @@ def save_vision_tower(tower: VisionTower, folder: Path) -> None:
         "image_size": config.image_size,
         "patch_size": config.patch_size,
         "num_channels": 3,
-        "hidden_act": activation,
+        "hidden_act": next(name for name, own in _ACTIVATIONS.items() if own == config.activation),
         "layer_norm_eps": config.norm_eps,
-        "dtype": str(tower.positions.dtype).removeprefix("torch."),
     }
+
+
+def tower_weights(tower: VisionTower) -> dict[str, Tensor]:
+    """The weights of a tower under the names of `transformers`."""
+    return {stored_name(name, VISION_PREFIX): one.detach().contiguous() for name, one in tower.named_parameters()}
+
+
+def save_preprocessor(config: VisionConfig, folder: Path) -> None:
+    """Write how pixels are prepared. Raises `StorageError` if writing fails."""
     prepared = {
-        "image_processor_type": "CLIPImageProcessor" if is_clip else "SiglipImageProcessor",
+        "image_processor_type": "CLIPImageProcessor" if config.pooling == "class_token" else "SiglipImageProcessor",
         "size": {"shortest_edge": config.image_size}
         if config.fit == "crop"
         else {"height": config.image_size, "width": config.image_size},
@@ -168,11 +194,6 @@ def save_vision_tower(tower: VisionTower, folder: Path) -> None:
         "image_mean": list(config.pixel_mean),
         "image_std": list(config.pixel_std),
     }
-    weights = {stored_name(name, VISION_PREFIX): one.detach().contiguous() for name, one in tower.named_parameters()}
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        save_tensors(folder / WEIGHTS, weights)
-    write_atomic(folder / "config.json", json.dumps(settings, indent=2) + "\n")
     write_atomic(folder / "preprocessor_config.json", json.dumps(prepared, indent=2) + "\n")
 
 

@@ -43,14 +43,15 @@ class VisionTower(nn.Module):
             return self.norm_out(hidden_NTD[:, 0])
         return self.pool(self.norm_out(hidden_NTD))
 
-    def patch_states(self, pixels_NCSS: Tensor) -> Tensor:
-        """One vector for each patch [N, P, D], row by row, after the blocks and without the last norm: what a decoder
-        that writes captions reads.
+    def patch_states(self, pixels_NCSS: Tensor, *, num_blocks: int = 0) -> Tensor:
+        """One vector for each patch [N, P, D], row by row, after so many blocks (0 for all) and without the last norm:
+        what a decoder that writes captions reads.
         """
-        return self.run_blocks(pixels_NCSS)[:, self.config.num_tokens - self.config.num_patches :]
+        hidden_NTD = self.run_blocks(pixels_NCSS, num_blocks=num_blocks)
+        return hidden_NTD[:, self.config.num_tokens - self.config.num_patches :]
 
-    def run_blocks(self, pixels_NCSS: Tensor) -> Tensor:
-        """The residual stream of all tokens after the blocks, [N, T, D]."""
+    def run_blocks(self, pixels_NCSS: Tensor, *, num_blocks: int = 0) -> Tensor:
+        """The residual stream of all tokens after so many blocks, 0 for all, [N, T, D]."""
         shape = (NUM_COLORS, self.config.image_size, self.config.image_size)
         if pixels_NCSS.shape[1:] != shape:
             raise ValueError(f"images of {list(pixels_NCSS.shape[1:])}, where the tower reads {list(shape)}")
@@ -59,7 +60,7 @@ class VisionTower(nn.Module):
             class_N1D = self.class_token.expand(len(hidden_NTD), 1, -1)
             hidden_NTD = torch.cat([class_N1D, hidden_NTD], dim=1)
         hidden_NTD = self.norm_in(hidden_NTD + self.positions)
-        for block in self.blocks:
+        for block in self.blocks[: num_blocks or len(self.blocks)]:
             hidden_NTD = block(hidden_NTD)
         return hidden_NTD
 

@@ -52,11 +52,12 @@ class Note:
 
 @dataclass(frozen=True)
 class TextSample:
-    """A question and its answer, with a small line of details."""
+    """A question and its answer, with a small line of details. image: what the question is about, as a `data:` URL."""
 
     question: str
     answer: str
     detail: str = ""
+    image: str = ""
 
 
 @dataclass(frozen=True)

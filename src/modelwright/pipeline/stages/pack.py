@@ -39,10 +39,14 @@ def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
     if config.rows_from:
         return _imported(config, settings, tokenizer_from)
     further = [rows.name for rows in row_sets(config)[2:]]
+    decided = {rows.name: dict(found) for rows in row_sets(config) if (found := rows.decides(config))}
     return Stage(
         name=PACK.name,
         title=PACK.title,
-        settings=_settings(settings) | _label_settings(settings) | ({"rows": further} if further else {}),
+        settings=_settings(settings)
+        | _label_settings(settings)
+        | ({"rows": further} if further else {})
+        | ({"decided": decided} if decided else {}),
         parents=(CLEAN.name, tokenizer_from),
         run=lambda context: _run(context, config, settings, Tokenizer.load(context.parents[tokenizer_from])),
         version=2,

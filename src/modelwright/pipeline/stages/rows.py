@@ -5,7 +5,7 @@ its artifact with the rows of each split; a split without documents has no folde
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -78,6 +78,11 @@ class PackJob:
         return row_source(document, self.settings.group_by), row_score(document, self.settings.score)
 
 
+def nothing_else(config: RunConfig) -> Mapping[str, Any]:
+    """`RowSet.decides` of rows that only the settings of packing decide."""
+    return {}
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowSet:
     """Rows of one kind."""
@@ -99,6 +104,8 @@ class RowSet:
     """Why a training without rows passes its model on unchanged; "" if that is an error."""
     stdlib_bytes: float = 0.0
     """Size of the built-in corpus as these rows."""
+    decides: Callable[[RunConfig], Mapping[str, Any]] = nothing_else
+    """What decides these rows besides the settings of packing: settings of the stage that learns from them."""
 
 
 def _pack_text(job: PackJob, split: Split) -> None:

@@ -9,6 +9,7 @@ from modelwright.core.errors import ConfigError
 from modelwright.pipeline.stage import StageSpec
 from modelwright.pipeline.stages.align import ALIGN
 from modelwright.pipeline.stages.average import AVERAGE
+from modelwright.pipeline.stages.caption import CAPTION
 from modelwright.pipeline.stages.clean import CLEAN
 from modelwright.pipeline.stages.distill import DISTILL
 from modelwright.pipeline.stages.dpo import DPO
@@ -31,7 +32,7 @@ from modelwright.pipeline.stages.vision import VISION
 
 STAGES: tuple[StageSpec, ...] = (
     INIT, CLEAN, TOKENIZE, PACK, PRETRAIN, ALIGN, VISION, SFT, REWARD, DPO, KTO, GRPO, PPO, STUDENT, DISTILL, AVERAGE,
-    QAT,
+    QAT, CAPTION,
     EVALUATE, QUANTIZE, SERVE_CHECK, REPORT,
 )  # fmt: skip
 

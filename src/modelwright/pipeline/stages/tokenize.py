@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from modelwright.core.config import dump
 from modelwright.core.rundir import RunDir
 from modelwright.data.clean import read_kept
-from modelwright.data.tokenizer import Tokenizer, train_tokenizer
+from modelwright.data.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimates import IMPORT_S, fixed_estimate, moving_estimate
 from modelwright.pipeline.stage import Rates, Stage, StageContext, StageSpec
@@ -45,10 +46,15 @@ def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
     return Stage(
         name=TOKENIZE.name,
         title=TOKENIZE.title,
-        settings=dump(config.tokenizer),
+        settings=_settings(config.tokenizer),
         parents=(CLEAN.name,),
         run=train,
     )
+
+
+def _settings(config: TokenizerConfig) -> dict[str, Any]:
+    """The settings for the digest; without further special tokens where there are none."""
+    return {name: value for name, value in dump(config).items() if name != "special_tokens" or value}
 
 
 def _bytes_per_token(clean: Path, tokenizer: Tokenizer) -> dict[str, float]:

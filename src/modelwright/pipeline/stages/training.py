@@ -129,6 +129,7 @@ def training_spec(
     closing: Callable[[RunData, StageData], Sequence[str]] = no_lines,
     time_weight: float = 1.0,
     only_if_named: bool = False,
+    reads_images: bool = False,
     follows: str = "",
     loss_unit: str = NATS_PER_TOKEN,
     blocks: Callable[[StageData], Sequence[Block]] = no_blocks,
@@ -181,6 +182,7 @@ def training_spec(
         rows=rows,
         time_weight=time_weight,
         only_if_named=only_if_named,
+        reads_images=reads_images,
         follows=follows,
     )
     return spec

@@ -1,0 +1,123 @@
+"""Images in the prompt of a decoder: `ImagePrefix` makes one embedding for each patch, and each takes the place of one
+image token (Liu et al. 2023, "Visual Instruction Tuning"; the projector is that of LLaVA 1.5).
+
+Legend: B rows, T tokens, N images, I images of a row at most, P patches, C colors, S pixels of a side, D width of the
+decoder.
+"""
+
+# PyTorch leaves the types of a module's result open.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from modelwright.core.errors import ConfigError
+from modelwright.model.decoder import Decoder, Insert
+from modelwright.model.vision.vit import VisionTower
+
+IMAGES = "images"
+"""The name in `Decoder.heads`."""
+PIXELS = "prompt_images_BICSS"
+"""The name among the extras of a batch: uint8, of each row the images in the order of their tokens."""
+
+
+class ImageProjector(nn.Module):
+    """From the width of a vision tower to that of a decoder: two layers with a GELU between them (Liu et al. 2024,
+    "Improved Baselines with Visual Instruction Tuning", section 3.2).
+    """
+
+    def __init__(self, num_inputs: int, model_dim: int) -> None:
+        super().__init__()
+        self.linear_1, self.linear_2 = nn.Linear(num_inputs, model_dim), nn.Linear(model_dim, model_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear_2(nn.functional.gelu(self.linear_1(x.to(self.linear_1.weight.dtype))))
+
+
+@dataclass(frozen=True)
+class ImageTokens:
+    """How prompts have images. token_id: of the image token; num_patches: image tokens of one image."""
+
+    token_id: int
+    num_patches: int
+
+    def starts(self, token_ids: Sequence[int]) -> list[int]:
+        """Where the images of a prompt begin. Raises `ConfigError` where their tokens are cut off."""
+        places = [place for place, token in enumerate(token_ids) if token == self.token_id]
+        starts = places[:: self.num_patches]
+        for number, start in enumerate(starts):
+            own = places[number * self.num_patches : (number + 1) * self.num_patches]
+            if own != list(range(start, start + self.num_patches)):
+                raise ConfigError(
+                    f"prompt: the image tokens at {start} are not {self.num_patches} in a row, which one image has"
+                )
+        return starts
+
+
+class ImagePrefix(nn.Module):
+    """A vision tower with its projector. feature_layer: whose output the projector reads, counted from the end as
+    `transformers` does: -1 is the last block, -2 the one before.
+    """
+
+    def __init__(self, tower: VisionTower, model_dim: int, *, feature_layer: int, token_id: int) -> None:
+        super().__init__()
+        config = tower.config
+        if not -config.num_layers <= feature_layer <= -1:
+            raise ConfigError(
+                f"feature_layer: must be between -{config.num_layers} and -1 for a tower of {config.num_layers} blocks,"
+                f" got {feature_layer}"
+            )
+        self.tower = tower
+        self.projector = ImageProjector(config.model_dim, model_dim)
+        self.feature_layer = feature_layer
+        self.tokens = ImageTokens(token_id, config.num_patches)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the tower that run."""
+        return self.tower.config.num_layers + 1 + self.feature_layer
+
+    def forward(self, pixels_NCSS: Tensor) -> Tensor:
+        """[N, P, D]. pixels_NCSS: see `VisionTower.forward`."""
+        return self.projector(self.tower.patch_states(pixels_NCSS, num_blocks=self.num_blocks))
+
+    def freeze(self, *, whole_tower: bool) -> None:
+        """Freeze the tower, or only those of its parts that do not reach the projector."""
+        tower = self.tower
+        unused = [*tower.blocks[self.num_blocks :], tower.norm_out, *([tower.pool] if tower.pool else [])]
+        for module in [tower] if whole_tower else unused:
+            module.requires_grad_(False)
+
+
+def image_prefix(model: Decoder) -> ImagePrefix | None:
+    """What a model reads images with, None if it reads none."""
+    prefix = dict(model.heads.items()).get(IMAGES)
+    assert prefix is None or isinstance(prefix, ImagePrefix)
+    return prefix
+
+
+def inserted_images(model: Decoder, tokens_BT: Tensor, extras: Mapping[str, Tensor]) -> Insert | None:
+    """The images of a batch, if it has any, in place of their image tokens [B, T], in order."""
+    prefix, pixels_BICSS = image_prefix(model), extras.get(PIXELS)
+    if prefix is None or pixels_BICSS is None:
+        return None
+    is_image_BT = tokens_BT == prefix.tokens.token_id
+    counts_B1 = is_image_BT.sum(dim=1, keepdim=True) // prefix.tokens.num_patches
+    is_there_BI = torch.arange(pixels_BICSS.shape[1], device=tokens_BT.device) < counts_B1
+    # One blank image more: every rank and every microbatch has a gradient of the tower, whatever images it got.
+    pixels_NCSS = torch.cat([pixels_BICSS[is_there_BI], torch.zeros_like(pixels_BICSS[:1, 0])])
+
+    def insert(hidden_BTD: Tensor) -> Tensor:
+        embeddings_MD = prefix(pixels_NCSS)[:-1].flatten(0, 1)
+        return replaced(hidden_BTD, is_image_BT.flatten().nonzero()[:, 0], embeddings_MD)
+
+    return insert
+
+
+def replaced(hidden_BTD: Tensor, places_M: Tensor, embeddings_MD: Tensor) -> Tensor:
+    """Embeddings with those at some places, counted over all rows, replaced."""
+    flat_ND = hidden_BTD.flatten(0, 1).index_copy(0, places_M, embeddings_MD.to(hidden_BTD.dtype))
+    return flat_ND.view_as(hidden_BTD)

@@ -1,0 +1,159 @@
+"""Captioning by prefix (Liu et al. 2023, "Visual Instruction Tuning"): the decoder reads the patches of an image in
+place of image tokens, and learns to write the answers.
+
+The rows are those of conversations (`pipeline/stages/captioned_rows.py`); the value of a piece is the number of its
+image plus 1.
+
+Legend: B rows, T tokens, S pieces of a row, I images of a row at most, C colors, H pixels of a side.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from modelwright.core.compatibility import WHOLE_LAYERS, WHOLE_ROWS, Feature, feature
+from modelwright.core.errors import ConfigError, DataError
+from modelwright.data.batch import TokenBatch
+from modelwright.data.images.store import ImageStore
+from modelwright.model.config import ModelConfig
+from modelwright.model.decoder import Decoder
+from modelwright.model.vision.config import VisionConfig
+from modelwright.model.vision.folders import load_vision_tower
+from modelwright.model.vision.image_prefix import IMAGES, PIXELS, ImagePrefix
+from modelwright.model.vision.vit import VisionTower
+from modelwright.objectives.next_token import num_targets, numbered_batches
+from modelwright.ops.cross_entropy import CHUNK_TOKENS
+from modelwright.ops.piece_sums import count_pieces, piece_ends, piece_sums
+from modelwright.train.config import TrainConfig
+from modelwright.train.objective import BatchSource, Objective, Terms
+
+NEEDS = frozenset({WHOLE_LAYERS, WHOLE_ROWS})
+"""What the layout must leave whole: images are put among the embeddings of whole rows, before the first layer."""
+LOSS = "loss"
+"""The name of the loss term."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptionConfig(TrainConfig):
+    """Training of a decoder to answer about images."""
+
+    learning_rate: float = 1e-3
+    """Peak learning rate."""
+    question: str = "What does the image show?"
+    """What a caption answers. Conversations have questions of their own."""
+    image_token: str = "<|image|>"
+    """The special token of the tokenizer that stands for a patch of an image; its own embedding is never used. A new
+    tokenizer gets it by `tokenizer.special_tokens`."""
+    train_tower: bool = False
+    """Whether the vision tower is trained, too; the projector and the decoder always are."""
+    feature_layer: int = -2
+    """Block of the tower whose output is read: -1 is the last one, -2 the one before, as in LLaVA."""
+    vision: VisionConfig = field(default_factory=VisionConfig)
+    """The vision tower. In a run with the stage align it is the one that align has trained, whose shape counts, unless
+    `init_from` names another."""
+    max_answer_tokens: int = 48
+    """Longest caption that is written for a held-out image."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.question.strip():
+            raise ConfigError("question: is empty; give the question that captions answer")
+        if not self.image_token:
+            raise ConfigError("image_token: is empty; name a special token of the tokenizer")
+        if self.max_answer_tokens < 1:
+            raise ConfigError(f"max_answer_tokens: must be at least 1, got {self.max_answer_tokens}")
+        if self.batch_selection.signal != "none":
+            raise ConfigError("batch_selection.signal: judges rows without their images; set none")
+
+    def features(self) -> list[Feature]:
+        """A layout that cannot work is refused before anything is read."""
+        return [*super().features(), feature("image_token", self.image_token, needs=NEEDS)]
+
+
+@dataclass(kw_only=True)
+class Captioning(Objective):
+    """Every token of an answer counts the same. tower: the folder of the vision tower that training starts from, None
+    for random weights of `shape`; image_token: its id; images: of the training rows and of the held-out rows, None if
+    they have none.
+    """
+
+    needs = NEEDS
+    source: BatchSource
+    config: CaptionConfig
+    shape: VisionConfig
+    tower: Path | None
+    image_token: int
+    images: ImageStore | None = None
+    heldout_images: ImageStore | None = None
+
+    def own_modules(self, config: ModelConfig) -> Mapping[str, nn.Module]:
+        tower = load_vision_tower(self.tower) if self.tower else VisionTower(self.shape)
+        layer = self.config.feature_layer
+        prefix = ImagePrefix(tower, config.model_dim, feature_layer=layer, token_id=self.image_token)
+        prefix.freeze(whole_tower=not self.config.train_tower)
+        return {IMAGES: prefix}
+
+    def own_flops(self, batch: TokenBatch) -> float:
+        return float((image_numbers(batch) >= 0).sum()) * self._flops_of_image
+
+    @cached_property
+    def _flops_of_image(self) -> int:
+        """FLOPs of the tower for one image forward, counted by PyTorch on tensors without values."""
+        from torch.utils.flop_counter import FlopCounterMode
+
+        config = self.shape
+        with torch.device("meta"):
+            tower, pixels = VisionTower(config), torch.zeros(1, 3, config.image_size, config.image_size)
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            tower.patch_states(pixels, num_blocks=config.num_layers + 1 + self.config.feature_layer)
+        return counter.get_total_flops()
+
+    def batches(self, model: Decoder, *, first: int, rank: int, world_size: int) -> Iterator[TokenBatch]:
+        for batch in numbered_batches(self.source, first=first, rank=rank, world_size=world_size):
+            yield self.with_images(batch, self.images)
+
+    def prepare(self, batch: TokenBatch, model: Decoder) -> TokenBatch:
+        return self.with_images(batch, self.heldout_images)
+
+    def with_images(self, batch: TokenBatch, store: ImageStore | None) -> TokenBatch:
+        """The batch with the images of its rows. Raises `DataError` for rows of a tower with other patches."""
+        num_tokens = int((batch.input_ids_BT == self.image_token).sum())
+        num_images = int((image_numbers(batch) >= 0).sum())
+        if num_tokens != num_images * self.shape.num_patches:
+            raise DataError(
+                f"caption: the rows have {num_tokens} image tokens for {num_images} images of {self.shape.num_patches} "
+                "patches: they were packed for another vision tower or another image token; pack them again"
+            )
+        return with_pixels(batch, store, self.shape)
+
+    def weights(self, batch: TokenBatch) -> Mapping[str, Tensor]:
+        return {LOSS: num_targets(batch)}
+
+    def losses(self, output: Tensor, batch: TokenBatch, model: Decoder) -> Terms:
+        return Terms({LOSS: model.cross_entropy(output, batch.labels_BT, chunk_tokens=CHUNK_TOKENS)})
+
+
+def image_numbers(batch: TokenBatch) -> Tensor:
+    """The number of the image of each piece, int64 [B, S]; -1 for pieces without one."""
+    values_BT = batch.extras["values_BT"] * piece_ends(batch.segments_BT)
+    values_BS = piece_sums(values_BT, batch.segments_BT, count_pieces(batch.segments_BT))
+    return values_BS.round().long() - 1
+
+
+def with_pixels(batch: TokenBatch, store: ImageStore | None, shape: VisionConfig) -> TokenBatch:
+    """The batch with the images of its rows, uint8 [B, I, 3, H, H], in the order of their pieces. There is room for one
+    at least, so that all ranks run the tower.
+    """
+    numbers = [[number for number in row if number >= 0] for row in image_numbers(batch).tolist()]
+    room, size = max(1, *map(len, numbers)), shape.image_size
+    pixels = np.zeros((batch.num_rows, room, 3, size, size), dtype=np.uint8)
+    for row, own in enumerate(numbers):
+        for place, number in enumerate(own):
+            assert store is not None, "rows with images come with a store"
+            pixels[row, place] = store.pixels(number, size=size, fit=shape.fit)
+    return replace(batch, extras={**batch.extras, PIXELS: torch.from_numpy(pixels).to(batch.input_ids_BT.device)})
