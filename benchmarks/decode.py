@@ -5,7 +5,8 @@
     env $(python -m modelwright.core.print_environment) python benchmarks/decode.py
 
 Steps of the engine, with scheduler and sampler, greedy, after prompts of 32 tokens. All formats and both sides alternate
-in every round; a side's pace is that of the median step of all rounds. The last column is the pace of the operator over
+in every round; a side's pace is that of the median step of all rounds, in the thread's own time where there is one
+thread, so that other processes disturb little. The last column is the pace of the operator over
 that of the operator with FP32 weights.
 """
 
@@ -13,7 +14,6 @@ import argparse
 import copy
 import os
 import statistics
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -26,6 +26,7 @@ from modelwright.infer.sequence import SamplingParams
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.ops import cpu_kernels
+from modelwright.ops.microbenchmark import own_clock, seconds_of
 from modelwright.recipes.load import recipe
 
 KERNEL = "decode_step"
@@ -58,10 +59,9 @@ class Side:
         while len(engine.step()) < num_streams:
             pass  # prompts, in chunks
         for step in range(WARMUP_STEPS + num_steps):
-            started = time.perf_counter()
-            engine.step()
+            seconds = seconds_of(engine.step, "cpu", clock=own_clock("cpu"))
             if step >= WARMUP_STEPS:
-                self.times.append(time.perf_counter() - started)
+                self.times.append(seconds)
         for stream in range(num_streams):
             engine.abort(str(stream))
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine_runs import GREEDY, SAMPLED, alone, answer, drain, make_engine, make_model, tokens
+from infer.engine_runs import GREEDY, SAMPLED, alone, answer, drain, make_engine, make_model, tokens
 from hf_folders import CASES, VOCAB_SIZE, write_folder
 from modelwright.compress.grid_model import TrainedGrid, quantize_to_grid
 from modelwright.compress.int8 import Int8WeightsConfig, quantize_model
