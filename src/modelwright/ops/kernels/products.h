@@ -7,12 +7,6 @@
 #include <type_traits>
 #include <utility>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#elif defined(__ARM_FEATURE_DOTPROD)
-#include <arm_neon.h>
-#endif
-
 #include "vectors.h"
 
 namespace {
@@ -53,6 +47,17 @@ inline V sums_of(const V (&x)[kLanes]) {
     return paired<4>(paired<4>(quarters[0], quarters[1]), paired<4>(quarters[2], quarters[3]));
 }
 
+// Keeps a vector in a register: GCC would read it again from memory for each of its uses, which costs half of the speed.
+template <class V>
+inline V held(V value) {
+#if defined(__x86_64__)
+  __asm__("" : "+v"(value));
+#elif defined(__aarch64__)
+  __asm__("" : "+w"(value));
+#endif
+  return value;
+}
+
 // A tile of kLanes products: `outs` rows of weights times kLanes / outs rows of numbers. Product number row * outs + out
 // of the result is that of a row and an output.
 template <int outs, class W>
@@ -63,11 +68,11 @@ inline __attribute__((always_inline)) Vector products(const W* const (&weights)[
   const auto add = [&](int64_t at, auto size) __attribute__((always_inline)) {
     Vector numbers[kLanes / outs];
 #pragma GCC unroll 16
-    for (int row = 0; row < kLanes / outs; ++row) numbers[row] = some(rows[row] + at, size);
+    for (int row = 0; row < kLanes / outs; ++row) numbers[row] = held(some(rows[row] + at, size));
 #pragma GCC unroll 16
     for (int out = 0; out < outs; ++out) {
       __builtin_prefetch(weights[out] + ahead + at);
-      const Vector weight = some(weights[out] + at, size);
+      const Vector weight = held(some(weights[out] + at, size));
 #pragma GCC unroll 16
       for (int row = 0; row < kLanes / outs; ++row) sums[row * outs + out] += weight * numbers[row];
     }
@@ -128,11 +133,11 @@ inline __attribute__((always_inline)) Integers code_products(const int8_t* const
   const auto add = [&](int64_t at, auto weight_at) __attribute__((always_inline)) {
     CodeVector numbers[kLanes / outs];
 #pragma GCC unroll 16
-    for (int row = 0; row < kLanes / outs; ++row) numbers[row] = codes_at(rows[row] + at);
+    for (int row = 0; row < kLanes / outs; ++row) numbers[row] = held(codes_at(rows[row] + at));
 #pragma GCC unroll 16
     for (int out = 0; out < outs; ++out) {
       __builtin_prefetch(weights[out] + ahead + at);
-      const CodeVector weight = weight_at(weights[out] + at);
+      const CodeVector weight = held(weight_at(weights[out] + at));
 #pragma GCC unroll 16
       for (int row = 0; row < kLanes / outs; ++row)
         sums[row * outs + out] = add_products(sums[row * outs + out], numbers[row], weight);
@@ -190,27 +195,48 @@ void encode(const float* from, int64_t width, int8_t* codes, float* peak) {
   });
 }
 
-template <int outs>
-inline void finish(const Matrix& by, Vector sums, int64_t first, int64_t num_outs, const Rows&, int64_t row,
-                   int64_t num_rows, float* to) {
-  float parts[kLanes];
-  store(parts, sums);
-  for (int r = 0; r < num_rows; ++r)
-    for (int out = 0; out < num_outs; ++out)
-      to[(row + r) * by.outputs + first + out] = parts[r * outs + out] + (by.bias ? by.bias[first + out] : 0.0f);
+// What belongs to the outputs of a tile, once for each of its rows.
+template <int outs, class V, class T>
+inline V of_outputs(const T* from, int64_t num_outs) {
+  T parts[kLanes];
+  for (int at = 0; at < kLanes; at += outs)
+    if (num_outs == outs)
+      std::memcpy(parts + at, from, outs * sizeof(T));
+    else
+      for (int out = 0; out < outs; ++out) parts[at + out] = from[std::min<int64_t>(out, num_outs - 1)];
+  V found;
+  std::memcpy(&found, parts, sizeof found);
+  return found;
 }
 
 template <int outs>
-inline void finish(const Matrix& by, Integers sums, int64_t first, int64_t num_outs, const Rows& in, int64_t row,
+inline Vector scaled(const Matrix&, Vector sums, int64_t, int64_t, const Rows&, int64_t, int64_t) {
+  return sums;
+}
+
+template <int outs>
+inline Vector scaled(const Matrix& by, Integers sums, int64_t first, int64_t num_outs, const Rows& in, int64_t row,
+                     int64_t num_rows) {
+  float peaks[kLanes];
+  for (int at = 0; at < kLanes; ++at) peaks[at] = in.peaks[row + std::min<int64_t>(at / outs, num_rows - 1)];
+  if (kOffset) sums -= kOffset * of_outputs<outs, Integers>(by.row_sum + first, num_outs);
+  return __builtin_convertvector(sums, Vector) * of_outputs<outs, Vector>(by.scale + first, num_outs) * load(peaks);
+}
+
+// Puts the results of a tile where they belong.
+template <int outs, class Sums>
+inline void finish(const Matrix& by, Sums sums, int64_t first, int64_t num_outs, const Rows& in, int64_t row,
                    int64_t num_rows, float* to) {
-  int32_t parts[kLanes];
-  std::memcpy(parts, &sums, sizeof parts);
-  for (int r = 0; r < num_rows; ++r)
-    for (int out = 0; out < num_outs; ++out) {
-      const int32_t sum = parts[r * outs + out] - kOffset * by.row_sum[first + out];
-      const float product = static_cast<float>(sum) * by.scale[first + out] * in.peaks[row + r];
-      to[(row + r) * by.outputs + first + out] = product + (by.bias ? by.bias[first + out] : 0.0f);
-    }
+  Vector results = scaled<outs>(by, sums, first, num_outs, in, row, num_rows);
+  if (by.bias) results += of_outputs<outs, Vector>(by.bias + first, num_outs);
+  float parts[kLanes];
+  store(parts, results);
+  to += row * by.outputs + first;
+  for (int64_t number = 0; number < num_rows; ++number, to += by.outputs)
+    if (num_outs == outs)
+      std::memcpy(to, parts + number * outs, outs * sizeof(float));
+    else
+      std::memcpy(to, parts + number * outs, num_outs * sizeof(float));
 }
 
 template <int outs, class W, class N>
