@@ -8,6 +8,7 @@
 
 #include <initializer_list>
 
+#include "attention.h"
 #include "products.h"
 #include "rows.h"
 
@@ -129,6 +130,10 @@ void multiply_gated(const Rows& in, const Matrix& gate_by, const Matrix& up_by, 
   }
 }
 
+// Of a token's values so many vectors are summed at once, for up to four heads: half of the registers.
+constexpr int kVectorsOfValues = kRows / 2;
+constexpr int64_t kTokensAhead = 8;  // that are read into the cache
+
 template <class T>
 struct Context {
   const T *keys, *values;
@@ -151,7 +156,7 @@ void score(const Decoder& decoder, const Context<T>& context, const float* queri
     const T* keys[outs];
     for (int i = 0; i < outs; ++i) keys[i] = context.keys + context.at(std::min(first + i, context.count - 1));
     float parts[kLanes];
-    store(parts, products<outs>(keys, rows, decoder.head_dim, 0) * decoder.score_scale);
+    store(parts, products<outs>(keys, rows, decoder.head_dim, outs * context.step) * decoder.score_scale);
     for (int64_t head = 0; head < num_heads; ++head)
       for (int64_t i = 0; i < std::min<int64_t>(outs, context.count - first); ++i) {
         const float one = parts[head * outs + i];
@@ -175,26 +180,34 @@ inline float soften(float* scores, int64_t count, int64_t padded) {
   return 1.0f / sum(total);
 }
 
-// Sums of values by the weights of some heads, two of each under way.
+// A piece of the sums of values by the weights of some heads: `vectors` of them, which stay in registers.
+template <int heads, int vectors, class T, class Size>
+inline void weigh_piece(const Context<T>& context, const float* weights, int64_t padded, const float* factors,
+                        int64_t head_dim, int64_t at, Size size, float* to) {
+  Vector sums[heads][vectors] = {};
+  for (int64_t token = 0; token < context.count; ++token) {
+    const T* const values = context.values + context.at(token) + at;
+    __builtin_prefetch(values + kTokensAhead * context.step);
+#pragma GCC unroll 4
+    for (int i = 0; i < vectors; ++i) {
+      const Vector value = held(some(values + i * kLanes, size));
+#pragma GCC unroll 4
+      for (int head = 0; head < heads; ++head) sums[head][i] += weights[head * padded + token] * value;
+    }
+  }
+  for (int head = 0; head < heads; ++head)
+    for (int i = 0; i < vectors; ++i) put(sums[head][i] * factors[head], to + head * head_dim + at + i * kLanes, size);
+}
+
 template <int heads, class T>
 void weigh(const Context<T>& context, const float* weights, int64_t padded, const float* factors, int64_t head_dim,
            float* to) {
-  each_vector(head_dim, [&](int64_t at, int, auto size) {
-    Vector sums[heads][2] = {};
-    const auto add = [&](int64_t token, int which) __attribute__((always_inline)) {
-      const Vector value = some(context.values + context.at(token) + at, size);
-#pragma GCC unroll 4
-      for (int head = 0; head < heads; ++head) sums[head][which] += weights[head * padded + token] * value;
-    };
-    int64_t token = 0;
-    for (; token + 2 <= context.count; token += 2) {
-      add(token, 0);
-      add(token + 1, 1);
-    }
-    if (token < context.count) add(token, 0);
-    for (int head = 0; head < heads; ++head)
-      put((sums[head][0] + sums[head][1]) * factors[head], to + head * head_dim + at, size);
-  });
+  int64_t at = 0;
+  for (; at + kVectorsOfValues * kLanes <= head_dim; at += kVectorsOfValues * kLanes)
+    weigh_piece<heads, kVectorsOfValues>(context, weights, padded, factors, head_dim, at, Whole{}, to);
+  for (; at + kLanes <= head_dim; at += kLanes)
+    weigh_piece<heads, 1>(context, weights, padded, factors, head_dim, at, Whole{}, to);
+  if (at < head_dim) weigh_piece<heads, 1>(context, weights, padded, factors, head_dim, at, Part{head_dim - at}, to);
 }
 
 // The query heads of one key/value head of a row.
