@@ -102,7 +102,9 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     counts = [int(one) for one in options.streams.split(",")]
-    print(f"{cpu_kernels.instruction_set()}, {hardware()['processor']}, torch {torch.__version__}, {options.threads} threads")
+    print(
+        f"{cpu_kernels.instruction_set()}, {hardware()['processor']}, torch {torch.__version__}, {options.threads} threads"
+    )
     for shape in options.shapes.split(","):
         pairs = {name: sides(model, max(counts)) for name, model in models(SHAPES[shape], options.formats.split(","))}
         print(f"\n{shape}, {SHAPES[shape].num_parameters / 1e6:.0f} million parameters; tokens per second")

@@ -139,7 +139,9 @@ def step_of(model: Decoder, num_streams: int) -> Callable[[], object]:
     def call() -> None:
         side = os.environ[cpu_kernels.SWITCH]
         if side not in runners:
-            cache = PagedCache(model.config, num_streams * own_blocks, BLOCK_LEN, dtype=model.norm.weight.dtype, device=CPU)
+            cache = PagedCache(
+                model.config, num_streams * own_blocks, BLOCK_LEN, dtype=model.norm.weight.dtype, device=CPU
+            )
             multiple = stable_row_multiple(model, model.logits)
             operator, _ = decode_operator(model, cache)
             runners[side] = ModelRunner(

@@ -59,7 +59,9 @@ def each_instruction_set(request: pytest.FixtureRequest, monkeypatch: pytest.Mon
         monkeypatch.setattr(cpu_kernels, "kernels", lambda: library)
 
 
-def answers(model: Decoder, prompts: list[list[int]], **settings: Any) -> tuple[list[list[int]], list[list[float]], str]:
+def answers(
+    model: Decoder, prompts: list[list[int]], **settings: Any
+) -> tuple[list[list[int]], list[list[float]], str]:
     """Tokens and log-probabilities of greedy answers, decoded together, and why there is no operator."""
     engine = make_engine(model, kv_cache_tokens=1024, **settings)
     for number, prompt in enumerate(prompts):
@@ -180,13 +182,17 @@ def test_what_the_operator_does_not_compute_is_named(monkeypatch: pytest.MonkeyP
     adapted = make_model()
     attach_adapters(adapted, AdapterConfig(r=2), 0)
     assert "an adapter is attached" in reason(adapted)
-    four_bits = quantize_to_grid(make_model(), TrainedGrid(weights=WeightGrid(bits=4)), choose=lambda matrices: "int_mm")
+    four_bits = quantize_to_grid(
+        make_model(), TrainedGrid(weights=WeightGrid(bits=4)), choose=lambda matrices: "int_mm"
+    )
     assert "GridLinear" in reason(four_bits)
     in_training = make_model()
     in_training.ends.stream_dtype = torch.bfloat16
     assert "training format" in reason(in_training)
     multiplied = make_model()
-    multiplied.projections()["blocks.1.ffn.up_proj"].product = lambda x, weight: 2 * torch.nn.functional.linear(x, weight)
+    multiplied.projections()["blocks.1.ffn.up_proj"].product = lambda x, weight: (
+        2 * torch.nn.functional.linear(x, weight)
+    )
     assert "training format" in reason(multiplied)
     monkeypatch.setenv(cpu_kernels.SWITCH, ",".join({*KERNELS} - {"decode_step"}))
     assert "decode_step is not used" in reason(make_model())

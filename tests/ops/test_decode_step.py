@@ -10,7 +10,7 @@ import torch
 from modelwright.compress.int8_linear import Int8Linear, int8_linear_naive, quantize_rows
 from modelwright.core.library_environment import LOWER
 from modelwright.ops import cpu_kernels
-from modelwright.ops.decode_step import RowProduct, Weight
+from modelwright.ops.decode_step import RowProduct, Weight, summarized, summarized_naive
 from tolerances import TOLERANCES
 
 SHAPES = [(1, 1), (3, 5), (60, 77), (64, 48), (257, 130)]
@@ -27,9 +27,12 @@ def library(request) -> ctypes.CDLL:
         pytest.skip("there are no such kernels here")
     if request.param != "native" and names.index(own) >= names.index(request.param):
         pytest.skip(f"kernels for this processor are those of {own}")
-    library = cpu_kernels.kernels() if request.param == "native" else cpu_kernels.compiled_for(LOWER[request.param].march)
+    library = (
+        cpu_kernels.kernels() if request.param == "native" else cpu_kernels.compiled_for(LOWER[request.param].march)
+    )
     patch = pytest.MonkeyPatch()
     patch.setattr(cpu_kernels, "kernels", lambda: library)
+    patch.setenv(cpu_kernels.SWITCH, "decode_step")
     yield library
     patch.undo()
 
@@ -42,7 +45,11 @@ def made(*shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_products_are_those_of_the_definition(shape, dtype):
     num_inputs, num_outputs = shape
-    weight, bias, x = made(num_outputs, num_inputs).to(dtype), made(num_outputs, seed=1), made(MOST_ROWS, num_inputs, seed=2)
+    weight, bias, x = (
+        made(num_outputs, num_inputs).to(dtype),
+        made(num_outputs, seed=1),
+        made(MOST_ROWS, num_inputs, seed=2),
+    )
     found = RowProduct(Weight(weight, bias_O=bias))(x)
     torch.testing.assert_close(found, x @ weight.float().T + bias, **TOLERANCES["fp32_op"])
 
@@ -62,7 +69,9 @@ def test_int8_products_are_exact(shape):
 def test_the_largest_codes_do_not_saturate():
     codes, scale = quantize_rows(torch.ones(16, 512))
     for sign in (1.0, -1.0):
-        torch.testing.assert_close(RowProduct(Weight(codes, scale))(sign * torch.ones(2, 512)), sign * torch.full((2, 16), 512.0))
+        torch.testing.assert_close(
+            RowProduct(Weight(codes, scale))(sign * torch.ones(2, 512)), sign * torch.full((2, 16), 512.0)
+        )
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -93,3 +102,19 @@ def test_what_is_no_number_stays_in_its_row(wrong):
         found = RowProduct(weight)(x)
         assert not found[3].isfinite().any()
         assert found[[0, 1, 2, 4]].isfinite().all()
+
+
+@pytest.mark.parametrize("width", [1, 7, 64, 1003])
+def test_rows_are_summarized(width):
+    logits = 20 * made(5, width)
+    logits[2] = 1.0  # the first of equal ones
+    logits[3, width // 2 :] = -float("inf")
+    logits[3, 0] = 2.0
+    (likeliest, log_sums), (wanted, wanted_sums) = summarized(logits), summarized_naive(logits)
+    assert torch.equal(likeliest, wanted)
+    torch.testing.assert_close(log_sums, wanted_sums, **TOLERANCES["fp32_op"])
+    assert all(
+        torch.equal(one, whole[3:4]) for one, whole in zip(summarized(logits[3:4]), (likeliest, log_sums), strict=True)
+    )
+    logits[1, -1] = float("nan")
+    assert summarized(logits)[1].isfinite().tolist() == [True, False, True, True, True]

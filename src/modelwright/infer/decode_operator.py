@@ -148,7 +148,9 @@ def _layer(block: Block, config: ModelConfig, cache: PagedCache) -> DecodeLayer:
         gate=_weight(ffn.gate_proj, inner, width),
         up=_weight(ffn.up_proj, inner, width),
         down=_weight(ffn.down_proj, width, inner),
-        output_gate=NO_WEIGHT if attention.output_gate is None else _weight(attention.output_gate, config.gate_dim, width),
+        output_gate=NO_WEIGHT
+        if attention.output_gate is None
+        else _weight(attention.output_gate, config.gate_dim, width),
         attention_norm=_norm(block.attention_norm),
         attention_post_norm=_norm(block.attention_post_norm),
         ffn_norm=_norm(block.ffn_norm),

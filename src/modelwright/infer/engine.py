@@ -155,9 +155,7 @@ class Engine:
         _check_speculation(config, can_generate=self.score_head is None, multiple=multiple)
         operator, self.why_no_operator = decode_operator(model, cache)
         """Why PyTorch's operators decode; "" if one operator of our own does."""
-        self._runner = ModelRunner(
-            model, head, cache, self.adapters, row_multiple=self.row_multiple, operator=operator
-        )
+        self._runner = ModelRunner(model, head, cache, self.adapters, row_multiple=self.row_multiple, operator=operator)
         blocks = BlockManager(num_blocks, config.block_size)
         self._lookup = PromptLookup(config.num_speculative_tokens, self._switch_len)
         self._scheduler = Scheduler(

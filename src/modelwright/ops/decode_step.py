@@ -169,12 +169,17 @@ class DecodeStep:
         assert all(table.is_contiguous() and table.dtype == torch.float32 for table in tables)
         num_rows, longest, threads = len(rows.tokens), max(rows.positions) + 1, torch.get_num_threads()
         step = _Step(
-            *(one.buffer_info()[0] for one in (rows.tokens, rows.positions, rows.rope_rows, rows.first_block, rows.blocks)),
+            *(
+                one.buffer_info()[0]
+                for one in (rows.tokens, rows.positions, rows.rope_rows, rows.first_block, rows.blocks)
+            ),
             *(table.data_ptr() for table in tables),
             num_rows,
             longest,
         )
-        needed = library.decode_scratch(ctypes.byref(self._decoder), ctypes.c_int64(num_rows), ctypes.c_int64(longest), threads)
+        needed = library.decode_scratch(
+            ctypes.byref(self._decoder), ctypes.c_int64(num_rows), ctypes.c_int64(longest), threads
+        )
         if needed > self._scratch.numel():
             self._scratch = torch.empty(needed)
         hidden_ND = torch.empty(num_rows, self._width)
@@ -229,6 +234,29 @@ class RowProduct:
             torch.get_num_threads(),
         )
         return out_NO
+
+
+def summarized(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
+    """The likeliest token of each row, the first of equally likely ones, and the logarithm of the sum of exponentials,
+    [N] each. Where a row is not finite, neither is the latter.
+    """
+    if not (
+        logits_NV.dtype == torch.float32 and logits_NV.is_contiguous() and cpu_kernels.take("decode_step", logits_NV)
+    ):
+        return summarized_naive(logits_NV)
+    library = cpu_kernels.kernels()
+    assert library is not None
+    num_rows, width = logits_NV.shape
+    likeliest_N, log_sums_N = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows)
+    sizes = (ctypes.c_int64(num_rows), ctypes.c_int64(width))
+    pointers = (ctypes.c_void_p(one.data_ptr()) for one in (likeliest_N, log_sums_N))
+    library.summarize_rows(ctypes.c_void_p(logits_NV.data_ptr()), *sizes, *pointers, torch.get_num_threads())
+    return likeliest_N, log_sums_N
+
+
+def summarized_naive(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
+    """The definition: the reference for `summarized`."""
+    return logits_NV.argmax(dim=-1), logits_NV.logsumexp(dim=-1)
 
 
 def _matrix_of(weight: Weight, divisor: float) -> tuple[_Matrix, list[Tensor]]:

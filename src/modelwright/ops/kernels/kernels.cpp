@@ -84,3 +84,8 @@ extern "C" void multiply_rows(const Matrix* by, const float* in, int64_t num_row
                               float* to, int threads) {
   multiply_all(*by, in, num_rows, peaks, codes, to, threads);
 }
+
+extern "C" void summarize_rows(const float* x, int64_t num_rows, int64_t width, int64_t* largest_at, float* log_sums,
+                               int threads) {
+  summarize(x, num_rows, width, largest_at, log_sums, threads);
+}
