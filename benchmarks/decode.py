@@ -4,10 +4,10 @@
     export MODELWRIGHT_ISA=avx2    # as on a processor with AVX2 alone
     env $(python -m modelwright.core.print_environment) python benchmarks/decode.py
 
-Steps of the engine, with scheduler and sampler, greedy, after prompts of 32 tokens. All formats and both sides alternate
-in every round; a side's pace is that of the median step of all rounds, in the thread's own time where there is one
-thread, so that other processes disturb little. The last column is the pace of the operator over
-that of the operator with FP32 weights.
+Steps of the engine, with scheduler and sampler, greedy, after prompts of 32 tokens. All formats and both sides
+alternate in every round; a side's pace is that of the median step of all rounds, in the thread's own time where there
+is one thread, so that other processes disturb little. The last column is the pace of the operator over that of the
+operator with FP32 weights.
 """
 
 import argparse
@@ -26,10 +26,11 @@ from modelwright.infer.sequence import SamplingParams
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.ops import cpu_kernels
+from modelwright.ops.kernel_speed import Kernel
 from modelwright.ops.microbenchmark import own_clock, seconds_of
 from modelwright.recipes.load import recipe
 
-KERNEL = "decode_step"
+KERNEL: Kernel = "decode_step"
 SHAPES = {
     "quickstart": recipe("quickstart").model,
     "95m": ModelConfig(
@@ -102,9 +103,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     counts = [int(one) for one in options.streams.split(",")]
-    print(
-        f"{cpu_kernels.instruction_set()}, {hardware()['processor']}, torch {torch.__version__}, {options.threads} threads"
-    )
+    processor = f"{cpu_kernels.instruction_set()}, {hardware()['processor']}"
+    print(f"{processor}, torch {torch.__version__}, {options.threads} threads")
     for shape in options.shapes.split(","):
         pairs = {name: sides(model, max(counts)) for name, model in models(SHAPES[shape], options.formats.split(","))}
         print(f"\n{shape}, {SHAPES[shape].num_parameters / 1e6:.0f} million parameters; tokens per second")

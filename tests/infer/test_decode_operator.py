@@ -1,4 +1,4 @@
-"""Decoding by one operator against the model's own forward, and the independence of a request's bits of its neighbors."""
+"""Decoding by one operator against the model's own forward, and that neighbors change no bit of a request."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from infer.engine_runs import GREEDY, SAMPLED, alone, answer, drain, make_engine, make_model, tokens
 from hf_folders import CASES, VOCAB_SIZE, write_folder
+from infer.engine_runs import GREEDY, SAMPLED, alone, answer, drain, make_engine, make_model, tokens
 from modelwright.compress.grid_model import TrainedGrid, quantize_to_grid
 from modelwright.compress.int8 import Int8WeightsConfig, quantize_model
 from modelwright.core.library_environment import LOWER

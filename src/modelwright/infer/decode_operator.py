@@ -1,7 +1,8 @@
-"""Decoding by one operator per step, where the kernel of `ops/decode_step.py` is used and computes all that a model has.
+"""Decoding by one operator per step, where the kernel of `ops/decode_step.py` is used and computes all that a model
+has.
 
-The model's own `forward` is the reference, and decodes everything else. Which of the two computes a token depends on the
-model and on the adapter of its sequence alone, so a request has the same bits whatever runs beside it.
+The model's own `forward` is the reference, and decodes everything else. Which of the two computes a token depends on
+the model and on the adapter of its sequence alone, so a request has the same bits whatever runs beside it.
 """
 
 import math

@@ -6,8 +6,8 @@ keep every sequence's numbers independent of its neighbors, a decoding token att
 like any other, so that verifying them gives the bits that decoding one by one gives. Layers with a window read the last
 blocks of that length only.
 
-Where one operator decodes (`decode_operator`), it takes the decoding tokens without an adapter, and the model computes the
-others and the chunks of prompts.
+Where one operator decodes (`decode_operator`), it takes the decoding tokens without an adapter, and the model computes
+the others and the chunks of prompts.
 
 Legend: N tokens, B sequences, C tokens of a chunk, D model width, H query heads, K key/value heads, G = H / K,
 d head width, V vocabulary.

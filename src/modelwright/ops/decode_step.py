@@ -85,7 +85,8 @@ NO_NORM = torch.empty(0)
 @dataclass(frozen=True, kw_only=True)
 class DecodeLayer:
     """The tensors of one layer. Norms are FP32 factors; `NO_NORM` and `NO_WEIGHT` stand for what a layer has not. keys,
-    values: of the cache, [L, S, K, d] each. window: tokens that a query sees, the present one included; 0 is all earlier ones.
+    values: of the cache, [L, S, K, d] each. window: tokens that a query sees, the present one included; 0 is all
+    earlier ones.
     """
 
     q: Weight
@@ -125,9 +126,9 @@ class DecodeShape:
 
 @dataclass(frozen=True)
 class DecodeRows:
-    """The tokens of a step, in any order; tokens of one sequence see each other as their positions say. blocks: the block
-    tables of all sequences, one after the other; first_block: where the table of a row's sequence begins; rope_rows:
-    the row of the tables of cosines and sines that belongs to each token.
+    """The tokens of a step, in any order; tokens of one sequence see each other as their positions say. blocks: the
+    block tables of all sequences, one after the other; first_block: where the table of a row's sequence begins;
+    rope_rows: the row of the tables of cosines and sines that belongs to each token.
     """
 
     tokens: "array[int]" = field(default_factory=lambda: array("q"))
