@@ -1,20 +1,23 @@
 """Each of this package's kernels for CPUs beside the PyTorch operators that it replaces, on this processor.
 
-    python benchmarks/kernels.py [--rounds 25] [--write]
+    python benchmarks/kernels.py [--rounds 25] [--only decode_step] [--write]
     export MODELWRIGHT_ISA=avx2    # as on a processor with AVX2 alone
     env $(python -m modelwright.core.print_environment) python benchmarks/kernels.py
 
 One thread and its own time, so that other processes disturb little; all cases and both sides alternate in every round;
 the minimum counts. A case is a call, with its backward where it trains. Prints the table of this instruction set;
---write puts it into src/modelwright/ops/kernels/speed.json, by which Modelwright chooses (`ops/kernel_speed.py`).
+--write puts it into src/modelwright/ops/kernels/speed.json, by which Modelwright chooses (`ops/kernel_speed.py`); with
+--only it replaces the rows of those kernels.
 """
 
 import argparse
+import copy
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as List
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,20 +25,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from modelwright.compress.int8 import Int8WeightsConfig, quantize_model
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.resources import hardware
+from modelwright.infer.batch_invariance import stable_row_multiple
+from modelwright.infer.decode_operator import decode_operator
+from modelwright.infer.kv_cache import PagedCache
+from modelwright.infer.model_runner import ModelRunner
+from modelwright.infer.scheduler import SchedulerOutput
+from modelwright.infer.sequence import SamplingParams, Sequence
 from modelwright.memory.glibc_malloc import freed_memory_kept
+from modelwright.model.adapter_bank import AdapterSet
+from modelwright.model.decoder import Decoder
 from modelwright.ops import cpu_kernels
 from modelwright.ops.attention import packed_attention, packed_cuts
-from modelwright.ops.kernel_speed import KERNELS, SPEED, Kernel, faster_kernels, speed, speed_lines
+from modelwright.ops.kernel_speed import KERNELS, SPEED, Kernel, faster_kernels, rows_of, speed, speed_lines
 from modelwright.ops.microbenchmark import in_turn
 from modelwright.ops.norm import rms_norm
 from modelwright.ops.quantize import ROWWISE, quantize
 from modelwright.ops.rope import apply_rope, rope_tables
 from modelwright.ops.swiglu import swiglu
+from modelwright.recipes.load import recipe
 
 ROWS, ROW_LEN, HEADS, KV_HEADS, HEAD_DIM = 2, 512, 4, 2, 64
 WIDTH, FFN_WIDTH = 256, 704
+CONTEXT, BLOCK_LEN, CPU = 128, 16, torch.device("cpu")
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SIDES = {"own_us": ",".join(KERNELS), "pytorch_us": "0"}
 """Values of the switch."""
@@ -107,11 +121,47 @@ def cases() -> Iterator[Case]:
             yield Case("decode", f"gated activation of {tokens} tokens, {name}", unwatched(swiglu, gate, up))
 
 
+def decoding_cases() -> Iterator[Case]:
+    """Steps of the engine's runner, each over the same 128 tokens of its streams."""
+    model = Decoder(recipe("quickstart").model)
+    model.init_weights(0)
+    models = {name: copy.deepcopy(model).to(dtype) for name, dtype in FORMATS.items()}
+    models["int8"] = quantize_model(model, Int8WeightsConfig())
+    for name, one in models.items():
+        for streams in (1, 8, 32):
+            yield Case("decode_step", f"{streams} streams, {name}", step_of(one.eval(), streams))
+
+
+def step_of(model: Decoder, num_streams: int) -> Callable[[], object]:
+    runners = {}  # an engine of each side
+    own_blocks = CONTEXT // BLOCK_LEN + 1
+
+    def call() -> None:
+        side = os.environ[cpu_kernels.SWITCH]
+        if side not in runners:
+            cache = PagedCache(
+                model.config, num_streams * own_blocks, BLOCK_LEN, dtype=model.norm.weight.dtype, device=CPU
+            )
+            multiple = stable_row_multiple(model, model.logits)
+            operator, _ = decode_operator(model, cache)
+            runners[side] = ModelRunner(
+                model, model.logits, cache, AdapterSet(model), row_multiple=multiple, operator=operator
+            )
+        decodes = [
+            Sequence(str(one), [one + 1] * (CONTEXT + 1), 1, SamplingParams(), num_cached=CONTEXT,
+                     block_table=[1 + one * own_blocks + number for number in range(own_blocks)])
+            for one in range(num_streams)
+        ]  # fmt: skip
+        runners[side].run(SchedulerOutput(decodes))
+
+    return call
+
+
 def codes(x_RK: Tensor, *, stochastic: bool = False) -> object:
     return quantize(x_RK, ROWWISE, torch.int8, stochastic=stochastic)
 
 
-def measured(measures: Sequence[Case], num_rounds: int) -> list[dict[str, Any]]:
+def measured(measures: List[Case], num_rounds: int) -> list[dict[str, Any]]:
     """The rows of the table: microseconds of a call on either side, the minimum of all rounds. A round goes through all
     cases, so that a busy moment falls into one round of each.
     """
@@ -141,13 +191,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=25, metavar="N", help="of which the fastest counts")
     parser.add_argument("--write", action="store_true", help=f"write the rows into {SPEED.name}")
+    parser.add_argument("--only", type=lambda names: names.split(","), default=KERNELS, metavar="KERNEL,...")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     name = cpu_kernels.instruction_set()
     if not name:
         sys.exit("there are no kernels here: install a C++ compiler")
-    rows = measured(sorted(cases(), key=lambda case: KERNELS.index(case.kernel)), options.rounds)
+    chosen = [case for case in (*cases(), *decoding_cases()) if case.kernel in options.only]
+    rows = measured(chosen, options.rounds)
+    rows += [row for row in rows_of(name) if row["kernel"] not in options.only]
+    rows.sort(key=lambda row: KERNELS.index(row["kernel"]))
     entry = {"processor": hardware()["processor"], "torch": torch.__version__, "rows": rows}
     if options.write:
         write_atomic(SPEED, json.dumps(dict(sorted({**speed(), name: entry}.items())), indent=1) + "\n")

@@ -15,11 +15,11 @@ SAMPLED = SamplingParams(max_tokens=12, temperature=1.2, top_p=0.95, seed=5, num
 
 
 def make_model(**changes: Any) -> Decoder:
-    config = ModelConfig(
-        vocab_size=VOCAB_SIZE, num_layers=2, model_dim=48, num_heads=4, num_kv_heads=2, head_dim=16, ffn_dim=96,
-        max_seq_len=160, init_std=0.2, **changes,
-    )  # fmt: skip
-    decoder = Decoder(config)
+    shape: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE, "num_layers": 2, "model_dim": 48, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16,
+        "ffn_dim": 96, "max_seq_len": 160, "init_std": 0.2,
+    }  # fmt: skip
+    decoder = Decoder(ModelConfig(**{**shape, **changes}))
     decoder.init_weights(3)
     return decoder.eval()
 

@@ -14,7 +14,7 @@ from modelwright.core.errors import ConfigError
 from modelwright.core.library_environment import LOWER
 from modelwright.ops import cpu_kernels
 from modelwright.ops.attention import document_mask, masked_attention_naive, packed_attention, packed_cuts, packed_tiles
-from modelwright.ops.kernel_speed import KERNELS, faster_kernels, kernels_for, speed
+from modelwright.ops.kernel_speed import KERNELS, UNMEASURED, faster_kernels, kernels_for, speed
 from modelwright.ops.norm import rms_norm, rms_norm_naive
 from modelwright.ops.quantize import ROWWISE, dequantize, quantize, quantize_naive, scaled_product, scaled_product_naive
 from modelwright.ops.rope import apply_rope, apply_rope_naive, rope_tables
@@ -281,7 +281,10 @@ def test_a_kernel_is_used_if_no_case_is_slower():
     assert not faster_kernels(rows(0.5, 1.06))
     assert not faster_kernels(rows(1.01, 1.0))
     assert not faster_kernels([])
-    assert all(kernels_for(name) == faster_kernels(entry["rows"]) for name, entry in speed().items())
+    for name, entry in speed().items():
+        unmeasured = UNMEASURED.get(name, frozenset()) - {row["kernel"] for row in entry["rows"]}
+        assert kernels_for(name) == faster_kernels(entry["rows"]) | unmeasured
+    assert {"norm", "decode_step"} <= kernels_for("avx512")
     assert not kernels_for("unknown")
 
 

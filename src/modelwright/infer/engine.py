@@ -15,6 +15,7 @@ from torch import Tensor
 from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
 from modelwright.infer.batch_invariance import MULTIPLES, adapter_row_multiple, stable_row_multiple
+from modelwright.infer.decode_operator import decode_operator
 from modelwright.infer.kv_cache import BlockManager, PagedCache
 from modelwright.infer.lm_head import Product, fastest_head
 from modelwright.infer.model_runner import CONTEXT_STEP, ModelRunner
@@ -153,7 +154,9 @@ class Engine:
         self.is_batch_invariant = config.batch_invariant and multiple > 0
         self.row_multiple = multiple or MULTIPLES[-1]
         _check_speculation(config, can_generate=self.score_head is None, multiple=multiple)
-        self._runner = ModelRunner(model, head, cache, self.adapters, row_multiple=self.row_multiple)
+        operator, self.why_no_operator = decode_operator(model, cache)
+        """Why PyTorch's operators decode; "" if one operator of our own does."""
+        self._runner = ModelRunner(model, head, cache, self.adapters, row_multiple=self.row_multiple, operator=operator)
         blocks = BlockManager(num_blocks, config.block_size)
         self._lookup = PromptLookup(config.num_speculative_tokens, self._switch_len)
         self._scheduler = Scheduler(

@@ -101,6 +101,10 @@ class PagedCache:
     def num_bytes(self) -> int:
         return self._keys.nbytes + self._values.nbytes
 
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer, [L, S, K, d] each, as they are stored."""
+        return self._keys[layer], self._values[layer]
+
     def write(self, layer: int, slots_N: Tensor, k_NKd: Tensor, v_NKd: Tensor) -> None:
         """Store tokens at `slots_N` (block number x block length + offset). While a model trains in BF16 its layers
         compute in a narrower format than the weights, whose format the cache has; storing them loses nothing.

@@ -6,6 +6,9 @@ keep every sequence's numbers independent of its neighbors, a decoding token att
 like any other, so that verifying them gives the bits that decoding one by one gives. Layers with a window read the last
 blocks of that length only.
 
+Where one operator decodes (`decode_operator`), it takes the decoding tokens without an adapter, and the model computes
+the others and the chunks of prompts.
+
 Legend: N tokens, B sequences, C tokens of a chunk, D model width, H query heads, K key/value heads, G = H / K,
 d head width, V vocabulary.
 """
@@ -17,11 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from modelwright.infer.decode_operator import DecodeOperator
 from modelwright.infer.kv_cache import PagedCache
 from modelwright.infer.lm_head import Product
 from modelwright.infer.sampler import score
 from modelwright.infer.scheduler import Chunk, SchedulerOutput
-from modelwright.infer.sequence import Sequence
+from modelwright.infer.sequence import DecodeRow, Sequence
 from modelwright.model.adapter_bank import AdapterSet
 from modelwright.model.attention import causal_attend
 from modelwright.model.decoder import Attend, AttentionSpec, Decoder, Insert
@@ -41,14 +45,6 @@ class CachedContext:
 
     table: Tensor
     mask: Tensor
-
-
-@dataclass(frozen=True)
-class DecodeRow:
-    """One token of a decoding sequence: the newest one, or one of the draft that follows it."""
-
-    sequence: Sequence
-    position: int
 
 
 @dataclass(frozen=True)
@@ -95,17 +91,25 @@ class StepTensors:
 
 class ModelRunner:
     """Runs plans on one model and one cache. `row_multiple`: the rows of every product are padded to a multiple.
-    adapters: sets which adapter each row is computed with.
+    adapters: sets which adapter each row is computed with; operator: decodes the rows without one, if there is any.
     """
 
     def __init__(
-        self, model: Decoder, head: Product, cache: PagedCache, adapters: AdapterSet, *, row_multiple: int
+        self,
+        model: Decoder,
+        head: Product,
+        cache: PagedCache,
+        adapters: AdapterSet,
+        *,
+        row_multiple: int,
+        operator: DecodeOperator | None = None,
     ) -> None:
         self._model = model
         self._adapters = adapters
         self._head = head
         self._cache = cache
         self._row_multiple = row_multiple
+        self._operator = operator
         self._windows = model.config.windows
         self._attend_within = causal_attend()
         self._device = model.norm.weight.device
@@ -115,6 +119,31 @@ class ModelRunner:
         """Compute a plan; returns the sequences whose next token can be chosen, hidden states [B, D] and logits
         [B, V]. A sequence with a draft has a row for its last token and one for each token of the draft, in this order.
         """
+        parts: list[tuple[list[Sequence], Tensor]] = []
+        rest = plan
+        if self._operator is not None:
+            rest = SchedulerOutput([one for one in plan.decodes if one.adapter], plan.chunks)
+            if own := [one for one in plan.decodes if not one.adapter]:
+                parts.append(self._decode_by_operator(self._operator, own))
+        if rest.decodes or rest.chunks or not parts:
+            parts.append(self._run_model(rest))
+        for sequence in plan.decodes:
+            sequence.num_cached += 1
+        for chunk in plan.chunks:
+            chunk.sequence.num_cached = chunk.end
+            self._fork(chunk)
+        sampled = [sequence for sequences, _ in parts for sequence in sequences]
+        hidden_BD = parts[0][1] if len(parts) == 1 else torch.cat([hidden.float() for _, hidden in parts])
+        return sampled, hidden_BD, self._logits(hidden_BD) if sampled else hidden_BD
+
+    def _decode_by_operator(self, operator: DecodeOperator, decodes: list[Sequence]) -> tuple[list[Sequence], Tensor]:
+        rows = _decode_rows(decodes)
+        hidden_ND = operator.hidden(rows)
+        chosen = [number for number, row in enumerate(rows) if not row.sequence.is_replaying]
+        sampled = [rows[number].sequence for number in chosen]
+        return sampled, hidden_ND if len(chosen) == len(rows) else hidden_ND[chosen]
+
+    def _run_model(self, plan: SchedulerOutput) -> tuple[list[Sequence], Tensor]:
         step = self._prepare(plan)
         with self._adapters.chosen(step.adapters, self._device):
             hidden_1ND = self._model(
@@ -125,14 +154,15 @@ class ModelRunner:
                 self._score_prompt(chunk, hidden_1ND[0, piece.start : piece.end])
             if chunk.sequence.pooling == "mean":
                 _add_up(chunk, hidden_1ND[0, piece.start : piece.end])
-        for sequence in plan.decodes:
-            sequence.num_cached += 1
-        for chunk in plan.chunks:
-            chunk.sequence.num_cached = chunk.end
-            self._fork(chunk)
-        rows_BD = hidden_1ND[0].index_select(0, step.logit_rows)
-        logits_BV = self._head(rows_BD) if step.sampled else rows_BD
-        return step.sampled, rows_BD[: len(step.sampled)], logits_BV[: len(step.sampled)]
+        return step.sampled, hidden_1ND[0].index_select(0, step.logit_rows)
+
+    def _logits(self, hidden_BD: Tensor) -> Tensor:
+        if self._operator is not None:
+            return self._operator.logits(hidden_BD)
+        return self._head(self._padded(hidden_BD))[: len(hidden_BD)]
+
+    def _padded(self, hidden_ND: Tensor) -> Tensor:
+        return F.pad(hidden_ND, (0, 0, 0, -len(hidden_ND) % self._row_multiple))
 
     def _insert(self, plan: SchedulerOutput, step: StepTensors) -> Insert | None:
         """What takes the place of the image tokens in the chunks of a plan; None if there is none."""
@@ -168,14 +198,14 @@ class ModelRunner:
         following = sequence.token_ids[chunk.start + 1 : min(chunk.end + 1, sequence.num_prompt)]
         del sequence.prompt_scores[chunk.start :]
         if following:
-            logits_CV = self._head(F.pad(hidden_CD, (0, 0, 0, -len(hidden_CD) % self._row_multiple)))
+            logits_CV = self._head(self._padded(hidden_CD))
             sequence.prompt_scores += score(logits_CV, following, sequence.params.num_prompt_logprobs or 0)
 
     def _prepare(self, plan: SchedulerOutput) -> StepTensors:
         tokens: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
-        rows = [DecodeRow(s, s.num_cached + place) for s in plan.decodes for place in range(1 + len(s.draft))]
+        rows = _decode_rows(plan.decodes)
         ordered = [row for members in _by_context(rows) for row in members]
         groups = self._decode_groups(rows, tokens, positions, slots)
         pieces = [self._chunk_piece(chunk, tokens, positions, slots) for chunk in plan.chunks]
@@ -193,8 +223,6 @@ class ModelRunner:
             if chunk.end == len(sequence.token_ids)
         ]
         padding = [0] * (-len(tokens) % self._row_multiple)
-        logit_rows = [row for row, _ in sampled]
-        logit_rows += [0] * (-len(logit_rows) % self._row_multiple)
         return StepTensors(
             tokens_1N=self._ints(tokens + padding)[None],
             positions_1N=self._ints(positions + padding)[None],
@@ -203,7 +231,7 @@ class ModelRunner:
             groups=groups,
             pieces=pieces,
             sampled=[sequence for _, sequence in sampled],
-            logit_rows=self._ints(logit_rows),
+            logit_rows=self._ints([row for row, _ in sampled]),
             adapters=[sequence.adapter for sequence in owners] + [0] * len(padding),
         )
 
@@ -303,6 +331,10 @@ def _add_up(chunk: Chunk, hidden_CD: Tensor) -> None:
     sum_D, sequence = hidden_CD.double().sum(dim=0), chunk.sequence
     before_D = None if chunk.start == 0 else sequence.hidden_sum_D
     sequence.hidden_sum_D = sum_D if before_D is None else before_D + sum_D
+
+
+def _decode_rows(decodes: list[Sequence]) -> list[DecodeRow]:
+    return [DecodeRow(s, s.num_cached + place) for s in decodes for place in range(1 + len(s.draft))]
 
 
 def _by_context(rows: list[DecodeRow]) -> list[list[DecodeRow]]:

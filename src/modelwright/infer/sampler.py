@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from modelwright.infer.sequence import SamplingParams, ScoredToken
+from modelwright.ops.decode_step import summarized
 
 NUCLEUS_PROBE = 128
 """Tokens looked at first for top-p; the whole vocabulary is sorted only when they do not hold enough mass."""
@@ -59,12 +60,14 @@ def sample(logits_BV: Tensor, requests: Sequence[SampleRequest]) -> list[Sampled
     """One draw per row of `logits_BV`."""
     logits_BV = logits_BV.float()
     scores_BV = _scores(logits_BV, requests)
-    tokens = scores_BV.argmax(dim=-1)
+    tokens, log_sums_B = summarized(logits_BV)
+    if scores_BV is not logits_BV:
+        tokens = scores_BV.argmax(dim=-1)
     random_rows = [row for row, request in enumerate(requests) if request.params.temperature > 0]
     for row in random_rows:
         request = requests[row]
         tokens[row] = _draw(scores_BV[row], request.params, request.params.uniform(request.step))
-    chosen_B = logits_BV.gather(1, tokens[:, None])[:, 0] - logits_BV.logsumexp(dim=-1)
+    chosen_B = logits_BV.gather(1, tokens[:, None])[:, 0] - log_sums_B
     draws = zip(tokens.tolist(), chosen_B.tolist(), requests, range(len(requests)), strict=True)
     return [SampledToken(token, logprob, _alternatives(logits_BV[row], r.params)) for token, logprob, r, row in draws]
 

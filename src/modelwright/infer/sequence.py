@@ -191,3 +191,11 @@ class Sequence:
         if token_id in self.params.stop_ids:
             return "stop"
         return "length" if self.num_new >= self.params.max_tokens else ""
+
+
+@dataclass(frozen=True)
+class DecodeRow:
+    """One token of a decoding sequence: the newest one, or one of the draft that follows it."""
+
+    sequence: Sequence
+    position: int

@@ -10,11 +10,11 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-Kernel = Literal["attention", "norm", "rotary", "gated_activation", "int8", "decode"]
+Kernel = Literal["attention", "norm", "rotary", "gated_activation", "int8", "decode", "decode_step"]
 KERNELS: tuple[Kernel, ...] = get_args(Kernel)
 """`decode`: those of the rotary embedding and the gated activation for few tokens. It is measured and decides nothing:
 PyTorch is faster there on AVX2, but its SiLU rounds the end of a tensor differently, so that the other sequences of a
-batch would change the numbers of one."""
+batch would change the numbers of one. `decode_step`: a step of the engine as one operator."""
 SPEED = Path(__file__).with_name("kernels") / "speed.json"
 TOLERANCE = 0.05
 """Part of a time by which measurements of equal speed differ here; a kernel is used if it is slower nowhere by more."""
@@ -23,8 +23,8 @@ TOLERANCE = 0.05
 UNMEASURED: Mapping[str, frozenset[Kernel]] = {
     "avx512": frozenset({"attention", "norm", "rotary", "gated_activation", "int8"})
 }
-"""What is used where no rows are. On AVX-512 these together made whole training steps faster (docs/log.md: in FP32 from
-6.3 to 5.5 s, in BF16 from 3.2 to 1.7 s, in INT8 from 4.4 to 1.55 s); elsewhere nothing is known of them."""
+"""What is used where a kernel has no rows. On AVX-512 these together made whole training steps faster (docs/log.md: in
+FP32 from 6.3 to 5.5 s, in BF16 from 3.2 to 1.7 s, in INT8 from 4.4 to 1.55 s); elsewhere nothing is known of them."""
 
 
 @functools.cache
@@ -38,7 +38,8 @@ def speed() -> Mapping[str, Any]:
 def kernels_for(instruction_set: str) -> frozenset[Kernel]:
     """The kernels to use on an instruction set."""
     rows = rows_of(instruction_set)
-    return faster_kernels(rows) if rows else UNMEASURED.get(instruction_set, frozenset())
+    unmeasured = UNMEASURED.get(instruction_set, frozenset()) - {row["kernel"] for row in rows}
+    return faster_kernels(rows) | unmeasured
 
 
 def faster_kernels(rows: Sequence[Mapping[str, Any]]) -> frozenset[Kernel]:

@@ -268,7 +268,10 @@ def _kernel_lines(kernels: dict[str, Any]) -> list[str]:
         names = ", ".join(kernels["used"]) or "none"
         return [f"own kernels on {kernels['instruction_set']}: {names}, not measured (benchmarks/kernels.py --write)"]
     title = f"own kernels on {kernels['instruction_set']} beside PyTorch's operators, microseconds of one thread"
-    return [f"{title} (from the table of this version)", *speed_lines(kernels["rows"], kernels["used"])]
+    lines = [f"{title} (from the table of this version)", *speed_lines(kernels["rows"], kernels["used"])]
+    if unmeasured := ", ".join(sorted({*kernels["used"]} - {row["kernel"] for row in kernels["rows"]})):
+        lines.append(f"used without a measurement: {unmeasured}")
+    return lines
 
 
 def _product_lines(training: dict[str, Any]) -> list[str]:

@@ -66,6 +66,7 @@ class EngineReport:
     row_multiple: int
     head: HeadKind
     int8_backend: Backend | str
+    decodes_by_operator: bool
 
 
 class EngineProcess:
@@ -134,6 +135,7 @@ def load(setup: EngineSetup) -> tuple[Engine, Codec, EngineReport]:
         row_multiple=engine.row_multiple,
         head=head,
         int8_backend=_backend_of(model, setup.int8_backend),
+        decodes_by_operator=not engine.why_no_operator,
     )
     return engine, codec, report
 

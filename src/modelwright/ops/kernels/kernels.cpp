@@ -3,6 +3,7 @@
 // it is PyTorch's to report. Everything is computed in FP32, whatever the format of the tensors.
 
 #include "attention.h"
+#include "decode.h"
 #include "rows.h"
 
 extern "C" const char* instruction_set() { return kInstructionSet; }
@@ -68,3 +69,23 @@ NORM(bf16_bf16, Bf16, Bf16)
 
 ELEMENTS(fp32, float)
 ELEMENTS(bf16, Bf16)
+
+extern "C" int64_t decode_scratch(const Decoder* decoder, int64_t num_rows, int64_t longest, int threads) {
+  return memory_of(*decoder, num_rows, longest, threads, nullptr).size;
+}
+
+extern "C" void decode_step(const Decoder* decoder, const Step* step, float* scratch, float* to, int threads) {
+  decode_step(*decoder, *step, scratch, to, threads);
+}
+
+extern "C" int64_t code_step(int64_t width) { return up(width, kCodes); }
+
+extern "C" void multiply_rows(const Matrix* by, const float* in, int64_t num_rows, float* peaks, int8_t* codes,
+                              float* to, int threads) {
+  multiply_all(*by, in, num_rows, peaks, codes, to, threads);
+}
+
+extern "C" void summarize_rows(const float* x, int64_t num_rows, int64_t width, int64_t* largest_at, float* log_sums,
+                               int threads) {
+  summarize(x, num_rows, width, largest_at, log_sums, threads);
+}

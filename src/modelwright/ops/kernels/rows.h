@@ -88,23 +88,27 @@ void rescale(const int32_t* sums, int64_t num_rows, int64_t num_columns, const f
              to + row * num_columns + column);
 }
 
+// Returns what the row was multiplied by before the weight. `to` may be `from`.
+template <class X, class Y>
+inline float normalize(const X* from, const float* weight, int64_t width, float eps, Y* to) {
+  Vector squares[2] = {};
+  each_vector(width, [&](int64_t at, int which, auto size) {
+    const Vector value = some(from + at, size);
+    squares[which] += value * value;
+  });
+  const float factor = 1.0f / std::sqrt(sum(squares[0] + squares[1]) / width + eps);
+  each_vector(width, [&](int64_t at, int, auto size) {
+    put(some(from + at, size) * factor * some(weight + at, size), to + at, size);
+  });
+  return factor;
+}
+
 template <class X, class Y>
 void norm_forward(const X* x, const float* weight, int64_t num_rows, int64_t width, float eps, Y* y, float* inverse,
                   int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads)
-  for (int64_t row = 0; row < num_rows; ++row) {
-    const X* const from = x + row * width;
-    Y* const to = y + row * width;
-    Vector squares[2] = {};
-    each_vector(width, [&](int64_t at, int which, auto size) {
-      const Vector value = some(from + at, size);
-      squares[which] += value * value;
-    });
-    const float factor = inverse[row] = 1.0f / std::sqrt(sum(squares[0] + squares[1]) / width + eps);
-    each_vector(width, [&](int64_t at, int, auto size) {
-      put(some(from + at, size) * factor * some(weight + at, size), to + at, size);
-    });
-  }
+  for (int64_t row = 0; row < num_rows; ++row)
+    inverse[row] = normalize(x + row * width, weight, width, eps, y + row * width);
 }
 
 // of_weight: [threads][width], zeros, to be summed.
@@ -168,6 +172,41 @@ void swiglu_backward(const T* grad, const T* gate, const T* up, int64_t count, T
   });
 }
 
+// The place of the largest number of each row, the first of equal ones, and the logarithm of the sum of exponentials.
+inline void summarize(const float* x, int64_t num_rows, int64_t width, int64_t* largest_at, float* log_sums,
+                      int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+  for (int64_t row = 0; row < num_rows; ++row) {
+    const float* const from = x + row * width;
+    float largest = from[0];
+    if (width >= kLanes) {
+      Vector most = load(from);
+      for (int64_t at = kLanes; at + kLanes <= width; at += kLanes) most = larger(most, load(from + at));
+      for (int lane = 0; lane < kLanes; ++lane) largest = larger(largest, most[lane]);
+    }
+    for (int64_t at = width / kLanes * kLanes; at < width; ++at) largest = larger(largest, from[at]);
+    int64_t at = 0;
+    while (at < width && from[at] < largest) ++at;
+    largest_at[row] = std::min(at, width - 1);
+    Vector sums[2] = {};
+    float rest = 0.0f;
+    for (at = 0; at + kLanes <= width; at += kLanes) sums[at / kLanes % 2] += exponential(load(from + at) - largest);
+    for (; at < width; ++at) rest += std::exp(from[at] - largest);
+    log_sums[row] = largest + std::log(sum(sums[0] + sums[1]) + rest);
+  }
+}
+
+// One head: the cosines of a token, and the sines that its first and its second half are multiplied by. `to` may be
+// `from`.
+template <class T>
+inline void turn(const T* from, const float* cos, const float* of_low, const float* of_high, int64_t half, T* to) {
+  each_vector(half, [&](int64_t at, int, auto size) {
+    const Vector low = some(from + at, size), high = some(from + half + at, size);
+    put(low * some(cos + at, size) + high * some(of_low + at, size), to + at, size);
+    put(high * some(cos + half + at, size) + low * some(of_high + at, size), to + half + at, size);
+  });
+}
+
 // Rotates by the angles of cos and sin, [tokens][width], the sines of the first half with the minus sign; or back.
 template <class T>
 void rotate(const T* x, const float* cos, const float* sin, int64_t num_tokens, int64_t num_heads, int64_t width,
@@ -176,16 +215,8 @@ void rotate(const T* x, const float* cos, const float* sin, int64_t num_tokens, 
 #pragma omp parallel for schedule(static) num_threads(threads)
   for (int64_t token = 0; token < num_tokens; ++token) {
     const float *const c = cos + token * width, *const s = sin + token * width;
-    const float *const of_low = back ? s + half : s, *const of_high = back ? s : s + half;
-    for (int64_t head = 0; head < num_heads; ++head) {
-      const T* const from = x + (token * num_heads + head) * width;
-      T* const to = y + (token * num_heads + head) * width;
-      each_vector(half, [&](int64_t at, int, auto size) {
-        const Vector low = some(from + at, size), high = some(from + half + at, size);
-        put(low * some(c + at, size) + high * some(of_low + at, size), to + at, size);
-        put(high * some(c + half + at, size) + low * some(of_high + at, size), to + half + at, size);
-      });
-    }
+    for (int64_t head = token * num_heads; head < (token + 1) * num_heads; ++head)
+      turn(x + head * width, c, back ? s + half : s, back ? s : s + half, half, y + head * width);
   }
 }
 

@@ -11,6 +11,12 @@
 #include <limits>
 #include <vector>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__ARM_FEATURE_DOTPROD)
+#include <arm_neon.h>
+#endif
+
 namespace {
 
 // A vector fills one register of the processor: GCC lowers wider ones through memory, six times as slow (AVX2).
@@ -103,10 +109,9 @@ struct Part {
 // The numbers in FP32, zeros after them.
 inline Vector some(const float* from, Whole) { return load(from); }
 inline Vector some(const Bf16* from, Whole) {
-#ifdef __AVX512F__
-  Halves found;
-  std::memcpy(&found, from, sizeof found);
-  return (Vector)(__builtin_convertvector(found, Bits) << 16);
+#ifdef __AVX512F__  // GCC widens such a vector in two halves
+  const __m256i found = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+  return (Vector)_mm512_slli_epi32(_mm512_cvtepu16_epi32(found), 16);
 #else  // GCC widens a loop of half a register's numbers by one instruction, a vector of them by four
   uint32_t bits[kLanes];
   for (int lane = 0; lane < kLanes; ++lane) bits[lane] = static_cast<uint32_t>(from[lane]) << 16;

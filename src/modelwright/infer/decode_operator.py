@@ -1,0 +1,218 @@
+"""Decoding by one operator per step, where the kernel of `ops/decode_step.py` is used and computes all that a model
+has.
+
+The model's own `forward` is the reference, and decodes everything else. Which of the two computes a token depends on
+the model and on the adapter of its sequence alone, so a request has the same bits whatever runs beside it.
+"""
+
+import math
+from array import array
+from collections.abc import Sequence as Rows
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from modelwright.compress.int8_linear import WEIGHT_LEVELS, Int8Embedding, Int8Linear
+from modelwright.core.errors import ModelError
+from modelwright.infer.kv_cache import PagedCache
+from modelwright.infer.sequence import DecodeRow
+from modelwright.model.adapter_bank import AdapterBank
+from modelwright.model.config import ModelConfig
+from modelwright.model.decoder import Block, Decoder, Linear, RMSNorm
+from modelwright.ops import cpu_kernels
+from modelwright.ops.decode_step import (
+    NO_NORM,
+    NO_WEIGHT,
+    DecodeLayer,
+    DecodeRows,
+    DecodeShape,
+    DecodeStep,
+    RowProduct,
+    Weight,
+)
+
+FEWEST_ROPE_ROWS = 512
+
+
+class DecodeOperator:
+    """Decodes with one model and one cache. Raises `ModelError` for what the kernel does not compute. The model's
+    weights must stay where they are.
+    """
+
+    def __init__(self, model: Decoder, cache: PagedCache) -> None:
+        refuse_unless("decode_step" in cpu_kernels.used(), "the kernel decode_step is not used here")
+        ends = model.ends
+        refuse_unless(ends.stream_dtype is None and ends.head_dtype is None, "the model computes in a training format")
+        blocks = [_checked_block(block) for block in model.blocks.values()]
+        self._model = model
+        self._tables = _RotaryRows(model)
+        layers = [_layer(block, model.config, cache) for block in blocks]
+        embedding = _embedding(model.embedding)
+        self._step = DecodeStep(_shape(model.config), layers, embedding, _norm(model.norm))
+        self._head = RowProduct(embedding if model.head is None else _weight(model.head))
+
+    def hidden(self, rows: Rows[DecodeRow]) -> Tensor:
+        """Hidden states [N, D] of tokens of decoding sequences, which are written into the cache."""
+        inputs = DecodeRows(positions=array("q", [row.position for row in rows]))
+        inputs.tokens.extend([row.sequence.token_at(row.position) for row in rows])
+        last = None
+        for row in rows:
+            if row.sequence is not last:
+                last, start = row.sequence, len(inputs.blocks)
+                inputs.blocks.extend(last.block_table)
+            inputs.first_block.append(start)
+        return self._step(inputs, self._tables.of(rows, inputs))
+
+    def logits(self, hidden_ND: Tensor) -> Tensor:
+        """[N, V]; those of a row do not depend on the number of rows."""
+        return self._model.cap(self._head(hidden_ND))
+
+
+class _RotaryRows:
+    """Cosines and sines of the positions that occurred so far, computed once; for every token where they depend on the
+    length of its sequence.
+    """
+
+    def __init__(self, model: Decoder) -> None:
+        self._model = model
+        self._tables: tuple[Tensor, ...] = ()
+        self._num_positions = 0
+
+    def of(self, rows: Rows[DecodeRow], inputs: DecodeRows) -> tuple[Tensor, ...]:
+        """The tables; the numbers of the tokens' rows are put into `inputs`."""
+        if self._model.config.rope.depends_on_length:
+            inputs.rope_rows.extend(range(len(rows)))
+            lengths = [max(row.sequence.num_prefill, row.position + 1) for row in rows]
+            return self._computed(list(inputs.positions), lengths)
+        inputs.rope_rows.extend(inputs.positions)
+        longest = max(inputs.positions) + 1
+        if longest > self._num_positions:
+            self._num_positions = max(FEWEST_ROPE_ROWS, 2 ** math.ceil(math.log2(longest)))
+            positions = list(range(self._num_positions))
+            self._tables = self._computed(positions, positions)
+        return self._tables
+
+    def _computed(self, positions: list[int], lengths: list[int]) -> tuple[Tensor, ...]:
+        rotary = self._model.rotary_tables(torch.tensor([positions]), torch.tensor([lengths]))
+        return tuple(table.contiguous() for table in rotary)
+
+
+def decode_operator(model: Decoder, cache: PagedCache) -> tuple[DecodeOperator | None, str]:
+    """The operator, or None and the reason why PyTorch's operators decode this model."""
+    try:
+        return DecodeOperator(model, cache), ""
+    except ModelError as error:
+        return None, str(error)
+
+
+def refuse_unless(condition: bool, reason: str) -> None:
+    """Raise `ModelError`, which names what the operator does not compute."""
+    if not condition:
+        raise ModelError(reason)
+
+
+def _shape(config: ModelConfig) -> DecodeShape:
+    attention = config.attention
+    return DecodeShape(
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        rotary_dim=config.num_rotated,
+        activation=config.feed_forward.activation,
+        eps=config.norm_eps,
+        score_scale=attention.query_scale or config.head_dim**-0.5,
+        soft_cap=attention.soft_cap,
+        embedding_scale=config.embedding_scale,
+    )
+
+
+def _checked_block(block: nn.Module) -> Block:
+    refuse_unless(type(block) is Block, f"its blocks are {type(block).__name__}s (compiled or divided)")
+    assert isinstance(block, Block)
+    return block
+
+
+def _layer(block: Block, config: ModelConfig, cache: PagedCache) -> DecodeLayer:
+    attention, ffn = block.attention, block.ffn
+    keys, values = cache.layer(attention.spec.layer)
+    refuse_unless(keys.device.type == "cpu", f"it is on the device {keys.device.type}")
+    refuse_unless(keys.dtype in cpu_kernels.NAMES, f"its cache is in {keys.dtype}")
+    window = attention.spec.window
+    heads, pairs = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    width, inner = config.model_dim, config.ffn_dim
+    return DecodeLayer(
+        q=_weight(attention.q_proj, heads, width),
+        k=_weight(attention.k_proj, pairs, width),
+        v=_weight(attention.v_proj, pairs, width),
+        o=_weight(attention.o_proj, width, heads),
+        gate=_weight(ffn.gate_proj, inner, width),
+        up=_weight(ffn.up_proj, inner, width),
+        down=_weight(ffn.down_proj, width, inner),
+        output_gate=NO_WEIGHT
+        if attention.output_gate is None
+        else _weight(attention.output_gate, config.gate_dim, width),
+        attention_norm=_norm(block.attention_norm),
+        attention_post_norm=_norm(block.attention_post_norm),
+        ffn_norm=_norm(block.ffn_norm),
+        ffn_post_norm=_norm(block.ffn_post_norm),
+        q_norm=_norm(attention.q_norm),
+        k_norm=_norm(attention.k_norm),
+        keys=keys,
+        values=values,
+        window=window,
+        rotation="none" if not attention.uses_rope else "window" if window else "global",
+    )
+
+
+def _weight(module: nn.Module, *shape: int) -> Weight:
+    if type(module) is Int8Linear:
+        weight = _weight_of_codes(module)
+    else:
+        refuse_unless(type(module) is Linear, f"it has {type(module).__name__}s")
+        assert isinstance(module, Linear)
+        refuse_unless(module.frozen is None, "its weights are packed")
+        refuse_unless(module.product is F.linear, "a training format multiplies its weights")
+        refuse_unless("own_weight" not in vars(module), "its layout divides weights")
+        adapter = module.adapter
+        refuse_unless(adapter is None or type(adapter) is AdapterBank, "an adapter is attached and not merged")
+        weight = Weight(_plain(module.weight), bias_O=_factors(module.bias) if module.has_bias else NO_NORM)
+    refuse_unless(not shape or weight.weight_OI.shape == shape, "a weight has not the shape that the config says")
+    return weight
+
+
+def _weight_of_codes(module: Int8Linear) -> Weight:
+    codes = module.quantized
+    least, most = (int(one) for one in codes.aminmax())
+    refuse_unless(-WEIGHT_LEVELS <= least <= most <= WEIGHT_LEVELS, "its INT8 weights exceed the levels")
+    return Weight(codes, module.scale, NO_NORM if module.bias is None else _factors(module.bias))
+
+
+def _embedding(module: nn.Module) -> Weight:
+    if isinstance(module, Int8Embedding):
+        return Weight(module.quantized, module.scale)
+    refuse_unless(type(module) is nn.Embedding, f"its embedding is a {type(module).__name__}")
+    assert isinstance(module, nn.Embedding)
+    return Weight(_plain(module.weight))
+
+
+def _plain(weight: Tensor) -> Tensor:
+    refuse_unless(type(weight) in (Tensor, nn.Parameter), f"its weights are {type(weight).__name__}s")
+    refuse_unless(weight.dtype in cpu_kernels.NAMES, f"its weights are in {weight.dtype}")
+    refuse_unless(weight.is_contiguous(), "its weights are not contiguous")
+    return weight.detach()
+
+
+def _norm(module: nn.Module) -> Tensor:
+    """The FP32 factors of a norm; none for what stands in its place."""
+    if isinstance(module, nn.Identity):
+        return NO_NORM
+    refuse_unless(type(module) is RMSNorm, f"it has {type(module).__name__}s")
+    assert isinstance(module, RMSNorm)
+    refuse_unless(module.out_dtype is None, "norms compute in a training format")
+    factors = _factors(module.weight)
+    return 1.0 + factors if module.one_plus_weight else factors
+
+
+def _factors(values: Tensor) -> Tensor:
+    return values.detach().float().contiguous()

@@ -1,0 +1,276 @@
+"""A decode step of a whole decoder as one call of a kernel for CPUs (`kernels/decode.h`): the newest token of each
+sequence through all layers, with keys and values in a paged cache.
+
+Weights are FP32, BF16 or INT8 as they are stored; nothing is packed or copied. Everything is computed in FP32. The
+result of a row has the same bits whatever the number of rows and threads. INT8 weights [-64, 64] take INT8 activations
+with one scale per token, as `compress/int8_linear.py` defines it.
+
+Legend: N rows, D model width, K key/value heads, d head width, O outputs, I inputs, L cache blocks, S tokens of one.
+"""
+
+import ctypes
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from modelwright.ops import cpu_kernels
+
+FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+"""Formats of weights, by the numbers that the kernel calls them."""
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+Rotation = Literal["none", "global", "window"]
+ROTATIONS: dict[Rotation, int] = {"none": 0, "global": 1, "window": 2}
+LARGEST_CODE = 127.0
+
+
+class _Matrix(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("weight", "scale", "row_sum", "bias")),
+        *((name, ctypes.c_int64) for name in ("outputs", "inputs", "format")),
+    ]
+
+
+MATRICES = ("q", "k", "v", "output_gate", "o", "gate", "up", "down")
+NORMS = ("attention_norm", "attention_post_norm", "ffn_norm", "ffn_post_norm", "q_norm", "k_norm")
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [
+        *((name, _Matrix) for name in MATRICES),
+        *((name, ctypes.c_void_p) for name in (*NORMS, "keys", "values")),
+        *((name, ctypes.c_int64) for name in ("window", "rotation")),
+    ]
+
+
+SIZES = ("num_heads", "num_kv_heads", "head_dim", "rotary_dim")
+FACTORS = ("eps", "soft_cap", "score_scale", "embedding_scale")
+
+
+class _Decoder(ctypes.Structure):
+    _fields_ = [
+        ("layers", ctypes.POINTER(_Layer)),
+        ("norm", ctypes.c_void_p),
+        ("embedding", _Matrix),
+        *((name, ctypes.c_int64) for name in ("num_layers", "width", *SIZES, "ffn_width")),
+        *((name, ctypes.c_int64) for name in ("activation", "cache_format", "block_len")),
+        *((name, ctypes.c_float) for name in FACTORS),
+    ]
+
+
+class _Step(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("tokens", "positions", "rope_rows", "first_block", "blocks")),
+        *((name, ctypes.c_void_p) for name in ("cos", "sin", "window_cos", "window_sin")),
+        *((name, ctypes.c_int64) for name in ("num_rows", "longest")),
+    ]
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A linear layer: weight [O, I]; the scales of INT8 rows and the FP32 bias, [O] each, empty without."""
+
+    weight_OI: Tensor
+    scale_O: Tensor = field(default_factory=lambda: torch.empty(0))
+    bias_O: Tensor = field(default_factory=lambda: torch.empty(0))
+
+
+NO_WEIGHT = Weight(torch.empty(0, 0))
+NO_NORM = torch.empty(0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeLayer:
+    """The tensors of one layer. Norms are FP32 factors; `NO_NORM` and `NO_WEIGHT` stand for what a layer has not. keys,
+    values: of the cache, [L, S, K, d] each. window: tokens that a query sees, the present one included; 0 is all
+    earlier ones.
+    """
+
+    q: Weight
+    k: Weight
+    v: Weight
+    o: Weight
+    gate: Weight
+    up: Weight
+    down: Weight
+    attention_norm: Tensor
+    ffn_norm: Tensor
+    keys: Tensor
+    values: Tensor
+    output_gate: Weight = NO_WEIGHT
+    attention_post_norm: Tensor = NO_NORM
+    ffn_post_norm: Tensor = NO_NORM
+    q_norm: Tensor = NO_NORM
+    k_norm: Tensor = NO_NORM
+    window: int = 0
+    rotation: Rotation = "global"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeShape:
+    """What the tensors do not tell. score_scale: of products of queries and keys; soft_cap: 0 for none."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    activation: str
+    eps: float
+    score_scale: float
+    soft_cap: float = 0.0
+    embedding_scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class DecodeRows:
+    """The tokens of a step, in any order; tokens of one sequence see each other as their positions say. blocks: the
+    block tables of all sequences, one after the other; first_block: where the table of a row's sequence begins;
+    rope_rows: the row of the tables of cosines and sines that belongs to each token.
+    """
+
+    tokens: "array[int]" = field(default_factory=lambda: array("q"))
+    positions: "array[int]" = field(default_factory=lambda: array("q"))
+    rope_rows: "array[int]" = field(default_factory=lambda: array("q"))
+    first_block: "array[int]" = field(default_factory=lambda: array("q"))
+    blocks: "array[int]" = field(default_factory=lambda: array("q"))
+
+
+class DecodeStep:
+    """The kernel for one decoder and one cache. It refers to their tensors and follows changes in place."""
+
+    def __init__(self, shape: DecodeShape, layers: Sequence[DecodeLayer], embedding: Weight, norm_D: Tensor) -> None:
+        self._held: list[Tensor] = []
+        """Keeps what the kernel points to."""
+        self._width = embedding.weight_OI.shape[1]
+        self._layers = (_Layer * len(layers))(*(self._layer(layer) for layer in layers))
+        self._decoder = _Decoder(
+            layers=self._layers,
+            norm=self._pointer(norm_D),
+            embedding=self._matrix(embedding, divisor=1.0),
+            num_layers=len(layers),
+            width=self._width,
+            ffn_width=layers[0].gate.weight_OI.shape[0],
+            activation=ACTIVATIONS[shape.activation],
+            cache_format=FORMATS[layers[0].keys.dtype],
+            block_len=layers[0].keys.shape[1],
+            **{name: getattr(shape, name) for name in (*SIZES, *FACTORS)},
+        )
+        self._scratch = torch.empty(0)
+
+    def __call__(self, rows: DecodeRows, tables: Sequence[Tensor]) -> Tensor:
+        """Hidden states [N, D] after the final norm, FP32; the cache gets the tokens' keys and values. tables: cosines
+        and signed sines as in `ops/rope.py`, of layers that see all tokens and of layers with a window, four in all,
+        [any, rotary_dim] each.
+        """
+        library = cpu_kernels.kernels()
+        assert library is not None
+        assert all(table.is_contiguous() and table.dtype == torch.float32 for table in tables)
+        num_rows, longest, threads = len(rows.tokens), max(rows.positions) + 1, torch.get_num_threads()
+        step = _Step(
+            *(
+                one.buffer_info()[0]
+                for one in (rows.tokens, rows.positions, rows.rope_rows, rows.first_block, rows.blocks)
+            ),
+            *(table.data_ptr() for table in tables),
+            num_rows,
+            longest,
+        )
+        needed = library.decode_scratch(
+            ctypes.byref(self._decoder), ctypes.c_int64(num_rows), ctypes.c_int64(longest), threads
+        )
+        if needed > self._scratch.numel():
+            self._scratch = torch.empty(needed)
+        hidden_ND = torch.empty(num_rows, self._width)
+        library.decode_step(
+            ctypes.byref(self._decoder),
+            ctypes.byref(step),
+            ctypes.c_void_p(self._scratch.data_ptr()),
+            ctypes.c_void_p(hidden_ND.data_ptr()),
+            threads,
+        )
+        return hidden_ND
+
+    def _layer(self, layer: DecodeLayer) -> _Layer:
+        return _Layer(
+            **{name: self._matrix(getattr(layer, name)) for name in MATRICES},
+            **{name: self._pointer(getattr(layer, name)) for name in (*NORMS, "keys", "values")},
+            window=layer.window,
+            rotation=ROTATIONS[layer.rotation],
+        )
+
+    def _matrix(self, weight: Weight, *, divisor: float = LARGEST_CODE) -> _Matrix:
+        matrix, held = _matrix_of(weight, divisor)
+        self._held += held
+        return matrix
+
+    def _pointer(self, tensor: Tensor) -> int | None:
+        self._held.append(tensor)
+        return _pointer_to(tensor)
+
+
+class RowProduct:
+    """x [N, I] times one weight', FP32 [N, O], each row by itself: the head of a decode step."""
+
+    def __init__(self, weight: Weight) -> None:
+        self._matrix, self._held = _matrix_of(weight, LARGEST_CODE)
+        self._num_outputs, self._num_inputs = weight.weight_OI.shape
+
+    def __call__(self, x_NI: Tensor) -> Tensor:
+        library = cpu_kernels.kernels()
+        assert library is not None
+        x_NI = x_NI.float().contiguous()
+        num_rows = len(x_NI)
+        out_NO = torch.empty(num_rows, self._num_outputs)
+        codes = torch.empty(num_rows, library.code_step(ctypes.c_int64(self._num_inputs)), dtype=torch.int8)
+        peaks_N = torch.empty(num_rows)
+        pointers = (ctypes.c_void_p(one.data_ptr()) for one in (peaks_N, codes, out_NO))
+        library.multiply_rows(
+            ctypes.byref(self._matrix),
+            ctypes.c_void_p(x_NI.data_ptr()),
+            ctypes.c_int64(num_rows),
+            *pointers,
+            torch.get_num_threads(),
+        )
+        return out_NO
+
+
+def summarized(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
+    """The likeliest token of each row, the first of equally likely ones, and the logarithm of the sum of exponentials,
+    [N] each. Where a row is not finite, neither is the latter.
+    """
+    if not (
+        logits_NV.dtype == torch.float32 and logits_NV.is_contiguous() and cpu_kernels.take("decode_step", logits_NV)
+    ):
+        return summarized_naive(logits_NV)
+    library = cpu_kernels.kernels()
+    assert library is not None
+    num_rows, width = logits_NV.shape
+    likeliest_N, log_sums_N = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows)
+    sizes = (ctypes.c_int64(num_rows), ctypes.c_int64(width))
+    pointers = (ctypes.c_void_p(one.data_ptr()) for one in (likeliest_N, log_sums_N))
+    library.summarize_rows(ctypes.c_void_p(logits_NV.data_ptr()), *sizes, *pointers, torch.get_num_threads())
+    return likeliest_N, log_sums_N
+
+
+def summarized_naive(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
+    """The definition: the reference for `summarized`."""
+    return logits_NV.argmax(dim=-1), logits_NV.logsumexp(dim=-1)
+
+
+def _matrix_of(weight: Weight, divisor: float) -> tuple[_Matrix, list[Tensor]]:
+    """The kernel's description and the tensors that it points to."""
+    scale_O, row_sum_O = weight.scale_O, torch.empty(0)
+    if weight.weight_OI.dtype == torch.int8:
+        scale_O = (scale_O.float() / divisor).contiguous()
+        row_sum_O = weight.weight_OI.sum(dim=1, dtype=torch.int32)
+    held = [weight.weight_OI.detach(), scale_O, row_sum_O, weight.bias_O.detach()]
+    num_outputs, num_inputs = weight.weight_OI.shape
+    return _Matrix(*map(_pointer_to, held), num_outputs, num_inputs, FORMATS[weight.weight_OI.dtype]), held
+
+
+def _pointer_to(tensor: Tensor) -> Any:
+    assert tensor.is_contiguous()
+    return tensor.data_ptr() if tensor.numel() else None

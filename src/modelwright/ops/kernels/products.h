@@ -1,0 +1,292 @@
+// Products of a few rows with weights as PyTorch stores them, [outputs][inputs], in FP32, BF16 or INT8: nothing is packed
+// or copied. A sum is taken in one order whatever the numbers of rows, outputs and threads, so that a row's result does
+// not depend on its neighbors.
+
+#pragma once
+
+#include <type_traits>
+#include <utility>
+
+#include "vectors.h"
+
+namespace {
+
+// Where number `at` comes from when the sums of neighboring pairs of units of two vectors are put side by side: of those
+// in a group of four numbers for units of one, of those in the whole vector for units of four. odd: the pair's second.
+constexpr int place(int unit, int odd, int at) {
+  const int group = unit == 1 ? 4 : kLanes, half = group / unit / 2, number = at % group / unit;
+  const int source = 2 * (number % half) + odd;
+  return (number < half ? 0 : kLanes) + at / group * group + source * unit + at % unit;
+}
+
+template <int unit, int odd, class V, int... at>
+inline V picked(V left, V right, std::integer_sequence<int, at...>) {
+#ifdef __clang__
+  return __builtin_shufflevector(left, right, place(unit, odd, at)...);
+#else
+  return __builtin_shuffle(left, right, Integers{place(unit, odd, at)...});
+#endif
+}
+
+template <int unit, class V>
+inline V paired(V left, V right) {
+  constexpr std::make_integer_sequence<int, kLanes> lanes{};
+  return picked<unit, 0>(left, right, lanes) + picked<unit, 1>(left, right, lanes);
+}
+
+// The sums of the numbers of each vector, side by side; each sum is taken in the same order.
+template <class V>
+inline V sums_of(const V (&x)[kLanes]) {
+  V quarters[kLanes / 4];
+#pragma GCC unroll 4
+  for (int i = 0; i < kLanes / 4; ++i)
+    quarters[i] = paired<1>(paired<1>(x[4 * i], x[4 * i + 1]), paired<1>(x[4 * i + 2], x[4 * i + 3]));
+  if constexpr (kLanes == 4) return quarters[0];
+  if constexpr (kLanes == 8) return paired<4>(quarters[0], quarters[1]);
+  if constexpr (kLanes == 16)
+    return paired<4>(paired<4>(quarters[0], quarters[1]), paired<4>(quarters[2], quarters[3]));
+}
+
+// Keeps a vector in a register: GCC would read it again from memory for each of its uses, which costs half of the speed.
+template <class V>
+inline V held(V value) {
+#if defined(__x86_64__)
+  __asm__("" : "+v"(value));
+#elif defined(__aarch64__)
+  __asm__("" : "+w"(value));
+#endif
+  return value;
+}
+
+// A tile of kLanes products: `outs` rows of weights times kLanes / outs rows of numbers. Product number row * outs + out
+// of the result is that of a row and an output.
+template <int outs, class W>
+inline __attribute__((always_inline)) Vector products(const W* const (&weights)[outs],
+                                                      const float* const (&rows)[kLanes / outs], int64_t count,
+                                                      int64_t ahead) {
+  Vector sums[kLanes] = {};
+  const auto add = [&](int64_t at, auto size) __attribute__((always_inline)) {
+    Vector numbers[kLanes / outs];
+#pragma GCC unroll 16
+    for (int row = 0; row < kLanes / outs; ++row) numbers[row] = held(some(rows[row] + at, size));
+#pragma GCC unroll 16
+    for (int out = 0; out < outs; ++out) {
+      __builtin_prefetch(weights[out] + ahead + at);
+      const Vector weight = held(some(weights[out] + at, size));
+#pragma GCC unroll 16
+      for (int row = 0; row < kLanes / outs; ++row) sums[row * outs + out] += weight * numbers[row];
+    }
+  };
+  int64_t at = 0;
+  for (; at + kLanes <= count; at += kLanes) add(at, Whole{});
+  if (at < count) add(at, Part{count - at});
+  return sums_of(sums);
+}
+
+// INT8: four products to a number of the sum. Codes of rows are stored with an offset where the instructions multiply
+// unsigned by signed bytes. Without VNNI these add two products in 16 bits, which weights within 64 do not overflow.
+constexpr int kCodes = 4 * kLanes;
+typedef int8_t CodeVector __attribute__((vector_size(kCodes), aligned(1)));
+
+#if defined(__AVX512VNNI__) && defined(__AVX512F__)
+constexpr int kOffset = 128;
+inline Integers add_products(Integers sum, CodeVector row, CodeVector weight) {
+  return (Integers)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)row, (__m512i)weight);
+}
+#elif defined(__AVX512BW__)
+constexpr int kOffset = 128;
+inline Integers add_products(Integers sum, CodeVector row, CodeVector weight) {
+  const __m512i pairs = _mm512_maddubs_epi16((__m512i)row, (__m512i)weight);
+  return sum + (Integers)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+}
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+constexpr int kOffset = 128;
+inline Integers add_products(Integers sum, CodeVector row, CodeVector weight) {
+  const __m256i pairs = _mm256_maddubs_epi16((__m256i)row, (__m256i)weight);
+  return sum + (Integers)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+}
+#elif defined(__ARM_FEATURE_DOTPROD)
+constexpr int kOffset = 0;
+inline Integers add_products(Integers sum, CodeVector row, CodeVector weight) {
+  return (Integers)vdotq_s32((int32x4_t)sum, (int8x16_t)row, (int8x16_t)weight);
+}
+#else
+constexpr int kOffset = 0;
+inline Integers add_products(Integers sum, CodeVector row, CodeVector weight) {
+  for (int lane = 0; lane < kLanes; ++lane)
+    for (int i = 4 * lane; i < 4 * lane + 4; ++i) sum[lane] += static_cast<int32_t>(row[i]) * weight[i];
+  return sum;
+}
+#endif
+
+inline CodeVector codes_at(const void* from) {
+  CodeVector found;
+  std::memcpy(&found, from, sizeof found);
+  return found;
+}
+
+template <int outs>
+inline __attribute__((always_inline)) Integers code_products(const int8_t* const (&weights)[outs],
+                                                             const int8_t* const (&rows)[kLanes / outs], int64_t count,
+                                                             int64_t ahead) {
+  Integers sums[kLanes] = {};
+  const auto add = [&](int64_t at, auto weight_at) __attribute__((always_inline)) {
+    CodeVector numbers[kLanes / outs];
+#pragma GCC unroll 16
+    for (int row = 0; row < kLanes / outs; ++row) numbers[row] = held(codes_at(rows[row] + at));
+#pragma GCC unroll 16
+    for (int out = 0; out < outs; ++out) {
+      __builtin_prefetch(weights[out] + ahead + at);
+      const CodeVector weight = held(weight_at(weights[out] + at));
+#pragma GCC unroll 16
+      for (int row = 0; row < kLanes / outs; ++row)
+        sums[row * outs + out] = add_products(sums[row * outs + out], numbers[row], weight);
+    }
+  };
+  int64_t at = 0;
+  for (; at + kCodes <= count; at += kCodes) add(at, [](const int8_t* from) { return codes_at(from); });
+  if (at < count)
+    add(at, [&](const int8_t* from) {
+      int8_t padded[kCodes] = {};
+      std::memcpy(padded, from, count - at);
+      return codes_at(padded);
+    });
+  return sums_of(sums);
+}
+
+enum Format : int64_t { kFp32, kBf16, kInt8 };
+
+// A linear layer. scale, row_sum: of INT8 rows, the scale divided by the largest code of an activation, and the sum of the
+// codes. bias: null for none.
+struct Matrix {
+  const void* weight;
+  const float* scale;
+  const int32_t* row_sum;
+  const float* bias;
+  int64_t outputs, inputs, format;
+};
+
+constexpr float kLargestCode = 127.0f;  // of an activation
+constexpr float kTiniest = 1e-12f;      // ops/int_grid.py
+
+// What layers multiply. codes: the numbers of each row divided by its peak, in INT8, padded to whole vectors.
+struct Rows {
+  const float* numbers;
+  const int8_t* codes;
+  const float* peaks;
+  int64_t count, width;
+  int64_t code_step() const { return up(width, kCodes); }
+};
+
+void encode(const float* from, int64_t width, int8_t* codes, float* peak) {
+  Vector most[2] = {};
+  each_vector(width, [&](int64_t at, int which, auto size) {
+    most[which] = larger(magnitude(some(from + at, size)), most[which]);
+  });
+  float largest = kTiniest;
+  for (int lane = 0; lane < kLanes; ++lane) largest = larger(most[1][lane], larger(most[0][lane], largest));
+  *peak = largest;
+  const Vector magic = all(12582912.0f);
+  each_vector(width, [&](int64_t at, int, auto size) {
+    const Vector scaled = some(from + at, size) / largest * kLargestCode;
+    const Vector within = scaled < kLargestCode ? scaled : all(kLargestCode);  // keeps the product from being fused
+    const Integers rounded = __builtin_convertvector((within + magic) - magic, Integers) + kOffset;
+    put(__builtin_convertvector(__builtin_convertvector(rounded, Shorts), Bytes), codes + at, size);
+  });
+}
+
+// What belongs to the outputs of a tile, once for each of its rows.
+template <int outs, class V, class T>
+inline V of_outputs(const T* from, int64_t num_outs) {
+  T parts[kLanes];
+  for (int at = 0; at < kLanes; at += outs)
+    if (num_outs == outs)
+      std::memcpy(parts + at, from, outs * sizeof(T));
+    else
+      for (int out = 0; out < outs; ++out) parts[at + out] = from[std::min<int64_t>(out, num_outs - 1)];
+  V found;
+  std::memcpy(&found, parts, sizeof found);
+  return found;
+}
+
+template <int outs>
+inline Vector scaled(const Matrix&, Vector sums, int64_t, int64_t, const Rows&, int64_t, int64_t) {
+  return sums;
+}
+
+template <int outs>
+inline Vector scaled(const Matrix& by, Integers sums, int64_t first, int64_t num_outs, const Rows& in, int64_t row,
+                     int64_t num_rows) {
+  float peaks[kLanes];
+  for (int at = 0; at < kLanes; ++at) peaks[at] = in.peaks[row + std::min<int64_t>(at / outs, num_rows - 1)];
+  if (kOffset) sums -= kOffset * of_outputs<outs, Integers>(by.row_sum + first, num_outs);
+  return __builtin_convertvector(sums, Vector) * of_outputs<outs, Vector>(by.scale + first, num_outs) * load(peaks);
+}
+
+// Puts the results of a tile where they belong.
+template <int outs, class Sums>
+inline void finish(const Matrix& by, Sums sums, int64_t first, int64_t num_outs, const Rows& in, int64_t row,
+                   int64_t num_rows, float* to) {
+  Vector results = scaled<outs>(by, sums, first, num_outs, in, row, num_rows);
+  if (by.bias) results += of_outputs<outs, Vector>(by.bias + first, num_outs);
+  float parts[kLanes];
+  store(parts, results);
+  to += row * by.outputs + first;
+  for (int64_t number = 0; number < num_rows; ++number, to += by.outputs)
+    if (num_outs == outs)
+      std::memcpy(to, parts + number * outs, outs * sizeof(float));
+    else
+      std::memcpy(to, parts + number * outs, num_outs * sizeof(float));
+}
+
+template <int outs, class W, class N>
+inline __attribute__((always_inline)) void tile(const Matrix& by, int64_t first, int64_t end, const Rows& in,
+                                                const N* numbers, int64_t step, int64_t row, int64_t num_rows,
+                                                float* to) {
+  const N* rows[kLanes / outs];
+  for (int r = 0; r < kLanes / outs; ++r) rows[r] = numbers + (row + std::min<int64_t>(r, num_rows - 1)) * step;
+  for (; first < end; first += outs) {
+    const W* weights[outs];
+    for (int out = 0; out < outs; ++out)
+      weights[out] = static_cast<const W*>(by.weight) + std::min(first + out, end - 1) * by.inputs;
+    const int64_t num_outs = std::min<int64_t>(outs, end - first);
+    if constexpr (std::is_same_v<W, int8_t>)
+      finish<outs>(by, code_products<outs>(weights, rows, by.inputs, outs * by.inputs), first, num_outs, in, row,
+                   num_rows, to);
+    else
+      finish<outs>(by, products<outs>(weights, rows, by.inputs, outs * by.inputs), first, num_outs, in, row, num_rows,
+                   to);
+  }
+}
+
+template <class W, class N>
+void multiply_outputs(const Matrix& by, int64_t first, int64_t end, const Rows& in, const N* numbers, int64_t step,
+                      float* to) {
+  for (int64_t row = 0; row < in.count;) {
+    const int64_t left = in.count - row;
+    if (left == 1)
+      tile<kLanes, W>(by, first, end, in, numbers, step, row, 1, to);
+    else if (left == 2)
+      tile<kLanes / 2, W>(by, first, end, in, numbers, step, row, 2, to);
+    else
+      tile<kLanes / 4, W>(by, first, end, in, numbers, step, row, std::min<int64_t>(4, left), to);
+    row += 4;
+  }
+}
+
+// Outputs first..end of all rows, to [rows][outputs].
+void multiply_outputs(const Matrix& by, int64_t first, int64_t end, const Rows& in, float* to) {
+  if (by.format == kInt8)
+    multiply_outputs<int8_t>(by, first, end, in, in.codes, in.code_step(), to);
+  else if (by.format == kBf16)
+    multiply_outputs<Bf16>(by, first, end, in, in.numbers, in.width, to);
+  else
+    multiply_outputs<float>(by, first, end, in, in.numbers, in.width, to);
+}
+
+// Threads take so many outputs at a time.
+constexpr int64_t kOutputs = 2 * kLanes;
+
+inline int64_t num_pieces(const Matrix& by) { return (by.outputs + kOutputs - 1) / kOutputs; }
+
+}  // namespace

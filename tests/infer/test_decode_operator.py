@@ -1,0 +1,207 @@
+"""Decoding by one operator against the model's own forward, and that neighbors change no bit of a request."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_folders import CASES, VOCAB_SIZE, write_folder
+from infer.engine_runs import GREEDY, SAMPLED, alone, answer, drain, make_engine, make_model, tokens
+from modelwright.compress.grid_model import TrainedGrid, quantize_to_grid
+from modelwright.compress.int8 import Int8WeightsConfig, quantize_model
+from modelwright.core.library_environment import LOWER
+from modelwright.infer.engine import Engine, EngineConfig
+from modelwright.infer.sequence import SamplingParams
+from modelwright.model.adapter_config import AdapterConfig
+from modelwright.model.adapters import attach_adapters
+from modelwright.model.config import AttentionConfig
+from modelwright.model.decoder import Decoder
+from modelwright.model.hf import load_model
+from modelwright.ops import cpu_kernels
+from modelwright.ops.int_grid import WeightGrid
+from modelwright.ops.kernel_speed import KERNELS
+
+WITH, WITHOUT = "decode_step", "0"
+NUM_NEW = 48
+PROMPT_LENS = (1, 9, 23, 45)
+GREEDY_LONG = SamplingParams(max_tokens=NUM_NEW, temperature=0.0)
+MODELS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "one head": {"num_kv_heads": 4},
+    "one group": {"num_kv_heads": 1},
+    "gate of heads": {"attention_gate": "head"},
+    "gate of elements": {"attention_gate": "element"},
+    "own head": {"tie_embeddings": False},
+    "window and cap": {"attention": AttentionConfig(window=20, window_layers=(1,), soft_cap=4.0)},
+}
+
+
+@pytest.fixture(autouse=True)
+def operator(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    if not cpu_kernels.instruction_set():
+        pytest.skip("there is no C++ compiler here")
+    monkeypatch.setenv(cpu_kernels.SWITCH, WITH)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(params=["native", *LOWER])
+def each_instruction_set(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, names = cpu_kernels.instruction_set(), ["avx512", *LOWER]
+    if request.param != "native":
+        if own not in names or names.index(own) >= names.index(request.param):
+            pytest.skip(f"kernels for this processor are those of {own}")
+        library = cpu_kernels.compiled_for(LOWER[request.param].march)
+        monkeypatch.setattr(cpu_kernels, "kernels", lambda: library)
+
+
+def answers(
+    model: Decoder, prompts: list[list[int]], **settings: Any
+) -> tuple[list[list[int]], list[list[float]], str]:
+    """Tokens and log-probabilities of greedy answers, decoded together, and why there is no operator."""
+    engine = make_engine(model, kv_cache_tokens=1024, **settings)
+    for number, prompt in enumerate(prompts):
+        engine.add(str(number), prompt, GREEDY_LONG)
+    outputs = drain(engine)
+    ordered = [outputs[str(number)] for number in range(len(prompts))]
+    found = [[one.token_id for one in own] for own in ordered], [[one.logprob for one in own] for own in ordered]
+    return *found, engine.why_no_operator
+
+
+def assert_same_answers(
+    model: Decoder, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch, *, tolerance: float = 1e-4
+) -> None:
+    own, own_logprobs, reason = answers(model, prompts)
+    assert not reason
+    monkeypatch.setenv(cpu_kernels.SWITCH, WITHOUT)
+    twin, twin_logprobs, reason = answers(model, prompts)
+    assert reason
+    assert own == twin
+    for one, other in zip(own_logprobs, twin_logprobs, strict=True):
+        assert one == pytest.approx(other, abs=tolerance)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_answers_are_those_of_the_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_same_answers(make_model(**MODELS[name]), [tokens(n, n) for n in PROMPT_LENS], monkeypatch)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_model_type_is_taken(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    write_folder(name, tmp_path)
+    draw = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(3, VOCAB_SIZE, (length,), generator=draw).tolist() for length in PROMPT_LENS]
+    assert_same_answers(load_model(tmp_path), prompts, monkeypatch)
+
+
+@pytest.mark.usefixtures("each_instruction_set")
+@pytest.mark.parametrize("changes", [{}, {"qk_norm": False, "tie_embeddings": False}], ids=["tied", "untied"])
+def test_int8_models(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Codes are rounded alike, so that the two differ by the rounding of norms and attention, which moves few codes."""
+    model = quantize_model(make_model(**changes), Int8WeightsConfig())
+    assert_same_answers(model, [tokens(n, n) for n in PROMPT_LENS], monkeypatch, tolerance=0.05)
+
+
+@pytest.mark.usefixtures("each_instruction_set")
+def test_models_in_every_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_same_answers(make_model(), [tokens(n, n) for n in PROMPT_LENS], monkeypatch)
+
+
+def test_bf16_models_are_closer_to_fp32_than_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights and cache are BF16, everything between them FP32."""
+    model = make_model().to(torch.bfloat16)
+    prompts = [tokens(n, n) for n in PROMPT_LENS]
+    found, logprobs, reason = answers(model, prompts)
+    assert not reason
+    exact, exact_logprobs, _ = answers(make_model().to(torch.bfloat16).float(), prompts)
+    monkeypatch.setenv(cpu_kernels.SWITCH, WITHOUT)
+    _, twin_logprobs, _ = answers(model, prompts)
+    first = [own[1] for own in exact_logprobs]  # the first that is decoded
+    gaps = [sum(abs(own[1] - one) for own, one in zip(side, first, strict=True)) for side in (logprobs, twin_logprobs)]
+    assert gaps[0] < 0.2 * len(prompts)
+    assert [own[:2] for own in found] == [own[:2] for own in exact]
+
+
+@pytest.mark.parametrize("kind", ["fp32", "int8"])
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_a_request_has_the_same_bits_alone_and_in_a_batch(kind: str, params: SamplingParams) -> None:
+    """Among 32, after preemptions, with a beginning from the cache, and with guesses that are verified."""
+    model = make_model() if kind == "fp32" else quantize_model(make_model(), Int8WeightsConfig())
+    prompts = [tokens(5 + 3 * n % 60, n) for n in range(32)]
+    prompts[7] = prompts[6][:32] + prompts[7]
+    expected = [alone(model, prompt, params) for prompt in prompts]
+    engine = make_engine(model, kv_cache_tokens=640)
+    for _ in range(2):  # the second time from the cache
+        for number, prompt in enumerate(prompts):
+            engine.add(str(number), prompt, params)
+        outputs = drain(engine)
+        assert [answer(outputs[str(number)]) for number in range(len(prompts))] == expected
+    assert not engine.why_no_operator
+    assert engine.stats().num_preemptions > 0
+    assert engine.stats().num_prefix_hits > 0
+
+
+def test_verified_guesses_change_no_bit() -> None:
+    model, text = make_model(), (tokens(9, 2) * 6)[:50]
+    found = []
+    for num_guesses in (0, 4):
+        engine = make_engine(model, num_speculative_tokens=num_guesses)
+        for number in range(3):
+            engine.add(str(number), text[number:], GREEDY_LONG)
+        found.append({name: answer(own) for name, own in drain(engine).items()})
+        assert (engine.stats().num_accepted_tokens > 0) == (num_guesses > 0)
+    assert found[0] == found[1]
+
+
+def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of decoding: prompts of one token leave the products of PyTorch out of it."""
+    found = []
+    for threads in (1, 3):
+        engine = make_engine(make_model())
+        for number in range(5):
+            engine.add(str(number), [number], GREEDY_LONG)
+        first = engine.step()
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+            found.append((first, drain(engine)))
+    assert found[0] == found[1]
+
+
+def reason(model: Decoder) -> str:
+    return Engine(model, EngineConfig()).why_no_operator
+
+
+def test_what_the_operator_does_not_compute_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not reason(make_model())
+    assert "torch.float64" in reason(make_model().double())
+    adapted = make_model()
+    attach_adapters(adapted, AdapterConfig(r=2), 0)
+    assert "an adapter is attached" in reason(adapted)
+    four_bits = quantize_to_grid(
+        make_model(), TrainedGrid(weights=WeightGrid(bits=4)), choose=lambda matrices: "int_mm"
+    )
+    assert "GridLinear" in reason(four_bits)
+    in_training = make_model()
+    in_training.ends.stream_dtype = torch.bfloat16
+    assert "training format" in reason(in_training)
+    multiplied = make_model()
+    multiplied.projections()["blocks.1.ffn.up_proj"].product = lambda x, weight: (
+        2 * torch.nn.functional.linear(x, weight)
+    )
+    assert "training format" in reason(multiplied)
+    monkeypatch.setenv(cpu_kernels.SWITCH, ",".join({*KERNELS} - {"decode_step"}))
+    assert "decode_step is not used" in reason(make_model())
+
+
+def test_weights_that_are_not_finite_end_a_request_with_an_error() -> None:
+    model = make_model()
+    engine = make_engine(model)
+    engine.add("0", tokens(5, 0), GREEDY)
+    engine.step()
+    model.projections()["blocks.1.ffn.up_proj"].weight.data.fill_(float("nan"))
+    assert [one.finish_reason for one in drain(engine)["0"]] == ["error"]

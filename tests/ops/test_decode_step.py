@@ -1,0 +1,120 @@
+"""Products of the decode step against their definitions, for each instruction set, and their independence of
+neighbors and threads. Whole models are tested in `tests/infer/test_decode_operator.py`.
+"""
+
+import ctypes
+
+import pytest
+import torch
+
+from modelwright.compress.int8_linear import Int8Linear, int8_linear_naive, quantize_rows
+from modelwright.core.library_environment import LOWER
+from modelwright.ops import cpu_kernels
+from modelwright.ops.decode_step import RowProduct, Weight, summarized, summarized_naive
+from tolerances import TOLERANCES
+
+SHAPES = [(1, 1), (3, 5), (60, 77), (64, 48), (257, 130)]
+"""Inputs, outputs."""
+MOST_ROWS = 9
+
+
+@pytest.fixture(scope="module", params=["native", *LOWER], autouse=True)
+def library(request) -> ctypes.CDLL:
+    """The kernels for this processor, and for each older one that it can stand for."""
+    own = cpu_kernels.instruction_set()
+    names = ["avx512", *LOWER]
+    if not own or (request.param != "native" and own not in names):
+        pytest.skip("there are no such kernels here")
+    if request.param != "native" and names.index(own) >= names.index(request.param):
+        pytest.skip(f"kernels for this processor are those of {own}")
+    library = (
+        cpu_kernels.kernels() if request.param == "native" else cpu_kernels.compiled_for(LOWER[request.param].march)
+    )
+    patch = pytest.MonkeyPatch()
+    patch.setattr(cpu_kernels, "kernels", lambda: library)
+    patch.setenv(cpu_kernels.SWITCH, "decode_step")
+    yield library
+    patch.undo()
+
+
+def made(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_are_those_of_the_definition(shape, dtype):
+    num_inputs, num_outputs = shape
+    weight, bias, x = (
+        made(num_outputs, num_inputs).to(dtype),
+        made(num_outputs, seed=1),
+        made(MOST_ROWS, num_inputs, seed=2),
+    )
+    found = RowProduct(Weight(weight, bias_O=bias))(x)
+    torch.testing.assert_close(found, x @ weight.float().T + bias, **TOLERANCES["fp32_op"])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_int8_products_are_exact(shape):
+    """The integer sums are; scales are multiplied in the order of `Int8Linear`."""
+    num_inputs, num_outputs = shape
+    codes, scale = quantize_rows(made(num_outputs, num_inputs))
+    x = made(MOST_ROWS, num_inputs, seed=2) * torch.logspace(-3, 3, MOST_ROWS)[:, None]
+    x[1] = 0.0
+    found = RowProduct(Weight(codes, scale))(x)
+    assert torch.equal(found, Int8Linear(codes, scale, "int_mm")(x))
+    torch.testing.assert_close(found, int8_linear_naive(x, codes, scale), rtol=1e-6, atol=1e-6)
+
+
+def test_the_largest_codes_do_not_saturate():
+    codes, scale = quantize_rows(torch.ones(16, 512))
+    for sign in (1.0, -1.0):
+        torch.testing.assert_close(
+            RowProduct(Weight(codes, scale))(sign * torch.ones(2, 512)), sign * torch.full((2, 16), 512.0)
+        )
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "int8"])
+def test_a_row_depends_on_neither_neighbors_nor_threads(shape, kind, monkeypatch):
+    num_inputs, num_outputs = shape
+    weight = made(num_outputs, num_inputs)
+    own = Weight(*quantize_rows(weight)) if kind == "int8" else Weight(weight.to(cpu_dtype(kind)))
+    product, x = RowProduct(own), made(33, num_inputs, seed=2)
+    whole = product(x)
+    for count in range(1, 10):
+        assert torch.equal(product(x[:count]), whole[:count])
+        assert torch.equal(product(x[-count:]), whole[-count:])
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert torch.equal(product(x), whole)
+
+
+def cpu_dtype(kind: str) -> torch.dtype:
+    return {name: dtype for dtype, name in cpu_kernels.NAMES.items()}[kind]
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_what_is_no_number_stays_in_its_row(wrong):
+    x = torch.ones(5, 40)
+    x[3, 39] = wrong
+    codes, scale = quantize_rows(torch.ones(7, 40))
+    for weight in (Weight(torch.ones(7, 40)), Weight(codes, scale)):
+        found = RowProduct(weight)(x)
+        assert not found[3].isfinite().any()
+        assert found[[0, 1, 2, 4]].isfinite().all()
+
+
+@pytest.mark.parametrize("width", [1, 7, 64, 1003])
+def test_rows_are_summarized(width):
+    logits = 20 * made(5, width)
+    logits[2] = 1.0  # the first of equal ones
+    logits[3, width // 2 :] = -float("inf")
+    logits[3, 0] = 2.0
+    (likeliest, log_sums), (wanted, wanted_sums) = summarized(logits), summarized_naive(logits)
+    assert torch.equal(likeliest, wanted)
+    torch.testing.assert_close(log_sums, wanted_sums, **TOLERANCES["fp32_op"])
+    assert all(
+        torch.equal(one, whole[3:4]) for one, whole in zip(summarized(logits[3:4]), (likeliest, log_sums), strict=True)
+    )
+    logits[1, -1] = float("nan")
+    assert summarized(logits)[1].isfinite().tolist() == [True, False, True, True, True]
