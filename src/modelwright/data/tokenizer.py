@@ -138,9 +138,8 @@ class Tokenizer:
         self._fast = fast_encoding(library.to_str())
         self._plain = _without_special_tokens(self._definition)
         self._added = {entry["content"]: entry["id"] for entry in self._definition["added_tokens"]}
-        self._special = {
-            token for token in self._added if library.get_added_tokens_decoder()[self._added[token]].special
-        }
+        added = library.get_added_tokens_decoder()
+        self._special = {token for token, number in self._added.items() if added[number].special}
         self._cut = re.compile("|".join(map(re.escape, sorted(self._added, key=len, reverse=True))) or r"(?!)")
         self._bytes = token_bytes(self._definition) if is_byte_level(self._definition) else None
         self.special_tokens = special_tokens
@@ -329,7 +328,7 @@ class Tokenizer:
         mask: list[int] = []
         for span in spans:
             part = self._encode_rendered(span.text, image_text)
-            num_spoken = self._answer_len(part) if ends_at_stop else len(part)
+            num_spoken = _answer_len(part, self.stop_ids) if ends_at_stop else len(part)
             num_learned = num_spoken if span.spoken else 0
             ids += part
             mask += [1] * num_learned + [0] * (len(part) - num_learned)
@@ -356,11 +355,6 @@ class Tokenizer:
         """The id of a special token, or None."""
         return self._added.get(token)
 
-    def _answer_len(self, ids: Sequence[int]) -> int:
-        """Tokens of an answer up to and including the first one that stops generation; all if none does."""
-        stops = self.stop_ids
-        return next((place + 1 for place, token in enumerate(ids) if token in stops), len(ids))
-
     def _encode_rendered(self, text: str, image_text: str = "") -> list[int]:
         """Ids of a rendered template: special tokens are recognized, shielded ones are plain text."""
         text = text.replace(IMAGE_MARK, image_text)
@@ -373,8 +367,7 @@ class Tokenizer:
         return ids + self.encode(unshield(text[at:]))
 
     def _special_id(self, name: str) -> Any:
-        token = self.special_tokens.get(name)
-        result = None if token is None else self._library.token_to_id(token)
+        result = self._library.token_to_id(self.special_tokens[name]) if name in self.special_tokens else None
         if result is None and name == "eos_token":
             raise ArtifactError("the tokenizer has no eos_token; add one to its tokenizer_config.json")
         return result
@@ -390,6 +383,11 @@ def _sample(texts: Iterable[str], sample_bytes: int) -> list[str]:
         while size > sample_bytes and len(chosen) > 1:
             size -= len(heapq.heappop(chosen)[1].encode("utf-8"))
     return [text for _, text in sorted(chosen, reverse=True)]
+
+
+def _answer_len(ids: Sequence[int], stop_ids: Sequence[int]) -> int:
+    """Tokens of an answer up to and including the first one that stops generation; all if none does."""
+    return next((place + 1 for place, token in enumerate(ids) if token in stop_ids), len(ids))
 
 
 def _without_special_tokens(definition: dict[str, Any]) -> tokenizers.Tokenizer:

@@ -75,7 +75,7 @@ class DatabaseWriter:
             self._queue.put_nowait(entry)
         except queue.Full:
             raise WriterBusy from None
-        # a caller who is cancelled must not cancel the future, which the writer's thread is going to set
+        # a caller who is canceled must not cancel the future, which the writer's thread is going to set
         return await asyncio.shield(asyncio.wrap_future(entry.result))
 
     def close(self) -> None:

@@ -75,7 +75,7 @@ class Breaker:
 
 
 @dataclass(frozen=True)
-class Window:
+class StepWindow:
     """Some steps of an engine, one after the other. median_s: of how long they took; began_at: the first."""
 
     began_at: float
@@ -88,16 +88,16 @@ class Pace:
 
     began_at: float = 0.0
     steps: list[float] = field(default_factory=list)
-    last: Window | None = None
+    last: StepWindow | None = None
 
-    def add(self, step_s: float, now: float) -> Window | None:
+    def add(self, step_s: float, now: float) -> StepWindow | None:
         """The window that is whole with this step, if one is."""
         if not self.steps:
             self.began_at = now - step_s
         self.steps.append(step_s)
         if len(self.steps) < STEPS_OF_WINDOW:
             return None
-        self.last = Window(self.began_at, statistics.median(self.steps))
+        self.last = StepWindow(self.began_at, statistics.median(self.steps))
         self.steps.clear()
         return self.last
 

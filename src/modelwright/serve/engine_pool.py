@@ -93,8 +93,7 @@ class EnginePool:
         self._setup = setup
         self._report = handles[0].report
         self._is_reproducible = self._report.is_batch_invariant
-        info = self._report.info
-        self.info = replace(info, max_num_seqs=info.max_num_seqs * len(handles))
+        self.info = replace(self._report.info, max_num_seqs=self._report.info.max_num_seqs * len(handles))
         self._slots = [Slot(number, handle) for number, handle in enumerate(handles)]
         self._answers: dict[str, PooledAnswer] = {}
         self._orphans: dict[str, PooledAnswer] = {}
@@ -115,8 +114,7 @@ class EnginePool:
         tasks = [*(self._keep_running(slot) for slot in self._slots), self._watch_orphans()]
         self._tasks = [asyncio.get_running_loop().create_task(task) for task in tasks]
 
-    def check(self, job: Job, /) -> None:
-        can_do_all(job)
+    check = staticmethod(can_do_all)
 
     def add(self, jobs: Mapping[str, Job]) -> None:
         answers = [PooledAnswer(request_id, job) for request_id, job in jobs.items()]
@@ -300,11 +298,10 @@ class EnginePool:
         if self._is_reproducible and answer.num_moves < MAX_MOVES:
             answer.num_moves += 1
             self._events.answer_moved("continued")
-            return True
-        if self._may_retry(answer):
-            return True
-        self._give_up(answer)
-        return False
+        elif not self._may_retry(answer):
+            self._give_up(answer)
+            return False
+        return True
 
     def _may_retry(self, answer: PooledAnswer) -> bool:
         """Whether an answer of which the client has seen nothing is computed anew; counts as a retry then."""
@@ -321,8 +318,7 @@ class EnginePool:
     def _give_up(self, answer: PooledAnswer) -> None:
         self.abort(answer.request_id)
         self._events.answer_moved("lost")
-        text = "The engine that computed this answer was lost, and it cannot be continued; send the request again."
-        self._refuse(answer, ApiError(503, text, code="engine_lost", headers={"Retry-After": "1"}))
+        self._refuse(answer, _engine_lost())
 
     def _refuse(self, answer: PooledAnswer, error: ApiError) -> None:
         self._forget(answer)
@@ -358,6 +354,11 @@ def launch_pool(setup: EngineSetup, count: int) -> EnginePool:
             handle.end()
         raise problems[0]
     return EnginePool(setup, handles)
+
+
+def _engine_lost() -> ApiError:
+    text = "The engine that computed this answer was lost, and it cannot be continued; send the request again."
+    return ApiError(503, text, code="engine_lost", headers={"Retry-After": "1"})
 
 
 def _kill(handle: EngineHandle) -> None:

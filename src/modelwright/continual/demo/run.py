@@ -17,7 +17,7 @@ from typing import Any
 from modelwright.continual.benchmark import Benchmark, freeze_benchmark, load_benchmark
 from modelwright.continual.demo.texts import DemoTexts, write_texts
 from modelwright.continual.demo.timeline import Timeline
-from modelwright.continual.demo.traffic import Traffic
+from modelwright.continual.demo.traffic import DemoTraffic
 from modelwright.continual.drift.config import DriftConfig
 from modelwright.continual.drift.reference import freeze_reference
 from modelwright.continual.drift.requests import read_requests
@@ -124,7 +124,7 @@ def _benchmark(demo: Demo) -> Benchmark:
     return freeze_benchmark([demo.texts.heldout("old")], [demo.texts.heldout("new")], folder)
 
 
-def _serve_and_update(demo: Demo, benchmark: Benchmark) -> tuple[LoopResult, Traffic]:
+def _serve_and_update(demo: Demo, benchmark: Benchmark) -> tuple[LoopResult, DemoTraffic]:
     if not demo.current.is_symlink():
         move_link(demo.current, quantized_folder(demo.first).resolve())
     server = replace(read_run_config(demo.first.config).serve, port=0)
@@ -132,7 +132,7 @@ def _serve_and_update(demo: Demo, benchmark: Benchmark) -> tuple[LoopResult, Tra
     with start_server(demo.current, server, demo.folder, _START_TIMEOUT_S, kept) as running:
         demo.timeline.mark("first model in service")
         prompts = {task: demo.texts.prompts(task) for task in SHIFTED}
-        with Traffic(running.url, prompts, {"old": 1.0, "new": 0.0}) as traffic:
+        with DemoTraffic(running.url, prompts, {"old": 1.0, "new": 0.0}) as traffic:
             _freeze_reference(demo, traffic)
             traffic.shares |= SHIFTED
             demo.timeline.mark("users ask about new libraries")
@@ -172,7 +172,7 @@ def _loop_request(demo: Demo, benchmark: Benchmark, url: str) -> LoopRequest:
     )
 
 
-def _freeze_reference(demo: Demo, traffic: Traffic) -> None:
+def _freeze_reference(demo: Demo, traffic: DemoTraffic) -> None:
     """What requests look like while users ask about what the model knows."""
     folder, requests = demo.folder / "drift", demo.folder / "reference.jsonl"
     if is_finished(folder):
@@ -185,7 +185,7 @@ def _freeze_reference(demo: Demo, traffic: Traffic) -> None:
     demo.timeline.mark("drift reference frozen", requests=WINDOW * NUM_WINDOWS)
 
 
-def _export_shifted(demo: Demo, traffic: Traffic) -> None:
+def _export_shifted(demo: Demo, traffic: DemoTraffic) -> None:
     """A window of the changed traffic."""
     if not _shifted(demo).exists():
         since = demo.timeline.mark("users ask about new libraries")
@@ -193,7 +193,7 @@ def _export_shifted(demo: Demo, traffic: Traffic) -> None:
         demo.timeline.mark("window of changed traffic exported", requests=WINDOW)
 
 
-def _await_requests(demo: Demo, traffic: Traffic, since: float, count: int, target: Path) -> None:
+def _await_requests(demo: Demo, traffic: DemoTraffic, since: float, count: int, target: Path) -> None:
     """Export the first requests since a moment once the server has logged so many. Raises `ModelwrightError` if it does
     not.
     """

@@ -12,7 +12,7 @@ _TOKENS = 8
 
 
 @dataclass
-class Traffic:
+class DemoTraffic:
     """Sessions one after the other on some threads, until the block ends.
 
     prompts: what is asked, by task; shares: of the sessions that ask about each, which may be changed while it runs.
@@ -32,7 +32,7 @@ class Traffic:
         self._num_sessions = 0
         self._threads = [threading.Thread(target=self._users) for _ in range(self.num_threads)]
 
-    def __enter__(self) -> "Traffic":
+    def __enter__(self) -> "DemoTraffic":
         for thread in self._threads:
             thread.start()
         return self
