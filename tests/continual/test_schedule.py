@@ -15,7 +15,7 @@ from continual_update import new_records, write_records
 from modelwright.cli.main import main
 from modelwright.continual import schedule
 from modelwright.continual.loop import LoopRequest, LoopResult
-from modelwright.continual.schedule import STATE, UpdateScheduleConfig, UpdateScheduler, ScheduleState
+from modelwright.continual.schedule import STATE, ScheduleState, UpdateScheduleConfig, UpdateScheduler
 from modelwright.continual.update import UpdateRequest
 from modelwright.core.errors import ArtifactError, DataError, ModelwrightError
 from modelwright.core.progress import SilentProgress

@@ -273,9 +273,8 @@ class EnginePool:
                 answer.orphaned_at = answer.orphaned_at or now
                 self._orphans[answer.request_id] = answer
             return
-        slot = slots[
-            self._router.choose({number: slot.num_outstanding for number, slot in slots.items()}, group[0].job)
-        ]
+        loads = {number: slot.num_outstanding for number, slot in slots.items()}
+        slot = slots[self._router.choose(loads, group[0].job)]
         for answer in group:
             self._orphans.pop(answer.request_id, None)
             answer.engine, answer.num_repeated, answer.orphaned_at = slot, 0, 0.0
