@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 FAILURES_TO_OPEN = 5
-"""Failed answers in a row that open a breaker (Envoy's `consecutive_5xx`)."""
+"""Failed answers in a row that open a breaker (Envoy: consecutive_5xx)."""
 
 EJECTION_S = 30.0
-"""An engine is left out for so long, times the number of its recent ejections (`base_ejection_time`) ..."""
+"""An engine is left out for so long, times the number of its recent ejections (Envoy: base_ejection_time) ..."""
 
 LONGEST_EJECTION_S = 300.0
-"""... but for no longer (`max_ejection_time`). Ejections before a good time of this length are forgotten."""
+"""... but for no longer (Envoy: max_ejection_time). Ejections before a good time of this length are forgotten."""
 
 MOST_EJECTED = 0.5
 """Share of the engines that may be left out at once. Envoy's 10% would be none of a few."""
@@ -75,7 +75,7 @@ class Breaker:
 
 
 @dataclass(frozen=True)
-class Window:
+class StepWindow:
     """Some steps of an engine, one after the other. median_s: of how long they took; began_at: the first."""
 
     began_at: float
@@ -88,16 +88,16 @@ class Pace:
 
     began_at: float = 0.0
     steps: list[float] = field(default_factory=list)
-    last: Window | None = None
+    last: StepWindow | None = None
 
-    def add(self, step_s: float, now: float) -> Window | None:
+    def add(self, step_s: float, now: float) -> StepWindow | None:
         """The window that is whole with this step, if one is."""
         if not self.steps:
             self.began_at = now - step_s
         self.steps.append(step_s)
         if len(self.steps) < STEPS_OF_WINDOW:
             return None
-        self.last = Window(self.began_at, statistics.median(self.steps))
+        self.last = StepWindow(self.began_at, statistics.median(self.steps))
         self.steps.clear()
         return self.last
 
