@@ -143,7 +143,7 @@ KINDS: dict[str, tuple[int, Callable[[str, int], int]]] = {
 """What clients send, each with the status that it should get."""
 
 
-def send_load(url: str, num_clients: int, stop: Event, results: Any) -> None:
+def send_load(url: str, num_clients: int, begun: Event, stop: Event, results: Any) -> None:
     """Clients that send one request after the other, of all kinds in turn; puts the numbers of answers by kind and
     status.
     """
@@ -158,6 +158,7 @@ def send_load(url: str, num_clients: int, stop: Event, results: Any) -> None:
             except (OSError, ValueError, IndexError):
                 status = -1
             counts[kind, status] += 1
+            begun.set()
 
     names = list(KINDS)
     order = [itertools.cycle([*names[at % len(names) :], *names[: at % len(names)]]) for at in range(num_clients)]
@@ -171,9 +172,10 @@ def send_load(url: str, num_clients: int, stop: Event, results: Any) -> None:
 
 def soak(url: str, pid: int, seconds: float, num_clients: int) -> tuple[list[Sample], Counter[tuple[str, int]]]:
     spawn = multiprocessing.get_context("spawn")
-    stop, results = spawn.Event(), spawn.Queue()
-    load = spawn.Process(target=send_load, args=(url, num_clients, stop, results), daemon=True)
+    begun, stop, results = spawn.Event(), spawn.Event(), spawn.Queue()
+    load = spawn.Process(target=send_load, args=(url, num_clients, begun, stop, results), daemon=True)
     load.start()
+    begun.wait(120)
     began, samples = time.monotonic(), list[Sample]()
     while (at := time.monotonic() - began) < seconds:
         samples.append(sample(pid, at))

@@ -255,6 +255,13 @@ def test_adapters_are_in_the_image(folder, tmp_path):
     check_dockerfile(tmp_path / "out/Dockerfile", contexts, extras={"structured"})
 
 
+def test_another_back_end_is_installed_and_named(folder, tmp_path):
+    (service,) = write(tmp_path, str(folder), "--for", "compose", "--backend", "openvino:q8_0")["services"].values()
+    assert "--backend=openvino:q8_0" in service["command"]
+    contexts = {name: Path(path) for name, path in service["build"]["additional_contexts"].items()}
+    check_dockerfile(tmp_path / "Dockerfile", contexts, extras={"structured", "openvino"})
+
+
 def test_what_a_container_cannot_keep_is_refused(folder, tmp_path):
     source = ModelSource(name="tiny", folder=folder)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import socket
 import subprocess
 import sys
@@ -9,10 +10,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
-from modelwright.core.errors import ModelError
+from modelwright.core.errors import ModelError, ModelwrightError
 from modelwright.serve.engine_client import EngineEnd, EngineInfo
 from modelwright.serve.engine_process import EngineReport, EngineSetup
 from modelwright.serve.messages import BlockingChannel, LineDecoder, encode
+
+log = logging.getLogger("modelwright.serve")
 
 START_TIMEOUT_S = 600.0
 """For loading a model and measuring what is fastest."""
@@ -73,6 +76,28 @@ class EngineHandle:
     def end(self) -> None:
         """End the process: by itself if it can, else by force."""
         _end(self.process, self.connection)
+
+
+def relaunch(
+    setup: EngineSetup, expected: Callable[[], EngineReport], on_start: Callable[[subprocess.Popen[bytes]], None]
+) -> EngineHandle | None:
+    """Start a process in the place of one that was lost; None, with the reason in the log, if that is not possible or
+    it has not what it should have. expected: the report of the others, which may change meanwhile.
+    """
+    try:
+        handle = EngineHandle.launch(setup, on_start)
+    except ModelwrightError as error:
+        log.error("an engine could not be started again: %s", error)
+        return None
+    except Exception:  # whoever gives up would never have an engine again
+        log.exception("an engine could not be started again")
+        return None
+    if handle.report != expected():
+        text = "an engine was started again with %s instead of %s: the files have changed; reload the model"
+        log.error(text, handle.report, expected())
+        handle.end()
+        return None
+    return handle
 
 
 def _end(process: subprocess.Popen[bytes], connection: socket.socket) -> None:

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 FAILURES_TO_OPEN = 5
-"""Failed answers in a row that open a breaker (Envoy's `consecutive_5xx`)."""
+"""Failed answers in a row that open a breaker (Envoy: consecutive_5xx)."""
 
 EJECTION_S = 30.0
-"""An engine is left out for so long, times the number of its recent ejections (`base_ejection_time`) ..."""
+"""An engine is left out for so long, times the number of its recent ejections (Envoy: base_ejection_time) ..."""
 
 LONGEST_EJECTION_S = 300.0
-"""... but for no longer (`max_ejection_time`). Ejections before a good time of this length are forgotten."""
+"""... but for no longer (Envoy: max_ejection_time). Ejections before a good time of this length are forgotten."""
 
 MOST_EJECTED = 0.5
 """Share of the engines that may be left out at once. Envoy's 10% would be none of a few."""

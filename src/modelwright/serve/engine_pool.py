@@ -21,11 +21,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from modelwright.core.errors import ModelwrightError
 from modelwright.infer.engine import EngineStats, StepOutput
 from modelwright.serve.adapter_calls import AdapterCalls, AdapterReply
 from modelwright.serve.engine_client import EngineEnd, EngineEvents
-from modelwright.serve.engine_handle import EngineHandle, EngineLink
+from modelwright.serve.engine_handle import EngineHandle, EngineLink, relaunch
 from modelwright.serve.engine_health import EjectionReason, EngineHealth
 from modelwright.serve.engine_process import EngineSetup
 from modelwright.serve.engine_thread import can_do_all
@@ -209,22 +208,11 @@ class EnginePool:
         """Start another process in a slot; false if that was not possible."""
         note = functools.partial(self._starting.__setitem__, slot.number)
         try:
-            handle = await asyncio.to_thread(EngineHandle.launch, self._setup, note)
-        except ModelwrightError as error:
-            log.error("an engine could not be started again: %s", error)
-            return False
-        except Exception:  # a slot that gives up would never have an engine again
-            log.exception("an engine could not be started again")
-            return False
+            handle = await asyncio.to_thread(relaunch, self._setup, lambda: self._report, note)
         finally:
             self._starting.pop(slot.number, None)
-        if handle.report != self._report:
-            text = "an engine was started again with %s instead of %s: the files have changed; reload the model"
-            log.error(text, handle.report, self._report)
-            await asyncio.to_thread(handle.end)
-            return False
-        slot.handle = handle
-        return True
+        slot.handle = handle or slot.handle
+        return handle is not None
 
     def _receive(self, slot: Slot, message: Mapping[str, Any]) -> None:
         if message["step_s"]:

@@ -121,7 +121,7 @@ def build(args: Mapping[str, Any]) -> "RayApplication":
     def make_app() -> ASGIApp:
         return server_of(arguments)
 
-    class RayReplica:
+    class RayIngress:
         """Ray asks it whether it is well; requests go to the ASGI application."""
 
         app: RayServer
@@ -134,4 +134,4 @@ def build(args: Mapping[str, Any]) -> "RayApplication":
         max_ongoing_requests=config.max_queued + config.engines * config.engine.max_num_seqs,
         graceful_shutdown_timeout_s=config.drain_timeout_s + 10,
     )
-    return deploy(serve.ingress(make_app)(RayReplica)).bind()
+    return deploy(serve.ingress(make_app)(RayIngress)).bind()

@@ -1,6 +1,6 @@
 """OpenTelemetry spans of requests, by the semantic conventions for HTTP servers and for generative AI.
 
-A request that is posted has a span of the server, a child of the span that its `traceparent` names. Answers of
+A request that is posted has a span of the server, a child of the span that its header traceparent names. Answers of
 completions and chat have a span inside it with model, parameters, tokens and finish reasons. Spans have texts only
 where `log_prompts` allows them. Needs the extra `otel` where a server is to send spans.
 """
@@ -41,7 +41,7 @@ OPERATIONS = {"chat": "chat", "completion": "text_completion"}
 def tracing_to(endpoint: str, *, log_prompts: bool) -> "Tracing":
     """Spans go to a collector that takes OTLP over HTTP. Raises `ConfigError` for a bad address and without the extra.
 
-    endpoint: its base address, as `OTEL_EXPORTER_OTLP_ENDPOINT` has it; secrets belong into
+    endpoint: its base address, as the variable OTEL_EXPORTER_OTLP_ENDPOINT has it; secrets belong into
     `OTEL_EXPORTER_OTLP_HEADERS`.
     """
     parts = urlsplit(endpoint)
