@@ -30,7 +30,7 @@ _NAP_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScheduleConfig:
+class UpdateSchedule:
     """every_s: seconds between two checks; min_new: fewer new texts than that wait for more; checks: after which the
     schedule ends, 0 for never.
     """
@@ -75,13 +75,13 @@ class ScheduleState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scheduler:
+class UpdateScheduler:
     """request: of an update; its run is the folder of the schedule, and `update.model` what the first one begins with.
     clock, sleep: for tests.
     """
 
     request: LoopRequest
-    config: ScheduleConfig
+    config: UpdateSchedule
     words: Sequence[str]
     progress: Progress
     clock: Callable[[], float] = time.time

@@ -12,17 +12,18 @@ _TOKENS = 8
 
 
 @dataclass
-class Traffic:
+class DemoTraffic:
     """Sessions one after the other on some threads, until the block ends.
 
     prompts: what is asked, by task; shares: of the sessions that ask about each, which may be changed while it runs.
     """
 
     url: str
+    key: str = field(repr=False)
     prompts: Mapping[str, Sequence[str]]
     shares: dict[str, float]
     num_threads: int = 2
-    pause_s: float = 0.02
+    pause_s: float = 0.05
     num_answered: int = 0
     failures: list[str] = field(default_factory=list)
 
@@ -32,7 +33,7 @@ class Traffic:
         self._num_sessions = 0
         self._threads = [threading.Thread(target=self._users) for _ in range(self.num_threads)]
 
-    def __enter__(self) -> "Traffic":
+    def __enter__(self) -> "DemoTraffic":
         for thread in self._threads:
             thread.start()
         return self
@@ -47,7 +48,7 @@ class Traffic:
     def _users(self) -> None:
         from openai import OpenAI
 
-        with OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        with OpenAI(base_url=f"{self.url}/v1", api_key=self.key, max_retries=0, timeout=60) as client:
             model = client.models.list().data[0].id
             while not self._over.is_set():
                 with self._changed:
