@@ -15,7 +15,7 @@ from continual_update import new_records, write_records
 from modelwright.cli.main import main
 from modelwright.continual import schedule
 from modelwright.continual.loop import LoopRequest, LoopResult
-from modelwright.continual.schedule import STATE, ScheduleState, UpdateScheduleConfig, UpdateScheduler
+from modelwright.continual.schedule import STATE, ScheduleState, UpdateSchedule, UpdateScheduler
 from modelwright.continual.update import UpdateRequest
 from modelwright.core.errors import ArtifactError, DataError, ModelwrightError
 from modelwright.core.progress import SilentProgress
@@ -64,7 +64,7 @@ def scheduled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
         monkeypatch.setattr(schedule, "_NAP_S", DAY_S)
         update = UpdateRequest(model=tmp_path / "model", new=(str(tmp_path / "new.jsonl"),), replay=0.0)
         request = LoopRequest(update=update, benchmark=tmp_path / "bench", run=RunDir(tmp_path / "plan"))
-        settings = UpdateScheduleConfig(**{"every_s": DAY_S, "checks": len(endings), **config})
+        settings = UpdateSchedule(**{"every_s": DAY_S, "checks": len(endings), **config})
         made = UpdateScheduler(
             request=request,
             config=settings,

@@ -149,9 +149,9 @@ def _run(options: argparse.Namespace, settings: Mapping[str, Any], line: Sequenc
 
 
 def _schedule(request: Any, options: argparse.Namespace, line: Sequence[str], display: Any) -> int:
-    from modelwright.continual.schedule import HOUR_S, UpdateScheduleConfig, UpdateScheduler
+    from modelwright.continual.schedule import HOUR_S, UpdateSchedule, UpdateScheduler
 
-    config = UpdateScheduleConfig(every_s=options.schedule * HOUR_S, min_new=options.min_new, checks=options.checks)
+    config = UpdateSchedule(every_s=options.schedule * HOUR_S, min_new=options.min_new, checks=options.checks)
     try:
         state = UpdateScheduler(request=request, config=config, words=line, progress=display).run()
     finally:

@@ -30,7 +30,7 @@ _NAP_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class UpdateScheduleConfig:
+class UpdateSchedule:
     """every_s: seconds between two checks; min_new: fewer new texts than that wait for more; checks: after which the
     schedule ends, 0 for never.
     """
@@ -81,7 +81,7 @@ class UpdateScheduler:
     """
 
     request: LoopRequest
-    config: UpdateScheduleConfig
+    config: UpdateSchedule
     words: Sequence[str]
     progress: Progress
     clock: Callable[[], float] = time.time

@@ -7,6 +7,7 @@ skipped when it is done, so the same command goes on after `kill -9`.
 
 import json
 import os
+import secrets
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
@@ -38,6 +39,8 @@ from modelwright.serve.database import open_database
 from modelwright.serve.request_log.export import export_records
 from modelwright.serve.requests_config import RequestsConfig
 
+KEY_VARIABLE = "MODELWRIGHT_DEMO_KEY"
+"""Holds a key that lives as long as this process, because only a key's owner may begin a test."""
 WINDOW, NUM_WINDOWS = 200, 6
 """Requests of a window of the drift monitor, and windows of its reference."""
 RUN_LENGTH = 50.0
@@ -127,17 +130,20 @@ def _benchmark(demo: Demo) -> Benchmark:
 def _serve_and_update(demo: Demo, benchmark: Benchmark) -> tuple[LoopResult, DemoTraffic]:
     if not demo.current.is_symlink():
         move_link(demo.current, quantized_folder(demo.first).resolve())
-    server = replace(read_run_config(demo.first.config).serve, port=0)
+    key = os.environ.setdefault(KEY_VARIABLE, secrets.token_hex(32))
+    server = replace(read_run_config(demo.first.config).serve, port=0, api_key_env=KEY_VARIABLE)
     kept = RequestsConfig(log=str(_log(demo)), ab_state=str(demo.folder / "ab.sqlite"))
     with start_server(demo.current, server, demo.folder, _START_TIMEOUT_S, kept) as running:
         demo.timeline.mark("first model in service")
         prompts = {task: demo.texts.prompts(task) for task in SHIFTED}
-        with DemoTraffic(running.url, prompts, {"old": 1.0, "new": 0.0}) as traffic:
+        with DemoTraffic(running.url, key, prompts, {"old": 1.0, "new": 0.0}) as traffic:
             _freeze_reference(demo, traffic)
             traffic.shares |= SHIFTED
             demo.timeline.mark("users ask about new libraries")
             _export_shifted(demo, traffic)
-            result = run_loop(_loop_request(demo, benchmark, running.url), words=demo.words, progress=demo.progress)
+            result = run_loop(
+                _loop_request(demo, benchmark, AbClient(running.url, key)), words=demo.words, progress=demo.progress
+            )
             if result.ending == "no_drift":
                 raise ModelwrightError(f"{_shifted(demo)}: {result.text}, although users ask about other things now")
             demo.timeline.mark(f"loop ended: {result.ending}")
@@ -146,7 +152,7 @@ def _serve_and_update(demo: Demo, benchmark: Benchmark) -> tuple[LoopResult, Dem
     return result, traffic
 
 
-def _loop_request(demo: Demo, benchmark: Benchmark, url: str) -> LoopRequest:
+def _loop_request(demo: Demo, benchmark: Benchmark, server: AbClient) -> LoopRequest:
     first = read_run_config(demo.first.config)
     return LoopRequest(
         update=UpdateRequest(
@@ -167,7 +173,7 @@ def _loop_request(demo: Demo, benchmark: Benchmark, url: str) -> LoopRequest:
         run=demo.update,
         champion=quantized_folder(demo.first),
         drift=DriftTrigger(reference=demo.folder / "drift", requests=(str(_shifted(demo)),)),
-        test=AbTest(client=AbClient(url), share=0.5, min_units=MIN_UNITS, poll_s=1.0),
+        test=AbTest(client=server, share=0.5, min_units=MIN_UNITS, poll_s=1.0),
         current=demo.current,
     )
 

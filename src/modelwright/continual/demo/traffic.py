@@ -19,10 +19,11 @@ class DemoTraffic:
     """
 
     url: str
+    key: str = field(repr=False)
     prompts: Mapping[str, Sequence[str]]
     shares: dict[str, float]
     num_threads: int = 2
-    pause_s: float = 0.02
+    pause_s: float = 0.05
     num_answered: int = 0
     failures: list[str] = field(default_factory=list)
 
@@ -47,7 +48,7 @@ class DemoTraffic:
     def _users(self) -> None:
         from openai import OpenAI
 
-        with OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        with OpenAI(base_url=f"{self.url}/v1", api_key=self.key, max_retries=0, timeout=60) as client:
             model = client.models.list().data[0].id
             while not self._over.is_set():
                 with self._changed:
