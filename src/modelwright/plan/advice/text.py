@@ -1,0 +1,114 @@
+"""The advice as text and as plain data."""
+
+import datetime
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from modelwright.plan.advice.ledger import LedgerRow, MachineKind, evidence
+from modelwright.plan.advice.needs import StepNeeds
+from modelwright.plan.advice.techniques import TechniqueAdvice
+from modelwright.plan.advice.times import RESOURCES, StepTimes
+from modelwright.plan.estimate import size
+
+NO_ROW = "the ledger has no figure for it (--results DIR)"
+
+
+def limit_lines(needs: StepNeeds, times: StepTimes) -> list[str]:
+    """What a step needs, how long each resource takes for it here, and which one limits it."""
+    processes = "1 process" if needs.num_processes == 1 else f"{needs.num_processes} processes"
+    amounts = {
+        "compute": f"{needs.flops:.3g} FLOPs",
+        "communication": f"{size(needs.link_bytes)} in {needs.link_messages:.0f} messages from each process",
+        "memory": (
+            f"{size(needs.memory_bytes)}: weights and gradients {size(needs.weight_bytes)}, activations "
+            f"{size(needs.activation_bytes)}, optimizer {size(needs.optimizer_bytes)}"
+        ),
+        "disk": f"{size(needs.row_bytes)} of rows, checkpoints of {size(needs.checkpoint_bytes)} {_cadence(needs)}",
+    }
+    lines = [f"a step with {processes} here ({_layout(needs)}):"]
+    for one in RESOURCES:
+        seconds = f"{times.seconds[one]:>10.4f} s" if one in times.seconds else f"{'not measured':>12}"
+        via = f", through {times.transport}" if one == "communication" and times.transport != "none" else ""
+        lines.append(f"  {one:<15}{seconds}  {amounts[one]}{via}")
+    return [
+        *lines,
+        f"  {times.ratio}",
+        f"bottleneck: {times.bottleneck}, {times.share(times.bottleneck):.0%} of what all of them would take one after "
+        "the other",
+    ]
+
+
+def technique_lines(
+    advice: Sequence[TechniqueAdvice], ledger: Sequence[LedgerRow], *, here: MachineKind, today: datetime.date
+) -> list[str]:
+    """What to switch on, off or keep, each with its rows of the ledger; then what nothing asks for."""
+    lines, idle = [], [one.switch.name for one in advice if one.action == "not now"]
+    for one in advice:
+        if one.action == "not now":
+            continue
+        lines.append(f"{one.action}: {one.switch.name}{f'  {one.option}' if one.option else ''}")
+        lines.append(f"  why: {one.reason}")
+        lines += [f"  ledger: {row}" for row in evidence_of(one, ledger, here=here, today=today) or [NO_ROW]]
+    if idle:
+        lines.append(f"nothing measured here asks for: {', '.join(idle)}")
+    return lines
+
+
+def evidence_of(
+    advice: TechniqueAdvice, ledger: Sequence[LedgerRow], *, here: MachineKind, today: datetime.date
+) -> list[str]:
+    """The rows of the ledger about a technique, those of this kind of processor first."""
+    quoted = [
+        (not row.machine.is_like(here), f"{claim}: {text}")
+        for claim, names in advice.switch.evidence
+        for row in ledger
+        if row.claim == claim and (text := evidence(row, names, here=here, today=today))
+    ]
+    return [text for _, text in sorted(quoted, key=lambda one: one[0])]
+
+
+def advice_data(
+    needs: StepNeeds,
+    times: StepTimes,
+    advice: Sequence[TechniqueAdvice],
+    ledger: Sequence[LedgerRow],
+    *,
+    here: MachineKind,
+    today: datetime.date,
+) -> dict[str, Any]:
+    """Everything that `limit_lines` and `technique_lines` show, as JSON holds it."""
+    return {
+        "needs": asdict(needs),
+        "times": {
+            "seconds": dict(times.seconds),
+            "checkpoint_s": times.checkpoint_s,
+            "transport": times.transport,
+            "ratio": times.ratio,
+            "bottleneck": times.bottleneck,
+        },
+        "techniques": [
+            {
+                "name": one.switch.name,
+                "action": one.action,
+                "option": one.option,
+                "reason": one.reason,
+                "ledger": evidence_of(one, ledger, here=here, today=today),
+            }
+            for one in advice
+        ],
+    }
+
+
+def _layout(needs: StepNeeds) -> str:
+    axes: Mapping[str, int] = {axis: number for axis, number in needs.axes.items() if number > 1}
+    return ", ".join(f"{axis} {number}" for axis, number in axes.items()) or "no axis of more than one process"
+
+
+def _cadence(needs: StepNeeds) -> str:
+    words = []
+    if needs.checkpoint_every_steps:
+        words.append(f"every {needs.checkpoint_every_steps} steps")
+    if needs.checkpoint_every_s:
+        words.append(f"every {needs.checkpoint_every_s / 60:g} min")
+    return " and ".join(words) or "at the end"
