@@ -1,7 +1,6 @@
 """The smaller commands. Each parses its arguments, calls one function of the floors below and prints the result."""
 
 import argparse
-import math
 import os
 import signal
 import sys
@@ -44,57 +43,6 @@ def recipes(words: Sequence[str]) -> int:
     for name in RECIPES:
         summary = recipe_file(name).read_text(encoding="utf-8").partition("\n#\n")[0].partition("\nname:")[0]
         print(f"{name:<12} {' '.join(line.removeprefix('#').strip() for line in summary.splitlines())}")
-    return 0
-
-
-def doctor_parser() -> argparse.ArgumentParser:
-    parser = new_parser(
-        "doctor",
-        "Survey this machine: rates at a model's own shapes, memory, disk and network. With a target also what limits "
-        "its training here, which techniques help, and what published rules of thumb say (docs/planning.md).",
-        example="modelwright doctor quickstart --nproc 2",
-    )
-    add = parser.add_argument
-    add("target", nargs="?", default="", metavar="RECIPE|CONFIG.yaml|RUN", help="what to advise on (default: nothing)")
-    add("--json", action="store_true", help="print everything as JSON")
-    add("--seconds", type=float, default=3.0, metavar="S", help="time for the rates of each format (default: 3)")
-    add("--nproc", type=int, default=0, metavar="N", help="processes here that would train together (default: a run's "
-        "own, or 2)")  # fmt: skip
-    add("--results", type=Path, default=Path("benchmarks/results"), metavar="DIR",
-        help="results of the claims, for the gains that techniques had (default: benchmarks/results)")  # fmt: skip
-    add("--folder", type=Path, metavar="DIR", help="folder whose disk is measured (default: runs)")
-    add("--skip", nargs="+", default=[], metavar="PART",
-        help="leave out: rates, memory, disk, loopback, gloo, accelerator")  # fmt: skip
-    add("--interruptions-per-hour", type=float, default=0.0, metavar="N",
-        help="of all processes together, for the interval of checkpoints")  # fmt: skip
-    return parser
-
-
-def doctor(words: Sequence[str]) -> int:
-    """`modelwright doctor`"""
-    options = doctor_parser().parse_args(words)
-    if not 0 < options.seconds < math.inf:
-        raise ConfigError(f"--seconds: must be above 0, got {options.seconds}")
-    if options.nproc < 0:
-        raise ConfigError(f"--nproc: must be at least 1, got {options.nproc}")
-    if not 0 <= options.interruptions_per_hour < math.inf:
-        raise ConfigError(f"--interruptions-per-hour: must not be negative, got {options.interruptions_per_hour}")
-    from modelwright.pipeline.doctor import DoctorOptions, examine, usual_processes
-    from modelwright.recipes.load import load
-
-    request = load(options.target or "quickstart", {})
-    rate = options.interruptions_per_hour
-    doctor_options = DoctorOptions(
-        as_json=options.json,
-        budget_s=options.seconds,
-        num_processes=options.nproc or usual_processes(Path(options.target)),
-        results=options.results,
-        folder=options.folder,
-        skipped=options.skip,
-        mtbf_s=3600 / rate if rate else 0.0,
-        with_advice=bool(options.target),
-    )
-    print(examine(request.config, doctor_options))
     return 0
 
 

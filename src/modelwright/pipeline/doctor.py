@@ -12,14 +12,16 @@ from typing import Any
 import torch
 
 from modelwright.core.errors import ConfigError
+from modelwright.core.progress import Progress
 from modelwright.core.rundir import RunDir
 from modelwright.ops import cpu_kernels
+from modelwright.parallel.config import ParallelConfig
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.resolve import check_device, check_size, check_threads, resolve_model, resolved_device
 from modelwright.pipeline.stages.pack import packed_row_len
 from modelwright.plan.advice.ledger import read_ledger, this_machine
 from modelwright.plan.advice.needs import StepNeeds, step_needs
-from modelwright.plan.advice.techniques import SWITCHES, Situation, advise
+from modelwright.plan.advice.techniques import SWITCHES, Refusal, Situation, advise
 from modelwright.plan.advice.text import advice_data, limit_lines, technique_lines
 from modelwright.plan.advice.times import StepTimes, Transport, step_times
 from modelwright.plan.doctor import survey, survey_text
@@ -54,17 +56,22 @@ class DoctorOptions:
     """Mean seconds between interruptions, 0 if unknown."""
     with_advice: bool = True
     """Whether the configuration is one that the user has named."""
+    refusal: Refusal = lambda settings: ""
+    """Says why the run would be refused with further settings."""
 
 
-def usual_processes(target: Path) -> int:
-    """Processes of a run folder's last invocation; 2 for any other target, so that communication is judged, too."""
+def usual_processes(target: Path, parallel: ParallelConfig) -> int:
+    """Processes of a run folder's last invocation; for any other target as few as its layout needs, at least 2, so that
+    communication is judged, too.
+    """
     run = RunDir(target)
-    if not run.info.is_file():
-        return USUAL_PROCESSES
-    return next((one["world_size"] for one in reversed(run.read_info()["invocations"]) if one.get("world_size")), 1)
+    if run.info.is_file():
+        return next((one["world_size"] for one in reversed(run.read_info()["invocations"]) if one.get("world_size")), 1)
+    divided = parallel.pipeline * parallel.context * parallel.tensor
+    return divided * parallel.data if parallel.data else max(divided, USUAL_PROCESSES)
 
 
-def examine(config: RunConfig, options: DoctorOptions) -> str:
+def examine(config: RunConfig, options: DoctorOptions, progress: Progress) -> str:
     """Everything that is measured and advised, as text or as JSON. Raises `ConfigError` for a part that does not exist
     or a layout that does not divide the processes.
     """
@@ -80,9 +87,11 @@ def examine(config: RunConfig, options: DoctorOptions) -> str:
         _needs(config, _with_format(training, {"fp32": 1.0, "bf16": 0.0}), options, device)  # checks the layout
     if config.hardware.num_threads:
         torch.set_num_threads(config.hardware.num_threads)
-    probes = measure_machine(_folder(options), without=[name for name in options.skipped if name != RATES])
+    probes = measure_machine(
+        _folder(options), without=[name for name in options.skipped if name != RATES], progress=progress
+    )
     data: dict[str, Any] = {"probes": asdict(probes)}
-    lines = [*probe_lines(probes), ""]
+    lines = ["memory, disk and network", *probe_lines(probes), ""]
     facts: dict[str, Any] = {}
     if RATES not in options.skipped:
         facts = survey(
@@ -131,7 +140,8 @@ def _advise(
         available_bytes=_available_bytes(facts, needs, device),
         on_cpu=device == "cpu",
     )
-    advice = advise(situation, SWITCHES)
+    stage = config.trainings[0].name if config.trainings else "training"
+    advice = advise(situation, SWITCHES, options.refusal, stage=stage)
     ledger, here = read_ledger(options.results), this_machine()
     today = datetime.datetime.now(datetime.UTC).date()
     outcomes = evaluated(_rule_target(config, situation, options, device), known_rules())

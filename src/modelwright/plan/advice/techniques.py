@@ -12,11 +12,15 @@ from modelwright.plan.advice.times import StepTimes
 from modelwright.plan.estimate import size
 from modelwright.train.config import TrainConfig
 
+SHARED = "training."
+"""The section whose settings a stage may have of its own."""
 MATTERS = 0.1
 """A resource that takes less than this share is not worth a technique."""
 FASTER = 1.05
 """A format must be so much faster to be worth a change: less is within the noise of the measured rates."""
-Action = Literal["switch on", "switch off", "keep", "not now"]
+Action = Literal["switch on", "switch off", "keep", "impossible here", "not now"]
+Refusal = Callable[[Sequence[str]], str]
+"""Why a run with these settings, as `pretrain.precision.policy=bf16_mixed`, is refused; "" if it is not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +69,8 @@ class TechniqueSwitch:
     """Claims of the ledger, each with the figures that say what the technique gained or cost."""
     only_if_needed: bool = True
     """Whether it costs something, so that it is switched off where nothing asks for it."""
+    remedy_for: str = ""
+    """What it and others are alternatives for: one of them at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,16 +80,14 @@ class TechniqueAdvice:
     switch: TechniqueSwitch
     action: Action
     reason: str
-
-    @property
-    def option(self) -> str:
-        """The exact options of the command line, "" where there is nothing to change."""
-        settings = {"switch on": self.switch.on, "switch off": self.switch.off}.get(self.action, ())
-        return " ".join(f"--{setting.replace('=', ' ')}" for setting in settings)
+    option: str = ""
+    """The exact options of the command line, "" where there is nothing to change."""
 
 
-def advise(situation: Situation, switches: Sequence[TechniqueSwitch]) -> list[TechniqueAdvice]:
-    """What to do about each technique."""
+def advise(
+    situation: Situation, switches: Sequence[TechniqueSwitch], refusal: Refusal, *, stage: str
+) -> list[TechniqueAdvice]:
+    """What to do about each technique. stage: whose own settings are named, as they go before the shared ones."""
     result = []
     for switch in switches:
         reason, is_on = switch.reason(situation), switch.is_on(situation)
@@ -92,9 +96,13 @@ def advise(situation: Situation, switches: Sequence[TechniqueSwitch]) -> list[Te
             action = "keep" if is_on else "switch on"
         elif is_on:
             action = "switch off" if switch.only_if_needed else "keep"
-        result.append(
-            TechniqueAdvice(switch=switch, action=action, reason=reason or "nothing measured here asks for it")
-        )
+        changes = {"switch on": switch.on, "switch off": switch.off}.get(action, ())
+        settings = [f"{stage}.{one.removeprefix(SHARED)}" if one.startswith(SHARED) else one for one in changes]
+        if settings and (why := refusal(settings)):
+            action, reason = "impossible here", f"{reason}; but {why}"
+        option = " ".join(f"--{one.replace('=', ' ')}" for one in settings)
+        reason = reason or "nothing measured here asks for it"
+        result.append(TechniqueAdvice(switch=switch, action=action, reason=reason, option=option))
     return result
 
 
@@ -172,6 +180,7 @@ SWITCHES: tuple[TechniqueSwitch, ...] = (
     ),
     TechniqueSwitch(
         name="compressed gradients",
+        remedy_for="communication",
         on=["training.gradient_sync.kind=powersgd"],
         off=["training.gradient_sync.kind=allreduce"],
         is_on=lambda now: now.training.gradient_sync.kind in _CODECS and not _sends_rarely(now),
@@ -185,6 +194,7 @@ SWITCHES: tuple[TechniqueSwitch, ...] = (
     ),
     TechniqueSwitch(
         name="local SGD with INT8",
+        remedy_for="communication",
         on=["training.gradient_sync.kind=int8", "training.gradient_sync.local_sgd.sync_every_steps=20"],
         off=["training.gradient_sync.kind=allreduce", "training.gradient_sync.local_sgd.sync_every_steps=0"],
         is_on=_sends_rarely,
@@ -206,6 +216,7 @@ SWITCHES: tuple[TechniqueSwitch, ...] = (
     ),
     TechniqueSwitch(
         name="Hogwild",
+        remedy_for="communication",
         on=["training.async_updates.mode=hogwild"],
         off=["training.async_updates.mode=none"],
         is_on=lambda now: now.training.async_updates.mode == "hogwild",

@@ -11,8 +11,6 @@ from modelwright.plan.advice.techniques import TechniqueAdvice
 from modelwright.plan.advice.times import RESOURCES, StepTimes
 from modelwright.plan.estimate import size
 
-NO_ROW = "the ledger has no figure for it (--results DIR)"
-
 
 def limit_lines(needs: StepNeeds, times: StepTimes) -> list[str]:
     """What a step needs, how long each resource takes for it here, and which one limits it."""
@@ -44,15 +42,37 @@ def technique_lines(
 ) -> list[str]:
     """What to switch on, off or keep, each with its rows of the ledger; then what nothing asks for."""
     lines, idle = [], [one.switch.name for one in advice if one.action == "not now"]
+    advised = [one for one in advice if one.action == "switch on"]
     for one in advice:
         if one.action == "not now":
             continue
-        lines.append(f"{one.action}: {one.switch.name}{f'  {one.option}' if one.option else ''}")
+        rivals = [other.switch.name for other in advised if _are_alternatives(one, other)]
+        alternative = f"  (instead of: {', '.join(rivals)})" if one in advised and rivals else ""
+        lines.append(f"{one.action}: {one.switch.name}{f'  {one.option}' if one.option else ''}{alternative}")
         lines.append(f"  why: {one.reason}")
-        lines += [f"  ledger: {row}" for row in evidence_of(one, ledger, here=here, today=today) or [NO_ROW]]
+        lines.append(f"  {support_of(one, ledger, here=here)}")
+        lines += [f"  ledger: {row}" for row in evidence_of(one, ledger, here=here, today=today)]
     if idle:
         lines.append(f"nothing measured here asks for: {', '.join(idle)}")
     return lines
+
+
+def support_of(advice: TechniqueAdvice, ledger: Sequence[LedgerRow], *, here: MachineKind) -> str:
+    """Whether what was measured of a technique promises a gain on this machine."""
+    rows = [row for row in ledger if row.claim in dict(advice.switch.evidence)]
+    alike = [row for row in rows if row.machine.is_like(here)]
+    if not rows:
+        return "expected gain: unknown; the ledger has no row for it (--results DIR)"
+    verdicts = {row.verdict for row in alike or rows}
+    where = "this kind of processor" if alike else "another kind of processor, and never on this one"
+    if verdicts == {"met"}:
+        return f"expected gain: as in the ledger; its target was met on {where}"
+    named = " and ".join(sorted(verdicts))
+    return f"expected gain: DOUBTFUL; the verdict is {named} on {where}; measure before relying on it"
+
+
+def _are_alternatives(one: TechniqueAdvice, other: TechniqueAdvice) -> bool:
+    return one is not other and bool(one.switch.remedy_for) and one.switch.remedy_for == other.switch.remedy_for
 
 
 def evidence_of(
@@ -93,6 +113,7 @@ def advice_data(
                 "action": one.action,
                 "option": one.option,
                 "reason": one.reason,
+                "support": support_of(one, ledger, here=here),
                 "ledger": evidence_of(one, ledger, here=here, today=today),
             }
             for one in advice

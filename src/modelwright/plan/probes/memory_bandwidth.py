@@ -82,9 +82,9 @@ def _text(result: ProbeResult) -> str:
     figures = result.figures
     small = figures["array_bytes"] < TIMES_CACHE * figures["cache_bytes"]
     note = ", less than 4 times the cache: the rate may be the cache's" if small else ""
+    several = f", {rate_text(result, 'all_threads_bytes_per_s')} on {figures['num_threads']:.0f}"
     return (
-        f"{rate_text(result, 'one_thread_bytes_per_s')} on one thread, "
-        f"{rate_text(result, 'all_threads_bytes_per_s')} on {figures['num_threads']:.0f} "
+        f"{rate_text(result, 'one_thread_bytes_per_s')} on one thread{several if figures['num_threads'] > 1 else ''} "
         f"(triad, arrays of {figures['array_bytes'] / 2**20:,.0f} MiB{note})"
     )
 

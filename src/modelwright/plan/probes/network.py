@@ -13,6 +13,7 @@ from typing import TypeVar
 import numpy as np
 import torch.distributed as dist
 
+from modelwright.plan.probes import peer
 from modelwright.plan.probes.peer import HOST, MESSAGE_BYTES, NUM_WARMUPS, ping, start_gloo
 from modelwright.plan.probes.probe import Probe, ProbeResult, ProbeSetting, ProbeUnavailable, rate_text, time_text
 
@@ -55,7 +56,7 @@ def _measure_gloo(setting: ProbeSetting) -> ProbeResult:
 @contextmanager
 def _peer(kind: str, port: int) -> Iterator[Callable[[], None]]:
     """A second process, which ends with the block. Yields a function that raises `ProbeUnavailable` if it has died."""
-    command = [sys.executable, "-m", "modelwright.plan.probes.peer", kind, str(port)]
+    command = [sys.executable, "-P", peer.__file__, kind, str(port)]
     with tempfile.TemporaryFile() as errors:
         # In a session of its own, so that Ctrl-C reaches this process alone, which then ends the other.
         process = subprocess.Popen(

@@ -1,6 +1,7 @@
-"""The second process of the network probes: `python -m modelwright.plan.probes.peer loopback|gloo PORT`.
+"""The second process of the network probes: `python -P peer.py loopback|gloo PORT`.
 
-It answers whatever the first one sends, and ends when the connection does.
+It answers whatever the first one sends, and ends when the connection does. It runs as a file, without the package, and
+imports PyTorch for gloo only, so that it is there at once.
 """
 
 import datetime
@@ -8,10 +9,11 @@ import socket
 import sys
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
 
 HOST = "127.0.0.1"
 MESSAGE_BYTES = 16 * 2**20
@@ -32,18 +34,21 @@ class GlooSession:
     """One of two ranks, and the tensors that both reduce."""
 
     group: Any
-    small: torch.Tensor
-    large: torch.Tensor
+    small: "torch.Tensor"
+    large: "torch.Tensor"
 
-    def seconds(self, tensor: torch.Tensor) -> float:
+    def seconds(self, tensor: "torch.Tensor") -> float:
         """Seconds of one all-reduce."""
         start = time.perf_counter()
         self.group.allreduce([tensor]).wait()
         return time.perf_counter() - start
 
 
-def start_gloo(store: dist.Store, rank: int) -> GlooSession:
+def start_gloo(store: "dist.Store", rank: int) -> GlooSession:
     """Connect both ranks over loopback, whatever the host's name resolves to."""
+    import torch
+    import torch.distributed as dist
+
     options: Any = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=HOST)]  # pyright: ignore
     options._timeout = TIMEOUT
@@ -79,6 +84,8 @@ def _receive(connection: socket.socket, length: int) -> bytes:
 
 
 def _serve_gloo(port: int) -> None:
+    import torch.distributed as dist
+
     store = dist.TCPStore(HOST, port, world_size=2, is_master=False, timeout=TIMEOUT)
     store.set("ready", "1")
     session = start_gloo(store, 1)

@@ -9,6 +9,7 @@ import torch
 
 from modelwright.core.busy import MISSING_CORES, PERIOD_S, LoadMeter, OtherProcesses, missing_cores
 from modelwright.core.errors import ConfigError
+from modelwright.core.progress import Progress, SilentProgress
 from modelwright.core.suggest import did_you_mean
 from modelwright.plan.doctor import busy_note
 from modelwright.plan.probes.accelerator import ACCELERATOR
@@ -40,6 +41,7 @@ def measure_machine(
     without: Collection[str] = (),
     probes: Sequence[Probe] = PROBES,
     others: LoadMeter | None = None,
+    progress: Progress | None = None,
 ) -> MachineProbes:
     """Measure everything but `without`. folder: an existing one, on the disk that is measured. Raises `ConfigError`
     for a probe that does not exist.
@@ -52,7 +54,16 @@ def measure_machine(
     time.sleep(max(0.0, PERIOD_S - meter.seconds()))
     others_use = meter.other_cores()
     is_busy = missing_cores(others_use, torch.get_num_threads()) >= MISSING_CORES
-    results = {probe.name: LEFT_OUT if probe.name in without else _result(probe, folder) for probe in probes}
+    wanted = [probe for probe in probes if probe.name not in without]
+    progress = progress or SilentProgress()
+    results = dict.fromkeys(names, LEFT_OUT)
+    progress.begin("probing", len(wanted), "parts")
+    try:
+        for number, probe in enumerate(wanted):
+            progress.advance(number, part=probe.name)
+            results[probe.name] = _result(probe, folder)
+    finally:
+        progress.end()
     return MachineProbes(results=results, busy_cores=others_use if is_busy else 0.0)
 
 

@@ -50,9 +50,8 @@ def scaled_rate(row: RuleRow, target: RuleTarget) -> RuleOutcome:
 
     The rate is the configured one where the training says which batch it belongs to, else that of `logarithmic_rate`.
     """
-    wants_adaptive = row.number("exponent") < 1
-    if wants_adaptive != target.is_adaptive:
-        kind = "Adam" if wants_adaptive else "SGD"
+    kind, fits = ("Adam", target.is_adaptive) if row.number("exponent") < 1 else ("SGD", target.optimizer == "sgd")
+    if not fits:
         return refusal(f"it was derived for {kind}, and the optimizer is {target.optimizer}")
     if target.reference_batch_tokens:
         start, tokens, whose = target.reference_rate, float(target.reference_batch_tokens), "your learning_rate"
