@@ -106,6 +106,7 @@ def test_needs_are_their_formulas() -> None:
 def test_needs_follow_the_layout_and_the_settings() -> None:
     sharded = needs_of(num_processes=4, zero_stage=3)
     assert sharded.optimizer_bytes == 7 * WEIGHTS
+    assert sharded.peak_bytes < needs_of(num_processes=4).peak_bytes
     assert sharded.link_bytes > needs_of(num_processes=4).link_bytes
     tensor = needs_of(num_processes=2, tensor=2)
     assert tensor.weight_bytes == needs_of(num_processes=1).weight_bytes

@@ -4,7 +4,7 @@ Counted as stated beside each field, without codecs, so that what compression wo
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from modelwright.memory.activations import FP32_BYTES, block_shape, total_kept_bytes, total_recomputed_flops
 from modelwright.memory.checkpointing import segments_for
@@ -13,11 +13,12 @@ from modelwright.model.adapters import adapter_parameters
 from modelwright.model.config import ModelConfig
 from modelwright.parallel.config import ParallelConfig
 from modelwright.plan.estimate import training_memory
-from modelwright.plan.layout import Layout, TrainingJob, expected_traffic
+from modelwright.plan.layout import Layout, TrainingJob, expected_traffic, fullest_memory
 from modelwright.train.config import TrainConfig
 
 STATE_BYTES = {"adamw": 8.0, "adamw_8bit": 2.0, "adamw_bf16_states": 4.0, "lion": 4.0, "muon": 4.0, "sgd": 0.0}
 """Bytes of optimizer states per weight; Muon's for the blocks' matrices, without the scales of 8-bit states."""
+SAVES_EVERYTHING = ActivationCheckpointingConfig()
 NARROW_VOCABULARY = 2**16
 """Rows hold token ids in two bytes up to this vocabulary, in four above it (`data/pack.py`)."""
 
@@ -114,25 +115,30 @@ def step_needs(
         checkpoint_bytes=trained * (FP32_BYTES + states),
         checkpoint_every_steps=training.checkpoint_every_steps,
         checkpoint_every_s=60 * training.checkpoint_every_minutes,
-        peak_bytes=_peak_bytes(model, training, microbatch_tokens, fused=fused) * num_processes,
-        peak_without_checkpointing_bytes=_peak_bytes(
-            model, training, microbatch_tokens, fused=fused, saves_everything=True
-        )
-        * num_processes,
+        peak_bytes=num_processes * _peak_bytes(training, job, layout, microbatch_tokens, fused=fused),
+        peak_without_checkpointing_bytes=num_processes
+        * _peak_bytes(
+            replace(training, activation_checkpointing=SAVES_EVERYTHING),
+            job,
+            replace(layout, activations=SAVES_EVERYTHING),
+            microbatch_tokens,
+            fused=fused,
+        ),
     )
 
 
 def _peak_bytes(
-    model: ModelConfig, training: TrainConfig, microbatch_tokens: int, *, fused: bool, saves_everything: bool = False
+    training: TrainConfig, job: TrainingJob, layout: Layout, microbatch_tokens: int, *, fused: bool
 ) -> float:
-    """Planned peak of one process that holds the whole model."""
-    activations = ActivationCheckpointingConfig() if saves_everything else training.activation_checkpointing
+    """Planned peak of the fullest process."""
+    if layout.axes["replicate"] < layout.num_devices:  # the model is divided
+        return fullest_memory(job, layout).total
     return training_memory(
-        model,
+        job.model,
         tokens_per_microbatch=microbatch_tokens,
         num_microbatches=training.gradient_accumulation_steps,
         compute=training.precision.planned_as,
-        activations=activations,
+        activations=training.activation_checkpointing,
         fused=fused,
         adapters=training.lora,
     ).total

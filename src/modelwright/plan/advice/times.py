@@ -74,7 +74,7 @@ def step_times(
     if write:
         share = saving_s * _checkpoints_per_step(needs, max(seconds.values()))
         seconds["disk"] = share + (needs.row_bytes / read if read else 0.0)
-    ordered = {one: seconds[one] for one in RESOURCES if one in seconds}
+    ordered: dict[Resource, float] = {one: seconds[one] for one in RESOURCES if one in seconds}
     return StepTimes(seconds=ordered, checkpoint_s=saving_s, latency_s=latency_s, transport=transport)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.cuda.nccl
 import torch.distributed as dist
 
 from modelwright.ops.microbenchmark import seconds_of
@@ -56,7 +57,7 @@ def _nccl_figures(num_devices: int, part_s: float) -> dict[str, float]:
     """An all-reduce over all devices of this host, of one number and of a large tensor."""
 
     def reduce(tensors: Sequence[torch.Tensor]) -> None:
-        torch.cuda.nccl.all_reduce(tensors)  # pyright: ignore[reportAttributeAccessIssue]
+        torch.cuda.nccl.all_reduce(tensors)
         for number in range(num_devices):
             torch.cuda.synchronize(number)
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 import numpy as np
-import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from modelwright.plan.probes import peer
 from modelwright.plan.probes.peer import HOST, MESSAGE_BYTES, NUM_WARMUPS, ping, start_gloo
@@ -39,7 +39,7 @@ def _measure_loopback(setting: ProbeSetting) -> ProbeResult:
 
 def _measure_gloo(setting: ProbeSetting) -> ProbeResult:
     timeout = datetime.timedelta(seconds=START_S)
-    store = dist.TCPStore(HOST, 0, world_size=2, is_master=True, wait_for_workers=False, timeout=timeout)
+    store = TCPStore(HOST, 0, world_size=2, is_master=True, wait_for_workers=False, timeout=timeout)
     with _peer("gloo", store.port) as check:
         _wait(lambda: store.check(["ready"]), check)
         session = start_gloo(store, 0)
@@ -76,7 +76,7 @@ def _peer(kind: str, port: int) -> Iterator[Callable[[], None]]:
             process.wait()
 
 
-def _wait(attempt: Callable[[], T], check: Callable[[], None]) -> T:
+def _wait(attempt: Callable[[], T | None], check: Callable[[], None]) -> T:
     """The first true result."""
     deadline = time.monotonic() + START_S
     while not (result := attempt()):

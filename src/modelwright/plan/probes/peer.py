@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
-    import torch.distributed as dist
+    from torch._C._distributed_c10d import Store
 
 HOST = "127.0.0.1"
 MESSAGE_BYTES = 16 * 2**20
@@ -44,7 +44,7 @@ class GlooSession:
         return time.perf_counter() - start
 
 
-def start_gloo(store: "dist.Store", rank: int) -> GlooSession:
+def start_gloo(store: "Store", rank: int) -> GlooSession:
     """Connect both ranks over loopback, whatever the host's name resolves to."""
     import torch
     import torch.distributed as dist
@@ -84,9 +84,9 @@ def _receive(connection: socket.socket, length: int) -> bytes:
 
 
 def _serve_gloo(port: int) -> None:
-    import torch.distributed as dist
+    from torch._C._distributed_c10d import TCPStore
 
-    store = dist.TCPStore(HOST, port, world_size=2, is_master=False, timeout=TIMEOUT)
+    store = TCPStore(HOST, port, world_size=2, is_master=False, timeout=TIMEOUT)
     store.set("ready", "1")
     session = start_gloo(store, 1)
     for number, tensor in enumerate((session.small, session.large)):
