@@ -49,7 +49,7 @@ def test_a_run_folder_as_json(
         (["tiny", "--nproc", "-1"], "--nproc: must be at least 1"),
         (["tiny", "--nproc", "7"], "batch_tokens: "),
         (["tiny", "--skip", "rates"], "--skip: advice for a training needs rates"),
-        (["--skip", "rates", "dsk"], "--skip: 'dsk' is not one of memory, disk"),
+        (["--skip", "rates", "dsk"], "--skip: 'dsk' is not one of rates, memory, disk"),
         (["--skip", "rates", "--folder", "/nowhere"], "--folder: /nowhere is not a folder"),
         (["tiny", "--interruptions-per-hour", "-1"], "--interruptions-per-hour: must not be negative"),
     ],

@@ -286,7 +286,7 @@ def test_gains_are_quoted_from_the_ledger_only() -> None:
     assert lines[first + 2] == "  expected gain: as in the ledger; its target was met on this kind of processor"
     assert lines[first + 3].startswith("  ledger: bf16_mixed: speed-up 3.23")  # of this kind of processor first
     assert lines[first + 4].startswith("  ledger: bf16_mixed: speed-up 0.846")
-    hogwild = next(number for number, line in enumerate(lines) if line.startswith("switch on: Hogwild"))
+    hogwild = next(number for number, line in enumerate(lines) if line.startswith("try: Hogwild"))
     assert lines[hogwild].endswith("(instead of: compressed gradients, local SGD with INT8)")
     assert lines[hogwild + 2] == (
         "  expected gain: DOUBTFUL; the verdict is short on another kind of processor, and never on this one; "

@@ -22,7 +22,7 @@ def parser() -> argparse.ArgumentParser:
     add = result.add_argument
     add("target", nargs="?", default="", metavar="RECIPE|CONFIG.yaml|RUN", help="what to advise on (default: nothing)")
     add("--json", action="store_true", help="print everything as JSON")
-    add("--seconds", type=float, default=3.0, metavar="S", help="time for the rates of each format (default: 3)")
+    add("--seconds", type=float, default=2.0, metavar="S", help="time for the rates of each format (default: 2)")
     add("--nproc", type=int, default=0, metavar="N", help="processes here that would train together (default: a run's "
         "own, or 2)")  # fmt: skip
     add("--results", type=Path, default=Path("benchmarks/results"), metavar="DIR",

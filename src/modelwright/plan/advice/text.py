@@ -48,7 +48,10 @@ def technique_lines(
             continue
         rivals = [other.switch.name for other in advised if _are_alternatives(one, other)]
         alternative = f"  (instead of: {', '.join(rivals)})" if one in advised and rivals else ""
-        lines.append(f"{one.action}: {one.switch.name}{f'  {one.option}' if one.option else ''}{alternative}")
+        is_doubtful = one.action == "switch on" and not _is_supported(one, ledger, here)
+        lines.append(
+            f"{'try' if is_doubtful else one.action}: {one.switch.name}{f'  {one.option}' if one.option else ''}{alternative}"
+        )
         lines.append(f"  why: {one.reason}")
         lines.append(f"  {support_of(one, ledger, here=here)}")
         lines += [f"  ledger: {row}" for row in evidence_of(one, ledger, here=here, today=today)]
@@ -59,16 +62,29 @@ def technique_lines(
 
 def support_of(advice: TechniqueAdvice, ledger: Sequence[LedgerRow], *, here: MachineKind) -> str:
     """Whether what was measured of a technique promises a gain on this machine."""
-    rows = [row for row in ledger if row.claim in dict(advice.switch.evidence)]
-    alike = [row for row in rows if row.machine.is_like(here)]
+    rows, are_alike = _rows_about(advice, ledger, here)
     if not rows:
         return "expected gain: unknown; the ledger has no row for it (--results DIR)"
-    verdicts = {row.verdict for row in alike or rows}
-    where = "this kind of processor" if alike else "another kind of processor, and never on this one"
-    if verdicts == {"met"}:
+    where = "this kind of processor" if are_alike else "another kind of processor, and never on this one"
+    if _is_supported(advice, ledger, here):
         return f"expected gain: as in the ledger; its target was met on {where}"
-    named = " and ".join(sorted(verdicts))
+    named = " and ".join(sorted({row.verdict for row in rows}))
     return f"expected gain: DOUBTFUL; the verdict is {named} on {where}; measure before relying on it"
+
+
+def _rows_about(
+    advice: TechniqueAdvice, ledger: Sequence[LedgerRow], here: MachineKind
+) -> tuple[list[LedgerRow], bool]:
+    """The rows of this kind of processor and True; if there are none, those of others and False."""
+    rows = [row for row in ledger if row.claim in dict(advice.switch.evidence)]
+    alike = [row for row in rows if row.machine.is_like(here)]
+    return alike or rows, bool(alike)
+
+
+def _is_supported(advice: TechniqueAdvice, ledger: Sequence[LedgerRow], here: MachineKind) -> bool:
+    """Whether every row that counts met its target."""
+    rows, _ = _rows_about(advice, ledger, here)
+    return bool(rows) and all(row.verdict == "met" for row in rows)
 
 
 def _are_alternatives(one: TechniqueAdvice, other: TechniqueAdvice) -> bool:

@@ -169,4 +169,4 @@ def _text(result: ProbeResult) -> str:
     )
 
 
-DISK = Probe(name="disk", budget_s=6.0, measure=_measure, text=_text)
+DISK = Probe(name="disk", budget_s=5.0, measure=_measure, text=_text)

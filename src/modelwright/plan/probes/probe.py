@@ -14,7 +14,7 @@ class ProbeSetting:
     """Where and how long a probe measures."""
 
     folder: Path
-    """An existing folder on the disk in question. Nothing stays in it, not even after kill -9."""
+    """An existing folder on the disk in question. Nothing stays in it."""
     budget_s: float
     """Seconds that the probe may take, apart from the start of a process and one call of the system."""
 

@@ -49,7 +49,7 @@ def measure_machine(
     names = [probe.name for probe in probes]
     for name in without:
         if name not in names:
-            raise ConfigError(f"--skip: {name!r} is not one of {', '.join(names)}{did_you_mean(name, names)}")
+            raise ConfigError(f"--skip: {name!r} is not one of rates, {', '.join(names)}{did_you_mean(name, names)}")
     meter = others or OtherProcesses()
     time.sleep(max(0.0, PERIOD_S - meter.seconds()))
     others_use = meter.other_cores()
