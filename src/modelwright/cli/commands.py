@@ -1,7 +1,6 @@
 """The smaller commands. Each parses its arguments, calls one function of the floors below and prints the result."""
 
 import argparse
-import math
 import os
 import signal
 import sys
@@ -42,46 +41,6 @@ def recipes(words: Sequence[str]) -> int:
     for name in RECIPES:
         summary = recipe_file(name).read_text(encoding="utf-8").partition("\n#\n")[0].partition("\nname:")[0]
         print(f"{name:<12} {' '.join(line.removeprefix('#').strip() for line in summary.splitlines())}")
-    return 0
-
-
-def doctor_parser() -> argparse.ArgumentParser:
-    parser = new_parser(
-        "doctor",
-        "Survey this machine and measure its rates at a model's own shapes.",
-        example="modelwright doctor quickstart --json",
-    )
-    parser.add_argument("target", nargs="?", default="quickstart", help="whose model (default: quickstart)")
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.add_argument(
-        "--seconds", type=float, default=6.0, metavar="S", help="time for each measurement (default: 6)"
-    )
-    parser.add_argument(
-        "--nproc", type=int, default=2, metavar="N", help="processes here that would train together (default: 2)"
-    )
-    parser.add_argument(
-        "--results",
-        type=Path,
-        default=Path("benchmarks/results"),
-        metavar="DIR",
-        help="results of the claims, for the gains that techniques had (default: benchmarks/results)",
-    )
-    return parser
-
-
-def doctor(words: Sequence[str]) -> int:
-    """`modelwright doctor`"""
-    options = doctor_parser().parse_args(words)
-    if not 0 < options.seconds < math.inf:
-        raise ConfigError(f"--seconds: must be above 0, got {options.seconds}")
-    if options.nproc < 1:
-        raise ConfigError(f"--nproc: must be at least 1, got {options.nproc}")
-    from modelwright.pipeline.doctor import examine
-    from modelwright.recipes.load import load
-
-    config = load(options.target, {}).config
-    results, nproc = options.results, options.nproc
-    print(examine(config, as_json=options.json, budget_s=options.seconds, num_processes=nproc, results=results))
     return 0
 
 

@@ -19,6 +19,7 @@ from modelwright.cli import (
     compare,
     config,
     continual,
+    doctor,
     drift,
     federated,
     finetune,
@@ -93,7 +94,10 @@ COMMANDS: dict[str, Command] = {
         summary="explain a setting: its meaning, default and allowed values",
     ),
     "doctor": Command(
-        run=commands.doctor, parser=commands.doctor_parser, summary="survey this machine and measure what it can do"
+        run=doctor.doctor,
+        parser=doctor.parser,
+        targets=commands.recipe_names,
+        summary="survey this machine, and say what limits a training on it",
     ),
     "plan": Command(
         run=plan.plan,

@@ -17,12 +17,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--watts", type=float, metavar="W", help="its mean power, with that of the data center")
     add("--earliest", metavar="TIME", default="", help="not before, as 2026-01-31T14:00 (default: the table's start)")
     add("--finish-by", metavar="TIME", default="", help="not after (default: the table's end)")
+    add("--country", metavar="CODE", default="", help="codecarbon's estimate for this country beside ours, as FRA")
     add("--json", action="store_true", help="print everything as JSON")
 
 
 def show(options: argparse.Namespace) -> int:
     """Print the start. Raises `ConfigError` for a job that does not fit."""
     from modelwright.plan.carbon import plan_start, read_carbon_table
+    from modelwright.plan.codecarbon_estimate import codecarbon_estimate
     from modelwright.plan.estimate import duration
 
     hours, watts = _job(options)
@@ -34,16 +36,26 @@ def show(options: argparse.Namespace) -> int:
         earliest=_time(options.earliest, "--earliest", table.start),
         finish_by=_time(options.finish_by, "--finish-by", table.start),
     )
+    estimate = codecarbon_estimate(options.country, hours=hours) if options.country else None
     if options.json:
         data: dict[str, Any] = {"hours": hours, "watts": watts, "saved_share": plan.saved_share}
         for name, start in (("at_once", plan.at_once), ("best", plan.best)):
             data[name] = {**vars(start), "time": start.time.isoformat()}
+        if estimate:
+            data["codecarbon_estimate"] = vars(estimate)
         print(json.dumps(data, indent=1))
         return 0
     print(f"{duration(hours * 3600)} at {watts:,.0f} W = {watts * hours / 1000:,.3g} kWh")
     for name, start in (("first start", plan.at_once), ("best start", plan.best)):
         print(f"{name:<12} {start.time.isoformat()}  {start.co2_g:,.0f} g CO2 ({start.g_per_kwh:,.0f} g per kWh)")
     print(f"{'saved':<12} {plan.saved_share:.0%}")
+    if estimate:
+        print(
+            f"codecarbon {estimate.version}, an estimate: this machine under load draws {estimate.watts:,.1f} W "
+            f"(processor {estimate.cpu_watts:,.1f}, memory {estimate.ram_watts:,.1f}, GPU {estimate.gpu_watts:,.1f}; "
+            f"without the data center's share), so {duration(hours * 3600)} take {estimate.kwh:,.3g} kWh and cause "
+            f"{estimate.co2_g:,.3g} g CO2 at {estimate.country}'s mean of {estimate.g_per_kwh:,.0f} g per kWh"
+        )
     return 0
 
 

@@ -80,7 +80,7 @@ def machine(folder: Path) -> dict[str, Any]:
     existing = next((f for f in (folder, *folder.resolve().parents) if f.is_dir()), Path("/"))
     return {
         **hardware(),
-        "memory_available_bytes": _available_memory(),
+        "memory_available_bytes": available_memory(),
         "memory_limit_bytes": _memory_limit(),
         "disk_free_bytes": shutil.disk_usage(existing).free,
         "load": load(),
@@ -332,7 +332,7 @@ def _affordable_tokens(
     return max(_PROBE_TOKENS, 2 ** math.floor(math.log2(max(1.0, share))))
 
 
-def _available_memory() -> int:
+def available_memory() -> int:
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):

@@ -117,6 +117,17 @@ def assess(job: TrainingJob, layout: Layout, cluster: Cluster) -> Assessment:
     )
 
 
+def fullest_memory(job: TrainingJob, layout: Layout) -> MemoryEstimate:
+    """Memory of the layout's fullest rank, of the process itself included. Raises `ConfigError` like `assess`."""
+    parallel = layout.parallel
+    layers = parallel.layers_per_stage or _split(job.model, parallel.pipeline * parallel.stages_per_rank, job.seq_len)
+    num_microbatches = job.num_rows // (layout.copies * layout.microbatch_rows)
+    shape = _shape(job, layout)
+    ranks = _ranks_that_decide(layers, parallel)
+    parts = [_part(job, layout, shape, layers, rank, num_microbatches) for rank in ranks]
+    return max((rank_memory(job.model, part) for part in parts), key=lambda memory: memory.total)
+
+
 def expected_traffic(job: TrainingJob, layout: Layout) -> dict[str, AxisTraffic]:
     """The traffic of a rank with the most layers along each axis in a step. Raises `ConfigError` like `assess`."""
     parallel = layout.parallel

@@ -1,0 +1,1 @@
+"""Micro-measurements of the machine around the processor's products: memory, disk, network, accelerator."""

@@ -1,0 +1,172 @@
+"""The disk under a folder: sequential writes that reach it, sequential and random reads past the page cache, fsync.
+
+The file is unlinked as soon as it is open, so that nothing stays behind, whatever ends the process.
+"""
+
+import contextlib
+import mmap
+import os
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from modelwright.plan.probes.probe import Probe, ProbeResult, ProbeSetting, ProbeUnavailable, rate_text, time_text
+
+BLOCK_BYTES = 4096
+CHUNK_BYTES = 2**20
+CHUNKS_PER_FSYNC = 8
+"""A slow disk then holds the probe up for 8 MiB, not for all that the page cache has taken."""
+LARGEST_FILE_BYTES = 256 * 2**20
+ROOM_SHARE = 0.25
+"""Share of the free space that the file may take."""
+MOST_FSYNCS = 200
+MOST_READS = 20_000
+PERCENTILES = (50, 95, 99)
+MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
+MOUNTS = Path("/proc/mounts")
+
+
+@dataclass(frozen=True)
+class _OpenFile:
+    """writer: a descriptor through the page cache; reader: one past it, or the writer where there is none."""
+
+    writer: int
+    reader: int
+
+    @property
+    def is_direct(self) -> bool:
+        return self.reader != self.writer
+
+
+def file_system(folder: Path, mounts: Path = MOUNTS) -> str:
+    """Type of the file system that holds a folder, "" where the system does not say."""
+    target, best, kind = str(folder.resolve()), "", ""
+    with contextlib.suppress(OSError):
+        for line in mounts.read_text(encoding="utf-8").splitlines():
+            _, where, what, *_ = line.split()
+            is_above = target == where or target.startswith(where.rstrip("/") + "/")
+            if is_above and len(where) >= len(best):
+                best, kind = where, what
+    return kind
+
+
+def _measure(setting: ProbeSetting) -> ProbeResult:
+    free = os.statvfs(setting.folder)
+    size = min(LARGEST_FILE_BYTES, int(ROOM_SHARE * free.f_bavail * free.f_frsize)) // CHUNK_BYTES * CHUNK_BYTES
+    if size < CHUNKS_PER_FSYNC * CHUNK_BYTES:
+        raise ProbeUnavailable(f"{setting.folder} has less than {CHUNKS_PER_FSYNC * 4} MiB of free space")
+    part_s = setting.budget_s / 4
+    with _unlinked_file(setting.folder) as file, mmap.mmap(-1, CHUNK_BYTES) as buffer:
+        fsyncs = _fsync_times(file.writer, part_s)
+        written, write_s = _write(file.writer, size, part_s)
+        figures = {f"fsync_p{percent}_s": float(np.percentile(fsyncs, percent)) for percent in PERCENTILES}
+        figures |= {"num_fsyncs": float(len(fsyncs)), "write_bytes_per_s": written / write_s}
+        avoids_cache = file.is_direct or hasattr(os, "posix_fadvise")
+        if avoids_cache:
+            figures["read_bytes_per_s"] = _sequential_rate(file, written, buffer, part_s)
+            figures["reads_per_s"] = _random_rate(file, written, memoryview(buffer)[:BLOCK_BYTES], part_s)
+    how = "O_DIRECT" if file.is_direct else "cache dropped by advice" if avoids_cache else "not measurable here"
+    facts = {"reads": how, "file_system": file_system(setting.folder)}
+    return ProbeResult(state="measured", figures=figures, facts=facts)
+
+
+@contextlib.contextmanager
+def _unlinked_file(folder: Path) -> Iterator[_OpenFile]:
+    writer, path = tempfile.mkstemp(dir=folder, prefix=".modelwright-probe-")
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, writer)
+        reader = writer
+        try:
+            if hasattr(os, "O_DIRECT"):
+                with contextlib.suppress(OSError):  # not every file system offers it
+                    reader = os.open(path, os.O_RDONLY | os.O_DIRECT)
+                    stack.callback(os.close, reader)
+        finally:
+            os.unlink(path)
+        yield _OpenFile(writer, reader)
+
+
+def _fsync_times(file: int, budget_s: float) -> list[float]:
+    block = os.urandom(BLOCK_BYTES)
+    return _timed(lambda: (os.pwrite(file, block, 0), os.fsync(file)), budget_s, most=MOST_FSYNCS)
+
+
+def _write(file: int, size: int, budget_s: float) -> tuple[int, float]:
+    """Bytes that reached the disk, and the seconds that took."""
+    chunk, written, start = os.urandom(CHUNK_BYTES), 0, time.perf_counter()  # random: nothing to compress
+    while written < size and (written == 0 or time.perf_counter() - start < budget_s):
+        for _ in range(CHUNKS_PER_FSYNC):
+            if os.pwrite(file, chunk, written) < CHUNK_BYTES:
+                raise ProbeUnavailable("the disk is full")
+            written += CHUNK_BYTES
+        os.fsync(file)
+    return written, time.perf_counter() - start
+
+
+def _sequential_rate(file: _OpenFile, size: int, buffer: mmap.mmap, budget_s: float) -> float:
+    _forget(file, 0, size)
+    offsets = iter(range(0, size, CHUNK_BYTES))
+    start, num_chunks = time.perf_counter(), 0
+    for offset in offsets:
+        _read(file.reader, [buffer], offset, CHUNK_BYTES)
+        num_chunks += 1
+        if time.perf_counter() - start > budget_s:
+            break
+    return num_chunks * CHUNK_BYTES / (time.perf_counter() - start)
+
+
+def _random_rate(file: _OpenFile, size: int, buffer: memoryview, budget_s: float) -> float:
+    """Reads of 4 KiB per second, one after the other."""
+    _forget(file, 0, size)
+    draw = random.Random(0)
+
+    def read() -> None:
+        _read(file.reader, [buffer], draw.randrange(size // BLOCK_BYTES) * BLOCK_BYTES, BLOCK_BYTES)
+
+    try:
+        times = _timed(read, budget_s, most=MOST_READS if file.is_direct else size // BLOCK_BYTES // 8)
+    finally:
+        buffer.release()
+    return len(times) / sum(times)
+
+
+def _forget(file: _OpenFile, offset: int, length: int) -> None:
+    """Let the page cache drop what has been written, for reads that go through it."""
+    if not file.is_direct:
+        os.posix_fadvise(file.reader, offset, length, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(file.reader, offset, length, os.POSIX_FADV_RANDOM)  # no reading ahead
+
+
+def _read(file: int, buffers: list, offset: int, length: int) -> None:
+    if os.preadv(file, buffers, offset) < length:
+        raise ProbeUnavailable("the disk returned less than was written")
+
+
+def _timed(call: Callable[[], object], budget_s: float, *, most: int) -> list[float]:
+    """Seconds of each call, at least one, until the budget or the number is spent."""
+    times, deadline = list[float](), time.perf_counter() + budget_s
+    while not times or (len(times) < most and time.perf_counter() < deadline):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return times
+
+
+def _text(result: ProbeResult) -> str:
+    iops = result.figures.get("reads_per_s")
+    reads = f"{iops:,.0f} random reads/s of 4 KiB" if iops else "no reads past the cache"
+    kind = result.facts["file_system"]
+    note = f"; {kind} is memory, not a disk" if kind in MEMORY_FILE_SYSTEMS else ""
+    fsync = ", ".join(f"p{percent} {time_text(result, f'fsync_p{percent}_s')}" for percent in PERCENTILES)
+    return (
+        f"writes {rate_text(result, 'write_bytes_per_s')}, reads {rate_text(result, 'read_bytes_per_s')}, {reads} "
+        f"({result.facts['reads']}, {kind or 'unknown file system'}{note}); fsync {fsync}"
+    )
+
+
+DISK = Probe(name="disk", budget_s=5.0, measure=_measure, text=_text)
