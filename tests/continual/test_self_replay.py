@@ -96,7 +96,7 @@ def test_an_update_that_is_killed_while_it_writes_ends_with_the_same_texts_and_w
         return words_of(world, tmp_path / name, "--self-replay", "--margin", "0.9", model=talker)
 
     assert main(words("quiet")) in (0, 5)  # the gate is not asked
-    for pattern, when in ((r"conversations-00000\.jsonl$", "after"), (r"conversations-00001\.jsonl$", "before")):
+    for pattern, when in ((r"conversations-00000\.jsonl$", "before"), (r"conversations-00000\.jsonl$", "after")):
         environment = {"KILL_AT": pattern, "KILL_WHEN": when}
         code, _, errors = start_process(KILLER, *words("killed"), environment=environment).end()
         assert code == -signal.SIGKILL, (pattern, errors)

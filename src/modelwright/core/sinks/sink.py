@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,5 +46,5 @@ def flat(settings: Mapping[str, Any], path: str = "") -> dict[str, str]:
     result: dict[str, str] = {}
     for key, value in settings.items():
         name = f"{path}.{key}" if path else key
-        result |= flat(value, name) if isinstance(value, Mapping) else {name: str(value)}
+        result |= flat(cast(Mapping[str, Any], value), name) if isinstance(value, Mapping) else {name: str(value)}
     return result

@@ -12,6 +12,9 @@ tokens' information as its mean, and a row costs one backward pass (the Gauss-Ne
 2023, https://arxiv.org/abs/2305.14342, section 2.3).
 """
 
+# PyTorch leaves the type of split open.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -139,11 +142,13 @@ def fisher_diagonal(model: Decoder, rows: Sequence[Batch], *, seed: int, world: 
         hidden_BTD = forward(model, row)
         labels_BT = sampled_labels(model, hidden_BTD.detach(), row.labels_BT, draw)
         gradients = torch.autograd.grad(
-            model.token_log_probs(hidden_BTD, labels_BT).sum(), list(parameters.values()), allow_unused=True
+            model.token_log_probs(hidden_BTD, labels_BT).sum(),
+            list(parameters.values()),
+            allow_unused=True,
+            materialize_grads=True,
         )
         for total, gradient in zip(sums.values(), gradients, strict=True):
-            if gradient is not None:
-                total.addcmul_(gradient, gradient)
+            total.addcmul_(gradient, gradient)
         num_tokens += row.num_targets
     model.train(was_training)
     all_tokens = int(world.sums([num_tokens])[0])
