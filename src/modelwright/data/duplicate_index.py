@@ -29,7 +29,6 @@ _MOST_PER_KEY = 200
 """As many as there are candidates through one band (`data/near_duplicates.py`), at most a block."""
 _DTYPES: Mapping[str, Any] = {"U64": np.uint64, "U32": np.uint32, "U8": np.uint8}
 _AT_ONCE = 1024
-_REMEDY = "remove it, or restore a copy"
 _DIGESTS = "digest"
 
 
@@ -95,7 +94,7 @@ class _IndexFile:
                 raise ValueError("its size is not the one in its header")
             self.num_documents = self._len("own")
         except (ValueError, TypeError, KeyError, AttributeError, EOFError, OSError) as error:
-            raise ArtifactError(f"{path}: is damaged ({error}); {_REMEDY}") from None
+            raise ArtifactError(f"{path}: is damaged ({error}); remove it, or restore a copy") from None
 
     def find(self, table: str, queries: NDArray[np.uint64]) -> NDArray[np.uint32]:
         """The documents in a table whose key is one of `queries`, sorted; at most 200 of each key."""
@@ -121,7 +120,7 @@ class _IndexFile:
         """Documents by their numbers. Raises `ArtifactError` for one that the file does not have."""
         if len(numbers) and int(numbers[-1]) >= self.num_documents:
             text = f"it has {self.num_documents} documents and names number {numbers[-1]}"
-            raise ArtifactError(f"{self._path}: is damaged ({text}); {_REMEDY}")
+            raise ArtifactError(f"{self._path}: is damaged ({text}); remove it, or restore a copy")
         kind, own, bands, shingles = [], [], [], []
         for number in map(int, numbers):
             kind.append(self._read("kind", number, number + 1))
@@ -142,7 +141,9 @@ class _IndexFile:
     def _read(self, name: str, first: int, last: int) -> NDArray[Any]:
         dtype, start, _ = self._tensors[name]
         if not 0 <= first <= last <= self._len(name):
-            raise ArtifactError(f"{self._path}: is damaged ({name} ends before value {last}); {_REMEDY}")
+            raise ArtifactError(
+                f"{self._path}: is damaged ({name} ends before value {last}); remove it, or restore a copy"
+            )
         return self.file.read(dtype, first, last, offset=self._begin + start)
 
 

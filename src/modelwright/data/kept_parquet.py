@@ -62,9 +62,10 @@ def check_parquet(folder: Path) -> None:
     """Raise `ConfigError` if the folder of the files has others, among which they would be lost."""
     place = folder / FOLDER
     others = [path.name for path in sorted(place.glob("*")) if not FILE_NAME.fullmatch(path.name)]
-    if others or place.is_file():
-        found = f"holds {others[0]}" if others else "is a file"
-        raise ConfigError(f"--parquet: {place} {found}; choose another folder with --out")
+    if place.is_file():
+        raise ConfigError(f"--parquet: {place} is a file; choose another folder with --out")
+    if others:
+        raise ConfigError(f"--parquet: {place} holds {others[0]}; choose another folder with --out")
 
 
 class _SplitFiles:

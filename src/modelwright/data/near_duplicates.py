@@ -10,6 +10,7 @@ one; which groups it is in is read from files, in the order in which documents a
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,7 +43,7 @@ class BandGroups:
         groups of each band, one group after another.
         """
         self.order = order
-        self.slots = [memoryview(one) for one in slots]
+        self.slots = [one.data for one in slots]  # single values are read much faster than from an array
         self._places = [DiskFile(_places_file(folder, band)) for band in range(NUM_BANDS)]
 
     @classmethod
@@ -183,8 +184,8 @@ class Similarities:
 
     def __init__(self, corpus: Corpus, min_jaccard: float) -> None:
         self._store, self._min_jaccard = corpus.shingles, min_jaccard
-        self._pairs = memoryview(np.zeros(1 << _REMEMBERED_BITS, np.uint64))
-        self._values = memoryview(np.zeros(1 << _REMEMBERED_BITS, np.float64))
+        self._pairs = np.zeros(1 << _REMEMBERED_BITS, np.uint64).data
+        self._values: Any = np.zeros(1 << _REMEMBERED_BITS, np.float64).data
 
     def of(self, number: int, candidate: int) -> float:
         """The similarity of two documents, 0 where their lengths alone make it smaller than needed."""

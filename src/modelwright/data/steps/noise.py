@@ -62,7 +62,8 @@ class Noise:
             numbers.append(corpus.starts[shard] + arrays["rows"][rows])
             values.append(np.where(is_noise, arrays["p"], arrays["by_model"])[rows])
             by_model.append(~is_noise[rows])
-        all_numbers, all_values, all_by_model = map(np.concatenate, (numbers, values, by_model))
+        all_numbers, all_values = np.concatenate(numbers), np.concatenate(values)
+        all_by_model = np.concatenate(by_model)
         order = np.argsort(all_numbers)
 
         def drop(place: int) -> Drop:

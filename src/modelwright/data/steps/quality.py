@@ -133,7 +133,9 @@ class Quality:
         """Drop what violates a limit, with the first limit violated."""
         limits = self._limits(corpus)
         # judging no document tells the order of the limits
-        judged = {kind: [entry[1:] for entry in judge(_NO_DOCUMENTS, limits[kind])] for kind in KINDS}
+        judged: dict[Kind, list[tuple[str, str, float]]] = {
+            kind: [entry[1:] for entry in judge(_NO_DOCUMENTS, limits[kind])] for kind in KINDS
+        }
         violations = _Violations.of(corpus, limits)
         order = np.argsort(violations.numbers)
 
@@ -217,7 +219,8 @@ class _Violations:
                     values[members[violates]] = features[members[violates], FEATURES.index(feature)]
             rows = np.flatnonzero(places != _NO_LIMIT)
             parts.append((start + rows, kinds[rows], places[rows], values[rows]))
-        return cls(*(np.concatenate(column) for column in zip(*parts, strict=True)), seen)
+        numbers, all_kinds, places, values = (np.concatenate(column) for column in zip(*parts, strict=True))
+        return cls(numbers, all_kinds, places, values, seen)
 
 
 QUALITY = StepSpec(name="quality", build=lambda config, seed: Quality(config))
