@@ -41,6 +41,8 @@ class DecodeOperator:
     """
 
     def __init__(self, model: Decoder, cache: PagedCache) -> None:
+        device = model.norm.weight.device.type
+        refuse_unless(device == "cpu", f"it is on the device {device}")  # first, as kernels are compiled when asked for
         refuse_unless("decode_step" in cpu_kernels.used(), "the kernel decode_step is not used here")
         ends = model.ends
         refuse_unless(ends.stream_dtype is None and ends.head_dtype is None, "the model computes in a training format")
@@ -136,7 +138,6 @@ def _checked_block(block: nn.Module) -> Block:
 def _layer(block: Block, config: ModelConfig, cache: PagedCache) -> DecodeLayer:
     attention, ffn = block.attention, block.ffn
     keys, values = cache.layer(attention.spec.layer)
-    refuse_unless(keys.device.type == "cpu", f"it is on the device {keys.device.type}")
     refuse_unless(keys.dtype in cpu_kernels.NAMES, f"its cache is in {keys.dtype}")
     window = attention.spec.window
     heads, pairs = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim

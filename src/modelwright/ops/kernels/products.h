@@ -58,6 +58,13 @@ inline V held(V value) {
   return value;
 }
 
+// Whether one row is multiplied with one output's weights after the other, which memory delivers up to twice as fast as
+// those of all outputs in turn; long rows of FP32 come faster in turn (AMD EPYC with AVX-512). The sums are the same.
+template <class W>
+inline bool is_read_by_output(int64_t count) {
+  return sizeof(W) < 4 || count <= 512;
+}
+
 // A tile of kLanes products: `outs` rows of weights times kLanes / outs rows of numbers. Product number row * outs + out
 // of the result is that of a row and an output.
 template <int outs, class W>
@@ -65,6 +72,16 @@ inline __attribute__((always_inline)) Vector products(const W* const (&weights)[
                                                       const float* const (&rows)[kLanes / outs], int64_t count,
                                                       int64_t ahead) {
   Vector sums[kLanes] = {};
+  if (outs == kLanes && is_read_by_output<W>(count)) {
+#pragma GCC unroll 16
+    for (int out = 0; out < outs; ++out) {
+      int64_t at = 0;
+      for (; at + kLanes <= count; at += kLanes)
+        sums[out] += some(weights[out] + at, Whole{}) * some(rows[0] + at, Whole{});
+      if (at < count) sums[out] += some(weights[out] + at, Part{count - at}) * some(rows[0] + at, Part{count - at});
+    }
+    return sums_of(sums);
+  }
   const auto add = [&](int64_t at, auto size) __attribute__((always_inline)) {
     Vector numbers[kLanes / outs];
 #pragma GCC unroll 16
@@ -125,18 +142,34 @@ inline CodeVector codes_at(const void* from) {
   return found;
 }
 
+// The first of them, zeros after them.
+inline CodeVector codes_at(const int8_t* from, int64_t count) {
+  int8_t padded[kCodes] = {};
+  std::memcpy(padded, from, count);
+  return codes_at(padded);
+}
+
 template <int outs>
 inline __attribute__((always_inline)) Integers code_products(const int8_t* const (&weights)[outs],
-                                                             const int8_t* const (&rows)[kLanes / outs], int64_t count,
-                                                             int64_t ahead) {
+                                                             const int8_t* const (&rows)[kLanes / outs],
+                                                             int64_t count) {
   Integers sums[kLanes] = {};
+  if (outs == kLanes) {  // as `is_read_by_output`
+#pragma GCC unroll 16
+    for (int out = 0; out < outs; ++out) {
+      int64_t at = 0;
+      for (; at + kCodes <= count; at += kCodes)
+        sums[out] = add_products(sums[out], codes_at(rows[0] + at), codes_at(weights[out] + at));
+      if (at < count) sums[out] = add_products(sums[out], codes_at(rows[0] + at), codes_at(weights[out] + at, count - at));
+    }
+    return sums_of(sums);
+  }
   const auto add = [&](int64_t at, auto weight_at) __attribute__((always_inline)) {
     CodeVector numbers[kLanes / outs];
 #pragma GCC unroll 16
     for (int row = 0; row < kLanes / outs; ++row) numbers[row] = held(codes_at(rows[row] + at));
 #pragma GCC unroll 16
     for (int out = 0; out < outs; ++out) {
-      __builtin_prefetch(weights[out] + ahead + at);
       const CodeVector weight = held(weight_at(weights[out] + at));
 #pragma GCC unroll 16
       for (int row = 0; row < kLanes / outs; ++row)
@@ -145,12 +178,7 @@ inline __attribute__((always_inline)) Integers code_products(const int8_t* const
   };
   int64_t at = 0;
   for (; at + kCodes <= count; at += kCodes) add(at, [](const int8_t* from) { return codes_at(from); });
-  if (at < count)
-    add(at, [&](const int8_t* from) {
-      int8_t padded[kCodes] = {};
-      std::memcpy(padded, from, count - at);
-      return codes_at(padded);
-    });
+  if (at < count) add(at, [&](const int8_t* from) { return codes_at(from, count - at); });
   return sums_of(sums);
 }
 
@@ -251,10 +279,10 @@ inline __attribute__((always_inline)) void tile(const Matrix& by, int64_t first,
       weights[out] = static_cast<const W*>(by.weight) + std::min(first + out, end - 1) * by.inputs;
     const int64_t num_outs = std::min<int64_t>(outs, end - first);
     if constexpr (std::is_same_v<W, int8_t>)
-      finish<outs>(by, code_products<outs>(weights, rows, by.inputs, outs * by.inputs), first, num_outs, in, row,
+      finish<outs>(by, code_products<outs>(weights, rows, by.inputs), first, num_outs, in, row,
                    num_rows, to);
     else
-      finish<outs>(by, products<outs>(weights, rows, by.inputs, outs * by.inputs), first, num_outs, in, row, num_rows,
+      finish<outs>(by, products<outs>(weights, rows, by.inputs, 0), first, num_outs, in, row, num_rows,
                    to);
   }
 }
