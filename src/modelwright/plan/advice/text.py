@@ -49,8 +49,8 @@ def technique_lines(
         rivals = [other.switch.name for other in advised if _are_alternatives(one, other)]
         alternative = f"  (instead of: {', '.join(rivals)})" if one in advised and rivals else ""
         is_doubtful = one.action == "switch on" and not _is_supported(one, ledger, here)
-        option = f"  {one.option}" if one.option else ""
-        lines.append(f"{'try' if is_doubtful else one.action}: {one.switch.name}{option}{alternative}")
+        action, option = "try" if is_doubtful else one.action, f"  {one.option}" if one.option else ""
+        lines.append(f"{action}: {one.switch.name}{option}{alternative}")
         lines.append(f"  why: {one.reason}")
         lines.append(f"  {support_of(one, ledger, here=here)}")
         lines += [f"  ledger: {row}" for row in evidence_of(one, ledger, here=here, today=today)]
