@@ -20,6 +20,7 @@ from modelwright.cli import (
     config,
     continual,
     drift,
+    evaluate,
     federated,
     finetune,
     lineage,
@@ -63,6 +64,9 @@ COMMANDS: dict[str, Command] = {
         run=run.launch,
         parser=run.launch_parser,
         summary="run on several hosts, or with processes that may come and go",
+    ),
+    "evaluate": Command(
+        run=evaluate.evaluate, parser=evaluate.parser, summary="evaluate a model on lm-eval's local task files"
     ),
     "clean": Command(
         run=clean.clean,

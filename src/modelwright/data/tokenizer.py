@@ -205,6 +205,17 @@ class Tokenizer:
         """The tokens at which generation stops."""
         return tuple(dict.fromkeys((self.end_id, self.eos_id)))
 
+    @cached_property
+    def begin_ids(self) -> list[int]:
+        """What `transformers` puts before a text that it encodes: the begin token, or nothing."""
+        marked, plain = (self._library.encode("x", add_special_tokens=adds).ids for adds in (True, False))
+        places = range(len(marked) - len(plain) + 1)
+        begin = marked[: next((place for place in places if marked[place : place + len(plain)] == plain), 0)]
+        settings = json.loads(self._files.get("tokenizer_config.json", b"{}"))
+        if not begin and self.bos_id is not None and settings.get("add_bos_token", False):
+            return [self.bos_id]
+        return begin
+
     @property
     def is_fast(self) -> bool:
         """Whether encoding uses `tiktoken`."""
@@ -252,7 +263,17 @@ class Tokenizer:
 
     def encode_prompt(self, messages: Sequence[Message], *, tools: Sequence[Any] = ()) -> list[int]:
         """Ids of a conversation up to where the assistant's turn begins."""
-        return self._encode_rendered(self.chat_template.render(messages, tools=tools, add_generation_prompt=True))
+        return self.encode_rendered(self.chat_template.render(messages, tools=tools, add_generation_prompt=True))
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Ids of what `chat_template.render` gives: special tokens are recognized, shielded ones are plain text."""
+        ids: list[int] = []
+        at = 0
+        for match in self._cut.finditer(text):
+            ids += self.encode(unshield(text[at : match.start()]))
+            ids.append(self._added[match.group()])
+            at = match.end()
+        return ids + self.encode(unshield(text[at:]))
 
     def encode_chat(self, messages: Sequence[Message]) -> tuple[np.ndarray, np.ndarray]:
         """Ids [T] int64 of a conversation and its loss mask [T] uint8: 1 for every answer of the assistant up to the
@@ -289,7 +310,7 @@ class Tokenizer:
         ids: list[int] = []
         mask: list[int] = []
         for span in spans:
-            part = self._encode_rendered(span.text)
+            part = self.encode_rendered(span.text)
             num_spoken = self._answer_len(part) if ends_at_stop else len(part)
             num_learned = num_spoken if span.spoken else 0
             ids += part
@@ -321,16 +342,6 @@ class Tokenizer:
         """Tokens of an answer up to and including the first one that stops generation; all if none does."""
         stops = self.stop_ids
         return next((place + 1 for place, token in enumerate(ids) if token in stops), len(ids))
-
-    def _encode_rendered(self, text: str) -> list[int]:
-        """Ids of a rendered template: special tokens are recognized, shielded ones are plain text."""
-        ids: list[int] = []
-        at = 0
-        for match in self._cut.finditer(text):
-            ids += self.encode(unshield(text[at : match.start()]))
-            ids.append(self._added[match.group()])
-            at = match.end()
-        return ids + self.encode(unshield(text[at:]))
 
     def _special_id(self, name: str) -> Any:
         token = self.special_tokens.get(name)
