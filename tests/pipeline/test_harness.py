@@ -17,16 +17,10 @@ from modelwright.core.progress import SilentProgress
 from modelwright.data.tokenizer import Tokenizer
 from modelwright.infer.engine import Engine, EngineConfig
 from modelwright.model.hf import load_model
-from modelwright.pipeline.harness import find_tasks, require_lm_eval
+from modelwright.pipeline.harness import find_tasks
 
-pytest.importorskip("lm_eval")
-require_lm_eval()
-
-from lm_eval import simple_evaluate
-from lm_eval.models.huggingface import HFLM
-
-from modelwright.evaluate.harness import EngineLM, sharing_order
-
+lm_eval = pytest.importorskip("lm_eval")
+EngineLM = pytest.importorskip("modelwright.evaluate.harness").EngineLM
 pytestmark = pytest.mark.filterwarnings("default")  # of lm-eval, datasets and their libraries
 Command = Callable[..., subprocess.CompletedProcess[str]]
 CHOICES = [
@@ -105,13 +99,13 @@ def both(request: pytest.FixtureRequest, folder: Path) -> tuple[Any, Any, Engine
     info = {"model": "tiny", "model_digest": "0123"}
     tokenizer = Tokenizer.load(folder / "model")
     ours = EngineLM(engine, tokenizer, uses_chat=request.param, info=info, progress=SilentProgress())
-    theirs = HFLM(
+    theirs = pytest.importorskip("lm_eval.models.huggingface").HFLM(
         pretrained=str(folder / "model"), device="cpu", dtype=torch.float32, batch_size=4, max_length=ours.max_length
     )
     tasks = find_tasks(folder / "tasks")
     run: dict[str, Any] = {"tasks": list(tasks.names), "task_manager": tasks.manager, "bootstrap_iters": 0}
     logging.getLogger("lm_eval").setLevel("ERROR")
-    results = [simple_evaluate(model=lm, apply_chat_template=request.param, **run) for lm in (ours, theirs)]
+    results = [lm_eval.simple_evaluate(model=lm, apply_chat_template=request.param, **run) for lm in (ours, theirs)]
     return results[0], results[1], engine
 
 
@@ -156,6 +150,7 @@ def test_prompts_share_their_beginnings(both: tuple[Any, Any, Engine]) -> None:
 
 def test_equal_contexts_follow_their_first() -> None:
     contexts = [[3], [1, 2], [3], [1, 2], [1], [3]]
+    sharing_order = pytest.importorskip("modelwright.evaluate.harness").sharing_order
     assert sharing_order(contexts) == [4, 1, 0, 3, 2, 5]
 
 

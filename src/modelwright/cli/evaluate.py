@@ -13,8 +13,8 @@ def parser() -> argparse.ArgumentParser:
     parser = new_parser(
         "evaluate",
         "Evaluate a model on tasks of EleutherAI's lm-evaluation-harness, which are YAML files with local data. "
-        "Nothing is downloaded: a task that wants to is refused. Prints lm-eval's table and writes all results, with every "
-        "answer and the model's digest.",
+        "Nothing is downloaded: a task that wants to is refused. Prints lm-eval's table and writes all results, with "
+        "every answer and the model's digest.",
         example="modelwright evaluate runs/my-model-examples --tasks tasks/ --limit 100",
         usage="modelwright evaluate RUN|MODEL_FOLDER --tasks FOLDER_OR_YAML [--limit N] [--num-fewshot N] [--chat] "
         "[--stage NAME] [--int8] [--out FILE] [--json]",

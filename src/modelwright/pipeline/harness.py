@@ -72,9 +72,8 @@ def find_tasks(path: Path) -> TaskList:
     for file in sorted(folder.glob("**/*.yaml")) if path.is_dir() else [path]:
         _check_syntax(file)
     manager = import_module("lm_eval.tasks").TaskManager(include_path=folder, include_defaults=False)
-    index: dict[str, Any] = {
-        name: entry for name, entry in manager.task_index.items() if entry.cfg and isinstance(name, str)
-    }
+    entries = manager.task_index.items()
+    index: dict[str, Any] = {name: entry for name, entry in entries if isinstance(name, str) and entry.cfg}
     chosen = {n: e for n, e in index.items() if path.is_dir() or Path(e.yaml_path).resolve() == path.resolve()}
     if not chosen:
         raise ConfigError(f"--tasks: {path} defines no task; a task's file has the keys task, dataset_path and others")
