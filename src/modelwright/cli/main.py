@@ -152,7 +152,7 @@ COMMANDS: dict[str, Command] = {
     "export": Command(
         run=commands.export,
         parser=commands.export_parser,
-        summary="write a model as a Hugging Face folder or a GGUF file",
+        summary="write a model as a Hugging Face folder, a GGUF file, or a graph for ONNX or OpenVINO",
     ),
     "report": Command(run=commands.report, parser=commands.report_parser, summary="write a run's report.html again"),
     "prove": Command(
