@@ -90,7 +90,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("int8", *GRIDS):
         Tokenizer.load(folder / "model").save(folder / name)
     records = [
-        {"question": f"Box {number}?", "choices": ["It is red.", "No.", f"Perhaps {number} is."], "answer": "B"}
+        {"question": f"Box {number}?", "choices": [f"{3**number % (89 + n)} is it" for n in range(4)], "answer": "B"}
         for number in range(12)
     ]
     (folder / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -127,9 +127,12 @@ def test_integers_give_the_same_answers_and_stay_integers(name: str, trained: Pa
     ids = np.random.default_rng(1).integers(0, 380, (2, 50))
     expected = own_logits(load_int8(trained / name, KERNELS), ids)
     runs = {"onnx": in_onnxruntime(path), "openvino": in_openvino(path)}
+    errors = {runtime: np.abs(run(ids) - expected).max(axis=2) for runtime, run in runs.items()}
+    assert errors["onnx"].max() < 1e-4
+    # OpenVINO's kernels for static ranges give some tokens another code
+    assert (errors["openvino"] < 1e-4).mean() > (0.7 if name == "tensor" else 0.99)
+    assert errors["openvino"].max() < 0.02 * np.abs(expected).max()
     for run in runs.values():
-        close = np.abs(run(ids) - expected).max(axis=2) < 1e-3
-        assert close.mean() > 0.9, "a value at the edge of two codes may round the other way"
         own, theirs = chosen(trained, name, run)
         assert own == theirs
     assert len(set(own)) > 1
@@ -140,7 +143,8 @@ def test_integers_give_the_same_answers_and_stay_integers(name: str, trained: Pa
     assert len({one.name for one in codes}) == num_matrices
     operators = Counter(node.op_type for node in graph.node)
     assert operators["DequantizeLinear"] >= num_matrices
-    assert operators["QuantizeLinear"] == (0 if name == "four" else num_matrices)
+    # one for the inputs of queries, keys and values, and one for those of gate and up
+    assert operators["QuantizeLinear"] == (0 if name == "four" else 4 * 2 + (name == "int8"))
     graph_bytes = 100_000
     assert path.stat().st_size < (trained / name / "model.safetensors").stat().st_size + graph_bytes
 

@@ -162,7 +162,8 @@ class EngineLM(TemplateLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
         answers: dict[str, _Answer] = {}
         for number, request in enumerate(requests):
-            context, settings = request.args
+            arguments: tuple[str, Mapping[str, Any]] = request.args  # pyright: ignore[reportAssignmentType]
+            context, settings = arguments
             params, stops = self._params(settings, derive_seed(0, "lm-eval", number))
             ids = self.tok_encode(context)[-(self._engine.max_seq_len - params.max_tokens) :]
             answers[str(number)] = _Answer(self._tokenizer.stream(), stops)
