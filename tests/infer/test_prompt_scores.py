@@ -77,6 +77,32 @@ def test_scores_come_once_and_only_if_asked_for(model: Decoder):
     assert not any(o.prompt_scores for o in outputs if o.request_id == "plain")
 
 
+@pytest.mark.parametrize("start", [1, 2, 16, 17, 18, 33, 74])
+def test_scores_from_a_token_on_share_the_prompt_before_it(model: Decoder, start: int):
+    """The same bits as without a cache, of the tokens from `start` on."""
+    config = EngineConfig(prefill_chunk_size=16, max_num_batched_tokens=16)
+    prompt = prompts()[6]
+    scores = {}
+    for place in (1, start):
+        engine = Engine(model, config)
+        engine.add("before", prompt[: max(start, 2)], SamplingParams(max_tokens=1))
+        first_outputs(engine)
+        engine.add("0", prompt, SamplingParams(max_tokens=1, num_prompt_logprobs=1, prompt_logprobs_start=place))
+        scores[place] = first_outputs(engine)["0"]
+        assert scores[place].num_cached_tokens == (place - 1) // 16 * 16
+    assert scores[start].prompt_scores == scores[1].prompt_scores[start - 1 :]
+    assert len(scores[start].prompt_scores) == len(prompt) - start
+
+
+def test_equal_prompts_are_scored_each(model: Decoder):
+    engine = Engine(model, EngineConfig())
+    for name in ("a", "b"):
+        engine.add(name, [1, 2, 3, 4], SamplingParams(max_tokens=1, num_prompt_logprobs=0, prompt_logprobs_start=3))
+    outputs = first_outputs(engine)
+    assert len(outputs["a"].prompt_scores) == 1
+    assert outputs["a"].prompt_scores == outputs["b"].prompt_scores
+
+
 def test_embeddings_are_the_last_hidden_state(model: Decoder):
     engine = Engine(model, EngineConfig(prefill_chunk_size=16))
     for number, prompt in enumerate(prompts()):

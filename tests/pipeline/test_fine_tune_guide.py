@@ -41,6 +41,7 @@ def test_every_command_does_what_the_page_says(
     write_model(tmp_path / "models" / "my-model")
     write_examples(tmp_path / "examples.jsonl")
     write_examples(tmp_path / "heldout.jsonl", num_records=10)
+    write_task(tmp_path / "tasks")
     with socket.create_server(("localhost", 0)) as probe:
         port = probe.getsockname()[1]
     served = None
@@ -60,7 +61,7 @@ def test_every_command_does_what_the_page_says(
             assert done.returncode == 0, f"{line}\n{done.stderr}"
             shown[line] = done.stdout
     assert {shlex.split(line)[1] for line in shown if line.startswith("modelwright")} == {
-        "finetune", "compare", "chat", "export"
+        "finetune", "compare", "evaluate", "chat", "export"
     }  # fmt: skip
     assert "Perplexity of answers" in shown[commands()[1]]
     folder = tmp_path / "runs" / "my-model-examples" / "sft" / "artifact"
@@ -68,7 +69,19 @@ def test_every_command_does_what_the_page_says(
     check_card(tmp_path / "exported" / "README.md")
     for name in ("my-model.gguf", "my-model-q8.gguf"):
         assert (tmp_path / name).read_bytes()[:4] == b"GGUF"
+    assert (tmp_path / "my-model-onnx" / "model.onnx").is_file()
+    assert "boxes" in json.loads((folder.parents[1] / "lm-eval-tasks.json").read_text())["results"]
     assert "FROM ./my-model-q8.gguf" in (tmp_path / "Modelfile").read_text()
+
+
+def write_task(folder: Path) -> None:
+    """The page's task, with the line of data that it shows."""
+    text = GUIDE.read_text(encoding="utf-8")
+    (task,) = re.findall(r"^```yaml\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+    (line,) = re.findall(r"A line of `tasks/boxes.jsonl` is `(\{.*?\})`", text)
+    folder.mkdir()
+    (folder / "boxes.yaml").write_text(task)
+    (folder / "boxes.jsonl").write_text(f"{line}\n" * 3)
 
 
 def answer(words: list[str]) -> str:

@@ -123,19 +123,24 @@ def chat(words: Sequence[str]) -> int:
 def export_parser() -> argparse.ArgumentParser:
     parser = new_parser(
         "export",
-        "Write a model for other programs: as a folder that `transformers` loads, with a model card, or as a GGUF file "
-        "for llama.cpp, with a Modelfile for Ollama beside it.",
+        "Write a model for other programs: as a folder that `transformers` loads (hf); as a GGUF file for llama.cpp, "
+        "with a Modelfile for Ollama beside it (gguf); or as a folder with the model's graph for ONNX Runtime (onnx) "
+        "or OpenVINO (openvino), in FP32 or with the integers of a quantized model.",
         example="modelwright export runs/quickstart --to gguf model.gguf --dtype q8_0",
         usage="modelwright export RUN --to hf [DEST] [--stage NAME] [--overwrite]\n"
         "       modelwright export RUN|MODEL_FOLDER --to gguf [DEST] [--dtype f16|q8_0|q4_0] [--stage NAME] "
-        "[--overwrite]",
+        "[--overwrite]\n"
+        "       modelwright export RUN|MODEL_FOLDER --to onnx|openvino [DEST] [--int8] [--stage NAME] [--overwrite]",
     )
     parser.add_argument("target", metavar="RUN|MODEL_FOLDER", help="a run directory, its name, or a model folder")
-    parser.add_argument("--to", nargs="+", required=True, metavar=("hf|gguf", "DEST"), help="format, and where to")
+    parser.add_argument(
+        "--to", nargs="+", required=True, metavar=("hf|gguf|onnx|openvino", "DEST"), help="format, and where to"
+    )
     parser.add_argument(
         "--dtype", choices=("f16", "q8_0", "q4_0"), default="f16", help="number format of a GGUF file (default: f16)"
     )
     parser.add_argument("--stage", default="", help=STAGE_HELP)
+    parser.add_argument("--int8", action="store_true", help="take the run's INT8 model (onnx, openvino)")
     parser.add_argument("--overwrite", action="store_true", help="replace DEST when it exists")
     return parser
 
@@ -144,21 +149,21 @@ def export(words: Sequence[str]) -> int:
     """`modelwright export`"""
     options = export_parser().parse_args(words)
     kind, *rest = options.to
-    if kind not in ("hf", "gguf") or len(rest) > 1:
-        written = " ".join(options.to)
-        raise ConfigError(f"--to: {written!r} is not understood; write --to hf or --to gguf, with or without DEST")
-    from modelwright.pipeline.models import export_gguf_file, export_hf, find_model
+    from modelwright.pipeline.exports import EXPORTS, ExportOptions
+    from modelwright.pipeline.models import find_model
     from modelwright.recipes.load import find_run, find_target
 
-    path = find_run(options.target).path if kind == "hf" else find_target(options.target)
-    result = find_model(path, stage=options.stage)
+    if kind not in EXPORTS or len(rest) > 1:
+        written, formats = " ".join(options.to), ", ".join(EXPORTS)
+        raise ConfigError(f"--to: {written!r} is not understood; write one of {formats}, with or without DEST")
+    chosen = EXPORTS[kind]
+    if options.int8 and not chosen.takes_integers:
+        raise ConfigError(f"--int8: {kind} has no form for these weights; export to onnx or openvino")
+    path = find_run(options.target).path if chosen.needs_run else find_target(options.target)
+    result = find_model(path, stage=options.stage, int8=options.int8)
     _remark(result.remark)
-    if kind == "hf":
-        written = export_hf(result, Path(*rest) if rest else path / "hf", overwrite=options.overwrite)
-    else:
-        name = f"{result.source.name}-{options.dtype.upper()}.gguf"
-        target = Path(*rest) if rest else (path / "gguf" / name if result.run else Path(name))
-        written = export_gguf_file(result, target, number_format=options.dtype, overwrite=options.overwrite)
+    settings = ExportOptions(gguf_format=options.dtype, overwrite=options.overwrite)
+    written = chosen.write(result, Path(*rest) if rest else chosen.target(result, settings), settings)
     print(f"Model: {result.source.describe()}", file=sys.stderr)
     print(written)
     return 0

@@ -21,6 +21,7 @@ from modelwright.cli import (
     continual,
     doctor,
     drift,
+    evaluate,
     federated,
     finetune,
     lineage,
@@ -66,6 +67,9 @@ COMMANDS: dict[str, Command] = {
         run=run.launch,
         parser=run.launch_parser,
         summary="run on several hosts, or with processes that may come and go",
+    ),
+    "evaluate": Command(
+        run=evaluate.evaluate, parser=evaluate.parser, summary="evaluate a model on lm-eval's local task files"
     ),
     "clean": Command(
         run=clean.clean,
@@ -160,7 +164,7 @@ COMMANDS: dict[str, Command] = {
     "export": Command(
         run=commands.export,
         parser=commands.export_parser,
-        summary="write a model as a Hugging Face folder or a GGUF file",
+        summary="write a model as a Hugging Face folder, a GGUF file, or a graph for ONNX or OpenVINO",
     ),
     "report": Command(run=commands.report, parser=commands.report_parser, summary="write a run's report.html again"),
     "prove": Command(

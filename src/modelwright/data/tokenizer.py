@@ -214,6 +214,17 @@ class Tokenizer:
         """The tokens at which generation stops."""
         return tuple(dict.fromkeys((self.end_id, self.eos_id)))
 
+    @cached_property
+    def begin_ids(self) -> list[int]:
+        """What `transformers` puts before a text that it encodes: the begin token, or nothing."""
+        marked, plain = (self._library.encode("x", add_special_tokens=adds).ids for adds in (True, False))
+        places = range(len(marked) - len(plain) + 1)
+        begin = marked[: next((place for place in places if marked[place : place + len(plain)] == plain), 0)]
+        settings = json.loads(self._files.get("tokenizer_config.json", b"{}"))
+        if not begin and self.bos_id is not None and settings.get("add_bos_token", False):
+            return [self.bos_id]
+        return begin
+
     @property
     def is_fast(self) -> bool:
         """Whether encoding uses `tiktoken`."""
@@ -268,7 +279,7 @@ class Tokenizer:
         """
         rendered = self.chat_template.render(messages, tools=tools, add_generation_prompt=True)
         _require_images(messages, rendered)
-        return self._encode_rendered(rendered, image_text)
+        return self.encode_rendered(rendered, image_text)
 
     def question_bounds(self) -> tuple[list[int], int]:
         """Ids of a conversation up to where the words of its first user begin, and the special token that the chat
@@ -277,7 +288,7 @@ class Tokenizer:
         rendered = self.chat_template.render([{"role": "user", "content": _PROBE}], add_generation_prompt=False)
         before, _, after = rendered.partition(_PROBE)
         match = self._cut.search(after)
-        return self._encode_rendered(before), self._added[match.group()] if match else self.eos_id
+        return self.encode_rendered(before), self._added[match.group()] if match else self.eos_id
 
     def encode_chat(self, messages: Sequence[Message]) -> tuple[np.ndarray, np.ndarray]:
         """Ids [T] int64 of a conversation and its loss mask [T] uint8: 1 for every answer of the assistant up to the
@@ -327,7 +338,7 @@ class Tokenizer:
         ids: list[int] = []
         mask: list[int] = []
         for span in spans:
-            part = self._encode_rendered(span.text, image_text)
+            part = self.encode_rendered(span.text, image_text)
             num_spoken = _answer_len(part, self.stop_ids) if ends_at_stop else len(part)
             num_learned = num_spoken if span.spoken else 0
             ids += part
@@ -355,7 +366,7 @@ class Tokenizer:
         """The id of a special token, or None."""
         return self._added.get(token)
 
-    def _encode_rendered(self, text: str, image_text: str = "") -> list[int]:
+    def encode_rendered(self, text: str, image_text: str = "") -> list[int]:
         """Ids of a rendered template: special tokens are recognized, shielded ones are plain text."""
         text = text.replace(IMAGE_MARK, image_text)
         ids: list[int] = []

@@ -195,8 +195,11 @@ class ModelRunner:
         depend on what else the step computes.
         """
         sequence = chunk.sequence
-        following = sequence.token_ids[chunk.start + 1 : min(chunk.end + 1, sequence.num_prompt)]
-        del sequence.prompt_scores[chunk.start :]
+        start = sequence.params.prompt_logprobs_start
+        first = max(chunk.start + 1, start)
+        following = sequence.token_ids[first : min(chunk.end + 1, sequence.num_prompt)]
+        del sequence.prompt_scores[first - start :]
+        hidden_CD = hidden_CD[first - 1 - chunk.start :]
         if following:
             logits_CV = self._head(self._padded(hidden_CD))
             sequence.prompt_scores += score(logits_CV, following, sequence.params.num_prompt_logprobs or 0)

@@ -34,10 +34,10 @@ class PrefixCache:
 
     def find(self, sequence: Sequence) -> list[int]:
         """The blocks with the longest known beginning of a sequence's prompt. None of them is taken yet."""
-        if not self._enabled or sequence.needs_whole_prompt:
+        if not self._enabled or not sequence.num_cacheable:
             return []
         unit_blocks = self._unit_len // self._blocks.block_len
-        num_usable = (sequence.num_prefill - 1) // self._unit_len * unit_blocks
+        num_usable = sequence.num_cacheable // self._unit_len * unit_blocks
         found: list[int] = []
         for block_hash in self._hashes(sequence)[:num_usable]:
             block = self._blocks.find(block_hash)
@@ -48,7 +48,7 @@ class PrefixCache:
 
     def count(self, sequence: Sequence, num_blocks: int) -> None:
         """Record that a sequence starts with so many blocks that were found."""
-        if self._enabled and not sequence.needs_whole_prompt:
+        if self._enabled and sequence.num_cacheable:
             self.num_queries += sequence.num_prefill
             self.num_hits += num_blocks * self._blocks.block_len
 

@@ -153,7 +153,7 @@ class Scheduler:
         """
         sequence = self.waiting[0] if self.waiting else leader
         has_slot = len(self.running) < self._max_running
-        if sequence is leader or not has_slot or sequence.needs_whole_prompt or not sequence.has_same_prompt(leader):
+        if sequence is leader or not has_slot or sequence.reads_prompt or not sequence.has_same_prompt(leader):
             return False
         full = leader.block_table[: leader.num_prefill // self.blocks.block_len]
         if not self.blocks.share(sequence, full, len(sequence.token_ids) + 1):

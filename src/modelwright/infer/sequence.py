@@ -24,10 +24,11 @@ class SamplingParams:
     share of the likeliest token's (Nguyen et al. 2024). `seed`: all randomness of the request. `stop_ids`: tokens that
     end it; they are not chosen before `min_tokens` tokens. `num_logprobs`: how many likeliest alternatives to report
     beside each token's own log-probability; `num_prompt_logprobs`: the same for the tokens of the prompt, None for no
-    log-probabilities of the prompt. `logit_bias`: (token, number added to its logit). Presence and frequency penalty
-    are subtracted from the logits of tokens generated before, once and once per occurrence. `repetition_penalty`
-    divides the positive logits of all tokens so far, prompt included, and multiplies the negative ones (CTRL, Keskar
-    et al. 2019).
+    log-probabilities of the prompt; `prompt_logprobs_start`: the first token of the prompt that is scored, so that what
+    comes before may be taken from the cache. `logit_bias`: (token, number added to its logit). Presence and frequency
+    penalty are subtracted from the logits of tokens generated before, once and once per occurrence.
+    `repetition_penalty` divides the positive logits of all tokens so far, prompt included, and multiplies the negative
+    ones (CTRL, Keskar et al. 2019).
     """
 
     max_tokens: int = 16
@@ -40,6 +41,7 @@ class SamplingParams:
     min_tokens: int = 0
     num_logprobs: int = 0
     num_prompt_logprobs: int | None = None
+    prompt_logprobs_start: int = 1
     logit_bias: tuple[tuple[int, float], ...] = ()
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -58,6 +60,11 @@ class SamplingParams:
             raise ConfigError(f"min_p: must be between 0 (all tokens) and 1, got {self.min_p}")
         if self.top_k < 0 or self.num_logprobs < 0 or (self.num_prompt_logprobs or 0) < 0:
             raise ConfigError("top_k, num_logprobs, num_prompt_logprobs: must not be negative; 0 disables them")
+        if self.prompt_logprobs_start < 1:
+            raise ConfigError(
+                f"prompt_logprobs_start: must be at least 1, because nothing predicts the first token, got "
+                f"{self.prompt_logprobs_start}"
+            )
         if not 0 <= self.min_tokens <= self.max_tokens:
             raise ConfigError(
                 f"min_tokens: must be between 0 and max_tokens ({self.max_tokens}), got {self.min_tokens}"
@@ -138,7 +145,8 @@ class Sequence:
     """Guesses of the next tokens that the present step verifies (`prompt_lookup`)."""
     ngrams: NgramIndex = field(default_factory=NgramIndex)
     prompt_scores: list[ScoredToken] = field(default_factory=list)
-    """The scores of all tokens of the prompt but the first, as far as they are computed, if they were asked for."""
+    """The scores of the tokens of the prompt from `prompt_logprobs_start` on, as far as they are computed, if they were
+    asked for."""
 
     def __post_init__(self) -> None:
         self.num_prefill = self.num_prompt
@@ -148,8 +156,20 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt
 
     @property
-    def needs_whole_prompt(self) -> bool:
-        """Whether the hidden states of all tokens of the prompt are needed, so that none may come from the cache."""
+    def num_cacheable(self) -> int:
+        """First tokens of the prompt whose hidden states are not needed, so that they may come from the cache. The last
+        token's always is.
+        """
+        if self.pooling == "mean":
+            return 0
+        first_scored = self.params.prompt_logprobs_start if self.wants_prompt_scores else self.num_prefill
+        return min(first_scored, self.num_prefill) - 1
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether hidden states of the prompt other than the last are needed, so that it cannot be computed by another
+        sequence.
+        """
         return self.wants_prompt_scores or self.pooling == "mean"
 
     def token_at(self, position: int) -> int:

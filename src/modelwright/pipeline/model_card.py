@@ -1,6 +1,6 @@
 """A model card in the form of the Hugging Face hub: a README.md with front matter, written from the run's records."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,10 @@ from modelwright.train.config import TrainConfig
 CARD = "README.md"
 
 
-def model_card(data: RunData, stage: str) -> str:
-    """The card of the model that a stage of the run has made."""
+def model_card(data: RunData, stage: str, *, library: str = "transformers", use: Sequence[str] = ()) -> str:
+    """The card of the model that a stage of the run has made. library: what loads it; use: lines that say how, those
+    for `transformers` without.
+    """
     config = data.config
     reads_images = next(spec.reads_images for spec in config.stages if spec.name == stage)
     sections = {
@@ -26,17 +28,17 @@ def model_card(data: RunData, stage: str) -> str:
         "Training": [line for spec in _trainings(config, stage) for line in _training_lines(data, spec)],
         "Evaluation": _evaluation_lines(data, stage),
         "Lineage": _lineage_lines(data, stage),
-        "Use": _image_use_lines(config) if reads_images else _use_lines(config),
+        "Use": list(use) or (_image_use_lines(config) if reads_images else _use_lines(config)),
     }
     task = "image-text-to-text" if reads_images else "text-generation"
-    text = [_front_matter(config, task), f"# {config.name}", "", _summary(config, stage)]
+    text = [_front_matter(config, library, task), f"# {config.name}", "", _summary(config, stage)]
     for title, lines in sections.items():
         text += ["", f"## {title}", "", *lines]
     return "\n".join(text) + "\n"
 
 
-def _front_matter(config: RunConfig, task: str) -> str:
-    fields: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": task}
+def _front_matter(config: RunConfig, library: str, task: str) -> str:
+    fields: dict[str, Any] = {"library_name": library, "pipeline_tag": task}
     fields["tags"] = ["modelwright", *(stage.name for stage in config.trainings)]
     if config.init_from:
         fields["base_model"] = _base_name(config)

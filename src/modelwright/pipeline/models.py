@@ -1,30 +1,12 @@
-"""Selects a model of a run, and exports it."""
+"""Selects a model of a run, or the one in a folder; `exports.py` writes it for other programs."""
 
-import json
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from modelwright.compress.gguf.export import GgufFormat, export_gguf
-from modelwright.compress.gguf.modelfile import modelfile
-from modelwright.compress.gguf.vocabulary import read_vocabulary
-from modelwright.core.artifacts import (
-    MANIFEST,
-    Manifest,
-    is_finished,
-    read_manifest,
-    verify_if_artifact,
-    write_artifact,
-    write_atomic,
-)
+from modelwright.core.artifacts import MANIFEST, Manifest, is_finished, read_manifest, verify_if_artifact
 from modelwright.core.errors import ArtifactError, ConfigError
 from modelwright.core.rundir import RunDir
-from modelwright.data.tokenizer import Tokenizer
-from modelwright.model.hf import load_config
-from modelwright.model.hf_types.own import OWN_TYPE
-from modelwright.pipeline.model_card import CARD, model_card
-from modelwright.pipeline.report.run_data import read_run
 from modelwright.pipeline.run_config import read_run_config
 from modelwright.pipeline.stage_log import read_attempts
 from modelwright.pipeline.stages.quantize import QUANTIZE
@@ -69,55 +51,6 @@ def find_model(path: Path, *, stage: str = "", int8: bool = False) -> FoundModel
     source = ModelSource(name=config.name, folder=run.stage(name).artifact, stage=name, digest=manifest.content_digest)
     remark = f"{' and '.join(unfinished)} has not finished yet, so this is the model of {name}" if unfinished else ""
     return FoundModel(source, config.serve, config.requests, remark, run)
-
-
-def export_hf(found: FoundModel, target: Path, *, overwrite: bool) -> Path:
-    """Copy a model to `target`, atomically, with a model card if it is that of a run. Returns `target`."""
-    source = found.source.folder
-    if overwrite and target.is_dir() and any(target.iterdir()) and not (target / "config.json").is_file():
-        raise ConfigError(
-            f"{target}: contains something other than a model, so it is not replaced; choose another folder"
-        )
-    if target.exists() and not target.is_dir():
-        raise ConfigError(f"{target}: is a file, so it is not replaced by a folder; choose another one")
-    if target.exists() and not overwrite:
-        raise ConfigError(f"{target}: exists; choose another folder or add --overwrite")
-    _require_exportable(source)
-    with write_artifact(target, kind="export", digest="") as draft:
-        for path in sorted(source.iterdir()):
-            if path.is_file() and path.name != MANIFEST:
-                shutil.copyfile(path, draft.path / path.name)
-        if found.run is not None:
-            data = read_run(read_run_config(found.run.config), found.run)
-            (draft.path / CARD).write_text(model_card(data, found.source.stage), encoding="utf-8")
-    (target / MANIFEST).unlink()
-    return target
-
-
-def export_gguf_file(found: FoundModel, target: Path, *, number_format: GgufFormat, overwrite: bool) -> Path:
-    """Write a model as the GGUF file `target`, with a Modelfile for Ollama beside it. Returns `target`."""
-    if target.suffix != ".gguf":
-        raise ConfigError(f"--to: {target} does not end in .gguf; give the path of a file")
-    if target.exists() and not overwrite:
-        raise ConfigError(f"{target}: exists; choose another file or add --overwrite")
-    folder = found.source.folder
-    export_gguf(folder, target, number_format=number_format, name=found.source.name)
-    adds_bos = read_vocabulary(folder, load_config(folder).vocab_size).adds_bos
-    text = modelfile(
-        Tokenizer.load(folder), target.name, max_seq_len=load_config(folder).max_seq_len, adds_bos=adds_bos
-    )
-    write_atomic(target.with_name("Modelfile"), text)
-    return target
-
-
-def _require_exportable(source: Path) -> None:
-    """Raise `ConfigError` for a model that `transformers` has no type for."""
-    settings = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    if settings.get("model_type") == OWN_TYPE:
-        raise ConfigError(
-            f"model.attention_gate: {source} has a gate on attention's output ({settings['attention_gate']}), and no "
-            "model type of transformers has one; train a model with attention_gate none to export it"
-        )
 
 
 def _in_folder(folder: Path, stage: str) -> FoundModel:

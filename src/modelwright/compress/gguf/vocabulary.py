@@ -82,7 +82,7 @@ def read_vocabulary(folder: Path, vocab_size: int) -> Vocabulary:
         tokens=tokens,
         kinds=kinds,
         special=_special(tokenizer, model),
-        adds_bos=_adds_bos(folder, definition, tokenizer),
+        adds_bos=tokenizer.bos_id is not None and tokenizer.begin_ids[:1] == [tokenizer.bos_id],
         chat_template=tokenizer.chat_template.source,
         **parts,
     )
@@ -185,17 +185,6 @@ def _special(tokenizer: Tokenizer, model: Mapping[str, Any]) -> dict[str, int]:
     ids = {name: tokenizer.id_of(token) for name, token in named.items() if token}
     special = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "eot": tokenizer.end_id, **ids}
     return {name: token_id for name, token_id in special.items() if token_id is not None}
-
-
-def _adds_bos(folder: Path, definition: Mapping[str, Any], tokenizer: Tokenizer) -> bool:
-    """Whether encoding a text puts the begin token before it."""
-    bos = tokenizer.special_tokens.get("bos_token")
-    processor = definition.get("post_processor") or {}
-    for step in processor.get("processors", [processor]):
-        if step.get("type") == "TemplateProcessing":
-            return bool(bos) and step["single"][0].get("SpecialToken", {}).get("id") == bos
-    settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    return bool(bos) and bool(settings.get("add_bos_token", False))
 
 
 def _refusal(folder: Path, what: str) -> ModelError:

@@ -1,0 +1,198 @@
+"""`modelwright evaluate`: lm-eval's own evaluator on local task files, with a model of ours (`evaluate/harness.py`).
+
+Tasks are YAML files as lm-eval has them, whose data are local files too. A task that names a data set of the hub is
+refused before anything is loaded.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from modelwright.compress.int8 import Int8WeightsConfig
+from modelwright.core.artifacts import Manifest, describe_file, write_atomic
+from modelwright.core.errors import ConfigError
+from modelwright.core.progress import Progress
+from modelwright.data.tokenizer import Tokenizer
+from modelwright.infer.engine import Engine, EngineConfig
+from modelwright.pipeline.models import FoundModel
+from modelwright.pipeline.resolve import resolved_device
+from modelwright.serve.load import load_folder
+
+FILE_FORMATS = ("arrow", "csv", "json", "parquet", "text")
+"""What `dataset_path` may be beside a local folder: readers of files. `pandas` is not among them, because it
+unpickles."""
+OFFLINE = ("HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE", "HF_HUB_OFFLINE")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HarnessConfig:
+    """How the tasks are run. limit: documents of each task, 0 for all; num_fewshot: -1 is what each task says."""
+
+    limit: int = 0
+    num_fewshot: int = -1
+    uses_chat: bool = False
+    bootstrap_iters: int = 100_000
+
+    def __post_init__(self) -> None:
+        for name, least in (("limit", 0), ("num_fewshot", -1), ("bootstrap_iters", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name}: must be at least {least}, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskList:
+    """Tasks and groups by name, and the lm-eval object that knows their files."""
+
+    names: tuple[str, ...]
+    manager: Any
+
+
+def require_lm_eval() -> None:
+    """Keep lm-eval off the network. Raises `ConfigError` that says how to install it."""
+    if find_spec("lm_eval") is None:
+        raise ConfigError("evaluate: needs the package lm_eval: pip install 'modelwright[eval]'")
+    os.environ.update(dict.fromkeys(OFFLINE, "1"))
+
+
+def find_tasks(path: Path) -> TaskList:
+    """The tasks of a YAML file, or of all those in a folder. Raises `ConfigError` that names the file or the task and
+    what is wrong with it.
+    """
+    require_lm_eval()
+    if not path.exists():
+        raise ConfigError(f"--tasks: {path} does not exist; give a folder with lm-eval's YAML files, or one of them")
+    folder = path if path.is_dir() else path.parent
+    for file in sorted(folder.glob("**/*.yaml")) if path.is_dir() else [path]:
+        _check_syntax(file)
+    manager = import_module("lm_eval.tasks").TaskManager(include_path=folder, include_defaults=False)
+    entries = manager.task_index.items()
+    index: dict[str, Any] = {name: entry for name, entry in entries if isinstance(name, str) and entry.cfg}
+    chosen = {n: e for n, e in index.items() if path.is_dir() or Path(e.yaml_path).resolve() == path.resolve()}
+    if not chosen:
+        raise ConfigError(f"--tasks: {path} defines no task; a task's file has the keys task, dataset_path and others")
+    for name, entry in index.items():
+        if entry.kind.name == "PY_TASK":
+            raise ConfigError(f"{entry.yaml_path}: task {name} is a Python class, which may load anything; write YAML")
+        _check_data(name, entry.cfg, str(entry.yaml_path))
+    named = {one for entry in index.values() for one in _parts(entry.cfg)} if path.is_dir() else set[str]()
+    names = tuple(n for n, e in chosen.items() if n not in named and not named & set(e.tags))
+    for name in names:
+        try:
+            manager.load([name])
+        except Exception as error:  # of any kind, from what the task names
+            reason = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"{index[name].yaml_path}: lm-eval cannot load task {name} ({reason})") from error
+    return TaskList(names=names, manager=manager)
+
+
+def evaluate_tasks(
+    found: FoundModel, tasks: TaskList, config: HarnessConfig, progress: Progress, *, engine: EngineConfig | None = None
+) -> dict[str, Any]:
+    """lm-eval's results, with the model's digest under `config`. engine: other sizes than usual."""
+    folder = found.source.folder
+    model, _ = load_folder(folder, Int8WeightsConfig())
+    sizes = engine or EngineConfig(kv_cache_tokens=max(EngineConfig.kv_cache_tokens, 2 * model.config.max_seq_len))
+    lm = import_module("modelwright.evaluate.harness").EngineLM(
+        Engine(model.to(resolved_device("auto")), sizes),
+        Tokenizer.load(folder),
+        uses_chat=config.uses_chat,
+        info={"model": found.source.describe(), "model_digest": found.source.digest or folder_digest(folder)},
+        progress=progress,
+    )
+    results = import_module("lm_eval").simple_evaluate(
+        model=lm,
+        tasks=list(tasks.names),
+        task_manager=tasks.manager,
+        limit=config.limit or None,
+        num_fewshot=None if config.num_fewshot < 0 else config.num_fewshot,
+        apply_chat_template=config.uses_chat,
+        bootstrap_iters=config.bootstrap_iters,
+    )
+    assert results is not None  # only ranks other than the first get None
+    return dict(results)
+
+
+def table(results: Mapping[str, Any]) -> str:
+    """lm-eval's own tables, of tasks and, where there are any, of groups."""
+    make_table = import_module("lm_eval.utils").make_table
+    return "\n".join(make_table(results, *of) for of in ((), ("groups",)) if not of or results.get("groups"))
+
+
+def as_json(results: Mapping[str, Any]) -> str:
+    """Everything that lm-eval returns, single answers included."""
+    plain = import_module("lm_eval.utils").handle_non_serializable
+    return json.dumps(results, indent=1, ensure_ascii=False, default=plain)
+
+
+def write_results(results: Mapping[str, Any], path: Path) -> Path:
+    """Write them atomically; returns `path`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, as_json(results))
+    return path
+
+
+def folder_digest(folder: Path) -> str:
+    """SHA-256 over the files of a model folder without a manifest, as a manifest's would be."""
+    files = {path.name: describe_file(path) for path in sorted(folder.iterdir()) if path.is_file()}
+    return Manifest(kind="", digest="", files=files).content_digest
+
+
+def _check_syntax(file: Path) -> None:
+    """lm-eval skips a file that it cannot read."""
+    try:
+        yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: is not valid YAML ({' '.join(str(error).split())})") from None
+
+
+def _check_data(name: str, config: Any, file: str) -> None:
+    """Raise `ConfigError` if a task, or one that a group defines, would download its data."""
+    if isinstance(config, Sequence) and not isinstance(config, str):
+        for one in config:
+            _check_data(name, one, file)
+    if not isinstance(config, Mapping):
+        return
+    _check_data(name, config.get("task"), file)
+    name = config["task"] if isinstance(config.get("task"), str) else name
+    source = config.get("dataset_path")
+    if source is None:
+        return
+    if str(source) not in FILE_FORMATS and not Path(source).is_dir():
+        raise ConfigError(
+            f"{file}: task {name} wants to download the data set {source!r}; save its rows to a file and set "
+            f"dataset_path to one of {', '.join(FILE_FORMATS)} and dataset_kwargs.data_files to the file"
+        )
+    for path in _texts((config.get("dataset_kwargs") or {}).get("data_files")):
+        if "://" in path:
+            raise ConfigError(f"{file}: task {name} wants to download {path}; data_files must be local paths")
+        if not any(mark in path for mark in "*?[") and not Path(path).is_file():
+            raise ConfigError(f"{file}: task {name}: data_files: {path} does not exist (seen from {Path.cwd()})")
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _texts(list(value.values()))
+    elif isinstance(value, Sequence):
+        for one in value:
+            yield from _texts(one)
+
+
+def _parts(config: Mapping[str, Any]) -> Iterator[str]:
+    """The names of tasks, groups and tags that a group consists of."""
+    if "group" not in config:
+        return
+    for one in config.get("task") or ():
+        if isinstance(one, str):
+            yield one
+        elif isinstance(one, Mapping):
+            yield from (str(one[key]) for key in ("task", "group") if isinstance(one.get(key), str))
+            yield from _parts(one)

@@ -1,0 +1,181 @@
+"""Graphs for ONNX Runtime and OpenVINO: logits of our model types, integers in the file, the same chosen answers."""
+
+import json
+import subprocess
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from finetune_files import write_model
+from hf_folders import VOCAB_SIZE, write_folder
+from modelwright.compress.grid_model import TrainedGrid, quantize_to_grid, save_grid_model
+from modelwright.compress.int8 import Int8WeightsConfig, choose_backend, load_int8, quantize_model, save_int8
+from modelwright.compress.onnx.export import write_onnx
+from modelwright.core.errors import ConfigError, ModelError
+from modelwright.core.progress import SilentProgress
+from modelwright.data.sources import SourceConfig, SourceReport, read_documents
+from modelwright.data.tokenizer import Tokenizer
+from modelwright.evaluate.config import EvaluateConfig
+from modelwright.evaluate.records import score_choices
+from modelwright.model.attention import causal_attend
+from modelwright.model.decoder import Decoder
+from modelwright.model.hf import load_model
+from modelwright.ops.int_grid import WeightGrid
+from modelwright.pipeline.exports import EXPORTS, ExportOptions
+from modelwright.pipeline.models import find_model
+
+onnx = pytest.importorskip("onnx")
+onnxruntime = pytest.importorskip("onnxruntime")
+openvino = pytest.importorskip("openvino")
+
+Command = Callable[..., subprocess.CompletedProcess[str]]
+Run = Callable[[np.ndarray], np.ndarray]
+TYPES = ("llama-llama3", "qwen3-yarn-biased", "gemma2", "phi3-window")
+"""Scaled frequencies, biases, norms of queries, soft caps, windows, partial rotation."""
+KERNELS = Int8WeightsConfig(backend="int_mm")
+GRIDS: dict[str, TrainedGrid] = {
+    "tensor": TrainedGrid(weights=WeightGrid(symmetric=False, granularity="tensor"), activations="tensor"),
+    "four": TrainedGrid(weights=WeightGrid(bits=4, granularity="group_32", symmetric=False)),
+}
+
+
+def in_onnxruntime(path: Path) -> Run:
+    session = onnxruntime.InferenceSession(str(path))
+    return lambda ids: session.run(["logits"], {"input_ids": ids})[0]
+
+
+def in_openvino(path: Path) -> Run:
+    core = openvino.Core()
+    compiled = core.compile_model(core.read_model(path), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    return lambda ids: compiled({"input_ids": ids})["logits"]
+
+
+@torch.inference_mode()
+def own_logits(model: Decoder, ids: np.ndarray) -> np.ndarray:
+    tokens = torch.from_numpy(ids)
+    positions = torch.arange(ids.shape[1]).expand(ids.shape)
+    return model.logits(model(tokens, positions, causal_attend())).numpy()
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_logits_equal_ours_for_rows_of_any_size(name: str, tmp_path: Path) -> None:
+    write_folder(name, tmp_path / "model", num_hidden_layers=2)
+    stored = torch.bfloat16 if name == "llama-llama3" else torch.float32
+    path = write_onnx(load_model(tmp_path / "model").to(stored), tmp_path, source=name, notes={"name": name})
+    model = load_model(tmp_path / "model").to(stored).float().eval()
+    for run in (in_onnxruntime(path), in_openvino(path)):
+        for shape in ((3, 41), (1, 1)):
+            ids = np.random.default_rng(0).integers(0, VOCAB_SIZE, shape)
+            assert np.abs(run(ids) - own_logits(model, ids)).max() < 1e-4
+    assert str(Path.cwd()).encode() not in path.read_bytes()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder, its INT8 folder, those of several grids, and questions with choices."""
+    folder = tmp_path_factory.mktemp("graphs")
+    write_model(folder / "model", init_std=0.15, tie_embeddings=True)
+    model = load_model(folder / "model")
+    save_int8(quantize_model(model, KERNELS), folder / "int8")
+    for name, grid in GRIDS.items():
+        ranges = dict.fromkeys(model.projections(), (-2.5, 3.0)) if grid.activations == "tensor" else {}
+        grid = TrainedGrid(weights=grid.weights, activations=grid.activations, ranges=ranges)
+        quantized = quantize_to_grid(model, grid, choose=partial(choose_backend, KERNELS))
+        save_grid_model(quantized, grid, folder / name)
+    for name in ("int8", *GRIDS):
+        Tokenizer.load(folder / "model").save(folder / name)
+    records = [
+        {"question": f"Box {number}?", "choices": [f"{3**number % (89 + n)} is it" for n in range(4)], "answer": "B"}
+        for number in range(12)
+    ]
+    (folder / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder
+
+
+def chosen(folder: Path, name: str, run: Run) -> tuple[list[int], list[int]]:
+    """Choices by likelihood per byte: those of our own code, and those from a graph's logits."""
+    config = SourceConfig(sources=(str(folder / "records.jsonl"),), validation_fraction=0.0)
+    documents = list(read_documents(config, report=SourceReport()))
+    tokenizer = Tokenizer.load(folder / name)
+    model = load_int8(folder / name, KERNELS)
+    rows = score_choices(model, tokenizer, documents, EvaluateConfig(), progress=SilentProgress())
+    choices = []
+    for document in documents:
+        prompt = tokenizer.encode_prompt(document.messages[:1])
+        nats = [_nats(run, prompt, tokenizer.encode(text)) for text in document.meta["choices"]]
+        sizes = [len(text.encode()) for text in document.meta["choices"]]
+        choices.append(int(np.argmin(np.array(nats) / sizes)))
+    return [row["choice"] for row in rows], choices
+
+
+def _nats(run: Run, prompt: Sequence[int], answer: Sequence[int]) -> float:
+    ids = np.array([[*prompt, *answer]])
+    logits = torch.from_numpy(run(ids))[0, len(prompt) - 1 : -1]
+    return float(torch.nn.functional.cross_entropy(logits, torch.tensor(answer), reduction="sum"))
+
+
+@pytest.mark.parametrize("name", ["int8", *GRIDS])
+def test_integers_give_the_same_answers_and_stay_integers(name: str, trained: Path, tmp_path: Path) -> None:
+    target = tmp_path / "graph"
+    EXPORTS["onnx"].write(find_model(trained / name), target, ExportOptions())
+    path = target / "model.onnx"
+    ids = np.random.default_rng(1).integers(0, 380, (2, 50))
+    expected = own_logits(load_int8(trained / name, KERNELS), ids)
+    runs = {"onnx": in_onnxruntime(path), "openvino": in_openvino(path)}
+    errors = {runtime: np.abs(run(ids) - expected).max(axis=2) for runtime, run in runs.items()}
+    assert errors["onnx"].max() < 1e-4
+    # OpenVINO's kernels for static ranges give some tokens another code
+    assert (errors["openvino"] < 1e-4).mean() > (0.7 if name == "tensor" else 0.99)
+    assert errors["openvino"].max() < 0.02 * np.abs(expected).max()
+    for run in runs.values():
+        own, theirs = chosen(trained, name, run)
+        assert own == theirs
+    assert len(set(own)) > 1
+    graph = onnx.load(path).graph
+    integer = onnx.TensorProto.INT4 if name == "four" else onnx.TensorProto.INT8
+    num_matrices = 7 * 2 + (name == "int8")
+    codes = [one for one in graph.initializer if one.data_type == integer and "codes" in one.name]
+    assert len({one.name for one in codes}) == num_matrices
+    operators = Counter(node.op_type for node in graph.node)
+    assert operators["DequantizeLinear"] >= num_matrices
+    # one for the inputs of queries, keys and values, and one for those of gate and up
+    assert operators["QuantizeLinear"] == (0 if name == "four" else 4 * 2 + (name == "int8"))
+    graph_bytes = 100_000
+    assert path.stat().st_size < (trained / name / "model.safetensors").stat().st_size + graph_bytes
+
+
+def test_the_command_writes_graph_tokenizer_and_card(inside: Command, trained: Path, tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    words = ("export", str(trained / "int8"), "--to", "openvino", str(target))
+    done = inside(*words)
+    assert done.returncode == 0, done.stderr
+    assert {"openvino_model.xml", "openvino_model.bin", "tokenizer.json", "tokenizer_config.json", "README.md"} == {
+        path.name for path in target.iterdir()
+    }
+    ours = (trained / "int8" / "model.safetensors").stat().st_size
+    assert (target / "openvino_model.bin").stat().st_size < 1.02 * ours
+    assert "chat_template" in json.loads((target / "tokenizer_config.json").read_text())
+    assert 'compile_model("openvino_model.xml"' in (target / "README.md").read_text()
+    own, theirs = chosen(trained, "int8", in_openvino(target / "openvino_model.xml"))
+    assert own == theirs
+    again = inside(*words)
+    assert again.returncode != 0
+    assert "add --overwrite" in again.stderr
+    refused = inside("export", str(trained / "int8"), "--to", "gguf", "--int8")
+    assert "--int8: gguf has no form for these weights" in refused.stderr
+
+
+def test_what_no_graph_can_say_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_folder("llama-dynamic", tmp_path / "model")
+    found = find_model(tmp_path / "model")
+    with pytest.raises(ModelError, match="rope_scaling: dynamic"):
+        EXPORTS["onnx"].write(found, tmp_path / "out", ExportOptions())
+    assert not list(tmp_path.glob("out*"))
+    monkeypatch.setattr("modelwright.compress.onnx.export.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"needs onnx, onnxscript, openvino: pip install 'modelwright\[openvino\]'"):
+        EXPORTS["openvino"].write(found, tmp_path / "out", ExportOptions())
