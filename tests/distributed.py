@@ -262,7 +262,7 @@ def _run_rank(call: _Call) -> None:
     os.environ.clear()
     os.environ.update(call.environment)
     if call.host is not None:
-        _enter(call.host)
+        enter(call.host)
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     _import_file(call.module, call.file)
@@ -301,7 +301,7 @@ def _import_file(name: str, file: str) -> None:
     spec.loader.exec_module(module)
 
 
-def _enter(host: Host) -> None:
+def enter(host: Host) -> None:
     """Move this thread, and those that it starts, into the host's network, under its name."""
     libc = ctypes.CDLL(None, use_errno=True)
     namespace = os.open(f"/run/netns/{host.namespace}", os.O_RDONLY)

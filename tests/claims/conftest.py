@@ -1,4 +1,4 @@
-"""A text of random tokens, small enough for every test run."""
+"""Texts small enough for every test run, and ranks that start fast."""
 
 import json
 import random
@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from forked_ranks import fork_ranks
+
 VOCAB_SIZE = 64
+
+
+@pytest.fixture
+def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks are forked instead of started as interpreters."""
+    fork_ranks(monkeypatch)
 
 
 @pytest.fixture

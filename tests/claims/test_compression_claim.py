@@ -1,6 +1,9 @@
 """The verdict on gradient compression, and a quick measurement with real processes."""
 
+import json
+import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -9,7 +12,7 @@ from modelwright_claims import gradient_compression as claim
 from modelwright_claims.claim import Measurement, Setting, Verdict
 from modelwright_claims.judging import judge
 from modelwright_claims.training_run import Run
-from modelwright_claims.workbench import Size
+from modelwright_claims.workbench import VOCAB_SIZE, Size
 
 SIZE = Size(model_dim=64, num_layers=2, seq_len=64, batch_rows=16, num_steps=10)
 
@@ -54,7 +57,24 @@ def test_bytes_that_were_not_kept_are_lacking_unless_the_loss_is_too_high():
         assert judge(claim.CLAIM, replace(found, samples=samples)).kind == kind
 
 
+def write_learnable_text(folder: Path) -> None:
+    """Text as `prepare_text` leaves it, in which every token has four successors, so that all steps of a run learn."""
+    draw = random.Random(0)
+
+    def document() -> list[int]:
+        ids = [draw.randrange(1, VOCAB_SIZE)]
+        while len(ids) < 60:
+            ids.append(1 + (5 * ids[-1] + draw.randrange(4)) % (VOCAB_SIZE - 1))
+        return ids
+
+    splits = {"train": 1600, "validation": 20, "test": 40}
+    text = {name: [document() for _ in range(count)] for name, count in splits.items()}
+    (folder / "prose.json").write_text(json.dumps({"vocab_size": VOCAB_SIZE, "eos_id": 0, **text}))
+
+
+@pytest.mark.usefixtures("forked_ranks")
 def test_quick_measurement(tmp_path):
+    write_learnable_text(tmp_path)
     measured = claim.measure(Setting(quick=True, folder=tmp_path, progress=SilentProgress()))
     found = judge(claim.CLAIM, measured)
     for regime in (claim.FRESH, claim.CONTINUED):

@@ -79,6 +79,7 @@ def test_times_leave_the_beginning_out():
     assert hogwild.Outcome.of(replace(outcome, steps=steps)).staleness == 0.0
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_two_real_workers(setting):
     run = with_value(hogwild.variant(SIZE, 2, "hogwild"), "async_updates.delay_compensation", 256.0)
     outcome = hogwild.Outcome.of(training_run.execute(setting, run))

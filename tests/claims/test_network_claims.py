@@ -96,6 +96,7 @@ def test_links_that_are_all_alike_leave_the_ranks_in_their_order():
 
 
 @needs_networks
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_quick_measurement_of_topology(tmp_path):
     measured = topology.CLAIM.measure(Setting(quick=True, folder=tmp_path, progress=SilentProgress()))
     found = judge(topology.CLAIM, measured)

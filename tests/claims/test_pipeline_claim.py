@@ -91,6 +91,7 @@ def test_times_of_steps_have_to_be_in_the_record():
     assert "1F1B, 2 ranks, 16 microbatches: step, s" in lacking.reason
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_quick_measurement(tmp_path, monkeypatch):
     model = Size(model_dim=64, num_layers=4, seq_len=16, batch_rows=4, num_steps=1)
     size = ProbeSize(model=model, vocab_size=64, num_repeats=1)

@@ -50,6 +50,7 @@ def test_a_run_in_a_process_of_its_own_is_the_same_run(setting, tmp_path):
     assert there.steps["executed_flops"][0] > 0
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_ranks_that_stand_for_hosts_sum_gradients_and_count_what_they_send(setting):
     run = Run(size=SIZE, processes=Processes(hosts=2, threads=1))
     alone, both = execute(setting, Run(size=SIZE)), execute(setting, run)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 from modelwright.core.config import parse
 from modelwright.memory.checkpointing import Segment, checkpoint_segments
@@ -107,3 +108,24 @@ def test_a_compiled_block_quantizes_each_time_with_the_same_result(monkeypatch):
         monkeypatch.setattr(SharedCodes, "__call__", call)
         results.append(outcome(compile_each_block(model_of("tensorwise", cache=True)[0], backend="eager")))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.compile warns of what it meets on its way
+def test_a_compiled_block_is_not_compiled_again_as_the_history_of_delayed_scaling_changes():
+    torch.compiler.reset()
+    compilations, model = CompileCounter(), make_decoder(num_layers=1)
+    precision = ModelPrecision(model, parse(PrecisionConfig, {"policy": "fp8", "fp8": {"scaling": "delayed"}}))
+    for block in model.blocks.values():
+        block.compile(backend=compilations)
+    num_frames = []
+    hidden = torch.randn(2, 16, model.config.model_dim, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    positions, segments = torch.arange(16).repeat(2, 1), torch.zeros(2, 16, dtype=torch.int32)
+    for step in range(4):
+        precision.begin_step()
+        model.run_blocks(hidden, positions, packed_attend(segments)).sum().backward()
+        for history in precision.delayed.values():
+            history.push([(1 + step) * largest for largest in history.collect()])
+        num_frames.append(compilations.frame_count)
+    assert num_frames == [num_frames[0]] * 4
+    assert num_frames[0] > 0
+    torch.compiler.reset()
