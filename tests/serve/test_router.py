@@ -250,7 +250,9 @@ def scripted_pool(scripts: list[Script], clock: FakeClock) -> Iterator[tuple[Eng
         fingerprint="fp", vocab_size=9, max_seq_len=99, num_parameters=1, max_num_seqs=4, model_dim=2, scores=False,
         adapters={},
     )  # fmt: skip
-    report = EngineReport(info=info, is_batch_invariant=True, row_multiple=1, head="plain", int8_backend="auto")
+    report = EngineReport(
+        info=info, is_batch_invariant=True, row_multiple=1, head="plain", int8_backend="auto", decodes_by_operator=False
+    )
     setup = EngineSetup(
         folder="none", engine=asdict(EngineConfig()), num_threads=1, heads=("plain",), int8_backend="auto"
     )

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 class PromptImagesConfig:
     """Images in chat requests, for a model that reads any."""
 
-    max_count: int = 4
+    max_count: int = constant(4)
     """Most images of one request."""
-    max_bytes: int = 2_000_000
+    max_bytes: int = constant(2_000_000)
     """Most bytes of one image file. Bodies may be larger by what `max_count` such images take, up to
     `max_body_bytes`."""
     max_pixels: int = constant(16_000_000)
