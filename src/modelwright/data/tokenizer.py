@@ -345,19 +345,6 @@ class Tokenizer:
             mask += [1] * num_learned + [0] * (len(part) - num_learned)
         return np.array(ids, dtype=np.int64), np.array(mask, dtype=np.uint8)
 
-    def difference_from(self, other: "Tokenizer") -> str:
-        """The first difference in what ids mean or in how text becomes ids, such as `'ab' is token 3 here and token 4
-        there`; "" if both give the same ids for every text.
-        """
-        own, others = (one._library.get_vocab(with_added_tokens=True) for one in (self, other))
-        for token in sorted(own.keys() | others.keys()):
-            if own.get(token) != others.get(token):
-                places = [f"token {ids[token]}" if token in ids else "no token" for ids in (own, others)]
-                return f"{token!r} is {places[0]} here and {places[1]} there"
-        parts = ("normalizer", "pre_tokenizer", "model", "added_tokens")
-        differing = [part for part in parts if self._definition.get(part) != other._definition.get(part)]
-        return f"{differing[0]} is configured differently" if differing else ""
-
     def token_text(self, token_id: int) -> str:
         """A token as text to show; incomplete characters become replacement characters."""
         return self.decode([token_id], skip_special=False)
@@ -382,6 +369,20 @@ class Tokenizer:
         if result is None and name == "eos_token":
             raise ArtifactError("the tokenizer has no eos_token; add one to its tokenizer_config.json")
         return result
+
+
+def tokenizer_difference(tokenizer: Tokenizer, other: Tokenizer) -> str:
+    """The first difference in what ids mean or in how text becomes ids, such as `'ab' is token 3 here and token 4
+    there`; "" if both give the same ids for every text.
+    """
+    own, others = (one._library.get_vocab(with_added_tokens=True) for one in (tokenizer, other))
+    for token in sorted(own.keys() | others.keys()):
+        if own.get(token) != others.get(token):
+            places = [f"token {ids[token]}" if token in ids else "no token" for ids in (own, others)]
+            return f"{token!r} is {places[0]} here and {places[1]} there"
+    parts = ("normalizer", "pre_tokenizer", "model", "added_tokens")
+    differing = [part for part in parts if tokenizer._definition.get(part) != other._definition.get(part)]
+    return f"{differing[0]} is configured differently" if differing else ""
 
 
 def _sample(texts: Iterable[str], sample_bytes: int) -> list[str]:

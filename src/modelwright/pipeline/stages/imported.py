@@ -16,7 +16,7 @@ from modelwright.data.cache.blocks import BlockLayout
 from modelwright.data.cache.cold import ColdStore
 from modelwright.data.loader import ROWS_AT, read_index
 from modelwright.data.pack import INDEX
-from modelwright.data.tokenizer import Tokenizer
+from modelwright.data.tokenizer import Tokenizer, tokenizer_difference
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimates import BYTES_PER_TOKEN, text_bytes
 from modelwright.pipeline.redact import redact_text
@@ -132,7 +132,7 @@ def check_tokenizer(config: RunConfig, own: Path, stage: str, context: StageCont
     for name in read_source_manifest(config.rows_from, stage).files:
         if name.endswith((".json", ".jinja")) and "/" not in name:
             store.copy(f"{stage}/artifact/{name}", folder / name)
-    if difference := Tokenizer.load(own).difference_from(Tokenizer.load(folder)):
+    if difference := tokenizer_difference(Tokenizer.load(own), Tokenizer.load(folder)):
         raise ConfigError(
             f"rows_from: the rows of {config.rows_from} are of another tokenizer than this run's ({difference}); start "
             "both runs from the same model folder with init_from, or both without"

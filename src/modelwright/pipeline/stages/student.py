@@ -15,7 +15,7 @@ from modelwright.core.errors import ConfigError
 from modelwright.core.rundir import RunDir
 from modelwright.core.seeds import derive_seed
 from modelwright.data.loader import PackedRows
-from modelwright.data.tokenizer import Tokenizer
+from modelwright.data.tokenizer import Tokenizer, tokenizer_difference
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import load_config, load_model
@@ -125,7 +125,7 @@ def load_teacher(config: RunConfig, parents: Mapping[str, Path]) -> Decoder:
         return load_model(parents[teacher_stage(config)])
     folder = Path(settings.teacher)
     verify_if_artifact(folder)
-    difference = Tokenizer.load(folder).difference_from(Tokenizer.load(parents[tokenizer_stage(config)]))
+    difference = tokenizer_difference(Tokenizer.load(folder), Tokenizer.load(parents[tokenizer_stage(config)]))
     if difference:
         raise ConfigError(
             f"{STUDENT.name}.teacher: {folder} has another tokenizer than the run ({difference}), so its predictions "
