@@ -22,6 +22,12 @@ from rank_processes import start_process
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 RECIPE = "quickstart"
+SHORT = (
+    "--data.stdlib_fraction=0.03", "--pretrain.num_steps=6", "--sft.num_steps=6",
+    "--evaluate.max_bytes_per_domain=2000", "--evaluate.bootstrap_resamples=20",
+    "--evaluate.multiple_choice.num_questions=5",
+)  # fmt: skip
+"""Settings for a short run."""
 
 
 def commands() -> list[list[str]]:
@@ -52,12 +58,13 @@ def weights(run: Path) -> dict[str, bytes]:
 def folder(tmp_path_factory) -> Path:
     """A place with what the commands name, the demo, and the run that the README's own command made after it."""
     place = tmp_path_factory.mktemp("readme")
-    for name in ("README.md", "CONTRIBUTING.md", "docs"):
+    for name in ("README.md", "CONTRIBUTING.md", "docs/architecture.md"):
+        (place / name).parent.mkdir(exist_ok=True)
         (place / name).symlink_to(ROOT / name)
-    run_small(["modelwright", "run", RECIPE], place, "--data.stdlib_fraction", "0.03")
+    run_small(["modelwright", "run", RECIPE], place, *SHORT)
     demo = weights(place / "runs/tiny")
     (command,) = filter(is_the_run, commands())
-    run_small(command, place, "--data.stdlib_fraction", "0.03")
+    run_small(command, place, *SHORT)
     assert weights(place / "runs/tiny") == demo
     return place
 

@@ -153,9 +153,11 @@ class ModelPrecision:
             shared=self.shared.get(part_of(name)) if caches else None,
             **delays,
         )
-        multiply = partial(in_products, self._changed(name, made.products()), result)
-        # Compiled, a history would be a constant of the code, which would then be compiled anew in every step.
-        return torch.compiler.disable(multiply) if delays else multiply
+        multiply: Product = partial(in_products, self._changed(name, made.products()), result)
+        if delays:
+            # Compiled, a history would be a constant of the code, which would then be compiled anew in every step.
+            return cast("Product", torch.compiler.disable(multiply))
+        return multiply
 
     def _changed(self, name: str, products: LinearGemms) -> LinearGemms:
         return products if self._around is None else self._around(name, products)
