@@ -81,8 +81,9 @@ def sides(model: Decoder, longest: int) -> list[Side]:
     """With the operator and without it; the other kernels are those that are used here."""
     others = cpu_kernels.used() - {KERNEL}
     config = EngineConfig(max_num_seqs=longest, kv_cache_tokens=max(16_384, 128 * longest), enable_prefix_caching=False)
-    found = []
-    for names in (others | {KERNEL}, others):
+    found: list[Side] = []
+    with_operator: set[Kernel] = {*others, KERNEL}
+    for names in (with_operator, others):
         setting = cpu_kernels.as_setting(names)[cpu_kernels.SWITCH]
         os.environ[cpu_kernels.SWITCH] = setting
         found.append(Side(setting, Engine(model.eval(), config)))

@@ -66,7 +66,7 @@ class EngineReport:
     row_multiple: int
     head: HeadKind
     int8_backend: Backend | str
-    decodes_by_operator: bool
+    decodes_by_operator: bool = False
 
 
 class EngineProcess:
