@@ -56,7 +56,8 @@ class ServeConfig:
     """Folders of LoRA adapters of the model, by the names by which clients ask for them. No setting: they belong to the
     model that is served and not to the run."""
     engine: EngineConfig = field(default_factory=EngineConfig)
-    images: PromptImagesConfig = field(default_factory=PromptImagesConfig)
+    images: PromptImagesConfig = field(default_factory=PromptImagesConfig, metadata={"constant": True})
+    """Limits on images in chat requests."""
     body_timeout_s: float = constant(30.0)
     """Seconds in which a request body must arrive."""
     header_timeout_s: float = constant(10.0)
