@@ -60,7 +60,8 @@ class ServeConfig:
     backend: str = constant(OWN_BACKEND)
     """What computes the answers: see `BACKENDS` in `engines`. No setting: a run's model can be served by any."""
     engine: EngineConfig = field(default_factory=EngineConfig)
-    images: PromptImagesConfig = field(default_factory=PromptImagesConfig)
+    images: PromptImagesConfig = field(default_factory=PromptImagesConfig, metadata={"constant": True})
+    """Limits on images in chat requests."""
     body_timeout_s: float = constant(30.0)
     """Seconds in which a request body must arrive."""
     header_timeout_s: float = constant(10.0)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
 from modelwright.data.images.decode import ImageFault, decode
 from modelwright.data.images.store import squared
@@ -23,12 +22,12 @@ if TYPE_CHECKING:
 class PromptImagesConfig:
     """Images in chat requests, for a model that reads any."""
 
-    max_count: int = constant(4)
+    max_count: int = 4
     """Most images of one request."""
-    max_bytes: int = constant(2_000_000)
+    max_bytes: int = 2_000_000
     """Most bytes of one image file. Bodies may be larger by what `max_count` such images take, up to
     `max_body_bytes`."""
-    max_pixels: int = constant(16_000_000)
+    max_pixels: int = 16_000_000
     """Most pixels of an image; the number is read before anything is decompressed."""
 
     def __post_init__(self) -> None:
