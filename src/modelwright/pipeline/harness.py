@@ -26,7 +26,7 @@ from modelwright.pipeline.resolve import resolved_device
 from modelwright.serve.load import load_folder
 
 FILE_FORMATS = ("arrow", "csv", "json", "parquet", "text")
-"""What `dataset_path` may be beside a local folder: readers of files, but not that of pandas, because it
+"""What `dataset_path` may be beside a local folder: readers of files. The one named pandas is not among them, as it
 unpickles."""
 OFFLINE = ("HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE", "HF_HUB_OFFLINE")
 
