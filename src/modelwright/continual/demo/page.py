@@ -30,7 +30,7 @@ def write_page(demo: Demo, result: DemoResult) -> Path:
     figures = {
         "ending": result.loop.ending,
         "handsoff_s": result.handsoff_s,
-        "requests_of_this_process": {"answered": result.num_answered, "failed": len(result.failures)},
+        "requests": {"answered": result.num_answered, "failed": len(result.failures)},
         "models": [
             {"model": row.model, "flops": row.flops, "bits_per_byte": dict(row.bits)}
             | {"change": {task: result.floor.change(row, task) for task in TASKS}}
