@@ -66,6 +66,7 @@ def test_the_new_model_is_in_service_or_the_gate_says_why_not(shown: Shown) -> N
     moments = list(demo.timeline.read())
     assert moments.index("drift reference frozen") < moments.index("users ask about new libraries")
     assert moments[-1] == "capacity floor measured"
+    assert demo.timeline.figures(f"loop ended: {result.loop.ending}")["num_answered"] == result.num_answered
 
 
 def test_the_floor_has_the_texts_and_the_compute_of_both_trainings(shown: Shown) -> None:

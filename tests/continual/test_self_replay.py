@@ -13,6 +13,8 @@ from modelwright.cli.continual import continual
 from modelwright.cli.main import main
 from modelwright.continual import self_replay
 from modelwright.continual.self_replay import PART_TEXTS, SelfReplay
+from modelwright.continual.update import UpdateRequest
+from modelwright.continual.update_data import prepare_data
 from modelwright.core.errors import ConfigError, DataError
 from modelwright.core.progress import SilentProgress
 from modelwright.core.seeds import derive_seed
@@ -118,9 +120,9 @@ def own_texts_are_taken_for_nobody_else_s(run: Path, world: World) -> None:
         list(read_documents(SourceConfig(sources=(str(old),)), report=SourceReport()))
     assert len(list(read_documents(SourceConfig(sources=(str(old),), own_answers="train"), report=SourceReport())))
     assert any(document.source == "old" for document in read_kept(run / "clean/artifact", split="train"))
-    next_run = run.parent / "next"
-    assert main(words_of(world, next_run, "--margin", "0.9", model=run)) in (0, 5)
-    replayed = [json.loads(line) for line in (next_run / "data/old.jsonl").read_text().splitlines()]
+    following = UpdateRequest(model=run, new=(str(world.file("new")),), replay=0.5)
+    prepare_data(following.data, world.benchmark, run.parent / "next/data", SILENT)
+    replayed = [json.loads(line) for line in (run.parent / "next/data/old.jsonl").read_text().splitlines()]
     assert replayed
     assert not [record for record in replayed if record["meta"].get("answer_by") == "modelwright"]
 

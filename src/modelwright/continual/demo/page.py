@@ -30,7 +30,7 @@ def write_page(demo: Demo, result: DemoResult) -> Path:
     figures = {
         "ending": result.loop.ending,
         "handsoff_s": result.handsoff_s,
-        "requests_of_this_process": {"answered": result.num_answered, "failed": len(result.failures)},
+        "requests": {"answered": result.num_answered, "failed": len(result.failures)},
         "models": [
             {"model": row.model, "flops": row.flops, "bits_per_byte": dict(row.bits)}
             | {"change": {task: result.floor.change(row, task) for task in TASKS}}
@@ -84,8 +84,8 @@ def _timeline(demo: Demo) -> Table:
 
 def _verdicts(demo: Demo, result: DemoResult) -> list[Note]:
     windows = json.loads((demo.update.path / DRIFT_FILE).read_text(encoding="utf-8"))
-    alarmed = sorted({name for window in windows for name in window["alarmed"]})
-    notes = [Note(f"Drift in {', '.join(alarmed)}.")]
+    causes = {one["name"]: one["cause"] for window in windows for one in window["features"] if one["alarm"]}
+    notes = [Note(f"Drift in {name}: {cause}.") for name, cause in causes.items()]
     notes += [Note(line) for line in result.loop.text.splitlines()]
     if result.loop.ending == "promoted":
         promotion = json.loads((demo.update.path / PROMOTION).read_text(encoding="utf-8"))

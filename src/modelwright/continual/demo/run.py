@@ -89,8 +89,8 @@ class Demo:
 
 @dataclass(frozen=True, kw_only=True)
 class DemoResult:
-    """How it ended. handsoff_s: from the change of the traffic to the new model in service; failures: of requests, what
-    the client was told; num_answered: requests of this process.
+    """How it ended. handsoff_s: from the change of the traffic to the new model in service; num_answered, failures:
+    requests of the process in which the loop ended, and what the client was told of those that failed.
     """
 
     loop: LoopResult
@@ -108,15 +108,14 @@ def run_demo(demo: Demo) -> DemoResult:
         execute(demo.config, demo.first, only=(), origin="continual demo", words=demo.words, progress=demo.progress)
         demo.timeline.mark("first model trained")
         benchmark = _benchmark(demo)
-        loop, traffic = _serve_and_update(demo, benchmark)
+        loop = _serve_and_update(demo, benchmark)
         floor = measure_floor(demo.update, demo.first.path, benchmark, words=demo.words, progress=demo.progress)
         demo.timeline.mark("capacity floor measured")
         return DemoResult(
             loop=loop,
             floor=floor,
             handsoff_s=_handsoff_s(demo),
-            num_answered=traffic.num_answered,
-            failures=traffic.failures,
+            **demo.timeline.figures(f"loop ended: {loop.ending}"),
         )
 
 
@@ -127,7 +126,7 @@ def _benchmark(demo: Demo) -> Benchmark:
     return freeze_benchmark([demo.texts.heldout("old")], [demo.texts.heldout("new")], folder)
 
 
-def _serve_and_update(demo: Demo, benchmark: Benchmark) -> tuple[LoopResult, DemoTraffic]:
+def _serve_and_update(demo: Demo, benchmark: Benchmark) -> LoopResult:
     if not demo.current.is_symlink():
         move_link(demo.current, quantized_folder(demo.first).resolve())
     key = os.environ.setdefault(KEY_VARIABLE, secrets.token_hex(32))
@@ -146,10 +145,11 @@ def _serve_and_update(demo: Demo, benchmark: Benchmark) -> tuple[LoopResult, Dem
             )
             if result.ending == "no_drift":
                 raise ModelwrightError(f"{_shifted(demo)}: {result.text}, although users ask about other things now")
-            demo.timeline.mark(f"loop ended: {result.ending}")
             if result.ending == "promoted":
                 _require_served(running.url, demo)
-    return result, traffic
+    ending = f"loop ended: {result.ending}"
+    demo.timeline.mark(ending, num_answered=traffic.num_answered, failures=traffic.failures)
+    return result
 
 
 def _loop_request(demo: Demo, benchmark: Benchmark, server: AbClient) -> LoopRequest:

@@ -18,6 +18,10 @@ class Timeline:
     def read(self) -> dict[str, dict[str, Any]]:
         return json.loads(self.path.read_text(encoding="utf-8")) if self.path.exists() else {}
 
+    def figures(self, name: str) -> dict[str, Any]:
+        """The figures of a moment that was marked."""
+        return {key: value for key, value in self.read()[name].items() if key != "time"}
+
     def mark(self, name: str, **figures: Any) -> float:
         """Record that it happens now, unless it happened before; returns when that was."""
         moments = self.read()
