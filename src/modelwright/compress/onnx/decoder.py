@@ -9,6 +9,8 @@ are divided by their largest magnitude first, so that one constant step fits all
 Legend: B rows, T tokens, V vocabulary, O outputs, I inputs, G groups of a weight, S elements of a group.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -104,7 +106,7 @@ def _stored_groups(bits: int, num_groups: int, linear: Int8Linear | GridLinear) 
 
 def _dequantize(codes: Tensor, scale: Tensor, zero: Tensor | None, *, axis: int) -> Tensor:
     inputs = (codes, scale) if zero is None else (codes, scale, zero)
-    attributes: dict[str, int] = {"axis": axis} if scale.dim() else {}
+    attributes: Any = {"axis": axis} if scale.dim() else {}
     shape = codes.shape
     return torch.onnx.ops.symbolic(
         "DequantizeLinear", inputs, attributes, dtype=torch.float32, shape=shape, version=OPSET
