@@ -197,7 +197,7 @@ def test_a_space_that_has_collapsed_finds_nothing(folder: Path) -> None:
 def test_a_scale_beyond_its_limit_can_come_back() -> None:
     scale = LearnedScale(0.07, 0.0)
     scale.log_scale.data.fill_(math.log(MAX_SCALE) + 0.5)
-    assert float(scale(torch.zeros(1))[0]) == pytest.approx(MAX_SCALE)
+    assert scale(torch.zeros(1))[0].item() == pytest.approx(MAX_SCALE)
     for sign, expected in ((1.0, MAX_SCALE), (-1.0, 0.0)):
         (gradient,) = torch.autograd.grad(sign * scale(torch.zeros(1))[0], scale.log_scale)
         assert float(gradient) == pytest.approx(expected)

@@ -172,7 +172,7 @@ def test_settings_that_cannot_work_are_refused(overrides: dict[str, Any], messag
 @pytest.mark.parametrize("layout", [{"pipeline": 2}, {"context": 2}])
 def test_layouts_that_divide_a_batch_or_a_row_are_refused_before_anything_is_read(layout: dict[str, int]) -> None:
     config = load("multimodal", {"model": {"num_layers": 2}, "align": {"batch_tokens": 1024}}).config
-    with pytest.raises(ConfigError, match=rf"align\.loss: nt_xent needs .*parallel\.{next(iter(layout))} 2"):
+    with pytest.raises(ConfigError, match=rf"align\.loss: clip needs .*parallel\.{next(iter(layout))} 2"):
         check_training(config, ParallelConfig(**layout), num_processes=2, stages=["align"])
 
 

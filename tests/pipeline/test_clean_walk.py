@@ -130,7 +130,7 @@ def test_no_result_inside_of_its_sources(folder: Path, tmp_path: Path, inside: C
         ("{file}", "is a file, not a folder"),
         ("{file}/deeper", "lies below"),
         ("x" * 300, "is not a usable path"),
-        ("gs://bucket/cleaned", "results cannot be written to gs://"),
+        ("gs://bucket/cleaned", "gs://bucket/cleaned needs a package: Please install gcsfs"),
     ],
 )
 def test_an_impossible_folder(folder: Path, inside: Command, out: str, problem: str) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from mistaken_text import SENTENCES
 from modelwright.core.progress import SilentProgress
+from modelwright.data import clean_shards
 from modelwright.data.clean import clean_documents, read_dropped, read_kept
 from modelwright.data.clean_config import CleanConfig, build_steps
 from modelwright.data.clean_report import CleanReport
@@ -47,7 +48,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def report(folder: Path) -> CleanReport:
     steps = build_steps(CleanConfig())
-    return clean_documents(iter(documents()), steps, folder, SilentProgress(), shard_documents=40)[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(clean_shards, "_FEWEST_FOR_LANGUAGES", 1)
+        return clean_documents(iter(documents()), steps, folder, SilentProgress(), shard_documents=40)[0]
 
 
 def words_of(chart: Chart) -> list[str]:

@@ -11,7 +11,8 @@ from modelwright.core.rundir import RunDir
 from modelwright.data.tokenizer import Tokenizer
 from modelwright.evaluate.suite import is_lossless
 from modelwright.pipeline.report.blocks import Note
-from modelwright.pipeline.report.corpus import _evaluation_sets, _funnel, _funnel_chart
+from modelwright.pipeline.report.corpus import _evaluation_sets, _funnel
+from modelwright.pipeline.report.corpus_charts import corpus_charts
 from modelwright.pipeline.report.format import number
 from modelwright.pipeline.report.results import power
 from modelwright.pipeline.report.run_data import StageData
@@ -66,10 +67,10 @@ def test_the_funnel_is_a_chart_and_evaluation_sets_a_table():
         "dropped": {"format": {"x": {"documents": 10}}, "mine": {"a": {"documents": 40}, "b": {"documents": 50}}},
         "figures": {"decontamination": {"exam.jsonl": {"documents": 8, "found": 0.25, "passages_found": 0.1}}},
     }  # fmt: skip
-    (chart,) = _funnel_chart(clean)
+    (chart,) = corpus_charts(clean)
     for words in ("read", "after format", "after mine", "990", "900"):
         assert f">{words}<" in chart.svg
-    assert _funnel_chart({"num_documents": 5, "dropped": {}}) == []
+    assert corpus_charts({"num_documents": 5, "dropped": {}}) == []
     (table,) = _evaluation_sets(clean)
     assert table.rows == [["exam.jsonl", "8", "25.0%", "10.0%"]]
     assert _evaluation_sets({"dropped": {}}) == []

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from threading import Event, Semaphore
+from threading import Semaphore
 from typing import Any
 
 import httpx
@@ -146,55 +146,6 @@ def test_lost_engines_lose_no_answer(server: ServerThread, folder: Path):
         assert change[f'modelwright_engine_failures_total{{reason="{reason}"}}'] == 1
         assert change['modelwright_moved_answers_total{outcome="continued"}'] == len(lost)
         before = counts(server)
-
-
-@contextmanager
-def slowed(process: int) -> Iterator[None]:
-    """A process that gets a moment of time and is stopped for 40 moments, again and again."""
-    is_over = Event()
-
-    def pull() -> None:
-        while not is_over.is_set():
-            os.kill(process, signal.SIGSTOP)
-            time.sleep(0.04)
-            os.kill(process, signal.SIGCONT)
-            time.sleep(0.001)
-
-    with ThreadPoolExecutor(1) as thread:
-        pulling = thread.submit(pull)
-        try:
-            yield
-        finally:
-            is_over.set()
-            pulling.result()
-
-
-def test_a_slow_engine_gets_no_new_answers_and_finishes_its_own(server: ServerThread, monkeypatch):
-    """Chunks of 16 tokens make the measured full step very long, so it is set to that of two rows here. The engine was
-    started again by the test before, so it is also tried first."""
-    pool = pool_of(server)
-    expected = [read(server, request, lambda: None) for request in REQUESTS]
-    wait_until(lambda: all(slot.link is not None for slot in pool._slots))
-    for slot in pool._slots:
-        monkeypatch.setattr(slot.handle, "full_step_s", 0.003)
-    slow, other = pool._slots
-    while pool._health.state(slow.number) != "closed" or pool._health.state(other.number) != "closed":
-        with under_load(server, REQUESTS) as streams:
-            pass
-        assert [stream.result() for stream in streams] == expected
-    before = counts(server)
-    with slowed(slow.handle.process.pid):
-        with under_load(server, REQUESTS) as streams:
-            own = list(slow.answers)
-            wait_until(lambda: pool._health.state(slow.number) == "open")
-            with under_load(server, REQUESTS) as more:
-                assert set(slow.answers) <= set(own)
-        assert [stream.result() for stream in [*streams, *more]] == expected * 2
-    change = counts(server)
-    change.subtract(before)
-    assert change['modelwright_engine_ejections_total{reason="slow"}'] == 1
-    assert change["modelwright_engines"] == 0, "it runs on"
-    assert not slow.is_lost
 
 
 def test_without_engines_the_server_is_starting(server: ServerThread, monkeypatch):

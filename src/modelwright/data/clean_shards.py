@@ -21,6 +21,8 @@ WRITTEN = "written"
 DROPPED, KEPT = "dropped", "kept"
 _LANGUAGE_OF_EVERY = 20
 """Recognizing a language takes as long as all other steps of some documents."""
+_FEWEST_FOR_LANGUAGES = 500
+"""Documents of a shard; for fewer it is not worth 100 MB of memory and half a second."""
 _FAST = 1
 """Zstandard's level for files that are read once and removed."""
 
@@ -167,12 +169,12 @@ class _Tally:
         self.dropped: list[str] = []
         self._entries: dict[str, dict[tuple[str, str], dict[str, int]]] = {KEPT: {}, DROPPED: {}}
         self._lengths = {KEPT: Counter[str](), DROPPED: Counter[str]()}
-        self._languages = Counter[str]()
+        self._sampled: list[Document] = []
 
     def keep(self, document: Document) -> None:
         self._add(KEPT, document.kind, document.split, document.text)
         if document.kind in ("prose", "qa") and len(self.kept) % _LANGUAGE_OF_EVERY == 0:
-            self._languages[language_of(document)] += 1
+            self._sampled.append(document)
         self.kept.append(document.to_json())
 
     def drop(self, entry: DroppedDocument) -> None:
@@ -188,7 +190,8 @@ class _Tally:
     def counts(self) -> dict[str, dict[str, int]]:
         """Lengths and languages, by field of `CleanReport`."""
         lengths = {f"{which}_lengths": dict(counter) for which, counter in self._lengths.items()}
-        return {**lengths, "languages": dict(self._languages)}
+        is_large = len(self.kept) + len(self.dropped) >= _FEWEST_FOR_LANGUAGES
+        return {**lengths, "languages": dict(Counter(map(language_of, self._sampled)) if is_large else {})}
 
     def _add(self, which: str, first: str, second: str, text: str) -> None:
         self._lengths[which][str(1 << max(0, len(text).bit_length() - 1))] += 1

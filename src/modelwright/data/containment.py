@@ -11,6 +11,7 @@ from modelwright.data.duplicate_corpus import HELDOUT, TRAIN, Corpus, Duplicate,
 from modelwright.data.steps.shingles import SHINGLE_WORDS
 
 _FILTER_BITS = 26
+"""Bits of the filter for very many needles; for fewer it has 64 places for each."""
 _PAIRS = KINDS.index("qa")
 """Different questions may share a part of their answers."""
 
@@ -24,6 +25,9 @@ class _Needles:
     numbers: NDArray[np.uint32]
     lengths: NDArray[np.uint32]
     filter: NDArray[np.bool_]
+    """Whether a needle begins with a hash of these upper bits."""
+    shift: np.uint32
+    """By how much a hash is shifted for that."""
 
 
 class Containments:
@@ -82,10 +86,11 @@ def _needles(
         return None
     firsts, lasts = corpus.shingles.ends(numbers)
     order = np.lexsort((lengths[numbers], firsts))
-    is_first = np.zeros(1 << _FILTER_BITS, np.bool_)
-    is_first[firsts >> np.uint32(32 - _FILTER_BITS)] = True
+    shift = np.uint32(32 - min(_FILTER_BITS, len(numbers).bit_length() + 6))
+    is_first = np.zeros(1 << (32 - int(shift)), np.bool_)
+    is_first[firsts >> shift] = True
     numbers = numbers.astype(np.uint32)[order]
-    return _Needles(firsts[order], lasts[order], numbers, lengths[numbers], is_first)
+    return _Needles(firsts[order], lasts[order], numbers, lengths[numbers], is_first, shift)
 
 
 def _search(
@@ -96,7 +101,7 @@ def _search(
     """
     store = corpus.shingles
     start = int(store.offsets[first])
-    places = np.flatnonzero(needles.filter[flat >> np.uint32(32 - _FILTER_BITS)])
+    places = np.flatnonzero(needles.filter[flat >> needles.shift])
     lows = np.searchsorted(needles.firsts, flat[places], side="left")
     highs = np.searchsorted(needles.firsts, flat[places], side="right")
     hits = np.flatnonzero(highs > lows)

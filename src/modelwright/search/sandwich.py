@@ -14,7 +14,7 @@ from torch import Tensor
 
 from modelwright.data.batch import TokenBatch
 from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Attend, Decoder
+from modelwright.model.decoder import Attend, Decoder, Insert
 from modelwright.precision.apply import ModelPrecision
 from modelwright.search.subnetwork import subnetwork
 from modelwright.train.objective import Objective, Terms
@@ -94,14 +94,18 @@ def sub_networks(sandwich: Sandwich) -> TechniqueBuilder:
         precision = run.formats.config
 
         def forward(
-            tokens_BT: Tensor, positions_BT: Tensor, attend: Attend, lengths_BT: Tensor | None = None
+            tokens_BT: Tensor,
+            positions_BT: Tensor,
+            attend: Attend,
+            lengths_BT: Tensor | None = None,
+            insert: Insert | None = None,
         ) -> Tensor:
             if not torch.is_grad_enabled():
-                return whole(tokens_BT, positions_BT, attend, lengths_BT)
+                return whole(tokens_BT, positions_BT, attend, lengths_BT, insert)
             network = subnetwork(model, turn.shapes[turn.number // turn.microbatches])
             ModelPrecision(network, precision)  # formats are set on layers, and these are new
             turn.network, turn.number = network, turn.number + 1
-            return network(tokens_BT, positions_BT, attend, lengths_BT)
+            return network(tokens_BT, positions_BT, attend, lengths_BT, insert)
 
         def on_batch(step: int, batch: TokenBatch) -> TokenBatch:
             turn.shapes, turn.number = sandwich.shapes(step), 0
