@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import numpy as np
@@ -443,7 +443,7 @@ def ppo(folder: Path, steps: int) -> tuple[Records, Records]:
         processing_class=words, model=policy, ref_model=None, reward_model=judge, train_dataset=data,
         value_model=value_model,
     )  # fmt: skip
-    trainer.dataloader = torch.utils.data.DataLoader(data, NUM_COMPLETIONS, collate_fn=trainer.data_collator)
+    trainer.dataloader = torch.utils.data.DataLoader(cast(Any, data), NUM_COMPLETIONS, collate_fn=trainer.data_collator)
     with mock.patch.multiple(trl_ppo, batch_generation=generate, get_reward=scores):
         trainer.train()
     logs = [log for log in trainer.state.log_history if "objective/kl" in log]

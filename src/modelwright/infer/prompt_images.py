@@ -37,9 +37,10 @@ class PromptImage:
 
     def embeddings(self, prefix: ImagePrefix) -> Tensor:
         """What takes the place of the embeddings of its tokens, [P, D]."""
-        if self.embeddings_PD is None:
-            self.embeddings_PD = prefix(self.pixels_CSS[None])[0]
-        return self.embeddings_PD
+        found = self.embeddings_PD
+        if found is None:
+            found = self.embeddings_PD = torch.as_tensor(prefix(self.pixels_CSS[None])[0])
+        return found
 
     def has_tokens_in(self, start: int, end: int) -> bool:
         return self.start < end and start < self.end

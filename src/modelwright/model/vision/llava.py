@@ -7,7 +7,7 @@ A language model of a type in `hf_types/` with a CLIP or SigLIP vision tower and
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -126,7 +126,7 @@ def load_llava(folder: Path, *, dtype: torch.dtype = torch.float32) -> Decoder:
     for tensor, parts in names.items():
         whole = _whole(stored, known[tensor]).to(dtype)
         rows = [model.get_parameter(name).shape[0] for name in parts]
-        for name, part in zip(parts, whole.split(rows), strict=True):
+        for name, part in zip(parts, torch.split(whole, rows), strict=True):
             set_parameter(model, name, part.clone() if len(parts) > 1 else part)
     return model
 
@@ -135,6 +135,7 @@ def _without_weights(settings: Mapping[str, Any], folder: Path, where: str) -> D
     text, vision = settings.get("text_config"), settings.get("vision_config")
     if not isinstance(text, Mapping) or not isinstance(vision, Mapping):
         raise ModelError(f"{where}: has no text_config or no vision_config, so it does not describe a complete model")
+    text, vision = cast(Mapping[str, Any], text), cast(Mapping[str, Any], vision)
     kind = vision.get("model_type", CLIP_VISION)
     if kind not in (CLIP_VISION, SIGLIP_VISION):
         raise ModelError(f"{where}: vision_config.model_type is {kind!r}; known are {CLIP_VISION} and {SIGLIP_VISION}")
