@@ -21,7 +21,7 @@ PORT = 8000
 """In the container, whatever the port outside."""
 
 PROCESS_BYTES = 768 * 2**20
-"""Of a process with PyTorch and no model (about 500 MiB), and what requests take besides the cache."""
+"""Memory of a process with PyTorch and no model (about 500 MiB), and of requests besides the cache."""
 
 FP32_BYTES = 4
 VERSIONS_AT_ONCE = 2
@@ -114,14 +114,15 @@ def deployment_of(
     name = _NOT_IN_NAMES.sub("-", model_name.lower()).strip("-")[:MOST_NAME_CHARACTERS].strip("-")
     if not name or not name[0].isalpha():
         name = f"model-{name}".strip("-")
+    paths = adapter_paths(config)
     folders = {MODEL_PATH: source.folder.resolve()}
-    folders |= {f"{ADAPTERS_PATH}/{one}": Path(path).resolve() for one, path in config.adapters.items()}
+    folders |= {paths[one]: Path(path).resolve() for one, path in config.adapters.items()}
     for one, path in config.adapters.items():
         if not Path(path).is_dir():
             raise ConfigError(f"--adapters: {one}={path}: no such folder")
     secret_files = list(_secret_files(config))
     words = list(_words(config, {secret.setting: secret.target for secret in secret_files}))
-    adapters = [f"{one}={ADAPTERS_PATH}/{one}" for one in config.adapters]
+    adapters = [f"{one}={path}" for one, path in paths.items()]
     words += ["--adapters", *adapters] if adapters else []
     words += list(_request_words(requests))
     words += [f"--backend={config.backend}"] if config.backend != OWN_BACKEND else []
@@ -148,6 +149,11 @@ def deployment_of(
         needs=Needs(replicas=needs.replicas, cpus=cpus, memory_bytes=memory_bytes, image=needs.image),
         version=source.digest[:SHORT_DIGEST],
     )
+
+
+def adapter_paths(config: ServeConfig) -> dict[str, str]:
+    """Where the adapters are in the container, by name. Paths are numbered, because names are any texts."""
+    return {name: f"{ADAPTERS_PATH}/{number}" for number, name in enumerate(config.adapters, start=1)}
 
 
 def estimated_bytes(folder: Path, config: ServeConfig) -> int:
