@@ -44,8 +44,12 @@ def tracing_to(endpoint: str, *, log_prompts: bool) -> "Tracing":
     endpoint: its base address, as the variable OTEL_EXPORTER_OTLP_ENDPOINT has it; secrets belong into
     `OTEL_EXPORTER_OTLP_HEADERS`.
     """
-    parts = urlsplit(endpoint)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    try:
+        parts = urlsplit(endpoint)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_address = False
+    if not is_address or parts.query or parts.fragment:
         raise ConfigError("requests.traces: must be the address of a collector, such as http://localhost:4318")
     if parts.username is not None or parts.password is not None:
         text = "the address has a password, which configs would keep"
