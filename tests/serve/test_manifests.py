@@ -295,6 +295,15 @@ def test_what_a_container_cannot_keep_is_refused(folder, tmp_path):
     assert refused(requests=RequestsConfig(log="log.sqlite")).startswith("requests.log: a file in a container")
     assert refused(requests=RequestsConfig(ab_state="ab.sqlite")).startswith("requests.ab_state: ")
     assert refused(keys_file=str(tmp_path / "absent")).startswith("keys_file: ")
+    assert refused(api_key_env="MY-KEY;id").startswith("api_key_env: 'MY-KEY;id' is no name")
+    assert refused(requests=RequestsConfig(log="env:")).startswith("requests.log: '' is no name")
+    for kind in ("compose", "kubernetes", "ray"):
+        found = refused(kind, requests=RequestsConfig(traces=f"http://me:{KEY}@collector:4318"))
+        assert found.startswith("requests.traces: ")
+        assert KEY not in found
+    assert refused(backend="nope").startswith("--backend: 'nope' is unknown")
+    assert refused(backend="openvino:int3").startswith("--backend: 'openvino:int3': choose weights from f16")
+    assert refused(backend="modelwright:f16").endswith("write modelwright")
     assert refused(needs=Needs(replicas=2)).startswith("--replicas: Compose runs one server")
     with pytest.raises(ConfigError, match="--replicas: must be at least 1"):
         Needs(replicas=0)

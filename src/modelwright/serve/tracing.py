@@ -44,6 +44,18 @@ def tracing_to(endpoint: str, *, log_prompts: bool) -> "Tracing":
     endpoint: its base address, as the variable OTEL_EXPORTER_OTLP_ENDPOINT has it; secrets belong into
     `OTEL_EXPORTER_OTLP_HEADERS`.
     """
+    check_collector(endpoint)
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    except ImportError as error:
+        text = f"spans need a package that is not installed ({error.name})"
+        raise ConfigError(f"requests.traces: {text}; pip install 'modelwright[otel]'") from None
+    address = endpoint.rstrip("/") + TRACES_PATH
+    return Tracing(OTLPSpanExporter(endpoint=address, timeout=EXPORT_TIMEOUT_S), log_prompts=log_prompts)
+
+
+def check_collector(endpoint: str) -> None:
+    """Raise `ConfigError` unless `endpoint` is the base address of a collector, without a secret."""
     try:
         parts = urlsplit(endpoint)
         is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -54,13 +66,6 @@ def tracing_to(endpoint: str, *, log_prompts: bool) -> "Tracing":
     if parts.username is not None or parts.password is not None:
         text = "the address has a password, which configs would keep"
         raise ConfigError(f"requests.traces: {text}; put a header into OTEL_EXPORTER_OTLP_HEADERS")
-    try:
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-    except ImportError as error:
-        text = f"spans need a package that is not installed ({error.name})"
-        raise ConfigError(f"requests.traces: {text}; pip install 'modelwright[otel]'") from None
-    address = endpoint.rstrip("/") + TRACES_PATH
-    return Tracing(OTLPSpanExporter(endpoint=address, timeout=EXPORT_TIMEOUT_S), log_prompts=log_prompts)
 
 
 class Tracing:

@@ -11,8 +11,11 @@ from modelwright.core.config import dump
 from modelwright.core.errors import ConfigError
 from modelwright.model.hf import load_config
 from modelwright.serve.config import OWN_BACKEND, ServeConfig
+from modelwright.serve.database import FROM_ENVIRONMENT
+from modelwright.serve.engines import backend_of
 from modelwright.serve.load import SHORT_DIGEST, ModelSource
 from modelwright.serve.requests_config import RequestsConfig
+from modelwright.serve.tracing import check_collector
 
 HEADER = "# Written by `modelwright manifests`; write it again rather than edit it.\n"
 """A line of every file, by which one is known that may be replaced."""
@@ -35,6 +38,7 @@ ADAPTERS_PATH = "/adapters"
 SECRETS_PATH = "/etc/modelwright"
 """Nothing else mounts anything there."""
 
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _NOT_IN_NAMES = re.compile(r"[^a-z0-9]+")
 MOST_NAME_CHARACTERS = 40
 """Kubernetes allows 63, and names of objects have endings."""
@@ -126,9 +130,10 @@ def deployment_of(
     words += ["--adapters", *adapters] if adapters else []
     words += list(_request_words(requests))
     words += [f"--backend={config.backend}"] if config.backend != OWN_BACKEND else []
+    back_end = backend_of(config)
     wanted = {
         "structured": True,
-        "openvino": config.backend.startswith("openvino"),
+        **({back_end.extra: True} if back_end.extra else {}),
         "otel": bool(requests.traces),
         "requests-log": bool(requests.log),
     }
@@ -144,7 +149,7 @@ def deployment_of(
         arguments=["--served-model-name", model_name, *words],
         folders=folders,
         secret_files=secret_files,
-        environment=[*filter(None, [config.api_key_env, requests.log.removeprefix("env:")])],
+        environment=list(_variables_with_secrets(config, requests)),
         extras=[name for name, is_wanted in wanted.items() if is_wanted],
         needs=Needs(replicas=needs.replicas, cpus=cpus, memory_bytes=memory_bytes, image=needs.image),
         version=source.digest[:SHORT_DIGEST],
@@ -190,12 +195,24 @@ def _words(config: ServeConfig, paths: Mapping[str, str]) -> Iterator[str]:
                 yield f"--{name}={str(value).lower() if isinstance(value, bool) else value}"
 
 
+def _variables_with_secrets(config: ServeConfig, requests: RequestsConfig) -> Iterator[str]:
+    """Their names. Raises `ConfigError` for what no shell takes as one."""
+    names = {"api_key_env": config.api_key_env} if config.api_key_env else {}
+    names |= {"requests.log": requests.log.removeprefix(FROM_ENVIRONMENT)} if requests.log else {}
+    for setting, name in names.items():
+        if not _VARIABLE.fullmatch(name):
+            raise ConfigError(f"{setting}: {name!r} is no name of an environment variable; write one such as MY_KEY")
+        yield name
+
+
 def _request_words(requests: RequestsConfig) -> Iterator[str]:
     if requests.ab_state:
         raise ConfigError(
             "requests.ab_state: tests are kept in a file, which containers that come and go do not keep; leave it out"
         )
-    if requests.log and not requests.log.startswith("env:"):
+    if requests.traces:
+        check_collector(requests.traces)
+    if requests.log and not requests.log.startswith(FROM_ENVIRONMENT):
         raise ConfigError(
             "requests.log: a file in a container is lost with it; name an environment variable with a database's URL "
             "(env:LOG_URL)"
