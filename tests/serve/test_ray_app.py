@@ -83,7 +83,6 @@ def test_settings_of_sockets_are_refused(folder: Path, tmp_path: Path, capsys: p
     ("name", "value"), [("settings", None), ("adapters", ["poet"]), ("model_name", {}), ("replicas", 3)]
 )
 def test_wrong_arguments_are_named(name: str, value: object) -> None:
-    pytest.importorskip("ray.serve", reason="Ray Serve is not installed (modelwright[ray-serve])")
     with pytest.raises(ConfigError, match=f"args.{name}: "):
         build({"folder": "/model", "model_name": "tiny", name: value})
 

@@ -281,7 +281,7 @@ def scripted_pool(
             thread.join()
 
 
-def run_requests(pool: EnginePool, events: Events, count: int, *, between: Callable[[int], None] = bool) -> None:
+def run_requests(pool: EnginePool, events: Events, count: int, *, between: Callable[[int], object] = bool) -> None:
     """Requests one after the other through a started pool. between: called before each."""
 
     async def run() -> None:

@@ -103,17 +103,17 @@ def server_of(arguments: RayArguments) -> RayServer:
 
 
 def build(args: Mapping[str, Any]) -> "RayApplication":
-    """What `import_path` of Ray's config names. args: the fields of `RayArguments`, as `modelwright manifests --for ray`
-    writes them. How many replicas there are, and with how many cores, is for the config's `deployments` to say. Raises
+    """What `import_path` of Ray's config names. args: the fields of `RayArguments`, as `modelwright manifests` writes
+    them. How many replicas there are, and with how many cores, is for the config's `deployments` to say. Raises
     `ConfigError` for other arguments, and without the extra.
     """
+    arguments = parse(RayArguments, dict(args), "args")
+    config = arguments.config  # raises here rather than in every replica
     try:
         from ray import serve
     except ImportError as error:
         text = f"Ray Serve needs a package that is not installed ({error.name})"
         raise ConfigError(f"{text}; pip install 'modelwright[ray-serve]'") from None
-    arguments = parse(RayArguments, dict(args), "args")
-    config = arguments.config  # raises here rather than in every replica
 
     def make_app() -> ASGIApp:
         return server_of(arguments)
