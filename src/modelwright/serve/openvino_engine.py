@@ -61,9 +61,9 @@ def openvino_engine(source: ModelSource, config: ServeConfig) -> tuple[EngineCli
     if is_sequence_classifier(folder):
         raise ModelError(f"{folder}: the back-end openvino generates texts and scores none")
     model, codec = load_config(folder), Codec.load(folder)
-    if config.engine.kv_cache_tokens < model.max_seq_len:
+    if config.engine.kv_cache_tokens // BLOCK_LEN * BLOCK_LEN < model.max_seq_len:
         text = f"{config.engine.kv_cache_tokens} cannot hold a sequence of {model.max_seq_len} tokens, the context"
-        raise ConfigError(f"kv_cache_tokens: {text}; raise it")
+        raise ConfigError(f"kv_cache_tokens: {text}, in blocks of {BLOCK_LEN}; raise it")
     pipeline, fingerprint = _load(folder, weights, config.engine)
     info = EngineInfo(
         fingerprint=fingerprint,
@@ -183,9 +183,12 @@ class OpenVinoEngine:
 
 
 def _read(request_id: str, handle: "GenerationHandle") -> list[StepOutput]:
-    """New tokens of an answer; a reason stands with the last one."""
+    """New tokens of an answer; a reason stands with the last one. OpenVINO drops an answer for which it has no room
+    without a word.
+    """
     if not handle.can_read():
-        return []
+        is_dropped = handle.get_status().name != "RUNNING"
+        return [StepOutput(request_id, 0, 0.0, (), "error")] if is_dropped else []
     outputs = []
     for part in handle.read().values():
         reason = REASONS.get(part.finish_reason.name, "")
