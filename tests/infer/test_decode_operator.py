@@ -123,7 +123,7 @@ def test_bf16_models_are_closer_to_fp32_than_the_reference(monkeypatch: pytest.M
     _, twin_logprobs, _ = answers(model, prompts)
     first = [own[1] for own in exact_logprobs]  # the first that is decoded
     gaps = [sum(abs(own[1] - one) for own, one in zip(side, first, strict=True)) for side in (logprobs, twin_logprobs)]
-    assert gaps[0] < 0.2 * len(prompts)
+    assert gaps[0] < gaps[1] < 0.2 * len(prompts)
     assert [own[:2] for own in found] == [own[:2] for own in exact]
 
 
@@ -159,7 +159,7 @@ def test_verified_guesses_change_no_bit() -> None:
 
 
 def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of decoding: prompts of one token leave the products of PyTorch out of it."""
+    """Only decoding is compared: prompts of one token leave the products of PyTorch out of it."""
     found = []
     for threads in (1, 3):
         engine = make_engine(make_model())

@@ -296,6 +296,15 @@ def test_an_engine_process_outlives_an_unforeseen_adapter(monkeypatch: pytest.Mo
     assert replies == [[3, False, "RuntimeError: something else"]]
 
 
+def test_what_adding_an_adapter_raises_ends_no_engine(server, client, folders, texts, monkeypatch):
+    def fail(name: str, adapter: object) -> None:
+        raise RuntimeError("something else")
+
+    monkeypatch.setattr(server.service.model.worker.client._adapters, "add", fail)
+    assert load(server, "coder", folders["coder"]).status_code == 500
+    assert answer(client, "poet").choices[0].text == texts["poet"]
+
+
 def test_who_may_load_what(server: ServerThread, folders, tmp_path: Path):
     assert load(server, "coder", folders["coder"], Authorization="Bearer user").status_code == 403
     assert unload(server, "poet", Authorization="Bearer user").status_code == 403

@@ -132,6 +132,7 @@ FAULTS = {
     "no image": (data_url(b"hello, this is text"), "is of no known image format"),
     "empty": ("data:image/png;base64,", "is empty"),
     "no base64": ("data:image/png;base64,???", "not valid base64"),
+    "beyond ASCII": ("data:image/png;base64,\u00e9AAA", "not valid base64"),
     "too large": (data_url(b"\x89PNG" + bytes(200_000)), "more than 200,000 bytes"),
 }
 

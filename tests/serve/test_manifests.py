@@ -245,14 +245,31 @@ def test_tls_is_probed_and_mounted(folder, tmp_path):
 
 
 def test_adapters_are_in_the_image(folder, tmp_path):
-    adapter = tmp_path / "poet"
-    adapter.mkdir()
-    words = [str(folder), "--for", "compose", "--adapters", f"Po_et={adapter}", "--model_aliases", "bard=Po_et"]
+    """Each its own, whatever its name has: Docker's names of contexts and paths have no spaces."""
+    places = {name: tmp_path / f"${number}" for number, name in enumerate(("Po_et", "po-et", "a poet"))}
+    for place in places.values():
+        place.mkdir()
+    adapters = [f"{name}={place}" for name, place in places.items()]
+    words = [str(folder), "--for", "compose", "--adapters", *adapters, "--model_aliases", "bard=Po_et"]
     (service,) = write(tmp_path / "out", *words)["services"].values()
-    contexts = {name: Path(path) for name, path in service["build"]["additional_contexts"].items()}
-    assert contexts["adapters-po-et"] == adapter
-    assert service["command"][-2:] == ["--adapters", "Po_et=/adapters/Po_et"]
+    escaped = service["build"]["additional_contexts"]
+    assert not any("$" in path.replace("$$", "") for path in escaped.values()), "Compose replaces variables"
+    contexts = {name: Path(path.replace("$$", "$")) for name, path in escaped.items()}
+    text = (tmp_path / "out/Dockerfile").read_text()
+    at = service["command"].index("--adapters") + 1
+    found = dict(word.rsplit("=", 1) for word in service["command"][at : at + 3])
+    copies = {path: name for name, path in re.findall(r"COPY --from=(\S+) --chmod=755 \. (.+)", text)}
+    assert {name: contexts[copies[path]] for name, path in found.items()} == places
     check_dockerfile(tmp_path / "out/Dockerfile", contexts, extras={"structured"})
+
+
+def test_dollars_in_settings_reach_the_server_in_kubernetes(folder, tmp_path):
+    """Kubernetes makes $$ one $, and replaces $(NAME) only after a $ that is left."""
+    names = ["a$$b", "$(HOME)", "$$(HOME)"]
+    args = container_of(write(tmp_path, str(folder), "--for", "kubernetes", "--model_aliases", *names))["args"]
+    at = args.index("--model_aliases") + 1
+    assert [re.sub(r"\$\$", "$", word) for word in args[at : at + 3]] == names
+    assert not any("$" in word.replace("$$", "") for word in args)
 
 
 def test_another_back_end_is_installed_and_named(folder, tmp_path):
@@ -278,6 +295,15 @@ def test_what_a_container_cannot_keep_is_refused(folder, tmp_path):
     assert refused(requests=RequestsConfig(log="log.sqlite")).startswith("requests.log: a file in a container")
     assert refused(requests=RequestsConfig(ab_state="ab.sqlite")).startswith("requests.ab_state: ")
     assert refused(keys_file=str(tmp_path / "absent")).startswith("keys_file: ")
+    assert refused(api_key_env="MY-KEY;id").startswith("api_key_env: 'MY-KEY;id' is no name")
+    assert refused(requests=RequestsConfig(log="env:")).startswith("requests.log: '' is no name")
+    for kind in ("compose", "kubernetes", "ray"):
+        found = refused(kind, requests=RequestsConfig(traces=f"http://me:{KEY}@collector:4318"))
+        assert found.startswith("requests.traces: ")
+        assert KEY not in found
+    assert refused(backend="nope").startswith("--backend: 'nope' is unknown")
+    assert refused(backend="openvino:int3").startswith("--backend: 'openvino:int3': choose weights from f16")
+    assert refused(backend="modelwright:f16").endswith("write modelwright")
     assert refused(needs=Needs(replicas=2)).startswith("--replicas: Compose runs one server")
     with pytest.raises(ConfigError, match="--replicas: must be at least 1"):
         Needs(replicas=0)

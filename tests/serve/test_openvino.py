@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import shutil
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,10 @@ from modelwright.infer.engine import EngineConfig
 from modelwright.infer.generate import generate
 from modelwright.infer.sequence import SamplingParams
 from modelwright.serve.config import ServeConfig
+from modelwright.serve.engine_thread import EngineThread
 from modelwright.serve.engines import load_engines
 from modelwright.serve.load import ModelSource, load_folder
+from modelwright.serve.openvino_engine import OpenVinoEngine
 from modelwright.serve.server import ServerThread
 from serve.conftest import make_model, make_tokenizer, write_model
 from serve.patience import wait_until
@@ -133,6 +137,31 @@ def test_a_reload_changes_the_weights(server: ServerThread, tmp_path: Path) -> N
     assert reply["system_fingerprint"] == server.service.model.fingerprint != before
 
 
+def with_context(folder: Path, target: Path, num_tokens: int) -> ModelSource:
+    """The model with another context."""
+    shutil.copytree(folder, target)
+    fields = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(fields | {"max_position_embeddings": num_tokens}))
+    return ModelSource(name="tiny", folder=target)
+
+
+def test_an_answer_that_openvino_drops_ends_with_an_error(folder: Path, tmp_path: Path) -> None:
+    source = with_context(folder, tmp_path / "short", 64)
+    settings = EngineConfig(max_num_seqs=1, kv_cache_tokens=64, prefill_chunk_size=16)
+    client, _ = load_engines(source, ServeConfig(backend="openvino", engine=settings))
+    assert isinstance(client, EngineThread)
+    engine = client.engine
+    assert isinstance(engine, OpenVinoEngine)
+    engine._info = replace(engine._info, max_seq_len=999)  # more than its cache holds
+    engine.add("0", [5, 6], SamplingParams(max_tokens=90, temperature=0))
+    outputs = []
+    for _ in range(100):
+        outputs += engine.step()
+    assert outputs[-1].finish_reason == "error"
+    assert 50 < len(outputs) < 70
+    assert not engine.has_work
+
+
 def test_settings_and_models_that_it_cannot_follow(folder: Path, tmp_path: Path, monkeypatch) -> None:
     source = ModelSource(name="tiny", folder=folder)
 
@@ -145,6 +174,8 @@ def test_settings_and_models_that_it_cannot_follow(folder: Path, tmp_path: Path,
     assert refused(source, adapters={"poet": str(tmp_path)}).startswith("--adapters: ")
     assert refused(source, engine=EngineConfig(num_speculative_tokens=2)).startswith("engine.num_speculative_tokens: ")
     assert refused(source, engine=EngineConfig(kv_cache_tokens=256)).startswith("kv_cache_tokens: ")
+    uneven = EngineConfig(kv_cache_tokens=112, prefill_chunk_size=16)
+    assert "in blocks of 32" in refused(with_context(folder, tmp_path / "uneven", 110), engine=uneven)
     assert "choose weights from f16" in refused(source, backend="openvino:int3")
     assert "choose from modelwright, openvino" in refused(source, backend="tensorrt")
     save_int8(quantize_model(make_model(320), Int8WeightsConfig()), tmp_path / "int8")

@@ -79,6 +79,14 @@ def test_settings_of_sockets_are_refused(folder: Path, tmp_path: Path, capsys: p
         server_of(RayArguments(folder=str(folder), model_name="tiny", settings={"port": 9000}))
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("settings", None), ("adapters", ["poet"]), ("model_name", {}), ("replicas", 3)]
+)
+def test_wrong_arguments_are_named(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"args.{name}: "):
+        build({"folder": "/model", "model_name": "tiny", name: value})
+
+
 def test_the_config_is_valid_by_rays_schema(folder: Path, tmp_path: Path) -> None:
     ray_serve()
     from ray.serve.schema import (

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -226,8 +226,8 @@ def cut(request_id: str) -> list[StepOutput]:
     return [StepOutput(request_id, 5, -1.0, (), ""), *broken(request_id)]
 
 
-def play(connection: socket.socket, script: Script, asked: list[str]) -> None:
-    """The engine's side of a connection, until the gateway closes it."""
+def play(connection: socket.socket, script: Script, asked: list[str], step_s: float) -> None:
+    """The engine's side of a connection, until the gateway closes it. step_s: what it says that a step takes."""
     channel = BlockingChannel(connection)
     stats = asdict(NO_LOAD)
     try:
@@ -237,15 +237,19 @@ def play(connection: socket.socket, script: Script, asked: list[str]) -> None:
                     asked.append(request_id)
                     for output in script(request_id):
                         plain = [output_message(output)]
-                        channel.send({"outputs": plain, "stats": stats, "refused": {}, "adapters": [], "step_s": 0.001})
+                        channel.send(
+                            {"outputs": plain, "stats": stats, "refused": {}, "adapters": [], "step_s": step_s}
+                        )
             channel.send({"outputs": [], "stats": stats, "refused": {}, "adapters": [], "step_s": 0.0})
     except (EOFError, OSError):
         connection.close()
 
 
 @contextmanager
-def scripted_pool(scripts: list[Script], clock: FakeClock) -> Iterator[tuple[EnginePool, list[list[str]]]]:
-    """A pool over scripted engines, and the ids of the answers that each was asked for."""
+def scripted_pool(
+    scripts: list[Script], clock: FakeClock, *, steps_s: Sequence[float] = (0.001, 0.001)
+) -> Iterator[tuple[EnginePool, list[list[str]]]]:
+    """A pool over scripted engines, and the ids of the answers that each was asked for. steps_s: see `play`."""
     info = EngineInfo(
         fingerprint="fp", vocab_size=9, max_seq_len=99, num_parameters=1, max_num_seqs=4, model_dim=2, scores=False,
         adapters={},
@@ -258,11 +262,11 @@ def scripted_pool(scripts: list[Script], clock: FakeClock) -> Iterator[tuple[Eng
     )
     asked: list[list[str]] = [[] for _ in scripts]
     handles, threads = [], []
-    for script, ids in zip(scripts, asked, strict=True):
+    for script, ids, step_s in zip(scripts, asked, steps_s, strict=True):
         ours, theirs = socket.socketpair()
         process = subprocess.Popen(["sleep", "600"])
         handles.append(EngineHandle(process, ours, report, 0.01))
-        threads.append(threading.Thread(target=play, args=(theirs, script, ids)))
+        threads.append(threading.Thread(target=play, args=(theirs, script, ids, step_s)))
         threads[-1].start()
     pool = EnginePool(setup, handles)
     pool._health = EngineHealth(range(len(scripts)), pool._note_ejection, clock)
@@ -277,7 +281,7 @@ def scripted_pool(scripts: list[Script], clock: FakeClock) -> Iterator[tuple[Eng
             thread.join()
 
 
-def run_requests(pool: EnginePool, events: Events, count: int, *, between: Callable[[int], None] = bool) -> None:
+def run_requests(pool: EnginePool, events: Events, count: int, *, between: Callable[[int], object] = bool) -> None:
     """Requests one after the other through a started pool. between: called before each."""
 
     async def run() -> None:
@@ -313,6 +317,17 @@ def test_an_answer_that_an_engine_cannot_begin_is_tried_on_another(clock: FakeCl
         assert len(asked[0]) == FAILURES_TO_OPEN + 1, "five failures, and one when it was tried again"
         assert set(asked[0]) <= set(asked[1])
         assert events.counts == {"ejected: failures": 2, "moved: retried": FAILURES_TO_OPEN + 1}
+
+
+def test_a_pool_ejects_an_engine_whose_steps_are_slow(clock: FakeClock) -> None:
+    """A full step took 0.01 s at the start. The engines answer in turn, two steps to an answer."""
+    events = Events()
+    with scripted_pool([good, good], clock, steps_s=(0.001, 0.05)) as (pool, asked):
+        run_requests(pool, events, 200)
+        assert events.counts == {"ejected: slow": 1}
+        assert pool._health.state(1) == "open"
+        assert len(asked[1]) < 2 * STEPS_OF_WINDOW
+        assert asked[0][-50:] == [f"{number}.0" for number in range(150, 200)]
 
 
 def test_retries_stay_within_the_budget_and_before_the_first_token(clock: FakeClock) -> None:

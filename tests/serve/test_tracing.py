@@ -269,6 +269,9 @@ def test_addresses_that_cannot_be_used_are_refused(monkeypatch):
     for address, reason in {
         "localhost:4318": "must be the address of a collector",
         "grpc://localhost:4317": "must be the address of a collector",
+        "http://[localhost:4318": "must be the address of a collector",
+        "http://localhost:port": "must be the address of a collector",
+        "http://localhost:4318?token=secret": "must be the address of a collector",
         "http://me:secret@localhost:4318": "OTEL_EXPORTER_OTLP_HEADERS",
     }.items():
         with pytest.raises(ConfigError, match=reason) as raised:

@@ -36,8 +36,8 @@ FEWEST_ROPE_ROWS = 512
 
 
 class DecodeOperator:
-    """Decodes with one model and one cache. Raises `ModelError` for what the kernel does not compute. The model's
-    weights must stay where they are.
+    """Decodes with one model and one cache. Raises `ModelError` for what the kernel does not compute. Weights must not
+    change in its lifetime: it points to the matrices, and holds copies of norms and biases that are not plain FP32.
     """
 
     def __init__(self, model: Decoder, cache: PagedCache) -> None:

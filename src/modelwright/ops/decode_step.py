@@ -139,7 +139,9 @@ class DecodeRows:
 
 
 class DecodeStep:
-    """The kernel for one decoder and one cache. It refers to their tensors and follows changes in place."""
+    """The kernel for one decoder and one cache. It points to their tensors, so that it follows changes in place but not
+    tensors that take their place. Scales of INT8 weights are copied.
+    """
 
     def __init__(self, shape: DecodeShape, layers: Sequence[DecodeLayer], embedding: Weight, norm_D: Tensor) -> None:
         self._held: list[Tensor] = []

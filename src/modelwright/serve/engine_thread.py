@@ -171,7 +171,7 @@ class EngineThread:
     def _carry_out(self, call: _Call) -> None:
         try:
             call.function()
-        except ModelwrightError as error:
+        except Exception as error:  # only who asked for it fails, not the engine and all its answers
             self._tell(call.done.set_exception, error)
         else:
             self._tell(call.done.set_result, None)

@@ -1,11 +1,13 @@
 """Starts the engines of a model: one in this process, several in processes of their own, or another program's."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import get_args
 
 import torch
 
+from modelwright.compress.gguf.export import GgufFormat
 from modelwright.core.errors import ConfigError
 from modelwright.infer.engine import Engine
 from modelwright.infer.lm_head import HEAD_KINDS
@@ -24,14 +26,34 @@ from modelwright.serve.tokenizer import Codec
 Loader = Callable[[ModelSource, ServeConfig], tuple[EngineClient, Codec]]
 
 
+@dataclass(frozen=True)
+class Backend:
+    """load: starts the engines of a model; weights: formats that may follow the name, after a colon; extra: the one of
+    the package that it needs, "" for none.
+    """
+
+    load: Loader
+    weights: tuple[str, ...] = ()
+    extra: str = ""
+
+
 def load_engines(source: ModelSource, config: ServeConfig) -> tuple[EngineClient, Codec]:
     """The engines of a model and its tokenizer. Raises `ModelError` if the folder cannot be loaded, `ConfigError` if
     the cache is too small for the model, or the back-end cannot do what the settings ask for.
     """
-    name = config.backend.partition(":")[0]
+    return backend_of(config).load(source, config)
+
+
+def backend_of(config: ServeConfig) -> Backend:
+    """What computes the answers. Raises `ConfigError` for a name or a format of weights that does not exist."""
+    name, colon, weights = config.backend.partition(":")
     if name not in BACKENDS:
         raise ConfigError(f"--backend: {name!r} is unknown; choose from {', '.join(BACKENDS)}")
-    return BACKENDS[name](source, config)
+    formats = BACKENDS[name].weights
+    if colon and weights not in formats:
+        remedy = f"choose weights from {', '.join(formats)}" if formats else f"write {name}"
+        raise ConfigError(f"--backend: {config.backend!r}: {remedy}")
+    return BACKENDS[name]
 
 
 def _own_engines(source: ModelSource, config: ServeConfig) -> tuple[EngineClient, Codec]:
@@ -58,5 +80,8 @@ def engine_in_thread(model: Decoder, config: ServeConfig) -> EngineThread:
     return EngineThread(engine, engine_info(engine, weights_fingerprint(model)), EngineAdapters(engine))
 
 
-BACKENDS: Mapping[str, Loader] = {OWN_BACKEND: _own_engines, "openvino": openvino_engine}
-"""The only list. A back-end's name may be followed by a colon and what it takes."""
+BACKENDS: Mapping[str, Backend] = {
+    OWN_BACKEND: Backend(_own_engines),
+    "openvino": Backend(openvino_engine, weights=get_args(GgufFormat), extra="openvino"),
+}
+"""The only list."""

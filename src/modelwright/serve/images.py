@@ -1,7 +1,6 @@
 """Images of a chat request to the pixels that the model reads. Called in another thread: decoding takes time."""
 
 import base64
-import binascii
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -62,9 +61,10 @@ def _pixels(data: str, where: str, info: "EngineInfo", config: PromptImagesConfi
         raise _refusal(where, f"the image has more than {config.max_bytes:,} bytes; make it smaller")
     try:
         file = base64.b64decode(data, validate=True)
-        pixels = decode(file, most_side=max(STORED_SIDE, info.image_size), max_pixels=config.max_pixels)
-    except binascii.Error:
+    except ValueError:  # binascii.Error, or the plain one for characters beyond ASCII
         raise _refusal(where, "the data: URL is not valid base64") from None
+    try:
+        pixels = decode(file, most_side=max(STORED_SIDE, info.image_size), max_pixels=config.max_pixels)
     except ImageFault as fault:
         raise _refusal(where, f"the image {fault}") from None
     return squared(pixels, size=info.image_size, fit="crop" if info.crops_images else "stretch")

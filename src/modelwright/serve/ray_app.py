@@ -5,7 +5,7 @@ Needs the extra `ray-serve` where an application is built or runs.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,9 +42,9 @@ class RayArguments:
     backend: str = OWN_BACKEND
     """As `modelwright serve` takes it."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """Of the section `serve`, those that are not the defaults."""
+    """Settings of the section `serve` that are not the defaults."""
     requests: dict[str, Any] = field(default_factory=dict)
-    """Of the section `requests`, likewise."""
+    """Settings of the section `requests` that are not the defaults."""
 
     @property
     def config(self) -> ServeConfig:
@@ -103,20 +103,17 @@ def server_of(arguments: RayArguments) -> RayServer:
 
 
 def build(args: Mapping[str, Any]) -> "RayApplication":
-    """What `import_path` of Ray's config names. args: the fields of `RayArguments`. How many replicas there are, and
-    with how many cores, is for the config's `deployments` to say.
+    """What `import_path` of Ray's config names. args: the fields of `RayArguments`, as `modelwright manifests` writes
+    them. How many replicas there are, and with how many cores, is for the config's `deployments` to say. Raises
+    `ConfigError` for other arguments, and without the extra.
     """
+    arguments = parse(RayArguments, dict(args), "args")
+    config = arguments.config  # raises here rather than in every replica
     try:
         from ray import serve
     except ImportError as error:
         text = f"Ray Serve needs a package that is not installed ({error.name})"
         raise ConfigError(f"{text}; pip install 'modelwright[ray-serve]'") from None
-    unknown = set(args) - {one.name for one in fields(RayArguments)}
-    if unknown or not {"folder", "model_name"} <= set(args):
-        text = ", ".join(sorted(unknown)) or "folder and model_name are missing"
-        raise ConfigError(f"args: {text}; write the config with `modelwright manifests --for ray`")
-    arguments = RayArguments(**args)
-    config = arguments.config  # raises here rather than in every replica
 
     def make_app() -> ASGIApp:
         return server_of(arguments)

@@ -44,12 +44,7 @@ def tracing_to(endpoint: str, *, log_prompts: bool) -> "Tracing":
     endpoint: its base address, as the variable OTEL_EXPORTER_OTLP_ENDPOINT has it; secrets belong into
     `OTEL_EXPORTER_OTLP_HEADERS`.
     """
-    parts = urlsplit(endpoint)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError("requests.traces: must be the address of a collector, such as http://localhost:4318")
-    if parts.username is not None or parts.password is not None:
-        text = "the address has a password, which configs would keep"
-        raise ConfigError(f"requests.traces: {text}; put a header into OTEL_EXPORTER_OTLP_HEADERS")
+    check_collector(endpoint)
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError as error:
@@ -57,6 +52,20 @@ def tracing_to(endpoint: str, *, log_prompts: bool) -> "Tracing":
         raise ConfigError(f"requests.traces: {text}; pip install 'modelwright[otel]'") from None
     address = endpoint.rstrip("/") + TRACES_PATH
     return Tracing(OTLPSpanExporter(endpoint=address, timeout=EXPORT_TIMEOUT_S), log_prompts=log_prompts)
+
+
+def check_collector(endpoint: str) -> None:
+    """Raise `ConfigError` unless `endpoint` is the base address of a collector, without a secret."""
+    try:
+        parts = urlsplit(endpoint)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_address = False
+    if not is_address or parts.query or parts.fragment:
+        raise ConfigError("requests.traces: must be the address of a collector, such as http://localhost:4318")
+    if parts.username is not None or parts.password is not None:
+        text = "the address has a password, which configs would keep"
+        raise ConfigError(f"requests.traces: {text}; put a header into OTEL_EXPORTER_OTLP_HEADERS")
 
 
 class Tracing:

@@ -18,11 +18,11 @@ def compose_file(deployment: Deployment) -> dict[str, Any]:
     config = deployment.config
     limits = {"cpus": str(deployment.needs.cpus), "memory": str(deployment.needs.memory_bytes)}
     service = {
-        "image": deployment.image,
+        "image": _escaped(deployment.image),
         "build": {
             "context": ".",
             "dockerfile": "Dockerfile",
-            "additional_contexts": {name: str(path) for name, path in contexts(deployment).items()},
+            "additional_contexts": {name: _escaped(str(path)) for name, path in contexts(deployment).items()},
         },
         "command": list(map(_escaped, deployment.arguments)),
         "environment": deployment.variables | {name: f"${{{name}:?set {name}}}" for name in deployment.environment},
@@ -44,7 +44,7 @@ def compose_file(deployment: Deployment) -> dict[str, Any]:
         },
         "deploy": {"resources": {"limits": limits, "reservations": {"memory": limits["memory"]}}},
     }
-    secrets = {secret.name: {"file": str(secret.source)} for secret in deployment.secret_files}
+    secrets = {secret.name: {"file": _escaped(str(secret.source))} for secret in deployment.secret_files}
     if secrets:
         service["secrets"] = [{"source": secret.name, "target": secret.target} for secret in deployment.secret_files]
     file = {"name": deployment.name, "services": {"modelwright": service}}

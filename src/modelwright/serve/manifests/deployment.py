@@ -11,8 +11,11 @@ from modelwright.core.config import dump
 from modelwright.core.errors import ConfigError
 from modelwright.model.hf import load_config
 from modelwright.serve.config import OWN_BACKEND, ServeConfig
+from modelwright.serve.database import FROM_ENVIRONMENT
+from modelwright.serve.engines import backend_of
 from modelwright.serve.load import SHORT_DIGEST, ModelSource
 from modelwright.serve.requests_config import RequestsConfig
+from modelwright.serve.tracing import check_collector
 
 HEADER = "# Written by `modelwright manifests`; write it again rather than edit it.\n"
 """A line of every file, by which one is known that may be replaced."""
@@ -21,7 +24,7 @@ PORT = 8000
 """In the container, whatever the port outside."""
 
 PROCESS_BYTES = 768 * 2**20
-"""Of a process with PyTorch and no model (about 500 MiB), and what requests take besides the cache."""
+"""Memory of a process with PyTorch and no model (about 500 MiB), and of requests besides the cache."""
 
 FP32_BYTES = 4
 VERSIONS_AT_ONCE = 2
@@ -35,6 +38,7 @@ ADAPTERS_PATH = "/adapters"
 SECRETS_PATH = "/etc/modelwright"
 """Nothing else mounts anything there."""
 
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _NOT_IN_NAMES = re.compile(r"[^a-z0-9]+")
 MOST_NAME_CHARACTERS = 40
 """Kubernetes allows 63, and names of objects have endings."""
@@ -114,20 +118,22 @@ def deployment_of(
     name = _NOT_IN_NAMES.sub("-", model_name.lower()).strip("-")[:MOST_NAME_CHARACTERS].strip("-")
     if not name or not name[0].isalpha():
         name = f"model-{name}".strip("-")
+    paths = adapter_paths(config)
     folders = {MODEL_PATH: source.folder.resolve()}
-    folders |= {f"{ADAPTERS_PATH}/{one}": Path(path).resolve() for one, path in config.adapters.items()}
+    folders |= {paths[one]: Path(path).resolve() for one, path in config.adapters.items()}
     for one, path in config.adapters.items():
         if not Path(path).is_dir():
             raise ConfigError(f"--adapters: {one}={path}: no such folder")
     secret_files = list(_secret_files(config))
     words = list(_words(config, {secret.setting: secret.target for secret in secret_files}))
-    adapters = [f"{one}={ADAPTERS_PATH}/{one}" for one in config.adapters]
+    adapters = [f"{one}={path}" for one, path in paths.items()]
     words += ["--adapters", *adapters] if adapters else []
     words += list(_request_words(requests))
     words += [f"--backend={config.backend}"] if config.backend != OWN_BACKEND else []
+    back_end = backend_of(config)
     wanted = {
         "structured": True,
-        "openvino": config.backend.startswith("openvino"),
+        **({back_end.extra: True} if back_end.extra else {}),
         "otel": bool(requests.traces),
         "requests-log": bool(requests.log),
     }
@@ -143,11 +149,16 @@ def deployment_of(
         arguments=["--served-model-name", model_name, *words],
         folders=folders,
         secret_files=secret_files,
-        environment=[*filter(None, [config.api_key_env, requests.log.removeprefix("env:")])],
+        environment=list(_variables_with_secrets(config, requests)),
         extras=[name for name, is_wanted in wanted.items() if is_wanted],
         needs=Needs(replicas=needs.replicas, cpus=cpus, memory_bytes=memory_bytes, image=needs.image),
         version=source.digest[:SHORT_DIGEST],
     )
+
+
+def adapter_paths(config: ServeConfig) -> dict[str, str]:
+    """Where the adapters are in the container, by name. Paths are numbered, because names are any texts."""
+    return {name: f"{ADAPTERS_PATH}/{number}" for number, name in enumerate(config.adapters, start=1)}
 
 
 def estimated_bytes(folder: Path, config: ServeConfig) -> int:
@@ -184,12 +195,24 @@ def _words(config: ServeConfig, paths: Mapping[str, str]) -> Iterator[str]:
                 yield f"--{name}={str(value).lower() if isinstance(value, bool) else value}"
 
 
+def _variables_with_secrets(config: ServeConfig, requests: RequestsConfig) -> Iterator[str]:
+    """Their names. Raises `ConfigError` for what no shell takes as one."""
+    names = {"api_key_env": config.api_key_env} if config.api_key_env else {}
+    names |= {"requests.log": requests.log.removeprefix(FROM_ENVIRONMENT)} if requests.log else {}
+    for setting, name in names.items():
+        if not _VARIABLE.fullmatch(name):
+            raise ConfigError(f"{setting}: {name!r} is no name of an environment variable; write one such as MY_KEY")
+        yield name
+
+
 def _request_words(requests: RequestsConfig) -> Iterator[str]:
     if requests.ab_state:
         raise ConfigError(
             "requests.ab_state: tests are kept in a file, which containers that come and go do not keep; leave it out"
         )
-    if requests.log and not requests.log.startswith("env:"):
+    if requests.traces:
+        check_collector(requests.traces)
+    if requests.log and not requests.log.startswith(FROM_ENVIRONMENT):
         raise ConfigError(
             "requests.log: a file in a container is lost with it; name an environment variable with a database's URL "
             "(env:LOG_URL)"

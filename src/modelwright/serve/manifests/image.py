@@ -32,8 +32,8 @@ def contexts(deployment: Deployment) -> dict[str, Path]:
 
 
 def context_name(path: str) -> str:
-    """`model`, `adapters-poet`"""
-    return path.strip("/").lower().replace("/", "-").replace("_", "-")
+    """`/model` is `model`, `/adapters/1` is `adapters-1`."""
+    return path.strip("/").replace("/", "-")
 
 
 def dockerfile(deployment: Deployment) -> str:

@@ -73,7 +73,7 @@ def _container(deployment: Deployment) -> dict[str, Any]:
     return {
         "name": "modelwright",
         "image": deployment.image,
-        "args": [word.replace("$(", "$$(") for word in deployment.arguments],  # Kubernetes replaces $(NAME)
+        "args": [word.replace("$", "$$") for word in deployment.arguments],  # $(NAME) is a variable, and $$ one $
         "env": [*({"name": name, "value": value} for name, value in deployment.variables.items()), *from_secret],
         "ports": [{"name": "api", "containerPort": PORT, "protocol": "TCP"}],
         "startupProbe": _probe(deployment, "/livez", period_s=START_PERIOD_S, tries=START_TRIES),

@@ -5,7 +5,7 @@ from typing import Any
 from modelwright.core.config import difference, dump
 from modelwright.core.errors import ConfigError
 from modelwright.serve.config import OWN_BACKEND, ServeConfig
-from modelwright.serve.manifests.deployment import MODEL_PATH, PORT, Deployment
+from modelwright.serve.manifests.deployment import MODEL_PATH, PORT, Deployment, adapter_paths
 from modelwright.serve.ray_app import DEPLOYMENT, build
 from modelwright.serve.requests_config import RequestsConfig
 
@@ -23,7 +23,7 @@ def ray_config(deployment: Deployment) -> dict[str, Any]:
     arguments = {
         "folder": str(deployment.folders[MODEL_PATH]),
         "model_name": deployment.model_name,
-        "adapters": {name: str(deployment.folders[f"/adapters/{name}"]) for name in config.adapters},
+        "adapters": {name: str(deployment.folders[path]) for name, path in adapter_paths(config).items()},
         "backend": config.backend if config.backend != OWN_BACKEND else "",
         "settings": settings,
         "requests": difference(dump(deployment.requests), dump(RequestsConfig())),
