@@ -185,12 +185,14 @@ def test_the_run_is_served_and_exported_as_the_model_that_reads_images(
     target = export_hf(found, tmp_path / "small", overwrite=False)
     card = (target / "README.md").read_text()
     assert "pipeline_tag: image-text-to-text" in card
+    assert "A model that reads images, with a decoder of" in card
     rows = run / "pack" / "artifact" / "captions"
     prompt, store = next(read_image_prompts(PackedRows(rows / "heldout"))), open_images(rows, "heldout")
     assert store is not None
     square = store.pixels(prompt.image, size=16, fit="crop")
     Image.fromarray(square.transpose(1, 2, 0)).save(tmp_path / "image.png")
-    code = card.partition("```python\n")[2].partition("```")[0].replace("What does the image show?", QUESTION)
+    code = card.partition("```python\n")[2].partition("```")[0]
+    assert QUESTION in code
     code = code.replace('"small"', repr(str(target))).replace('"image.png"', repr(str(tmp_path / "image.png")))
     names: dict[str, Any] = {}
     exec(code, names)
