@@ -448,11 +448,12 @@ def test_conversations_about_an_image_keep_their_turns(tmp_path: Path) -> None:
         {"conversations": [{"from": "human", "value": f"<image>\n{asked}"}, {"from": "gpt", "value": answered}]},
         {"question": asked, "answer": answered, "caption": "not this one"},
         {"instruction": asked, "output": answered},
+        {"question": f"<image>\n{asked}", "answer": answered},
     ]
     lines = [json.dumps({"file_name": "cat.png", "label": 3, **one}) for one in records]
     (tmp_path / "metadata.jsonl").write_text("\n".join(lines))
     documents, report = read(tmp_path)
-    assert report.documents == {"image": 4}
+    assert report.documents == {"image": 5}
     for document in documents:
         assert [(turn["role"], turn["content"]) for turn in document.messages] == [
             ("user", asked), ("assistant", answered),
@@ -469,7 +470,8 @@ def test_conversations_about_an_image_keep_their_turns(tmp_path: Path) -> None:
     [
         ([("user", [{"type": "image"}, {"type": "image"}]), ("assistant", "Two.")], "has 2 images"),
         ([("user", "What?")], "has no answer"),
-        ([("assistant", "A cat.")], "no turn of the user"),
+        ([("assistant", "A cat.")], "does not begin with a turn of the user"),
+        ([("assistant", "Ask."), ("user", "What?"), ("assistant", "A cat.")], "does not begin with a turn of the user"),
         ([("user", [{"type": "audio"}]), ("assistant", "A cat.")], "type 'audio'"),
     ],
 )

@@ -9,7 +9,7 @@ from modelwright.evaluate.retrieval import bag_of_words, chance, recall, words
 
 
 def naive(scores: np.ndarray, is_relevant: np.ndarray, most: int) -> float:
-    """Of equal scores the relevant candidates come last."""
+    """Recall written out: among equal scores the relevant candidates come last."""
     found = []
     for row, relevant in zip(scores, is_relevant, strict=True):
         order = sorted(range(len(row)), key=lambda place: (-row[place], relevant[place]))

@@ -25,7 +25,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def resident_bytes() -> int:
-    """Of this process, mapped files included."""
+    """Resident memory of this process, mapped files included."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return 1024 * int(fields["VmRSS"].split()[0])
 

@@ -20,7 +20,7 @@ from modelwright.model.attention import causal_attend
 from modelwright.model.vision.folders import save_vision_tower
 from modelwright.model.vision.image_prefix import IMAGES, ImagePrefix
 from modelwright.model.vision.vit import VisionTower
-from modelwright.objectives.captioning import LOSS, CaptionConfig, Captioning
+from modelwright.objectives.captioning import LOSS, CaptionConfig, Captioning, image_numbers
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, single
 from modelwright.precision.policy import ALWAYS_FP32
@@ -115,6 +115,23 @@ def test_loss_and_gradients_are_those_written_out_image_by_image(layer: int, fol
     for name, ours, theirs in zip(trained, gradients, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
     assert gradients[list(trained).index("heads.images.projector.linear_1.weight")].abs().max() > 1e-4
+
+
+@pytest.mark.parametrize(("layer", "train_tower"), [(-1, True), (-2, True), (-2, False)])
+def test_flops_of_images_are_those_of_the_products_that_run(layer: int, train_tower: bool, folder: Path) -> None:
+    objective = objective_of(folder, feature_layer=layer, train_tower=train_tower)
+    model = tiny_run.tiny_model(torch.float64)
+    attach_modules(model, objective, 1)
+    batch = next(PackedRows(folder / "rows").batches(2))
+    width, num_tokens, num_blocks, decoder = 16, NUM_PATCHES + 1, 3 + layer, model.config.model_dim
+    patches = 2 * NUM_PATCHES * 3 * 4 * 4 * width
+    blocks = num_blocks * (2 * num_tokens * (4 * width**2 + 2 * width * 24) + 4 * num_tokens**2 * width)
+    layers = [2 * NUM_PATCHES * num_inputs * decoder for num_inputs in (width, decoder)]
+    trained = 3 * (blocks + sum(layers)) + 2 * patches  # pixels have no gradient
+    frozen = patches + blocks + 3 * sum(layers) - layers[0]  # a frozen tower has none either
+    num_images = int((image_numbers(batch) >= 0).sum())
+    assert num_images > 1
+    assert objective.own_flops(batch) == num_images * (trained if train_tower else frozen)
 
 
 def test_what_does_not_reach_the_projector_is_frozen(folder: Path) -> None:

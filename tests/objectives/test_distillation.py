@@ -40,7 +40,7 @@ PHASES = {
     "attention": LossPart(0.5, 0.2, 0.7),
     "logits": LossPart(1.0, 0.5, 1.0),
 }
-"""Of six steps: hidden 0 to 2, attention 2 to 4, logits 3 to 5."""
+"""In six steps: hidden is learned from 0 to 2, attention from 2 to 4, logits from 3 to 5."""
 LOGITS_ONLY = {"logits": LossPart(1.0)}
 
 

@@ -5,7 +5,7 @@ import json
 import signal
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ from modelwright.data.batch import IGNORED
 from modelwright.data.digits import digit_images
 from modelwright.data.images.stored import StoredImage
 from modelwright.data.loader import PackedRows
+from modelwright.data.pack import PackConfig
 from modelwright.data.tokenizer import Tokenizer
 from modelwright.infer.generate import generate
 from modelwright.infer.sequence import SamplingParams
@@ -32,7 +33,9 @@ from modelwright.pipeline.models import find_model
 from modelwright.pipeline.preflight import check_training
 from modelwright.pipeline.stages.aligned_rows import open_images
 from modelwright.pipeline.stages.caption_quality import class_words
-from modelwright.pipeline.stages.captioned_rows import image_token_id, read_image_prompts, tower_shape
+from modelwright.pipeline.stages.captioned_rows import CAPTION_ROWS, image_token_id, read_image_prompts, tower_shape
+from modelwright.pipeline.stages.image_accuracy import accuracy_table
+from modelwright.pipeline.stages.rows import PackJob
 from modelwright.recipes.load import load
 from rank_processes import Started, start_process
 
@@ -182,12 +185,14 @@ def test_the_run_is_served_and_exported_as_the_model_that_reads_images(
     target = export_hf(found, tmp_path / "small", overwrite=False)
     card = (target / "README.md").read_text()
     assert "pipeline_tag: image-text-to-text" in card
+    assert "A model that reads images, with a decoder of" in card
     rows = run / "pack" / "artifact" / "captions"
     prompt, store = next(read_image_prompts(PackedRows(rows / "heldout"))), open_images(rows, "heldout")
     assert store is not None
     square = store.pixels(prompt.image, size=16, fit="crop")
     Image.fromarray(square.transpose(1, 2, 0)).save(tmp_path / "image.png")
-    code = card.partition("```python\n")[2].partition("```")[0].replace("What does the image show?", QUESTION)
+    code = card.partition("```python\n")[2].partition("```")[0]
+    assert QUESTION in code
     code = code.replace('"small"', repr(str(target))).replace('"image.png"', repr(str(tmp_path / "image.png")))
     names: dict[str, Any] = {}
     exec(code, names)
@@ -243,6 +248,34 @@ def test_a_tokenizer_without_the_image_token_is_refused_by_name(finished: tuple[
     assert image_token_id(tokenizer, CaptionConfig()) == tokenizer.id_of(TOKEN)
     with pytest.raises(ConfigError, match=r"caption\.image_token: the tokenizer has no special token '<image>'"):
         image_token_id(tokenizer, CaptionConfig(image_token="<image>"))
+
+
+def test_rows_whose_image_tokens_would_be_targets_are_refused(finished: tuple[Path, Path]) -> None:
+    tokenizer, nothing = Tokenizer.load(finished[1] / "tokenize" / "artifact"), cast(Any, None)
+    job = PackJob(
+        context=nothing,
+        config=load("multimodal", {}).config,
+        settings=PackConfig(chat_loss="all"),
+        tokenizer=tokenizer,
+        clean=finished[1] / "clean" / "artifact",
+    )
+    with pytest.raises(ConfigError, match=r"pack\.chat_loss: all would make image tokens targets"):
+        CAPTION_ROWS.pack(job, "train")
+
+
+def test_the_report_says_what_each_method_learned_from() -> None:
+    facts = {
+        "num_images": 200, "num_training_images": 25_000, "accuracy": 0.9, "interval": [0.85, 0.93],
+        "logistic_regression": 0.8, "most_frequent_class": 0.1, "num_better": 30, "num_worse": 10, "p_value": 0.002,
+    }  # fmt: skip
+    table = accuracy_table(facts, method="the captions", title="Class", remark="Words count.")
+    assert [row[0] for row in table.rows] == [
+        "the captions",
+        "logistic regression on pixels",
+        "the most frequent class",
+    ]
+    assert "labels of 10,000 of 25,000 training images" in table.caption
+    assert "not trained on. Words count. 95%" in table.caption.replace("none of which was trained", "not trained")
 
 
 @pytest.mark.parametrize("layout", [{"pipeline": 2}, {"context": 2}, {"tensor": 2}])

@@ -180,6 +180,7 @@ GROUP = {"group": "both", "task": ["choices", {"task": "more", "dataset_path": "
         ({"dataset_path": "openai/gsm8k"}, "task one wants to download the data set 'openai/gsm8k'"),
         ({"dataset_kwargs": {"data_files": "https://x.org/a.jsonl"}}, "wants to download https://x.org/a.jsonl"),
         ({"dataset_kwargs": {"data_files": {"test": "missing.jsonl"}}}, "missing.jsonl does not exist"),
+        ({"dataset_kwargs": "data.jsonl"}, "task one: dataset_kwargs: must be a mapping"),
         ({"class": "x.Task"}, "is a Python class"),
         ({"test_split": "no"}, "lm-eval cannot load task one"),
         (GROUP, "task more wants to download the data set 'gsm8k'"),
@@ -193,6 +194,43 @@ def test_what_is_not_local_or_not_whole_is_refused(tmp_path: Path, folder: Path,
     (tmp_path / "one.yaml").write_text(text)
     with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
         find_tasks(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"include": "missing.yaml"}, {"task": "choices"}, {"task": ["one"]}, "task: one\nx: !env HOME\n"]
+)
+def test_a_file_that_lm_eval_would_skip_is_an_error(tmp_path: Path, folder: Path, changes: Any) -> None:
+    text = (folder / "tasks" / "choices.yaml").read_text()
+    (tmp_path / "choices.yaml").write_text(text)
+    other = yaml.safe_dump(yaml.safe_load(text) | {"task": "one"} | changes) if isinstance(changes, dict) else changes
+    (tmp_path / "other.yaml").write_text(other)
+    with pytest.raises(ConfigError, match=r"other\.yaml: lm-eval cannot read this task"):
+        find_tasks(tmp_path)
+
+
+def test_a_part_that_tasks_include_is_no_task(tmp_path: Path, folder: Path) -> None:
+    whole = yaml.safe_load((folder / "tasks" / "choices.yaml").read_text())
+    (tmp_path / "one.yaml").write_text(yaml.safe_dump({"task": whole.pop("task"), "include": "base.yaml"}))
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(whole))
+    assert find_tasks(tmp_path).names == ("choices",)
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(whole | {"dataset_path": "openai/gsm8k"}))
+    with pytest.raises(ConfigError, match="task choices wants to download the data set 'openai/gsm8k'"):
+        find_tasks(tmp_path)
+
+
+def test_a_continuation_without_tokens(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(load_model(folder / "model"), EngineConfig())
+    lm = EngineLM(engine, Tokenizer.load(folder / "model"), uses_chat=False, info={}, progress=SilentProgress())
+    requests = [
+        lm_eval.api.instance.Instance("loglikelihood", {}, arguments, 0)
+        for arguments in (("", ""), ("", "a"), ("a", ""))
+    ]
+    nothing, letter, end = lm.loglikelihood(requests)
+    assert nothing == end == (0.0, True)
+    assert letter[0] < 0
+    monkeypatch.setattr(lm, "tok_encode", lambda text, **_: [5] if text else [])  # "a" and "ab" are one token
+    with pytest.raises(ConfigError, match="merges the continuation 'b' with its context"):
+        lm.loglikelihood([lm_eval.api.instance.Instance("loglikelihood", {}, ("a", "b"), 0)])
 
 
 def test_settings_that_the_engine_lacks_are_named(folder: Path) -> None:

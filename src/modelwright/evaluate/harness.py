@@ -23,7 +23,7 @@ from modelwright.infer.engine import Engine
 from modelwright.infer.sequence import SamplingParams
 
 MAX_NEW_TOKENS = 256
-"""Of a generated answer whose task names no number: that of lm-eval's own models."""
+"""The longest answer to a task that names no number, as for lm-eval's own models."""
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Generation settings of a task that the engine knows under the same names."""
 Scored = tuple[list[int], list[int]]
@@ -105,11 +105,21 @@ class EngineLM(TemplateLM):
         return [*begin, *ids]
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        return super().loglikelihood(requests, disable_tqdm=True)
+        """The log-likelihood of each continuation, and whether greedy decoding gives it. lm-eval's own code fails where
+        context and continuation are both empty.
+        """
+        scores = iter(super().loglikelihood([one for one in requests if any(one.args)], disable_tqdm=True))
+        return [next(scores) if any(one.args) else (0.0, True) for one in requests]
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
+        for (_, text), _, ids in requests:
+            if text and not ids:
+                raise ConfigError(
+                    f"--tasks: the tokenizer merges the continuation {text!r} with its context, which leaves nothing "
+                    "to score; let it begin with a space (target_delimiter)"
+                )
         return self._scores([(context, continuation) for _, context, continuation in requests])
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:

@@ -9,7 +9,6 @@ Legend: B rows, T tokens, S pieces of a row, I images of a row at most, C colors
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -90,27 +89,31 @@ class Captioning(Objective):
     image_token: int
     images: ImageStore | None = None
     heldout_images: ImageStore | None = None
+    flops_of_image: int = field(init=False, default=0)
+    """FLOPs of tower and projector for one image, forward and backward."""
 
     def own_modules(self, config: ModelConfig) -> Mapping[str, nn.Module]:
         tower = load_vision_tower(self.tower) if self.tower else VisionTower(self.shape)
         layer = self.config.feature_layer
         prefix = ImagePrefix(tower, config.model_dim, feature_layer=layer, token_id=self.image_token)
         prefix.freeze(whole_tower=not self.config.train_tower)
+        self.flops_of_image = self._count_flops(config.model_dim)
         return {IMAGES: prefix}
 
     def own_flops(self, batch: TokenBatch) -> float:
-        return float((image_numbers(batch) >= 0).sum()) * self._flops_of_image
+        return float((image_numbers(batch) >= 0).sum()) * self.flops_of_image
 
-    @cached_property
-    def _flops_of_image(self) -> int:
-        """FLOPs of the tower for one image forward, counted by PyTorch on tensors without values."""
+    def _count_flops(self, model_dim: int) -> int:
+        """Counted by PyTorch on tensors without values: what is frozen needs no backward pass."""
         from torch.utils.flop_counter import FlopCounterMode
 
-        config = self.shape
+        size, layer = self.shape.image_size, self.config.feature_layer
         with torch.device("meta"):
-            tower, pixels = VisionTower(config), torch.zeros(1, 3, config.image_size, config.image_size)
-        with FlopCounterMode(display=False) as counter, torch.no_grad():
-            tower.patch_states(pixels, num_blocks=config.num_layers + 1 + self.config.feature_layer)
+            prefix = ImagePrefix(VisionTower(self.shape), model_dim, feature_layer=layer, token_id=self.image_token)
+            prefix.freeze(whole_tower=not self.config.train_tower)
+            pixels = torch.zeros(1, 3, size, size)
+        with FlopCounterMode(display=False) as counter, torch.enable_grad():
+            prefix(pixels).sum().backward()
         return counter.get_total_flops()
 
     def batches(self, model: Decoder, *, first: int, rank: int, world_size: int) -> Iterator[TokenBatch]:

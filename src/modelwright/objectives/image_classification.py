@@ -160,7 +160,7 @@ class ImageClassification(Objective):
         return {CLASSIFIER: classifier}
 
     def own_flops(self, batch: TokenBatch) -> float:
-        return float(_is_image(batch).sum()) * self._flops_of_image
+        return 3.0 * float(_is_image(batch).sum()) * self._flops_of_image
 
     @cached_property
     def _flops_of_image(self) -> int:

@@ -28,6 +28,8 @@ from modelwright.serve.load import load_folder
 FILE_FORMATS = ("arrow", "csv", "json", "parquet", "text")
 """What `dataset_path` may be beside a local folder: readers of files. The one named pandas is not among them, as it
 unpickles."""
+IGNORED_FOLDERS = frozenset({"__pycache__", ".ipynb_checkpoints"})
+"""Folders that lm-eval does not search."""
 OFFLINE = ("HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE", "HF_HUB_OFFLINE")
 
 
@@ -69,10 +71,11 @@ def find_tasks(path: Path) -> TaskList:
     if not path.exists():
         raise ConfigError(f"--tasks: {path} does not exist; give a folder with lm-eval's YAML files, or one of them")
     folder = path if path.is_dir() else path.parent
-    for file in sorted(folder.glob("**/*.yaml")) if path.is_dir() else [path]:
-        _check_syntax(file)
+    files = [file for file in folder.glob("**/*.yaml") if IGNORED_FOLDERS.isdisjoint(file.parts)]
+    defining = [file for file in (sorted(files) if path.is_dir() else [path]) if _defines_task(file)]
     manager = import_module("lm_eval.tasks").TaskManager(include_path=folder, include_defaults=False)
     entries = manager.task_index.items()
+    _check_found(defining, [entry.yaml_path for _, entry in entries])
     index: dict[str, Any] = {name: entry for name, entry in entries if isinstance(name, str) and entry.cfg}
     chosen = {n: e for n, e in index.items() if path.is_dir() or Path(e.yaml_path).resolve() == path.resolve()}
     if not chosen:
@@ -144,12 +147,26 @@ def folder_digest(folder: Path) -> str:
     return Manifest(kind="", digest="", files=files).content_digest
 
 
-def _check_syntax(file: Path) -> None:
-    """lm-eval skips a file that it cannot read."""
+def _defines_task(file: Path) -> bool:
+    """Whether a file is a task or a group, and not only a part that others include. Raises `ConfigError` for a file
+    that is not YAML.
+    """
     try:
-        yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        top = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: is not valid YAML ({' '.join(str(error).split())})") from None
+    return isinstance(top, yaml.MappingNode) and any(key.value in ("task", "group") for key, _ in top.value)
+
+
+def _check_found(files: Sequence[Path], found: Sequence[Path | None]) -> None:
+    """Raise `ConfigError` for a file that lm-eval has skipped, which it does without a word."""
+    known = {path.resolve() for path in found if path}
+    for file in files:
+        if file.resolve() not in known:
+            raise ConfigError(
+                f"{file}: lm-eval cannot read this task; its name must be a text that no other file defines, the files "
+                "that it includes must exist, and no tag but !function is known"
+            )
 
 
 def _check_data(name: str, config: Any, file: str) -> None:
@@ -169,7 +186,10 @@ def _check_data(name: str, config: Any, file: str) -> None:
             f"{file}: task {name} wants to download the data set {source!r}; save its rows to a file and set "
             f"dataset_path to one of {', '.join(FILE_FORMATS)} and dataset_kwargs.data_files to the file"
         )
-    for path in _texts((config.get("dataset_kwargs") or {}).get("data_files")):
+    kwargs = config.get("dataset_kwargs") or {}
+    if not isinstance(kwargs, Mapping):
+        raise ConfigError(f"{file}: task {name}: dataset_kwargs: must be a mapping, got {kwargs!r}")
+    for path in _texts(kwargs.get("data_files")):
         if "://" in path:
             raise ConfigError(f"{file}: task {name} wants to download {path}; data_files must be local paths")
         if not any(mark in path for mark in "*?[") and not Path(path).is_file():

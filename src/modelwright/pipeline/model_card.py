@@ -1,5 +1,6 @@
 """A model card in the form of the Hugging Face hub: a README.md with front matter, written from the run's records."""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,16 +23,16 @@ def model_card(data: RunData, stage: str, *, library: str = "transformers", use:
     for `transformers` without.
     """
     config = data.config
-    reads_images = next(spec.reads_images for spec in config.stages if spec.name == stage)
+    spec = next(spec for spec in config.stages if spec.name == stage)
     sections = {
         "Data": _data_lines(data),
         "Training": [line for spec in _trainings(config, stage) for line in _training_lines(data, spec)],
         "Evaluation": _evaluation_lines(data, stage),
         "Lineage": _lineage_lines(data, stage),
-        "Use": list(use) or (_image_use_lines(config) if reads_images else _use_lines(config)),
+        "Use": list(use) or (_image_use_lines(config, spec) if spec.reads_images else _use_lines(config)),
     }
-    task = "image-text-to-text" if reads_images else "text-generation"
-    text = [_front_matter(config, library, task), f"# {config.name}", "", _summary(config, stage)]
+    task = "image-text-to-text" if spec.reads_images else "text-generation"
+    text = [_front_matter(config, library, task), f"# {config.name}", "", _summary(config, spec)]
     for title, lines in sections.items():
         text += ["", f"## {title}", "", *lines]
     return "\n".join(text) + "\n"
@@ -51,13 +52,12 @@ def _base_name(config: RunConfig) -> str:
     return folder.parents[1].name if folder.name == "artifact" and len(folder.parents) > 1 else folder.name
 
 
-def _summary(config: RunConfig, stage: str) -> str:
-    spec = next(spec for spec in config.stages if spec.name == stage)
-    title = "captioning" if spec.reads_images else spec.model_title
+def _summary(config: RunConfig, spec: StageSpec) -> str:
+    kind = "model that reads images, with a decoder" if spec.reads_images else f"{spec.model_title} model"
     start = f"from {_base_name(config)}" if config.init_from else "from random weights"
     shape = config.model
     return (
-        f"A {title} model of {count(shape.num_parameters)} parameters, trained {start} with Modelwright. Context of "
+        f"A {kind} of {count(shape.num_parameters)} parameters, trained {start} with Modelwright. Context of "
         f"{shape.max_seq_len:,} tokens, vocabulary of {shape.vocab_size:,}."
     )
 
@@ -73,11 +73,11 @@ def _data_lines(data: RunData) -> list[str]:
 
 def _kept_lines(stage: StageData) -> Iterator[str]:
     kept: Mapping[str, Mapping[str, Mapping[str, int]]] = stage.facts.get("clean", {}).get("kept", {})
-    names = {"prose": "prose", "code": "source code", "qa": "conversations"}
+    names = {"prose": "Prose", "code": "Source code", "qa": "Conversations", "image": "Images"}
     for kind, splits in kept.items():
         counts = {split: table.get("documents", 0) for split, table in splits.items()}
         parts = f"{counts.get('train', 0):,} for training, {counts.get('heldout', 0):,} held out"
-        yield f"- {names.get(kind, kind)}: {parts}".replace("- c", "- C", 1).replace("- p", "- P", 1)
+        yield f"- {names.get(kind, kind)}: {parts}"
 
 
 def _evaluation_lines(data: RunData, stage: str) -> list[str]:
@@ -115,7 +115,7 @@ def _training_lines(data: RunData, spec: StageSpec) -> list[str]:
     if training.neftune_noise_alpha:
         lines.append(f"  - NEFTune noise of strength {training.neftune_noise_alpha:g}")
     if facts.get("heldout_loss") is not None:
-        lines.append(f"  - held-out loss {facts['heldout_loss']:.4f} nats per token, at best {facts['best_loss']:.4f}")
+        lines.append(f"  - held-out loss {facts['heldout_loss']:.4f}, at best {facts['best_loss']:.4f}")
     return lines
 
 
@@ -149,7 +149,9 @@ def _use_lines(config: RunConfig) -> list[str]:
     ]
 
 
-def _image_use_lines(config: RunConfig) -> list[str]:
+def _image_use_lines(config: RunConfig, spec: StageSpec) -> list[str]:
+    """How `transformers` is asked what the model has learned to answer."""
+    question = json.dumps("\n" + config.section(spec).question, ensure_ascii=False)
     return [
         "```python",
         "from PIL import Image",
@@ -157,7 +159,7 @@ def _image_use_lines(config: RunConfig) -> list[str]:
         "",
         f'processor = AutoProcessor.from_pretrained("{config.name}")',
         f'model = LlavaForConditionalGeneration.from_pretrained("{config.name}")',
-        'chat = [{"role": "user", "content": f"{processor.image_token}\\nWhat does the image show?"}]',
+        f'chat = [{{"role": "user", "content": processor.image_token + {question}}}]',
         "prompt = processor.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)",
         'image = Image.open("image.png").convert("RGB")',
         'inputs = processor(images=image, text=prompt, add_special_tokens=False, return_tensors="pt")',

@@ -105,7 +105,7 @@ class Objective(Protocol):
         return {}
 
     def own_flops(self, batch: Batch) -> float:
-        """FLOPs of the own modules in a forward pass of the batch; 0 where they are small beside the decoder."""
+        """FLOPs of the own modules, forward and backward, for the batch; 0 where they are small beside the decoder."""
         return 0.0
 
     def begin(self, layout: ModelLayout) -> None:

@@ -27,20 +27,20 @@ class Work:
 
     @staticmethod
     def counts(model: Decoder, batch: Batch, own_flops: float = 0.0) -> list[float]:
-        """This rank's counts, to be summed over the ranks for `of`. own_flops: of the objective's modules, forward."""
+        """This rank's counts, to be summed over the ranks for `of`. own_flops: `Objective.own_flops`."""
         real = batch.segments_BT >= 0
         contexts = ((batch.positions_BT + 1) * real).sum()
         executed = dense_flops(model.config, batch) + adapter_step_flops(
             model.config, model.adapters, num_tokens=batch.num_tokens, num_targets=batch.num_targets
         )
-        return [float(real.sum()), float(contexts), float(executed) + 3 * own_flops, own_flops]
+        return [float(real.sum()), float(contexts), float(executed) + own_flops, own_flops]
 
     @classmethod
     def of(cls, model: Decoder, sums: list[float]) -> "Work":
         num_tokens, contexts, executed, own_flops = sums
         model_flops = 3 * num_tokens * model.config.flops_per_token(contexts / max(1.0, num_tokens))
         model_flops += adapter_step_flops(model.config, model.adapters, num_tokens=num_tokens, num_targets=num_tokens)
-        model_flops += 3 * own_flops
+        model_flops += own_flops
         return cls(num_tokens=int(num_tokens), model_flops=model_flops, executed_flops=executed)
 
 

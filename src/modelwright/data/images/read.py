@@ -97,8 +97,9 @@ def _conversation(where: str, record: Record, kind: str, file: File, complain: C
     """A conversation about one image, which the first question of the user is about."""
     try:
         turns = read_conversation(without_image_parts(record), kind)
-        if not any(turn["role"] == "user" for turn in turns):
-            raise ValueError("the conversation has no turn of the user")
+        roles = [turn["role"] for turn in turns]
+        if "user" not in roles or "assistant" in roles[: roles.index("user")]:
+            raise ValueError("the conversation does not begin with a turn of the user, which the image belongs to")
         data = _bytes_of_record(record, file)
     except (ValueError, DataError) as error:
         complain(_BAD, where, str(error), "correct the record")
@@ -113,6 +114,10 @@ def without_image_parts(record: Record) -> Record:
     nor by the word `<image>` (LLaVA). Raises `ValueError` for several images.
     """
     num_images, changed = 0, dict(record)
+    for name in ("question", "instruction", "input"):
+        if isinstance(text := record.get(name), str) and IMAGE_WORD in text:
+            num_images += text.count(IMAGE_WORD)
+            changed[name] = text.replace(IMAGE_WORD, "").strip()
     for name, key in (("messages", "content"), ("conversations", "value")):
         turns = record.get(name)
         if not isinstance(turns, list):

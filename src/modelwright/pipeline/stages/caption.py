@@ -17,7 +17,7 @@ from modelwright.objectives.aligned_model import VISION_FOLDER
 from modelwright.objectives.captioning import CaptionConfig, Captioning
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.report.blocks import Block, Fact, Samples, Table, TextSample
-from modelwright.pipeline.report.format import count, number, percent
+from modelwright.pipeline.report.format import count, percent
 from modelwright.pipeline.report.run_data import RunData, StageData
 from modelwright.pipeline.stage import StageInputs
 from modelwright.pipeline.stages.align import ALIGN
@@ -25,6 +25,7 @@ from modelwright.pipeline.stages.aligned_rows import open_images
 from modelwright.pipeline.stages.caption_quality import measure_captions
 from modelwright.pipeline.stages.captioned_rows import CAPTION as NAME
 from modelwright.pipeline.stages.captioned_rows import CAPTION_ROWS, image_token_id, tower_shape
+from modelwright.pipeline.stages.image_accuracy import accuracy_table, baseline_hint
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.row_use import RowUse
 from modelwright.pipeline.stages.stage_inputs import needed_start, tokenizer_stage
@@ -94,12 +95,7 @@ def _headline(data: RunData, stage: StageData) -> Sequence[Fact]:
     classes = stage.facts.get("captions", {}).get("classes")
     if not classes:
         return []
-    hint = (
-        f"of {count(classes['num_images'])} held-out images; logistic regression on pixels "
-        f"{percent(classes['logistic_regression'], 1)}, the most frequent class "
-        f"{percent(classes['most_frequent_class'], 1)}"
-    )
-    return [Fact("Captions that name the right class", percent(classes["accuracy"], 1), hint)]
+    return [Fact("Captions that name the right class", percent(classes["accuracy"], 1), baseline_hint(classes))]
 
 
 def _blocks(stage: StageData) -> Sequence[Block]:
@@ -112,26 +108,15 @@ def _blocks(stage: StageData) -> Sequence[Block]:
     ]
     title = f"Held-out images; {percent(captions['exact'], 1)} of {count(captions['num_images'])} captions are exact"
     classes = captions.get("classes")
-    return [*(_class_blocks(classes) if classes else []), Samples(items, title)]
+    return [*([_class_table(classes)] if classes else []), Samples(items, title)]
 
 
-def _class_blocks(classes: Mapping[str, Any]) -> list[Block]:
-    low, high = classes["interval"]
-    rows = [
-        ["the captions of this model", percent(classes["accuracy"], 1)],
-        ["logistic regression on pixels", percent(classes["logistic_regression"], 1)],
-        ["the most frequent class", percent(classes["most_frequent_class"], 1)],
-    ]
-    caption = (
-        f"{count(classes['num_images'])} held-out images, none of which was trained on. A caption names a class by "
-        f"words that training captions of no other class have; {percent(classes['nothing_named'], 1)} of the captions "
-        f"name none or several, and count as wrong. 95% interval of the captions {percent(low, 1)} to "
-        f"{percent(high, 1)} (Wilson). They are right and logistic regression wrong on "
-        f"{count(classes['num_better'])} images, the other way round on {count(classes['num_worse'])}: p = "
-        f"{number(classes['p_value'], 2)} in a sign test. Logistic regression (scikit-learn) learned from labels, the "
-        f"model from captions of the same {count(classes['num_training_images'])} images."
+def _class_table(classes: Mapping[str, Any]) -> Table:
+    remark = (
+        "A caption names a class by words that training captions of no other class have; "
+        f"{percent(classes['nothing_named'], 1)} of the captions name none or several, and count as wrong."
     )
-    return [Table(["method", "accuracy"], rows, "The class that is named", caption, numeric=(1,), strong=(0,))]
+    return accuracy_table(classes, method="the captions of this model", title="The class that is named", remark=remark)
 
 
 CAPTION = training_spec(

@@ -90,6 +90,11 @@ class _Labels:
 def _pack(job: PackJob, split: Split) -> None:
     config: CaptionConfig = job.config.section(CAPTION)
     image_token_id(job.tokenizer, config)
+    if job.settings.chat_loss == "all":
+        raise ConfigError(
+            "pack.chat_loss: all would make image tokens targets, which no model can predict; choose assistant or "
+            "last_answer, or leave out the stage caption"
+        )
     overlong = "skip" if job.settings.long_documents == "skip" else "split"
     fit = ConversationFit(seq_len=job.settings.seq_len, overlong=overlong)
     labels = _Labels(_classes(job.clean))

@@ -1,7 +1,7 @@
 """How well a classifier does on held-out images, beside simple rules, for the facts of the stage vision."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 from modelwright.data.images.labeled import LabeledImages
 from modelwright.evaluate.statistics import log10_sign_test, wilson_interval
 from modelwright.objectives.image_classifier import TrainedClassifier
+from modelwright.pipeline.report.blocks import Table
+from modelwright.pipeline.report.format import count, number, percent
 
 MOST_TRAINING_IMAGES = 10_000
 """What logistic regression learns from; more take it minutes."""
@@ -46,6 +48,36 @@ def measure_accuracy(classifier: TrainedClassifier, training: LabeledImages, hel
         "classes": list(heldout.classes),
         "confusion": confusion(labels, predicted, len(heldout.classes)),
     }
+
+
+def baseline_hint(facts: Mapping[str, Any]) -> str:
+    """What the figure of an accuracy is of, and that of the rules."""
+    return (
+        f"of {count(facts['num_images'])} held-out images; logistic regression on pixels "
+        f"{percent(facts['logistic_regression'], 1)}, the most frequent class "
+        f"{percent(facts['most_frequent_class'], 1)}"
+    )
+
+
+def accuracy_table(facts: Mapping[str, Any], *, method: str, title: str, remark: str = "") -> Table:
+    """An accuracy beside that of the rules. method: names the first line; remark: further sentences for the caption."""
+    low, high = facts["interval"]
+    rows = [
+        [method, percent(facts["accuracy"], 1)],
+        ["logistic regression on pixels", percent(facts["logistic_regression"], 1)],
+        ["the most frequent class", percent(facts["most_frequent_class"], 1)],
+    ]
+    sentences = (
+        f"{count(facts['num_images'])} held-out images, none of which was trained on.",
+        remark,
+        f"95% interval of {method} {percent(low, 1)} to {percent(high, 1)} (Wilson).",
+        f"On {count(facts['num_better'])} images logistic regression alone is wrong, on {count(facts['num_worse'])} it "
+        f"alone is right: p = {number(facts['p_value'], 2)} in a sign test. It is scikit-learn's, and learned from the "
+        f"labels of {count(min(facts['num_training_images'], MOST_TRAINING_IMAGES))} of "
+        f"{count(facts['num_training_images'])} training images.",
+    )
+    caption = " ".join(sentence for sentence in sentences if sentence)
+    return Table(["method", "accuracy"], rows, title, caption, numeric=(1,), strong=(0,))
 
 
 def confusion(labels: NDArray[np.int64], predicted: NDArray[np.int64], num_classes: int) -> Sequence[Sequence[int]]:

@@ -15,11 +15,11 @@ from modelwright.objectives.image_classification import CLASSIFIER, ImageClassif
 from modelwright.objectives.image_classifier import TrainedClassifier, save_classifier
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.report.blocks import Block, Fact, Table
-from modelwright.pipeline.report.format import count, number, percent
+from modelwright.pipeline.report.format import count, percent
 from modelwright.pipeline.report.run_data import RunData, StageData
 from modelwright.pipeline.stage import Rates, StageInputs, StageSpec
 from modelwright.pipeline.stages.alignment import metric_charts
-from modelwright.pipeline.stages.image_accuracy import MOST_TRAINING_IMAGES, measure_accuracy
+from modelwright.pipeline.stages.image_accuracy import accuracy_table, baseline_hint, measure_accuracy
 from modelwright.pipeline.stages.labeled_rows import LABELED_ROWS, open_labeled
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.row_use import RowUse
@@ -69,12 +69,7 @@ def _headline(data: RunData, stage: StageData) -> Sequence[Fact]:
     facts = stage.facts.get("heldout_images")
     if not facts:
         return []
-    hint = (
-        f"of {count(facts['num_images'])} held-out images; logistic regression on pixels "
-        f"{percent(facts['logistic_regression'], 1)}, the most frequent class "
-        f"{percent(facts['most_frequent_class'], 1)}"
-    )
-    return [Fact("Image classification", percent(facts["accuracy"], 1), hint)]
+    return [Fact("Image classification", percent(facts["accuracy"], 1), baseline_hint(facts))]
 
 
 def _blocks(stage: StageData) -> Sequence[Block]:
@@ -84,21 +79,7 @@ def _blocks(stage: StageData) -> Sequence[Block]:
 
 
 def _accuracy_blocks(facts: Mapping[str, Any]) -> list[Block]:
-    low, high = facts["interval"]
-    rows = [
-        ["this classifier", percent(facts["accuracy"], 1)],
-        ["logistic regression on pixels", percent(facts["logistic_regression"], 1)],
-        ["the most frequent class", percent(facts["most_frequent_class"], 1)],
-    ]
-    caption = (
-        f"{count(facts['num_images'])} held-out images, none of which was trained on; 95% interval of the classifier "
-        f"{percent(low, 1)} to {percent(high, 1)} (Wilson). It is right and logistic regression wrong on "
-        f"{count(facts['num_better'])} of them, the other way round on {count(facts['num_worse'])}: p = "
-        f"{number(facts['p_value'], 2)} in a sign test. Logistic regression (scikit-learn) learned from "
-        f"{count(min(facts['num_training_images'], MOST_TRAINING_IMAGES))} of {count(facts['num_training_images'])} "
-        "training images."
-    )
-    blocks: list[Block] = [Table(["method", "accuracy"], rows, "Accuracy", caption, numeric=(1,), strong=(0,))]
+    blocks: list[Block] = [accuracy_table(facts, method="this classifier", title="Accuracy")]
     if facts["confusion"]:
         classes = facts["classes"]
         cells = [[name, *map(count, counts)] for name, counts in zip(classes, facts["confusion"], strict=True)]
