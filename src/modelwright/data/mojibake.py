@@ -115,11 +115,8 @@ def repair(text: str) -> str:
         return text
     lines = text.split("\n")
     from_utf8 = {number: right for number, line in enumerate(lines) if (right := _meant_as_utf8(line))}
-    others = {
-        number: right
-        for number, line in enumerate(lines)
-        if number not in from_utf8 and (right := _meant_as_other(line))
-    }
+    left = {number: line for number, line in enumerate(lines) if number not in from_utf8}
+    others = {number: right for number, line in left.items() if (right := _meant_as_other(line))}
     # A short line of right text may look like another one by chance; most documents have one encoding.
     if others and _num_right_chars(lines, {*from_utf8, *others}) > sum(len(lines[number]) for number in others):
         others = {number: right for number, right in others.items() if _num_judged(lines[number]) >= _CERTAIN_CHARS}
