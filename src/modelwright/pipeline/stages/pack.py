@@ -57,7 +57,7 @@ def _imported(config: RunConfig, settings: PackConfig, tokenizer_from: str) -> S
     """Takes over rows that were packed with the same settings and tokenizer, for all trainings of the run."""
 
     def check(context: StageContext, manifest: Manifest) -> None:
-        check_packing(config, dump(settings), PACK.name, context)
+        check_packing(config, dump(settings), dump(PackConfig()), PACK.name, context)
         source = TOKENIZE.name if TOKENIZE.name in manifest.inputs else INIT.name
         if source != tokenizer_from or config.init_from:
             check_tokenizer(config, context.parents[tokenizer_from], source, context)
