@@ -26,6 +26,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -49,7 +50,7 @@ CONTEXT = 512
 
 @dataclass(frozen=True)
 class Sample:
-    """Of the server and all processes that it has started. at: seconds since the beginning."""
+    """What the server and all processes that it has started use. at: seconds since the beginning."""
 
     at: float
     resident_bytes: int
@@ -61,7 +62,8 @@ def descendants(pid: int) -> list[int]:
     pids = [pid]
     for parent in pids:
         for task in Path(f"/proc/{parent}/task").glob("*/children"):
-            pids += [int(word) for word in task.read_text().split()]
+            with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+                pids += [int(word) for word in task.read_text().split()]
     return pids
 
 
@@ -78,7 +80,7 @@ def sample(pid: int, at: float) -> Sample:
 
 
 def slope(points: list[tuple[float, float]]) -> float:
-    """Of a line by least squares."""
+    """The slope of a line through the points, by least squares."""
     return statistics.linear_regression(*zip(*points, strict=True)).slope
 
 

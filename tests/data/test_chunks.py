@@ -3,6 +3,7 @@
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -125,3 +126,9 @@ def test_scores_of_some_sequences_only_are_refused(tmp_path: Path) -> None:
     sequences = [TokenSequence([2, 3], None, "", 1.0), TokenSequence([2, 3])]
     with pytest.raises(ValueError, match="only some of the sequences have a score"):
         pack(sequences, tmp_path, PackConfig(seq_len=8), vocab_size=8, eos_id=EOS)
+
+
+@pytest.mark.parametrize(("kinds", "problem"), [((), "text_kinds: is empty"), (("qa", "qa"), "names a kind twice")])
+def test_kinds_of_text_that_make_no_sense(kinds: tuple[Any, ...], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        PackConfig(text_kinds=kinds)

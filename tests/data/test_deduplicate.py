@@ -5,6 +5,7 @@ import os
 import random
 import signal
 from collections.abc import Iterable, Iterator
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -358,3 +359,35 @@ def test_candidates_through_a_band_are_few_and_the_kept_set_is_that_of_all(
     assert len(results[5]) == 500
     assert fills[0] > 20, "pages of a template share bands"
     assert fills[-1] == 5
+
+
+def write_index_slowly(folder: str, started: Event, other: Event) -> None:
+    """Cleans into an index, and waits for another process while it writes."""
+    tensors = duplicate_index._tensors
+
+    def slow(*arguments: Any) -> Iterator[Any]:
+        for number, values in enumerate(tensors(*arguments)):
+            if number == 3:
+                started.set()
+                other.wait(timeout=1.0)
+            yield values
+
+    duplicate_index._tensors = slow  # type: ignore[assignment]
+    clean(Path(folder) / "slow", corpus_of_a_day(1), key="monday", index=str(Path(folder) / "index"))
+
+
+def test_one_run_in_two_folders_at_once_leaves_a_whole_index(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    started, other = context.Event(), context.Event()
+    process = context.Process(target=write_index_slowly, args=(str(tmp_path), started, other))
+    process.start()
+    assert started.wait(timeout=60)
+    index = str(tmp_path / "index")
+    clean(tmp_path / "fast", corpus_of_a_day(1), key="monday", index=index)
+    other.set()
+    process.join()
+    assert process.exitcode == 0
+    assert [path.suffix for path in (tmp_path / "index").iterdir()] == [".safetensors"]
+    assert clean(tmp_path / "after", [*corpus_of_a_day(1), document("Quite new.", 99)], key="tuesday", index=index)[
+        0
+    ] == ["d99"]

@@ -5,6 +5,7 @@ from faker import Faker
 
 from mistaken_text import MISTAKES, SENTENCES, broken, mistakes
 from modelwright.data.document import Document
+from modelwright.data.mojibake import repair
 from modelwright.data.steps.format import Format, FormatConfig, normalize
 from modelwright.data.steps.step import Drop
 
@@ -61,3 +62,23 @@ def test_only_the_lines_that_are_wrong_change() -> None:
     wrong = right.encode("koi8-r").decode("cp1251")
     text = f"A title\n{wrong}\n今天的天气很好，我们一起去公园散步吧。\nÜbermäßige Größe"
     assert formatted(text) == text.replace(wrong, right)
+
+
+RIGHT = (
+    "ПРОКУРОР", "ИЛИЕВА", "БЕЗБОРОДЬКО", "ШТУКАТУР", "  --include-foreign-data=ШАБЛОН", "КЛХ РОСЛАВЛЬ",
+    "ТЕРЕЩЕНКО, ЗІНЧУК AND БАБИЧЕНКО", "Аэродром †", "Филтър", "скрипт Ruby", "ΕΝΕΡΓΕΙΑ", "数据库簇状态: %s",
+    "请求参数错误", "网络文件系统", "雷亚尔价值单位", "依存関係の取得中", "聚焦視窗元件",
+)  # fmt: skip
+"""Names, headings and messages of programs, each of which is another text in some other encoding."""
+
+
+@pytest.mark.parametrize("text", RIGHT)
+def test_short_right_lines_stay(text: str) -> None:
+    assert formatted(text) == normalize(text)
+
+
+def test_a_doubtful_line_stays_in_a_document_that_is_right() -> None:
+    doubtful = "връзка към връзка"
+    text = "\n\n".join((*SENTENCES["bg"], doubtful))
+    assert repair(doubtful) != doubtful, "by itself it could be Greek"
+    assert repair(text) == text

@@ -57,7 +57,7 @@ def test_best_fit_takes_time_in_proportion_and_fills_rows() -> None:
         return np.clip(np.random.default_rng(0).lognormal(5, 1, count).astype(np.int64), 2, 1024)
 
     def seconds(count: int) -> float:
-        """Of this process alone; the least of three, since other work on the machine only adds to it."""
+        """CPU time of this process; the least of three, since other work on the machine only adds to it."""
         starts, given = [time.process_time()], lengths(count)
         for _ in range(3):
             best_fit(given, 1024)

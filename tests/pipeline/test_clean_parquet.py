@@ -1,8 +1,10 @@
 """`modelwright clean --parquet`: what others read of the result, from a folder and from a store."""
 
+import ast
+import itertools
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +12,14 @@ import fsspec
 import pyarrow.parquet
 import pytest
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.errors import ConfigError, DataError
 from modelwright.core.progress import SilentProgress
 from modelwright.data import kept_parquet
 from modelwright.data.clean import read_kept
 from modelwright.data.clean_config import CleanConfig
 from modelwright.data.document import Document
 from modelwright.data.sources import SourceConfig, SourceReport, read_documents
+from modelwright.data.steps.quality import QualityConfig
 from modelwright.pipeline.clean_command import clean_sources
 
 NOUNS = ("garden", "river", "engine", "letter", "teacher", "market", "window", "doctor", "village")
@@ -104,6 +107,30 @@ def test_the_files_of_an_earlier_result_go(source: Path, tmp_path: Path) -> None
     assert (out / "data" / "mine.txt").exists()
 
 
+def test_files_are_never_of_another_result(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "cleaned"
+    clean(source, str(out))
+    names = {path.name for path in out.iterdir()}
+    clean(source, str(out), parquet=True)
+    data = SourceConfig(sources=(str(source),), validation_fraction=0.2)
+    all_dropped = CleanConfig(num_workers=1, quality=QualityConfig(limits={"min_num_chars": 100_000}))
+    with pytest.raises(DataError, match="no training document is left"):
+        clean_sources(data, all_dropped, str(out), SilentProgress())
+    assert not (out / "data").exists()
+
+    def interrupted(folder: Path) -> Iterator[Document]:
+        yield from itertools.islice(read_kept(folder), 5)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kept_parquet, "read_kept", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            clean(source, str(out), parquet=True)
+    assert not (out / "data").exists()
+    clean(source, str(out))
+    assert {path.name for path in out.iterdir()} == names, "nothing unfinished stays"
+
+
 @pytest.mark.parametrize("protocol", ["memory", "s3"])
 def test_on_a_store(
     source: Path, tmp_path: Path, protocol: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
@@ -130,8 +157,9 @@ def test_datasets_loads_from_a_store(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     s3.mkdir("hub")
-    clean(source, "s3://hub/cleaned", parquet=True)
-    files = "s3://hub/cleaned/data/train-*.parquet"
+    (line,) = (line for line in clean(source, "s3://hub/cleaned", parquet=True) if "load_dataset" in line)
+    files = ast.literal_eval(line.partition("data_files=")[2].removesuffix(")"))
+    assert set(files) == {"train", "validation"}
     loaded = datasets.load_dataset("parquet", data_files=files, split="train", cache_dir=str(tmp_path / "cache"))
     assert loaded.num_rows > 50
     assert json.loads(loaded[0]["meta"])["id"].startswith("r")

@@ -89,6 +89,22 @@ def test_a_report_without_figures_has_no_charts() -> None:
     assert corpus_charts({"num_documents": 3, "dropped": {}}) == []
 
 
+def test_languages_are_sampled_though_kinds_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every second document is code, the first one, too, so that the 20th, the 40th and so on are all code."""
+    monkeypatch.setattr(clean_shards, "_FEWEST_FOR_LANGUAGES", 1)
+    rng = random.Random(3)
+    mixed: list[Document] = []
+    for number in range(60):
+        words = " ".join(f"the {rng.choice(NOUNS)} of number {rng.randrange(10_000)}" for _ in range(20))
+        code = "\n".join(f"value_{rng.randrange(10_000)} = {rng.randrange(10_000)}" for _ in range(8))
+        mixed += [
+            Document(id=f"c{number}", text=code, kind="code", split="train", source="test"),
+            Document(id=f"p{number}", text=words, kind="prose", split="train", source="test"),
+        ]
+    report = clean_documents(iter(mixed), (), tmp_path, SilentProgress())[0]
+    assert sum(report.languages.values()) == 3
+
+
 def test_many_languages_and_large_clusters_share_bars() -> None:
     languages = {f"l{number}": 30 - number for number in range(20)}
     sizes = {str(size): 1 for size in range(2, 20)}

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -162,6 +163,19 @@ def test_rows_that_do_not_fit_are_refused(
         done = inside(*small_words, *words, "--run-dir", str(tmp_path / f"run{number}"))
         assert done.returncode == 2, done.stderr
         assert problem in done.stderr, done.stderr
+
+
+def test_rows_of_a_run_that_is_older_than_a_setting(
+    inside: Command, tmp_path: Path, source: Path, small_words: tuple[str, ...]
+) -> None:
+    older = shutil.copytree(source, tmp_path / "older")
+    config = (older / "config.yaml").read_text()
+    assert "  text_kinds:\n  - prose\n  - code\n" in config
+    (older / "config.yaml").write_text(config.replace("  text_kinds:\n  - prose\n  - code\n", ""))
+    words = ["--rows_from", str(older), "--stages", TRAINED, "--pack.text_kinds", "[prose, code, qa]"]
+    done = inside(*small_words, *words, "--run-dir", str(tmp_path / "run"))
+    assert done.returncode == 2, done.stderr
+    assert "pack.text_kinds: is ['prose', 'code', 'qa'], but the rows of" in done.stderr
 
 
 def test_other_rows_are_another_run(

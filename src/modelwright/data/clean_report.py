@@ -31,7 +31,7 @@ class CleanReport:
     dropped_lengths: dict[str, int] = field(default_factory=dict)
     """Dropped documents, in the same form."""
     languages: dict[str, int] = field(default_factory=dict)
-    """Languages (ISO 639-1 codes) of every 20th kept document of prose and pairs."""
+    """Languages (ISO 639-1 codes) of every 20th kept document of prose and pairs, of shards of at least 500."""
     failed_validators: dict[str, int] = field(default_factory=dict)
     """How often each validator of the step privacy raised an exception, so that the value stayed."""
     limits: dict[str, dict[str, float]] = field(default_factory=dict)

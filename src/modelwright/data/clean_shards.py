@@ -22,7 +22,8 @@ DROPPED, KEPT = "dropped", "kept"
 _LANGUAGE_OF_EVERY = 20
 """Recognizing a language takes as long as all other steps of some documents."""
 _FEWEST_FOR_LANGUAGES = 500
-"""Documents of a shard; for fewer it is not worth 100 MB of memory and half a second."""
+"""Languages are recognized only in shards with at least this many documents: for fewer, loading the model is not worth
+100 MB of memory and half a second."""
 _FAST = 1
 """Zstandard's level for files that are read once and removed."""
 
@@ -170,11 +171,14 @@ class _Tally:
         self._entries: dict[str, dict[tuple[str, str], dict[str, int]]] = {KEPT: {}, DROPPED: {}}
         self._lengths = {KEPT: Counter[str](), DROPPED: Counter[str]()}
         self._sampled: list[Document] = []
+        self._num_of_language = 0
 
     def keep(self, document: Document) -> None:
         self._add(KEPT, document.kind, document.split, document.text)
-        if document.kind in ("prose", "qa") and len(self.kept) % _LANGUAGE_OF_EVERY == 0:
-            self._sampled.append(document)
+        if document.kind in ("prose", "qa"):
+            if self._num_of_language % _LANGUAGE_OF_EVERY == 0:
+                self._sampled.append(document)
+            self._num_of_language += 1
         self.kept.append(document.to_json())
 
     def drop(self, entry: DroppedDocument) -> None:

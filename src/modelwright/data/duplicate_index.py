@@ -6,13 +6,15 @@ its own file. Files are in the format of safetensors and are never read whole. T
 a time, the blocks of keys that may have an equal one, and the documents found.
 """
 
+import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,7 +52,8 @@ class IndexedDocuments:
 
 
 class DuplicateIndex:
-    """The files of a folder, without that of one run. Raises `ArtifactError` for one that is damaged."""
+    """The files of a folder, without that of one run. Raises `ArtifactError` for one whose header or size is wrong;
+    the values themselves have no checksum."""
 
     def __init__(self, folder: Path, *, without: str = "") -> None:
         if older := sorted(folder.glob("*.npz")):
@@ -158,14 +161,27 @@ def save_index(
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         partial = folder / f"{name}.partial"
-        with open(partial, "wb") as file:
+        with _alone(partial) as file:
             file.write(_header(len(kept), int(lengths.sum()), int(np.count_nonzero(lengths))))
             for values in _tensors(kept, lengths, kind, own, bands, shingles):
                 file.write(values.tobytes())
             file.flush()
             os.fsync(file.fileno())
-        partial.replace(folder / f"{name}.safetensors")
+            partial.replace(folder / f"{name}.safetensors")
         fsync_folder(folder)
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[BinaryIO]:
+    """An empty file to write, which no other process writes: the same run may be at work in two folders."""
+    while True:
+        with open(path, "ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            # The other process may have renamed the file meanwhile.
+            if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                file.truncate(0)
+                yield file
+                return
 
 
 def _header(num_documents: int, num_shingles: int, num_in_bands: int) -> bytes:

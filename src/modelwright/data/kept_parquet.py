@@ -1,4 +1,4 @@
-"""Kept documents as Parquet files, which `datasets.load_dataset` reads from the folder or the store of the result.
+"""Kept documents as Parquet files, for `datasets.load_dataset`.
 
     data/train-00000-of-00002.parquet          documents that may be trained on
     data/validation-00000-of-00001.parquet     held-out documents
@@ -24,18 +24,20 @@ from modelwright.data.document import Document
 
 FOLDER = "data"
 FILE_NAME = re.compile(r"(?:train|validation)-\d{5}-of-\d{5}\.parquet")
-_PARTIAL = f"{FOLDER}.partial"
 _SCHEMA = pyarrow.schema([(name, pyarrow.string()) for name in ("id", "text", "kind", "split", "source", "meta")])
 _GROUP_DOCUMENTS, _GROUP_CHARS = 1000, 8_000_000
 _FILE_CHARS = 1_000_000_000
 
 
-def write_parquet(folder: Path, num_documents: int, progress: Progress) -> list[str]:
-    """Write the `num_documents` kept documents of a folder that has no such files; returns their paths in it."""
-    partial = folder / _PARTIAL
+def write_parquet(folder: Path, work: Path, num_documents: int, progress: Progress) -> list[str]:
+    """Write the `num_documents` kept documents of a folder that has no such files; returns their paths in it.
+
+    work: a folder for what is unfinished, which is removed
+    """
+    partial = work / FOLDER
     with writing(folder):
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
+        shutil.rmtree(work, ignore_errors=True)
+        partial.mkdir(parents=True)
         files = {"train": _SplitFiles(partial, "train"), "validation": _SplitFiles(partial, "validation")}
         progress.begin("write Parquet", num_documents, "documents")
         for number, document in enumerate(read_kept(folder), 1):
@@ -45,7 +47,13 @@ def write_parquet(folder: Path, num_documents: int, progress: Progress) -> list[
         progress.end()
         names = [name for split in files.values() for name in split.finish()]
         partial.rename(folder / FOLDER)
+        work.rmdir()
     return [f"{FOLDER}/{name}" for name in names]
+
+
+def names_of_splits(paths: Sequence[str]) -> list[str]:
+    """The names that `datasets` gives to the splits of files."""
+    return list(dict.fromkeys(path.rpartition("/")[2].partition("-")[0] for path in paths))
 
 
 def remove_parquet(folder: Path) -> None:

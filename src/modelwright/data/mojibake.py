@@ -9,7 +9,7 @@ it; for other encodings the line must look wrong before, and the result must loo
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import ftfy.bad_codecs
@@ -39,6 +39,13 @@ _READ_AS: tuple[tuple[str, tuple[str, ...]], ...] = (
 assert ftfy.bad_codecs.search_function("sloppy-windows-1252") is not None
 _FEWEST_CHARS = 6
 """Lines with fewer characters beyond ASCII tell too little."""
+_FEWEST_OF_SCRIPTS = 12
+"""The same for lines in a script other than Latin that were not meant as UTF-8, unless the case of a word is flipped.
+Below, names and headings decode to Chinese by chance."""
+_FEWEST_CAPITALS = 32
+"""The same for lines in capitals that are a text as they are."""
+_CERTAIN_CHARS = 32
+"""Lines with as many characters beyond ASCII are repaired though the rest of the document is right."""
 _JUDGED_CHARS = 4000
 _NOT_ASCII_RUN = re.compile("[\x80-\u02ff\u2010-\u27ff]{4,}")
 _MOST_DIFFERENT = 0.85
@@ -104,22 +111,52 @@ _SCRIPTS: Mapping[str, _Script] = {
 
 def repair(text: str) -> str:
     """The text with the lines repaired whose encoding was mistaken."""
-    return "\n".join(line if line.isascii() else _repaired(line) for line in text.split("\n"))
+    if text.isascii():
+        return text
+    lines = text.split("\n")
+    from_utf8 = {number: right for number, line in enumerate(lines) if (right := _meant_as_utf8(line))}
+    left = {number: line for number, line in enumerate(lines) if number not in from_utf8}
+    others = {number: right for number, line in left.items() if (right := _meant_as_other(line))}
+    # A short line of right text may look like another one by chance; most documents have one encoding.
+    if others and _num_right_chars(lines, {*from_utf8, *others}) > sum(len(lines[number]) for number in others):
+        others = {number: right for number, right in others.items() if _num_judged(lines[number]) >= _CERTAIN_CHARS}
+    right = from_utf8 | others
+    return "\n".join(right.get(number, line) for number, line in enumerate(lines))
 
 
-def _repaired(line: str) -> str:
-    if sum(char > "\x7f" and char not in _PLAIN for char in line) < _FEWEST_CHARS:
-        return line
-    if best := _most_natural(line, _READ_AS[:1]):
-        return best
+def _num_judged(line: str) -> int:
+    """Characters that tell something about the encoding."""
+    return 0 if line.isascii() else sum(char > "\x7f" and char not in _PLAIN for char in line)
+
+
+def _num_right_chars(lines: Sequence[str], changed: Collection[int]) -> int:
+    """Characters of the lines beyond ASCII that look like text as they are."""
+    others = (line for number, line in enumerate(lines) if number not in changed and not line.isascii())
+    return sum(len(line) for line in others if _naturalness(line, _DOUBT))
+
+
+def _meant_as_utf8(line: str) -> str:
+    """What a line said if it was UTF-8, "" if it was not."""
+    return _most_natural(line, _READ_AS[:1]) if _num_judged(line) >= _FEWEST_CHARS else ""
+
+
+def _meant_as_other(line: str) -> str:
+    """What a line said if it was in an encoding other than UTF-8 and was read as another one, "" if it was not."""
+    num_judged = _num_judged(line)
+    if num_judged < _FEWEST_CHARS or _is_hangul(line):
+        return ""
+    is_flipped = any(map(_is_flipped, _WORD.findall(line)))
+    if num_judged < _FEWEST_OF_SCRIPTS and not is_flipped and max(line) >= "\u0370":
+        return ""
     before = _naturalness(line, _DOUBT)
     # Encodings of Cyrillic differ in the order of letters and in their case.
-    if _is_hangul(line) or (before and _share_of_capitals(line) < _MOSTLY):
-        return line
+    is_certain = is_flipped or num_judged >= _FEWEST_CAPITALS
+    if before and not (is_certain and _share_of_capitals(line) >= _MOSTLY):
+        return ""
     best = _most_natural(line, _READ_AS[1:])
-    is_lower = not before or _share_of_capitals(best) <= 1 - _MOSTLY
-    enough = before if any(map(_is_flipped, _WORD.findall(line))) else _CLEARLY * before
-    return best if best and is_lower and _naturalness(best) >= enough else line
+    is_lower = not before or (_share_of_capitals(best) <= 1 - _MOSTLY and _is_cyrillic(best))
+    enough = before if is_flipped else _CLEARLY * before
+    return best if best and is_lower and _naturalness(best) >= enough else ""
 
 
 def _most_natural(line: str, read_as: Sequence[tuple[str, tuple[str, ...]]]) -> str:
@@ -195,6 +232,10 @@ def _is_hangul(text: str) -> bool:
     """Other text that was read as Korean has Chinese characters, too."""
     letters = [char for char in text[:_JUDGED_CHARS] if char > "\u02ff" and char not in _PLAIN]
     return sum("\uac00" <= char <= "\ud7a3" for char in letters) >= 0.9 * max(1, len(letters))
+
+
+def _is_cyrillic(text: str) -> bool:
+    return any("\u0400" <= char <= "\u04ff" for char in text)
 
 
 def _is_flipped(word: str) -> bool:

@@ -31,7 +31,7 @@ _FILL = 2**_FILL_BITS - 1
 """The first slot of a group counts its slots (upper bits) and how many of them hold a candidate."""
 _READ_AT_ONCE = 8192
 _REMEMBERED_BITS = 18
-"""Of the number of pairs whose similarity is remembered."""
+"""Bits of the number of pairs whose similarity is remembered."""
 _MULTIPLIER = 0x9E3779B97F4A7C15
 
 

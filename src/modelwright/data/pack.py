@@ -104,6 +104,10 @@ class PackConfig:
     def __post_init__(self) -> None:
         if self.seq_len < 2:
             raise ConfigError(f"seq_len: {self.seq_len} leaves nothing to predict; choose 2 or more")
+        if not self.text_kinds:
+            raise ConfigError("text_kinds: is empty, so that pretraining has nothing to learn; name prose, code or qa")
+        if len(set(self.text_kinds)) < len(self.text_kinds):
+            raise ConfigError(f"text_kinds: names a kind twice, got {', '.join(self.text_kinds)}; name each once")
         if self.shard_bytes < 1:
             raise ConfigError(f"shard_bytes: {self.shard_bytes} is not positive; for example 268435456")
         if self.long_documents == "chunk":

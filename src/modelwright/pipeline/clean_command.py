@@ -20,12 +20,19 @@ from modelwright.data.clean_folder import DROPPED, KEPT, REPORT
 from modelwright.data.clean_report import CleanReport, describe_drops
 from modelwright.data.explain import explain
 from modelwright.data.find_files import locate
-from modelwright.data.kept_parquet import FILE_NAME, FOLDER, check_parquet, remove_parquet, write_parquet
+from modelwright.data.kept_parquet import (
+    FILE_NAME,
+    FOLDER,
+    check_parquet,
+    names_of_splits,
+    remove_parquet,
+    write_parquet,
+)
 from modelwright.data.sources import WORDS, SourceConfig, SourceReport, read_documents
 from modelwright.pipeline.cleaning import QUARANTINE, SOURCES, clean_into, engine_of, fingerprint, noise_warnings
 from modelwright.pipeline.result_store import ResultStore, is_store, local_path
 
-SETTINGS = "settings.json"
+SETTINGS, WORK = "settings.json", "work"
 _SEED = 1
 """The seed of a run that sets none."""
 _SAMPLE_DOCUMENTS = 5000
@@ -88,12 +95,12 @@ def _clean_into_folder(
         key = digest({"data": settings["data"], "sources": fingerprint(data, clean)})
         # Splits are the business of the run that reads the result, unless the user asks for them here.
         is_open = data.validation_fraction == 0
+        remove_parquet(folder)  # first: whatever interrupts the rest, old tables never stand beside a new result
         cleaned, sources, unread = clean_into(
-            data, clean, folder, folder / "work", key, progress, seed=_SEED, leave_open=is_open
+            data, clean, folder, folder / WORK, key, progress, seed=_SEED, leave_open=is_open
         )
         write_atomic(folder / SETTINGS, json.dumps(settings, indent=1))
-        remove_parquet(folder)
-        tables = write_parquet(folder, cleaned.num_kept, progress) if parquet else []
+        tables = write_parquet(folder, folder / WORK, cleaned.num_kept, progress) if parquet else []
     base = out.rstrip("/")
     lines = [*unread, *_funnel(cleaned), *noise_warnings(cleaned)]
     if sources["skipped"]:
@@ -101,7 +108,9 @@ def _clean_into_folder(
     lines.append(describe_drops(cleaned))
     lines.append(f"kept {base}/{KEPT}, dropped {base}/{DROPPED}")
     if tables:
-        lines.append(f"as Parquet: {base}/{FOLDER}; in Python: datasets.load_dataset({base!r})")
+        files = {name: f"{base}/{FOLDER}/{name}-*.parquet" for name in names_of_splits(tables)}
+        words = f'"parquet", data_files={files}' if is_store(out) else repr(base)
+        lines.append(f"as Parquet: {base}/{FOLDER}; in Python: datasets.load_dataset({words})")
     return [*lines, f"train on it: modelwright run quickstart --data.sources {shlex.quote(out)}"]
 
 

@@ -117,14 +117,15 @@ def _fingerprint_files(
 ) -> Iterator[Callable[[NDArray[np.uint64], NDArray[np.uint32]], None]]:
     """A function that adds documents to the files, given their bands [N, 16] and 5-grams."""
     with ExitStack() as stack:
-        # Without buffers, because the files are read while they are open.
-        columns = [stack.enter_context(open(bands.path(band), "wb", buffering=0)) for band in range(NUM_BANDS)]
-        rows = stack.enter_context(open(shingles, "wb", buffering=0))
+        columns = [stack.enter_context(open(bands.path(band), "wb")) for band in range(NUM_BANDS)]
+        rows = stack.enter_context(open(shingles, "wb"))
 
         def add(hashes: NDArray[np.uint64], flat: NDArray[np.uint32]) -> None:
             for column, values in zip(columns, hashes.T, strict=True):
                 column.write(values.tobytes())
             rows.write(flat.tobytes())
+            for file in (*columns, rows):
+                file.flush()  # the files are read while they are open
 
         yield add
 

@@ -45,7 +45,10 @@ def _lengths(clean: Mapping[str, Any]) -> list[Block]:
 
 def _languages(clean: Mapping[str, Any]) -> list[Block]:
     bars = sorted(clean.get("languages", {}).items(), key=lambda bar: (-bar[1], bar[0]))
-    caption = "Of every 20th kept document of prose and pairs, by its beginning. Short texts are often mistaken."
+    caption = (
+        "A sample: every 20th kept document of prose and pairs, by its beginning. Short texts are often mistaken, and "
+        "parts of the corpus with fewer than 500 documents (shards of few or of long texts) are not sampled."
+    )
     return _bars("Languages", "languages", _first(bars), caption)
 
 

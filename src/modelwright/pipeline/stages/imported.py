@@ -103,9 +103,11 @@ def read_source_manifest(url: str, stage: str) -> Manifest:
     return parse_manifest(content, place, kind=stage)
 
 
-def check_packing(config: RunConfig, own: Mapping[str, Any], section: str, context: StageContext) -> None:
+def check_packing(
+    config: RunConfig, own: Mapping[str, Any], defaults: Mapping[str, Any], section: str, context: StageContext
+) -> None:  # fmt: skip
     """Raise `ConfigError` if the other run packed its rows with other settings. own: those of this run, by name;
-    section: their key in a run's configuration.
+    defaults: those of a run that does not name them, because it is older; section: their key in a run's configuration.
     """
     content = ColdStore(config.rows_from).read_whole("config.yaml")
     if content is None:
@@ -116,10 +118,10 @@ def check_packing(config: RunConfig, own: Mapping[str, Any], section: str, conte
     if not isinstance(theirs, Mapping):
         raise ConfigError(f"rows_from: {config.rows_from}/config.yaml has no section {section}; copy it there again")
     for name, value in own.items():
-        if theirs.get(name, value) != value:
+        if (other := theirs.get(name, defaults[name])) != value:
             raise ConfigError(
-                f"{section}.{name}: is {value}, but the rows of {config.rows_from} were packed with {theirs[name]}; "
-                f"set it to {theirs[name]}"
+                f"{section}.{name}: is {value}, but the rows of {config.rows_from} were packed with {other}; "
+                f"set it to {other}"
             )
 
 

@@ -57,7 +57,7 @@ def _imported(config: RunConfig, settings: PackConfig, tokenizer_from: str) -> S
     """Takes over rows that were packed with the same settings and tokenizer, for all trainings of the run."""
 
     def check(context: StageContext, manifest: Manifest) -> None:
-        check_packing(config, dump(settings), PACK.name, context)
+        check_packing(config, dump(settings), dump(PackConfig()), PACK.name, context)
         source = TOKENIZE.name if TOKENIZE.name in manifest.inputs else INIT.name
         if source != tokenizer_from or config.init_from:
             check_tokenizer(config, context.parents[tokenizer_from], source, context)
@@ -107,10 +107,10 @@ def _run(context: StageContext, config: RunConfig, settings: PackConfig, tokeniz
     clean, facts = context.parents[CLEAN.name], context.output.facts
     kinds = pretraining_kinds(clean, settings.text_kinds)
     facts["pretrain_kinds"] = list(kinds)
-    has_other_text = kinds == settings.text_kinds
-    if not has_other_text and any(stage.rows is TEXT_ROWS for stage in config.trainings):
+    if kinds != settings.text_kinds and any(stage.rows is TEXT_ROWS for stage in config.trainings):
         context.progress.note(
-            "pack: the sources hold question/answer pairs and no other text; pretraining learns from the pairs as text"
+            f"pack: no training document of pack.text_kinds ({', '.join(settings.text_kinds)}) was kept; pretraining "
+            "learns from question/answer pairs as text"
         )
     job = PackJob(
         context=context,
