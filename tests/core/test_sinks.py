@@ -36,7 +36,7 @@ class Broken:
 
     def at(self, moment: str) -> None:
         if moment == self.when:
-            raise ConnectionError(f"no server\nat {moment}")
+            raise ConnectionError(f"no server at http://me:{SECRET}@host/\nat {moment}")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self.at("write" if step < 4 else "later write")
@@ -87,7 +87,8 @@ def test_a_sink_that_raises_never_stops_a_training(
     assert all(torch.equal(tensor, weights[name]) for name, tensor in expected.items())
     assert [step for step, _ in history(tmp_path / "with")] == list(range(1, NUM_STEPS + 1))
     added = [text for text in notes if text not in silence]
-    assert added == ["test: failed and gets nothing more (ConnectionError: no server); metrics.jsonl has it all"]
+    why = "ConnectionError: no server at http://***@host/"
+    assert added == [f"test: failed and gets nothing more ({why}); metrics.jsonl has it all"]
 
 
 def test_a_sink_that_hangs_holds_no_training_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -190,7 +191,7 @@ def assert_no_secret(folder: Path) -> None:
 
 
 def test_trackers_are_told_the_settings_without_secrets() -> None:
-    """Of the whole configuration they get the model's shape and the training's own section, redacted."""
+    """They get the model's shape and the training's own section, redacted."""
     config = load("tiny", {"pretrain": {"batching": {"curriculum": {"by": f"loss:s3://u:{SECRET}@b/"}}}}).config
     tracked = training._tracking(config, config.trainings[0])
     settings = flat(tracked.settings)
