@@ -14,6 +14,7 @@ import torch
 from modelwright.core.errors import ConfigError
 from modelwright.core.records import column, read_records
 from modelwright.core.sinks import queued, sink_list
+from modelwright.core.sinks.mlflow import accepted
 from modelwright.core.sinks.sink import SinkSpec, SinkStart, flat
 from modelwright.core.sinks.sink_list import SINKS, Tracking, TrackingConfig, require_packages
 from modelwright.pipeline.stages import training
@@ -138,6 +139,25 @@ def test_mlflow_has_the_numbers_of_the_file(tmp_path: Path, monkeypatch: pytest.
         logged = [(one.step, one.value) for one in client.get_metric_history(run.info.run_id, name)]
         assert sorted(logged) == history(tmp_path, name)
     assert_no_secret(tmp_path)
+
+
+@OWN_WARNINGS
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("pretrain.precision.rules.layers.*.ffn", "pretrain.precision.rules.layers._2a.ffn"),
+        ("rewards/right answer (Python)/mean", "rewards/right answer _28Python_29/mean"),
+        ("weights.s3://texts/../old/", "weights.s3:/_2ftexts/_2e_2e/old_2f"),
+        ("/a/./b", "_2fa/_2e/b"),
+        ("loss/\u5b57", "loss/_5b57"),
+        ("heldout_loss/python:stdlib", "heldout_loss/python:stdlib"),
+    ],
+)
+def test_mlflow_takes_every_name(name: str, shown: str) -> None:
+    validation = pytest.importorskip("mlflow.utils.validation", reason="MLflow is not installed")
+    assert accepted(name) == shown
+    validation._validate_metric_name(accepted(name))
+    validation._validate_param_name(accepted(name))
 
 
 @OWN_WARNINGS
