@@ -2,11 +2,13 @@
 
 import hashlib
 import json
+import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -179,6 +181,20 @@ def test_what_only_a_first_update_could_do_is_refused(scheduled, tmp_path: Path)
         replace(scheduler, request=replace(scheduler.request, floor=True))
     link = tmp_path / "current"
     replace(scheduler, request=replace(scheduler.request, champion=link, current=link))
+
+
+def test_texts_of_an_update_that_are_gone_are_not_given_again(scheduled, tmp_path: Path) -> None:
+    write_texts(tmp_path, "one text")
+    scheduler, loops, _ = scheduled("released", checks=2)
+
+    def run_loop(request: LoopRequest, **more: Any) -> LoopResult:
+        shutil.rmtree(request.run.path)
+        return loops(request, **more)
+
+    with mock.patch.object(schedule, "run_loop", run_loop):
+        state = scheduler.run()
+    assert [one["ending"] for one in state.history] == ["released", "failed"]
+    assert "0001/new-texts" in state.history[1]["reason"]
 
 
 def test_a_second_scheduler_and_a_damaged_state_are_refused(scheduled, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from modelwright.continual.loop import LoopRequest, drifted_features, run_loop
-from modelwright.core.artifacts import is_finished, make_folder, write_artifact, write_atomic
+from modelwright.core.artifacts import is_finished, make_folder, read_manifest, write_artifact, write_atomic
 from modelwright.core.errors import ArtifactError, ConfigError, ModelwrightError, Stopped
 from modelwright.core.progress import Progress
 from modelwright.core.rundir import RunDir, lock_folder
@@ -199,6 +199,8 @@ class UpdateScheduler:
         return True
 
     def _seen(self, number: int) -> Iterator[str]:
+        """Hashes of the texts that earlier updates had. Raises `ArtifactError` if the texts of one are gone."""
         for earlier in range(1, number):
-            path = self.folder / f"{earlier:04d}" / TEXTS / SEEN_FILE
-            yield from path.read_text(encoding="utf-8").split()
+            texts = self.folder / f"{earlier:04d}" / TEXTS
+            read_manifest(texts, kind=TEXTS)
+            yield from (texts / SEEN_FILE).read_text(encoding="utf-8").split()
