@@ -213,6 +213,20 @@ def test_bounds_of_few_records_are_those_of_students_t() -> None:
     assert (measure.high, -measure.low) == pytest.approx((expected, expected), rel=0.08)
 
 
+def test_a_single_record_says_nothing() -> None:
+    """Neither a benchmark with a single text beside conversations is frozen, nor does one pass that was."""
+    rows = [[{"id": 0, "nats": nats, "num_bytes": 4}] for nats in (1.0, 0.5)]
+    for rule in ("not worse", "better"):
+        measure = COMPARISON.costs("old", "bits", rule, *rows)
+        assert (measure.low, measure.high, measure.passed) == (-float("inf"), float("inf"), False)
+
+
+def test_a_benchmark_has_no_single_text_beside_conversations(world: World, tmp_path: Path) -> None:
+    mixed = write_records(tmp_path / "mixed.jsonl", [*old_records(range(60)), {"text": "A text of its own kind."}])
+    with pytest.raises(DataError, match="--old: one of its halves has a single text"):
+        freeze_benchmark([str(mixed)], [str(world.file("new-heldout"))], tmp_path / "bench")
+
+
 def test_texts_are_checked_wherever_they_stand(monkeypatch: pytest.MonkeyPatch) -> None:
     """A source with garbage that comes last is not passed over."""
     monkeypatch.setattr("modelwright.continual.gate.judge.MOST_CHECKED", 100)

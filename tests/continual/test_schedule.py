@@ -2,11 +2,13 @@
 
 import hashlib
 import json
+import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -17,7 +19,7 @@ from modelwright.continual import schedule
 from modelwright.continual.loop import LoopRequest, LoopResult
 from modelwright.continual.schedule import STATE, ScheduleState, UpdateSchedule, UpdateScheduler
 from modelwright.continual.update import UpdateRequest
-from modelwright.core.errors import ArtifactError, DataError, ModelwrightError
+from modelwright.core.errors import ArtifactError, ConfigError, DataError, ModelwrightError
 from modelwright.core.progress import SilentProgress
 from modelwright.core.rundir import RunDir, lock_folder
 from rank_processes import start_process
@@ -150,6 +152,49 @@ def test_a_killed_update_goes_on_at_once_and_what_was_missed_is_made_up_for_once
     state = scheduler.run()
     assert [one["ending"] for one in state.history] == ["released", "nothing_new", "nothing_new"]
     assert [(one["time"] - began) / DAY_S for one in state.history] == [3.5, 3.5, 4.0]
+
+
+def test_a_clock_that_is_set_back_delays_no_check_beyond_the_interval(scheduled, tmp_path: Path) -> None:
+    """Both while it waits and between two processes."""
+    write_texts(tmp_path, "one text")
+    scheduler, _, clock = scheduled("released")
+    scheduler.run()
+    clock.now -= 400 * DAY_S
+    restarted = clock.now
+    scheduler, _, _ = scheduled(clock=clock, checks=3)
+
+    def sleep(seconds: float) -> None:
+        clock.sleep(seconds)
+        if len(clock.slept) == 1:
+            clock.now -= 10 * DAY_S
+
+    state = replace(scheduler, sleep=sleep).run()
+    assert [one["ending"] for one in state.history] == ["released", "nothing_new", "nothing_new"]
+    assert [(one["time"] - restarted) / DAY_S for one in state.history[1:]] == [-8.0, -7.0]
+
+
+def test_what_only_a_first_update_could_do_is_refused(scheduled, tmp_path: Path) -> None:
+    scheduler, _, _ = scheduled("released")
+    with pytest.raises(ConfigError, match=r"--champion: .*give the link of --current"):
+        replace(scheduler, request=replace(scheduler.request, champion=tmp_path / "served"))
+    with pytest.raises(ConfigError, match=r"--floor: .*leave it out"):
+        replace(scheduler, request=replace(scheduler.request, floor=True))
+    link = tmp_path / "current"
+    replace(scheduler, request=replace(scheduler.request, champion=link, current=link))
+
+
+def test_texts_of_an_update_that_are_gone_are_not_given_again(scheduled, tmp_path: Path) -> None:
+    write_texts(tmp_path, "one text")
+    scheduler, loops, _ = scheduled("released", checks=2)
+
+    def run_loop(request: LoopRequest, **more: Any) -> LoopResult:
+        shutil.rmtree(request.run.path)
+        return loops(request, **more)
+
+    with mock.patch.object(schedule, "run_loop", run_loop):
+        state = scheduler.run()
+    assert [one["ending"] for one in state.history] == ["released", "failed"]
+    assert "0001/new-texts" in state.history[1]["reason"]
 
 
 def test_a_second_scheduler_and_a_damaged_state_are_refused(scheduled, tmp_path: Path) -> None:

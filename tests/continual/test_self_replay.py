@@ -127,6 +127,18 @@ def own_texts_are_taken_for_nobody_else_s(run: Path, world: World) -> None:
     assert not [record for record in replayed if record["meta"].get("answer_by") == "modelwright"]
 
 
+def test_a_text_with_line_separators_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model writes whatever it samples: separators that are line ends for `str.splitlines` are none in a file."""
+    monkeypatch.setattr(self_replay, "model_digest", lambda folder: "of a model")
+    replay = SelfReplay(tmp_path / "model", tmp_path / "kept", 1)
+    texts = ["one\u2028and\u0085another\u2029text", "a second text"]
+    part = tmp_path / "kept" / replay.identity / "text-00000.jsonl"
+    part.parent.mkdir(parents=True)
+    documents = [Document(id=text, text=text, kind="prose", split="train", source="s") for text in texts]
+    part.write_text("".join(one.to_json() + "\n" for one in documents), encoding="utf-8")
+    assert [one.text for one in replay.texts("text", 10, SILENT)] == texts
+
+
 def test_a_model_that_writes_nothing_and_two_kinds_of_old_texts_are_refused(
     world: World, talker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ import torch
 from modelwright.core.errors import ConfigError
 from modelwright.core.records import column, read_records
 from modelwright.core.sinks import queued, sink_list
+from modelwright.core.sinks.mlflow import accepted
 from modelwright.core.sinks.sink import SinkSpec, SinkStart, flat
 from modelwright.core.sinks.sink_list import SINKS, Tracking, TrackingConfig, require_packages
 from modelwright.pipeline.stages import training
@@ -36,7 +37,7 @@ class Broken:
 
     def at(self, moment: str) -> None:
         if moment == self.when:
-            raise ConnectionError(f"no server\nat {moment}")
+            raise ConnectionError(f"no server at http://me:{SECRET}@host/\nat {moment}")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self.at("write" if step < 4 else "later write")
@@ -87,7 +88,8 @@ def test_a_sink_that_raises_never_stops_a_training(
     assert all(torch.equal(tensor, weights[name]) for name, tensor in expected.items())
     assert [step for step, _ in history(tmp_path / "with")] == list(range(1, NUM_STEPS + 1))
     added = [text for text in notes if text not in silence]
-    assert added == ["test: failed and gets nothing more (ConnectionError: no server); metrics.jsonl has it all"]
+    why = "ConnectionError: no server at http://***@host/"
+    assert added == [f"test: failed and gets nothing more ({why}); metrics.jsonl has it all"]
 
 
 def test_a_sink_that_hangs_holds_no_training_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -137,6 +139,25 @@ def test_mlflow_has_the_numbers_of_the_file(tmp_path: Path, monkeypatch: pytest.
         logged = [(one.step, one.value) for one in client.get_metric_history(run.info.run_id, name)]
         assert sorted(logged) == history(tmp_path, name)
     assert_no_secret(tmp_path)
+
+
+@OWN_WARNINGS
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("pretrain.precision.rules.layers.*.ffn", "pretrain.precision.rules.layers._2a.ffn"),
+        ("rewards/right answer (Python)/mean", "rewards/right answer _28Python_29/mean"),
+        ("weights.s3://texts/../old/", "weights.s3:/_2ftexts/_2e_2e/old_2f"),
+        ("/a/./b", "_2fa/_2e/b"),
+        ("loss/\u5b57", "loss/_5b57"),
+        ("heldout_loss/python:stdlib", "heldout_loss/python:stdlib"),
+    ],
+)
+def test_mlflow_takes_every_name(name: str, shown: str) -> None:
+    validation = pytest.importorskip("mlflow.utils.validation", reason="MLflow is not installed")
+    assert accepted(name) == shown
+    validation._validate_metric_name(accepted(name))
+    validation._validate_param_name(accepted(name))
 
 
 @OWN_WARNINGS
@@ -190,7 +211,7 @@ def assert_no_secret(folder: Path) -> None:
 
 
 def test_trackers_are_told_the_settings_without_secrets() -> None:
-    """Of the whole configuration they get the model's shape and the training's own section, redacted."""
+    """They get the model's shape and the training's own section, redacted."""
     config = load("tiny", {"pretrain": {"batching": {"curriculum": {"by": f"loss:s3://u:{SECRET}@b/"}}}}).config
     tracked = training._tracking(config, config.trainings[0])
     settings = flat(tracked.settings)

@@ -51,7 +51,6 @@ def test_a_short_survey_of_this_machine(probed: tuple[MachineProbes, Path]) -> N
     assert all(value > 0 for (_, figure), value in figures.items() if figure != "cache_bytes")
     assert survey.figure("disk", "fsync_p50_s") <= survey.figure("disk", "fsync_p95_s")
     assert survey.figure("loopback", "latency_s") <= survey.figure("loopback", "latency_p95_s")
-    assert survey.figure("loopback", "latency_s") < survey.figure("gloo", "latency_s") * 10
     assert survey.figure("memory", "array_bytes") >= survey.figure("memory", "cache_bytes")
     assert list(folder.iterdir()) == []
     assert len(probe_lines(survey)) >= len(PROBES)

@@ -128,7 +128,10 @@ def test_the_lines_name_source_and_date() -> None:
     lines = rule_lines(evaluated(TARGET, rules))
     assert len(lines) == 2 * len(rules)
     assert lines[0] == "batch: batch by model size: applies: would be 1,000,000 tokens, you have 131,072"
-    assert lines[1].endswith("table 2.1 (row of 2026-11-25, not compared with the source since)")
+    assert lines[1].endswith("table 2.1 (row of 2026-11-25)")
+    for rule, line in zip(rules, lines[1::2], strict=True):
+        assert line.endswith("not compared with the source since)") != rule.row.checked
+    assert {rule.row.checked for rule in rules} == {True, False}
 
 
 def test_a_rule_from_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

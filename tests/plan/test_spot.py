@@ -47,6 +47,9 @@ def test_intervals() -> None:
     assert daly_interval_s(60, 21_600) == pytest.approx(1570.217, abs=1e-3)
     assert daly_interval_s(50, 20) == 20
     assert math.isinf(daly_interval_s(60, math.inf))
+    # The captions of Daly's figures 3 to 5: checkpoints of 5 minutes, interruptions every 24 h, 6 h and 15 min.
+    published = [round(daly_interval_s(300, hours * HOUR) / 60, 1) for hours in (24, 6, 0.25)]
+    assert published == pytest.approx([117, 57, 9.1], abs=0.5)
     for stall_s, mtbf_s in itertools.product((5, 60, 600), (HOUR, 6 * HOUR, 48 * HOUR)):
         exact = best_of_model_s(stall_s, mtbf_s)
         assert daly_interval_s(stall_s, mtbf_s) == pytest.approx(exact, rel=2e-3)

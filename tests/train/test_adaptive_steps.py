@@ -110,7 +110,7 @@ class Rig:
 
 
 def test_steps_that_overflow_speak_against_fp16(tmp_path):
-    """Of 8 steps in FP16 three overflow, which is more than a tolerance of 0.3."""
+    """Three of 8 steps in FP16 overflow, which is more than a tolerance of 0.3."""
     rig = Rig(tmp_path, {"decide_every_steps": 8, "candidates": ["bf16"], "tolerance": 0.3}, policy="fp16_mixed")
     rig.steps(range(8))
     assert rig.chosen == {"fp16"}
@@ -161,7 +161,7 @@ def falling(step: int) -> float:
 
 
 def rewards_of(rig: Rig, monkeypatch) -> list[float]:
-    """Of all that the bandit hears, less what the estimate says: the share of time saved."""
+    """The share of time saved in everything that the bandit hears, less what the estimate says."""
     heard, usual = [], Bandit.learn
 
     def learn(self, part, signs, chosen, loss_excess):

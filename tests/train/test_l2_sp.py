@@ -22,7 +22,7 @@ def trained(folder: Path, **more) -> dict[str, Tensor]:
 
 
 def test_one_update_is_that_of_the_optimizer_and_a_pull(tmp_path: Path) -> None:
-    """Of two updates: the first one starts at the start, so that the second is pulled by what the first has moved."""
+    """The first of two updates begins at the start, so that the second is pulled by what the first has moved."""
     start = {name: tensor.double() for name, tensor in tiny_run.tiny_model().state_dict().items()}
     constant = {"schedule": {"kind": "constant", "warmup_fraction": 0.0}, "checkpoint_every_steps": 0, "num_steps": 1}
     plain = trained(tmp_path / "plain", settings={**constant, "l2_sp": 0.0})

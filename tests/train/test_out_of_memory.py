@@ -56,7 +56,7 @@ def test_a_process_under_a_limit_goes_on_in_smaller_microbatches(tmp_path):
 @linux
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the arena is built by g++")
 def test_a_memory_arena_under_a_limit(tmp_path):
-    """Of the first step, which is recorded with a mapping for each of the larger tensors."""
+    """The first step runs under the limit, too, recorded with a mapping for each of the larger tensors."""
     found = limited(tmp_path / "arena", MARGIN, arena=1)
     assert len(found["losses"]) == len(found["parts"]) == 2
     asked = limited(tmp_path / "asked", 0, num_microbatches=int(found["parts"][0]))

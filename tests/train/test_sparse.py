@@ -191,7 +191,7 @@ def test_other_number_formats_are_left_out_of_alike(tiny, tmp_path, policy):
 
 
 def first_losses(tiny) -> list[float]:
-    """Of the rows of the first batch, over 8 tokens, by the weights with which runs begin."""
+    """The losses of the first batch's rows, over 8 tokens, by the weights with which runs begin."""
     batch, model = tiny.Rows().batch(0), tiny.tiny_model()
     with torch.no_grad():
         logits = model.logits(forward(model, batch))[:, :8]

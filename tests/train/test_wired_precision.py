@@ -156,7 +156,7 @@ def test_a_run_that_stops_amid_a_look_goes_on_with_what_every_rank_had_seen(runs
 
 
 def states(runs: Runs, folder: str) -> dict[str, Any]:
-    """Of adaptive precision at the end of a run."""
+    """The state of adaptive precision at the end of a run."""
     last = max((runs.folder(folder) / "checkpoints").glob("step-*/state.json"))
     return json.loads(last.read_text())["state"]["techniques"]["adaptive_precision"]
 

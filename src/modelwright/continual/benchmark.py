@@ -98,8 +98,8 @@ def freeze_benchmark(
 ) -> Benchmark:
     """Write the benchmark of old and new tasks to `folder`, which then never changes.
 
-    data: how the sources are read. Raises `ConfigError` if `folder` has one already, `DataError` for too few documents
-    or for a question in both tasks.
+    data: how the sources are read. Raises `ConfigError` if `folder` has one already, `DataError` for too few documents,
+    also of one form, or for a question in both tasks.
     """
     if is_finished(folder):
         raise ConfigError(f"{folder}: holds a benchmark, which stays as it is; choose another folder for a new one")
@@ -115,10 +115,21 @@ def freeze_benchmark(
                         f"--{task}: {len(every)} different documents make halves of less than {LEAST_DOCUMENTS}; give "
                         f"at least {2 * LEAST_DOCUMENTS}"
                     )
+                _require_comparable(task, chosen)
                 lines = "".join(f"{document.to_json()}\n" for document in chosen)
                 write_atomic(draft.path / _file_name(cast(Task, task), half), lines)
                 draft.facts[f"{task}/{half}"] = len(chosen)
     return load_benchmark(folder)
+
+
+def _require_comparable(task: str, documents: Sequence[Document]) -> None:
+    """Raise `DataError` for a form of text of which a half has a single document: the gate judges each form by itself,
+    and a single document has no interval.
+    """
+    num_spoken = sum(document.kind == "qa" for document in documents)
+    for form, count in (("conversation", num_spoken), ("text", len(documents) - num_spoken)):
+        if count == 1:
+            raise DataError(f"--{task}: one of its halves has a single {form}; give more of them, or none")
 
 
 def load_benchmark(folder: Path) -> Benchmark:

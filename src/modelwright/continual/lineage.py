@@ -13,9 +13,9 @@ from modelwright.continual.model_files import LINEAGE
 from modelwright.continual.update import DATA_FOLDER
 from modelwright.core.artifacts import MANIFEST, is_finished, read_manifest
 from modelwright.core.errors import ArtifactError, ConfigError
+from modelwright.core.redact import redact_text
 from modelwright.core.rundir import RunDir
 from modelwright.pipeline.models import find_model
-from modelwright.pipeline.redact import redact_text
 from modelwright.pipeline.run_config import read_run_config
 from modelwright.pipeline.stages.clean import CLEAN
 from modelwright.pipeline.stages.init import INIT

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from modelwright.continual.loop import LoopRequest, drifted_features, run_loop
-from modelwright.core.artifacts import is_finished, make_folder, write_artifact, write_atomic
+from modelwright.core.artifacts import is_finished, make_folder, read_manifest, write_artifact, write_atomic
 from modelwright.core.errors import ArtifactError, ConfigError, ModelwrightError, Stopped
 from modelwright.core.progress import Progress
 from modelwright.core.rundir import RunDir, lock_folder
@@ -78,6 +78,8 @@ class ScheduleState:
 class UpdateScheduler:
     """request: of an update; its run is the folder of the schedule, and `update.model` what the first one begins with.
     clock, sleep: for tests.
+
+    Raises `ConfigError` for a request that could be carried out for the first update only.
     """
 
     request: LoopRequest
@@ -86,6 +88,19 @@ class UpdateScheduler:
     progress: Progress
     clock: Callable[[], float] = time.time
     sleep: Callable[[float], None] = time.sleep
+
+    def __post_init__(self) -> None:
+        champion, current = self.request.champion, self.request.current
+        if champion is not None and (current is None or champion.absolute() != current.absolute()):
+            raise ConfigError(
+                f"--champion: {champion} would be compared with later updates, too, when another model is in service; "
+                "give the link of --current, or leave it out"
+            )
+        if self.request.floor:
+            raise ConfigError(
+                "--floor: only the first of scheduled updates begins with a model whose texts are all known; leave it "
+                "out, or make a single update without --schedule"
+            )
 
     @property
     def folder(self) -> Path:
@@ -102,18 +117,25 @@ class UpdateScheduler:
             )
             while state.is_open or not self.config.checks or state.checks < self.config.checks:
                 if not state.is_open:
-                    self._wait(state)
+                    state = self._waited(state)
                     state = replace(state, is_open=True, checks=state.checks + 1, due=self._next_due(state.due))
                     state.write(self.folder)
                 state = self._checked(state)
                 state.write(self.folder)
             return state
 
-    def _wait(self, state: ScheduleState) -> None:
+    def _waited(self, state: ScheduleState) -> ScheduleState:
+        """The state once its check is due. No check is further ahead than the interval: the clock was set back then, or
+        the interval is shorter than it was.
+        """
         if state.due > self.clock():
-            self.progress.note(f"schedule: next check at {time.strftime('%F %T', time.localtime(state.due))}")
+            due = min(state.due, self.clock() + self.config.every_s)
+            self.progress.note(f"schedule: next check at {time.strftime('%F %T', time.localtime(due))}")
         while (left := state.due - self.clock()) > 0:
-            self.sleep(min(left, _NAP_S))
+            if left > self.config.every_s:
+                state = replace(state, due=self.clock() + self.config.every_s)
+            self.sleep(min(left, self.config.every_s, _NAP_S))
+        return state
 
     def _next_due(self, due: float) -> float:
         """The next one of the schedule's times that lies ahead: what was missed meanwhile is made up for once."""
@@ -177,6 +199,8 @@ class UpdateScheduler:
         return True
 
     def _seen(self, number: int) -> Iterator[str]:
+        """Hashes of the texts that earlier updates had. Raises `ArtifactError` if the texts of one are gone."""
         for earlier in range(1, number):
-            path = self.folder / f"{earlier:04d}" / TEXTS / SEEN_FILE
-            yield from path.read_text(encoding="utf-8").split()
+            texts = self.folder / f"{earlier:04d}" / TEXTS
+            read_manifest(texts, kind=TEXTS)
+            yield from (texts / SEEN_FILE).read_text(encoding="utf-8").split()

@@ -62,8 +62,10 @@ class SelfReplay:
                 writer = writer or _Writer.load(self.model)
                 documents = writer.write(form, range(part * PART_TEXTS, (part + 1) * PART_TEXTS), self.seed)
                 write_atomic(path, "".join(document.to_json() + "\n" for document in documents))
-            found += [Document.from_json(line) for line in path.read_text(encoding="utf-8").splitlines()]
-            num_bytes, part = sum(len(document.text.encode()) for document in found), part + 1
+            with open(path, encoding="utf-8") as file:  # its lines end at \n alone; texts may have other separators
+                documents = [Document.from_json(line) for line in file]
+            found += documents
+            num_bytes, part = num_bytes + sum(len(document.text.encode()) for document in documents), part + 1
             progress.advance(min(num_bytes, wanted_bytes))
             if part >= _EMPTY_PARTS and not found:
                 raise DataError(f"--self-replay: {self.model} writes no {form}; name files to replay with --old")

@@ -17,6 +17,7 @@ from modelwright.core.artifacts import is_finished, read_manifest, write_artifac
 from modelwright.core.config import digest, dump
 from modelwright.core.errors import ArtifactError, ConfigError, DataError
 from modelwright.core.progress import Progress
+from modelwright.core.redact import redact_text
 from modelwright.core.rundir import RunDir
 from modelwright.core.seeds import derive_seed
 from modelwright.data.clean import read_kept
@@ -26,7 +27,6 @@ from modelwright.data.find_files import locate
 from modelwright.data.own_answers import is_own
 from modelwright.data.sources import WORDS, SourceConfig, SourceReport, read_documents
 from modelwright.pipeline.cleaning import fingerprint
-from modelwright.pipeline.redact import redact_text
 from modelwright.pipeline.stages.clean import CLEAN
 
 KIND = "update-data"

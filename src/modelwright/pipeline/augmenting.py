@@ -16,6 +16,7 @@ from typing import Any
 from modelwright.core.config import digest, dump, parse
 from modelwright.core.errors import ConfigError, writing
 from modelwright.core.progress import Progress
+from modelwright.core.redact import redact_text
 from modelwright.core.resources import num_usable_cores
 from modelwright.core.rundir import LOCK_FILE, lock_folder
 from modelwright.data.augment.augment_config import AugmentConfig
@@ -29,7 +30,6 @@ from modelwright.data.sources import SourceConfig, SourceReport, read_documents
 from modelwright.data.workers import LocalProcesses
 from modelwright.pipeline.cleaning import fingerprint
 from modelwright.pipeline.infill_model import InfillModel
-from modelwright.pipeline.redact import redact_text
 
 _SHARD_DOCUMENTS = 500
 _BATCH_DOCUMENTS = 16

@@ -15,6 +15,7 @@ from typing import Any
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.errors import DataError, writing
 from modelwright.core.progress import Progress
+from modelwright.core.redact import redact_text
 from modelwright.core.resources import num_usable_cores, versions
 from modelwright.data.clean import clean_documents
 from modelwright.data.clean_config import STEPS, CleanConfig, build_steps
@@ -25,7 +26,6 @@ from modelwright.data.noise_cascade import low_recall
 from modelwright.data.ray_tasks import RayTasks
 from modelwright.data.sources import BUILTIN, WORDS, SourceConfig, SourceReport, read_documents
 from modelwright.data.workers import LocalProcesses, ShardEngine
-from modelwright.pipeline.redact import redact_text
 
 QUARANTINE, SOURCES = "quarantine.jsonl", "sources.json"
 

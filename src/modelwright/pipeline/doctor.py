@@ -221,7 +221,7 @@ def _rule_target(config: RunConfig, situation: Situation, options: DoctorOptions
 
 
 def _training_flops(config: RunConfig, training: TrainConfig) -> float:
-    """Of the whole training, without embedding and head; 0 if it depends on the data how long it is."""
+    """FLOPs of the whole training without embedding and head; 0 if its length depends on the data."""
     num_tokens = training.num_tokens or training.num_steps * training.batch_tokens
     head = 2 * config.model.vocab_size * config.model.model_dim
     return 3.0 * num_tokens * (config.model.flops_per_token(packed_row_len(config) / 4) - head)

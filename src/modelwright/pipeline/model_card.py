@@ -7,8 +7,8 @@ from typing import Any
 
 import yaml
 
+from modelwright.core.redact import redact_text
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.redact import redact_text
 from modelwright.pipeline.report.closing import figures
 from modelwright.pipeline.report.format import count
 from modelwright.pipeline.report.run_data import RunData, StageData

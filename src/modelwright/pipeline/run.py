@@ -15,6 +15,7 @@ from modelwright.core.busy import OtherProcesses, busy_machine
 from modelwright.core.config import save_yaml
 from modelwright.core.errors import STOPPING, ArtifactError, ConfigError, ModelwrightError, StorageError
 from modelwright.core.progress import Progress, SilentProgress
+from modelwright.core.redact import redact_words
 from modelwright.core.resources import git_commit, hardware, versions
 from modelwright.core.rundir import RunDir
 from modelwright.parallel.elastic import fit, num_restarts, num_used
@@ -23,7 +24,6 @@ from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.kernel_choice import kernels_of_run
 from modelwright.pipeline.preflight import check_training, prefix_errors
 from modelwright.pipeline.process_group import RunGroup, as_lost_peer, join_ranks, shared_rows, use_threads
-from modelwright.pipeline.redact import redact_words
 from modelwright.pipeline.report.closing import closing_lines
 from modelwright.pipeline.resolve import check_device, resolve, resolve_model, resolve_paths, resolved_device
 from modelwright.pipeline.run_config import read_run_config

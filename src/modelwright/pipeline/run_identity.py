@@ -5,9 +5,9 @@ from typing import Any
 from modelwright.core.artifacts import is_finished
 from modelwright.core.config import dump
 from modelwright.core.errors import ConfigError
+from modelwright.core.redact import redact_text
 from modelwright.core.rundir import RunDir
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.redact import redact_text
 
 SHOWN = 3
 """Differences that an error lists."""

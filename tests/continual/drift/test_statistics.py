@@ -150,7 +150,7 @@ def test_the_classifier_test_finds_a_shift_and_nothing_else() -> None:
 
 @pytest.mark.parametrize("num_moved", [0, 1, 5, 50])
 def test_windows_that_have_not_moved_never_alarm(num_moved: int) -> None:
-    """Of 1,000 drawn windows these have an effect of the smallest size; at a run length of 200, at most 5 alarm."""
+    """Some of 1,000 drawn windows have an effect of the smallest size; at a run length of 200, at most 5 alarm."""
     effects, p_values = np.zeros((10, 100, 3)), np.random.default_rng(0).random((10, 100, 3))
     effects.reshape(-1, 3)[:num_moved, 1] = 0.5
     least = adjusted_where_moved(p_values, effects, 0.03).min(axis=2)

@@ -33,6 +33,9 @@ from modelwright.core.rundir import RunDir, lock_folder
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.run import execute
 from modelwright.pipeline.run_config import read_run_config
+from modelwright.pipeline.stages.average import AVERAGE
+from modelwright.pipeline.stages.pack import PACK
+from modelwright.pipeline.stages.pretrain import PRETRAIN
 from modelwright.pipeline.stages.serve import start_server
 from modelwright.serve.ab.client import AbClient
 from modelwright.serve.database import open_database
@@ -53,7 +56,7 @@ _SLACK = 0.005
 interval must lie within the margin, too."""
 _START_TIMEOUT_S, _ANSWERS_TIMEOUT_S = 120.0, 600.0
 _UPDATE = {"num_epochs": 1.0, "learning_rate": 2e-3, "batch_tokens": 2048, "eval_every_steps": 0}
-"""Of the update's training, at the size of the first model."""
+"""Settings of the update's training, for a model of the first one's size."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,9 +167,9 @@ def _loop_request(demo: Demo, benchmark: Benchmark, server: AbClient) -> LoopReq
                 "hardware": dump(first.hardware),
                 "training": {"precision": dump(first.training.precision)},
                 "serve": dump(first.serve),
-                "pack": {"seq_len": first.model.max_seq_len},
-                "pretrain": _UPDATE,
-                "average": {"margin": _SLACK},
+                PACK.name: {"seq_len": first.model.max_seq_len},
+                PRETRAIN.name: _UPDATE,
+                AVERAGE.name: {"margin": _SLACK},
             },
         ),
         benchmark=benchmark.folder,

@@ -18,11 +18,11 @@ KIND = "demo-texts"
 SOURCES = {"old": ("python:stdlib", "python:topics"), "new": ("python:torch", "python:numpy")}
 """The `source` of machine documents by task."""
 FRACTION = 1.0
-"""Of the machine's modules."""
+"""Share of the installed modules whose documentation is read."""
 LONGEST_CHARS = 4_000
 FEWEST_CHARS = 100
 HELDOUT_FRACTION = 1 / 8
-"""Of the modules."""
+"""Share of the modules that nothing is trained on."""
 MOST_HELDOUT = 400
 """Held-out documents of each task, of which the benchmark makes its halves."""
 MOST = {"old": 5_000, "new": 1_500}

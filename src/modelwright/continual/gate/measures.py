@@ -86,7 +86,9 @@ class PairedComparison:
         seed = derive_seed(self.seed, "gate", task, name)
         drawn = resampled_ratios(after - before, before, resamples=self.num_resamples, seed=seed)
         bounds = np.quantile(drawn, [self.level, 1.0 - self.level])
-        low, high = (difference + widening(len(before), self.level) * (bounds - difference)).tolist()
+        low, high = -np.inf, np.inf  # of a single record, whose differences have no spread
+        if len(before) > 1:
+            low, high = (difference + widening(len(before), self.level) * (bounds - difference)).tolist()
         return GateMeasure(
             task=task,
             name=name,

@@ -4,6 +4,7 @@ It uses MLflow's client alone: the global "active run" would also record the com
 """
 
 import os
+import re
 import time
 from collections.abc import Mapping
 
@@ -12,6 +13,8 @@ from modelwright.core.sinks.sink import SinkSpec, SinkStart
 EXPERIMENT = "modelwright"
 _PARAMS_PER_CALL = 100
 """The most that MLflow's API takes."""
+_REFUSED = re.compile(r"[^\w.\- :/]|(?<=/)/|^/|/$|(?<![^/])\.+(?![^/])", re.ASCII)
+"""What MLflow refuses in a name: other characters, and what a path would lose when it is normalized."""
 
 
 class MlflowSink:
@@ -30,16 +33,24 @@ class MlflowSink:
         experiment = known.experiment_id if known else self._client.create_experiment(name)
         tags = {"run": start.run, "stage": start.name, "first_step": start.first_step}
         self._run = self._client.create_run(experiment, tags=tags, run_name=f"{start.run}/{start.name}").info.run_id
-        params = [Param(name, value) for name, value in start.settings.items()]
+        params = [Param(accepted(name), value) for name, value in start.settings.items()]
         for place in range(0, len(params), _PARAMS_PER_CALL):
             self._client.log_batch(self._run, params=params[place : place + _PARAMS_PER_CALL])
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         now = int(time.time() * 1000)
-        self._client.log_batch(self._run, metrics=[self._metric(name, one, now, step) for name, one in values.items()])
+        metrics = [self._metric(accepted(name), one, now, step) for name, one in values.items()]
+        self._client.log_batch(self._run, metrics=metrics)
 
     def close(self) -> None:
         self._client.set_terminated(self._run)
+
+
+def accepted(name: str) -> str:
+    """A name that MLflow takes: what it refuses is written in hexadecimal, so that different names stay different. The
+    names of sources, layers and reward terms in it are the user's.
+    """
+    return _REFUSED.sub(lambda found: "".join(f"_{ord(one):x}" for one in found[0]), name)
 
 
 MLFLOW = SinkSpec(name="mlflow", open=MlflowSink, package="mlflow", extra="mlflow")

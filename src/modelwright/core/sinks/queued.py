@@ -3,8 +3,10 @@
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping
 
+from modelwright.core.redact import redact_text
 from modelwright.core.sinks.sink import SinkSpec, SinkStart
 
 MAX_WAITING = 10_000
@@ -36,10 +38,11 @@ class QueuedSink:
             self._num_dropped += 1
 
     def close(self) -> None:
-        """Wait for what is left, but not for long."""
+        """Wait for what is left, at most `CLOSE_TIMEOUT_S`."""
         with contextlib.suppress(queue.Full):
+            deadline = time.monotonic() + CLOSE_TIMEOUT_S
             self._waiting.put(None, timeout=CLOSE_TIMEOUT_S)
-            self._thread.join(CLOSE_TIMEOUT_S)
+            self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._has_failed():
             return
         if self._thread.is_alive():
@@ -61,6 +64,6 @@ class QueuedSink:
             sink.close()
         except Exception as error:  # whatever a foreign library raises: a training is worth more than its picture
             first_line = str(error).partition("\n")[0]
-            self._failure = f"{type(error).__name__}: {first_line}"
+            self._failure = f"{type(error).__name__}: {redact_text(first_line)}"  # some name a URL with its password
             while not self._waiting.empty():  # so that `close` finds room for its mark
                 self._waiting.get_nowait()

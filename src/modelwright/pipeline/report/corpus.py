@@ -3,12 +3,12 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from modelwright.core.redact import redact_text
 from modelwright.data.clean import read_dropped
 from modelwright.data.clean_config import step_names
 from modelwright.data.noise_cascade import low_recall
 from modelwright.data.sources import BUILTIN
 from modelwright.data.steps.decontamination import DECONTAMINATION, PASSAGE_WORDS
-from modelwright.pipeline.redact import redact_text
 from modelwright.pipeline.report.blocks import Block, Excerpt, Fold, Note, Section, Table
 from modelwright.pipeline.report.corpus_charts import corpus_charts
 from modelwright.pipeline.report.format import count, kind_title, number, percent, size

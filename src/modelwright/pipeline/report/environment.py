@@ -6,7 +6,7 @@ from typing import Any
 import yaml
 
 from modelwright.core.config import dump
-from modelwright.pipeline.redact import redact_plain
+from modelwright.core.redact import redact_plain
 from modelwright.pipeline.report.blocks import Block, Chart, Excerpt, Fold, Note, Section, Table
 from modelwright.pipeline.report.charts import bar_chart
 from modelwright.pipeline.report.format import percent, plural, seconds, size

@@ -12,6 +12,7 @@ from typing import Any
 from modelwright.core.artifacts import MANIFEST, Manifest, damage, parse_manifest, write_atomic
 from modelwright.core.config import load_yaml
 from modelwright.core.errors import ArtifactError, ConfigError
+from modelwright.core.redact import redact_text
 from modelwright.data.cache.blocks import BlockLayout
 from modelwright.data.cache.cold import ColdStore
 from modelwright.data.loader import ROWS_AT, read_index
@@ -19,7 +20,6 @@ from modelwright.data.pack import INDEX
 from modelwright.data.tokenizer import Tokenizer, tokenizer_difference
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimates import BYTES_PER_TOKEN, text_bytes
-from modelwright.pipeline.redact import redact_text
 from modelwright.pipeline.stage import Stage, StageContext, StageSpec
 from modelwright.pipeline.stages.rows import RowSet
 

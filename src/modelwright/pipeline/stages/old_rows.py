@@ -41,9 +41,10 @@ def old_rows(packed: PackedRows, config: EwcConfig, seed: int) -> Sequence[Token
     if not config.strength:
         return ()
     names = [config.source] if config.source else list(packed.sources)
-    if not packed.sources.get(names[0]):
+    if not any(packed.sources.get(name) for name in names):
         raise ConfigError(
-            f"ewc.source: no row comes from {names[0]!r}; name one of {', '.join(packed.sources)}, or replay old texts"
+            f"ewc.source: no row comes from {config.source!r}; name one of {', '.join(packed.sources)}, or replay old "
+            "texts"
         )
     groups = np.concatenate([packed.source_groups(name) for name in names]).tolist()
     return OldRows(packed, random.Random(seed).sample(groups, min(config.num_rows, len(groups))))

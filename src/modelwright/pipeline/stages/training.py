@@ -12,6 +12,7 @@ from typing import Any
 from modelwright.core.artifacts import read_manifest
 from modelwright.core.config import dump
 from modelwright.core.errors import ArtifactError, ConfigError, DataError
+from modelwright.core.redact import redact_plain
 from modelwright.core.rundir import RunDir
 from modelwright.core.seeds import derive_seed
 from modelwright.core.sinks.sink_list import Tracking, require_packages
@@ -25,7 +26,6 @@ from modelwright.model.hf import deferred_model, load_model
 from modelwright.model.peft_folder import save_adapter
 from modelwright.ops import cpu_kernels
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.redact import redact_plain
 from modelwright.pipeline.report.blocks import Block, Fact, Section
 from modelwright.pipeline.report.format import plural
 from modelwright.pipeline.report.learning import NATS_PER_TOKEN, loss_highlight, training_section

@@ -23,7 +23,7 @@ class RuleRow:
     date: str
     """When the row was written, as YYYY-MM-DD."""
     checked: bool = False
-    """Whether somebody has compared the row with its source since."""
+    """Whether the row's formula and numbers were compared with the source, or with what several others quote of it."""
     parameters: dict[str, Any] = field(default_factory=dict[str, Any], hash=False)
     """The rule's numbers."""
 
@@ -43,7 +43,7 @@ class RuleTarget:
     """Without the embedding."""
     num_all_parameters: int
     training_flops: float
-    """Of the whole training without embedding and head, forward and backward; 0 if its length is not known."""
+    """FLOPs of the whole training without embedding and head, forward and backward; 0 if its length is not known."""
     is_from_scratch: bool
     batch_tokens: int
     learning_rate: float

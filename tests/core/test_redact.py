@@ -1,8 +1,8 @@
-"""Secrets do not reach run.json or the report."""
+"""Secrets do not reach run.json, the report or a log."""
 
 import pytest
 
-from modelwright.pipeline.redact import redact_plain, redact_text, redact_words
+from modelwright.core.redact import redact_plain, redact_text, redact_words
 
 
 @pytest.mark.parametrize(
