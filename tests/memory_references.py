@@ -139,7 +139,7 @@ class ReplayNaive:
         return max(found, default=None)
 
     def _of_those_that_vary(self, num_bytes: int) -> int | None:
-        """Of two equally near the earlier one."""
+        """The nearest one; the earlier of two that are equally near."""
         near = [
             (self._distance(number), number)
             for number, one in self._left(varies=True)

@@ -30,7 +30,7 @@ from modelwright_claims.launch import serve_store, store_environment
 TIMEOUT_S = 240
 """Far more than anything here takes: a machine that is busy with other things must fail no test."""
 PR_SET_PDEATHSIG = 1
-"""Of Linux's prctl(2): the signal that a process gets when the one that forked it ends."""
+"""Option of Linux's prctl(2): the signal that a process gets when the one that forked it ends."""
 IMPORTED = (
     "modelwright.train.build",
     "modelwright.parallel.strategies.delayed",

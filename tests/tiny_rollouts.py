@@ -169,9 +169,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], case: str
 
 
 def completion_log_probs(model: Decoder, rollout: Rollout, row: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of one completion, from all logits of its sequence alone: log p of its tokens, entropies, hidden states before
-    them.
-    """
+    """What all logits of a completion's sequence alone give: log p of its tokens, entropies, hidden states before."""
     begin, end = int(rollout.prompt_lens_C[row]), int(rollout.lens_C[row])
     ids_1T = rollout.ids_CL[row : row + 1, :end]
     hidden_1TD = model(ids_1T, torch.arange(end)[None], causal_attend())

@@ -15,7 +15,7 @@ OBJECT_COLLECTIVES = {
     "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list",
     "recv_object_list",
 }  # fmt: skip
-"""Of torch.distributed; they unpickle what arrives."""
+"""Functions of torch.distributed that unpickle what arrives."""
 
 
 def violations(source: str) -> Iterator[str]:

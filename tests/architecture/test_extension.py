@@ -155,7 +155,7 @@ def in_all_layouts(world: World, folder: Path) -> dict[str, dict[str, Tensor]]:
 
 
 def assert_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Of the expected tensors, `found` may have those of one pipeline stage."""
+    """Compare the tensors that `found` has, which may be those of one pipeline stage alone."""
     for name, tensor in found.items():
         torch.testing.assert_close(
             tensor, expected[name], rtol=0, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}"

@@ -186,7 +186,7 @@ def timed(seconds: float, *, plain: float = 100.0, loss: float = 3.0, **others: 
 
 
 def verdict_on(found: dict[str, Runs], conditions: dict[str, str]) -> Verdict:
-    """Of scenes by name."""
+    """The verdict on the runs of each scene, by name."""
     tuned = {
         where: {name: Tuned(size=replace(SIZE, num_steps=50), loss=3.0) for name in arms}
         for where, arms in found.items()

@@ -41,7 +41,7 @@ def test_no_two_tensors_share_memory_while_both_live(seed):
 
 
 def test_near_the_best_arena_there_is():
-    """Of twelve cases of six tensors: never below the best, at most 15% above it, and equal to it in most."""
+    """In twelve cases of six tensors: never below the best, at most 15% above it, and equal to it in most."""
     equal = 0
     for seed in range(12):
         found = tensors(seed, 6, length=8)

@@ -17,7 +17,7 @@ from modelwright.parallel.mesh import World, join_world
 
 
 def values(rank: int) -> list[Any]:
-    """Of very different lengths on the ranks, and of every type that JSON has."""
+    """Values of very different lengths on the ranks and of every type that JSON has."""
     return [
         None,
         {"rank": rank, "text": "später" * 10_000 * rank, "numbers": [rank / 3, float("inf"), -(2**62)]},

@@ -58,7 +58,7 @@ def outcome(model: Decoder) -> list[torch.Tensor]:
     ("recipe", "scales"), [("tensorwise", 3), ("rowwise", 3 * 128), ("blockwise", (1 + 1 + 3) * 128)]
 )
 def test_a_block_keeps_one_byte_for_each_input_that_nothing_else_keeps(recipe, scales):
-    """Of attention, of the feed-forward part, and of its last product, an FP32 scale for each group beside."""
+    """It keeps the inputs of attention, of the FFN and of its last product, with an FP32 scale for each group."""
     (plain, _), (cached, formats) = model_of(recipe, cache=False), model_of(recipe, cache=True)
     (_, bytes_plain), (alive, bytes_cached) = run(plain), run(cached)
     assert bytes_plain - bytes_cached == ROWS * LENGTH * (DIM + DIM + FFN_DIM) - 4 * scales

@@ -14,7 +14,7 @@ from tiny_decoder import make_decoder
 
 NAME = "blocks.1.ffn.up_proj"
 PAST = [2.0, 0.5, 1.0]
-"""Of earlier steps: too small for the inputs, too large for the weights."""
+"""Largest values of earlier steps: too small for the inputs, too large for the weights."""
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
