@@ -1,12 +1,13 @@
-"""Losses and metrics of the alignment objectives, step by step, beside those of TRL on the same model, data and seed.
+"""Losses and metrics of fine-tuning, of adapters and of alignment, step by step, beside those of TRL and PEFT on
+the same model, data and seed.
 
     python benchmarks/trl_losses.py --steps 30 [--only NAME ...]
 
-needs `pip install trl` (1.16 was used); `ppo` needs a TRL that still has it, `pip install 'trl==1.12.*'`, and is left
-out of another. A Llama of 2 layers and width 64 in FP32, AdamW, a constant rate, no clipping. TRL pads one answer to a
-row; ours are packed, several to a row. What learns from rollouts generates on our side, and TRL learns from the same
-completions. Prints the largest difference of each figure over all steps, relative to its largest value, and ends with
-an error if one is above its bound.
+needs `pip install trl peft` (TRL 1.16 was used); `ppo` needs a TRL that still has it, `pip install 'trl==1.12.*'`, and
+is left out of another. A Llama of 2 layers and width 64 in FP32, AdamW, a constant rate, no clipping. TRL pads one
+answer to a row; ours are packed, several to a row. What learns from rollouts generates on our side, and TRL learns from
+the same completions. Prints the largest difference of each figure over all steps, relative to its largest
+value, and ends with an error if one is above its bound.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from unittest import mock
 import numpy as np
 import torch
 from datasets import Dataset  # pyright: ignore[reportMissingImports] - comes with trl
+from peft import PeftModel  # pyright: ignore[reportMissingImports]
 from transformers import (
     LlamaForCausalLM,
     LlamaForSequenceClassification,
@@ -36,6 +38,8 @@ from trl import (  # pyright: ignore[reportMissingImports]
     KTOTrainer,
     RewardConfig,
     RewardTrainer,
+    SFTConfig,
+    SFTTrainer,
 )
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer  # pyright: ignore[reportMissingImports]
 
@@ -43,10 +47,13 @@ from modelwright.core.config import parse
 from modelwright.data.pack import TokenSequence
 from modelwright.data.preferences import PromptedAnswer
 from modelwright.data.prompts import PromptRecord
+from modelwright.model.adapters import attach_adapters
 from modelwright.model.hf import load_model, load_sequence_classifier
+from modelwright.model.peft_folder import save_adapter
 from modelwright.objectives.grpo import Grpo, GrpoConfig
 from modelwright.objectives.heldout_rewards import HeldoutRewards
 from modelwright.objectives.kto import Kto, KtoConfig
+from modelwright.objectives.next_token import NextToken
 from modelwright.objectives.ppo import Ppo, PpoConfig
 from modelwright.objectives.preference import Preference, PreferenceConfig
 from modelwright.objectives.reference_model import ReferenceModel
@@ -56,6 +63,7 @@ from modelwright.objectives.rollouts import Rollout, RolloutConfig, RolloutWorke
 from modelwright.parallel.mesh import single
 from modelwright.reward.reward import Sample, Score
 from modelwright.reward.weighted_sum import Term, WeightedSum
+from modelwright.train.config import TrainConfig
 from modelwright.train.frozen_model import FrozenModel
 from trl_setup import (
     BATCH,
@@ -118,6 +126,30 @@ def preference(
     if is_orpo:
         return own, theirs(ORPOTrainer(args=ORPOConfig(max_length=SEQ_LEN, **arguments), **data))
     return own, theirs(DPOTrainer(args=DPOConfig(**arguments), **data))
+
+
+def sft(folder: Path, steps: int, lora: Mapping[str, Any]) -> tuple[Records, Records]:
+    """Fine-tuning on answers; with adapters, PEFT starts from ours."""
+    start = llama(folder / "model", LlamaForCausalLM)
+    singles = [one for one, _ in answers(steps * BATCH, prompt_len=6)]
+    config = parse(TrainConfig, {**SHARED, "lora": dict(lora), "num_steps": steps}, constants=True)
+    objective = NextToken(InOrder([(TokenSequence(a.ids, a.mask),) for a in singles], folder / "rows"))
+    model = LlamaForCausalLM.from_pretrained(start)
+    if lora:
+        adapted = load_model(start)
+        attach_adapters(adapted, config.lora, SEED)
+        save_adapter(adapted, folder / "adapter", base=str(start))
+        model = PeftModel.from_pretrained(model, folder / "adapter", is_trainable=True)
+    own = ours(objective, load_model(start), config, folder / "ours")
+    trainer = SFTTrainer(
+        model=model,
+        args=SFTConfig(max_length=SEQ_LEN, **trl_settings(folder / "trl", steps)),
+        train_dataset=Dataset.from_list(
+            [{"prompt": text(a.ids[: a.prompt_len]), "completion": text(a.ids[a.prompt_len :])} for a in singles]
+        ),
+        processing_class=tokenizer(),
+    )
+    return own, theirs(trainer)
 
 
 def kto(folder: Path, steps: int) -> tuple[Records, Records]:
@@ -382,11 +414,20 @@ GROUP_RELATIVE: dict[str, dict[str, Any]] = {
 }
 
 
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "lora": {"r": 4, "lora_alpha": 8.0},
+    "rslora": {"r": 4, "lora_alpha": 8.0, "use_rslora": True, "target_modules": ["q_proj", "v_proj"]},
+    "dora": {"r": 4, "lora_alpha": 8.0, "use_dora": True},
+}
+
+
 def cases() -> dict[str, Callable[[Path, int], tuple[Records, Records]]]:
     """What the installed TRL can be compared with."""
     found: dict[str, Callable[[Path, int], tuple[Records, Records]]] = {}
     for name, changes in PREFERENCES.items():
         found[name] = lambda folder, steps, changes=changes: preference(folder, steps, *changes)
+    for name, lora in {"sft": {}, **ADAPTERS}.items():
+        found[name] = lambda folder, steps, lora=lora: sft(folder, steps, lora)
     for name, settings in GROUP_RELATIVE.items():
         found[name] = lambda folder, steps, settings=settings: grpo(folder, steps, settings)
     has_ppo = importlib.util.find_spec("trl.experimental.ppo") is not None

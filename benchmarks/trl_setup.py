@@ -64,7 +64,7 @@ def margins(num_pairs: int) -> list[float]:
 class InOrder:
     """Batch k has the groups from k * BATCH on, packed for itself, as TRL's sequential sampler takes them."""
 
-    groups: Sequence[tuple[TokenSequence, TokenSequence]]
+    groups: Sequence[tuple[TokenSequence, ...]]
     folder: Path
     num_batches_per_epoch: int = field(init=False)
 
@@ -74,7 +74,8 @@ class InOrder:
             own = self.groups[index * BATCH : (index + 1) * BATCH]
             sequences = [sequence for group in own for sequence in group]
             config = PackConfig(seq_len=SEQ_LEN)
-            pack(sequences, self.folder / str(index), config, vocab_size=VOCABULARY, eos_id=EOS, group_size=2)
+            place, size = self.folder / str(index), len(own[0])
+            pack(sequences, place, config, vocab_size=VOCABULARY, eos_id=EOS, group_size=size)
 
     def batch(self, index: int, *, rank: int = 0, world_size: int = 1) -> TokenBatch:
         rows = PackedRows(self.folder / str(index))
