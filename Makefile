@@ -1,4 +1,4 @@
-# make demo   install into .venv and go from raw text to a served model
+# make demo   install into .venv and go from raw text to a served model; make demo ISA=avx2 as on a processor without AVX-512
 # make test   install with the test tools and run the tests, one process per core (TEST_PROCESSES=N for another number);
 #             ends with the ten slowest tests and the wall time; where the processor has AVX-512, the tests of numerics
 #             run a second time as on one with AVX2 alone
@@ -37,7 +37,7 @@ HAS_AVX512 := $(shell grep -qsw avx512f /proc/cpuinfo && echo yes)
 .PHONY: demo test coverage lint bench prove parity gpu-check clean
 
 demo: $(VENV)/.installed
-	$(BIN)/modelwright run $(RECIPE) $(ARGS)
+	$(WITH_ISA) $(BIN)/modelwright run $(RECIPE) $(ARGS)
 
 test: $(VENV)/.installed-dev
 	$(PYTEST) $(ARGS)

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from tokenizers import models, normalizers
 
 from chat_templates import HERMES, chatml_tokenizer
-from hf_folders import BIASED, LLAMA3, VOCAB_SIZE, rope, write_folder
+from gguf_models import EXPORTED, model_folder
+from hf_folders import VOCAB_SIZE, write_folder
 from modelwright.compress.gguf.architectures import architecture_of
 from modelwright.compress.gguf.export import GgufFormat, export_gguf
 from modelwright.compress.gguf.vocabulary import TokenKind, pre_tokenizer_name, read_vocabulary
@@ -26,20 +27,6 @@ from modelwright.model.hf import load_config, load_model, type_of
 
 gguf = pytest.importorskip("gguf")
 
-EXPORTED: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {}),
-    "llama-biased": ("llama", {**BIASED, "tie_word_embeddings": True}),
-    "llama-llama3": ("llama", rope(**LLAMA3)),
-    "llama-linear": ("llama", rope(rope_type="linear", factor=2.5)),
-    "mistral": ("mistral-all", {}),
-    "qwen2": ("qwen2", {}),
-    "qwen3": ("qwen3", {}),
-    "phi3": ("phi3", {}),
-    "smollm3": ("smollm3", {"no_rope_layer_interval": 4, "num_hidden_layers": 4}),
-    "gemma2": ("gemma2", {"query_pre_attn_scalar": 8}),
-    "gemma3": ("gemma3", {"query_pre_attn_scalar": 8}),
-}
-"""Case of `hf_folders`, and what it changes."""
 REFUSED = {
     "llama-dynamic": "rope_scaling: llama.cpp's llama has no scaling dynamic",
     "llama-yarn-mscale": "rope_scaling: llama.cpp's llama takes no attention factor of its own",
@@ -60,13 +47,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("tokenizer")
     chatml_tokenizer(folder, HERMES)
     return {path.name: path for path in folder.iterdir()}
-
-
-def model_folder(name: str, folder: Path, files: dict[str, Path], **changes: Any) -> Path:
-    write_folder(name, folder, **changes)
-    for file, path in files.items():
-        (folder / file).write_bytes(path.read_bytes())
-    return folder
 
 
 class File:
