@@ -19,8 +19,8 @@ pytest.importorskip("gguf")
 llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
 NUM_TOKENS = 32
-TOLERANCE = 0.01
-"""Of the logits, whose standard deviation is about 1: llama.cpp rounds the inputs of its products to F16."""
+TOLERANCE = 0.03
+"""Of logits with a standard deviation of about 1: llama.cpp rounds keys, values and the inputs of products to F16."""
 
 
 @pytest.mark.parametrize("name", EXPORTED)
