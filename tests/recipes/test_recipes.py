@@ -35,7 +35,7 @@ def test_a_printed_config_is_the_same_config(name: str) -> None:
 
 
 def test_quickstart_has_the_promised_size() -> None:
-    assert 8_000_000 <= recipe("quickstart").model.num_parameters <= 15_000_000
+    assert 4_000_000 <= recipe("quickstart").model.num_parameters <= 6_000_000
 
 
 def test_yaml_file_over_a_recipe(tmp_path: Path) -> None:
