@@ -33,6 +33,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "one group": {"num_kv_heads": 1},
     "gate of heads": {"attention_gate": "head"},
     "gate of elements": {"attention_gate": "element"},
+    "selected heads": {"head_budget": 0.5},
+    "selected and gated heads of one group": {"head_budget": 0.5, "attention_gate": "head", "num_kv_heads": 1},
     "own head": {"tie_embeddings": False},
     "window and cap": {"attention": AttentionConfig(window=20, window_layers=(1,), soft_cap=4.0)},
 }
@@ -127,11 +129,13 @@ def test_bf16_models_are_closer_to_fp32_than_the_reference(monkeypatch: pytest.M
     assert [own[:2] for own in found] == [own[:2] for own in exact]
 
 
-@pytest.mark.parametrize("kind", ["fp32", "int8"])
+@pytest.mark.parametrize("kind", ["fp32", "int8", "selected heads"])
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_a_request_has_the_same_bits_alone_and_in_a_batch(kind: str, params: SamplingParams) -> None:
     """Among 32, after preemptions, with a beginning from the cache, and with guesses that are verified."""
-    model = make_model() if kind == "fp32" else quantize_model(make_model(), Int8WeightsConfig())
+    model = make_model(**MODELS.get(kind, {}))
+    if kind == "int8":
+        model = quantize_model(model, Int8WeightsConfig())
     prompts = [tokens(5 + 3 * n % 60, n) for n in range(32)]
     prompts[7] = prompts[6][:32] + prompts[7]
     expected = [alone(model, prompt, params) for prompt in prompts]
