@@ -86,16 +86,19 @@ def trained(function: Callable[[], Tensor], leaves: tuple[Tensor, ...]) -> Calla
 
 def decoding_groups() -> Iterator[Group]:
     for name, dtype in FORMATS.items():
-        steps = {ALL: step_of(1.0, dtype)}
-        steps |= {f"{share:.0%} open": step_of(share, dtype) for share in SHARES}
-        yield Group(
-            f"decoding, context {CONTEXT}, {STREAMS} streams, {name}", {**steps, "none": step_of(0.0, dtype)}, "none"
-        )
+        for group in (1, 2):
+            steps = {ALL: step_of(1.0, dtype, group)}
+            steps |= {f"{share:.0%} open": step_of(share, dtype, group) for share in SHARES}
+            steps["none"] = step_of(0.0, dtype, group)
+            yield Group(f"decoding, {STREAMS} streams, {group} to a key/value head, {name}", steps, "none")
 
 
-def step_of(share: float, dtype: torch.dtype) -> Callable[[], object]:
-    """A step of the quickstart's model, whose routers open a fixed share of all heads, drawn at random."""
-    shape = replace(recipe("quickstart").model, max_seq_len=CONTEXT + 1, head_budget=0.5)
+def step_of(share: float, dtype: torch.dtype, group: int) -> Callable[[], object]:
+    """A step of the quickstart's model, whose routers open a fixed share of all heads, drawn at random. group: query
+    heads that share keys and values, which are read unless all of them are closed.
+    """
+    shape = recipe("quickstart").model
+    shape = replace(shape, max_seq_len=CONTEXT + 1, head_budget=0.5, num_kv_heads=shape.num_heads // group)
     model = Decoder(shape)
     model.init_weights(0)
     ranks = torch.rand(shape.num_layers, shape.num_heads).flatten().argsort().argsort().view(shape.num_layers, -1)
@@ -157,13 +160,15 @@ def lines(groups: list[Group], times: Mapping[tuple[str, str], float]) -> Iterat
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=25, metavar="N", help="of which the fastest counts")
+    parser.add_argument("--only", choices=("training", "decoding"), help="one of the two tables")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     missing = {"attention", "decode_step"} - cpu_kernels.used()
     if missing:
         sys.exit(f"the kernels {', '.join(sorted(missing))} are not used here, so there is nothing to measure")
-    groups = [*training_groups(), *decoding_groups()]
+    tables = {"training": training_groups, "decoding": decoding_groups}
+    groups = [group for name, table in tables.items() if options.only in (None, name) for group in table()]
     print(f"{cpu_kernels.instruction_set()}, {hardware()['processor']}, torch {torch.__version__}: one thread")
     print("\n".join(lines(groups, measured(groups, options.rounds))))
     return 0

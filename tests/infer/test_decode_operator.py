@@ -17,7 +17,7 @@ from modelwright.infer.sequence import SamplingParams
 from modelwright.model.adapter_config import AdapterConfig
 from modelwright.model.adapters import attach_adapters
 from modelwright.model.config import AttentionConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, Linear
 from modelwright.model.hf import load_model
 from modelwright.ops import cpu_kernels
 from modelwright.ops.int_grid import WeightGrid
@@ -90,6 +90,30 @@ def assert_same_answers(
 @pytest.mark.parametrize("name", MODELS)
 def test_answers_are_those_of_the_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_same_answers(make_model(**MODELS[name]), [tokens(n, n) for n in PROMPT_LENS], monkeypatch)
+
+
+def test_closed_heads_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither in prompts nor in decoding: queries that are no numbers stay without effect where a head is closed."""
+    model = make_model(head_budget=0.5)
+    for block in model.blocks.values():
+        router = Linear(model.config.model_dim, model.config.num_heads, bias=True)
+        with torch.no_grad():
+            router.weight.zero_()
+            router.bias.copy_(torch.tensor([-1.0, 1.0, -1.0, -1.0]))
+        block.attention.head_router = router
+    prompts = [tokens(n, n) for n in PROMPT_LENS]
+    monkeypatch.setenv(cpu_kernels.SWITCH, f"attention,{WITH}")
+    expected, logprobs, reason = answers(model, prompts)
+    assert not reason
+    for block in model.blocks.values():
+        queries_HdD = block.attention.q_proj.weight.data.unflatten(0, (4, -1))
+        queries_HdD[[0, 2, 3]] = float("nan")
+    found, found_logprobs, _ = answers(model, prompts)
+    assert found == expected
+    assert found_logprobs == logprobs
+    monkeypatch.setenv(cpu_kernels.SWITCH, WITHOUT)
+    broken, _, _ = answers(model, prompts)
+    assert broken != expected, "PyTorch's operators decode all heads"
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from modelwright.pipeline.models import FoundModel
 from modelwright.precision.apply import names_of_projections
 from modelwright.search.subnetwork import containing_shape
 from modelwright.serve.load import ModelSource
+from modelwright.train import parallelize
 from modelwright.train.objective import forward
 
 BUDGET = 0.6
@@ -204,6 +206,15 @@ def test_recomputed_layers_decide_alike(
     tmp_path: Path, trained: dict[str, Tensor], checkpointing: dict[str, Any]
 ) -> None:
     assert_close(train(single(), tmp_path, {}, activation_checkpointing=checkpointing), trained)
+
+
+def test_compiled_layers_learn_alike(
+    tmp_path: Path, trained: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    eager = partial(parallelize.compile_each_block, backend="eager")
+    monkeypatch.setattr(parallelize, "compile_each_block", eager)
+    assert_close(train(single(), tmp_path, {}, compile=True), trained)
+    torch.compiler.reset()
 
 
 def shares(model: Decoder) -> Tensor:

@@ -212,9 +212,11 @@ Scores score(const Queries& queries, const float* rows, const float* keys_across
              float* to) {
   const Scores size{queries, from_key, std::min<int64_t>(kBlock, queries.num_keys() - from_key)};
   multiply_seen(size, rows, keys_across + from_key * width, width, to);
-  for (int64_t row = 0; row < size.num_rows(); ++row)
-    for (int64_t key = std::max<int64_t>(0, size.ahead(row)); key < size.reach(row); ++key)
+  for (int64_t row = 0; row < size.num_rows(); ++row) {
+    const int64_t reach = size.reach(row);
+    for (int64_t key = std::max<int64_t>(0, size.ahead(row)); key < reach; ++key)
       to[row * kBlock + key] = -std::numeric_limits<float>::infinity();
+  }
   return size;
 }
 
@@ -340,12 +342,14 @@ void backward(const T* grad, const T* q, const T* k, const T* v, const T* out, c
           for (int64_t from = 0; from < block.num_keys(); from += kBlock) {
             const Scores size = score(block, queries, keys_across, from, width, weights);
             multiply_seen(size, incoming, values_across + from * width, width, changes);
-            for (int64_t row = 0; row < size.num_rows(); ++row)
-              for (int64_t at = row * kBlock; at < row * kBlock + size.reach(row); at += kLanes) {
+            for (int64_t row = 0; row < size.num_rows(); ++row) {
+              const int64_t end = row * kBlock + size.reach(row);
+              for (int64_t at = row * kBlock; at < end; at += kLanes) {
                 const Vector weight = exponential(load(weights + at) - denominators[row]);
                 store(weights + at, weight);
                 store(changes + at, weight * (load(changes + at) - along[row]));
               }
+            }
             add_by_key(size, weights, incoming, width, of_values + from * width);
             add_by_key(size, changes, queries, width, of_keys + from * width);
             add_by_query(size, changes, keys + from * width, width, of_queries);
