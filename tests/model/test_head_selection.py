@@ -1,6 +1,7 @@
 """Selected heads: against masking all heads' output, causality, generation, every layout, folders, and refusals."""
 
 import json
+import warnings
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ from modelwright.model.auxiliary_loss import auxiliary_losses
 from modelwright.model.config import AttentionConfig, ModelConfig
 from modelwright.model.decoder import Attend, AttentionSpec, Decoder
 from modelwright.model.head_selection import BUDGET_WEIGHT, decisions_seen
-from modelwright.model.hf import load_model, save_model
+from modelwright.model.hf import deferred_model, load_model, save_model
 from modelwright.ops.attention import document_mask, masked_attention_naive
 from modelwright.ops.int_grid import WeightGrid
 from modelwright.parallel.config import ParallelConfig
@@ -213,7 +214,9 @@ def test_compiled_layers_learn_alike(
 ) -> None:
     eager = partial(parallelize.compile_each_block, backend="eager")
     monkeypatch.setattr(parallelize, "compile_each_block", eager)
-    assert_close(train(single(), tmp_path, {}, compile=True), trained)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="torch")  # as in tests/architecture/test_pairs.py
+        assert_close(train(single(), tmp_path, {}, compile=True), trained)
     torch.compiler.reset()
 
 
@@ -250,6 +253,15 @@ def test_folders_keep_it_and_the_export_refuses_it(tmp_path: Path) -> None:
     assert not (tmp_path / "exported").exists()
     with pytest.raises(ConfigError, match="a gemma2 cannot have all features of this model"):
         save_model(Decoder(replace(model.config, hf_type="gemma2")), tmp_path / "other")
+
+
+def test_a_model_whose_weights_are_read_later_has_its_own_loss(tmp_path: Path) -> None:
+    save_model(selecting_model(), tmp_path / "m")
+    losses = auxiliary_losses(deferred_model(tmp_path / "m"))
+    assert len(losses) == 2
+    for loss in losses:
+        loss.begin_step(0.5, torch.device("cpu"))
+        assert loss.scale == 0.5 * BUDGET_WEIGHT
 
 
 def test_smaller_formats_take_it(tmp_path: Path) -> None:
