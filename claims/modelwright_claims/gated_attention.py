@@ -2,7 +2,7 @@
 
 The method is learned selection of heads (`model/head_selection.py`). It stands beside what a user would do for the same
 saving: fewer heads from the start, heads that are pruned half-way (by what they contribute), and a sliding window in
-every other layer. All read as many tokens, each at its own best rate, chosen on a seed and a split of their own.
+three of four layers. All read as many tokens, each at its own best rate, chosen on a seed and a split of their own.
 """
 
 from collections.abc import Sequence
@@ -76,8 +76,8 @@ def measurement(found: Comparison, size: Size) -> Measurement:
             "model": describe_shape(size, VOCAB_SIZE),
             "method": f"a budget of {BUDGET:g} of the heads",
             "rivals": f"{NUM_STATIC} of {NUM_HEADS} heads from the start; all heads for half of the steps, then the "
-            f"{NUM_STATIC} that contribute most; a window of {found.window} tokens in every other layer, the longest "
-            f"whose attention takes at most {TARGET_COMPUTE:g} of plain attention's FLOPs",
+            f"{NUM_STATIC} that contribute most; a window of {found.window} tokens in all but every fourth layer, the "
+            f"longest whose attention takes at most {BUDGET:g} of the FLOPs of attention of all heads",
             "rates tried": ", ".join(map(str, RATES)) + "; and beyond where the best was at an end",
             "rates": "; ".join(f"{name}: {rate:g}" for name, rate in found.rates.items()),
             "tuning": "each arm in a run of full length on a seed and a held-out split of their own; for pruned heads "
@@ -152,7 +152,7 @@ CLAIM = Claim(
     "Gradients Through Stochastic Neurons (https://arxiv.org/abs/1308.3432)",
     published="35% less attention compute, 98% of the quality; machine and model not told",
     compared="learned selection of heads for each token, against attention of all heads, fewer heads from the start, "
-    "heads pruned half-way and a sliding window in every other layer, at equal tokens, each at its own best rate",
+    "heads pruned half-way and a sliding window in three of four layers, at equal tokens, each at its own best rate",
     target=f"executed FLOPs of attention at most {TARGET_COMPUTE:g} and its time at most {TARGET_TIME:g} of those of "
     f"all heads, in training and in decoding; held-out loss at most {TARGET_LOSS:g}% above all heads and below every "
     "rival with p < 0.05",
