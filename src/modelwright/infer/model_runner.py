@@ -294,7 +294,7 @@ class ModelRunner:
             for piece in step.pieces:
                 rows = slice(piece.start, piece.end)
                 if spec.open_BTH is not None and self._device.type == "cpu" and not spec.soft_cap:
-                    keys = self._keys_of(spec, piece, k_1NKd, v_1NKd)
+                    keys = _seen_keys(self._cache, spec, piece, k_1NKd, v_1NKd)
                     out_1NHd[:, rows] = _selected(spec, q_1NHd[:, rows], *keys, spec.open_BTH[:, rows])
                 elif piece.opens_prompt:
                     out_1NHd[:, rows] = self._attend_within(spec, q_1NHd[:, rows], k_1NKd[:, rows], v_1NKd[:, rows])
@@ -303,16 +303,6 @@ class ModelRunner:
             return out_1NHd
 
         return attend
-
-    def _keys_of(self, spec: AttentionSpec, piece: ChunkPiece, k_1NKd: Tensor, v_1NKd: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [1, L, K, d] that a chunk sees, its own at the end."""
-        rows = slice(piece.start, piece.end)
-        if piece.opens_prompt:
-            return k_1NKd[:, rows], v_1NKd[:, rows]
-        context = piece.contexts[spec.window]
-        num_seen = int(context.mask[0, 0, -1].nonzero()[-1]) + 1
-        keys, values = self._cache.read(spec.layer, context.table, 1, k_1NKd.dtype)
-        return keys[:, :num_seen], values[:, :num_seen]
 
     def _decode(self, spec: AttentionSpec, q_BHd: Tensor, context: CachedContext) -> Tensor:
         """One query token per sequence: the query heads of a group take the place of query tokens, [B, H, d]."""
@@ -343,6 +333,19 @@ class ModelRunner:
 
     def _ints(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.long, device=self._device)
+
+
+def _seen_keys(
+    cache: PagedCache, spec: AttentionSpec, piece: ChunkPiece, k_1NKd: Tensor, v_1NKd: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Keys and values [1, L, K, d] that the queries of a chunk see, its own at the end."""
+    rows = slice(piece.start, piece.end)
+    if piece.opens_prompt:
+        return k_1NKd[:, rows], v_1NKd[:, rows]
+    context = piece.contexts[spec.window]
+    num_seen = int(context.mask[0, 0, -1].nonzero()[-1]) + 1
+    keys, values = cache.read(spec.layer, context.table, 1, k_1NKd.dtype)
+    return keys[:, :num_seen], values[:, :num_seen]
 
 
 def _selected(spec: AttentionSpec, q_1CHd: Tensor, k_1LKd: Tensor, v_1LKd: Tensor, open_1CH: Tensor) -> Tensor:
