@@ -242,12 +242,12 @@ def open_share(model: Decoder, batches: Sequence[TokenBatch]) -> float:
 def attention_call(model: Decoder, batch: TokenBatch) -> Callable[[], object]:
     """Attention of all layers on a batch, forward and backward, routers included, projections not."""
     attend = packed_attend(batch.segments_BT, model.config.windows)
-    layers = [(block, *inputs) for block, inputs in _attention_inputs(model, batch, attend)]
+    layers = _attention_inputs(model, batch, attend)
 
     def call() -> None:
-        for block, x_BTD, *qkv in layers:
-            leaves = [one.requires_grad_() for one in (x_BTD, *qkv)]
-            out_BTHd = block.attention.attended(*leaves, attend)
+        for block, inputs in layers:
+            x_BTD, q_BTHd, k_BTHd, v_BTHd = leaves = [one.requires_grad_() for one in inputs]
+            out_BTHd = block.attention.attended(x_BTD, q_BTHd, k_BTHd, v_BTHd, attend)
             torch.autograd.grad(out_BTHd.sum(), leaves, allow_unused=True)
 
     return call
@@ -263,13 +263,13 @@ def _attention_inputs(model: Decoder, batch: TokenBatch, attend: Attend) -> list
 
     blocks = [block for block in model.blocks.values() if isinstance(block, Block)]
     for block in blocks:
-        block.attention.attended = partial(keeping, block)
+        vars(block.attention)["attended"] = partial(keeping, block)
     try:
         with torch.no_grad():
             model(batch.input_ids_BT, batch.positions_BT, attend)
     finally:
         for block in blocks:
-            del block.attention.attended
+            del vars(block.attention)["attended"]
     return found
 
 

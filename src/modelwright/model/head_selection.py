@@ -17,8 +17,9 @@ opens closed heads again is the budget, an auxiliary loss whose gradient reaches
 Legend: B rows, T tokens, H heads.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -88,14 +89,17 @@ class _StraightThrough(torch.autograd.Function):
 
 
 @contextmanager
-def decisions_seen(model: nn.Module, see: Callable[[int, Tensor], None]) -> Iterator[None]:
+def decisions_seen(model: nn.Module, see: Callable[[int, Tensor], None]) -> Generator[None]:
     """Within the block the decisions of every layer that selects heads, boolean [B, T, H], are shown to `see` with the
     layer's number.
     """
-    layers = cast(Iterator[tuple[str, nn.Module]], model.get_submodule("blocks").named_children())
+
+    def show(layer: int, module: nn.Module, inputs: Any, open_BTH: Tensor) -> None:
+        see(layer, open_BTH)
+
     hooks = [
-        selection.register_forward_hook(lambda _, __, open_BTH, layer=int(name): see(layer, open_BTH))
-        for name, block in layers
+        selection.register_forward_hook(partial(show, int(name)))
+        for name, block in model.get_submodule("blocks").named_children()
         for selection in block.modules()
         if isinstance(selection, HeadSelection)
     ]

@@ -81,8 +81,8 @@ def _selected_forward(
         out_BTHd, lse_BKGT = whole_rows_forward(q_BTHd, k_BTKd, v_BTKd, bias)
         return out_BTHd * open_BTH[..., None], lse_BKGT.flatten(1, 2)
     if not has_window and cpu_kernels.take_heads(q_BTHd):
-        inputs = (x.contiguous() for x in (q_BTHd, k_BTKd, v_BTKd))
-        out_BTHd, lse_BKGT = cpu_kernels.attention(*inputs, bounds_P5, open_BTH.contiguous())
+        q, k, v = (x.contiguous() for x in (q_BTHd, k_BTKd, v_BTKd))
+        out_BTHd, lse_BKGT = cpu_kernels.attention(q, k, v, bounds_P5, open_BTH.contiguous())
         return out_BTHd, lse_BKGT.flatten(1, 2)
     out_BTHd, lse_BHT = _results(q_BTHd)
     q, k, v = upcast(q_BTHd, k_BTKd, v_BTKd)
@@ -133,8 +133,8 @@ def _selected_backward(
         lse_BKGT = lse_BHT.unflatten(1, (num_kv_heads, -1))
         return whole_rows_backward(grad_BTHd, q_BTHd, k_BTKd, v_BTKd, out_BTHd, lse_BKGT, bias)
     if not has_window and cpu_kernels.take_heads(q_BTHd):
-        inputs = (x.contiguous() for x in (grad_BTHd, q_BTHd, k_BTKd, v_BTKd, out_BTHd, lse_BHT))
-        return cpu_kernels.attention_backward(*inputs, bounds_P5, open_BTH.contiguous())
+        grad, q, k, v, out, lse = (x.contiguous() for x in (grad_BTHd, q_BTHd, k_BTKd, v_BTKd, out_BTHd, lse_BHT))
+        return cpu_kernels.attention_backward(grad, q, k, v, out, lse, bounds_P5, open_BTH.contiguous())
     q, k, v, grad, out = upcast(q_BTHd, k_BTKd, v_BTKd, grad_BTHd, out_BTHd)
     grad_q, grad_k, grad_v = (
         torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q_BTHd, k_BTKd, v_BTKd)
