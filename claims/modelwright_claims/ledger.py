@@ -21,6 +21,7 @@ from modelwright_claims import (
     compressed_links,
     dynamic_decay,
     efficiency_20x,
+    gated_attention,
     gradient_accumulation,
     gradient_compression,
     hogwild,
@@ -72,6 +73,7 @@ CLAIMS: tuple[Claim, ...] = (
     adaptive_clipping.CLAIM,
     dynamic_decay.CLAIM,
     sparse_updates.CLAIM,
+    gated_attention.CLAIM,
 )
 
 

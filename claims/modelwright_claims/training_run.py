@@ -99,7 +99,7 @@ class Run:
     """Measured seconds of number formats that adaptive precision uses instead of its own measurement."""
 
     def model_config(self, vocab_size: int) -> ModelConfig:
-        return parse(ModelConfig, merge(dump(self.size.model_config(vocab_size)), self.model))
+        return parse(ModelConfig, merge(dump(self.size.model_config(vocab_size)), self.model), constants=True)
 
     def train_config(self) -> TrainConfig:
         return parse(TrainConfig, merge(dump(self.size.train_config()), self.settings), constants=True)

@@ -17,7 +17,7 @@ from modelwright.infer.sequence import SamplingParams
 from modelwright.model.adapter_config import AdapterConfig
 from modelwright.model.adapters import attach_adapters
 from modelwright.model.config import AttentionConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, Linear
 from modelwright.model.hf import load_model
 from modelwright.ops import cpu_kernels
 from modelwright.ops.int_grid import WeightGrid
@@ -33,6 +33,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "one group": {"num_kv_heads": 1},
     "gate of heads": {"attention_gate": "head"},
     "gate of elements": {"attention_gate": "element"},
+    "selected heads": {"head_budget": 0.5},
+    "selected and gated heads of one group": {"head_budget": 0.5, "attention_gate": "head", "num_kv_heads": 1},
     "own head": {"tie_embeddings": False},
     "window and cap": {"attention": AttentionConfig(window=20, window_layers=(1,), soft_cap=4.0)},
 }
@@ -90,6 +92,30 @@ def test_answers_are_those_of_the_model(name: str, monkeypatch: pytest.MonkeyPat
     assert_same_answers(make_model(**MODELS[name]), [tokens(n, n) for n in PROMPT_LENS], monkeypatch)
 
 
+def test_closed_heads_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither in prompts nor in decoding: queries that are no numbers stay without effect where a head is closed."""
+    model = make_model(head_budget=0.5)
+    for block in model.blocks.values():
+        router = Linear(model.config.model_dim, model.config.num_heads, bias=True)
+        with torch.no_grad():
+            router.weight.zero_()
+            router.bias.copy_(torch.tensor([-1.0, 1.0, -1.0, -1.0]))
+        block.attention.head_router = router
+    prompts = [tokens(n, n) for n in PROMPT_LENS]
+    monkeypatch.setenv(cpu_kernels.SWITCH, f"attention,{WITH}")
+    expected, logprobs, reason = answers(model, prompts)
+    assert not reason
+    for block in model.blocks.values():
+        queries_HdD = block.attention.q_proj.weight.data.unflatten(0, (4, -1))
+        queries_HdD[[0, 2, 3]] = float("nan")
+    found, found_logprobs, _ = answers(model, prompts)
+    assert found == expected
+    assert found_logprobs == logprobs
+    monkeypatch.setenv(cpu_kernels.SWITCH, WITHOUT)
+    broken, _, _ = answers(model, prompts)
+    assert broken != expected, "PyTorch's operators decode all heads"
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_every_model_type_is_taken(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
@@ -127,11 +153,13 @@ def test_bf16_models_are_closer_to_fp32_than_the_reference(monkeypatch: pytest.M
     assert [own[:2] for own in found] == [own[:2] for own in exact]
 
 
-@pytest.mark.parametrize("kind", ["fp32", "int8"])
+@pytest.mark.parametrize("kind", ["fp32", "int8", "selected heads"])
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_a_request_has_the_same_bits_alone_and_in_a_batch(kind: str, params: SamplingParams) -> None:
     """Among 32, after preemptions, with a beginning from the cache, and with guesses that are verified."""
-    model = make_model() if kind == "fp32" else quantize_model(make_model(), Int8WeightsConfig())
+    model = make_model(**MODELS.get(kind, {}))
+    if kind == "int8":
+        model = quantize_model(model, Int8WeightsConfig())
     prompts = [tokens(5 + 3 * n % 60, n) for n in range(32)]
     prompts[7] = prompts[6][:32] + prompts[7]
     expected = [alone(model, prompt, params) for prompt in prompts]

@@ -137,6 +137,7 @@ def _in_order(block: Block) -> list[list[str]]:
     """The projections of a block in groups that read the same inputs, in the order in which they are computed."""
     attention, ffn = ["q_proj", "k_proj", "v_proj"], ("gate_proj", "up_proj")
     attention += ["output_gate"] if block.attention.output_gate is not None else []
+    attention += ["head_router"] if block.attention.head_router is not None else []
     return [
         [f"attention.{name}" for name in attention],
         ["attention.o_proj"],

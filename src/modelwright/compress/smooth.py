@@ -38,6 +38,7 @@ def smoothed(model: Decoder, batches: Iterable[TokenBatch], *, strength: float =
         attention, ffn, place = block.attention, block.ffn, f"blocks.{layer}"
         readers = [attention.q_proj, attention.k_proj, attention.v_proj]
         readers += [attention.output_gate] if attention.output_gate is not None else []
+        readers += [attention.head_router] if attention.head_router is not None else []
         _move_into_norm(block.attention_norm, readers, maxima[f"{place}.attention.q_proj"], strength)
         _move_into_norm(block.ffn_norm, [ffn.gate_proj, ffn.up_proj], maxima[f"{place}.ffn.gate_proj"], strength)
         _move(ffn.up_proj, ffn.down_proj, _scales([ffn.down_proj], maxima[f"{place}.ffn.down_proj"], strength))

@@ -1,5 +1,5 @@
 """Decoding by one operator per step, where the kernel of `ops/decode_step.py` is used and computes all that a model
-has.
+has; of layers that select heads, only the open ones.
 
 The model's own `forward` is the reference, and decodes everything else. Which of the two computes a token depends on
 the model and on the adapter of its sequence alone, so a request has the same bits whatever runs beside it.
@@ -153,6 +153,9 @@ def _layer(block: Block, config: ModelConfig, cache: PagedCache) -> DecodeLayer:
         output_gate=NO_WEIGHT
         if attention.output_gate is None
         else _weight(attention.output_gate, config.gate_dim, width),
+        head_router=NO_WEIGHT
+        if attention.head_router is None
+        else _weight(attention.head_router, config.num_heads, width),
         attention_norm=_norm(block.attention_norm),
         attention_post_norm=_norm(block.attention_post_norm),
         ffn_norm=_norm(block.ffn_norm),

@@ -4,7 +4,8 @@ All tokens of a step pass through the linears as one flat row of N tokens; only 
 keep every sequence's numbers independent of its neighbors, a decoding token attends over its own context rounded up to
 `CONTEXT_STEP` and shares a call only with tokens of the same rounded context. The tokens of a draft are decoding tokens
 like any other, so that verifying them gives the bits that decoding one by one gives. Layers with a window read the last
-blocks of that length only.
+blocks of that length only. Where layers select heads, chunks of prompts on a CPU compute only the open ones; tokens
+that PyTorch decodes compute all heads, the operator below only the open ones.
 
 Where one operator decodes (`decode_operator`), it takes the decoding tokens without an adapter, and the model computes
 the others and the chunks of prompts.
@@ -30,8 +31,9 @@ from modelwright.model.adapter_bank import AdapterSet
 from modelwright.model.attention import causal_attend
 from modelwright.model.decoder import Attend, AttentionSpec, Decoder, Insert
 from modelwright.model.vision.image_prefix import image_prefix, replaced
-from modelwright.ops.attention import masked_attention
+from modelwright.ops.attention import masked_attention, packed_tiles
 from modelwright.ops.capped_attention import masked_capped_attention
+from modelwright.ops.selected_attention import selected_attention
 
 CONTEXT_STEP = 64
 """Decoding contexts are rounded up to a multiple of this many tokens; a multiple of the block length."""
@@ -291,7 +293,10 @@ class ModelRunner:
                 out_1NHd[0, rows] = self._decode(spec, q_1NHd[0, rows], group.contexts[spec.window])
             for piece in step.pieces:
                 rows = slice(piece.start, piece.end)
-                if piece.opens_prompt:
+                if spec.open_BTH is not None and self._device.type == "cpu" and not spec.soft_cap:
+                    keys = _seen_keys(self._cache, spec, piece, k_1NKd, v_1NKd)
+                    out_1NHd[:, rows] = _selected(spec, q_1NHd[:, rows], *keys, spec.open_BTH[:, rows])
+                elif piece.opens_prompt:
                     out_1NHd[:, rows] = self._attend_within(spec, q_1NHd[:, rows], k_1NKd[:, rows], v_1NKd[:, rows])
                 else:
                     out_1NHd[:, rows] = self._extend(spec, q_1NHd[:, rows], piece.contexts[spec.window])
@@ -328,6 +333,27 @@ class ModelRunner:
 
     def _ints(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.long, device=self._device)
+
+
+def _seen_keys(
+    cache: PagedCache, spec: AttentionSpec, piece: ChunkPiece, k_1NKd: Tensor, v_1NKd: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Keys and values [1, L, K, d] that the queries of a chunk see, its own at the end."""
+    rows = slice(piece.start, piece.end)
+    if piece.opens_prompt:
+        return k_1NKd[:, rows], v_1NKd[:, rows]
+    context = piece.contexts[spec.window]
+    num_seen = int(context.mask[0, 0, -1].nonzero()[-1]) + 1
+    keys, values = cache.read(spec.layer, context.table, 1, k_1NKd.dtype)
+    return keys[:, :num_seen], values[:, :num_seen]
+
+
+def _selected(spec: AttentionSpec, q_1CHd: Tensor, k_1LKd: Tensor, v_1LKd: Tensor, open_1CH: Tensor) -> Tensor:
+    """Attention of a chunk at its open heads; its queries are the last C of L tokens."""
+    num_keys, num_queries = k_1LKd.shape[1], q_1CHd.shape[1]
+    one_document = torch.zeros(1, num_keys, dtype=torch.int64)
+    tiles = packed_tiles(one_document, spans=[(num_keys - num_queries, num_keys)], window=spec.window)
+    return selected_attention(q_1CHd, k_1LKd, v_1LKd, open_1CH, tiles)
 
 
 def _add_up(chunk: Chunk, hidden_CD: Tensor) -> None:

@@ -19,6 +19,7 @@ _PRODUCTS = tuple(name for name in OPERATORS if name != "attend")
 _LINEAR = {"aten::mm", "aten::addmm", "aten::_int_mm", "aten::_scaled_mm"}
 _ATTENTION = {
     "modelwright::packed_attention",
+    "modelwright::selected_attention",
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu",
     "aten::_scaled_dot_product_efficient_attention",
@@ -27,8 +28,12 @@ _ATTENTION = {
 """By name, because an operator of ours exists only once its module is imported."""
 
 
-def contexts_keeping(keep: Sequence[Operator]) -> Callable[[], Contexts]:
-    """A `context_fn` for `torch.utils.checkpoint.checkpoint` of one block that saves the outputs of `keep`."""
+def contexts_keeping(keep: Sequence[Operator], num_gates: int = 0) -> Callable[[], Contexts]:
+    """A `context_fn` for `torch.utils.checkpoint.checkpoint` of one block that saves the outputs of `keep`. num_gates:
+    products between those of values and output, of a router of heads and a gate on attention's output.
+    """
+    before = _PRODUCTS.index("o_proj")
+    products = (*_PRODUCTS[:before], *[""] * num_gates, *_PRODUCTS[before:])
 
     def make() -> Contexts:
         num_products = 0
@@ -37,7 +42,7 @@ def contexts_keeping(keep: Sequence[Operator]) -> Callable[[], Contexts]:
             nonlocal num_products
             name = "attend" if operator.name() in _ATTENTION else ""
             if operator.name() in _LINEAR:
-                name = _PRODUCTS[num_products] if num_products < len(_PRODUCTS) else ""
+                name = products[num_products] if num_products < len(products) else ""
                 num_products += 1
             return CheckpointPolicy.MUST_SAVE if name in keep else CheckpointPolicy.PREFER_RECOMPUTE
 

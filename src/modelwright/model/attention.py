@@ -1,4 +1,8 @@
-"""`Attend` functions for whole rows: causal, and causal within the documents of a packed row."""
+"""`Attend` functions for whole rows: causal, and causal within the documents of a packed row.
+
+Those by tiles, which a CPU uses, compute only the heads that a layer has selected for each token; the others, and all
+with a soft cap, compute all heads.
+"""
 
 from collections.abc import Sequence
 
@@ -6,6 +10,7 @@ from torch import Tensor
 
 from modelwright.model.decoder import Attend, AttentionSpec
 from modelwright.ops.attention import (
+    Tiles,
     causal_attention,
     causal_mask,
     document_mask,
@@ -14,6 +19,7 @@ from modelwright.ops.attention import (
     packed_cuts,
 )
 from modelwright.ops.capped_attention import capped_attention, masked_capped_attention
+from modelwright.ops.selected_attention import selected_attention
 
 ALL_TOKENS = (0,)
 """The windows of a model whose layers have none."""
@@ -43,10 +49,17 @@ def packed_attend(segments_BT: Tensor, windows: Sequence[int] = ALL_TOKENS) -> A
         def attend_tiles(spec: AttentionSpec, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor) -> Tensor:
             if spec.soft_cap:
                 return capped_attention(q_BTHd, k_BTKd, v_BTKd, tiles[spec.window], spec.soft_cap)  # pyright: ignore
-            return packed_attention(q_BTHd, k_BTKd, v_BTKd, tiles[spec.window])
+            return tiled_attention(spec, q_BTHd, k_BTKd, v_BTKd, tiles[spec.window])
 
         return attend_tiles
     return masked_attend(segments_BT, windows)
+
+
+def tiled_attention(spec: AttentionSpec, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, tiles: Tiles) -> Tensor:
+    """Attention of a layer without a soft cap on a CPU; of the open heads, if the layer selects them."""
+    if spec.open_BTH is None:
+        return packed_attention(q_BTHd, k_BTKd, v_BTKd, tiles)
+    return selected_attention(q_BTHd, k_BTKd, v_BTKd, spec.open_BTH, tiles)
 
 
 def masked_attend(segments_BT: Tensor, windows: Sequence[int] = ALL_TOKENS) -> Attend:

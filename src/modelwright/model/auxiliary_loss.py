@@ -23,8 +23,9 @@ class AuxiliaryLoss(nn.Module):
         super().__init__()
         self.name = name
         self.weight = weight
-        self.scale = torch.zeros((), dtype=torch.float64)  # no buffers: `to` would round them
-        self.total = torch.zeros((), dtype=torch.float64)
+        # no buffers: `to` would round them; not on the meta device with a model whose weights are read later
+        self.scale = torch.zeros((), dtype=torch.float64, device="cpu")
+        self.total = torch.zeros((), dtype=torch.float64, device="cpu")
 
     def begin_step(self, scale: float, device: torch.device) -> None:
         """scale: of the loss, divided by the number of tokens of the global batch."""

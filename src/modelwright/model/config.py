@@ -95,6 +95,9 @@ class ModelConfig:
     attention_gate: AttentionGate = "none"
     """Sigmoid gate on the output of attention, from the layer's input: one factor for each `head` or each `element`
     (Qiu et al. 2025). `transformers` has no model type for it."""
+    head_budget: float = 1.0
+    """Mean share of the heads that attention computes for a token. Below 1 each layer learns which heads a token needs
+    and skips the others (`model/head_selection.py`). `transformers` has no model type for it."""
     tie_embeddings: bool = True
     """Share the embedding matrix with the output head."""
     init_std: float = 0.02
@@ -136,6 +139,10 @@ class ModelConfig:
                 f"num_kv_heads: {self.num_kv_heads} must divide num_heads ({self.num_heads}); "
                 "each key/value head serves a whole group of query heads"
             )
+        if not 0.0 < self.head_budget <= 1.0:
+            raise ConfigError(
+                f"head_budget: must be above 0 and at most 1, got {self.head_budget}; 1 computes all heads"
+            )
         self.rope.check_dim(self.num_rotated)
 
     @property
@@ -147,6 +154,11 @@ class ModelConfig:
     def gate_dim(self) -> int:
         """Outputs of the projection that gates attention's output; 0 without a gate."""
         return {"none": 0, "head": self.num_heads, "element": self.num_heads * self.head_dim}[self.attention_gate]
+
+    @property
+    def router_dim(self) -> int:
+        """Outputs of the projection that selects heads; 0 where all heads are computed."""
+        return self.num_heads if self.head_budget < 1.0 else 0
 
     @property
     def windows(self) -> tuple[int, ...]:
@@ -165,9 +177,12 @@ class ModelConfig:
 
     @property
     def block_parameters(self) -> int:
-        """Parameters of one block: four attention projections, a gate, three FFN projections, biases, norms."""
+        """Parameters of one block: four attention projections, a gate, a router of heads, three FFN projections,
+        biases, norms.
+        """
         heads, pairs = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        matrices = self.model_dim * (2 * (heads + pairs) + self.gate_dim) + 3 * self.model_dim * self.ffn_dim
+        of_attention = 2 * (heads + pairs) + self.gate_dim + self.router_dim
+        matrices = self.model_dim * (of_attention + 3 * self.ffn_dim)
         biases = (heads + 2 * pairs) * self.attention.qkv_bias + 2 * self.ffn_dim * self.feed_forward.bias
         return matrices + biases + self.replicated_block_parameters
 
@@ -185,12 +200,13 @@ class ModelConfig:
 
         `mean_context`: how many positions a token attends to on average; about half the document length within a
         packed row. A layer with a window attends to at most the window. A training step costs three times as much
-        (PaLM, appendix B).
+        (PaLM, appendix B). Of the heads' attention the share `head_budget` counts.
         """
-        projections = self.model_dim * (self.head_dim * 2 * (self.num_heads + self.num_kv_heads) + self.gate_dim)
+        heads = self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+        projections = self.model_dim * (heads + self.gate_dim + self.router_dim)
         products = self.num_layers * (projections + 3 * self.model_dim * self.ffn_dim)
         contexts = sum(_within(mean_context, self.window_of(layer)) for layer in range(self.num_layers))
-        attention = 2 * self.num_heads * self.head_dim * contexts
+        attention = 2 * self.num_heads * self.head_dim * contexts * self.head_budget
         return 2 * (products + attention + self.vocab_size * self.model_dim)
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from modelwright.model.adapter_config import AdapterConfig
 from modelwright.model.config import Activation, ModelConfig
 from modelwright.model.frozen_weight import FrozenWeight
+from modelwright.model.head_selection import HeadSelection
 from modelwright.ops.cross_entropy import (
     CHUNK_TOKENS,
     LossOfLogits,
@@ -37,12 +38,14 @@ from modelwright.ops.token_log_probs import LinearHead, token_log_probs, token_l
 
 class AttentionSpec(NamedTuple):
     """What an `Attend` function has to know of a layer. window: tokens that a query sees, the present one included; 0
-    is all earlier ones; soft_cap: scores s become soft_cap * tanh(s / soft_cap); 0 leaves them.
+    is all earlier ones; soft_cap: scores s become soft_cap * tanh(s / soft_cap); 0 leaves them; open_BTH: the heads
+    whose output counts for each token, boolean, None for all: others need not be computed, but have to be finite.
     """
 
     layer: int
     window: int = 0
     soft_cap: float = 0.0
+    open_BTH: Tensor | None = None
 
 
 class RotaryTables(NamedTuple):
@@ -175,14 +178,25 @@ class Attention(nn.Module):
         self.v_proj = Linear(config.model_dim, kv_dim, bias=attention.qkv_bias)
         self.o_proj = Linear(query_dim, config.model_dim, bias=attention.output_bias)
         self.output_gate = Linear(config.model_dim, config.gate_dim) if config.gate_dim else None
+        self.head_router = Linear(config.model_dim, config.router_dim) if config.router_dim else None
+        self.head_selection = HeadSelection(config.num_heads, config.head_budget) if config.router_dim else None
         self.q_norm = RMSNorm(config.head_dim, config) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(config.head_dim, config) if config.qk_norm else nn.Identity()
 
     def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         q_BTHd, k_BTKd = self.queries_and_keys(x_BTD, cos, sin)
         v_BTKd = self.v_proj(x_BTD).unflatten(-1, (-1, self.head_dim))
-        out_BTHd = attend(self.spec, q_BTHd, k_BTKd, v_BTKd)
+        out_BTHd = self.attended(x_BTD, q_BTHd, k_BTKd, v_BTKd, attend)
         return self.o_proj(self.gated(out_BTHd, x_BTD).flatten(-2))
+
+    def attended(self, x_BTD: Tensor, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, attend: Attend) -> Tensor:
+        """Attention's output [B, T, H, d], of the heads that the router selects if there is one."""
+        if self.head_router is None or self.head_selection is None:
+            return attend(self.spec, q_BTHd, k_BTKd, v_BTKd)
+        logits_BTH = self.head_router(x_BTD)
+        open_BTH = self.head_selection(logits_BTH)
+        out_BTHd = attend(self.spec._replace(open_BTH=open_BTH), q_BTHd, k_BTKd, v_BTKd)
+        return self.head_selection.gated(out_BTHd, logits_BTH, open_BTH)
 
     def gated(self, out_BTHd: Tensor, x_BTD: Tensor) -> Tensor:
         """Attention's output times sigmoids of a projection of the input (arXiv 2505.06708, position G1)."""

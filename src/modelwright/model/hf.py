@@ -233,7 +233,7 @@ def type_of(config: ModelConfig, types: Sequence[HfType] = HF_TYPES) -> HfType:
 
 def _plain_type(config: ModelConfig) -> str:
     """The type of a model that comes from no folder."""
-    if config.attention_gate != "none":
+    if config.attention_gate != "none" or config.head_budget < 1.0:
         return OWN_TYPE
     return "qwen3" if config.qk_norm else "llama"
 

@@ -180,7 +180,7 @@ def _packed_forward(
     tiles start behind the beginning of their document, which this package's kernels do not support.
     """
     if _is_whole(bias):
-        return _whole_forward(q_BTHd, k_BTKd, v_BTKd, bias)
+        return whole_rows_forward(q_BTHd, k_BTKd, v_BTKd, bias)
     if not has_window and cpu_kernels.take_heads(q_BTHd):
         return cpu_kernels.attention(q_BTHd.contiguous(), k_BTKd.contiguous(), v_BTKd.contiguous(), bounds_P5)
     rows, row_len, num_heads, _ = q_BTHd.shape
@@ -225,7 +225,7 @@ def _packed_backward(
     has_window: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if _is_whole(bias):
-        return _whole_backward(grad_BTHd, q_BTHd, k_BTKd, v_BTKd, out_BTHd, lse_BKGT, bias)
+        return whole_rows_backward(grad_BTHd, q_BTHd, k_BTKd, v_BTKd, out_BTHd, lse_BKGT, bias)
     if not has_window and cpu_kernels.take_heads(q_BTHd):
         q, k, v = q_BTHd.contiguous(), k_BTKd.contiguous(), v_BTKd.contiguous()
         return cpu_kernels.attention_backward(grad_BTHd.contiguous(), q, k, v, out_BTHd, lse_BKGT, bounds_P5)
@@ -281,8 +281,8 @@ def _is_whole(bias: Tensor) -> bool:
     return bias.dim() == 4
 
 
-def _whole_forward(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, bias_B1TT: Tensor) -> tuple[Tensor, Tensor]:
-    """One call for all rows."""
+def whole_rows_forward(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, bias_B1TT: Tensor) -> tuple[Tensor, Tensor]:
+    """One call for all rows, under the additive mask of `whole_rows`: the output and the logs of the denominators."""
     q_BHTd, k_BHTd, v_BHTd = _whole_heads(*upcast(q_BTHd, k_BTKd, v_BTKd))
     out_BHTd, lse_BHT = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q_BHTd, k_BHTd, v_BHTd, attn_mask=bias_B1TT.to(q_BHTd.dtype)
@@ -291,7 +291,7 @@ def _whole_forward(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, bias_B1TT: Te
     return out_BTHd, lse_BHT.unflatten(1, (k_BTKd.shape[2], -1)).contiguous()
 
 
-def _whole_backward(
+def whole_rows_backward(
     grad_BTHd: Tensor,
     q_BTHd: Tensor,
     k_BTKd: Tensor,
@@ -300,6 +300,7 @@ def _whole_backward(
     lse_BKGT: Tensor,
     bias_B1TT: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values of the same."""
     q_BHTd, k_BHTd, v_BHTd = _whole_heads(*upcast(q_BTHd, k_BTKd, v_BTKd))
     grad_BHTd, out_BHTd = (x.transpose(1, 2) for x in upcast(grad_BTHd, out_BTHd))
     grads_BHTd = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(

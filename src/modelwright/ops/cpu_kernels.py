@@ -125,15 +125,21 @@ def take_heads(x: Tensor) -> bool:
     return x.shape[-1] % HEAD_DIM_STEP == 0 and take("attention", x)
 
 
-def attention(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, bounds_P5: Tensor) -> tuple[Tensor, Tensor]:
-    """Causal attention of tiles (`ops.attention.Tiles`), one format: the output [B, T, H, d], zeros outside the tiles,
-    and the logs of the softmax's denominators [B, K, G, T], FP32.
+ALL_OPEN = torch.empty(0, dtype=torch.bool)
+"""All heads of all tokens are computed."""
+
+
+def attention(
+    q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, bounds_P5: Tensor, open_BTH: Tensor = ALL_OPEN
+) -> tuple[Tensor, Tensor]:
+    """Causal attention of tiles (`ops.attention.Tiles`), one format: the output [B, T, H, d], zeros outside the tiles
+    and where a head is not open (`open_BTH`, boolean), and the logs of the softmax's denominators [B, K, G, T], FP32.
     """
     (rows, row_len, num_heads, head_dim), num_kv_heads = q_BTHd.shape, k_BTKd.shape[2]
     out_BTHd = torch.zeros_like(q_BTHd, memory_format=torch.contiguous_format)
     lse_BKGT = q_BTHd.new_zeros((rows, num_kv_heads, num_heads // num_kv_heads, row_len), dtype=torch.float32)
     _call(
-        f"attention_forward_{NAMES[q_BTHd.dtype]}", q_BTHd, k_BTKd, v_BTKd, bounds_P5, len(bounds_P5),
+        f"attention_forward_{NAMES[q_BTHd.dtype]}", q_BTHd, k_BTKd, v_BTKd, bounds_P5, len(bounds_P5), open_BTH,
         _attention_shape(q_BTHd, k_BTKd), head_dim**-0.5, out_BTHd, lse_BKGT,
         *_attention_scratch(q_BTHd, bounds_P5, blocks=2, copies=2),
     )  # fmt: skip
@@ -148,12 +154,13 @@ def attention_backward(
     out_BTHd: Tensor,
     lse_BKGT: Tensor,
     bounds_P5: Tensor,
+    open_BTH: Tensor = ALL_OPEN,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values, in their format."""
     q, k, v = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q_BTHd, k_BTKd, v_BTKd))
     _call(
         f"attention_backward_{NAMES[q_BTHd.dtype]}", grad_BTHd, q_BTHd, k_BTKd, v_BTKd, out_BTHd, lse_BKGT, bounds_P5,
-        len(bounds_P5), _attention_shape(q_BTHd, k_BTKd), q_BTHd.shape[-1] ** -0.5, q, k, v,
+        len(bounds_P5), open_BTH, _attention_shape(q_BTHd, k_BTKd), q_BTHd.shape[-1] ** -0.5, q, k, v,
         *_attention_scratch(q_BTHd, bounds_P5, blocks=3, copies=5),
     )  # fmt: skip
     return q, k, v

@@ -34,7 +34,7 @@ class _Matrix(ctypes.Structure):
     ]
 
 
-MATRICES = ("q", "k", "v", "output_gate", "o", "gate", "up", "down")
+MATRICES = ("q", "k", "v", "output_gate", "head_router", "o", "gate", "up", "down")
 NORMS = ("attention_norm", "attention_post_norm", "ffn_norm", "ffn_post_norm", "q_norm", "k_norm")
 
 
@@ -85,8 +85,8 @@ NO_NORM = torch.empty(0)
 @dataclass(frozen=True, kw_only=True)
 class DecodeLayer:
     """The tensors of one layer. Norms are FP32 factors; `NO_NORM` and `NO_WEIGHT` stand for what a layer has not. keys,
-    values: of the cache, [L, S, K, d] each. window: tokens that a query sees, the present one included; 0 is all
-    earlier ones.
+    values: of the cache, [L, S, K, d] each. head_router: a head is computed where its output is positive. window:
+    tokens that a query sees, the present one included; 0 is all earlier ones.
     """
 
     q: Weight
@@ -101,6 +101,7 @@ class DecodeLayer:
     keys: Tensor
     values: Tensor
     output_gate: Weight = NO_WEIGHT
+    head_router: Weight = NO_WEIGHT
     attention_post_norm: Tensor = NO_NORM
     ffn_post_norm: Tensor = NO_NORM
     q_norm: Tensor = NO_NORM

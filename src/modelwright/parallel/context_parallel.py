@@ -16,10 +16,10 @@ from torch import Tensor
 
 from modelwright.core.errors import ConfigError
 from modelwright.data.batch import TokenBatch
-from modelwright.model.attention import ALL_TOKENS, packed_attend
+from modelwright.model.attention import ALL_TOKENS, packed_attend, tiled_attention
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Attend, AttentionSpec
-from modelwright.ops.attention import masked_attention, packed_attention, packed_tiles
+from modelwright.ops.attention import masked_attention, packed_tiles
 from modelwright.ops.capped_attention import capped_attention, masked_capped_attention
 from modelwright.ops.partial_attention import visible_blocks, visible_mask
 from modelwright.parallel.config import ContextAttention
@@ -86,7 +86,7 @@ def _attend_on_cpu(segments_BT: Tensor, context: World, own_S: Tensor, windows: 
         whole = _whole_rows(k_BSKd, v_BSKd, context)
         if spec.soft_cap:
             return capped_attention(q_BSHd, *whole, tiles[spec.window], spec.soft_cap)  # pyright: ignore
-        return packed_attention(q_BSHd, *whole, tiles[spec.window])
+        return tiled_attention(spec, q_BSHd, *whole, tiles[spec.window])
 
     return attend
 

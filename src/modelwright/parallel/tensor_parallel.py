@@ -149,6 +149,9 @@ def _share_attention(layers: _Layers, attention: Attention, config: ModelConfig)
             _share_one_head(layers, projection, head, config.head_dim)
     if attention.output_gate is not None:
         _share_columns(layers, attention.output_gate)
+    if attention.head_router is not None and attention.head_selection is not None:
+        _share_columns(layers, attention.head_router)
+        _replace(attention.head_selection, num_open=partial(leave, axis=layers.axis))
     _share_rows(layers, attention.o_proj)
     for norm in (attention.q_norm, attention.k_norm):
         if isinstance(norm, RMSNorm):

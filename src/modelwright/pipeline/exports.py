@@ -175,6 +175,11 @@ def _require_exportable(source: Path) -> None:
     """Raise `ConfigError` for a model that `transformers` has no type for."""
     settings = json.loads((source / "config.json").read_text(encoding="utf-8"))
     if settings.get("model_type") == OWN_TYPE:
+        if settings["attention_gate"] == "none":
+            raise ConfigError(
+                f"model.head_budget: {source} computes a learned share of its heads ({settings['head_budget']:g}), and "
+                "no model type of transformers does; train a model with head_budget 1 to export it"
+            )
         raise ConfigError(
             f"model.attention_gate: {source} has a gate on attention's output ({settings['attention_gate']}), and no "
             "model type of transformers has one; train a model with attention_gate none to export it"

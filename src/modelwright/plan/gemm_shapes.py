@@ -44,6 +44,7 @@ def forward_products(model: ModelConfig, *, num_tokens: int, head_chunk_tokens: 
         "k_proj": (model.model_dim, kv_dim),
         "v_proj": (model.model_dim, kv_dim),
         **({"output_gate": (model.model_dim, model.gate_dim)} if model.gate_dim else {}),
+        **({"head_router": (model.model_dim, model.router_dim)} if model.router_dim else {}),
         "o_proj": (query_dim, model.model_dim),
         "gate_proj": (model.model_dim, model.ffn_dim),
         "up_proj": (model.model_dim, model.ffn_dim),

@@ -44,8 +44,11 @@ def names_of_projections(config: ModelConfig) -> list[str]:
     """Names of all projections of a model of this shape, in the order of the layers."""
     attention = [f"attention.{name}_proj" for name in ("q", "k", "v", "o")]
     gate = ["attention.output_gate"] if config.gate_dim else []
+    router = ["attention.head_router"] if config.router_dim else []
     ffn = [f"ffn.{name}_proj" for name in ("gate", "up", "down")]
-    return [f"blocks.{layer}.{name}" for layer in range(config.num_layers) for name in (*attention, *gate, *ffn)]
+    return [
+        f"blocks.{layer}.{name}" for layer in range(config.num_layers) for name in (*attention, *gate, *router, *ffn)
+    ]
 
 
 class AmaxHistory:

@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from modelwright.core.errors import ConfigError
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 
@@ -75,5 +76,10 @@ def _gates(weight: Tensor, large: ModelConfig, small: ModelConfig) -> Tensor:
 
 def containing_shape(largest: ModelConfig, gates: Sequence[str]) -> ModelConfig:
     """The shape whose sub-networks a search needs. largest: in all sizes; gates: the kinds that candidates have."""
+    if largest.head_budget < 1.0:
+        raise ConfigError(
+            "model.head_budget: sub-networks with shared weights have no router of heads; set it to 1, or choose a "
+            "strategy that trains each candidate"
+        )
     gate = next((kind for kind in ("element", "head") if kind in gates), "none")
     return replace(largest, num_kv_heads=largest.num_heads, attention_gate=gate)

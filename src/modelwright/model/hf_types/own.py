@@ -1,10 +1,10 @@
-"""The project's own type, for what no type of `transformers` has: a gate on attention's output. `transformers` refuses
-its folders, and the export does so by name.
+"""The project's own type, for what no type of `transformers` has: a gate on attention's output, selected heads.
+`transformers` refuses its folders, and the export does so by name.
 """
 
-from typing import Any
+from typing import Any, get_args
 
-from modelwright.model.config import AttentionConfig, FeedForwardConfig, ModelConfig
+from modelwright.model.config import AttentionConfig, AttentionGate, FeedForwardConfig, ModelConfig
 from modelwright.model.hf_types.hf_type import HfSettings, HfType, read_activation, read_shape, write_shape
 from modelwright.model.hf_types.rope import read_rope, write_rope
 
@@ -14,14 +14,18 @@ OWN_TYPE = "modelwright"
 def _read(settings: HfSettings) -> dict[str, Any]:
     shape = read_shape(settings)
     gate = settings.required("attention_gate")
-    if gate not in ("head", "element"):
+    if gate not in get_args(AttentionGate):
         settings.refuse("attention_gate", f"gate {gate!r}")
+    budget = settings.get("head_budget", 1.0)
+    if not isinstance(budget, int | float) or not 0 < budget <= 1:
+        settings.refuse("head_budget", f"a share of {budget!r}")
     bias = bool(settings.get("attention_bias", False))
     return {
         **shape,
         **read_rope(settings, max_len=shape["max_seq_len"]),
         "qk_norm": bool(settings.required("qk_norm")),
         "attention_gate": gate,
+        "head_budget": float(budget),
         "attention": AttentionConfig(qkv_bias=bias, output_bias=bias),
         "feed_forward": FeedForwardConfig(
             activation=read_activation(settings, "hidden_act"), bias=bool(settings.get("mlp_bias", False))
@@ -30,7 +34,12 @@ def _read(settings: HfSettings) -> dict[str, Any]:
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
-    own = {"qk_norm": config.qk_norm, "attention_gate": config.attention_gate, "mlp_bias": config.feed_forward.bias}
+    own = {
+        "qk_norm": config.qk_norm,
+        "attention_gate": config.attention_gate,
+        "head_budget": config.head_budget,
+        "mlp_bias": config.feed_forward.bias,
+    }
     return {**write_shape(config), **write_rope(config), **own}
 
 

@@ -17,9 +17,9 @@ namespace {
 enum Activation : int64_t { kSilu, kGelu, kGeluTanh };
 enum Rotation : int64_t { kNone, kGlobal, kWindow };
 
-// norms: null for none. keys, values: of the cache, [slots][K][d]. window: tokens that a query sees, 0 for all.
+// head_router: a head is computed where its output is positive; without outputs all are. norms: null for none. keys, values: of the cache, [slots][K][d]. window: tokens that a query sees, 0 for all.
 struct Layer {
-  Matrix q, k, v, output_gate, o, gate, up, down;
+  Matrix q, k, v, output_gate, head_router, o, gate, up, down;
   const float *attention_norm, *attention_post_norm, *ffn_norm, *ffn_post_norm, *q_norm, *k_norm;
   void *keys, *values;
   int64_t window, rotation;
@@ -45,7 +45,7 @@ struct Step {
 
 // Working memory of a step, all threads' together.
 struct Memory {
-  float *hidden, *normed, *q, *k, *v, *output_gate, *attended, *out, *gate, *up, *peaks, *scores;
+  float *hidden, *normed, *q, *k, *v, *output_gate, *head_router, *attended, *out, *gate, *up, *peaks, *scores;
   int8_t* codes;
   int64_t scores_step, size;
 };
@@ -66,6 +66,7 @@ Memory memory_of(const Decoder& decoder, int64_t num_rows, int64_t longest, int 
   memory.k = take(num_rows * pairs);
   memory.v = take(num_rows * pairs);
   memory.output_gate = take(num_rows * queries);
+  memory.head_router = take(num_rows * decoder.num_heads);
   memory.attended = take(num_rows * queries);
   memory.out = take(num_rows * decoder.width);
   memory.gate = take(num_rows * decoder.ffn_width);
@@ -145,13 +146,13 @@ struct Context {
   }
 };
 
-// Scores of some heads' queries with all tokens. to: [heads][padded].
+// Scores of some heads' queries with all tokens. heads: their numbers; to: [heads][padded].
 template <int outs, class T>
-void score(const Decoder& decoder, const Context<T>& context, const float* queries, int64_t num_heads, float* to,
-           int64_t padded) {
+void score(const Decoder& decoder, const Context<T>& context, const float* queries, const int64_t* heads,
+           int64_t num_heads, float* to, int64_t padded) {
   const float* rows[kLanes / outs];
   for (int head = 0; head < kLanes / outs; ++head)
-    rows[head] = queries + std::min<int64_t>(head, num_heads - 1) * decoder.head_dim;
+    rows[head] = queries + heads[std::min<int64_t>(head, num_heads - 1)] * decoder.head_dim;
   for (int64_t first = 0; first < context.count; first += outs) {
     const T* keys[outs];
     for (int i = 0; i < outs; ++i) keys[i] = context.keys + context.at(std::min(first + i, context.count - 1));
@@ -183,7 +184,7 @@ inline float soften(float* scores, int64_t count, int64_t padded) {
 // A piece of the sums of values by the weights of some heads: `vectors` of them, which stay in registers.
 template <int heads, int vectors, class T, class Size>
 inline void weigh_piece(const Context<T>& context, const float* weights, int64_t padded, const float* factors,
-                        int64_t head_dim, int64_t at, Size size, float* to) {
+                        const int64_t* numbers, int64_t head_dim, int64_t at, Size size, float* to) {
   Vector sums[heads][vectors] = {};
   for (int64_t token = 0; token < context.count; ++token) {
     const T* const values = context.values + context.at(token) + at;
@@ -196,42 +197,51 @@ inline void weigh_piece(const Context<T>& context, const float* weights, int64_t
     }
   }
   for (int head = 0; head < heads; ++head)
-    for (int i = 0; i < vectors; ++i) put(sums[head][i] * factors[head], to + head * head_dim + at + i * kLanes, size);
+    for (int i = 0; i < vectors; ++i)
+      put(sums[head][i] * factors[head], to + numbers[head] * head_dim + at + i * kLanes, size);
 }
 
+// numbers: of the heads, whose sums go to their places in `to`.
 template <int heads, class T>
-void weigh(const Context<T>& context, const float* weights, int64_t padded, const float* factors, int64_t head_dim,
-           float* to) {
+void weigh(const Context<T>& context, const float* weights, int64_t padded, const float* factors,
+           const int64_t* numbers, int64_t head_dim, float* to) {
   int64_t at = 0;
   for (; at + kVectorsOfValues * kLanes <= head_dim; at += kVectorsOfValues * kLanes)
-    weigh_piece<heads, kVectorsOfValues>(context, weights, padded, factors, head_dim, at, Whole{}, to);
+    weigh_piece<heads, kVectorsOfValues>(context, weights, padded, factors, numbers, head_dim, at, Whole{}, to);
   for (; at + kLanes <= head_dim; at += kLanes)
-    weigh_piece<heads, 1>(context, weights, padded, factors, head_dim, at, Whole{}, to);
-  if (at < head_dim) weigh_piece<heads, 1>(context, weights, padded, factors, head_dim, at, Part{head_dim - at}, to);
+    weigh_piece<heads, 1>(context, weights, padded, factors, numbers, head_dim, at, Whole{}, to);
+  if (at < head_dim)
+    weigh_piece<heads, 1>(context, weights, padded, factors, numbers, head_dim, at, Part{head_dim - at}, to);
 }
 
-// The query heads of one key/value head of a row.
+// The query heads of one key/value head of a row, those whose router's output is positive, if it is not null; the others
+// are zero.
 template <class T>
-void attend(const Decoder& decoder, const Context<T>& context, const float* queries, float* scores, float* to) {
+void attend(const Decoder& decoder, const Context<T>& context, const float* queries, const float* router, float* scores,
+            float* to) {
   const int64_t group = decoder.num_heads / decoder.num_kv_heads, width = decoder.head_dim;
   const int64_t padded = up(context.count, kLanes);
   for (int64_t head = 0; head < group;) {
-    const int64_t left = group - head, taken = left > 2 ? std::min<int64_t>(left, 4) : left;
-    const float* const rows = queries + head * width;
+    int64_t heads[4], taken = 0;
+    for (; head < group && taken < 4; ++head) {
+      if (!router || router[head] > 0.0f)
+        heads[taken++] = head;
+      else
+        std::fill(to + head * width, to + (head + 1) * width, 0.0f);
+    }
+    if (taken == 0) break;
     if (taken == 1)
-      score<kLanes>(decoder, context, rows, taken, scores, padded);
+      score<kLanes>(decoder, context, queries, heads, taken, scores, padded);
     else if (taken == 2)
-      score<kLanes / 2>(decoder, context, rows, taken, scores, padded);
+      score<kLanes / 2>(decoder, context, queries, heads, taken, scores, padded);
     else
-      score<kLanes / 4>(decoder, context, rows, taken, scores, padded);
+      score<kLanes / 4>(decoder, context, queries, heads, taken, scores, padded);
     float factors[4];
     for (int64_t one = 0; one < taken; ++one) factors[one] = soften(scores + one * padded, context.count, padded);
-    float* const result = to + head * width;
-    if (taken == 1) weigh<1>(context, scores, padded, factors, width, result);
-    if (taken == 2) weigh<2>(context, scores, padded, factors, width, result);
-    if (taken == 3) weigh<3>(context, scores, padded, factors, width, result);
-    if (taken == 4) weigh<4>(context, scores, padded, factors, width, result);
-    head += taken;
+    if (taken == 1) weigh<1>(context, scores, padded, factors, heads, width, to);
+    if (taken == 2) weigh<2>(context, scores, padded, factors, heads, width, to);
+    if (taken == 3) weigh<3>(context, scores, padded, factors, heads, width, to);
+    if (taken == 4) weigh<4>(context, scores, padded, factors, heads, width, to);
   }
 }
 
@@ -316,8 +326,9 @@ struct Pass {
                                static_cast<const T*>(layer.values) + head * decoder.head_dim,
                                step.blocks + step.first_block[row], first, position + 1 - first,
                                __builtin_ctzll(decoder.block_len), pairs()};
-      attend(decoder, context, memory.q + row * queries() + head * group, scores,
-             memory.attended + row * queries() + head * group);
+      const float* const router = memory.head_router + row * decoder.num_heads + head * (group / decoder.head_dim);
+      attend(decoder, context, memory.q + row * queries() + head * group, layer.head_router.outputs ? router : nullptr,
+             scores, memory.attended + row * queries() + head * group);
     }
   }
 
@@ -331,7 +342,8 @@ struct Pass {
 
   void attention(const Layer& layer) const {
     const Rows in = rows(memory.normed, decoder.width), attended = rows(memory.attended, queries());
-    multiply(in, {{layer.q, memory.q}, {layer.k, memory.k}, {layer.v, memory.v}, {layer.output_gate, memory.output_gate}});
+    multiply(in, {{layer.q, memory.q}, {layer.k, memory.k}, {layer.v, memory.v}, {layer.output_gate, memory.output_gate},
+                  {layer.head_router, memory.head_router}});
     each_row(step.num_rows, [&](int64_t row) {
       prepare(memory.q + row * queries(), decoder.num_heads, layer.q_norm, layer, row);
       prepare(memory.k + row * pairs(), decoder.num_kv_heads, layer.k_norm, layer, row);

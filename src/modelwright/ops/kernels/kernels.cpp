@@ -9,17 +9,17 @@
 extern "C" const char* instruction_set() { return kInstructionSet; }
 
 #define ATTENTION(NAME, T)                                                                                             \
-  extern "C" void attention_forward_##NAME(const T* q, const T* k, const T* v, const int64_t* tiles, int64_t num_tiles, \
-                                           const int64_t* shape, float scale, T* out, float* lse, float* scratch,      \
-                                           int64_t scratch_step, int threads) {                                        \
-    forward(q, k, v, reinterpret_cast<const Tile*>(tiles), num_tiles, *reinterpret_cast<const Shape*>(shape), scale,   \
-            out, lse, scratch, scratch_step, threads);                                                                 \
+  extern "C" void attention_forward_##NAME(const T* q, const T* k, const T* v, const int64_t* tiles, int64_t num_tiles,\
+                                           const uint8_t* open, const int64_t* shape, float scale, T* out, float* lse, \
+                                           float* scratch, int64_t scratch_step, int threads) {                        \
+    forward(q, k, v, reinterpret_cast<const Tile*>(tiles), num_tiles, open, *reinterpret_cast<const Shape*>(shape),    \
+            scale, out, lse, scratch, scratch_step, threads);                                                          \
   }                                                                                                                    \
   extern "C" void attention_backward_##NAME(const T* grad, const T* q, const T* k, const T* v, const T* out,           \
                                             const float* lse, const int64_t* tiles, int64_t num_tiles,                 \
-                                            const int64_t* shape, float scale, T* grad_q, T* grad_k, T* grad_v,        \
-                                            float* scratch, int64_t scratch_step, int threads) {                       \
-    backward(grad, q, k, v, out, lse, reinterpret_cast<const Tile*>(tiles), num_tiles,                                 \
+                                            const uint8_t* open, const int64_t* shape, float scale, T* grad_q,         \
+                                            T* grad_k, T* grad_v, float* scratch, int64_t scratch_step, int threads) { \
+    backward(grad, q, k, v, out, lse, reinterpret_cast<const Tile*>(tiles), num_tiles, open,                           \
              *reinterpret_cast<const Shape*>(shape), scale, grad_q, grad_k, grad_v, scratch, scratch_step, threads);   \
   }
 

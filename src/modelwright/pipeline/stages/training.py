@@ -33,6 +33,7 @@ from modelwright.pipeline.report.run_data import RunData, StageData
 from modelwright.pipeline.stage import Rates, Stage, StageContext, StageInputs, StageSpec, no_facts, no_lines
 from modelwright.pipeline.stages.augmented_rows import augmentation_digest, augmented, is_augmented, tell_cost
 from modelwright.pipeline.stages.cached_rows import ROW_CACHE, cache_blocks, read_ahead, training_rows
+from modelwright.pipeline.stages.head_shares import head_blocks, head_shares
 from modelwright.pipeline.stages.imported import row_tokens
 from modelwright.pipeline.stages.init import INIT
 from modelwright.pipeline.stages.mixture_techniques import mixture_techniques
@@ -163,7 +164,8 @@ def training_spec(
     def report(data: RunData, stage: StageData) -> Section:
         section = training_section(stage, data.config.section(name), report_title, loss_unit=loss_unit)
         sample = sample_block(stage.folder.path)
-        return replace(section, blocks=[*sample, *blocks(stage), *section.blocks, *cache_blocks(stage)])
+        own = [*sample, *blocks(stage), *section.blocks]
+        return replace(section, blocks=[*own, *head_blocks(stage), *cache_blocks(stage)])
 
     spec = StageSpec(
         name=name,
@@ -251,7 +253,7 @@ def _run(context: StageContext, config: RunConfig, spec: StageSpec, traits: _Tra
             config=config,
             context=context,
         )
-        context.output.facts |= {**facts, **traits.save(trained)}
+        context.output.facts |= {**facts, **head_shares(model, trained.heldout), **traits.save(trained)}
 
 
 def fresh_model(config: RunConfig) -> Decoder:
