@@ -109,6 +109,23 @@ def test_int8_models(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -
     assert_same_answers(model, [tokens(n, n) for n in PROMPT_LENS], monkeypatch, tolerance=0.05)
 
 
+def assert_same_up_to_ties(model: Decoder, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """For INT8 activations: where the two round a number to different codes, they may choose different ones of two
+    equally likely tokens. That is no difference, but what follows is another text.
+    """
+    own, own_logprobs, reason = answers(model, prompts)
+    assert not reason
+    monkeypatch.setenv(cpu_kernels.SWITCH, WITHOUT)
+    twin, twin_logprobs, _ = answers(model, prompts)
+    num_compared = 0
+    for left, right, left_logprobs, right_logprobs in zip(own, twin, own_logprobs, twin_logprobs, strict=True):
+        differing = [place for place in range(len(left)) if left[place] != right[place]]
+        end = differing[0] + 1 if differing else len(left)
+        assert left_logprobs[:end] == pytest.approx(right_logprobs[:end], abs=0.05)
+        num_compared += end
+    assert num_compared > 0.8 * sum(map(len, own))
+
+
 def four_bit_model(activations: ActivationGrid = "none", *, symmetric: bool = True, bits: Bits = 4) -> Decoder:
     grid = WeightGrid(bits=bits, symmetric=symmetric, granularity="group_32")
     shape = {"model_dim": 64, "ffn_dim": 160}
@@ -121,8 +138,11 @@ def four_bit_model(activations: ActivationGrid = "none", *, symmetric: bool = Tr
 @pytest.mark.parametrize("activations", ["none", "token"])
 def test_four_bit_models(activations: ActivationGrid, symmetric: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = four_bit_model(activations, symmetric=symmetric)
-    tolerance = 1e-4 if activations == "none" else 0.05  # as with INT8
-    assert_same_answers(model, [tokens(n, n) for n in PROMPT_LENS], monkeypatch, tolerance=tolerance)
+    prompts = [tokens(n, n) for n in (1, 23)]
+    if activations == "none":
+        assert_same_answers(model, prompts, monkeypatch)
+    else:
+        assert_same_up_to_ties(model, prompts, monkeypatch)
 
 
 @pytest.mark.usefixtures("each_instruction_set")

@@ -85,6 +85,10 @@ void encode(const Matrix& by, const Rows& in, int64_t row) {
 // What belongs to the outputs of a tile, once for each of its rows.
 template <int outs, class V, class T>
 inline V of_outputs(const T* from, int64_t num_outs) {
+#ifdef __AVX512F__  // through memory, a reading would have to wait for writings of parts of it
+  if (num_outs == outs && outs == 4)
+    return (V)_mm512_broadcast_f32x4(_mm_loadu_ps(reinterpret_cast<const float*>(from)));
+#endif
   T parts[kLanes];
   for (int at = 0; at < kLanes; at += outs)
     if (num_outs == outs)
@@ -105,27 +109,25 @@ inline Vector peaks_of(const Rows& in, int64_t row, int64_t num_rows) {
 }
 
 template <int outs>
-inline Vector scaled(const Matrix& by, Vector sums, int64_t, int64_t, const Rows& in, int64_t row, int64_t num_rows) {
-  return by.format == kInt4Codes ? sums * peaks_of<outs>(in, row, num_rows) : sums;
+inline Vector scaled(const Matrix& by, Vector sums, Vector peaks, int64_t, int64_t) {
+  return by.format == kInt4Codes ? sums * peaks : sums;
 }
 
 template <int outs>
-inline Vector scaled(const Matrix& by, Integers sums, int64_t first, int64_t num_outs, const Rows& in, int64_t row,
-                     int64_t num_rows) {
+inline Vector scaled(const Matrix& by, Integers sums, Vector peaks, int64_t first, int64_t num_outs) {
   if (kOffset) sums -= kOffset * of_outputs<outs, Integers>(by.row_sum + first, num_outs);
-  return __builtin_convertvector(sums, Vector) * of_outputs<outs, Vector>(by.grid.step + first, num_outs) *
-         peaks_of<outs>(in, row, num_rows);
+  return __builtin_convertvector(sums, Vector) * of_outputs<outs, Vector>(by.grid.step + first, num_outs) * peaks;
 }
 
-// Puts the results of a tile where they belong.
+// Puts the results of a tile where they belong; to: of its first row.
 template <int outs, class Sums>
-inline void finish(const Matrix& by, Sums sums, int64_t first, int64_t num_outs, const Rows& in, int64_t row,
-                   int64_t num_rows, float* to) {
-  Vector results = scaled<outs>(by, sums, first, num_outs, in, row, num_rows);
+inline void finish(const Matrix& by, Sums sums, Vector peaks, int64_t first, int64_t num_outs, int64_t num_rows,
+                   float* to) {
+  Vector results = scaled<outs>(by, sums, peaks, first, num_outs);
   if (by.bias) results += of_outputs<outs, Vector>(by.bias + first, num_outs);
   float parts[kLanes];
   store(parts, results);
-  to += row * by.outputs + first;
+  to += first;
   for (int64_t number = 0; number < num_rows; ++number, to += by.outputs)
     if (num_outs == outs)
       std::memcpy(to, parts + number * outs, outs * sizeof(float));
@@ -139,6 +141,7 @@ inline __attribute__((always_inline)) void tile(const Matrix& by, int64_t first,
                                                 float* to) {
   const N* rows[kLanes / outs];
   for (int r = 0; r < kLanes / outs; ++r) rows[r] = numbers + (row + std::min<int64_t>(r, num_rows - 1)) * step;
+  const Vector peaks = by.format == kInt8 || by.format == kInt4Codes ? peaks_of<outs>(in, row, num_rows) : Vector{};
   const int64_t num_stored = std::is_same_v<W, Pair> ? (by.inputs + 1) / 2 : by.inputs;
   for (; first < end; first += outs) {
     const W* weights[outs];
@@ -149,7 +152,7 @@ inline __attribute__((always_inline)) void tile(const Matrix& by, int64_t first,
     }
     const int64_t num_outs = std::min<int64_t>(outs, end - first);
     const auto done = [&](auto sums) __attribute__((always_inline)) {
-      finish<outs>(by, sums, first, num_outs, in, row, num_rows, to);
+      finish<outs>(by, sums, peaks, first, num_outs, num_rows, to + row * by.outputs);
     };
     if constexpr (std::is_same_v<W, Pair>)
       done(pair_products<outs>(by.grid, outputs, weights, rows, by.inputs));

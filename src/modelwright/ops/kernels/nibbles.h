@@ -151,20 +151,75 @@ inline void split_codes(const int8_t* block, int8_t* to, void* starts) {
   std::memcpy(starts, &sums, sizeof sums);
 }
 
-// What belongs to the groups of a block of one output, once for each lane, which stands for eight inputs.
-inline __attribute__((always_inline)) Vector of_lanes(const float* from, const Grid& grid, int64_t at) {
-  if (grid.groups == 1) return all(*from);
-  if (grid.group >= kSplitCodes) return all(from[at / grid.group]);
-  const int64_t first = at / grid.group, left = grid.groups - first;
+// Which groups the lanes of a block belong to; a lane stands for eight inputs. Groups are powers of two, or all inputs.
+struct Lanes {
+  int64_t first;  // group
+  Integers places;
+  bool is_one_group;
+  int64_t left;  // groups
+
+  Lanes(const Grid& grid, int64_t at) : first(0), places{}, is_one_group(true), left(1) {
+    if (grid.groups == 1) return;
+    const int shift = __builtin_ctzll(grid.group);
+    first = at >> shift;
+    left = grid.groups - first;
+    is_one_group = grid.group >= kSplitCodes;
+    for (int lane = 0; lane < kLanes; ++lane) places[lane] = lane;
+    places >>= shift - 3;
+  }
+
+  // One of them of an output, whose numbers begin at `from`, for each lane.
+  inline __attribute__((always_inline)) Vector of(const float* from) const {
+    if (is_one_group) return all(from[first]);
 #ifdef __AVX512F__
-  const Integers places = Integers{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} / (grid.group == 32 ? 4 : 8);
-  const __mmask16 mask = left < 4 ? (1 << left) - 1 : 15;
-  return (Vector)_mm512_permutexvar_ps((__m512i)places, _mm512_maskz_loadu_ps(mask, from + first));
+    const __mmask16 mask = left < 4 ? (1 << left) - 1 : 15;
+    return (Vector)_mm512_permutexvar_ps((__m512i)places, _mm512_maskz_loadu_ps(mask, from + first));
 #else
-  float parts[kLanes];
-  for (int lane = 0; lane < kLanes; ++lane) parts[lane] = from[first + std::min(8 * lane / grid.group, left - 1)];
-  return load(parts);
+    float parts[kLanes];
+    for (int lane = 0; lane < kLanes; ++lane) parts[lane] = from[first + std::min<int64_t>(places[lane], left - 1)];
+    return load(parts);
 #endif
+  }
+};
+
+template <int outs, bool has_zeros>
+inline __attribute__((always_inline)) Vector code_pair_products(const Grid& grid, const int64_t (&outputs)[outs],
+                                                                const Pair* const (&weights)[outs],
+                                                                const int8_t* const (&rows)[kLanes / outs],
+                                                                int64_t count) {
+  Vector sums[kLanes] = {};
+  const int64_t starts = num_split_codes(count);
+  const auto add = [&](const Lanes& lanes, int out, int64_t at, CodeVector codes) __attribute__((always_inline)) {
+    const PairVector both = (PairVector)codes;
+    const CodeVector even = (CodeVector)(both & 15), odd = (CodeVector)(both >> 4);
+    const Vector step = lanes.of(grid.step + outputs[out] * grid.groups);
+    const Vector zero = has_zeros ? lanes.of(grid.zero + outputs[out] * grid.groups) / float{kShift} : Vector{};
+#pragma GCC unroll 16
+    for (int row = 0; row < kLanes / outs; ++row) {
+      const Integers start = integers_at(rows[row] + starts + at / 2);
+      const Integers dots =
+          add_products(add_products(start, even, codes_at(rows[row] + at)), odd, codes_at(rows[row] + at + kCodes));
+      Vector found = __builtin_convertvector(dots, Vector);
+      if (has_zeros) found += zero * __builtin_convertvector(start, Vector);
+      sums[row * outs + out] += found * step;
+    }
+  };
+  const auto add_block = [&](int first, int num_outs, int64_t at, auto codes_of) __attribute__((always_inline)) {
+    const Lanes lanes(grid, at);
+#pragma GCC unroll 16
+    for (int i = 0; i < num_outs; ++i)
+      add(lanes, first + i, at, codes_of(reinterpret_cast<const int8_t*>(weights[first + i] + at / 2)));
+  };
+  constexpr int together = outs == kLanes ? 4 : outs;
+#pragma GCC unroll 16
+  for (int first = 0; first < outs; first += together) {
+    int64_t at = 0;
+    for (; at + kSplitCodes <= count; at += kSplitCodes)
+      add_block(first, together, at, [](const int8_t* from) { return codes_at(from); });
+    if (at < count)
+      add_block(first, together, at, [&](const int8_t* from) { return codes_at(from, (count + 1) / 2 - at / 2); });
+  }
+  return sums_of(sums);
 }
 
 // The same for INT8 activations; what the rows were divided by is still missing.
@@ -172,34 +227,8 @@ template <int outs>
 inline __attribute__((always_inline)) Vector pair_products(const Grid& grid, const int64_t (&outputs)[outs],
                                                            const Pair* const (&weights)[outs],
                                                            const int8_t* const (&rows)[kLanes / outs], int64_t count) {
-  Vector sums[kLanes] = {};
-  const int64_t starts = num_split_codes(count);
-  const auto add = [&](int out, int64_t at) __attribute__((always_inline)) {
-    const int64_t stored = (count + 1) / 2 - at / 2;
-    const PairVector both = stored >= kCodes
-                                ? (PairVector)codes_at(weights[out] + at / 2)
-                                : (PairVector)codes_at(reinterpret_cast<const int8_t*>(weights[out] + at / 2), stored);
-    const CodeVector even = (CodeVector)(both & 15), odd = (CodeVector)(both >> 4);
-    const int64_t first = outputs[out] * grid.groups;
-    const Vector step = of_lanes(grid.step + first, grid, at);
-    const Vector zero = grid.zero ? of_lanes(grid.zero + first, grid, at) / float{kShift} : Vector{};
-#pragma GCC unroll 16
-    for (int row = 0; row < kLanes / outs; ++row) {
-      const Integers start = integers_at(rows[row] + starts + at / 2);
-      const Integers dots =
-          add_products(add_products(start, even, codes_at(rows[row] + at)), odd, codes_at(rows[row] + at + kCodes));
-      Vector found = __builtin_convertvector(dots, Vector);
-      if (grid.zero) found += zero * __builtin_convertvector(start, Vector);
-      sums[row * outs + out] += found * step;
-    }
-  };
-  constexpr int together = outs == kLanes ? 4 : outs;
-#pragma GCC unroll 16
-  for (int first = 0; first < outs; first += together)
-    for (int64_t at = 0; at < count; at += kSplitCodes)
-#pragma GCC unroll 16
-      for (int i = 0; i < together; ++i) add(first + i, at);
-  return sums_of(sums);
+  return grid.zero ? code_pair_products<outs, true>(grid, outputs, weights, rows, count)
+                   : code_pair_products<outs, false>(grid, outputs, weights, rows, count);
 }
 
 }  // namespace
