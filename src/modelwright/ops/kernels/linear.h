@@ -178,11 +178,40 @@ void multiply_outputs(const Matrix& by, int64_t first, int64_t end, const Rows& 
   }
 }
 
+constexpr int64_t kFewestWidened = 8;   // rows from which it is faster to widen weights once for all of them
+constexpr int64_t kMostWidened = 8192;  // inputs that are kept in FP32 for a tile's outputs
+
+// 4-bit weights with FP32 activations of many rows. Sums are taken in the order of `pair_products`.
+void multiply_widened(const Matrix& by, int64_t first, int64_t end, const Rows& in, float* to) {
+  constexpr int outs = kLanes / 4;
+  float widened[outs][kMostWidened];
+  const int64_t count = up(by.inputs, kSplit), num_stored = (by.inputs + 1) / 2;
+  for (; first < end; first += outs) {
+    const int64_t num_outs = std::min<int64_t>(outs, end - first);
+    const float* weights[outs];
+    for (int64_t out = 0; out < outs; ++out) weights[out] = widened[std::min(out, num_outs - 1)];
+    for (int64_t out = 0; out < num_outs; ++out) {
+      const int64_t output = first + out;
+      widen(by.grid, output, static_cast<const Pair*>(by.weight) + output * num_stored, by.inputs, widened[out]);
+    }
+    for (int64_t row = 0; row < in.count; row += 4) {
+      const int64_t num_rows = std::min<int64_t>(4, in.count - row);
+      const float* rows[4];
+      for (int64_t r = 0; r < 4; ++r)
+        rows[r] = reinterpret_cast<const float*>(in.codes) + (row + std::min(r, num_rows - 1)) * count;
+      finish<outs>(by, products<outs>(weights, rows, count, 0), Vector{}, first, num_outs, num_rows,
+                   to + row * by.outputs);
+    }
+  }
+}
+
 // Outputs first..end of all rows, to [rows][outputs].
 void multiply_outputs(const Matrix& by, int64_t first, int64_t end, const Rows& in, float* to) {
   const int64_t step = code_step(in.width, by.format);
   if (by.format == kInt8)
     multiply_outputs<int8_t, int8_t>(by, first, end, in, in.codes, step, to);
+  else if (by.format == kInt4 && in.count >= kFewestWidened && by.inputs <= kMostWidened)
+    multiply_widened(by, first, end, in, to);
   else if (by.format == kInt4)
     multiply_outputs<Pair, float>(by, first, end, in, reinterpret_cast<const float*>(in.codes), step / 4, to);
   else if (by.format == kInt4Codes)

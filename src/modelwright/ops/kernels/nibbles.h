@@ -129,6 +129,20 @@ inline __attribute__((always_inline)) Vector pair_products(const Grid& grid, con
   return sums_of(sums);
 }
 
+// The values of one output's weights, in the order of split activations.
+inline void widen(const Grid& grid, int64_t output, const Pair* from, int64_t count, float* to) {
+  for (int64_t at = 0; at < count; at += kSplit) {
+    Vector even, odd;
+    const Values values = values_of(grid, output, grid.groups == 1 ? 0 : at / grid.group);
+    if (at + kSplit <= count)
+      values.widen(from + at / 2, even, odd);
+    else
+      values.widen(Padded(from + at / 2, (count + 1) / 2 - at / 2).bytes, even, odd);
+    store(to + at, even);
+    store(to + at + kLanes, odd);
+  }
+}
+
 inline int64_t num_split_codes(int64_t width) { return up(width, kSplitCodes); }
 
 typedef uint8_t PairVector __attribute__((vector_size(kCodes), aligned(1)));
