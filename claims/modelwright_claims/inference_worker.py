@@ -158,11 +158,13 @@ class OnnxRuntime:
         self.version = version("onnxruntime-genai")
         place = folder / f"onnxruntime-{weights}"
         if not place.is_dir():
-            subprocess.run(
+            built = subprocess.run(
                 [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", folder / "fp32", "-o", place,
                  "-p", weights, "-e", "cpu", "-c", folder / "cache", "--extra_options", "accuracy_level=4",
-                 "block_size=32"], check=True, stdout=sys.stderr,
+                 "block_size=32"], check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             )  # fmt: skip
+            if built.returncode:
+                raise RuntimeError(f"ONNX Runtime's model builder failed: {built.stdout[-2000:]}")
         settings = json.loads((place / "genai_config.json").read_text())
         settings["model"]["decoder"]["session_options"]["intra_op_num_threads"] = threads
         (place / "genai_config.json").write_text(json.dumps(settings))
