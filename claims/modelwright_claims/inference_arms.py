@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from modelwright.compress.gguf.export import GgufFormat, export_gguf
+from modelwright.compress.grid_linear import ActivationGrid
 from modelwright.compress.grid_model import TrainedGrid, quantize_to_grid, save_grid_model
 from modelwright.compress.int8 import Int8WeightsConfig, quantize_model, save_int8
 from modelwright.core.errors import ModelwrightError
@@ -30,6 +31,7 @@ PEERS_PYTHON = "MODELWRIGHT_PEERS_PYTHON"
 """Environment variable: an interpreter with the engines that are not installed beside this one."""
 WORKER = Path(__file__).with_name("inference_worker.py")
 FOUR_BITS = WeightGrid(bits=4, granularity="group_32")
+FOUR_BIT_FOLDERS: dict[str, ActivationGrid] = {"int4": "none", "int4-codes": "token"}
 PROMPT_LEN = 32
 NUM_WARMUPS = 2
 """Steps of a round that are not counted."""
@@ -75,7 +77,7 @@ def write_models(shape: ModelConfig, folder: Path) -> tuple[Decoder, dict[str, i
     tokenizer = _tokenizer(shape.vocab_size)
     save_model(model, folder / "fp32")
     save_int8(quantize_model(model, Int8WeightsConfig()), folder / "int8")
-    for name, activations in (("int4", "none"), ("int4-codes", "token")):
+    for name, activations in FOUR_BIT_FOLDERS.items():
         grid = TrainedGrid(weights=FOUR_BITS, activations=activations, int8_ends=True)
         save_grid_model(quantize_to_grid(model, grid, choose=lambda matrices: "int_mm"), grid, folder / name)
     for name in ("fp32", "int8", "int4", "int4-codes"):
@@ -126,7 +128,7 @@ def running(arms: Mapping[str, Arm], folder: Path, threads: int) -> Iterator[tup
         for name, arm in arms.items():
             for interpreter in dict.fromkeys([sys.executable, os.environ.get(PEERS_PYTHON, sys.executable)]):
                 command = [interpreter, "-P", str(WORKER), arm.engine, arm.weights, str(folder), str(threads)]
-                environment = os.environ | dict.fromkeys(THREADS, str(threads)) | arm.environment
+                environment = {**os.environ, **dict.fromkeys(THREADS, str(threads)), **arm.environment}
                 process = stack.enter_context(
                     subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
                 )

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
@@ -84,7 +85,7 @@ class Transformers:
 
         torch.set_num_threads(threads)
         self.version = version("transformers")
-        self.model = AutoModelForCausalLM.from_pretrained(folder / weights, dtype=torch.float32).eval()
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder / weights, dtype=torch.float32).eval()
         self.model.generation_config.eos_token_id = None
 
     def stamps(self, prompts: Ids, num_new: int) -> list[float]:
@@ -153,7 +154,7 @@ class OnnxRuntime:
     """ONNX Runtime GenAI, on what its own model builder makes of the Hugging Face folder; activations are INT8."""
 
     def __init__(self, weights: str, folder: Path, threads: int) -> None:
-        import onnxruntime_genai as genai
+        genai = import_module("onnxruntime_genai")
 
         self.version = version("onnxruntime-genai")
         place = folder / f"onnxruntime-{weights}"
@@ -172,7 +173,8 @@ class OnnxRuntime:
 
     def stamps(self, prompts: Ids, num_new: int) -> list[float]:
         import numpy as np
-        import onnxruntime_genai as genai
+
+        genai = import_module("onnxruntime_genai")
 
         params, longest = genai.GeneratorParams(self.model), len(prompts[0]) + num_new
         params.set_search_options(
@@ -191,7 +193,7 @@ class LlamaCpp:
     """llama.cpp through the C interface of llama-cpp-python, all streams in one batch."""
 
     def __init__(self, weights: str, folder: Path, threads: int) -> None:
-        import llama_cpp as llama
+        llama = import_module("llama_cpp")
 
         self.version = version("llama-cpp-python")
         llama.llama_backend_init()
@@ -206,7 +208,7 @@ class LlamaCpp:
         self.greedy = llama.llama_sampler_init_greedy()
 
     def stamps(self, prompts: Ids, num_new: int) -> list[float]:
-        import llama_cpp as llama
+        llama = import_module("llama_cpp")
 
         llama.llama_memory_clear(llama.llama_get_memory(self.context), True)
         stamps = [time.perf_counter()]
@@ -220,7 +222,7 @@ class LlamaCpp:
 
     def _next(self, rows: Ids, start: int) -> list[int]:
         """The next token of each stream, whose rows begin at position `start`."""
-        import llama_cpp as llama
+        llama = import_module("llama_cpp")
 
         batch, place, last = self.batch, 0, []
         for stream, row in enumerate(rows):
