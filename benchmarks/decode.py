@@ -1,6 +1,6 @@
 """Tokens per second of decoding streams, by one operator per step and by PyTorch's operators.
 
-    python benchmarks/decode.py [--shapes quickstart,95m] [--formats fp32,bf16,int8] [--streams 1,2,8,32] [--threads 1]
+    python benchmarks/decode.py [--shapes quickstart,95m] [--formats fp32,int8,int4] [--streams 1,8,32] [--threads 1]
     export MODELWRIGHT_ISA=avx2    # as on a processor with AVX2 alone
     env $(python -m modelwright.core.print_environment) python benchmarks/decode.py
 
@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from modelwright.compress.grid_linear import ActivationGrid
+from modelwright.compress.grid_model import TrainedGrid, quantize_to_grid
 from modelwright.compress.int8 import Int8WeightsConfig, quantize_model
 from modelwright.core.resources import hardware
 from modelwright.infer.engine import Engine, EngineConfig
@@ -26,6 +28,7 @@ from modelwright.infer.sequence import SamplingParams
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.ops import cpu_kernels
+from modelwright.ops.int_grid import WeightGrid
 from modelwright.ops.kernel_speed import Kernel
 from modelwright.ops.microbenchmark import own_clock, seconds_of
 from modelwright.recipes.load import recipe
@@ -38,7 +41,9 @@ SHAPES = {
         max_seq_len=512, tie_embeddings=False,
     ),
 }  # fmt: skip
-FORMATS = ("fp32", "bf16", "int8")
+FORMATS = ("fp32", "bf16", "int8", "int4", "int4-codes")
+"""4-bit weights meet FP32 activations, and INT8 ones."""
+FOUR_BITS: dict[str, ActivationGrid] = {"int4": "none", "int4-codes": "token"}
 PROMPT_LEN, WARMUP_STEPS = 32, 2
 
 
@@ -73,6 +78,10 @@ def models(shape: ModelConfig, formats: list[str]) -> Iterator[tuple[str, Decode
     for name in formats:
         if name == "int8":
             yield name, quantize_model(plain, Int8WeightsConfig())
+        elif name in FOUR_BITS:
+            weights = WeightGrid(bits=4, granularity="group_32")
+            grid = TrainedGrid(weights=weights, activations=FOUR_BITS[name], int8_ends=True)
+            yield name, quantize_to_grid(plain, grid, choose=lambda matrices: "int_mm")
         else:
             yield name, copy.deepcopy(plain).to(torch.bfloat16 if name == "bf16" else torch.float32)
 
@@ -109,7 +118,7 @@ def main() -> None:
     for shape in options.shapes.split(","):
         pairs = {name: sides(model, max(counts)) for name, model in models(SHAPES[shape], options.formats.split(","))}
         print(f"\n{shape}, {SHAPES[shape].num_parameters / 1e6:.0f} million parameters; tokens per second")
-        print(f"{'streams':>7}  {'weights':<8}{'operator':>10}{'PyTorch':>10}{'ratio':>8}{'to FP32':>9}")
+        print(f"{'streams':>7}  {'weights':<11}{'operator':>10}{'PyTorch':>10}{'ratio':>8}{'to FP32':>9}")
         for count in counts:
             for one in (side for pair in pairs.values() for side in pair):
                 one.times.clear()
@@ -120,7 +129,7 @@ def main() -> None:
             paces = {name: [count / statistics.median(side.times) for side in pair] for name, pair in pairs.items()}
             for name, (own, other) in paces.items():
                 relative = f"{own / paces['fp32'][0]:>9.2f}" if "fp32" in paces else ""
-                print(f"{count:>7}  {name:<8}{own:>10.0f}{other:>10.0f}{own / other:>8.2f}{relative}")
+                print(f"{count:>7}  {name:<11}{own:>10.0f}{other:>10.0f}{own / other:>8.2f}{relative}")
 
 
 if __name__ == "__main__":

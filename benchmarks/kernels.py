@@ -25,6 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from modelwright.compress.grid_linear import ActivationGrid, GridLinear, InputGrid
+from modelwright.compress.grid_model import TrainedGrid, quantize_to_grid
 from modelwright.compress.int8 import Int8WeightsConfig, quantize_model
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.resources import hardware
@@ -39,6 +41,7 @@ from modelwright.model.adapter_bank import AdapterSet
 from modelwright.model.decoder import Decoder
 from modelwright.ops import cpu_kernels
 from modelwright.ops.attention import packed_attention, packed_cuts
+from modelwright.ops.int_grid import WeightGrid
 from modelwright.ops.kernel_speed import KERNELS, SPEED, Kernel, faster_kernels, rows_of, speed, speed_lines
 from modelwright.ops.microbenchmark import in_turn
 from modelwright.ops.norm import rms_norm
@@ -49,6 +52,8 @@ from modelwright.recipes.load import recipe
 
 ROWS, ROW_LEN, HEADS, KV_HEADS, HEAD_DIM = 2, 512, 4, 2, 64
 WIDTH, FFN_WIDTH = 256, 704
+FOUR_BITS = WeightGrid(bits=4, granularity="group_32")
+ACTIVATIONS: dict[ActivationGrid, str] = {"none": "fp32 activations", "token": "int8 activations"}
 CONTEXT, BLOCK_LEN, CPU = 128, 16, torch.device("cpu")
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SIDES = {"own_us": ",".join(KERNELS), "pytorch_us": "0"}
@@ -121,12 +126,25 @@ def cases() -> Iterator[Case]:
             yield Case("decode", f"gated activation of {tokens} tokens, {name}", unwatched(swiglu, gate, up))
 
 
+def four_bit_cases() -> Iterator[Case]:
+    """Products of the quickstart's widest layers with 4-bit weights; PyTorch's operators widen them in each call."""
+    weight = torch.randn(FFN_WIDTH, WIDTH)
+    for activations, shown in ACTIVATIONS.items():
+        codes = FOUR_BITS.codes(weight, *FOUR_BITS.ranges(weight))
+        linear = GridLinear(codes, FOUR_BITS, InputGrid(kind=activations))
+        for rows in (1, 8, 256):
+            yield Case("four_bits", f"{rows} rows, {shown}", unwatched(linear, torch.randn(rows, WIDTH)))
+
+
 def decoding_cases() -> Iterator[Case]:
     """Steps of the engine's runner, each over the same 128 tokens of its streams."""
     model = Decoder(recipe("quickstart").model)
     model.init_weights(0)
     models = {name: copy.deepcopy(model).to(dtype) for name, dtype in FORMATS.items()}
     models["int8"] = quantize_model(model, Int8WeightsConfig())
+    for activations in ACTIVATIONS:
+        grid = TrainedGrid(weights=FOUR_BITS, activations=activations, int8_ends=True)
+        models[f"int4, {ACTIVATIONS[activations]}"] = quantize_to_grid(model, grid, choose=lambda matrices: "int_mm")
     for name, one in models.items():
         for streams in (1, 8, 32):
             yield Case("decode_step", f"{streams} streams, {name}", step_of(one.eval(), streams))
@@ -198,7 +216,7 @@ def main() -> int:
     name = cpu_kernels.instruction_set()
     if not name:
         sys.exit("there are no kernels here: install a C++ compiler")
-    chosen = [case for case in (*cases(), *decoding_cases()) if case.kernel in options.only]
+    chosen = [case for case in (*cases(), *four_bit_cases(), *decoding_cases()) if case.kernel in options.only]
     rows = measured(chosen, options.rounds)
     rows += [row for row in rows_of(name) if row["kernel"] not in options.only]
     rows.sort(key=lambda row: KERNELS.index(row["kernel"]))

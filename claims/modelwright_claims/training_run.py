@@ -38,7 +38,7 @@ from modelwright.train.build import train
 from modelwright.train.config import TrainConfig
 from modelwright.train.job import StrategyFactory, TrainJob, configured_strategy
 from modelwright.train.objective import Objective, forward
-from modelwright.train.runtime import observer
+from modelwright.train.runtime import TechniqueBuilder, observer
 from modelwright.train.technique import StepInfo
 from modelwright.train.techniques.adaptive_precision import CHANGES, MACHINE
 from modelwright_claims.claim import Setting
@@ -243,8 +243,11 @@ def train_once(
     stage: Path | None = None,
     wrap: Callable[[NextToken], Objective] = lambda objective: objective,
     strategy: StrategyFactory = configured_strategy,
+    techniques: Sequence[TechniqueBuilder] = (),
 ) -> Outcome:
-    """Train as one rank of a run. stage: folder that all ranks share; wrap: changes the objective of training."""
+    """Train as one rank of a run. stage: folder that all ranks share; wrap: changes the objective of training;
+    techniques: besides those of the configuration.
+    """
     model = Decoder(run.model_config(prepare_text(setting).vocab_size))
     model.init_weights(derive_seed(run.seed, "weights"))
     if begin is not None:
@@ -257,7 +260,7 @@ def train_once(
         seconds = train_plainly(model, batches, config, num_steps=run.size.num_steps, world=world)
         return Outcome(heldout_loss=loss_on(model, heldout), seconds=seconds)
     with _stage(setting, stage) as folder:
-        outcome = _train(setting, run, world, model, objective, heldout, folder, strategy)
+        outcome = _train(setting, run, world, model, objective, heldout, folder, strategy, techniques)
     if keep is not None and world.is_first:
         save_model(model, str(keep))
     return outcome
@@ -299,6 +302,7 @@ def _train(
     heldout: Sequence[TokenBatch],
     folder: Path,
     strategy: StrategyFactory,
+    techniques: Sequence[TechniqueBuilder],
 ) -> Outcome:
     config, stage = run.train_config(), StageDir(folder)
     log = StepLog(counts_interfaces=run.processes.mbit is not None)
@@ -317,7 +321,7 @@ def _train(
                 name=f"seed {run.seed}",
                 input_digest="claim",
                 heldout=heldout,
-                techniques=[observer("step_log", log.observe)],
+                techniques=[observer("step_log", log.observe), *techniques],
                 strategy=strategy,
                 parallel=ParallelConfig(shared_memory=run.processes.hosts == 1),
             ),

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from modelwright.compress.compare import Agreement, SpeedPair
+from modelwright.compress.agreement import Agreement
 from modelwright.core.progress import SilentProgress
 from modelwright.data.loader import PackedLoader
 from modelwright.model.decoder import Decoder
@@ -13,6 +13,7 @@ from modelwright.objectives.next_token import NextToken
 from modelwright_claims import bf16_mixed, gradient_accumulation, int8, packing, warmup_cosine, workbench
 from modelwright_claims.claim import Measurement, Setting, Verdict
 from modelwright_claims.fp32_baseline import NO_ONEDNN
+from modelwright_claims.inference_arms import ARMS, EAGER, EIGHT_BIT_RIVALS, FP32, INT4
 from modelwright_claims.judging import judge
 from modelwright_claims.training_run import Outcome
 
@@ -161,26 +162,42 @@ def test_both_sides_of_packing_hold_as_many_tokens_as_whole_rows_allow():
 
 def test_int8_verdict():
     agreement = Agreement(
-        num_tokens=100, reference_loss=3.0, int8_loss=3.001, divergence=1e-4, same_first=0.99, max_logit_gap=0.1
-    )
+        num_tokens=100, reference_loss=3.0, int8_loss=3.001, reference_accuracy=0.5, int8_accuracy=0.499,
+        divergence=1e-4, same_first=0.99, max_logit_gap=0.1,
+    )  # fmt: skip
+    losses = {int8.TRAINED["4 bits"]: 3.01, int8.NEAREST: 3.05, int8.GPTQ: 3.03}
 
-    def judged(speeds: tuple[float, ...], num_bytes: tuple[int, int], loss: float = 3.001) -> str:
-        pairs = {
-            name: [
-                SpeedPair(num_streams=1, num_tokens=1, reference_tokens_per_s=100.0, int8_tokens_per_s=speed)
-                for speed in speeds
-            ]
-            for name in int8.SHAPES
-        }
-        made = int8.measurement(replace(agreement, int8_loss=loss), pairs, num_bytes, SIZE.model_config(64), SIZE)
-        return judge(int8.CLAIM, made).line
+    def judged(
+        changed: dict[str, float] | None = None, *, lost: float = 0.001, trained: float = 3.01,
+        num_bytes: int = 110, seeds: int = 2, without: tuple[str, ...] = (),
+    ) -> str:  # fmt: skip
+        fast = dict.fromkeys(ARMS, 400.0) | {EAGER: 100.0, FP32: 150.0} | (changed or {})
+        rounds = [
+            {case: {name: pace + turn for name, pace in fast.items() if name not in without} for case in int8.CASES}
+            for turn in range(2)
+        ]
+        given = losses | {int8.TRAINED["4 bits"]: trained}
+        seed = {name: replace(agreement, int8_loss=given.get(name, 3.001)) for name in int8.VARIANTS}
+        seed[int8.SERVED] = replace(seed[int8.SERVED], int8_accuracy=0.5 - lost)
+        missing = {f"not at hand: {name}": "it is not installed" for name in without}
+        sizes = {"fp32": 400, "int8": num_bytes, "int4": 90}
+        return judge(int8.CLAIM, int8.measurement([seed] * seeds, rounds, sizes, missing)).line
 
-    assert judged((200.0, 201.0), (400, 110)).startswith("met")
-    assert judged((120.0, 121.0), (400, 110)).startswith("short: speed in decode, 1 stream 1.21x (lower bound")
-    assert judged((100.0, 400.0), (400, 110)).startswith("short: speed in decode, 1 stream 2.5x (lower bound")
-    assert judged((200.0,), (400, 110)).startswith("not judged: the record lacks repeats of speed in decode, 1 stream")
-    assert judged((200.0, 201.0), (400, 300)).startswith("short: size 1.33x (exact), not at least 2.4x")
-    assert judged((200.0, 201.0), (400, 110), 3.02).startswith("short: held-out loss above FP32 0.02 nats (exact)")
+    llama = ("llama.cpp, 8 bits", "llama.cpp, 4 bits")
+    assert judged().startswith("met")
+    assert "not at hand: llama.cpp, 8 bits, llama.cpp, 4 bits" in judged(without=llama)
+    own = "short: Modelwright, INT8 over"
+    assert judged({EAGER: 150.0}).startswith(f"{own} transformers, FP32 in decode, 8 streams 2.66x")
+    assert judged({FP32: 300.0}).startswith(f"{own} Modelwright, FP32 in decode, 1 stream 1.33x")
+    slower = judged({"ONNX Runtime GenAI, 8 bits": 500.0})
+    assert slower.startswith(f"{own} ONNX Runtime GenAI, 8 bits in decode, 1 stream 0.8x")
+    assert "Modelwright, INT4 over llama.cpp, 4 bits in decode, 32 streams 0.5x" in judged({llama[1]: 800.0})
+    assert judged({INT4: 100.0}).startswith("met")  # the faster of the two forms of activations counts
+    assert judged(without=tuple(EIGHT_BIT_RIVALS)).startswith("not judged: the record lacks another engine in decode")
+    assert judged(lost=0.006).startswith("short: accuracy that INT8 loses 1.2%")
+    assert "what training on the grid gains over 4 bits, GPTQ -0.01 nats" in judged(trained=3.04)
+    assert judged(num_bytes=300).startswith("short: size 1.33x (exact), not at least 2.4x")
+    assert judged(seeds=1).startswith("not judged: the record lacks repeats of accuracy that INT8 loses")
 
 
 def test_rows_of_a_split_are_made_once(setting):

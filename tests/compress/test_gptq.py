@@ -1,13 +1,18 @@
 """GPTQ against column-by-column elimination with explicit inverses, and against rounding to the nearest code."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import tiny_run
 import torch
 
 from modelwright.compress.gptq import DAMPING, LayerError, gptq, quantize_layer
-from modelwright.compress.grid_model import TrainedGrid, quantize_to_grid
-from modelwright.compress.int8 import Int8WeightsConfig, choose_backend
+from modelwright.compress.grid_model import TrainedGrid, quantize_to_grid, save_grid_model
+from modelwright.compress.int8 import Int8WeightsConfig, choose_backend, load_int8
+from modelwright.compress.int8_linear import Int8Embedding, Int8Linear, quantize_rows
 from modelwright.core.errors import ModelError
+from modelwright.model.decoder import Decoder
 from modelwright.ops.int_grid import WeightGrid
 from modelwright.train.objective import forward
 
@@ -103,3 +108,23 @@ def test_a_model_keeps_its_outputs_better_than_by_rounding(grid: WeightGrid) -> 
 
 def _choose(matrices):
     return choose_backend(Int8WeightsConfig(backend="int_mm"), matrices)
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_embedding_and_head_of_a_four_bit_model_may_be_int8(tie: bool, tmp_path: Path) -> None:
+    model = Decoder(replace(tiny_run.SHAPE, tie_embeddings=tie))
+    model.init_weights(0)
+    model.eval()
+    grid = TrainedGrid(weights=WeightGrid(bits=4, granularity="group_32"), int8_ends=True)
+    small = quantize_to_grid(model, grid, choose=_choose)
+    assert torch.equal(small.embedding.weight, Int8Embedding(*quantize_rows(model.embedding.weight)).weight)
+    assert isinstance(small.head, Int8Linear)
+    save_grid_model(small, grid, tmp_path / "m")
+    loaded = load_int8(tmp_path / "m", Int8WeightsConfig(backend="int_mm"))
+    batch = tiny_run.Rows().batch(50)
+    with torch.no_grad():
+        hidden = [forward(one, batch) for one in (small, loaded)]
+        logits = [one.logits(hidden[0]) for one in (small, loaded, model)]
+    assert torch.equal(*hidden)
+    assert torch.equal(*logits[:2])
+    torch.testing.assert_close(logits[0], logits[2], rtol=0.05, atol=0.02 * float(logits[2].abs().max()))

@@ -1,11 +1,11 @@
 """INT8: backends against the naive twin, whole models, files, damage."""
 
+import copy
 import json
 
 import pytest
 import torch
 
-from modelwright.compress.compare import compare
 from modelwright.compress.int8 import (
     Int8WeightsConfig,
     is_int8_folder,
@@ -14,15 +14,16 @@ from modelwright.compress.int8 import (
     save_int8,
     weight_bytes,
 )
-from modelwright.compress.int8_linear import Int8Linear, int8_linear_naive, quantize_rows
+from modelwright.compress.int8_linear import Int8Linear, int8_linear_naive, quantize_rows, usable_backends
 from modelwright.core.errors import ModelError
 from modelwright.infer.engine import Engine, EngineConfig
 from modelwright.infer.sequence import SamplingParams
 from modelwright.model.attention import causal_attend
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
+from modelwright.pipeline.stages.quantize import compare
 
-BACKENDS = ["int_mm"] + (["fbgemm"] if "fbgemm" in torch.backends.quantized.supported_engines else [])
+BACKENDS = usable_backends()
 
 
 def build(tie: bool = True) -> Decoder:
@@ -72,6 +73,19 @@ def test_a_row_does_not_depend_on_its_neighbors(backend):
     x = torch.randn(9, 64, generator=torch.Generator().manual_seed(4))
     x[1] *= 1000
     assert torch.equal(linear(x)[:1], linear(x[:1]))
+
+
+@pytest.mark.skipif("kernel" not in BACKENDS, reason="there are no kernels here")
+def test_backends_agree_on_a_chunk_of_a_prompt_and_a_copied_layer_points_to_its_own_weights():
+    weight, x = torch.randn(70, 96, generator=torch.Generator().manual_seed(3)), torch.randn(257, 96)
+    codes, scale = quantize_rows(weight)
+    found = [Int8Linear(codes, scale, backend)(x) for backend in BACKENDS]
+    for one in found[1:]:
+        torch.testing.assert_close(one, found[0], rtol=2e-6, atol=1e-6)
+    linear = Int8Linear(codes.clone(), scale, "kernel")
+    copied = copy.deepcopy(linear)
+    linear.quantized.zero_()
+    assert torch.equal(copied(x), Int8Linear(codes, scale, "kernel")(x))
 
 
 def test_zero_input_gives_zero():

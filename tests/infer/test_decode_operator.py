@@ -1,6 +1,7 @@
 """Decoding by one operator against the model's own forward, and that neighbors change no bit of a request."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from hf_folders import CASES, VOCAB_SIZE, write_folder
 from infer.engine_runs import GREEDY, SAMPLED, alone, answer, drain, make_engine, make_model, tokens
+from modelwright.compress.grid_linear import ActivationGrid
 from modelwright.compress.grid_model import TrainedGrid, quantize_to_grid
 from modelwright.compress.int8 import Int8WeightsConfig, quantize_model
 from modelwright.core.library_environment import LOWER
@@ -20,7 +22,7 @@ from modelwright.model.config import AttentionConfig
 from modelwright.model.decoder import Decoder, Linear
 from modelwright.model.hf import load_model
 from modelwright.ops import cpu_kernels
-from modelwright.ops.int_grid import WeightGrid
+from modelwright.ops.int_grid import Bits, WeightGrid
 from modelwright.ops.kernel_speed import KERNELS
 
 WITH, WITHOUT = "decode_step", "0"
@@ -133,6 +135,42 @@ def test_int8_models(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -
     assert_same_answers(model, [tokens(n, n) for n in PROMPT_LENS], monkeypatch, tolerance=0.05)
 
 
+def assert_same_up_to_ties(model: Decoder, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """For INT8 activations: where the two round a number to different codes, they may choose different ones of two
+    equally likely tokens. That is no difference, but what follows is another text.
+    """
+    own, own_logprobs, reason = answers(model, prompts)
+    assert not reason
+    monkeypatch.setenv(cpu_kernels.SWITCH, WITHOUT)
+    twin, twin_logprobs, _ = answers(model, prompts)
+    num_compared = 0
+    for left, right, left_logprobs, right_logprobs in zip(own, twin, own_logprobs, twin_logprobs, strict=True):
+        differing = [place for place in range(len(left)) if left[place] != right[place]]
+        end = differing[0] + 1 if differing else len(left)
+        assert left_logprobs[:end] == pytest.approx(right_logprobs[:end], abs=0.05)
+        num_compared += end
+    assert num_compared > 0.8 * sum(map(len, own))
+
+
+def four_bit_model(activations: ActivationGrid = "none", *, symmetric: bool = True, bits: Bits = 4) -> Decoder:
+    grid = WeightGrid(bits=bits, symmetric=symmetric, granularity="group_32")
+    shape = {"model_dim": 64, "ffn_dim": 160}
+    trained = TrainedGrid(weights=grid, activations=activations, int8_ends=activations == "token")
+    return quantize_to_grid(make_model(**shape), trained, choose=lambda matrices: "int_mm")
+
+
+@pytest.mark.usefixtures("each_instruction_set")
+@pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "asymmetric"])
+@pytest.mark.parametrize("activations", ["none", "token"])
+def test_four_bit_models(activations: ActivationGrid, symmetric: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = four_bit_model(activations, symmetric=symmetric)
+    prompts = [tokens(n, n) for n in (1, 23)]
+    if activations == "none":
+        assert_same_answers(model, prompts, monkeypatch)
+    else:
+        assert_same_up_to_ties(model, prompts, monkeypatch)
+
+
 @pytest.mark.usefixtures("each_instruction_set")
 def test_models_in_every_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_same_answers(make_model(), [tokens(n, n) for n in PROMPT_LENS], monkeypatch)
@@ -153,13 +191,21 @@ def test_bf16_models_are_closer_to_fp32_than_the_reference(monkeypatch: pytest.M
     assert [own[:2] for own in found] == [own[:2] for own in exact]
 
 
-@pytest.mark.parametrize("kind", ["fp32", "int8", "selected heads"])
+@pytest.mark.parametrize("kind", ["fp32", "int8", "selected heads", "none", "token"])
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_a_request_has_the_same_bits_alone_and_in_a_batch(kind: str, params: SamplingParams) -> None:
-    """Among 32, after preemptions, with a beginning from the cache, and with guesses that are verified."""
-    model = make_model(**MODELS.get(kind, {}))
-    if kind == "int8":
-        model = quantize_model(model, Int8WeightsConfig())
+def test_a_request_has_the_same_bits_alone_and_in_a_batch(
+    kind: str, params: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Among 32, after preemptions, with a beginning from the cache, and with guesses that are verified. The last two
+    have 4-bit weights.
+    """
+    monkeypatch.setenv(cpu_kernels.SWITCH, f"{WITH},four_bits")
+    if kind == "none" or kind == "token":
+        model = four_bit_model(kind)
+    else:
+        model = make_model(**MODELS.get(kind, {}))
+        if kind == "int8":
+            model = quantize_model(model, Int8WeightsConfig())
     prompts = [tokens(5 + 3 * n % 60, n) for n in range(32)]
     prompts[7] = prompts[6][:32] + prompts[7]
     expected = [alone(model, prompt, params) for prompt in prompts]
@@ -210,10 +256,20 @@ def test_what_the_operator_does_not_compute_is_named(monkeypatch: pytest.MonkeyP
     adapted = make_model()
     attach_adapters(adapted, AdapterConfig(r=2), 0)
     assert "an adapter is attached" in reason(adapted)
-    four_bits = quantize_to_grid(
-        make_model(), TrainedGrid(weights=WeightGrid(bits=4)), choose=lambda matrices: "int_mm"
+    assert not reason(four_bit_model())
+    assert "8-bit weights" in reason(four_bit_model(bits=8))
+    names = make_model().projections()
+    ranges = dict.fromkeys(names, (-2.0, 3.0))
+    grid = TrainedGrid(weights=WeightGrid(bits=4), activations="tensor", ranges=ranges)
+    assert "static range" in reason(quantize_to_grid(make_model(), grid, choose=lambda matrices: "int_mm"))
+    half = {name: ranges[name] for name in names if "q_proj" not in name}
+    assert "static range" in reason(
+        quantize_to_grid(make_model(), replace(grid, ranges=half), choose=lambda matrices: "int_mm")
     )
-    assert "GridLinear" in reason(four_bits)
+    mixed = make_model()
+    other = quantize_to_grid(mixed, TrainedGrid(weights=WeightGrid(bits=4)), choose=lambda matrices: "int_mm")
+    mixed.blocks["0"].attention.k_proj = other.blocks["0"].attention.k_proj
+    assert "several forms" in reason(mixed)
     in_training = make_model()
     in_training.ends.stream_dtype = torch.bfloat16
     assert "training format" in reason(in_training)

@@ -2,15 +2,19 @@
 neighbors and threads. Whole models are tested in `tests/infer/test_decode_operator.py`.
 """
 
+import copy
 import ctypes
 
 import pytest
 import torch
+from torch import nn
 
+from modelwright.compress.grid_linear import ActivationGrid, GridLinear, InputGrid
 from modelwright.compress.int8_linear import Int8Linear, int8_linear_naive, quantize_rows
 from modelwright.core.library_environment import LOWER
 from modelwright.ops import cpu_kernels
 from modelwright.ops.decode_step import RowProduct, Weight, summarized, summarized_naive
+from modelwright.ops.int_grid import Codes, WeightGrid
 from tolerances import TOLERANCES
 
 SHAPES = [(1, 1), (3, 5), (60, 77), (64, 48), (257, 130)]
@@ -89,6 +93,72 @@ def test_a_row_depends_on_neither_neighbors_nor_threads(shape, kind, monkeypatch
     assert torch.equal(product(x), whole)
 
 
+FOUR_BIT_GRIDS = [
+    WeightGrid(bits=4, symmetric=symmetric, granularity=granularity)
+    for symmetric in (True, False)
+    for granularity in ("tensor", "channel", "group_32", "group_64", "group_128")
+]
+FOUR_BIT_SHAPES = {0: SHAPES, 32: [(32, 3), (96, 17), (352, 40)], 64: [(64, 5), (320, 33)], 128: [(384, 18)]}
+"""Inputs and outputs by the size of groups; some end within a vector of 128 codes."""
+
+
+def four_bits(grid: WeightGrid, activations: ActivationGrid, num_inputs: int, num_outputs: int) -> GridLinear:
+    weight = made(num_outputs, num_inputs)
+    weight[:, num_inputs // 2 :] += 0.7  # zero points that are not in the middle
+    return GridLinear(grid.codes(weight, *grid.ranges(weight)), grid, InputGrid(kind=activations))
+
+
+@pytest.mark.parametrize("activations", ["none", "token"])
+@pytest.mark.parametrize("grid", FOUR_BIT_GRIDS, ids=lambda grid: f"{grid.granularity}-{grid.symmetric}")
+def test_four_bit_products_are_those_of_the_definition(grid, activations, monkeypatch):
+    for num_inputs, num_outputs in FOUR_BIT_SHAPES[grid.group_size]:
+        linear = four_bits(grid, activations, num_inputs, num_outputs)
+        x = made(MOST_ROWS, num_inputs, seed=2) * torch.logspace(-3, 3, MOST_ROWS)[:, None]
+        x[1] = 0.0
+        linear.bias = nn.Parameter(made(num_outputs, seed=1), requires_grad=False)
+        monkeypatch.setenv(cpu_kernels.SWITCH, "0")
+        wanted = linear(x)
+        monkeypatch.setenv(cpu_kernels.SWITCH, "four_bits")
+        found = linear(x)
+        assert torch.equal(found, RowProduct(linear.packed_weight())(x) + linear.bias)
+        scale = (x.abs() @ linear.weight.abs().T + linear.bias.abs()).clamp_min(1e-30)
+        assert float(((found - wanted).abs() / scale).max()) < 2e-6
+
+
+@pytest.mark.parametrize("activations", ["none", "token"])
+@pytest.mark.parametrize("grid", FOUR_BIT_GRIDS[::2], ids=lambda grid: f"{grid.granularity}-{grid.symmetric}")
+def test_a_row_of_four_bit_products_depends_on_neither_neighbors_nor_threads(grid, activations, monkeypatch):
+    for num_inputs, num_outputs in FOUR_BIT_SHAPES[grid.group_size]:
+        product = RowProduct(four_bits(grid, activations, num_inputs, num_outputs).packed_weight())
+        x = made(33, num_inputs, seed=2)
+        whole = product(x)
+        for count in range(1, 10):
+            assert torch.equal(product(x[:count]), whole[:count])
+            assert torch.equal(product(x[-count:]), whole[-count:])
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "get_num_threads", lambda: 3)
+            assert torch.equal(product(x), whole)
+
+
+def test_the_largest_four_bit_codes_do_not_saturate():
+    grid = WeightGrid(bits=4, symmetric=False, granularity="channel")
+    for sign in (1.0, -1.0):
+        codes = Codes(torch.full((16, 512), 7 if sign > 0 else -8, dtype=torch.int8), torch.ones(16), torch.zeros(16))
+        linear = GridLinear(codes, grid, InputGrid(kind="token"))
+        found = RowProduct(linear.packed_weight())(sign * torch.ones(2, 512))
+        torch.testing.assert_close(found, torch.full((2, 16), 512.0 * (7 if sign > 0 else 8)))
+
+
+def test_a_copied_layer_points_to_its_own_codes(monkeypatch):
+    monkeypatch.setenv(cpu_kernels.SWITCH, "four_bits")
+    linear, x = four_bits(FOUR_BIT_GRIDS[2], "none", 96, 5), made(2, 96)
+    wanted = linear(x)
+    copied = copy.deepcopy(linear)
+    linear.quantized.zero_()
+    assert torch.equal(copied(x), wanted)
+    assert not torch.equal(linear(x), wanted)
+
+
 def cpu_dtype(kind: str) -> torch.dtype:
     return {name: dtype for dtype, name in cpu_kernels.NAMES.items()}[kind]
 
@@ -98,7 +168,9 @@ def test_what_is_no_number_stays_in_its_row(wrong):
     x = torch.ones(5, 40)
     x[3, 39] = wrong
     codes, scale = quantize_rows(torch.ones(7, 40))
-    for weight in (Weight(torch.ones(7, 40)), Weight(codes, scale)):
+    grid = WeightGrid(bits=4)
+    nibbles = [four_bits(grid, kind, 40, 7).packed_weight() for kind in ("none", "token")]
+    for weight in (Weight(torch.ones(7, 40)), Weight(codes, scale), *nibbles):
         found = RowProduct(weight)(x)
         assert not found[3].isfinite().any()
         assert found[[0, 1, 2, 4]].isfinite().all()

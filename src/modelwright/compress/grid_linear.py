@@ -5,6 +5,9 @@ summed inputs:
 
     out[n, o] = sum over g of s[o, g] * t[n] * sum over i in g of (a[n, i] - y[n]) * (q[o, i] - z[o, g])
 
+4-bit weights have a kernel (`ops/decode_step.py`), which reads the packed codes in place; what PyTorch's operators make
+of them is its reference. `none` below multiplies what the codes stand for by FP32 activations.
+
 Legend: N tokens, O outputs, I inputs, G groups of the whole weight, P groups of each output, S inputs of a group.
 """
 
@@ -15,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from modelwright.ops import cpu_kernels
+from modelwright.ops.decode_step import FourBitWeight, RowProduct
 from modelwright.ops.int_grid import ACTIVATION_LEVELS, TINY, Codes, WeightGrid, activation_range
 from modelwright.ops.quantize import int8_product
 
@@ -59,6 +64,7 @@ class GridLinear(nn.Module):
         self.scale: Tensor
         self.zero: Tensor
         self.bias: nn.Parameter | None = None
+        self._kernel: RowProduct[FourBitWeight] | None = None
 
     @property
     def codes(self) -> Codes:
@@ -73,15 +79,44 @@ class GridLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x_NI = x.reshape(-1, self.in_features).to(self.scale.dtype)
-        out_NO = F.linear(x_NI, self.weight) if self.inputs.kind == "none" else self._integer_product(x_NI)
+        if self._has_kernel and cpu_kernels.take("four_bits", x_NI, self.scale):
+            out_NO = self._row_product()(x_NI)
+        else:
+            out_NO = F.linear(x_NI, self.weight) if self.inputs.kind == "none" else self._integer_product(x_NI)
         out_NO = out_NO if self.bias is None else out_NO + self.bias
         return out_NO.view(*x.shape[:-1], self.out_features)
+
+    @property
+    def _has_kernel(self) -> bool:
+        return self.grid.bits == 4 and self.inputs.kind != "tensor"
+
+    def packed_weight(self) -> FourBitWeight:
+        """The packed codes for the kernel, which are not copied; without the bias."""
+        step_OP, zero_OP = self._by_output()
+        return FourBitWeight(
+            packed=self.quantized,
+            num_inputs=self.in_features,
+            step_OP=step_OP,
+            zero_OP=zero_OP[:0] if self.grid.symmetric else zero_OP,
+            takes_codes=self.inputs.kind == "token",
+        )
+
+    def _by_output(self) -> tuple[Tensor, Tensor]:
+        """Steps and zero points, [O, P]; those of a whole matrix are repeated."""
+        per_output = max(1, self.scale.numel() // self.out_features)
+        step_OP, zero_OP = (one.view(-1, per_output).expand(self.out_features, -1) for one in (self.scale, self.zero))
+        return step_OP, zero_OP
+
+    def _row_product(self) -> RowProduct[FourBitWeight]:
+        if self._kernel is None or self._kernel.weight.packed is not self.quantized:
+            self._kernel = RowProduct(self.packed_weight())
+        return self._kernel
 
     def _integer_product(self, x_NI: Tensor) -> Tensor:
         codes_NI, step_N1, zero_N1 = self.inputs.codes(x_NI)
         codes_OI = self.codes.codes_OI
-        per_output = max(1, self.scale.numel() // self.out_features)
-        step_OP, zero_OP = (one.view(-1, per_output).expand(self.out_features, -1) for one in (self.scale, self.zero))
+        step_OP, zero_OP = self._by_output()
+        per_output = step_OP.shape[1]
         size = self.in_features // per_output
         out_NO = torch.zeros(len(x_NI), self.out_features, dtype=x_NI.dtype, device=x_NI.device)
         for group in range(per_output):

@@ -1,7 +1,8 @@
-"""Decoders whose projections are integers on a trained or chosen grid; embedding, head and norms keep their format.
+"""Decoders whose projections are integers on a trained or chosen grid; norms keep their format, embedding and head may
+be INT8 rows.
 
 Folder format: as `int8.py` writes it, version 2; for each projection `NAME.weight` (codes; two to a byte for 4 bits),
-`NAME.scale` and `NAME.zero` (float32, one of each group).
+`NAME.scale` and `NAME.zero` (float32, one of each group); for INT8 embedding and head as in version 1.
 """
 
 import json
@@ -16,7 +17,14 @@ from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnkn
 from torch import Tensor, nn
 
 from modelwright.compress.grid_linear import ActivationGrid, GridLinear, InputGrid, unpack_nibbles
-from modelwright.compress.int8_linear import Backend, Int8Linear
+from modelwright.compress.int8_linear import (
+    EMBEDDING,
+    Backend,
+    Int8Embedding,
+    Int8Linear,
+    place_int8,
+    quantize_rows,
+)
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.config import dump, parse
 from modelwright.core.errors import ConfigError, ModelError, writing
@@ -34,13 +42,15 @@ ChooseBackend = Callable[[Mapping[str, tuple[Tensor, Tensor]]], Backend]
 @dataclass(frozen=True, kw_only=True)
 class TrainedGrid:
     """The grid that a model was trained for. steps: learned ones of projections, [G] each; without, steps span the
-    weights. ranges: of projections' inputs, for activations of kind `tensor`.
+    weights. ranges: of projections' inputs, for activations of kind `tensor`. int8_ends: whether embedding and head
+    become INT8 rows, as `int8.py` makes them.
     """
 
     weights: WeightGrid
     activations: ActivationGrid = "none"
     steps: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     ranges: Mapping[str, tuple[float, float]] = field(default_factory=dict[str, "tuple[float, float]"])
+    int8_ends: bool = False
 
     def codes(self, name: str, weight_OI: Tensor) -> Codes:
         """The integers of a projection's weight."""
@@ -70,9 +80,10 @@ class TrainedGrid:
             "tensor": "activations are quantized by observed ranges",
         }
         learned = " with learned steps" if self.steps else ""
+        ends = "embedding and head are INT8, norms" if self.int8_ends else "embedding, head and norms"
         return (
             f"Projections have {self.weights.bits}-bit weights, {kind} {where}{learned}; "
-            f"{activations[self.activations]}; embedding, head and norms keep their format."
+            f"{activations[self.activations]}; {ends} keep their format."
         )
 
     def save(self, folder: Path) -> None:
@@ -110,7 +121,13 @@ def quantize_to_grid(
     rest = {name: one.detach().clone() for name, one in model.named_parameters() if not name.startswith("heads.")}
     for name in found:
         del rest[f"{name}.weight"]
-    return _assemble(model.config, grid.weights, found, inputs, rest, choose)
+    ends = {name: quantize_rows(rest.pop(f"{name}.weight")) for name in _ends(model.config, grid)}
+    return _assemble(model.config, grid.weights, found, inputs, ends, rest, choose)
+
+
+def _ends(shape: ModelConfig, grid: TrainedGrid) -> list[str]:
+    """The matrices besides the projections that are INT8."""
+    return [EMBEDDING, *([] if shape.tie_embeddings else ["head"])] if grid.int8_ends else []
 
 
 def _assemble(
@@ -118,6 +135,7 @@ def _assemble(
     grid: WeightGrid,
     codes: Mapping[str, Codes],
     inputs: Mapping[str, InputGrid],
+    ends: Mapping[str, tuple[Tensor, Tensor]],
     rest: Mapping[str, Tensor],
     choose: ChooseBackend,
 ) -> Decoder:
@@ -125,7 +143,8 @@ def _assemble(
         model = Decoder(shape)
     fast = {name for name in codes if _has_kernel(grid, inputs[name])}
     scales = {name: _row_scales(codes[name]) for name in fast}
-    backend = choose({name: (codes[name].codes_OI, scales[name]) for name in fast}) if fast else "int_mm"
+    matrices = {name: (codes[name].codes_OI, scales[name]) for name in fast} | dict(ends)
+    backend = choose(matrices) if matrices else "int_mm"
     for name, own in codes.items():
         if name in fast:
             module: nn.Module = Int8Linear(own.codes_OI, scales[name], backend)
@@ -133,6 +152,8 @@ def _assemble(
             module = GridLinear(own, grid, inputs[name])
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, module)
+    for name, (rows, scale) in ends.items():
+        place_int8(model, name, rows, scale, backend)
     for name, tensor in rest.items():
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, nn.Parameter(tensor, requires_grad=False))
@@ -151,8 +172,11 @@ def _row_scales(codes: Codes) -> Tensor:
 def save_grid_model(model: Decoder, grid: TrainedGrid, folder: Path) -> None:
     """Write a decoder of `quantize_to_grid` into `folder`."""
     tensors: dict[str, Tensor] = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    ends = _ends(model.config, grid)
     for name, module in model.named_modules():
-        if isinstance(module, (Int8Linear, GridLinear)):
+        if name in ends and isinstance(module, (Int8Linear, Int8Embedding)):
+            tensors |= {f"{name}.weight": module.quantized, f"{name}.scale": module.scale}
+        elif name != "head" and isinstance(module, (Int8Linear, GridLinear)):
             zero = module.zero if isinstance(module, GridLinear) else torch.zeros_like(module.scale)
             tensors |= {f"{name}.weight": module.quantized, f"{name}.scale": module.scale, f"{name}.zero": zero}
     description = {
@@ -164,6 +188,7 @@ def save_grid_model(model: Decoder, grid: TrainedGrid, folder: Path) -> None:
             "weights": asdict(grid.weights),
             "activations": grid.activations,
             "ranges": dict(grid.ranges),
+            "int8_ends": grid.int8_ends,
         },
     }
     with writing(folder):
@@ -179,7 +204,10 @@ def load_grid_model(folder: Path, description: Mapping[str, Any], choose: Choose
         settings = description["quantization_config"]
         ranges = {name: (float(low), float(high)) for name, (low, high) in settings["ranges"].items()}
         grid = TrainedGrid(
-            weights=WeightGrid(**settings["weights"]), activations=settings["activations"], ranges=ranges
+            weights=WeightGrid(**settings["weights"]),
+            activations=settings["activations"],
+            ranges=ranges,
+            int8_ends=settings.get("int8_ends", False),
         )
         tensors = load_file(folder / "model.safetensors")
     except (ConfigError, KeyError, TypeError, ValueError, OSError, SafetensorError) as error:
@@ -189,6 +217,7 @@ def load_grid_model(folder: Path, description: Mapping[str, Any], choose: Choose
     projections = plain.projections()
     expected = {name for name, _ in plain.named_parameters()}
     expected |= {f"{name}.{part}" for name in projections for part in ("scale", "zero")}
+    expected |= {f"{name}.scale" for name in _ends(shape, grid)}
     if expected != set(tensors):
         wrong = ", ".join(sorted(expected ^ set(tensors))[:4])
         raise ModelError(f"{folder}: missing or unknown tensors ({wrong}); quantize the model again")
@@ -199,4 +228,6 @@ def load_grid_model(folder: Path, description: Mapping[str, Any], choose: Choose
         codes[name] = Codes(stored, tensors.pop(f"{name}.scale"), tensors.pop(f"{name}.zero"))
         if stored.shape != one.weight.shape:
             raise ModelError(f"{folder}: {name} has shape {tuple(stored.shape)}, not {tuple(one.weight.shape)}")
-    return _assemble(shape, grid.weights, codes, {name: grid.inputs(name) for name in codes}, tensors, choose)
+    ends = {name: (tensors.pop(f"{name}.weight"), tensors.pop(f"{name}.scale")) for name in _ends(shape, grid)}
+    inputs = {name: grid.inputs(name) for name in codes}
+    return _assemble(shape, grid.weights, codes, inputs, ends, tensors, choose)

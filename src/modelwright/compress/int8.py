@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -26,8 +26,10 @@ from modelwright.compress.int8_linear import (
     Backend,
     Int8Embedding,
     Int8Linear,
+    place_int8,
     quantize_rows,
     require_backend,
+    usable_backends,
 )
 from modelwright.core.config import dump, only_for, parse
 from modelwright.core.errors import ConfigError, ModelError, writing
@@ -37,8 +39,8 @@ from modelwright.ops.int_grid import ACTIVATION_LEVELS, Granularity
 from modelwright.ops.microbenchmark import repeated, seconds_of
 
 FORMAT = "modelwright-int8"
-EMBEDDING = "embedding"
-BACKENDS: tuple[Backend, ...] = get_args(Backend)
+MEASURED_ROWS = (8, 256)
+"""Tokens that backends are measured with: decoding streams and a chunk of a prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,12 +50,14 @@ class Int8WeightsConfig:
     weights: Literal["int8", "int8_smooth", "int4_nearest", "int4_gptq"] = "int8"
     """What the stage quantize makes of a model that was not trained on a grid: INT8 weights and activations, as they
     are or with outliers of activations moved into the weights (SmoothQuant, Xiao et al. 2023); or 4-bit weights of the
-    decoder's linear layers alone, rounded to the nearest code or by GPTQ (Frantar et al. 2023)."""
+    decoder's linear layers, rounded to the nearest code or by GPTQ (Frantar et al. 2023), with embedding and head in
+    INT8."""
     granularity: Granularity = field(default="group_32", metadata=only_for("weights", "int4_nearest", "int4_gptq"))
     """What shares a step of 4-bit weights."""
 
-    backend: Literal["auto", "fbgemm", "int_mm"] = "auto"
-    """INT8 GEMM kernels; `auto` measures them at the model's own shapes when it is loaded. All give the same numbers
+    backend: Literal["auto", "fbgemm", "int_mm", "kernel"] = "auto"
+    """INT8 GEMM kernels of whatever the decode operator does not compute, such as prompts: PyTorch's two, and this
+    package's own `kernel`; `auto` measures them at the model's own shapes when it is loaded. All give the same numbers
     up to rounding of the last bit."""
 
 
@@ -146,21 +150,11 @@ def _assemble(shape: ModelConfig, tensors: dict[str, Tensor], config: Int8Weight
         quantized, scale = tensors.pop(f"{name}.weight"), tensors.pop(f"{name}.scale")
         if quantized.shape != tensor_shape or scale.shape != tensor_shape[:1] or quantized.dtype != torch.int8:
             raise ModelError(f"INT8 weights: {name} has shape {tuple(quantized.shape)}, not {tuple(tensor_shape)}")
-        _place(model, name, quantized, scale, backend)
+        place_int8(model, name, quantized, scale, backend)
     for name, tensor in tensors.items():
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, nn.Parameter(tensor, requires_grad=False))
     return model.eval()
-
-
-def _place(model: Decoder, name: str, quantized: Tensor, scale: Tensor, backend: Backend) -> None:
-    if name == EMBEDDING:
-        model.embedding = Int8Embedding(quantized, scale)  # type: ignore[assignment]
-        if model.config.tie_embeddings:
-            model.head = Int8Linear(quantized, scale, backend)  # type: ignore[assignment]
-        return
-    parent, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(parent), leaf, Int8Linear(quantized, scale, backend))
 
 
 def choose_backend(config: Int8WeightsConfig, matrices: Mapping[str, tuple[Tensor, Tensor]]) -> Backend:
@@ -169,18 +163,18 @@ def choose_backend(config: Int8WeightsConfig, matrices: Mapping[str, tuple[Tenso
         require_backend(config.backend)
         return config.backend
     distinct = list({tuple(weight.shape): (weight, scale) for weight, scale in matrices.values()}.values())
-    usable: list[Backend] = [b for b in BACKENDS if b != "fbgemm" or b in torch.backends.quantized.supported_engines]
-    return min(usable, key=lambda backend: backend_seconds(backend, distinct))
+    return min(usable_backends(), key=lambda backend: backend_seconds(backend, distinct))
 
 
 @torch.inference_mode()
-def backend_seconds(backend: Backend, matrices: list[tuple[Tensor, Tensor]], *, rows: int = 8) -> float:
-    """Seconds for one product of `rows` tokens with each matrix, the sum of medians of three."""
+def backend_seconds(backend: Backend, matrices: list[tuple[Tensor, Tensor]]) -> float:
+    """Seconds that all matrices take for a token, decoded and of a prompt: medians of three."""
     total = 0.0
     for weight, scale in matrices:
         linear = Int8Linear(weight, scale, backend)
-        x = torch.randn(rows, linear.in_features, generator=torch.Generator().manual_seed(0))
-        product = partial(linear, x)
-        times = repeated(lambda product=product: seconds_of(product, "cpu"), num_rounds=3, num_warmups=1)
-        total += statistics.median(times)
+        for rows in MEASURED_ROWS:
+            x = torch.randn(rows, linear.in_features, generator=torch.Generator().manual_seed(0))
+            product = partial(linear, x)
+            times = repeated(lambda product=product: seconds_of(product, "cpu"), num_rounds=3, num_warmups=1)
+            total += statistics.median(times) / rows
     return total

@@ -11,21 +11,28 @@ less, since activations have the outliers, and give the same numbers on every ma
 `linear_dynamic` takes one scale for the whole batch, so one loud token coarsens all others and a request's
 answer would depend on its neighbors.
 
+Backends: `kernel` is this package's own (`ops/decode_step.py`), the products of an engine's decode step for any number
+of rows; `fbgemm` and `int_mm` are PyTorch's.
+
 Legend: N tokens, D input width, O output width, B any leading dimensions.
 """
 
 import warnings
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from modelwright.core.errors import ConfigError
+from modelwright.model.decoder import Decoder
+from modelwright.ops import cpu_kernels
+from modelwright.ops.decode_step import RowProduct, Weight
 from modelwright.ops.int_grid import ACTIVATION_LEVELS, TINY
 from modelwright.ops.int_grid import WEIGHT_LEVELS as LEVELS
 
-Backend = Literal["fbgemm", "int_mm"]
+Backend = Literal["fbgemm", "int_mm", "kernel"]
 
+EMBEDDING = "embedding"
 WEIGHT_LEVELS = LEVELS[8]
 _TINY = TINY
 _INT_MM_MIN_ROWS = 17
@@ -58,7 +65,9 @@ class Int8Linear(nn.Module):
         self.quantized: Tensor
         self.scale: Tensor
         self.bias: nn.Parameter | None = None
+        require_backend(backend)
         self._packed = _pack(self.quantized, scale_O) if backend == "fbgemm" else None
+        self._kernel = RowProduct(Weight(self.quantized, scale_O)) if backend == "kernel" else None
 
     @property
     def weight(self) -> Tensor:
@@ -67,12 +76,15 @@ class Int8Linear(nn.Module):
 
     def forward(self, x_BD: Tensor) -> Tensor:
         x_ND = x_BD.reshape(-1, self.in_features).float()
+        out_NO = self._kernel(x_ND) if self._kernel is not None else self._by_pytorch(x_ND)
+        out_NO = out_NO if self.bias is None else out_NO + self.bias
+        return out_NO.view(*x_BD.shape[:-1], self.out_features)
+
+    def _by_pytorch(self, x_ND: Tensor) -> Tensor:
         peak_N1 = x_ND.abs().amax(dim=-1, keepdim=True).clamp_min(_TINY)
         unit_ND = x_ND / peak_N1
         out_NO = self._int_mm(unit_ND) if self._packed is None else _fbgemm(unit_ND, self._packed)
-        out_NO = out_NO * peak_N1
-        out_NO = out_NO if self.bias is None else out_NO + self.bias
-        return out_NO.view(*x_BD.shape[:-1], self.out_features)
+        return out_NO * peak_N1
 
     def _int_mm(self, unit_ND: Tensor) -> Tensor:
         levels_ND = torch.round(unit_ND * ACTIVATION_LEVELS).to(torch.int8)
@@ -102,14 +114,33 @@ class Int8Embedding(nn.Module):
         return self.quantized[tokens].float() * self.scale[tokens].unsqueeze(-1)
 
 
+def place_int8(model: Decoder, name: str, codes: Tensor, scale: Tensor, backend: Backend) -> None:
+    """Put INT8 rows in the place of a matrix; a head that is tied to the embedding shares its rows."""
+    if name == EMBEDDING:
+        model.embedding = Int8Embedding(codes, scale)  # type: ignore[assignment]
+        if not model.config.tie_embeddings:
+            return
+        name = "head"
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, Int8Linear(codes, scale, backend))
+
+
 def require_backend(backend: Backend) -> None:
-    """Raises `ConfigError` when this build of PyTorch cannot run `backend`."""
+    """Raises `ConfigError` when this machine cannot run `backend`."""
     if backend == "fbgemm" and "fbgemm" not in torch.backends.quantized.supported_engines:
         raise ConfigError("backend: this PyTorch has no fbgemm; choose 'int_mm' or 'auto'")
+    if backend == "kernel" and cpu_kernels.kernels() is None:
+        raise ConfigError("backend: 'kernel' needs a C++ compiler, which is missing here; choose 'int_mm' or 'auto'")
+
+
+def usable_backends() -> list[Backend]:
+    """Those that this machine can run and that are to be measured."""
+    has_fbgemm = "fbgemm" in torch.backends.quantized.supported_engines
+    usable = {"fbgemm": has_fbgemm, "kernel": "decode_step" in cpu_kernels.used()}
+    return [backend for backend in get_args(Backend) if usable.get(backend, True)]
 
 
 def _pack(weight_OD: Tensor, scale_O: Tensor) -> object:
-    require_backend("fbgemm")
     engine = torch.backends.quantized.engine
     try:
         torch.backends.quantized.engine = "fbgemm"

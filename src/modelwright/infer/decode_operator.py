@@ -8,11 +8,13 @@ the model and on the adapter of its sequence alone, so a request has the same bi
 import math
 from array import array
 from collections.abc import Sequence as Rows
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from modelwright.compress.grid_linear import GridLinear
 from modelwright.compress.int8_linear import WEIGHT_LEVELS, Int8Embedding, Int8Linear
 from modelwright.core.errors import ModelError
 from modelwright.infer.kv_cache import PagedCache
@@ -24,6 +26,8 @@ from modelwright.ops import cpu_kernels
 from modelwright.ops.decode_step import (
     NO_NORM,
     NO_WEIGHT,
+    UNENCODED,
+    AnyWeight,
     DecodeLayer,
     DecodeRows,
     DecodeShape,
@@ -142,7 +146,7 @@ def _layer(block: Block, config: ModelConfig, cache: PagedCache) -> DecodeLayer:
     window = attention.spec.window
     heads, pairs = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     width, inner = config.model_dim, config.ffn_dim
-    return DecodeLayer(
+    layer = DecodeLayer(
         q=_weight(attention.q_proj, heads, width),
         k=_weight(attention.k_proj, pairs, width),
         v=_weight(attention.v_proj, pairs, width),
@@ -167,11 +171,21 @@ def _layer(block: Block, config: ModelConfig, cache: PagedCache) -> DecodeLayer:
         window=window,
         rotation="none" if not attention.uses_rope else "window" if window else "global",
     )
+    of_attention = (layer.q, layer.k, layer.v, layer.output_gate, layer.head_router)
+    for together in (of_attention, (layer.gate, layer.up)):
+        formats = {one.format for one in together if one is not NO_WEIGHT}
+        refuse_unless(
+            len(formats) == 1 or formats <= UNENCODED, "projections of the same activations want them in several forms"
+        )
+    return layer
 
 
-def _weight(module: nn.Module, *shape: int) -> Weight:
+def _weight(module: nn.Module, *shape: int) -> AnyWeight:
+    weight: AnyWeight
     if type(module) is Int8Linear:
         weight = _weight_of_codes(module)
+    elif type(module) is GridLinear:
+        weight = _weight_on_grid(module)
     else:
         refuse_unless(type(module) is Linear, f"it has {type(module).__name__}s")
         assert isinstance(module, Linear)
@@ -181,7 +195,7 @@ def _weight(module: nn.Module, *shape: int) -> Weight:
         adapter = module.adapter
         refuse_unless(adapter is None or type(adapter) is AdapterBank, "an adapter is attached and not merged")
         weight = Weight(_plain(module.weight), bias_O=_factors(module.bias) if module.has_bias else NO_NORM)
-    refuse_unless(not shape or weight.weight_OI.shape == shape, "a weight has not the shape that the config says")
+    refuse_unless(not shape or weight.shape == shape, "a weight has not the shape that the config says")
     return weight
 
 
@@ -190,6 +204,14 @@ def _weight_of_codes(module: Int8Linear) -> Weight:
     least, most = (int(one) for one in codes.aminmax())
     refuse_unless(-WEIGHT_LEVELS <= least <= most <= WEIGHT_LEVELS, "its INT8 weights exceed the levels")
     return Weight(codes, module.scale, NO_NORM if module.bias is None else _factors(module.bias))
+
+
+def _weight_on_grid(module: GridLinear) -> AnyWeight:
+    refuse_unless(module.inputs.kind != "tensor", "its activations have one static range for all tokens")
+    refuse_unless(module.grid.bits == 4, "its 8-bit weights have groups, zero points or FP32 activations")
+    weight = module.packed_weight()
+    refuse_unless(weight.step_OP.dtype == torch.float32, f"the steps of its weights are in {weight.step_OP.dtype}")
+    return weight if module.bias is None else replace(weight, bias_O=_factors(module.bias))
 
 
 def _embedding(module: nn.Module) -> Weight:

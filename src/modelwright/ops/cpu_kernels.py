@@ -53,7 +53,7 @@ def compiled_for(march: str) -> ctypes.CDLL:
     way_out = f"set {SWITCH}=0 to do without, or"
     library = ctypes.CDLL(str(compiled(SOURCE, options, folder=cache_folder(), way_out=way_out, known=_known())))
     library.instruction_set.restype = ctypes.c_char_p
-    library.decode_scratch.restype = library.code_step.restype = ctypes.c_int64
+    library.decode_scratch.restype = library.code_bytes.restype = ctypes.c_int64
     return library
 
 

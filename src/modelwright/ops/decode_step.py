@@ -1,26 +1,34 @@
 """A decode step of a whole decoder as one call of a kernel for CPUs (`kernels/decode.h`): the newest token of each
 sequence through all layers, with keys and values in a paged cache.
 
-Weights are FP32, BF16 or INT8 as they are stored; nothing is packed or copied. Everything is computed in FP32. The
-result of a row has the same bits whatever the number of rows and threads. INT8 weights [-64, 64] take INT8 activations
-with one scale per token, as `compress/int8_linear.py` defines it.
+Weights are FP32, BF16, INT8 or codes of four bits as they are stored; nothing is packed or copied. Everything is
+computed in FP32. The result of a row has the same bits whatever the number of rows and threads. INT8 weights [-64, 64]
+take INT8 activations with one scale per token, as `compress/int8_linear.py` defines it; 4-bit weights take FP32
+activations or such INT8 ones, as `compress/grid_linear.py` does.
 
-Legend: N rows, D model width, K key/value heads, d head width, O outputs, I inputs, L cache blocks, S tokens of one.
+Legend: N rows, D model width, K key/value heads, d head width, O outputs, I inputs, P groups of an output's inputs, L
+cache blocks, S tokens of one.
 """
 
 import ctypes
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from modelwright.ops import cpu_kernels
 
-FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
-"""Formats of weights, by the numbers that the kernel calls them."""
+FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.uint8: 3}
+"""Formats of weights, by the numbers that the kernel calls them; bytes hold two codes of four bits each."""
+UNENCODED = frozenset({FORMATS[torch.float32], FORMATS[torch.bfloat16]})
+"""Those that multiply activations as they are."""
+FOUR_BITS_BY_CODES = 4
+"""The number of 4-bit weights whose activations are INT8."""
+GROUP_STEP = 32
+"""A group of 4-bit codes has a multiple of so many inputs."""
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 Rotation = Literal["none", "global", "window"]
 ROTATIONS: dict[Rotation, int] = {"none": 0, "global": 1, "window": 2}
@@ -29,7 +37,9 @@ LARGEST_CODE = 127.0
 
 class _Matrix(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("weight", "scale", "row_sum", "bias")),
+        *((name, ctypes.c_void_p) for name in ("weight", "step", "zero")),
+        *((name, ctypes.c_int64) for name in ("groups", "group")),
+        *((name, ctypes.c_void_p) for name in ("row_sum", "bias")),
         *((name, ctypes.c_int64) for name in ("outputs", "inputs", "format")),
     ]
 
@@ -77,31 +87,98 @@ class Weight:
     scale_O: Tensor = field(default_factory=lambda: torch.empty(0))
     bias_O: Tensor = field(default_factory=lambda: torch.empty(0))
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        num_outputs, num_inputs = self.weight_OI.shape
+        return num_outputs, num_inputs
 
+    @property
+    def format(self) -> int:
+        """By the kernel's numbers."""
+        return FORMATS[self.weight_OI.dtype]
+
+    def matrix(self, divisor: float) -> tuple[_Matrix, list[Tensor]]:
+        """The kernel's description and the tensors that it points to. divisor: of scales."""
+        scale_O, row_sum_O = self.scale_O, torch.empty(0)
+        if self.weight_OI.dtype == torch.int8:
+            scale_O = (scale_O.float() / divisor).contiguous()
+            row_sum_O = self.weight_OI.sum(dim=1, dtype=torch.int32)
+        held = [self.weight_OI.detach(), scale_O, torch.empty(0), row_sum_O, self.bias_O.detach()]
+        weight, step, zero, row_sum, bias = map(_pointer_to, held)
+        return _Matrix(weight, step, zero, 1, self.shape[1], row_sum, bias, *self.shape, self.format), held
+
+
+@dataclass(frozen=True, kw_only=True)
+class FourBitWeight:
+    """A linear layer over codes of four bits, two to a byte as `compress/grid_linear.py` packs them, [O, I / 2 rounded
+    up]: step_OP, zero_OP: of groups, which divide the inputs equally, FP32; an empty zero_OP is zero throughout. A code
+    q stands for (q - zero) * step. takes_codes: whether activations are rounded to INT8. bias_O: FP32, empty for none.
+    """
+
+    packed: Tensor
+    num_inputs: int
+    step_OP: Tensor
+    zero_OP: Tensor
+    takes_codes: bool
+    bias_O: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    def __post_init__(self) -> None:
+        assert self.packed.dtype == torch.uint8
+        assert self.num_groups == 1 or self.num_inputs % (self.num_groups * GROUP_STEP) == 0
+
+    @property
+    def num_groups(self) -> int:
+        """P."""
+        return self.step_OP.shape[1]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        return len(self.packed), self.num_inputs
+
+    @property
+    def format(self) -> int:
+        """By the kernel's numbers."""
+        return FOUR_BITS_BY_CODES if self.takes_codes else FORMATS[torch.uint8]
+
+    def matrix(self, divisor: float) -> tuple[_Matrix, list[Tensor]]:
+        """As `Weight.matrix`."""
+        step_OP = (self.step_OP.float() / (divisor if self.takes_codes else 1.0)).contiguous()
+        held = [self.packed, step_OP, self.zero_OP.float().contiguous(), torch.empty(0), self.bias_O.detach()]
+        weight, step, zero, row_sum, bias = map(_pointer_to, held)
+        size = self.num_inputs // self.num_groups
+        description = _Matrix(weight, step, zero, self.num_groups, size, row_sum, bias, *self.shape, self.format)
+        return description, held
+
+
+AnyWeight = Weight | FourBitWeight
+W = TypeVar("W", bound=Weight | FourBitWeight)
 NO_WEIGHT = Weight(torch.empty(0, 0))
 NO_NORM = torch.empty(0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeLayer:
-    """The tensors of one layer. Norms are FP32 factors; `NO_NORM` and `NO_WEIGHT` stand for what a layer has not. keys,
-    values: of the cache, [L, S, K, d] each. head_router: a head is computed where its output is positive. window:
-    tokens that a query sees, the present one included; 0 is all earlier ones.
+    """The tensors of one layer. Weights that multiply the same activations have one format. Norms are FP32 factors;
+    `NO_NORM` and `NO_WEIGHT` stand for what a layer has not. keys, values: of the cache, [L, S, K, d] each.
+    head_router: a head is computed where its output is positive. window: tokens that a query sees, the present one
+    included; 0 is all earlier ones.
     """
 
-    q: Weight
-    k: Weight
-    v: Weight
-    o: Weight
-    gate: Weight
-    up: Weight
-    down: Weight
+    q: AnyWeight
+    k: AnyWeight
+    v: AnyWeight
+    o: AnyWeight
+    gate: AnyWeight
+    up: AnyWeight
+    down: AnyWeight
     attention_norm: Tensor
     ffn_norm: Tensor
     keys: Tensor
     values: Tensor
-    output_gate: Weight = NO_WEIGHT
-    head_router: Weight = NO_WEIGHT
+    output_gate: AnyWeight = NO_WEIGHT
+    head_router: AnyWeight = NO_WEIGHT
     attention_post_norm: Tensor = NO_NORM
     ffn_post_norm: Tensor = NO_NORM
     q_norm: Tensor = NO_NORM
@@ -147,7 +224,7 @@ class DecodeStep:
     def __init__(self, shape: DecodeShape, layers: Sequence[DecodeLayer], embedding: Weight, norm_D: Tensor) -> None:
         self._held: list[Tensor] = []
         """Keeps what the kernel points to."""
-        self._width = embedding.weight_OI.shape[1]
+        self._width = embedding.shape[1]
         self._layers = (_Layer * len(layers))(*(self._layer(layer) for layer in layers))
         self._decoder = _Decoder(
             layers=self._layers,
@@ -155,7 +232,7 @@ class DecodeStep:
             embedding=self._matrix(embedding, divisor=1.0),
             num_layers=len(layers),
             width=self._width,
-            ffn_width=layers[0].gate.weight_OI.shape[0],
+            ffn_width=layers[0].gate.shape[0],
             activation=ACTIVATIONS[shape.activation],
             cache_format=FORMATS[layers[0].keys.dtype],
             block_len=layers[0].keys.shape[1],
@@ -204,8 +281,8 @@ class DecodeStep:
             rotation=ROTATIONS[layer.rotation],
         )
 
-    def _matrix(self, weight: Weight, *, divisor: float = LARGEST_CODE) -> _Matrix:
-        matrix, held = _matrix_of(weight, divisor)
+    def _matrix(self, weight: AnyWeight, *, divisor: float = LARGEST_CODE) -> _Matrix:
+        matrix, held = weight.matrix(divisor)
         self._held += held
         return matrix
 
@@ -214,20 +291,27 @@ class DecodeStep:
         return _pointer_to(tensor)
 
 
-class RowProduct:
-    """x [N, I] times one weight', FP32 [N, O], each row by itself: the head of a decode step."""
+class RowProduct(Generic[W]):
+    """x [N, I] times one weight', FP32 [N, O], each row by itself: the head of a decode step, and linear layers over
+    integers.
+    """
 
-    def __init__(self, weight: Weight) -> None:
-        self._matrix, self._held = _matrix_of(weight, LARGEST_CODE)
-        self._num_outputs, self._num_inputs = weight.weight_OI.shape
+    def __init__(self, weight: W) -> None:
+        self.weight = weight
+        self._matrix, self._held = weight.matrix(LARGEST_CODE)
+
+    def __reduce__(self) -> tuple[type["RowProduct[W]"], tuple[W]]:
+        return RowProduct, (self.weight,)  # a copy points to its own tensors
 
     def __call__(self, x_NI: Tensor) -> Tensor:
         library = cpu_kernels.kernels()
         assert library is not None
         x_NI = x_NI.float().contiguous()
         num_rows = len(x_NI)
-        out_NO = torch.empty(num_rows, self._num_outputs)
-        codes = torch.empty(num_rows, library.code_step(ctypes.c_int64(self._num_inputs)), dtype=torch.int8)
+        num_outputs, num_inputs = self.weight.shape
+        out_NO = torch.empty(num_rows, num_outputs)
+        num_bytes = library.code_bytes(ctypes.c_int64(num_inputs), ctypes.c_int64(self.weight.format))
+        codes = torch.empty(num_rows, num_bytes, dtype=torch.int8)
         peaks_N = torch.empty(num_rows)
         pointers = (ctypes.c_void_p(one.data_ptr()) for one in (peaks_N, codes, out_NO))
         library.multiply_rows(
@@ -261,17 +345,6 @@ def summarized(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
 def summarized_naive(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
     """The definition: the reference for `summarized`."""
     return logits_NV.argmax(dim=-1), logits_NV.logsumexp(dim=-1)
-
-
-def _matrix_of(weight: Weight, divisor: float) -> tuple[_Matrix, list[Tensor]]:
-    """The kernel's description and the tensors that it points to."""
-    scale_O, row_sum_O = weight.scale_O, torch.empty(0)
-    if weight.weight_OI.dtype == torch.int8:
-        scale_O = (scale_O.float() / divisor).contiguous()
-        row_sum_O = weight.weight_OI.sum(dim=1, dtype=torch.int32)
-    held = [weight.weight_OI.detach(), scale_O, row_sum_O, weight.bias_O.detach()]
-    num_outputs, num_inputs = weight.weight_OI.shape
-    return _Matrix(*map(_pointer_to, held), num_outputs, num_inputs, FORMATS[weight.weight_OI.dtype]), held
 
 
 def _pointer_to(tensor: Tensor) -> Any:

@@ -10,11 +10,12 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-Kernel = Literal["attention", "norm", "rotary", "gated_activation", "int8", "decode", "decode_step"]
+Kernel = Literal["attention", "norm", "rotary", "gated_activation", "int8", "decode", "decode_step", "four_bits"]
 KERNELS: tuple[Kernel, ...] = get_args(Kernel)
 """`decode`: those of the rotary embedding and the gated activation for few tokens. It is measured and decides nothing:
 PyTorch is faster there on AVX2, but its SiLU rounds the end of a tensor differently, so that the other sequences of a
-batch would change the numbers of one. `decode_step`: a step of the engine as one operator."""
+batch would change the numbers of one. `decode_step`: a step of the engine as one operator; `four_bits`: linear layers
+over 4-bit weights."""
 SPEED = Path(__file__).with_name("kernels") / "speed.json"
 TOLERANCE = 0.05
 """Part of a time by which measurements of equal speed differ here; a kernel is used if it is slower nowhere by more."""

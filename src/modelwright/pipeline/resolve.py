@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 import torch
 
-from modelwright.compress.int8 import BACKENDS, backend_seconds
-from modelwright.compress.int8_linear import Backend, quantize_rows
+from modelwright.compress.int8 import backend_seconds
+from modelwright.compress.int8_linear import Backend, quantize_rows, usable_backends
 from modelwright.core.busy import OtherProcesses
 from modelwright.core.config import dump
 from modelwright.core.errors import ConfigError
@@ -249,19 +249,16 @@ def _resolve_int8(config: RunConfig, previous: RunConfig | None, progress: Progr
         )
     torch.set_num_threads(config.hardware.num_threads)
     matrices = [quantize_rows(torch.randn(shape)) for shape in matrix_shapes(config.model)]
-    usable: list[Backend] = [
-        name for name in BACKENDS if name != "fbgemm" or name in torch.backends.quantized.supported_engines
-    ]
 
     def measure() -> dict[Backend, float]:
         measures: dict[Backend, Callable[[], float]] = {
-            name: partial(backend_seconds, name, matrices) for name in usable
+            name: partial(backend_seconds, name, matrices) for name in usable_backends()
         }
         return {name: min(times) for name, times in in_turn(measures, num_rounds=INT8_ROUNDS).items()}
 
     times = undisturbed(measure, OtherProcesses()).value
     best = min(times, key=lambda name: times[name])
-    shown = ", ".join(f"{name} {1e3 * value:.2f} ms" for name, value in times.items())
+    shown = ", ".join(f"{name} {1e6 * value:.0f} µs a token" for name, value in times.items())
     progress.note(f"INT8 backend: {best} ({shown})")
     return replace(config, serve=replace(config.serve, int8=replace(config.serve.int8, backend=best)))
 

@@ -9,7 +9,7 @@
 #include <initializer_list>
 
 #include "attention.h"
-#include "products.h"
+#include "linear.h"
 #include "rows.h"
 
 namespace {
@@ -17,7 +17,7 @@ namespace {
 enum Activation : int64_t { kSilu, kGelu, kGeluTanh };
 enum Rotation : int64_t { kNone, kGlobal, kWindow };
 
-// head_router: a head is computed where its output is positive; without outputs all are. norms: null for none. keys, values: of the cache, [slots][K][d]. window: tokens that a query sees, 0 for all.
+// Products of the same activations have weights of one format. head_router: a head is computed where its output is positive; without outputs all are. norms: null for none. keys, values: of the cache, [slots][K][d]. window: tokens that a query sees, 0 for all.
 struct Layer {
   Matrix q, k, v, output_gate, head_router, o, gate, up, down;
   const float *attention_norm, *attention_post_norm, *ffn_norm, *ffn_post_norm, *q_norm, *k_norm;
@@ -72,8 +72,8 @@ Memory memory_of(const Decoder& decoder, int64_t num_rows, int64_t longest, int 
   memory.gate = take(num_rows * decoder.ffn_width);
   memory.up = take(num_rows * decoder.ffn_width);
   memory.peaks = take(num_rows);
-  memory.codes = reinterpret_cast<int8_t*>(
-      take(num_rows * up(std::max({decoder.width, queries, decoder.ffn_width}), kCodes) / 4));
+  memory.codes = reinterpret_cast<int8_t*>(take(num_rows * up(std::max({decoder.width, queries, decoder.ffn_width}),
+                                                              kSplitCodes)));  // of any format
   memory.scores_step = up(group * up(longest, kLanes), 16);
   memory.scores = take(threads * memory.scores_step);
   return memory;
@@ -259,10 +259,6 @@ struct Pass {
     return {numbers, memory.codes, memory.peaks, step.num_rows, width};
   }
 
-  void encode_row(const Rows& in, int64_t row) const {
-    encode(in.numbers + row * in.width, in.width, memory.codes + row * in.code_step(), memory.peaks + row);
-  }
-
   void embed(int64_t row) const {
     const Matrix& by = decoder.embedding;
     const int64_t token = step.tokens[row], first = token * decoder.width;
@@ -270,7 +266,7 @@ struct Pass {
     for (int64_t at = 0; at < decoder.width; ++at) {
       float number;
       if (by.format == kInt8)
-        number = static_cast<const int8_t*>(by.weight)[first + at] * by.scale[token];
+        number = static_cast<const int8_t*>(by.weight)[first + at] * by.grid.step[token];
       else if (by.format == kBf16)
         number = wide(static_cast<const Bf16*>(by.weight)[first + at]);
       else
@@ -294,7 +290,7 @@ struct Pass {
 
   void norm(int64_t row, const float* weight, const Matrix& next) const {
     norm(row, weight, memory.normed);
-    if (next.format == kInt8) encode_row(rows(memory.normed, decoder.width), row);
+    if (is_encoded(next)) encode(next, rows(memory.normed, decoder.width), row);
   }
 
   // Norm and rotation of each head of a row.
@@ -351,10 +347,10 @@ struct Pass {
       write(memory.v, layer.values, row);
     });
     attend_all(layer);
-    if (layer.output_gate.outputs || layer.o.format == kInt8)
+    if (layer.output_gate.outputs || is_encoded(layer.o))
       each_row(step.num_rows, [&](int64_t row) {
         if (layer.output_gate.outputs) gate_output(row, layer.output_gate.outputs);
-        if (layer.o.format == kInt8) encode_row(attended, row);
+        if (is_encoded(layer.o)) encode(layer.o, attended, row);
       });
     multiply(attended, {{layer.o, memory.out}});
   }
@@ -362,7 +358,7 @@ struct Pass {
   void feed_forward(const Layer& layer) const {
     const Rows activated = rows(memory.gate, decoder.ffn_width);
     multiply_gated(rows(memory.normed, decoder.width), layer.gate, layer.up, decoder.activation, memory.gate, memory.up);
-    if (layer.down.format == kInt8) each_row(step.num_rows, [&](int64_t row) { encode_row(activated, row); });
+    if (is_encoded(layer.down)) each_row(step.num_rows, [&](int64_t row) { encode(layer.down, activated, row); });
     multiply(activated, {{layer.down, memory.out}});
   }
 
@@ -402,16 +398,13 @@ void decode_step(const Decoder& decoder, const Step& step, float* scratch, float
   }
 }
 
-// in [num_rows][inputs] times a matrix; peaks [num_rows] and codes as `Rows` has them.
+// in [num_rows][inputs] times a matrix; peaks [num_rows] and codes are memory as `Rows` has it.
 void multiply_all(const Matrix& by, const float* in, int64_t num_rows, float* peaks, int8_t* codes, float* to,
                   int threads) {
   const Rows rows{in, codes, peaks, num_rows, by.inputs};
 #pragma omp parallel num_threads(threads)
   {
-    if (by.format == kInt8)
-      each_row(num_rows, [&](int64_t row) {
-        encode(in + row * by.inputs, by.inputs, codes + row * rows.code_step(), peaks + row);
-      });
+    if (is_encoded(by)) each_row(num_rows, [&](int64_t row) { encode(by, rows, row); });
     multiply(rows, {{by, to}});
   }
 }

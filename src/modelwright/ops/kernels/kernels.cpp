@@ -78,7 +78,7 @@ extern "C" void decode_step(const Decoder* decoder, const Step* step, float* scr
   decode_step(*decoder, *step, scratch, to, threads);
 }
 
-extern "C" int64_t code_step(int64_t width) { return up(width, kCodes); }
+extern "C" int64_t code_bytes(int64_t width, int64_t format) { return code_step(width, format); }
 
 extern "C" void multiply_rows(const Matrix* by, const float* in, int64_t num_rows, float* peaks, int8_t* codes,
                               float* to, int threads) {

@@ -1,10 +1,9 @@
 // Products of a few rows with weights as PyTorch stores them, [outputs][inputs], in FP32, BF16 or INT8: nothing is packed
-// or copied. A sum is taken in one order whatever the numbers of rows, outputs and threads, so that a row's result does
+// or copied. Weights of four bits are in `nibbles.h`. A sum is taken in one order whatever the numbers of rows, outputs and threads, so that a row's result does
 // not depend on its neighbors.
 
 #pragma once
 
-#include <type_traits>
 #include <utility>
 
 #include "vectors.h"
@@ -181,140 +180,5 @@ inline __attribute__((always_inline)) Integers code_products(const int8_t* const
   if (at < count) add(at, [&](const int8_t* from) { return codes_at(from, count - at); });
   return sums_of(sums);
 }
-
-enum Format : int64_t { kFp32, kBf16, kInt8 };
-
-// A linear layer. scale, row_sum: of INT8 rows, the scale divided by the largest code of an activation, and the sum of the
-// codes. bias: null for none.
-struct Matrix {
-  const void* weight;
-  const float* scale;
-  const int32_t* row_sum;
-  const float* bias;
-  int64_t outputs, inputs, format;
-};
-
-constexpr float kLargestCode = 127.0f;  // of an activation
-constexpr float kTiniest = 1e-12f;      // ops/int_grid.py
-
-// What layers multiply. codes: the numbers of each row divided by its peak, in INT8, padded to whole vectors.
-struct Rows {
-  const float* numbers;
-  const int8_t* codes;
-  const float* peaks;
-  int64_t count, width;
-  int64_t code_step() const { return up(width, kCodes); }
-};
-
-void encode(const float* from, int64_t width, int8_t* codes, float* peak) {
-  Vector most[2] = {};
-  each_vector(width, [&](int64_t at, int which, auto size) {
-    most[which] = larger(magnitude(some(from + at, size)), most[which]);
-  });
-  float largest = kTiniest;
-  for (int lane = 0; lane < kLanes; ++lane) largest = larger(most[1][lane], larger(most[0][lane], largest));
-  *peak = largest;
-  const Vector magic = all(12582912.0f);
-  each_vector(width, [&](int64_t at, int, auto size) {
-    const Vector scaled = some(from + at, size) / largest * kLargestCode;
-    const Vector within = scaled < kLargestCode ? scaled : all(kLargestCode);  // keeps the product from being fused
-    const Integers rounded = __builtin_convertvector((within + magic) - magic, Integers) + kOffset;
-    put(__builtin_convertvector(__builtin_convertvector(rounded, Shorts), Bytes), codes + at, size);
-  });
-}
-
-// What belongs to the outputs of a tile, once for each of its rows.
-template <int outs, class V, class T>
-inline V of_outputs(const T* from, int64_t num_outs) {
-  T parts[kLanes];
-  for (int at = 0; at < kLanes; at += outs)
-    if (num_outs == outs)
-      std::memcpy(parts + at, from, outs * sizeof(T));
-    else
-      for (int out = 0; out < outs; ++out) parts[at + out] = from[std::min<int64_t>(out, num_outs - 1)];
-  V found;
-  std::memcpy(&found, parts, sizeof found);
-  return found;
-}
-
-template <int outs>
-inline Vector scaled(const Matrix&, Vector sums, int64_t, int64_t, const Rows&, int64_t, int64_t) {
-  return sums;
-}
-
-template <int outs>
-inline Vector scaled(const Matrix& by, Integers sums, int64_t first, int64_t num_outs, const Rows& in, int64_t row,
-                     int64_t num_rows) {
-  float peaks[kLanes];
-  for (int at = 0; at < kLanes; ++at) peaks[at] = in.peaks[row + std::min<int64_t>(at / outs, num_rows - 1)];
-  if (kOffset) sums -= kOffset * of_outputs<outs, Integers>(by.row_sum + first, num_outs);
-  return __builtin_convertvector(sums, Vector) * of_outputs<outs, Vector>(by.scale + first, num_outs) * load(peaks);
-}
-
-// Puts the results of a tile where they belong.
-template <int outs, class Sums>
-inline void finish(const Matrix& by, Sums sums, int64_t first, int64_t num_outs, const Rows& in, int64_t row,
-                   int64_t num_rows, float* to) {
-  Vector results = scaled<outs>(by, sums, first, num_outs, in, row, num_rows);
-  if (by.bias) results += of_outputs<outs, Vector>(by.bias + first, num_outs);
-  float parts[kLanes];
-  store(parts, results);
-  to += row * by.outputs + first;
-  for (int64_t number = 0; number < num_rows; ++number, to += by.outputs)
-    if (num_outs == outs)
-      std::memcpy(to, parts + number * outs, outs * sizeof(float));
-    else
-      std::memcpy(to, parts + number * outs, num_outs * sizeof(float));
-}
-
-template <int outs, class W, class N>
-inline __attribute__((always_inline)) void tile(const Matrix& by, int64_t first, int64_t end, const Rows& in,
-                                                const N* numbers, int64_t step, int64_t row, int64_t num_rows,
-                                                float* to) {
-  const N* rows[kLanes / outs];
-  for (int r = 0; r < kLanes / outs; ++r) rows[r] = numbers + (row + std::min<int64_t>(r, num_rows - 1)) * step;
-  for (; first < end; first += outs) {
-    const W* weights[outs];
-    for (int out = 0; out < outs; ++out)
-      weights[out] = static_cast<const W*>(by.weight) + std::min(first + out, end - 1) * by.inputs;
-    const int64_t num_outs = std::min<int64_t>(outs, end - first);
-    if constexpr (std::is_same_v<W, int8_t>)
-      finish<outs>(by, code_products<outs>(weights, rows, by.inputs), first, num_outs, in, row,
-                   num_rows, to);
-    else
-      finish<outs>(by, products<outs>(weights, rows, by.inputs, 0), first, num_outs, in, row, num_rows,
-                   to);
-  }
-}
-
-template <class W, class N>
-void multiply_outputs(const Matrix& by, int64_t first, int64_t end, const Rows& in, const N* numbers, int64_t step,
-                      float* to) {
-  for (int64_t row = 0; row < in.count;) {
-    const int64_t left = in.count - row;
-    if (left == 1)
-      tile<kLanes, W>(by, first, end, in, numbers, step, row, 1, to);
-    else if (left == 2)
-      tile<kLanes / 2, W>(by, first, end, in, numbers, step, row, 2, to);
-    else
-      tile<kLanes / 4, W>(by, first, end, in, numbers, step, row, std::min<int64_t>(4, left), to);
-    row += 4;
-  }
-}
-
-// Outputs first..end of all rows, to [rows][outputs].
-void multiply_outputs(const Matrix& by, int64_t first, int64_t end, const Rows& in, float* to) {
-  if (by.format == kInt8)
-    multiply_outputs<int8_t>(by, first, end, in, in.codes, in.code_step(), to);
-  else if (by.format == kBf16)
-    multiply_outputs<Bf16>(by, first, end, in, in.numbers, in.width, to);
-  else
-    multiply_outputs<float>(by, first, end, in, in.numbers, in.width, to);
-}
-
-// Threads take so many outputs at a time.
-constexpr int64_t kOutputs = 2 * kLanes;
-
-inline int64_t num_pieces(const Matrix& by) { return (by.outputs + kOutputs - 1) / kOutputs; }
 
 }  // namespace

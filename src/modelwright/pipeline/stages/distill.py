@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from modelwright.compress.compare import measure_speed
 from modelwright.core.artifacts import read_manifest
 from modelwright.core.config import constant, digest
 from modelwright.core.errors import ConfigError
@@ -17,6 +16,7 @@ from modelwright.data.document import Document
 from modelwright.data.tokenizer import Tokenizer
 from modelwright.evaluate.bits_per_byte import score_documents, select_documents, summarize_scores
 from modelwright.evaluate.config import EvaluateConfig
+from modelwright.infer.speed import measure_speed
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.distillation import Distillation, DistillationSettings, LossPart, PartName
 from modelwright.objectives.teacher import TeacherModel
@@ -163,11 +163,11 @@ def _compare(context: StageContext, config: RunConfig, student: Decoder) -> dict
     documents = _documents(context.parents[CLEAN.name])
     bits = [_bits(model.to(device), tokenizer, documents, context) for model in models]
     teacher, student = (model.cpu() for model in models)
-    speeds: dict[str, list[float]] = {}
-    for name, (num_streams, num_tokens) in SPEED_SHAPES.items():
-        longest = min(model.config.max_seq_len for model in models)
-        pair = measure_speed(teacher, student, num_streams=num_streams, num_tokens=min(num_tokens, longest))
-        speeds[name] = [pair.reference_tokens_per_s, pair.int8_tokens_per_s]
+    pairs = measure_speed(teacher, student, list(SPEED_SHAPES.values()))
+    speeds = {
+        name: [pair.reference_tokens_per_s, pair.int8_tokens_per_s]
+        for name, pair in zip(SPEED_SHAPES, pairs, strict=True)
+    }
     return {
         "parameters": [model.config.num_parameters for model in models],
         "bits_per_byte": {kind: [one[kind]["bits_per_byte"] for one in bits] for kind in bits[0]},

@@ -5,7 +5,7 @@ tokenizer, `results.json`, and the evaluation's records.
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from modelwright.compress.compare import compare
+from modelwright.compress.agreement import Agreement, measure_agreement
 from modelwright.compress.gptq import LayerError, gptq
 from modelwright.compress.grid_model import TrainedGrid, quantize_to_grid, save_grid_model
-from modelwright.compress.int8 import choose_backend, load_int8, quantize_model, save_int8
+from modelwright.compress.int8 import choose_backend, load_int8, quantize_model, save_int8, weight_bytes
 from modelwright.compress.smooth import smoothed
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.config import dump
@@ -26,6 +26,7 @@ from modelwright.data.clean import read_kept
 from modelwright.data.loader import PackedRows
 from modelwright.data.tokenizer import Tokenizer
 from modelwright.evaluate.suite import compare_evaluations, evaluate_model
+from modelwright.infer.speed import SpeedPair, measure_speed
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import load_model
 from modelwright.ops.int_grid import WeightGrid
@@ -44,8 +45,32 @@ AGREEMENT_ROWS = 16
 CALIBRATION_ROWS = 64
 INT8_GRID = "Weights are quantized per output channel, activations per token at run time."
 INT8_SMOOTH = "Outliers of activations were moved into the weights (SmoothQuant). "
+SPEED_SHAPES = ((1, 1), (8, 1), (32, 1), (1, 256))
+"""What speed is measured at: streams, and tokens of each."""
 LIBRARY_BYTES = 35 * 2**20
 """What the stage loads and leaves in the process, as measured in a run of all stages."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """A quantized model against the one that it was made from: bytes of the weights, speed in the engine, agreement."""
+
+    reference_bytes: int
+    int8_bytes: int
+    speed: tuple[SpeedPair, ...]
+    agreement: Agreement
+
+
+def compare(
+    reference: Decoder, int8: Decoder, tokens_BT: torch.Tensor, *, shapes: Sequence[tuple[int, int]] = SPEED_SHAPES
+) -> Comparison:
+    """Measure both models; tokens_BT: held-out rows of at least two tokens."""
+    return Comparison(
+        reference_bytes=weight_bytes(reference),
+        int8_bytes=weight_bytes(int8),
+        speed=measure_speed(reference, int8, shapes),
+        agreement=measure_agreement(reference, int8, tokens_BT),
+    )
 
 
 def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
@@ -102,7 +127,7 @@ def _quantize(context: StageContext, source: Path, reference: Decoder, config: R
         save_int8(quantize_model(plain, settings), out)
         return f"{INT8_SMOOTH if is_smooth else ''}{INT8_GRID}", {}
     if grid is None:
-        grid = TrainedGrid(weights=WeightGrid(bits=4, granularity=settings.granularity))
+        grid = TrainedGrid(weights=WeightGrid(bits=4, granularity=settings.granularity), int8_ends=True)
         if settings.weights == "int4_gptq":
             rows = _calibration(context.parents[PACK.name])
             codes = gptq(reference, rows, grid.weights, show=errors.__setitem__)

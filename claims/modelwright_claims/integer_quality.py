@@ -1,0 +1,95 @@
+"""What integers cost in held-out text: rounding a finished model against training on the grid, at equal tokens.
+
+Each seed trains a model, and then trains it on, once plainly and once on the grid. The plain end is rounded after
+training; both ends have seen the same rows.
+"""
+
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+from safetensors.torch import load_model
+
+from modelwright.compress.agreement import Agreement, measure_agreement
+from modelwright.compress.gptq import gptq
+from modelwright.compress.grid_model import TrainedGrid, quantize_to_grid
+from modelwright.compress.int8 import Int8WeightsConfig, quantize_model
+from modelwright.model.decoder import Decoder
+from modelwright.ops.int_grid import Codes, WeightGrid
+from modelwright.parallel.mesh import single
+from modelwright.precision.quantization_aware import QuantizationAwareConfig
+from modelwright.train.techniques.fake_quantization import fake_quantization
+from modelwright_claims import workbench
+from modelwright_claims.claim import Setting
+from modelwright_claims.training_run import Run, train_once
+
+GRIDS = {"8 bits": WeightGrid(), "4 bits": WeightGrid(bits=4, granularity="group_32")}
+"""Of quantization-aware training; activations are rounded per token."""
+SERVED, NEAREST, GPTQ = "INT8 as served", "4 bits, nearest", "4 bits, GPTQ"
+TRAINED = {bits: f"{bits}, trained on the grid" for bits in GRIDS}
+VARIANTS = (SERVED, TRAINED["8 bits"], NEAREST, GPTQ, TRAINED["4 bits"])
+HELDOUT_ROWS = 128
+CALIBRATION_BATCHES, CALIBRATION_ROWS = 8, 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """The ends of one seed's training: the plain one, and those on the grids, by their bits."""
+
+    plain: Decoder
+    on_grid: Mapping[str, Decoder]
+
+
+def measure_quality(setting: Setting, size: workbench.Size, num_seeds: int) -> list[dict[str, Agreement]]:
+    """Each variant beside the plain end of its seed."""
+    heldout = workbench.packed_rows(setting, seq_len=size.seq_len, mode="best_fit", split="test")
+    tokens_BT = next(heldout.batches(16 if setting.quick else HELDOUT_ROWS)).input_ids_BT
+    found = []
+    for seed in range(num_seeds):
+        trained = _train(setting, size, seed)
+        variants = {name: make() for name, make in _variants(setting, size, trained).items()}
+        found.append({name: measure_agreement(trained.plain, one, tokens_BT) for name, one in variants.items()})
+    return found
+
+
+def _train(setting: Setting, size: workbench.Size, seed: int) -> Trained:
+    first = Run(size=size, seed=seed)
+    more = Run(size=replace(size, num_steps=size.num_steps // 2), seed=seed, start_from=first)
+    with tempfile.TemporaryDirectory(dir=setting.folder) as place:
+        begin = Path(place) / "begin.safetensors"
+        train_once(setting, first, single(workbench.device()), keep=begin)
+
+        def end(name: str, grid: WeightGrid | None) -> Decoder:
+            keep = Path(place) / f"{name}.safetensors"
+            techniques = [partial(fake_quantization, QuantizationAwareConfig(weights=grid))] if grid else []
+            train_once(setting, more, single(workbench.device()), begin=begin, keep=keep, techniques=techniques)
+            model = Decoder(size.model_config(workbench.prepare_text(setting).vocab_size))
+            load_model(model, keep)
+            return model.eval()
+
+        return Trained(plain=end("plain", None), on_grid={name: end(name, grid) for name, grid in GRIDS.items()})
+
+
+def _variants(setting: Setting, size: workbench.Size, trained: Trained) -> dict[str, Callable[[], Decoder]]:
+    """How each model is made. All but the served one keep embedding and head as they are."""
+
+    def calibrated() -> dict[str, Codes]:
+        rows = workbench.packed_rows(setting, seq_len=size.seq_len, mode="best_fit", split="train")
+        batches = list(islice(rows.batches(CALIBRATION_ROWS), CALIBRATION_BATCHES))
+        return gptq(trained.plain, batches, GRIDS["4 bits"])
+
+    makers: dict[str, Callable[[], Decoder]] = {
+        SERVED: lambda: quantize_model(trained.plain, Int8WeightsConfig(backend="int_mm")),
+        NEAREST: lambda: _rounded(trained.plain, GRIDS["4 bits"]),
+        GPTQ: lambda: _rounded(trained.plain, GRIDS["4 bits"], calibrated()),
+    }
+    makers |= {TRAINED[bits]: partial(_rounded, model, GRIDS[bits]) for bits, model in trained.on_grid.items()}
+    return makers
+
+
+def _rounded(model: Decoder, grid: WeightGrid, codes: Mapping[str, Codes] | None = None) -> Decoder:
+    trained = TrainedGrid(weights=grid, activations="token")
+    return quantize_to_grid(model, trained, codes=codes, choose=lambda matrices: "int_mm")

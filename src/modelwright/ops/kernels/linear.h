@@ -1,0 +1,230 @@
+// Linear layers of a few rows or many, with weights as they are stored; a row's result does not depend on its neighbors.
+
+#pragma once
+
+#include <type_traits>
+
+#include "nibbles.h"
+#include "products.h"
+
+namespace {
+
+// Of weights; kInt4 and kInt4Codes: codes of four bits, with FP32 and with INT8 activations.
+enum Format : int64_t { kFp32, kBf16, kInt8, kInt4, kInt4Codes };
+
+// A linear layer. row_sum: of INT8 rows, the sum of the codes. bias: null for none. Where activations are codes, too,
+// scales are divided by the largest of them.
+struct Matrix {
+  const void* weight;
+  Grid grid;  // of INT8 rows the scale alone
+  const int32_t* row_sum;
+  const float* bias;
+  int64_t outputs, inputs, format;
+};
+
+// Whether activations are stored in another form before they are multiplied.
+inline bool is_encoded(const Matrix& by) { return by.format >= kInt8; }
+
+// Bytes of a row's activations in that form.
+inline int64_t code_step(int64_t width, int64_t format) {
+  if (format == kInt4) return up(width, kSplit) * sizeof(float);
+  if (format == kInt4Codes)  // and a number of 32 bits for each eight
+    return num_split_codes(width) * 3 / 2;
+  return up(width, kCodes);
+}
+
+constexpr float kLargestCode = 127.0f;  // of an activation
+constexpr float kTiniest = 1e-12f;      // ops/int_grid.py
+
+// What layers multiply. codes: the numbers of each row as the weights' format wants them; peaks: the largest of each row,
+// by which its codes were divided.
+struct Rows {
+  const float* numbers;
+  int8_t* codes;
+  float* peaks;
+  int64_t count, width;
+};
+
+float peak_of(const float* from, int64_t width) {
+  Vector most[2] = {};
+  each_vector(width, [&](int64_t at, int which, auto size) {
+    most[which] = larger(magnitude(some(from + at, size)), most[which]);
+  });
+  float largest = kTiniest;
+  for (int lane = 0; lane < kLanes; ++lane) largest = larger(most[1][lane], larger(most[0][lane], largest));
+  return largest;
+}
+
+inline Integers rounded(Vector numbers, float peak) {
+  const Vector magic = all(12582912.0f), scaled = numbers / peak * kLargestCode;
+  const Vector within = scaled < kLargestCode ? scaled : all(kLargestCode);  // keeps the product from being fused
+  return __builtin_convertvector((within + magic) - magic, Integers);
+}
+
+inline Bytes narrowed(Integers codes) { return __builtin_convertvector(__builtin_convertvector(codes, Shorts), Bytes); }
+
+// The numbers of a row in the form in which they are multiplied.
+void encode(const Matrix& by, const Rows& in, int64_t row) {
+  const float* const from = in.numbers + row * in.width;
+  int8_t* const codes = in.codes + row * code_step(in.width, by.format);
+  if (by.format == kInt4) return split(from, in.width, reinterpret_cast<float*>(codes));
+  const float peak = in.peaks[row] = peak_of(from, in.width);
+  if (by.format == kInt8)
+    return each_vector(in.width, [&](int64_t at, int, auto size) {
+      put(narrowed(rounded(some(from + at, size), peak) + kOffset), codes + at, size);
+    });
+  for (int64_t first = 0; first < in.width; first += kSplitCodes) {
+    int8_t block[kSplitCodes] = {};
+    each_vector(std::min<int64_t>(kSplitCodes, in.width - first), [&](int64_t at, int, auto size) {
+      put(narrowed(rounded(some(from + first + at, size), peak)), block + at, size);
+    });
+    split_codes(block, codes + first, codes + num_split_codes(in.width) + first / 2);
+  }
+}
+
+// What belongs to the outputs of a tile, once for each of its rows.
+template <int outs, class V, class T>
+inline V of_outputs(const T* from, int64_t num_outs) {
+#ifdef __AVX512F__  // through memory, a reading would have to wait for writings of parts of it
+  if (num_outs == outs && outs == 4)
+    return (V)_mm512_broadcast_f32x4(_mm_loadu_ps(reinterpret_cast<const float*>(from)));
+#endif
+  T parts[kLanes];
+  for (int at = 0; at < kLanes; at += outs)
+    if (num_outs == outs)
+      std::memcpy(parts + at, from, outs * sizeof(T));
+    else
+      for (int out = 0; out < outs; ++out) parts[at + out] = from[std::min<int64_t>(out, num_outs - 1)];
+  V found;
+  std::memcpy(&found, parts, sizeof found);
+  return found;
+}
+
+// The largest numbers of a tile's rows, each once for each output.
+template <int outs>
+inline Vector peaks_of(const Rows& in, int64_t row, int64_t num_rows) {
+  float peaks[kLanes];
+  for (int at = 0; at < kLanes; ++at) peaks[at] = in.peaks[row + std::min<int64_t>(at / outs, num_rows - 1)];
+  return load(peaks);
+}
+
+template <int outs>
+inline Vector scaled(const Matrix& by, Vector sums, Vector peaks, int64_t, int64_t) {
+  return by.format == kInt4Codes ? sums * peaks : sums;
+}
+
+template <int outs>
+inline Vector scaled(const Matrix& by, Integers sums, Vector peaks, int64_t first, int64_t num_outs) {
+  if (kOffset) sums -= kOffset * of_outputs<outs, Integers>(by.row_sum + first, num_outs);
+  return __builtin_convertvector(sums, Vector) * of_outputs<outs, Vector>(by.grid.step + first, num_outs) * peaks;
+}
+
+// Puts the results of a tile where they belong; to: of its first row.
+template <int outs, class Sums>
+inline void finish(const Matrix& by, Sums sums, Vector peaks, int64_t first, int64_t num_outs, int64_t num_rows,
+                   float* to) {
+  Vector results = scaled<outs>(by, sums, peaks, first, num_outs);
+  if (by.bias) results += of_outputs<outs, Vector>(by.bias + first, num_outs);
+  float parts[kLanes];
+  store(parts, results);
+  to += first;
+  for (int64_t number = 0; number < num_rows; ++number, to += by.outputs)
+    if (num_outs == outs)
+      std::memcpy(to, parts + number * outs, outs * sizeof(float));
+    else
+      std::memcpy(to, parts + number * outs, num_outs * sizeof(float));
+}
+
+template <int outs, class W, class N>
+inline __attribute__((always_inline)) void tile(const Matrix& by, int64_t first, int64_t end, const Rows& in,
+                                                const N* numbers, int64_t step, int64_t row, int64_t num_rows,
+                                                float* to) {
+  const N* rows[kLanes / outs];
+  for (int r = 0; r < kLanes / outs; ++r) rows[r] = numbers + (row + std::min<int64_t>(r, num_rows - 1)) * step;
+  const Vector peaks = by.format == kInt8 || by.format == kInt4Codes ? peaks_of<outs>(in, row, num_rows) : Vector{};
+  const int64_t num_stored = std::is_same_v<W, Pair> ? (by.inputs + 1) / 2 : by.inputs;
+  for (; first < end; first += outs) {
+    const W* weights[outs];
+    int64_t outputs[outs];
+    for (int out = 0; out < outs; ++out) {
+      outputs[out] = std::min(first + out, end - 1);
+      weights[out] = static_cast<const W*>(by.weight) + outputs[out] * num_stored;
+    }
+    const int64_t num_outs = std::min<int64_t>(outs, end - first);
+    const auto done = [&](auto sums) __attribute__((always_inline)) {
+      finish<outs>(by, sums, peaks, first, num_outs, num_rows, to + row * by.outputs);
+    };
+    if constexpr (std::is_same_v<W, Pair>)
+      done(pair_products<outs>(by.grid, outputs, weights, rows, by.inputs));
+    else if constexpr (std::is_same_v<W, int8_t>)
+      done(code_products<outs>(weights, rows, by.inputs));
+    else
+      done(products<outs>(weights, rows, by.inputs, 0));
+  }
+}
+
+template <class W, class N>
+void multiply_outputs(const Matrix& by, int64_t first, int64_t end, const Rows& in, const N* numbers, int64_t step,
+                      float* to) {
+  for (int64_t row = 0; row < in.count;) {
+    const int64_t left = in.count - row;
+    if (left == 1)
+      tile<kLanes, W>(by, first, end, in, numbers, step, row, 1, to);
+    else if (left == 2)
+      tile<kLanes / 2, W>(by, first, end, in, numbers, step, row, 2, to);
+    else
+      tile<kLanes / 4, W>(by, first, end, in, numbers, step, row, std::min<int64_t>(4, left), to);
+    row += 4;
+  }
+}
+
+constexpr int64_t kFewestWidened = 8;   // rows from which it is faster to widen weights once for all of them
+constexpr int64_t kMostWidened = 8192;  // inputs that are kept in FP32 for a tile's outputs
+
+// 4-bit weights with FP32 activations of many rows. Sums are taken in the order of `pair_products`.
+void multiply_widened(const Matrix& by, int64_t first, int64_t end, const Rows& in, float* to) {
+  constexpr int outs = kLanes / 4;
+  float widened[outs][kMostWidened];
+  const int64_t count = up(by.inputs, kSplit), num_stored = (by.inputs + 1) / 2;
+  for (; first < end; first += outs) {
+    const int64_t num_outs = std::min<int64_t>(outs, end - first);
+    const float* weights[outs];
+    for (int64_t out = 0; out < outs; ++out) weights[out] = widened[std::min(out, num_outs - 1)];
+    for (int64_t out = 0; out < num_outs; ++out) {
+      const int64_t output = first + out;
+      widen(by.grid, output, static_cast<const Pair*>(by.weight) + output * num_stored, by.inputs, widened[out]);
+    }
+    for (int64_t row = 0; row < in.count; row += 4) {
+      const int64_t num_rows = std::min<int64_t>(4, in.count - row);
+      const float* rows[4];
+      for (int64_t r = 0; r < 4; ++r)
+        rows[r] = reinterpret_cast<const float*>(in.codes) + (row + std::min(r, num_rows - 1)) * count;
+      finish<outs>(by, products<outs>(weights, rows, count, 0), Vector{}, first, num_outs, num_rows,
+                   to + row * by.outputs);
+    }
+  }
+}
+
+// Outputs first..end of all rows, to [rows][outputs].
+void multiply_outputs(const Matrix& by, int64_t first, int64_t end, const Rows& in, float* to) {
+  const int64_t step = code_step(in.width, by.format);
+  if (by.format == kInt8)
+    multiply_outputs<int8_t, int8_t>(by, first, end, in, in.codes, step, to);
+  else if (by.format == kInt4 && in.count >= kFewestWidened && by.inputs <= kMostWidened)
+    multiply_widened(by, first, end, in, to);
+  else if (by.format == kInt4)
+    multiply_outputs<Pair, float>(by, first, end, in, reinterpret_cast<const float*>(in.codes), step / 4, to);
+  else if (by.format == kInt4Codes)
+    multiply_outputs<Pair, int8_t>(by, first, end, in, in.codes, step, to);
+  else if (by.format == kBf16)
+    multiply_outputs<Bf16>(by, first, end, in, in.numbers, in.width, to);
+  else
+    multiply_outputs<float>(by, first, end, in, in.numbers, in.width, to);
+}
+
+// Threads take so many outputs at a time.
+constexpr int64_t kOutputs = 2 * kLanes;
+
+inline int64_t num_pieces(const Matrix& by) { return (by.outputs + kOutputs - 1) / kOutputs; }
+
+}  // namespace
