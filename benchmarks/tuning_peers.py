@@ -73,6 +73,7 @@ class Size:
             head_dim=self.model_dim // self.num_heads,
             ffn_dim=self.ffn_dim,
             max_seq_len=1024,
+            qk_norm=False,
         )
 
 

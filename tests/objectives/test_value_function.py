@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_run
@@ -10,17 +11,22 @@ from torch import Tensor
 
 import tiny_rollouts
 from distributed import run_distributed
+from modelwright.core.compatibility import WHOLE_ROWS
+from modelwright.core.config import parse
 from modelwright.core.errors import ConfigError
 from modelwright.data.batch import IGNORED
 from modelwright.model.adapter_config import AdapterConfig
 from modelwright.model.adapters import attach_adapters
 from modelwright.model.decoder import decoders_in
 from modelwright.model.hf import save_model, save_sequence_classifier
+from modelwright.objectives.ppo import PpoConfig
 from modelwright.objectives.reward_model import HEAD
 from modelwright.objectives.value_function import VALUE, separate_value_model
+from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, single
 from modelwright.precision.apply import ModelPrecision
 from modelwright.precision.policy import PrecisionConfig
+from modelwright.train.config import check_layout
 from modelwright.train.flops import dense_flops
 from modelwright.train.frozen_model import FrozenModel
 from modelwright.train.objective import forward
@@ -85,7 +91,7 @@ def test_every_layout_learns_what_one_process_does(tmp_path: Path) -> None:
     [
         (
             {"parallel": {"context": 2}},
-            "value_model: reward needs whole rows on every rank, which context 2 takes away",
+            "value_model: reward needs whole rows on every rank, which parallel.context 2 takes away",
         ),
         (
             {"precision": {"policy": "fp16_mixed", "loss_scale": {"per_layer": True}}},
@@ -93,10 +99,16 @@ def test_every_layout_learns_what_one_process_does(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_a_value_model_cannot_have_is_named(options: dict[str, object], message: str, tmp_path: Path) -> None:
-    world = replace(single(), size=2) if "parallel" in options else single()
+def test_what_a_value_model_cannot_have_is_named(options: dict[str, Any], message: str) -> None:
+    parallel = ParallelConfig(**options.pop("parallel", {}))
     with pytest.raises(ConfigError, match=message):
-        tiny_rollouts.train(world, tmp_path, tiny_rollouts.ppo(value_model="reward"), **options)
+        check_layout(parse(PpoConfig, {"value_model": "reward", **options}), parallel, num_processes=2)
+    check_layout(parse(PpoConfig, options), parallel, num_processes=2)
+
+
+def test_an_objective_from_python_says_what_it_needs() -> None:
+    assert WHOLE_ROWS in tiny_rollouts.ppo(value_model="reward").needs
+    assert WHOLE_ROWS not in tiny_rollouts.ppo().needs
 
 
 def test_its_layers_compute_in_the_formats_of_the_run() -> None:
@@ -108,8 +120,10 @@ def test_its_layers_compute_in_the_formats_of_the_run() -> None:
     rows = objective.value.inputs(batch, lambda: torch.empty(0))
     module = model.heads[VALUE]
     in_fp32 = module(rows)
-    formats = ModelPrecision(model, PrecisionConfig(policy="bf16_mixed"))
-    ModelPrecision(alone, PrecisionConfig(policy="bf16_mixed"))
+    changes = {"output_dtype": "bf16", "overrides": {"embedding": "bf16"}, "eval_dtype": "fp32"}
+    narrow = parse(PrecisionConfig, {"policy": "bf16_mixed", **changes})
+    formats = ModelPrecision(model, narrow)
+    ModelPrecision(alone, narrow)
     assert {one.ends.stream_dtype for one in decoders_in(model).values()} == {torch.bfloat16}
     found = module(rows)
     expected = alone.head_output(HEAD, forward(alone, batch).float())[..., 0]

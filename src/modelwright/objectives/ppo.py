@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from modelwright.core.compatibility import COMMON_LOSS_SCALE, WHOLE_ROWS, Feature, feature
+from modelwright.core.compatibility import Feature, feature
 from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
 from modelwright.data.batch import IGNORED, TokenBatch
@@ -34,7 +34,7 @@ from modelwright.objectives.rollouts import (
     check_rollout_training,
     rollout_metrics,
 )
-from modelwright.objectives.value_function import VALUE, ValueFunction, ValueOnTrunk
+from modelwright.objectives.value_function import VALUE, SeparateValueModel, ValueFunction, ValueOnTrunk
 from modelwright.train.config import TrainConfig
 from modelwright.train.objective import Metric, Terms, forward
 
@@ -121,11 +121,10 @@ class PpoConfig(TrainConfig):
             raise ConfigError("kl_target: adapts kl_coef, which is 0 and stays 0; set it above 0")
 
     def features(self) -> list[Feature]:
-        """A value model of its own is neither divided along the tokens of a row, nor scaled layer by layer."""
+        """What a value model of its own needs; what lacks it is refused before anything is read."""
         if self.value_model == "head":
             return super().features()
-        needs = [WHOLE_ROWS, COMMON_LOSS_SCALE]
-        return [*super().features(), feature("value_model", self.value_model, needs=needs)]
+        return [*super().features(), feature("value_model", self.value_model, needs=SeparateValueModel.needs)]
 
 
 @dataclass(kw_only=True)
@@ -144,6 +143,10 @@ class Ppo(RolloutObjective):
         config = self.config
         self.kl = KlController(coefficient=config.kl_coef, target=config.kl_target, horizon=config.kl_horizon)
         self.buffer = self.new_buffer(num_epochs=config.num_ppo_epochs, num_minibatches=config.num_mini_batches)
+
+    @property
+    def needs(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return RolloutObjective.needs | self.value.needs
 
     @property
     def metric_names(self) -> Sequence[str]:  # pyright: ignore[reportIncompatibleVariableOverride]

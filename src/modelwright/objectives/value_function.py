@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from modelwright.core.compatibility import COMMON_LOSS_SCALE, WHOLE_ROWS
 from modelwright.data.batch import TokenBatch
 from modelwright.model.attention import packed_attend
 from modelwright.model.config import ModelConfig
@@ -32,6 +33,9 @@ VALUE = "value"
 
 class ValueFunction(Protocol):
     """Predicts at each token what is still to come."""
+
+    needs: ClassVar[frozenset[str]] = frozenset()
+    """Properties of a run that it relies on, as of an objective."""
 
     def own_modules(self, config: ModelConfig) -> Mapping[str, nn.Module]:
         """The module `VALUE`, for a policy of this shape; it makes values [B, T] of what `inputs` returns."""
@@ -61,7 +65,7 @@ class ValueHead(nn.Module):
         return self.linear(hidden_BTD.to(self.linear.weight.dtype))[..., 0]
 
 
-class ValueOnTrunk:
+class ValueOnTrunk(ValueFunction):
     """A `ValueHead` on the hidden states of the policy, whose layers learn from both losses."""
 
     def own_modules(self, config: ModelConfig) -> Mapping[str, nn.Module]:
@@ -90,11 +94,13 @@ class ValueModel(nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SeparateValueModel:
+class SeparateValueModel(ValueFunction):
     """A model of its own, all of whose weights are trained, as in InstructGPT (Ouyang et al. 2022, section 3.5) and
-    TRL's PPOTrainer: the losses share no weights. It reads whole rows, so that it takes no context parallelism.
+    TRL's PPOTrainer: the losses share no weights. It is neither divided along the tokens of a row, nor scaled layer by
+    layer.
     """
 
+    needs = frozenset({WHOLE_ROWS, COMMON_LOSS_SCALE})
     shape: ModelConfig
     load: Callable[[], Decoder]
     """Reads the decoder that it begins with, of this shape. If that has the head of a reward model, this is the first
