@@ -78,9 +78,9 @@ class Size:
 
 
 SMALL_TASKS: Mapping[Case, Mapping[str, int]] = {
-    "sft": {"batch": 4, "num_updates": 6, "num_warmup": 2},
-    "lora": {"batch": 4, "num_updates": 6, "num_warmup": 2},
-    "dpo": {"batch": 8, "num_updates": 6, "num_warmup": 2},
+    "sft": {"batch": 4, "num_updates": 5, "num_warmup": 1},
+    "lora": {"batch": 4, "num_updates": 5, "num_warmup": 1},
+    "dpo": {"batch": 8, "num_updates": 5, "num_warmup": 1},
     "grpo": {"batch": 16, "num_updates": 4, "num_warmup": 1},
     "ppo": {"batch": 16, "num_updates": 3, "num_warmup": 1},
 }
@@ -151,20 +151,21 @@ def parse() -> argparse.Namespace:
 def check_interpreters(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """End with an error unless the peers that are asked for are there."""
     needed = {
-        "--trl": (options.trl, "import peft, trl", {"sft", "lora", "dpo", "grpo"}),
-        "--trl-ppo": (options.trl_ppo, "import trl.experimental.ppo", {"ppo"}),
+        "--trl": (options.trl, "peft", {"sft", "lora", "dpo", "grpo"}),
+        "--trl-ppo": (options.trl_ppo, "trl/experimental/ppo", {"ppo"}),
     }
-    for option, (python, statement, cases) in needed.items():
+    for option, (python, package, cases) in needed.items():
         if not cases.intersection(options.only):
             continue
         if python is None:
             parser.error(f"{option}: is missing; give an interpreter with its packages, or choose cases with --only")
+        look = "import os, sys; sys.exit(not any(os.path.isdir(os.path.join(one, sys.argv[1])) for one in sys.path))"
         try:
-            checked = subprocess.run([python, "-c", statement], capture_output=True, text=True)
+            found = not subprocess.run([python, "-c", look, package]).returncode
         except OSError as error:
             parser.error(f"{option}: {python} cannot be run ({error})")
-        if checked.returncode:
-            parser.error(f"{option}: {python} cannot {statement}: {checked.stderr.strip().splitlines()[-1]}")
+        if not found:
+            parser.error(f"{option}: {python} has no {package}; see the head of this file for what to install")
 
 
 def write_models(folder: Path, size: Size) -> dict[str, Any]:

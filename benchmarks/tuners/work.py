@@ -12,6 +12,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import torch
+
 from tuners.task import Task
 
 TUNERS = {
@@ -31,7 +33,7 @@ def peak_bytes() -> int:
 def main(task_file: Path, name: str, out: Path) -> None:
     task = Task.load(task_file)
     tuner = importlib.import_module(TUNERS[name])
-    tuner.torch.set_num_threads(task.threads)
+    torch.set_num_threads(task.threads)
     before = peak_bytes()
     measured = tuner.run(task, name, out)
     after = peak_bytes()
