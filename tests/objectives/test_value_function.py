@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import tiny_run
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 import tiny_rollouts
@@ -19,6 +20,7 @@ from modelwright.model.adapter_config import AdapterConfig
 from modelwright.model.adapters import attach_adapters
 from modelwright.model.decoder import decoders_in
 from modelwright.model.hf import save_model, save_sequence_classifier
+from modelwright.model.peft_folder import save_adapter
 from modelwright.objectives.ppo import PpoConfig
 from modelwright.objectives.reward_model import HEAD
 from modelwright.objectives.value_function import VALUE, separate_value_model
@@ -133,7 +135,7 @@ def test_its_layers_compute_in_the_formats_of_the_run() -> None:
         assert torch.equal(module(rows), in_fp32)
 
 
-def test_adapters_leave_it_whole() -> None:
+def test_adapters_leave_it_whole(tmp_path: Path) -> None:
     """LoRA is for the policy; the value model is trained with all of its weights."""
     model = tiny_rollouts.model()
     attach_modules(model, tiny_rollouts.ppo(value_model="reward"), 0)
@@ -143,6 +145,8 @@ def test_adapters_leave_it_whole() -> None:
     assert of_value == {f"heads.value.{name}" for name, _ in model.heads[VALUE].named_parameters()}
     assert found - of_value
     assert all(".adapter." in name for name in found - of_value)
+    save_adapter(model, tmp_path)  # without it
+    assert not any("decoder" in name for name in load_file(tmp_path / "adapter_model.safetensors"))
 
 
 def test_its_flops_are_those_of_a_decoder_without_labels() -> None:
@@ -151,3 +155,36 @@ def test_its_flops_are_those_of_a_decoder_without_labels() -> None:
     assert tiny_rollouts.ppo().own_flops(batch) == 0
     found = tiny_rollouts.ppo(value_model="reward").own_flops(batch)
     assert found == dense_flops(tiny_rollouts.VALUE_SHAPE, unlabeled) > 0
+
+
+NARROW = {
+    "bf16, zero 3": ({"zero_stage": 3}, {"policy": "bf16_mixed"}),
+    "fp8 with delayed scaling, pipeline": ({"pipeline": 2}, {"policy": "fp8", "fp8": {"scaling": "delayed"}}),
+}
+"""Layouts and formats: the first gathers projections in their format, the second agrees on maxima of all ranks."""
+
+
+def in_narrow_formats(world: World, folder: Path) -> dict[str, dict[str, Tensor]]:
+    return {name: narrow(world, folder / name, name) for name in NARROW}
+
+
+def narrow(world: World, folder: Path, name: str) -> dict[str, Tensor]:
+    layout, precision = NARROW[name]
+    objective = tiny_rollouts.ppo(world, num_completions=4, num_ppo_epochs=2, value_model="reward", vf_coef=0.5)
+    options = {"precision": precision, "num_steps": 2, "gradient_accumulation_steps": 2, "eval_every_steps": 0}
+    return tiny_rollouts.train(
+        world, folder, objective, parallel=layout if world.size > 1 else {}, learning_rate=1e-3, **options
+    )
+
+
+def test_layouts_divide_it_in_narrow_formats(tmp_path: Path) -> None:
+    expected = {name: narrow(single(), tmp_path / name, name) for name in NARROW}
+    for found in run_distributed(in_narrow_formats, 2, tmp_path / "two"):
+        for name, of in found.items():
+            names = [key for key in expected[name] if key.startswith("heads.value.")]
+            assert names == [key for key in of if key.startswith("heads.value.")]
+            # Two updates of Adam change a weight by 2e-3; where its gradient is rounding, in either direction.
+            far = {key: float((of[key] - expected[name][key]).abs().mean()) for key in names}
+            assert {key: one for key, one in far.items() if one > 1e-4} == {}
+            loss = "step 0, loss/value_avg"
+            assert float(of[loss]) == pytest.approx(float(expected[name][loss]), rel=0.05)
