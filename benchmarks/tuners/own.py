@@ -116,7 +116,7 @@ def sft(task: Task, out: Path) -> Job:
     pack(((np.array(ids), None) for ids in sequences(task)), out / "rows", packing, vocab_size=VOCABULARY, eos_id=EOS)
     loader = PackedLoader(PackedRows(out / "rows"), batch_rows=task.batch, seed=SEED)
     shared = settings(task, batch_tokens=task.batch * task.seq_len)
-    adapters = {"lora": {"r": LORA_RANK, "lora_alpha": LORA_ALPHA}} if task.case == "lora" else {}
+    adapters = {"lora": {"r": LORA_RANK, "lora_alpha": float(LORA_ALPHA)}} if task.case == "lora" else {}
     return NextToken(loader), parse(TrainConfig, {**shared, **adapters}, constants=True), 1
 
 

@@ -18,7 +18,7 @@ VOCABULARY, PAD, EOS = 8192, 0, 1
 SEED = 0
 LEARNING_RATE, BETAS, CLIP_NORM = 1e-4, (0.9, 0.999), 1.0
 """AdamW without decay at a constant rate: no tuner computes less than another."""
-LORA_RANK, LORA_ALPHA = 16, 32.0
+LORA_RANK, LORA_ALPHA = 16, 32
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 Case = Literal["sft", "lora", "dpo", "grpo", "ppo"]
