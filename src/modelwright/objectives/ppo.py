@@ -78,8 +78,8 @@ class PpoConfig(TrainConfig):
     """Weight of the entropy bonus; 0 for none."""
     gamma: float = constant(1.0)
     """Discount of later rewards; an answer's score comes with its end, so that any other value favors short ones."""
-    lam: float = 0.95
-    """Lambda of generalized advantage estimation."""
+    lam: float = constant(0.95)
+    """Lambda of generalized advantage estimation; that of Ziegler et al. 2019, InstructGPT and TRL."""
     kl_coef: float = 0.05
     """Weight of the KL penalty in the reward of each token, at first; 0 for none, which needs no reference model."""
     kl_target: float = 0.0
