@@ -5,8 +5,9 @@
 # make coverage  the same with the share of lines in src/modelwright that were run: 40% more CPU time on Python 3.11,
 #             so not a part of make test; lines that only processes of their own run do not count
 # make lint   formatting, types, import floors
-# make bench  the same training on two other trainers, side by side; make bench ISA=avx2 times a newer processor as one with
-#             AVX2 alone (or ISA=x86-64)
+# make bench  the same training on two other trainers, side by side, and fine-tuning beside TRL and PEFT, which get
+#             environments of their own; make bench ISA=avx2 times a newer processor as one with AVX2 alone (or ISA=x86-64);
+#             ARGS and TUNING_ARGS are the options of the two benchmarks
 # make parity every parallel layout against one process
 # make prove  measure every claim; make prove QUICK=1 for the short form
 # make gpu-check  on a CUDA machine with torch installed: parity tests and speed figures, nothing is downloaded
@@ -19,6 +20,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -qq
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 RECIPE ?= quickstart
 ARGS ?=
+TUNING_ARGS ?=
 ISA ?=
 TORCH_INDEX ?=
 TEST_PROCESSES ?= auto
@@ -53,8 +55,10 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 
-bench: $(VENV)/.installed-peers
+bench: $(VENV)/.installed-peers .venv-trl/.ready .venv-trl-ppo/.ready
 	$(WITH_ISA) $(BIN)/python benchmarks/peers.py $(ARGS)
+	$(WITH_ISA) $(BIN)/python benchmarks/tuning_peers.py --trl .venv-trl/bin/python \
+		--trl-ppo .venv-trl-ppo/bin/python $(TUNING_ARGS)
 
 prove: $(VENV)/.installed
 	$(BIN)/modelwright prove --all $(if $(QUICK),--quick) $(ARGS)
@@ -67,7 +71,7 @@ gpu-check:
 	PYTHONPATH=src:claims python3 benchmarks/gpu_check.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info claims/build claims/*.egg-info .pytest_cache .ruff_cache .coverage .import_linter_cache
+	rm -rf $(VENV) .venv-trl .venv-trl-ppo build dist src/*.egg-info claims/build claims/*.egg-info .pytest_cache .ruff_cache .coverage .import_linter_cache
 
 # A CPU-only Linux machine wants the CPU build of torch: the default one brings gigabytes of CUDA libraries with it.
 # Where pip knows no "+cpu" build, TORCH_INDEX names the package index that has it; without one the default is taken.
@@ -93,3 +97,10 @@ $(VENV)/.installed-dev: $(VENV)/.torch pyproject.toml claims/pyproject.toml
 $(VENV)/.installed-peers: $(VENV)/.torch pyproject.toml claims/pyproject.toml
 	$(PIP) -c constraints.txt -e '.[peers]' -e claims
 	@touch $@ $(VENV)/.installed
+
+# TRL 1.12 is the last that has PPO. Both get the torch of constraints.txt.
+.venv-trl/.ready .venv-trl-ppo/.ready: constraints.txt
+	$(MAKE) VENV=$(@D) $(@D)/.torch
+	$(@D)/bin/python -m pip install --disable-pip-version-check -qq -c constraints.txt peft \
+		$(if $(findstring ppo,$@),'trl==1.12.*',trl)
+	@touch $@

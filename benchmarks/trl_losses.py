@@ -3,11 +3,11 @@ the same model, data and seed.
 
     python benchmarks/trl_losses.py --steps 30 [--only NAME ...]
 
-needs `pip install trl peft` (TRL 1.16 was used); `ppo` needs a TRL that still has it, `pip install 'trl==1.12.*'`, and
-is left out of another. A Llama of 2 layers and width 64 in FP32, AdamW, a constant rate, no clipping. TRL pads one
-answer to a row; ours are packed, several to a row. What learns from rollouts generates on our side, and TRL learns from
-the same completions. Prints the largest difference of each figure over all steps, relative to its largest
-value, and ends with an error if one is above its bound.
+needs `pip install trl peft` (TRL 1.16 was used); `ppo` and `ppo, value model` need a TRL that still has it, `pip install
+'trl==1.12.*'`, and are left out of another. A Llama of 2 layers and width 64 in FP32, AdamW, a constant rate, no
+clipping. TRL pads one answer to a row; ours are packed, several to a row. What learns from rollouts generates on our
+side, and TRL learns from the same completions. Prints the largest difference of each figure over all steps, relative to
+its largest value, and ends with an error if one is above its bound.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
@@ -60,6 +61,7 @@ from modelwright.objectives.reference_model import ReferenceModel
 from modelwright.objectives.reward_model import HEAD
 from modelwright.objectives.reward_modeling import RewardModelConfig, RewardModeling
 from modelwright.objectives.rollouts import Rollout, RolloutConfig, RolloutWorker
+from modelwright.objectives.value_function import ValueOnTrunk, separate_value_model
 from modelwright.parallel.mesh import single
 from modelwright.reward.reward import Sample, Score
 from modelwright.reward.weighted_sum import Term, WeightedSum
@@ -318,10 +320,25 @@ def grpo(folder: Path, steps: int, changes: Mapping[str, Any]) -> tuple[Records,
     return own, theirs(trainer)
 
 
-def ppo(folder: Path, steps: int) -> tuple[Records, Records]:
+def on_trunk(policy: LlamaForCausalLM) -> LlamaForSequenceClassification:
+    """TRL's value model with the policy's own layers and a head that begins with zero."""
+    value_model = LlamaForSequenceClassification(policy.config)
+    value_model.model, value_model.score = policy.model, torch.nn.Linear(policy.config.hidden_size, 1)
+    torch.nn.init.zeros_(value_model.score.weight)
+    torch.nn.init.zeros_(value_model.score.bias)
+    return value_model
+
+
+def separate(reward_model: Path) -> LlamaForSequenceClassification:
+    value_model = LlamaForSequenceClassification.from_pretrained(reward_model)
+    value_model.model.embed_tokens.padding_idx = None
+    return value_model
+
+
+def ppo(folder: Path, steps: int, value_model: str) -> tuple[Records, Records]:
     """Means over the epochs of each rollout. TRL's generation and reward model are replaced by our completions and
-    scores, and its value model has the policy's trunk, as ours. No completion ends by itself: after one that does, TRL
-    gives the score to a place of its own behind the end token, and ours to the end token.
+    scores. No completion ends by itself: after one that does, TRL gives the score to a place of its own behind the end
+    token, and ours to the end token. value_model: as in our settings; `reward` is a model of its own on both sides.
     """
     trl_ppo = importlib.import_module("trl.experimental.ppo.ppo_trainer")
     start = llama(folder / "model", LlamaForCausalLM)
@@ -329,10 +346,13 @@ def ppo(folder: Path, steps: int) -> tuple[Records, Records]:
     settings |= {"cliprange": 0.1, "cliprange_value": 0.02}
     config = parse(
         PpoConfig,
-        {**SHARED, **settings, "num_steps": steps, "rollout": {"max_completion_length": ROLLOUT_LEN}},
+        {**SHARED, **settings, "value_model": value_model, "num_steps": steps,
+         "rollout": {"max_completion_length": ROLLOUT_LEN}},
         constants=True,
-    )
-    objective = Ppo(config=config, **rollout_parts(start, ()))
+    )  # fmt: skip
+    reward_model = llama(folder / "reward", LlamaForSequenceClassification, seed=SEED + 1)
+    value = ValueOnTrunk() if value_model == "head" else separate_value_model(reward_model)
+    objective = Ppo(config=config, value=value, **rollout_parts(start, ()))
     rollouts = recorded(objective)
     own = ours(objective, load_model(start), config, folder / "ours")
     rows = [[prompt_and_completion(rollout, row) for row in range(NUM_COMPLETIONS)] for rollout in rollouts]
@@ -346,10 +366,7 @@ def ppo(folder: Path, steps: int) -> tuple[Records, Records]:
 
     policy = LlamaForCausalLM.from_pretrained(start)
     policy.model.embed_tokens.padding_idx = None  # which would leave the vector of token 0 as it is
-    value_model, judge = (LlamaForSequenceClassification(policy.config) for _ in range(2))
-    value_model.model, value_model.score = policy.model, torch.nn.Linear(policy.config.hidden_size, 1)
-    torch.nn.init.zeros_(value_model.score.weight)
-    torch.nn.init.zeros_(value_model.score.bias)
+    judge = LlamaForSequenceClassification(policy.config)
     get_reward = trl_ppo.get_reward
 
     def scores(model: Any, *args: Any) -> Any:
@@ -365,7 +382,7 @@ def ppo(folder: Path, steps: int) -> tuple[Records, Records]:
             **settings, **shared,
         ),
         processing_class=words, model=policy, ref_model=None, reward_model=judge, train_dataset=data,
-        value_model=value_model,
+        value_model=on_trunk(policy) if value_model == "head" else separate(reward_model),
     )  # fmt: skip
     trainer.dataloader = torch.utils.data.DataLoader(cast(Any, data), NUM_COMPLETIONS, collate_fn=trainer.data_collator)
     with mock.patch.multiple(trl_ppo, batch_generation=generate, get_reward=scores):
@@ -430,8 +447,10 @@ def cases() -> dict[str, Callable[[Path, int], tuple[Records, Records]]]:
         found[name] = lambda folder, steps, lora=lora: sft(folder, steps, lora)
     for name, settings in GROUP_RELATIVE.items():
         found[name] = lambda folder, steps, settings=settings: grpo(folder, steps, settings)
-    has_ppo = importlib.util.find_spec("trl.experimental.ppo") is not None
-    return {**found, "kto": kto, "reward": reward, **({"ppo": ppo} if has_ppo else {})}
+    if importlib.util.find_spec("trl.experimental.ppo") is not None:
+        found["ppo"] = partial(ppo, value_model="head")
+        found["ppo, value model"] = partial(ppo, value_model="reward")
+    return {**found, "kto": kto, "reward": reward}
 
 
 def main() -> int:

@@ -131,7 +131,7 @@ def trl_settings(folder: Path, steps: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def llama(folder: Path, kind: Any) -> Path:
+def llama(folder: Path, kind: Any, seed: int = SEED) -> Path:
     """A random model with large weights, so that rewards differ; the reference has others."""
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
@@ -139,6 +139,6 @@ def llama(folder: Path, kind: Any) -> Path:
         tie_word_embeddings=False,
     )  # fmt: skip
     config.num_labels = 1
-    torch.manual_seed(SEED)
+    torch.manual_seed(seed)
     kind(config).save_pretrained(folder)
     return folder

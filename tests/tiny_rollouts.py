@@ -20,7 +20,9 @@ from modelwright.objectives.grpo import Grpo, GrpoConfig
 from modelwright.objectives.heldout_rewards import HeldoutRewards, heldout_batch
 from modelwright.objectives.ppo import Ppo, PpoConfig
 from modelwright.objectives.reference_model import ReferenceModel
+from modelwright.objectives.reward_model import HEAD
 from modelwright.objectives.rollouts import Rollout, RolloutConfig, RolloutWorker
+from modelwright.objectives.value_function import SeparateValueModel, ValueOnTrunk
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, single
 from modelwright.reward.reward import Sample, Score
@@ -33,6 +35,8 @@ MAX_NEW, ROW_LEN = 24, 48
 ALONE = single()
 SHAPE = replace(tiny_run.SHAPE, vocab_size=264, init_std=0.2, max_seq_len=64)
 
+VALUE_SHAPE = replace(SHAPE, num_layers=3, ffn_dim=48, init_std=0.1)
+
 
 @functools.cache
 def tokenizer() -> Tokenizer:
@@ -43,6 +47,15 @@ def model(dtype: torch.dtype = torch.float32, seed: int = 0) -> Decoder:
     made = Decoder(SHAPE)
     made.init_weights(seed)
     return made.to(dtype)
+
+
+def reward_model() -> Decoder:
+    """A reward model of another shape than the policy."""
+    made = Decoder(VALUE_SHAPE)
+    made.init_weights(4)
+    made.heads[HEAD] = torch.nn.Linear(VALUE_SHAPE.model_dim, 1, bias=False)
+    torch.nn.init.normal_(made.heads[HEAD].weight, std=0.5, generator=torch.Generator().manual_seed(4))
+    return made
 
 
 def prompts(count: int) -> list[PromptRecord]:
@@ -117,8 +130,12 @@ def ppo(
     **settings: Any,
 ) -> Ppo:
     config = parse(PpoConfig, {"rollout": {"max_completion_length": MAX_NEW}, **settings}, constants=True)
+    separate = SeparateValueModel(shape=VALUE_SHAPE, load=reward_model)
     return Ppo(
-        config=config, num_completions=num_completions, **parts(config.rollout, fault=fault, world=world, dtype=dtype)
+        config=config,
+        value=ValueOnTrunk() if config.value_model == "head" else separate,
+        num_completions=num_completions,
+        **parts(config.rollout, fault=fault, world=world, dtype=dtype),
     )
 
 

@@ -20,17 +20,19 @@ from modelwright.objectives.grpo import Grpo
 from modelwright.objectives.ppo import Ppo
 from modelwright.parallel.mesh import World, single
 
+VALUES = {"ppo": "head", "ppo with a value model": "reward"}
+
 
 def make(name: str) -> Grpo | Ppo:
     """Rollouts are learned from in two updates, so that the second begins at step 2."""
     if name == "grpo":
         return tiny_rollouts.grpo(num_iterations=2, beta=0.1)
-    return tiny_rollouts.ppo(num_ppo_epochs=2, kl_target=1.0, normalize_rewards=True)
+    return tiny_rollouts.ppo(num_ppo_epochs=2, kl_target=1.0, normalize_rewards=True, value_model=VALUES[name])
 
 
-def die_while_generating(world: World, folder: Path) -> None:
+def die_while_generating(world: World, folder: Path, name: str) -> None:
     """In the second rollout: after the first one and the evaluation at step 2."""
-    objective, finished = make("grpo"), [0]
+    objective, finished = make(name), [0]
 
     def count(num_finished: int) -> None:
         finished[0] += 1
@@ -41,9 +43,9 @@ def die_while_generating(world: World, folder: Path) -> None:
     tiny_rollouts.train(world, folder, objective)
 
 
-def die_between_updates(world: World, folder: Path) -> None:
+def die_between_updates(world: World, folder: Path, name: str) -> None:
     """In the forward pass of the second epoch of the second rollout."""
-    objective, num_updates = make("ppo"), [0]
+    objective, num_updates = make(name), [0]
     losses = objective.losses
 
     def count(output: Any, batch: Any, model: Any) -> Any:
@@ -84,15 +86,17 @@ def die_at(world: World, folder: Path, moment: int) -> None:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
     """Runs that nothing interrupted, by name: their folders and what they learned."""
-    folders = {name: tmp_path_factory.mktemp(name) for name in ("grpo", "ppo")}
+    folders = {name: tmp_path_factory.mktemp(name) for name in ("grpo", *VALUES)}
     return {name: (folder, tiny_rollouts.train(single(), folder, make(name))) for name, folder in folders.items()}
 
 
-@pytest.mark.parametrize(("name", "killed"), [("grpo", die_while_generating), ("ppo", die_between_updates)])
+@pytest.mark.parametrize(
+    ("name", "killed"), [("grpo", die_while_generating), *((name, die_between_updates) for name in VALUES)]
+)
 def test_a_killed_run_resumes_with_the_same_bits(
     name: str, killed: Any, whole: Mapping[str, Any], tmp_path: Path
 ) -> None:
-    (ended,) = start_distributed(killed, 1, tmp_path).wait()
+    (ended,) = start_distributed(killed, 1, tmp_path, name).wait()
     assert ended.code == -signal.SIGKILL
     assert 2 <= len(records(tmp_path)) < 4
     resumed = tiny_rollouts.train(single(), tmp_path, make(name))

@@ -19,6 +19,7 @@ from modelwright.objectives.policy_terms import clipped_policy_loss, clipped_val
 from modelwright.objectives.ppo import Ppo, PpoConfig
 from modelwright.objectives.reward_shaping import KlController, RunningMoments, completion_scores
 from modelwright.objectives.rollouts import Rollout
+from modelwright.objectives.value_function import ValueModel
 from modelwright.parallel.mesh import World, single
 from modelwright.train.frozen_model import FrozenModel
 from modelwright.train.objective import forward
@@ -28,6 +29,7 @@ from tolerances import TOLERANCES
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {"kl_coef": 0.0},
     "penalized": {"kl_coef": 0.2, "missing_eos_penalty": 0.5, "gamma": 0.97, "lam": 0.9},
+    "value model": {"kl_coef": 0.2, "vf_coef": 0.5, "value_model": "reward"},
     "shaped": {"normalize_rewards": True, "reward_clip": 1.0, "whiten_rewards": True, "entropy_coef": 0.01},
 }
 
@@ -41,6 +43,15 @@ def with_head(objective: Ppo, seed: int) -> Decoder:
         for parameter in model.heads.parameters():
             parameter += 0.2 * torch.randn(parameter.shape, generator=draw)
     return model
+
+
+def completion_values(model: Decoder, rollout: Rollout, row: int, hidden_TD: Tensor) -> Tensor:
+    """The value before each token of one completion: of the policy's hidden states, or by a model of its own."""
+    module = model.heads["value"]
+    if not isinstance(module, ValueModel):
+        return module(hidden_TD)
+    _, _, own_TD = tiny_rollouts.completion_log_probs(module.decoder, rollout, row)
+    return own_TD @ module.head.linear.weight[0]
 
 
 def white(rows: list[list[float]], *, shift: bool) -> list[list[float]]:
@@ -67,7 +78,7 @@ def reference_loss(model: Decoder, old: Decoder, start: Decoder, rollout: Rollou
             penalties = (-config.kl_coef * (log_probs - reference)).tolist()
             penalties[-1] += score
             old_log_probs.append(log_probs)
-            values.append(old.heads["value"](hidden).tolist())
+            values.append(completion_values(old, rollout, row, hidden).tolist())
             token_rewards.append(penalties)
     if config.whiten_rewards:
         token_rewards = white(token_rewards, shift=False)
@@ -83,11 +94,12 @@ def reference_loss(model: Decoder, old: Decoder, start: Decoder, rollout: Rollou
     policy_total, value_total, num_tokens = torch.zeros(()), torch.zeros(()), 0
     for place, (row, weights) in enumerate(zip(rows, white(advantages, shift=True), strict=True)):
         log_probs, entropies, hidden = tiny_rollouts.completion_log_probs(model, rollout, row)
+        new_values = completion_values(model, rollout, row, hidden)
         for t, weight in enumerate(weights):
             ratio = (log_probs[t] - old_log_probs[place][t]).exp()
             gain = torch.minimum(ratio * weight, ratio.clamp(1 - config.cliprange, 1 + config.cliprange) * weight)
             policy_total = policy_total - gain - config.entropy_coef * entropies[t]
-            value, before = model.heads["value"](hidden[t]), values[place][t]
+            value, before = new_values[t], values[place][t]
             near = value.clamp(before - config.cliprange_value, before + config.cliprange_value)
             errors = ((value - returns[place][t]) ** 2, (near - returns[place][t]) ** 2)
             value_total = value_total + 0.5 * torch.maximum(*errors)

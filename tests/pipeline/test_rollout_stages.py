@@ -14,12 +14,16 @@ import pytest
 import tiny_rollouts
 from modelwright.core.errors import ConfigError, DataError
 from modelwright.core.records import read_records
+from modelwright.core.rundir import RunDir
 from modelwright.data import sentence_pairs
 from modelwright.data.arithmetic import arithmetic_problems
 from modelwright.data.prompts import read_prompts
 from modelwright.objectives.rollouts import RolloutConfig
+from modelwright.pipeline.config import RunConfig
+from modelwright.pipeline.stage import Rates
+from modelwright.pipeline.stages.ppo import value_model_start
 from modelwright.pipeline.stages.rollout_training import build_terms, fitting, keep_completions, rollout_parts
-from modelwright.recipes.load import recipe
+from modelwright.recipes.load import load, recipe
 
 SMALL = (
     "--stages=clean,tokenize,pack,pretrain,grpo,ppo,report", "--tokenizer.vocab_size=263", "--model.vocab_size=263",
@@ -77,7 +81,7 @@ SHORT_PREFERENCE = (
     "--model.num_kv_heads=1", "--model.head_dim=16", "--model.ffn_dim=32", "--tokenizer.vocab_size=400",
     "--model.vocab_size=400", "--pretrain.num_steps=2", "--sft.num_steps=20", "--reward.num_steps=20",
     "--reward.learning_rate=3e-3", "--ppo.num_steps=6", "--ppo.batch_tokens=512", "--ppo.eval_every_steps=3",
-    "--ppo.rollout.max_completion_length=24", "--validation_tokens=1024",
+    "--ppo.rollout.max_completion_length=24", "--ppo.value_model=reward", "--validation_tokens=1024",
 )  # fmt: skip
 
 
@@ -98,6 +102,8 @@ def test_the_recipe_preference_shows_what_pleasing_a_reward_model_costs(
     assert all(0 <= record["heldout/rewards/true_reward/win_rate"] <= 1 for record in heldout)
     first = json.loads((run / "ppo" / "first-evaluation.json").read_text())
     assert {first[f"rewards/{name}/win_rate"] for name in ("reward_model", "true_reward")} == {0.5}
+    (written,) = (run / "ppo" / "artifact").glob("*.safetensors")
+    assert not written.read_bytes().count(b"heads.")
     page = (run / "report.html").read_text()
     for title in (
         "KL from the start, nats per completion",
@@ -164,3 +170,46 @@ def test_what_scores_where_no_rewards_are_set_is_said() -> None:
     inputs: Any = SimpleNamespace(config=config, parents={}, note=notes.append)
     assert [term.reward.name for term in build_terms(inputs, "grpo").terms] == ["exact_match"]
     assert notes == ["grpo: answers are scored by exact_match, because grpo.rewards is empty"]
+
+
+def preference_with(**settings: Any) -> RunConfig:
+    """The recipe with other settings of ppo."""
+    config = recipe("preference")
+    return config.with_sections({"ppo": replace(config.section("ppo"), **settings)})
+
+
+def test_a_value_model_begins_with_the_reward_model_that_scores(tmp_path: Path) -> None:
+    judges = {name: {"kind": "model", "path": str(tmp_path)} for name in "ab"}
+    (ppo,) = (one for one in recipe("preference").stages if one.name == "ppo")
+    for settings, start in (
+        ({"value_model": "policy"}, "sft"),
+        ({"value_model": "reward"}, "reward"),
+        ({"value_model": "reward", "rewards": {**judges, "own": {"kind": "model"}}}, "reward"),
+        ({"value_model": "reward", "rewards": judges}, tmp_path),
+        ({"value_model": "reward", "rewards": {"length": {"max_len": 4}}}, "reward"),
+    ):
+        config = preference_with(**settings)
+        assert value_model_start(config) == start
+        assert ("reward" in ppo.needs(config)) == (start == "reward" or settings["value_model"] == "policy")
+    judges["b"]["path"] = str(tmp_path.parent)
+    with pytest.raises(ConfigError, match=r"ppo\.value_model: ppo\.rewards names several reward models"):
+        ppo.needs(preference_with(value_model="reward", rewards=judges))
+
+
+def test_a_run_without_a_reward_model_says_what_a_value_model_lacks() -> None:
+    with pytest.raises(ConfigError, match="ppo needs reward"):
+        load("preference", {"stages": ["clean", "tokenize", "pack", "pretrain", "sft", "ppo"],
+                            "ppo": {"value_model": "reward", "rewards": {"length": {"max_len": 4}}}})  # fmt: skip
+
+
+def test_the_plan_counts_a_value_model_with_gradients_and_states(tmp_path: Path) -> None:
+    rates = Rates(flops_per_s={"fp32": 1e10, "bf16": 1e10})
+    head, separate = (
+        next(one for one in config.stages if one.name == "ppo").estimate(config, RunDir(tmp_path), rates)
+        for config in (preference_with(), preference_with(value_model="reward"))
+    )
+    num_parameters = recipe("preference").model.num_parameters
+    assert head.further_bytes == 2 * 4 * num_parameters  # the reference and the reward model
+    assert separate.further_bytes - head.further_bytes > 4 * 4 * num_parameters
+    assert separate.peak_bytes - head.peak_bytes == separate.further_bytes - head.further_bytes
+    assert separate.flops > 1.5 * head.flops

@@ -35,7 +35,7 @@ def attach_adapters(model: Decoder, config: AdapterConfig, seed: int) -> None:
     """
     if not config.r:
         return
-    projections = model.projections()
+    projections = own_projections(model)
     targets = config.targets(projections)
     if model.adapters.r:
         _keep_adapters(model, config, targets)
@@ -60,11 +60,16 @@ def is_on_disk(model: Decoder) -> bool:
     return model.stored is not None and model.head_weight.is_meta
 
 
+def own_projections(model: Decoder) -> dict[str, Linear]:
+    """The projections of the model's own layers, by name. Those of heads, such as a value model, are trained whole."""
+    return {name: one for name, one in model.projections().items() if not name.startswith(HEADS)}
+
+
 def pack_projections(model: Decoder, packed_format: PackedFormat) -> None:
-    """Keep the weights of all projections in four or eight bits, in place; embedding, head and norms stay. What waits
-    on disk is packed when it is read.
+    """Keep the weights of all own projections in four or eight bits, in place; embedding, head and norms stay. What
+    waits on disk is packed when it is read.
     """
-    for projection in model.projections().values():
+    for projection in own_projections(model).values():
         weight = projection.weight
         wide = torch.promote_types(weight.dtype, torch.float32)
         frozen = FrozenWeight(projection.out_features, projection.in_features, packed_format, dtype=wide)
@@ -76,7 +81,7 @@ def pack_projections(model: Decoder, packed_format: PackedFormat) -> None:
         projection.register_parameter("weight", None)
     if is_on_disk(model):
         assert model.stored is not None
-        inputs = {name: one.in_features for name, one in model.projections().items()}
+        inputs = {name: one.in_features for name, one in own_projections(model).items()}
         model.stored = StoredPacked(stored=model.stored, num_inputs=inputs, packed_format=packed_format)
 
 

@@ -470,3 +470,11 @@ class Decoder(nn.Module):
                 std = self.config.embedding_init_std
             draw = torch.empty(parameter.shape, dtype=torch.float32).normal_(0.0, std, generator=generator)
             parameter.copy_(draw)
+
+
+def decoders_in(model: nn.Module) -> dict[str, Decoder]:
+    """The decoders among a model and its modules, by the prefix of their parameters' names: a decoder itself, "", and
+    those among its heads, such as a value model.
+    """
+    named = cast(Iterator[tuple[str, nn.Module]], model.named_modules())
+    return {f"{name}." if name else "": module for name, module in named if isinstance(module, Decoder)}

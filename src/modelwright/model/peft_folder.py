@@ -23,7 +23,7 @@ from torch import Tensor
 from modelwright.core.artifacts import make_folder, write_atomic
 from modelwright.core.errors import ConfigError, ModelError, writing
 from modelwright.model.adapter_config import AdapterConfig
-from modelwright.model.adapters import ADAPTER, adapters_of, attach_adapters, base_fingerprint
+from modelwright.model.adapters import ADAPTER, adapters_of, attach_adapters, base_fingerprint, own_projections
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import hf_name, type_of
 from modelwright.model.hf_types import HF_TYPES
@@ -84,7 +84,7 @@ class AdaptedModule:
 def modules_of(model: Decoder, types: Sequence[HfType] = HF_TYPES) -> list[AdaptedModule]:
     """The modules of the blocks that adapters can belong to."""
     chosen, held = type_of(model.config, types), dict[str, list[str]]()
-    for name in model.projections():
+    for name in own_projections(model):
         held.setdefault(hf_name(f"{name}.weight", chosen).removesuffix(".weight"), []).append(name)
     return [AdaptedModule(name, projections) for name, projections in held.items()]
 

@@ -1,5 +1,5 @@
-"""Proximal policy optimization of a language model with a value head (Schulman et al. 2017, arXiv 1707.06347; Ziegler
-et al. 2019, arXiv 1909.08593; Ouyang et al. 2022, arXiv 2203.02155).
+"""Proximal policy optimization of a language model (Schulman et al. 2017, arXiv 1707.06347; Ziegler et al. 2019, arXiv
+1909.08593; Ouyang et al. 2022, arXiv 2203.02155). The value function is in `value_function.py`.
 
 Names of settings and metrics are those of TRL's PPOTrainer. docs/techniques/ppo.md links each implementation detail
 to its function here.
@@ -9,11 +9,13 @@ Legend: C completions, T places (see `completion_rows.py`), B rows.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from modelwright.core.compatibility import Feature, feature
 from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
 from modelwright.data.batch import IGNORED, TokenBatch
@@ -32,10 +34,10 @@ from modelwright.objectives.rollouts import (
     check_rollout_training,
     rollout_metrics,
 )
+from modelwright.objectives.value_function import VALUE, SeparateValueModel, ValueFunction, ValueOnTrunk
 from modelwright.train.config import TrainConfig
 from modelwright.train.objective import Metric, Terms, forward
 
-VALUE = "value"
 ROLLOUT_NAMES = (
     "objective/kl", "objective/entropy", "objective/non_score_reward", "objective/rlhf_reward", "objective/scores",
     "objective/kl_coef", "val/num_eos_tokens",
@@ -67,14 +69,17 @@ class PpoConfig(TrainConfig):
     """The ratio of probabilities is clipped to 1 +- cliprange."""
     cliprange_value: float = 0.2
     """Most that a value may differ from that at the time of the rollout before its loss is clipped."""
+    value_model: Literal["head", "reward", "policy"] = "head"
+    """The value function: a head on the policy's hidden states, or a model of its own, which begins with the weights of
+    the reward model (`reward`) or of the policy (`policy`) and takes as much memory as the policy."""
     vf_coef: float = 0.1
     """Weight of the value loss."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus; 0 for none."""
     gamma: float = constant(1.0)
     """Discount of later rewards; an answer's score comes with its end, so that any other value favors short ones."""
-    lam: float = 0.95
-    """Lambda of generalized advantage estimation."""
+    lam: float = constant(0.95)
+    """Lambda of generalized advantage estimation; that of Ziegler et al. 2019, InstructGPT and TRL."""
     kl_coef: float = 0.05
     """Weight of the KL penalty in the reward of each token, at first; 0 for none, which needs no reference model."""
     kl_target: float = 0.0
@@ -115,19 +120,11 @@ class PpoConfig(TrainConfig):
         if self.kl_target and not self.kl_coef:
             raise ConfigError("kl_target: adapts kl_coef, which is 0 and stays 0; set it above 0")
 
-
-class ValueHead(nn.Module):
-    """The value of each token, from its hidden state. It begins with zero everywhere, as in lm-human-preferences: the
-    first advantages are then those of a baseline of 0, not of a random one."""
-
-    def __init__(self, model_dim: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(model_dim, 1)
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
-
-    def forward(self, hidden_BTD: Tensor) -> Tensor:
-        return self.linear(hidden_BTD.to(self.linear.weight.dtype))[..., 0]
+    def features(self) -> list[Feature]:
+        """What a value model of its own needs; what lacks it is refused before anything is read."""
+        if self.value_model == "head":
+            return super().features()
+        return [*super().features(), feature("value_model", self.value_model, needs=SeparateValueModel.needs)]
 
 
 @dataclass(kw_only=True)
@@ -135,6 +132,7 @@ class Ppo(RolloutObjective):
     """Rolls out, and learns from each rollout in `num_ppo_epochs * num_mini_batches` updates."""
 
     config: PpoConfig
+    value: ValueFunction = field(default_factory=ValueOnTrunk)
     moments: RunningMoments = field(default_factory=RunningMoments)
     """Mean and variance of the scores of all rollouts so far."""
     kl: KlController = field(init=False)
@@ -147,11 +145,18 @@ class Ppo(RolloutObjective):
         self.buffer = self.new_buffer(num_epochs=config.num_ppo_epochs, num_minibatches=config.num_mini_batches)
 
     @property
+    def needs(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return RolloutObjective.needs | self.value.needs
+
+    @property
     def metric_names(self) -> Sequence[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return [*self.heldout.metric_names, *ROLLOUT_NAMES, *UPDATE_NAMES]
 
     def own_modules(self, config: ModelConfig) -> Mapping[str, nn.Module]:
-        return {VALUE: ValueHead(config.model_dim)}
+        return self.value.own_modules(config)
+
+    def own_flops(self, batch: TokenBatch) -> float:
+        return 0.0 if is_heldout(batch) else self.value.flops(batch)
 
     def weights(self, batch: TokenBatch) -> Mapping[str, Tensor]:
         if is_heldout(batch):
@@ -171,7 +176,7 @@ class Ppo(RolloutObjective):
         policy = clipped_policy_loss(
             log_probs_BT, old_BT, extras["advantages_BT"], low=config.cliprange, high=config.cliprange
         )
-        values_BT = model.head_output(VALUE, output)
+        values_BT = model.head_output(VALUE, self.value.inputs(batch, lambda: output))
         value_losses_BT, value_clipped_BT = clipped_value_loss(
             values_BT, extras["old_values_BT"], extras["returns_BT"], cliprange=config.cliprange_value
         )
@@ -252,7 +257,8 @@ class Ppo(RolloutObjective):
         @torch.no_grad()
         def values(batch: TokenBatch) -> Mapping[str, Tensor]:
             parts = batch.to(whole.norm.weight.device).split(-(-batch.num_rows // ROWS_AT_ONCE))
-            return {VALUE: torch.cat([whole.head_output(VALUE, forward(whole, part)) for part in parts])}
+            inputs = (self.value.inputs(part, partial(forward, whole, part)) for part in parts)
+            return {VALUE: torch.cat([whole.head_output(VALUE, one) for one in inputs])}
 
         return values_of_places(rollout, self.layout.world, self.row_len, values)[VALUE].float()
 

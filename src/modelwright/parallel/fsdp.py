@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
-from modelwright.model.decoder import HEAD_METHODS, Block, Decoder, Linear
+from modelwright.model.decoder import HEAD_METHODS, Block, Decoder, Linear, decoders_in
 from modelwright.parallel.config import ZeroStage
 
 
@@ -24,19 +24,20 @@ def shard_states(
     """Shard parameters, gradients and optimizer states over the mesh `sharing`, in place; names stay.
 
     formats: in which projections are gathered, by the part of a block (attention, ffn); everything else is gathered in
-    its own format. Each block is gathered as one message, or each of its parts where their formats differ. Embedding,
-    last norm and head go with the root, and so do the blocks' norms where projections are narrowed: FSDP has one format
-    per message.
+    its own format. Each block, also of a decoder among the heads, is gathered as one message, or each of its parts
+    where their formats differ. Embedding, last norm and head go with the root, and so do the blocks' norms where
+    projections are narrowed: FSDP has one format per message.
     """
     options: dict[str, Any] = {"mesh": sharing, "reshard_after_forward": zero_stage == 3}
+    blocks = [block for decoder in decoders_in(model).values() for block in decoder.blocks.values()]
     if set(formats.values()) <= {torch.float32}:
-        for block in model.blocks.values():
+        for block in blocks:
             fully_shard(block, **options)
         fully_shard(model, **options)
     else:
         # The root first, as it takes parameters from within the blocks.
-        fully_shard(model, **options, ignored_params=_projection_weights(model))
-        for block in model.blocks.values():
+        fully_shard(model, **options, ignored_params=set[nn.Parameter]().union(*map(_projection_weights, blocks)))
+        for block in blocks:
             assert isinstance(block, Block)
             _shard_projections(block, options, formats)
     for module in sharded_modules(model):
@@ -62,10 +63,9 @@ def _shard_projections(block: Block, options: Mapping[str, Any], formats: Mappin
 
 
 def _projection_weights(module: nn.Module) -> set[nn.Parameter]:
-    """Return the weights of all projections in a model's blocks, or in a part of one block, packed or not."""
-    blocks = module.blocks if isinstance(module, Decoder) else module
+    """Return the weights of all projections in a block or in a part of one, packed or not."""
     weights = set[nn.Parameter]()
-    for one in blocks.modules():
+    for one in module.modules():
         if isinstance(one, Linear):
             weights.update([cast(nn.Parameter, one.weight)] if one.frozen is None else one.frozen.parameters())
     return weights

@@ -27,7 +27,17 @@ from torch.func import functional_call
 
 from modelwright.core.errors import ConfigError
 from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Adapter, Attention, Block, Decoder, FeedForward, Linear, RMSNorm, add_bias
+from modelwright.model.decoder import (
+    Adapter,
+    Attention,
+    Block,
+    Decoder,
+    FeedForward,
+    Linear,
+    RMSNorm,
+    add_bias,
+    decoders_in,
+)
 from modelwright.model.frozen_weight import CODES, SCALES, FrozenWeight
 from modelwright.model.low_rank import MAGNITUDE, A, B, Factors, LowRank
 from modelwright.ops.nf4 import RUN_LEN
@@ -42,7 +52,7 @@ TOKENS = 1
 def shard_layers(model: Decoder, tensor: DeviceMesh, *, sequence_parallel: bool) -> Decoder:
     """Shard this process's layers over the mesh axis `tensor`, in place. Every rank starts with the same weights.
     sequence_parallel: norms and the residual stream between blocks hold T / ranks tokens on each rank; otherwise every
-    rank holds all of them. Raises `ConfigError` if the model's shape does not divide.
+    rank holds all of them. A decoder among the heads is sharded alike. Raises `ConfigError` if a shape does not divide.
     """
     check_shape(model.config, tensor.size())
     axis = axis_world(tensor, torch.device(tensor.device_type))
@@ -58,9 +68,13 @@ def shard_layers(model: Decoder, tensor: DeviceMesh, *, sequence_parallel: bool)
         _replace(model.embedding, forward=partial(_embed, layers, model.embedding))
     if model.head is not None:
         layers.place(model.head, Shard(0))
-    for module in model.heads.modules():
-        for name, _ in list(module.named_parameters(recurse=False)):
-            layers.place(module, Replicate(), name)
+    decoders = decoders_in(model.heads)
+    for decoder in decoders.values():
+        shard_layers(decoder, tensor, sequence_parallel=sequence_parallel)
+    for place, module in cast(Iterator[tuple[str, nn.Module]], model.heads.named_modules()):
+        if not f"{place}.".startswith(tuple(decoders)):
+            for name, _ in list(module.named_parameters(recurse=False)):
+                layers.place(module, Replicate(), name)
     _replace(
         model,
         head_output=partial(_head_output, model),
@@ -287,9 +301,10 @@ def _embed(layers: _Layers, embedding: nn.Embedding, tokens_BT: Tensor) -> Tenso
 
 
 def _head_output(model: Decoder, name: str, hidden_BTD: Tensor) -> Tensor:
-    """`Decoder.head_output`, which every rank computes alike."""
+    """`Decoder.head_output`, which every rank computes alike, except for the layers of decoders, which are shared."""
+    shared = tuple(decoders_in(model.heads[name]))
     parameters = cast(Iterator[tuple[str, DTensor]], model.heads[name].named_parameters())
-    whole = {key: parameter.to_local() for key, parameter in parameters}
+    whole = {key: parameter.to_local() for key, parameter in parameters if not key.startswith(shared)}
     return functional_call(model.heads[name], whole, (hidden_BTD,)).clone()
 
 

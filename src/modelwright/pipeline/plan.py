@@ -69,8 +69,11 @@ def describe_plan(
     if config.minutes:
         config = _within(config, previous, run, rates)
     states = survey(run, build_stages(config, run, only)).states
-    memories = _memories(config, num_processes)
     estimates = [stage.estimate(config, run, rates) for stage in config.stages]
+    further = {one.name: one.further_bytes for one in estimates}
+    memories = {
+        name: replace(memory, further_models=further[name]) for name, memory in _memories(config, num_processes).items()
+    }
     estimates = [replace(e, peak_bytes=memories[e.name].total) if e.name in memories else e for e in estimates]
     lines = [f"run         {config.name} in {run.path}", f"sources     {', '.join(config.text_sources)}"]
     if num_processes > 1:

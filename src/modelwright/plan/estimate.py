@@ -37,6 +37,8 @@ class StageEstimate:
     flops: float
     seconds: float
     peak_bytes: int
+    further_bytes: int = 0
+    """Of the peak: what models beside the one in training take, whole on each process."""
 
 
 def training_memory(

@@ -44,7 +44,8 @@ class MemoryEstimate:
     weights, gradients, optimizer: this rank's share; gathered: whole weights that FSDP has gathered, with its messages;
     activations: saved from forward to backward; workspace: temporary memory (a chunk of logits, recomputation, one
     block's backward pass); transport: flat copies of gradients in flight; checkpoint_copy: source of an asynchronous
-    checkpoint, in host memory; process: before the model exists; heap_gaps: see `resident`.
+    checkpoint, in host memory; process: before the model exists; heap_gaps: see `resident`; further_models: beside the
+    one in training, with gradients and states if they are trained.
     """
 
     process: int = 0
@@ -57,6 +58,7 @@ class MemoryEstimate:
     transport: int = 0
     checkpoint_copy: int = 0
     heap_gaps: int = 0
+    further_models: int = 0
 
     @property
     def total(self) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from modelwright.core.errors import ConfigError
 from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Block, Decoder, Product, RMSNorm
+from modelwright.model.decoder import Block, Decoder, Product, RMSNorm, decoders_in
 from modelwright.ops.linear_gemms import PLAIN, LinearGemms
 from modelwright.ops.lowp_linear import FLOATS, Format, Fp8, Int8, Role, in_float, in_products
 from modelwright.ops.quantize_cache import SharedCodes
@@ -199,38 +199,44 @@ class ModelPrecision:
     def _apply(self) -> None:
         """Norms output the format that the following part reads; head norms keep their input's format."""
         plain, ops, formats = self._is_plain, self.config.fp32_ops, self.config.formats
-        self.model.ends.stream_dtype = None if plain else FLOATS[formats["embedding"]]
-        self.model.ends.head_dtype = None if plain else FLOATS[formats["head"]]
-        self.model.ends.loss_in_fp32 = "loss" in ops
         for name, projection in self.projections.items():
             product = self._quantized(name, self.product(name, self.formats[part_of(name)]))
             projection.product = self._watched(name, product)
         for norm in norms_of(self.model):
             norm.in_fp32 = "norm" in ops
-        for layer, block in self.model.blocks.items():
-            assert isinstance(block, Block)
-            block.attention_norm.out_dtype = None if plain else self._result(f"blocks.{layer}.attention")
-            block.ffn_norm.out_dtype = None if plain else self._result(f"blocks.{layer}.ffn")
-            block.ffn.activation_in_fp32 = "activation" in ops
+        for prefix, decoder in decoders_in(self.model).items():
+            decoder.ends.stream_dtype = None if plain else FLOATS[formats["embedding"]]
+            decoder.ends.head_dtype = None if plain else FLOATS[formats["head"]]
+            decoder.ends.loss_in_fp32 = "loss" in ops
+            for layer, block in decoder.blocks.items():
+                assert isinstance(block, Block)
+                block.attention_norm.out_dtype = None if plain else self._result(f"{prefix}blocks.{layer}.attention")
+                block.ffn_norm.out_dtype = None if plain else self._result(f"{prefix}blocks.{layer}.ffn")
+                block.ffn.activation_in_fp32 = "activation" in ops
 
     def _result(self, part: str) -> torch.dtype:
         return self.config.result_of[self.formats[part]]
 
 
 class SyncAmaxHistory:
-    """After each step the maxima of delayed scaling, over all ranks, are appended to the history."""
+    """After each step the maxima of delayed scaling, over all ranks, are appended to the history. of_heads: names of
+    the projections of heads, on whichever rank they are, in the same order on all.
+    """
 
-    def __init__(self, formats: ModelPrecision, agree: Callable[[Sequence[float]], Sequence[float]]) -> None:
+    def __init__(
+        self,
+        formats: ModelPrecision,
+        agree: Callable[[Sequence[float]], Sequence[float]],
+        of_heads: Sequence[str] = (),
+    ) -> None:
         self.formats = formats
         self.agree = agree
+        self.of_heads = of_heads
 
     def synchronize(self) -> None:
-        """All ranks list all layers of the whole model, whichever they hold. Heads with projections are on all ranks:
-        an objective that has such heads takes no pipeline.
-        """
+        """All ranks list all layers of the whole model, whichever they hold."""
         own, nothing = self.formats.delayed, [0.0] * len(ROLES)
-        of_heads = [name for name in own if name.startswith("heads.")]
-        names = [*names_of_projections(self.formats.model.config), *of_heads]
+        names = [*names_of_projections(self.formats.model.config), *self.of_heads]
         result = self.agree([value for name in names for value in (own[name].collect() if name in own else nothing)])
         for number, name in enumerate(names):
             if name in own:
@@ -252,14 +258,15 @@ def norms_of(model: Decoder) -> Iterator[RMSNorm]:
 
 def remove_formats(model: Decoder) -> None:
     """Make the model compute in the format of its weights again."""
-    model.ends.reset()
     for projection in model.projections().values():
         projection.product = F.linear
     for norm in norms_of(model):
         norm.out_dtype, norm.in_fp32 = None, True
-    for block in model.blocks.values():
-        assert isinstance(block, Block)
-        block.ffn.activation_in_fp32 = False
+    for decoder in decoders_in(model).values():
+        decoder.ends.reset()
+        for block in decoder.blocks.values():
+            assert isinstance(block, Block)
+            block.ffn.activation_in_fp32 = False
 
 
 @contextmanager

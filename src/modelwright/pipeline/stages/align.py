@@ -20,7 +20,7 @@ from modelwright.pipeline.stages.alignment import metric_charts
 from modelwright.pipeline.stages.model_folder import save_model_folder
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.row_use import RowUse
-from modelwright.pipeline.stages.training import FrozenModels, TrainedModel, training_spec
+from modelwright.pipeline.stages.training import FurtherModels, TrainedModel, training_spec
 
 _TITLES = {
     "image: text to image": "captions to images",
@@ -39,9 +39,9 @@ def _objective(inputs: StageInputs) -> Contrastive:
     )
 
 
-def _frozen(run: RunConfig, config: AlignConfig) -> FrozenModels:
+def _further(run: RunConfig, config: AlignConfig) -> FurtherModels:
     folder = config.vision.init_from
-    return FrozenModels(folders={"vision.init_from": folder} if folder else {})
+    return FurtherModels(folders={"vision.init_from": folder} if folder else {})
 
 
 def _save(trained: TrainedModel) -> Mapping[str, Any]:
@@ -115,7 +115,7 @@ ALIGN = training_spec(
     only_if_named=True,
     loss_unit="",
     blocks=_blocks,
-    frozen=_frozen,
+    further=_further,
     row_use=RowUse(compares_rows=True, learns_by_heart=False),
     save=_save,
 )

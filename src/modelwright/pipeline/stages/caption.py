@@ -29,7 +29,7 @@ from modelwright.pipeline.stages.image_accuracy import accuracy_table, baseline_
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.row_use import RowUse
 from modelwright.pipeline.stages.stage_inputs import needed_start, tokenizer_stage
-from modelwright.pipeline.stages.training import FrozenModels, TrainedModel, training_spec
+from modelwright.pipeline.stages.training import FurtherModels, TrainedModel, training_spec
 
 
 def _needs(config: RunConfig) -> tuple[str, ...]:
@@ -54,9 +54,9 @@ def _objective(inputs: StageInputs) -> Captioning:
     )
 
 
-def _frozen(run: RunConfig, config: CaptionConfig) -> FrozenModels:
+def _further(run: RunConfig, config: CaptionConfig) -> FurtherModels:
     folder = config.vision.init_from
-    return FrozenModels(folders={"vision.init_from": folder} if folder else {})
+    return FurtherModels(folders={"vision.init_from": folder} if folder else {})
 
 
 def _save(trained: TrainedModel) -> Mapping[str, Any]:
@@ -132,7 +132,7 @@ CAPTION = training_spec(
     only_if_named=True,
     reads_images=True,
     blocks=_blocks,
-    frozen=_frozen,
+    further=_further,
     row_use=RowUse(learns_by_heart=False),
     save=_save,
 )

@@ -11,7 +11,7 @@ from modelwright.pipeline.stages.alignment import metric_charts, reference_model
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.preference_rows import PAIR_ROWS
 from modelwright.pipeline.stages.stage_inputs import needed_start
-from modelwright.pipeline.stages.training import FrozenModels, training_spec
+from modelwright.pipeline.stages.training import FurtherModels, training_spec
 
 
 def _objective(inputs: StageInputs) -> Preference:
@@ -21,10 +21,10 @@ def _objective(inputs: StageInputs) -> Preference:
     return Preference(inputs.loader, config, reference)
 
 
-def _frozen(run: RunConfig, config: PreferenceConfig) -> FrozenModels:
+def _further(run: RunConfig, config: PreferenceConfig) -> FurtherModels:
     count = int(config.has_reference)
     folders = {"reference": config.reference} if config.has_reference and config.reference else {}
-    return FrozenModels(num_models=count, num_forwards=count, folders=folders)
+    return FurtherModels(num_models=count, num_forwards=count, folders=folders)
 
 
 def _blocks(stage: StageData) -> Sequence[Block]:
@@ -49,5 +49,5 @@ DPO = training_spec(
     only_if_named=True,
     loss_unit="",
     blocks=_blocks,
-    frozen=_frozen,
+    further=_further,
 )

@@ -5,7 +5,7 @@ from modelwright.objectives.model_reward import model_terms, reward_model_folder
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.stage import StageInputs
 from modelwright.pipeline.stages.rollout_training import reward_terms, rollout_parts, rollout_training
-from modelwright.pipeline.stages.training import FrozenModels
+from modelwright.pipeline.stages.training import FurtherModels
 
 
 def _objective(inputs: StageInputs) -> Grpo:
@@ -14,11 +14,11 @@ def _objective(inputs: StageInputs) -> Grpo:
     return Grpo(config=config, **vars(rollout_parts(inputs, GRPO.name, config.rollout)))
 
 
-def _frozen(run: RunConfig, config: GrpoConfig) -> FrozenModels:
+def _further(run: RunConfig, config: GrpoConfig) -> FurtherModels:
     terms = reward_terms(run, GRPO.name)
     count = int(config.beta > 0) + len(model_terms(terms))
     num_forwards = (1 + count) / config.num_iterations  # completions
-    return FrozenModels(num_models=count, num_forwards=num_forwards, folders=reward_model_folders(terms))
+    return FurtherModels(num_models=count, num_forwards=num_forwards, folders=reward_model_folders(terms))
 
 
 GRPO = rollout_training(
@@ -29,7 +29,7 @@ GRPO = rollout_training(
     objective=_objective,
     config=GrpoConfig,
     updates_per_row=lambda config: config.num_generations * config.num_iterations,
-    frozen=_frozen,
+    further=_further,
     charts={
         "KL from the start, nats per token": {"kl": "updates"},
         "Entropy, nats per token": {"entropy": "updates"},

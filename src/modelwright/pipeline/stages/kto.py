@@ -11,7 +11,7 @@ from modelwright.pipeline.stages.alignment import metric_charts, reference_model
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.preference_rows import LABELED_ROWS
 from modelwright.pipeline.stages.stage_inputs import needed_start
-from modelwright.pipeline.stages.training import FrozenModels, training_spec
+from modelwright.pipeline.stages.training import FurtherModels, training_spec
 
 
 def _objective(inputs: StageInputs) -> Kto:
@@ -20,9 +20,9 @@ def _objective(inputs: StageInputs) -> Kto:
     return Kto(inputs.loader, config, reference_model(inputs, KTO.name, config.reference))
 
 
-def _frozen(run: RunConfig, config: KtoConfig) -> FrozenModels:
+def _further(run: RunConfig, config: KtoConfig) -> FurtherModels:
     """The reference evaluates answers and mismatched answers, the policy the latter."""
-    return FrozenModels(
+    return FurtherModels(
         num_models=1, num_forwards=3, folders={"reference": config.reference} if config.reference else {}
     )
 
@@ -44,5 +44,5 @@ KTO = training_spec(
     only_if_named=True,
     loss_unit="",
     blocks=_blocks,
-    frozen=_frozen,
+    further=_further,
 )

@@ -1,35 +1,100 @@
-"""ppo: reinforcement learning from rewards with a value head and a penalty on the distance from the start."""
+"""ppo: reinforcement learning from rewards with a value function and a penalty on the distance from the start."""
 
-from modelwright.objectives.model_reward import model_terms, reward_model_folders
+from pathlib import Path
+
+from modelwright.core.errors import ConfigError
+from modelwright.data.tokenizer import Tokenizer, tokenizer_difference
+from modelwright.objectives.model_reward import model_terms, reward_model_folders, without_folder
 from modelwright.objectives.ppo import Ppo, PpoConfig
+from modelwright.objectives.value_function import SeparateValueModel, ValueFunction, ValueOnTrunk, separate_value_model
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.stage import StageInputs
+from modelwright.pipeline.stages.reward import REWARD
 from modelwright.pipeline.stages.rollout_training import reward_terms, rollout_parts, rollout_training
-from modelwright.pipeline.stages.training import FrozenModels
+from modelwright.pipeline.stages.stage_inputs import model_before, reward_model_before, tokenizer_stage
+from modelwright.pipeline.stages.training import FurtherModels
 
 
 def _objective(inputs: StageInputs) -> Ppo:
     config = inputs.training
     assert isinstance(config, PpoConfig)
-    return Ppo(config=config, **vars(rollout_parts(inputs, PPO.name, config.rollout)))
+    return Ppo(
+        config=config, value=_value_function(inputs, config), **vars(rollout_parts(inputs, PPO.name, config.rollout))
+    )
 
 
-def _frozen(run: RunConfig, config: PpoConfig) -> FrozenModels:
+def _value_function(inputs: StageInputs, config: PpoConfig) -> ValueFunction:
+    """Raises `ConfigError` if the model that the value model begins with does not read the tokens of the run."""
+    if config.value_model == "head":
+        return ValueOnTrunk()
+    start = value_model_start(inputs.config)
+    folder = start if isinstance(start, Path) else inputs.parents[start]
+    value = separate_value_model(folder)
+    _check_tokens(inputs, value, folder)
+    return value
+
+
+def _check_tokens(inputs: StageInputs, value: SeparateValueModel, folder: Path) -> None:
+    needed, shape = inputs.config.model, value.shape
+    tokenizer = Tokenizer.load(inputs.parents[tokenizer_stage(inputs.config)])
+    problem = tokenizer_difference(Tokenizer.load(folder), tokenizer)
+    if shape.vocab_size < needed.vocab_size or shape.max_seq_len < needed.max_seq_len:
+        problem = (
+            f"it has a vocabulary of {shape.vocab_size} and a context of {shape.max_seq_len} tokens, the model in "
+            f"training {needed.vocab_size} and {needed.max_seq_len}"
+        )
+    if problem:
+        raise ConfigError(
+            f"{PPO.name}.value_model: the reward model {folder} does not read the tokens of this run ({problem}); set "
+            "policy or head, or train the reward model in this run"
+        )
+
+
+def value_model_start(run: RunConfig) -> str | Path:
+    """The stage, or the folder, whose weights a value model begins with: of several reward models that of the run.
+    Raises `ConfigError` if `ppo.rewards` names several folders and no model of the run.
+    """
+    if run.section(PPO.name).value_model == "policy":
+        return model_before(run, PPO.name)
+    terms = reward_terms(run, PPO.name)
+    folders = sorted(set(reward_model_folders(terms).values()))
+    if without_folder(terms) or not folders:
+        return reward_model_before(run, PPO.name) or REWARD.name
+    if len(folders) > 1:
+        raise ConfigError(
+            f"{PPO.name}.value_model: {PPO.name}.rewards names several reward models ({', '.join(folders)}); keep one "
+            "of them, or set policy or head"
+        )
+    return Path(folders[0])
+
+
+def _needs(run: RunConfig) -> tuple[str, ...]:
+    if run.section(PPO.name).value_model != "reward":
+        return ()
+    start = value_model_start(run)
+    return () if isinstance(start, Path) else (start,)
+
+
+def _further(run: RunConfig, config: PpoConfig) -> FurtherModels:
     terms = reward_terms(run, PPO.name)
     count = int(config.kl_coef > 0) + len(model_terms(terms))
-    num_forwards = (2 + count) / config.num_ppo_epochs  # completions and values
-    return FrozenModels(num_models=count, num_forwards=num_forwards, folders=reward_model_folders(terms))
+    return FurtherModels(
+        num_models=count,
+        num_trained=int(config.value_model != "head"),
+        num_forwards=(2 + count) / config.num_ppo_epochs,  # completions and values
+        folders=reward_model_folders(terms),
+    )
 
 
 PPO = rollout_training(
     name="ppo",
-    title="Reinforcement learning with a value head (PPO)",
+    title="Reinforcement learning with a value function (PPO)",
     report_title="PPO",
     model_title="PPO",
     objective=_objective,
     config=PpoConfig,
     updates_per_row=lambda config: config.num_ppo_epochs,
-    frozen=_frozen,
+    further=_further,
     charts={
         "KL from the start, nats per completion": {"objective/kl": "rollouts"},
         "Weight of the KL penalty": {"objective/kl_coef": "rollouts"},
@@ -39,4 +104,5 @@ PPO = rollout_training(
         "Mean length of completions, tokens": {"completions/mean_length": "rollouts"},
     },
     kl_metric="objective/kl",
+    needs=_needs,
 )

@@ -34,7 +34,7 @@ from modelwright.pipeline.stages.prompt_rows import PROMPT_ROWS, heldout_prompts
 from modelwright.pipeline.stages.reward import REWARD
 from modelwright.pipeline.stages.row_use import RowUse
 from modelwright.pipeline.stages.stage_inputs import needed_start, reward_model_before, tokenizer_stage
-from modelwright.pipeline.stages.training import FrozenModels, training_spec
+from modelwright.pipeline.stages.training import FurtherModels, training_spec
 from modelwright.reward.build import build_reward
 from modelwright.reward.weighted_sum import WeightedSum
 from modelwright.train.config import TrainConfig
@@ -171,13 +171,15 @@ def rollout_training(
     objective: Callable[[StageInputs], Objective],
     config: type[TrainConfig],
     updates_per_row: Callable[[Any], float],
-    frozen: Callable[[RunConfig, Any], FrozenModels],
+    further: Callable[[RunConfig, Any], FurtherModels],
     charts: Mapping[str, Mapping[str, str]],
     kl_metric: str,
+    needs: Callable[[RunConfig], tuple[str, ...]] = lambda run: (),
 ) -> StageSpec:
     """A stage that learns from rollouts of the prompts. updates_per_row: completions that updates learn from, for each
-    prompt. frozen: what is computed without gradients for each of these completions, their generation included.
-    charts: see `metric_charts`. kl_metric: the distance from the start among the metrics.
+    prompt. further: what is computed without gradients for each of these completions, their generation included.
+    charts: see `metric_charts`. kl_metric: the distance from the start among the metrics. needs: further stages
+    that it depends on.
     """
     use = RowUse(
         heldout=heldout_prompts, updates_per_row=updates_per_row, learns_by_heart=False, techniques=evaluates_first
@@ -189,12 +191,12 @@ def rollout_training(
         model_title=model_title,
         objective=objective,
         rows=PROMPT_ROWS,
-        needs=lambda run: (PACK.name, *needed_start(run, name), *needed_reward_model(run, name)),
+        needs=lambda run: (PACK.name, *needed_start(run, name), *needed_reward_model(run, name), *needs(run)),
         config=config,
         only_if_named=True,
         row_use=use,
         headline=reward_fact,
-        frozen=frozen,
+        further=further,
     )
     return replace(spec, report=lambda data, stage: rollout_section(data, stage, report_title, charts, kl_metric))
 

@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from modelwright.data.batching.loader import build_loader
 from modelwright.data.loader import PackedRows
 from modelwright.data.tokenizer import Tokenizer
 from modelwright.memory.activations import FP32_BYTES
+from modelwright.memory.config import ActivationCheckpointingConfig
 from modelwright.model.adapters import merge_adapters
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import deferred_model, load_model
@@ -46,6 +48,7 @@ from modelwright.pipeline.stages.rows import TEXT_ROWS, RowSet
 from modelwright.pipeline.stages.stage_inputs import model_before, tokenizer_stage
 from modelwright.pipeline.text_samples import first_prompt, sample_block, text_samples
 from modelwright.plan.estimate import StageEstimate, training_stage
+from modelwright.plan.memory import PROCESS_BYTES
 from modelwright.train.build import train
 from modelwright.train.config import TrainConfig
 from modelwright.train.job import TrainJob
@@ -60,13 +63,15 @@ USES_ROWS = RowUse()
 
 
 @dataclass(frozen=True, kw_only=True)
-class FrozenModels:
-    """What a training stage computes without gradients, for each of its rows."""
+class FurtherModels:
+    """What a training stage computes for each of its rows besides forward and backward of its model."""
 
     num_models: int = 0
     """Further models in memory, of the size of the one in training."""
+    num_trained: int = 0
+    """Further models of that size whose weights are trained on the same rows, all of them, without recomputation."""
     num_forwards: float = 0.0
-    """Forward passes."""
+    """Forward passes without gradients."""
     folders: Mapping[str, str] = field(default_factory=dict[str, str])
     """Folders of models that settings name, by the setting; they decide the result."""
 
@@ -109,7 +114,7 @@ class _Traits:
     """What `training_spec` is told of a stage and only this file uses."""
 
     start: Callable[[RunConfig, str], str]
-    frozen: Callable[[RunConfig, Any], FrozenModels]
+    further: Callable[[RunConfig, Any], FurtherModels]
     techniques: TechniquesOf
     row_use: RowUse
     save: Callable[[TrainedModel], Mapping[str, Any]]
@@ -134,7 +139,7 @@ def training_spec(
     follows: str = "",
     loss_unit: str = NATS_PER_TOKEN,
     blocks: Callable[[StageData], Sequence[Block]] = no_blocks,
-    frozen: Callable[[RunConfig, Any], FrozenModels] = lambda config, training: FrozenModels(),
+    further: Callable[[RunConfig, Any], FurtherModels] = lambda config, training: FurtherModels(),
     start: Callable[[RunConfig, str], str] = model_before,
     techniques: TechniquesOf = lambda inputs: (),
     row_use: RowUse = USES_ROWS,
@@ -147,7 +152,7 @@ def training_spec(
     config: `TrainConfig`, or a dataclass that adds settings of the objective to it
     loss_unit: of the loss, for charts
     blocks: what its section of the report has besides
-    frozen: the models that evaluate the rows besides, from the run's configuration and the stage's settings
+    further: the models that compute on the rows besides, from the run's configuration and the stage's settings
     start: names the stage whose model is trained, "" for random weights
     techniques: what the stage adds to the techniques of all trainings
     row_use: what a stage does that generates what it learns from
@@ -158,7 +163,7 @@ def training_spec(
     """
 
     traits = _Traits(
-        start=start, frozen=frozen, techniques=techniques, row_use=row_use, save=save, fresh=fresh or fresh_model
+        start=start, further=further, techniques=techniques, row_use=row_use, save=save, fresh=fresh or fresh_model
     )
 
     def report(data: RunData, stage: StageData) -> Section:
@@ -200,7 +205,7 @@ def _stage(config: RunConfig, spec: StageSpec, traits: _Traits) -> Stage:
     }
     if judge := training.batching.curriculum.model:
         settings["curriculum_model"] = folder_fingerprint(Path(judge), f"{name}.batching.curriculum.by")
-    for setting, folder in traits.frozen(config, training).folders.items():
+    for setting, folder in traits.further(config, training).folders.items():
         settings[setting] = folder_fingerprint(Path(folder), f"{name}.{setting}")
     if is_augmented(config, spec):
         settings["augmentation"] = augmentation_digest(config.augmentation)
@@ -434,7 +439,8 @@ def _estimate(
     traits: _Traits,
 ) -> StageEstimate:
     training, seq_len = config.section(spec), config.section(PACK).seq_len
-    estimate = training_stage(
+    one_model = partial(
+        training_stage,
         spec.name,
         config.model,
         num_steps=training.resolve_num_steps(
@@ -445,19 +451,22 @@ def _estimate(
         # half of a document on average, and documents are about half of a row
         mean_context=min(seq_len, config.model.max_seq_len) / 4,
         compute=training.precision.planned_as,
-        activations=training.activation_checkpointing,
         flops_per_s=rates.flops_per_s[training.precision.planned_as],
         fused=cpu_kernels.are_used_on(config.hardware.device),
-        adapters=training.lora,
         world_size=rates.num_hosts,  # the rate is that of all threads of a host, which its processes share
     )
-    further = traits.frozen(config, training)
+    estimate = one_model(activations=training.activation_checkpointing, adapters=training.lora)
+    further = traits.further(config, training)
     factor = 1 + further.num_forwards / 3  # of forward and backward
+    trained = one_model(activations=ActivationCheckpointingConfig())
+    further_bytes = further.num_models * config.model.num_parameters * FP32_BYTES
+    further_bytes += further.num_trained * (trained.peak_bytes - PROCESS_BYTES)
     return replace(
         estimate,
-        flops=estimate.flops * factor,
-        seconds=estimate.seconds * factor,
-        peak_bytes=estimate.peak_bytes + further.num_models * config.model.num_parameters * FP32_BYTES,
+        flops=estimate.flops * factor + further.num_trained * trained.flops,
+        seconds=estimate.seconds * factor + further.num_trained * trained.seconds,
+        peak_bytes=estimate.peak_bytes + further_bytes,
+        further_bytes=further_bytes,
     )
 
 

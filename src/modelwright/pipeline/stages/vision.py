@@ -23,7 +23,7 @@ from modelwright.pipeline.stages.image_accuracy import accuracy_table, baseline_
 from modelwright.pipeline.stages.labeled_rows import LABELED_ROWS, open_labeled
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.row_use import RowUse
-from modelwright.pipeline.stages.training import FrozenModels, TrainedModel, training_spec
+from modelwright.pipeline.stages.training import FurtherModels, TrainedModel, training_spec
 from modelwright.plan.estimate import StageEstimate
 
 USUAL_CLASSES = 10
@@ -45,9 +45,9 @@ def _objective(inputs: StageInputs) -> ImageClassification:
     )
 
 
-def _frozen(run: RunConfig, config: ImageTrainConfig) -> FrozenModels:
+def _further(run: RunConfig, config: ImageTrainConfig) -> FurtherModels:
     folder = config.vit.init_from if config.architecture == "vit" else ""
-    return FrozenModels(folders={"vit.init_from": folder} if folder else {})
+    return FurtherModels(folders={"vit.init_from": folder} if folder else {})
 
 
 def _save(trained: TrainedModel) -> Mapping[str, Any]:
@@ -111,7 +111,7 @@ _SPEC = training_spec(
     only_if_named=True,
     loss_unit="nats per image",
     blocks=_blocks,
-    frozen=_frozen,
+    further=_further,
     start=lambda config, stage: "",
     row_use=RowUse(learns_by_heart=False),
     save=_save,
