@@ -1,14 +1,21 @@
 """What all tests share: processes that they start hear Ctrl-C, also where the tests run in the background."""
 
 import gc
+import multiprocessing.forkserver
 import signal
+from typing import Any
 
 import pytest
 
 import modelwright  # noqa: F401  (sets what PyTorch reads when it is loaded, before a test imports it)
+from forked_commands import fork_commands
 from impatient import look_once
+from rank_processes import fork_context
 
 look_once()
+fork_commands()
+fork_context()
+multiprocessing.forkserver.set_forkserver_preload = lambda names: None  # the one server of the tests imports more
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -48,6 +55,13 @@ SLOW_FILES = (
     "test_measuring.py",
 )
 """Files that take longest, the longest first. They begin first, or the last of them would leave other cores idle."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from whole_files import WholeFiles
+
+    return WholeFiles(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
