@@ -17,14 +17,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from multiprocessing import reduction
 from multiprocessing.context import ForkServerProcess
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
-FORKED = ("modelwright.cli.main", "modelwright.serve.engine_process", "torch.distributed.run")
+FORKED = ("modelwright.cli.main", "modelwright.serve.engine_process")
 """Modules that are started by `python -m`."""
-TESTS = Path(__file__).parent
-"""Scripts in this folder are forked, too."""
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -47,8 +44,7 @@ class _Command:
     """What a process is to become."""
 
     words: Sequence[str]
-    """Name of the module or path of the script, and arguments."""
-    is_module: bool
+    """Name of the module and arguments."""
     environment: dict[str, str]
     folder: str
     has_own_session: bool
@@ -66,7 +62,7 @@ class ForkedPopen(subprocess.Popen):
     def _execute_child(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, cwd: Any, env: Any, *more: Any
     ) -> None:
-        words, is_module = _command_of(args)
+        words = _words_of(args)
         if not words or preexec_fn is not None:
             super()._execute_child(  # pyright: ignore[reportAttributeAccessIssue]
                 args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more
@@ -77,7 +73,6 @@ class ForkedPopen(subprocess.Popen):
         numbers = {number: here if here != -1 else number for number, here in enumerate(own)}
         command = _Command(
             words=words,
-            is_module=is_module,
             environment=dict(os.environ if env is None else env),
             folder=os.getcwd() if cwd is None else os.fspath(cwd),
             has_own_session=bool(more[14]),
@@ -131,15 +126,12 @@ class ForkedPopen(subprocess.Popen):
         return self.pid, -code if code < 0 else code << 8
 
 
-def _command_of(args: Any) -> tuple[list[str], bool]:
-    """What an interpreter would run, if it is to be forked, and whether that is a module."""
+def _words_of(args: Any) -> list[str]:
+    """Module and arguments of a command that is to be forked; empty for any other."""
     words = [os.fspath(word) for word in args] if isinstance(args, (list, tuple)) else []
-    if len(words) < 2 or words[0] != sys.executable:
-        return [], False
-    words = words[2:] if words[1] == "-u" else words[1:]
-    if words[0] == "-m" and words[1] in FORKED:
-        return words[1:], True
-    return (words, False) if Path(words[0]).is_relative_to(TESTS) else ([], False)
+    options = 2 if words[1:2] == ["-u"] else 1
+    is_ours = words[:1] == [sys.executable] and words[options : options + 1] == ["-m"]
+    return words[options + 1 :] if is_ours and words[options + 1] in FORKED else []
 
 
 def _forget_parent(descriptors: Collection[int]) -> None:
@@ -201,11 +193,8 @@ def _run(command: _Command) -> None:
     torch.set_num_threads(int(command.environment.get("OMP_NUM_THREADS", "1")))
     sys.argv = words
     with open(0, closefd=False) as sys.stdin:
-        if command.is_module:
-            runpy.run_module(words[0], run_name="__main__", alter_sys=True)
-        else:
-            sys.path.insert(0, str(Path(words[0]).parent))
-            runpy.run_path(words[0], run_name="__main__")
+        sys.modules.pop(words[0], None)  # it begins anew
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
 
 
 def fork_commands() -> None:

@@ -49,7 +49,6 @@ IMPORTED = (
     "modelwright.serve.server",
     "pytest",
     "tensorboardX",
-    "torch.distributed.run",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
 )
@@ -187,6 +186,7 @@ def _become(
     sys.argv = words
     with open(stdin) as sys.stdin:
         if is_module:
+            sys.modules.pop(words[0], None)  # it begins anew
             runpy.run_module(words[0], run_name="__main__", alter_sys=True)
         else:
             warnings.simplefilter("error")
