@@ -35,6 +35,7 @@ PR_SET_PDEATHSIG = 1
 """Of Linux's prctl(2): the signal that a process gets when the one that forked it ends."""
 IMPORTED = (
     "forked_commands",
+    "functorch.compile",
     "modelwright.cli.main",
     "modelwright.data.clean",
     "modelwright.train.build",
