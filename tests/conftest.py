@@ -2,6 +2,7 @@
 
 import gc
 import multiprocessing.forkserver
+import os
 import signal
 from typing import Any
 
@@ -19,6 +20,14 @@ multiprocessing.forkserver.set_forkserver_preload = lambda names: None  # the on
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _fail_by_signal(number: int, frame: object) -> None:
+    raise RuntimeError(f"{signal.Signals(number).name} reached the process of the tests")
+
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # which a signal would otherwise end without a word of where it came from
+    signal.signal(signal.SIGTERM, _fail_by_signal)
 
 SLOW_FILES = (
     "test_pairs.py",
