@@ -1,7 +1,6 @@
 """What all tests share: processes that they start hear Ctrl-C, also where the tests run in the background."""
 
 import gc
-import multiprocessing.forkserver
 import os
 import signal
 from typing import Any
@@ -11,12 +10,9 @@ import pytest
 import modelwright  # noqa: F401  (sets what PyTorch reads when it is loaded, before a test imports it)
 from forked_commands import fork_commands
 from impatient import look_once
-from rank_processes import fork_context
 
 look_once()
 fork_commands()
-fork_context()
-multiprocessing.forkserver.set_forkserver_preload = lambda names: None  # the one server of the tests imports more
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
@@ -11,15 +10,12 @@ from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from itertools import chain, islice
 from multiprocessing.connection import wait as wait_for
-from multiprocessing.context import BaseContext
 from typing import Any, Protocol
 
 from modelwright.core.errors import ModelwrightError
 
 _MOST_BREAKS = 3
 _QUEUED_PER_WORKER = 2
-_IMPORTED = ("modelwright.data.clean", "modelwright.data.stdlib_corpus")
-"""What workers need to read, clean and change documents."""
 _FEWEST_ITEMS = 4
 """With fewer, starting processes takes longer than the work."""
 
@@ -91,9 +87,8 @@ class LocalProcesses:
         """Results of the unfinished items, and of those that are left. unfinished: by number, kept up to date, so that
         the next attempt can go on.
         """
-        pool = ProcessPoolExecutor(
-            self.num_workers, _worker_context(), initializer=_start_worker, initargs=(dict(os.environ),)
-        )
+        context = multiprocessing.get_context("spawn")  # a fork would copy locks that threads of PyTorch hold
+        pool = ProcessPoolExecutor(self.num_workers, context, initializer=follow_parent)
         try:
             running = {pool.submit(function, item): number for number, item in unfinished.items()}
             while True:
@@ -108,27 +103,6 @@ class LocalProcesses:
                     yield result
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _worker_context() -> BaseContext:
-    """How workers start.
-
-    A fork of this process would copy locks that threads of PyTorch hold. On Linux workers are forked from a process
-    without threads, which imports what they need once for all of them. On macOS system libraries may not survive a
-    fork, so every worker is an interpreter of its own.
-    """
-    if sys.platform != "linux":
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(_IMPORTED))
-    return context
-
-
-def _start_worker(environment: dict[str, str]) -> None:
-    """Take the environment of this moment; the process that was forked has that of the first start."""
-    os.environ.clear()
-    os.environ.update(environment)
-    follow_parent()
 
 
 def follow_parent() -> None:
