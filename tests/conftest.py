@@ -1,26 +1,36 @@
 """What all tests share: processes that they start hear Ctrl-C, also where the tests run in the background."""
 
 import gc
+import os
 import signal
+from typing import Any
 
 import pytest
 
 import modelwright  # noqa: F401  (sets what PyTorch reads when it is loaded, before a test imports it)
+from forked_commands import fork_commands
 from impatient import look_once
 
 look_once()
+fork_commands()
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+
+def _fail_by_signal(number: int, frame: object) -> None:
+    raise RuntimeError(f"{signal.Signals(number).name} reached the process of the tests")
+
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # which a signal would otherwise end without a word of where it came from
+    signal.signal(signal.SIGTERM, _fail_by_signal)
+
 SLOW_FILES = (
-    "test_alignment.py",
-    "test_launch.py",
     "test_pairs.py",
+    "test_launch.py",
     "test_memory_plan.py",
     "test_wired_precision.py",
     "test_gather_formats.py",
-    "test_reload.py",
     "test_elastic.py",
     "test_network_claims.py",
     "test_readme.py",
@@ -37,17 +47,25 @@ SLOW_FILES = (
     "test_resolve.py",
     "test_parity.py",
     "test_wired_updates.py",
-    "test_engine_pool.py",
     "test_noise.py",
     "test_batching_stages.py",
     "test_killed.py",
     "test_distillation.py",
-    "test_serve_stage.py",
+    "test_signals.py",
+    "test_reload.py",
+    "test_alignment.py",
     "test_damaged_checkpoints.py",
     "test_ray_tasks.py",
     "test_measuring.py",
 )
 """Files that take longest, the longest first. They begin first, or the last of them would leave other cores idle."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from whole_files import WholeFiles
+
+    return WholeFiles(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

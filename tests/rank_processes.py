@@ -8,6 +8,7 @@ process of its own: environment, arguments, working folder, output, and a status
 import ctypes
 import gc
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import runpy
 import shutil
@@ -24,6 +25,7 @@ from unittest import mock
 
 from torch._C._distributed_c10d import TCPStore
 
+from forked_commands import fork_commands
 from impatient import look_once
 from modelwright_claims.launch import serve_store, store_environment
 
@@ -32,6 +34,10 @@ TIMEOUT_S = 240
 PR_SET_PDEATHSIG = 1
 """Option of Linux's prctl(2): the signal that a process gets when the one that forked it ends."""
 IMPORTED = (
+    "forked_commands",
+    "functorch.compile",
+    "modelwright.cli.main",
+    "modelwright.data.clean",
     "modelwright.train.build",
     "modelwright.parallel.strategies.delayed",
     "modelwright.parallel.topology.collectives",
@@ -40,6 +46,8 @@ IMPORTED = (
     "modelwright.parallel.strategies.config",
     "modelwright.pipeline.run",
     "modelwright.recipes.load",
+    "modelwright.serve.engine_process",
+    "modelwright.serve.server",
     "pytest",
     "tensorboardX",
     "torch.distributed.fsdp",
@@ -150,7 +158,13 @@ def all_well(ended: Sequence[tuple[int, str, str]]) -> list[str]:
 
 
 def end_with_parent() -> None:
-    """Have this process killed when the tests end: it may be waiting for other ranks forever."""
+    """Have this process killed when the tests end: it may be waiting for other ranks forever.
+
+    The server ends when no process is left that could ask it for another one.
+    """
+    forkserver = multiprocessing.forkserver._forkserver  # pyright: ignore[reportAttributeAccessIssue]
+    os.close(forkserver._forkserver_alive_fd)
+    forkserver._forkserver_alive_fd = None
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
 
@@ -162,6 +176,7 @@ def _become(
     gc.freeze()  # otherwise every full collection copies the pages of all modules that the server has imported
     end_with_parent()
     look_once()
+    fork_commands()
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         with open(folder / name, "a") as file:
             os.dup2(file.fileno(), descriptor)
@@ -172,6 +187,7 @@ def _become(
     sys.argv = words
     with open(stdin) as sys.stdin:
         if is_module:
+            sys.modules.pop(words[0], None)  # it begins anew
             runpy.run_module(words[0], run_name="__main__", alter_sys=True)
         else:
             warnings.simplefilter("error")
