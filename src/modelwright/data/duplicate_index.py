@@ -175,13 +175,18 @@ def save_index(
 def _alone(path: Path) -> Iterator[BinaryIO]:
     """An empty file to write, which no other process writes: the same run may be at work in two folders."""
     while True:
-        with open(path, "ab") as file:
+        with open(path, "r+b", opener=_opened) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             # The other process may have renamed the file meanwhile.
             if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 file.truncate(0)
                 yield file
                 return
+
+
+def _opened(path: str, flags: int) -> int:
+    """The descriptor of a file, which is made if there is none and keeps what it has."""
+    return os.open(path, flags | os.O_CREAT, 0o644)
 
 
 def _header(num_documents: int, num_shingles: int, num_in_bands: int) -> bytes:
