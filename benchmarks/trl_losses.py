@@ -4,10 +4,10 @@ the same model, data and seed.
     python benchmarks/trl_losses.py --steps 30 [--only NAME ...]
 
 needs `pip install trl peft` (TRL 1.16 was used); `ppo` and `ppo, value model` need a TRL that still has it, `pip
-install 'trl==1.12.*'`, and are left out of another. A Llama of 2 layers and width 64 in FP32, AdamW, a constant rate, no
-clipping. TRL pads one answer to a row; ours are packed, several to a row. What learns from rollouts generates on our
-side, and TRL learns from the same completions. Prints the largest difference of each figure over all steps, relative to
-its largest value, and ends with an error if one is above its bound.
+install 'trl==1.12.*'`, and are left out of another. A Llama of 2 layers and width 64 in FP32, AdamW, a constant rate,
+no clipping. TRL pads one answer to a row; ours are packed, several to a row. What learns from rollouts generates on
+our side, and TRL learns from the same completions. Prints the largest difference of each figure over all steps,
+relative to its largest value, and ends with an error if one is above its bound.
 """
 
 import argparse
