@@ -7,7 +7,8 @@ would have to come from tokens before it, and decoding, cached prompts and verif
 along. A decision from the token's own input is causal by construction and has no state. Gathering costs the kernel
 next to nothing, because it copies each block of queries anyway: it takes the next 64 open queries of a head instead of
 the next 64 (`ops/kernels/attention.h`). All tokens' queries, keys and values are computed, and keys and values are
-cached, as later tokens may open the head.
+cached, as later tokens may open the head. Query heads that share a key/value head decide each for itself; decoding
+reads their keys and values unless all of them are closed.
 
 Training is straight-through (Bengio et al. 2013, arXiv 1308.3432): the factor of an output is 0 or 1, its gradient that
 of the sigmoid. Closed heads give the task no gradient, because their outputs do not exist; for an open head it is
