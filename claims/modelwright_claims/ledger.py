@@ -30,6 +30,7 @@ from modelwright_claims import (
     pipeline_utilisation,
     planned_memory,
     precision_policies,
+    serving_qps,
     sparse_updates,
     three_dimensional_parallelism,
     topology,
@@ -72,6 +73,7 @@ CLAIMS: tuple[Claim, ...] = (
     adaptive_clipping.CLAIM,
     dynamic_decay.CLAIM,
     sparse_updates.CLAIM,
+    serving_qps.CLAIM,
 )
 
 
