@@ -45,8 +45,8 @@ def body_of(job: Job, context: int) -> dict[str, Any]:
         "max_tokens": min(params["max_tokens"], room),
         "min_tokens": min(params["min_tokens"], room),
         "seed": params["seed"] % MOST_SEED,
-        "ignore_eos": True,  # the model's own end token counts only if it is one of these
         "stop_token_ids": list(params["stop_ids"]),
+        "ignore_eos": message["grammar"] is None,  # the model's own end token counts only if it is one of these
         "return_token_ids": True,
         **{name: params[name] for name in SAME_NAMES},
     }
