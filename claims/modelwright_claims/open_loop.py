@@ -122,6 +122,13 @@ class Connections:
             else:
                 writer.close()
 
+    async def close(self) -> None:
+        """Close those that are free."""
+        for _, writer in self._free:
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+
 
 async def _read_body(reader: asyncio.StreamReader, head: bytes) -> float:
     """Read a body to its end; returns when it began."""
@@ -212,6 +219,7 @@ class _Run:
 async def run_load(load: Load) -> LoadResult:
     run = _Run(load)
     await (run.open_loop() if load.rate else run.closed_loop())
+    await run.connections.close()
     return run.result()
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from modelwright.compress.int8 import Int8WeightsConfig, quantize_model
+from modelwright.core.errors import ModelwrightError
 from modelwright.core.resources import num_usable_cores
 from modelwright.infer.engine import Engine, EngineConfig
 from modelwright.infer.sequence import SamplingParams
@@ -56,6 +57,8 @@ RESOLUTION = 1.05
 """A largest rate is one that holds, where `RESOLUTION` times as much does not."""
 RATE = "largest rate, "
 POISSON_8, BURSTY_8, POISSON_64 = ", Poisson, 8 tokens", ", bursty, 8 tokens", ", Poisson, 64 tokens"
+MOST_TIMES = 6.0
+"""A trial may take so many times as long as planned, to have its least number of requests."""
 CURVE = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0)
 """Offered load of the curves, in largest rates of the side."""
 
@@ -127,7 +130,7 @@ class Bench:
             url=self.urls[side],
             bodies=self.files.bodies(kind.max_tokens, stream=stream),
             rate=rate,
-            num_requests=max(least, round(rate * seconds)),
+            num_requests=max(1, min(max(least, round(rate * seconds)), math.ceil(MOST_TIMES * rate * seconds))),
             shape=kind.shape,
             seed=self.num_trials,
             bound_s=kind.bound_s,
@@ -167,6 +170,8 @@ class Bench:
         """The largest rate, which becomes a sample."""
         most = self.saturate(side, kind)
         rate = largest_rate(lambda rate: self.holds(side, kind, rate), 0.4 * most, most)
+        if not rate:
+            raise ModelwrightError(f"{side}{kind.suffix}: no rate holds; the machine is too busy to measure this")
         self.samples.setdefault(f"{RATE}{side}{kind.suffix}", []).append(rate)
         self.setting.progress.note(f"{side}{kind.suffix}: {rate:.1f}/s")
         return rate
@@ -213,9 +218,9 @@ class Bench:
 
 def largest_rate(holds: Callable[[float], bool], low: float, high: float) -> float:
     """The largest rate that holds, by bisection on its logarithm, to within `RESOLUTION`. low, high: a guess at rates
-    that hold and do not. 0 if not even a thousandth of `low` holds.
+    that hold and do not. 0 if not even a hundredth of `low` holds.
     """
-    least = low / 1000
+    least = low / 100
     while not holds(low):
         low, high = low / 2, low
         if low < least:
