@@ -62,7 +62,13 @@ TEXT = ["the quick brown fox jumps over the lazy dog", "größer — 日本語 �
 NUM_CLIENTS = 4
 """Of the load beside the tests."""
 MODES = ("idle", "under load")
-SCHEMATHESIS = ("--mode=all", "--phases=examples,coverage,fuzzing,stateful", "--continue-on-failure", "--no-color")
+SCHEMATHESIS = (
+    "--mode=all",
+    "--phases=examples,coverage,fuzzing,stateful",
+    "--continue-on-failure",
+    "--no-color",
+    "--workers=2",
+)
 
 
 @dataclass

@@ -169,6 +169,10 @@ def send_slowly(url: str, body: bytes, begun: Event, stop: Event, answers: Any) 
                     connections[number] = (socket.create_connection(address, timeout=120), 0)
                     connections[number][0].sendall(head)
                 connection, sent = connections[number]
+                if sent >= len(body) - SLOW_BYTES:
+                    connections.pop(number)
+                    connection.close()
+                    continue
                 connection.sendall(body[sent : sent + SLOW_BYTES])
                 connections[number] = (connection, sent + SLOW_BYTES)
             except OSError:

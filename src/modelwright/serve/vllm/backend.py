@@ -13,7 +13,7 @@ from modelwright.model.vision.llava import is_llava_folder
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.engine_client import EngineClient, EngineInfo
 from modelwright.serve.fingerprint import FINGERPRINT_LEN
-from modelwright.serve.load import ModelSource
+from modelwright.serve.load import ModelSource, require_folder
 from modelwright.serve.tokenizer import Codec
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -110,8 +110,7 @@ def _require_settings(config: ServeConfig) -> None:
 
 def _require_model(folder: Path) -> None:
     """Raises `ModelError` for a kind of model that the back-end does not serve."""
-    if not folder.is_dir():
-        raise ModelError(f"{folder}: no such model folder")
+    require_folder(folder)
     if is_int8_folder(folder):
         raise ModelError(f"{folder}: vLLM reads no INT8 folder of this form; serve the model that it was made from")
     if is_sequence_classifier(folder):
