@@ -26,7 +26,7 @@ from modelwright.serve.jobs import GenerationJob
 from modelwright.serve.load import ModelSource
 from modelwright.serve.server import ServerThread
 from modelwright.serve.vllm import client as vllm_client
-from modelwright.serve.vllm.config import VllmConfig
+from modelwright.serve.vllm.command import VARIABLE
 from modelwright.serve.vllm.figures import read_figures
 from modelwright.serve.vllm.process import BASE_URL
 from modelwright.serve.vllm.wire import AnswerReader, body_of
@@ -61,15 +61,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("models") / "tiny", seed=7)
 
 
-@pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return install(tmp_path_factory.mktemp("bin"))
+@pytest.fixture(scope="module", autouse=True)
+def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The stand-in, on PATH."""
+    path = install(tmp_path_factory.mktemp("bin"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", f"{path.parent}{os.pathsep}{os.environ['PATH']}")
+        yield path
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path, program: Path) -> Iterator[ServerThread]:
+def server(folder: Path) -> Iterator[ServerThread]:
     source = ModelSource(name="tiny", folder=folder)
-    config = ServeConfig(port=0, backend="vllm", engine=ENGINE, vllm=VllmConfig(command=str(program)))
+    config = ServeConfig(port=0, backend="vllm", engine=ENGINE)
     with ServerThread(*load_engines(source, config), config, model_name="tiny", source=source) as running:
         yield running
 
@@ -203,8 +207,7 @@ def test_one_that_dies_or_hangs_is_found_and_started_again(server: ServerThread,
 def test_it_ends_with_the_server_that_was_killed(folder: Path, program: Path) -> None:
     command = [sys.executable, "-m", "modelwright.cli.main", "serve", str(folder), "--port=0", "--backend=vllm"]
     with subprocess.Popen(
-        [*command, f"--vllm.command={program}", "--engine.max_num_seqs=2"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {VARIABLE: str(program)}
     ) as process:  # fmt: skip
         try:
             assert process.stdout is not None
@@ -220,31 +223,30 @@ def test_it_ends_with_the_server_that_was_killed(folder: Path, program: Path) ->
     wait_until(lambda: not is_running(vllm))
 
 
-def test_settings_and_models_that_it_cannot_follow(folder: Path, program: Path, tmp_path: Path) -> None:
+def test_settings_and_models_that_it_cannot_follow(folder: Path, tmp_path: Path, monkeypatch) -> None:
     source = ModelSource(name="tiny", folder=folder)
 
     def refused(source: ModelSource, error: type[Exception] = ConfigError, **settings: Any) -> str:
-        settings = {"backend": "vllm", "vllm": VllmConfig(command=str(program)), **settings}
         with pytest.raises(error) as raised:
-            load_engines(source, ServeConfig(**settings))
+            load_engines(source, ServeConfig(**{"backend": "vllm", **settings}))
         return str(raised.value)
 
     assert refused(source, engines=2).startswith("engines: ")
     assert refused(source, adapters={"poet": str(tmp_path)}).startswith("--adapters: ")
     assert refused(source, engine=EngineConfig(num_speculative_tokens=2)).startswith("engine.num_speculative_tokens: ")
     assert "choose weights from bfloat16" in refused(source, backend="vllm:int4")
-    absent = refused(source, vllm=VllmConfig(command="no-such-vllm"))
-    assert absent.startswith("vllm.command: ")
-    assert "pip install 'modelwright[vllm]'" in absent
-    failed = refused(source, ModelError, vllm=VllmConfig(command=str(program), options=("out-of-memory",)))
-    assert f"ended while it started: {REASON}" in failed
+    monkeypatch.setenv(VARIABLE, "no-such-vllm")
+    assert "pip install 'modelwright[vllm]'" in refused(source)
+    monkeypatch.setenv(VARIABLE, "vllm --out-of-memory")
+    assert f"ended while it started: {REASON}" in refused(source, ModelError)
+    for option in ("--port=1", "--max_model_len 5"):
+        monkeypatch.setenv(VARIABLE, f"vllm {option}")
+        assert refused(source).startswith(f"{VARIABLE}: {option.split()[0].partition('=')[0].replace('_', '-')} ")
+    monkeypatch.delenv(VARIABLE)
     save_int8(quantize_model(make_model(320), Int8WeightsConfig()), tmp_path / "int8")
     make_tokenizer().save(tmp_path / "int8")
     assert "no INT8 folder" in refused(ModelSource(name="int8", folder=tmp_path / "int8"), ModelError)
     assert "no such model folder" in refused(ModelSource(name="none", folder=tmp_path / "none"), ModelError)
-    for option in ("port=1", "--max-model-len=5", "api_key=x", ""):
-        with pytest.raises(ConfigError, match=r"vllm\.options"):
-            VllmConfig(options=(option,))
 
 
 def reader(**params: Any) -> AnswerReader:

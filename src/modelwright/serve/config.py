@@ -8,7 +8,6 @@ from modelwright.core.errors import ConfigError
 from modelwright.infer.engine import EngineConfig
 from modelwright.serve.images import PromptImagesConfig
 from modelwright.serve.logs import LogFormat
-from modelwright.serve.vllm.config import VllmConfig
 
 OWN_BACKEND = "modelwright"
 
@@ -61,7 +60,6 @@ class ServeConfig:
     backend: str = constant(OWN_BACKEND)
     """What computes the answers: see `BACKENDS` in `engines`. No setting: a run's model can be served by any."""
     engine: EngineConfig = field(default_factory=EngineConfig)
-    vllm: VllmConfig = field(default_factory=VllmConfig)
     images: PromptImagesConfig = field(default_factory=PromptImagesConfig, metadata={"constant": True})
     """Limits on images in chat requests."""
     body_timeout_s: float = constant(30.0)

@@ -1,7 +1,6 @@
 """Starts vLLM for a model: what `--backend vllm` stands for; `vllm:float16` and others choose the number format."""
 
 import hashlib
-import shutil
 import sys
 from functools import partial
 from pathlib import Path
@@ -15,6 +14,7 @@ from modelwright.serve.engine_client import EngineClient, EngineInfo
 from modelwright.serve.fingerprint import FINGERPRINT_LEN
 from modelwright.serve.load import ModelSource, require_folder
 from modelwright.serve.tokenizer import Codec
+from modelwright.serve.vllm.command import VARIABLE, vllm_command
 
 DTYPES = ("bfloat16", "float16", "float32")
 MOST_LOGPROBS = 20
@@ -28,23 +28,16 @@ def vllm_engine(source: ModelSource, config: ServeConfig) -> tuple[EngineClient,
     _require_settings(config)
     folder = source.folder
     _require_model(folder)
-    program = shutil.which(config.vllm.command)
-    if program is None:
-        raise ConfigError(
-            f"vllm.command: {config.vllm.command!r} is no program on PATH; pip install 'modelwright[vllm]', or, where "
-            "vLLM's PyTorch differs from this one's, install it in an environment of its own and name its program, "
-            "such as --vllm.command /opt/vllm/bin/vllm"
-        )
+    command = vllm_command()
     from modelwright.serve.vllm.client import VllmClient  # needs an HTTP client, which other back-ends do not
     from modelwright.serve.vllm.process import VllmLaunch, VllmProcess
 
     model, codec = load_config(folder), Codec.load(folder)
     dtype = config.backend.partition(":")[2] or "auto"
     launch = VllmLaunch(
-        program=program,
+        program=command.program,
         folder=folder.resolve(),
-        options=(*_options(config, dtype, model.max_seq_len), *(f"--{one}" for one in config.vllm.options)),
-        start_timeout_s=config.vllm.start_timeout_s,
+        options=(*_options(config, dtype, model.max_seq_len), *command.options),
     )
     fingerprint = partial(weights_of_files, folder, dtype)
     info = EngineInfo(
@@ -97,11 +90,11 @@ def _require_settings(config: ServeConfig) -> None:
     if sys.platform != "linux":
         raise ConfigError("--backend: vllm runs on Linux alone; leave it out")
     refused = {
-        "engines: the back-end vllm is one engine; give it several GPUs with --vllm.options tensor-parallel-size=2, or "
-        "several copies of the model with data-parallel-size=2": config.engines > 1,
+        "engines: the back-end vllm is one engine; give it several GPUs with --tensor-parallel-size=2, or several "
+        f"copies of the model with --data-parallel-size=2, in {VARIABLE}": config.engines > 1,
         "--adapters: the back-end vllm serves none; merge an adapter into the model first": bool(config.adapters),
-        "engine.num_speculative_tokens: is our engine's; give vLLM its own with --vllm.options "
-        "speculative-config=...": config.engine.num_speculative_tokens > 0,
+        "engine.num_speculative_tokens: is our engine's; give vLLM its own --speculative-config in "
+        f"{VARIABLE}": config.engine.num_speculative_tokens > 0,
     }
     for text, is_asked in refused.items():
         if is_asked:

@@ -26,6 +26,8 @@ BASE_URL = "http://vllm"
 """Of requests through the socket; the name is no host's."""
 
 SOCKET = "api.sock"
+START_TIMEOUT_S = 1800.0
+"""In which vLLM must have loaded the model, compiled it and captured its graphs."""
 POLL_S = 0.1
 EXIT_MARGIN_S = 5.0
 NUM_LAST_LINES = 30
@@ -38,7 +40,6 @@ class VllmLaunch:
     program: str
     folder: Path
     options: Sequence[str]
-    start_timeout_s: float
 
     def command(self, path: Path) -> list[str]:
         """path: of the socket."""
@@ -77,14 +78,14 @@ class VllmProcess:
 
     def await_ready(self) -> None:
         """Wait until vLLM answers. Raises `ModelError` if it ends or takes too long."""
-        deadline = time.monotonic() + self._launch.start_timeout_s
+        deadline = time.monotonic() + START_TIMEOUT_S
         with httpx.Client(transport=httpx.HTTPTransport(uds=str(self.socket)), base_url=BASE_URL, timeout=5) as client:
             while not (_is_listening(self.socket) and _is_healthy(client)):
                 if self.has_ended:
                     self._reader.join(EXIT_MARGIN_S)
                     raise ModelError(f"{self._launch.folder}: vLLM has ended while it started: {self._reason()}")
                 if time.monotonic() > deadline:
-                    text = f"vLLM was not ready within {self._launch.start_timeout_s:g} s: {self._reason()}"
+                    text = f"vLLM was not ready within {START_TIMEOUT_S:g} s: {self._reason()}"
                     raise ModelError(f"{self._launch.folder}: {text}")
                 time.sleep(POLL_S)
 
