@@ -1,7 +1,7 @@
 """vLLM as the engines of a server: its `EngineClient`.
 
 vLLM runs as a child process, `vllm serve`, and is asked over its OpenAI-compatible API, token ids in and out. It could
-run in this process, too (`vllm.AsyncLLM`), and for three reasons does not: vLLM pins one version of PyTorch, so that it
+run in this process, too (as an AsyncLLM), and for three reasons does not: vLLM pins one version of PyTorch, so that it
 usually lives in an environment of its own; what ends a CUDA context must not end the gateway with all its connections;
 and its HTTP fields are documented and change less than its classes.
 
