@@ -7,6 +7,7 @@ within a request, and nothing is shared between two.
 import socket
 import sys
 import threading
+from typing import Any
 
 import torch
 import uvicorn
@@ -24,7 +25,7 @@ class CompletionBody(BaseModel):
 
 def build(folder: str) -> FastAPI:
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     app, lock = FastAPI(), threading.Lock()
 
     @app.post("/v1/completions")

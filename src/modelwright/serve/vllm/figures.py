@@ -1,6 +1,6 @@
 """What vLLM's /metrics says of its cache (vllm.v1.metrics.loggers)."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -19,7 +19,7 @@ class VllmFigures:
 
 def read_figures(text: str) -> VllmFigures:
     """What is not there is 0."""
-    sums, counts, num_blocks = Counter[str](), Counter[str](), 0
+    sums, counts, num_blocks = defaultdict[str, float](float), Counter[str](), 0
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             sums[sample.name] += sample.value
