@@ -7,8 +7,8 @@ stream and times its tokens; a third process sends one body after the other, eac
 Ratio: 99th percentile of the time between two tokens with the neighbor, over that of the stream before it without.
 Median over the tries. Target: below 2 for every body. Exits with 1 when one misses it.
 
-Bodies come in two sizes: 4 MB, and the largest that the server reads for a model of this context. A message of 100,000
-parts has about 2.8 MB where the server reads as much. Slow bodies arrive on many connections, some bytes at a time.
+Bodies come in two sizes: 4 MB, and the largest that the server reads for a model of this context, which is smaller for
+a chat. A message of 100,000 parts has 2.7 MB. Slow bodies arrive on many connections, some bytes at a time.
 """
 
 import argparse
@@ -248,7 +248,9 @@ def measure(context: int, names: Sequence[str], num_tokens: int, tries: int) -> 
             stream_gaps(server.url, "small", num_tokens)
             print(f"context {context:,}")
             print(f"{'body':<16} {'bytes':>9} {'quiet p99':>10} {'noisy p99':>10} {'longest':>9} {'ratio':>6}  answers")
-            for size, name in itertools.product((LARGE, limits.body_bytes(config.max_completions)), names):
+            for is_large, name in itertools.product((True, False), names):
+                num_prompts = 1 if name == PARTS else config.max_completions
+                size = LARGE if is_large else limits.body_bytes(num_prompts)
                 body = BODIES[name](size, "small")
                 trials = [trial(server.url, "small", name, body, num_tokens) for _ in range(tries)]
                 ratio = statistics.median(t.ratio for t in trials)
