@@ -31,6 +31,7 @@ from modelwright_claims import (
     pipeline_utilisation,
     planned_memory,
     precision_policies,
+    serving_qps,
     sparse_updates,
     three_dimensional_parallelism,
     topology,
@@ -74,6 +75,7 @@ CLAIMS: tuple[Claim, ...] = (
     dynamic_decay.CLAIM,
     sparse_updates.CLAIM,
     gated_attention.CLAIM,
+    serving_qps.CLAIM,
 )
 
 

@@ -304,6 +304,7 @@ def test_what_a_container_cannot_keep_is_refused(folder, tmp_path):
     assert refused(backend="nope").startswith("--backend: 'nope' is unknown")
     assert refused(backend="openvino:int3").startswith("--backend: 'openvino:int3': choose weights from f16")
     assert refused(backend="modelwright:f16").endswith("write modelwright")
+    assert refused(backend="vllm").startswith("--backend: vllm needs a GPU")
     assert refused(needs=Needs(replicas=2)).startswith("--replicas: Compose runs one server")
     with pytest.raises(ConfigError, match="--replicas: must be at least 1"):
         Needs(replicas=0)

@@ -167,3 +167,21 @@ def test_guessed_tokens_change_no_answer_and_are_counted(server: ServerThread):
     for name in ("drafts", "draft_tokens", "accepted_tokens"):
         of_vllm = found[f'vllm:spec_decode_num_{name}_total{{model_name="tiny"}}']
         assert of_vllm == found[f"modelwright_{name}_total"] > 0
+
+
+def test_with_ids_there_is_a_log_probability_for_each(server: ServerThread):
+    """Also for a token of which only a part of a character has come, and for the stop token; by names that no two
+    tokens share if the client asks for that.
+    """
+    fields = {"temperature": 1.5, "seed": 3, "max_tokens": 40, "logprobs": 1, "return_tokens_as_token_ids": True}
+    choice = complete(server, **fields, stop_token_ids=list(range(60, 90)))["choices"][0]
+    assert choice["finish_reason"] == "stop"
+    logprobs, ids = choice["logprobs"], choice["token_ids"]
+    assert logprobs["tokens"] == [f"token_id:{token}" for token in ids]
+    assert len(ids) == len(logprobs["token_logprobs"]) == len(logprobs["top_logprobs"]) > 1
+    assert all(name in top for name, top in zip(logprobs["tokens"], logprobs["top_logprobs"], strict=True))
+    streamed = events(server, **fields, stop_token_ids=list(range(60, 90)), return_token_ids=True)
+    parts = [event["choices"][0] for event in streamed]
+    for part in parts:
+        assert part["logprobs"]["tokens"] == [f"token_id:{token}" for token in part["token_ids"]]
+    assert [token for part in parts for token in part["token_ids"]] == ids

@@ -5,7 +5,7 @@ from typing import Any
 
 from modelwright.serve.detokenizer import Delta, TokenInfo
 from modelwright.serve.generation import Answer, Generation
-from modelwright.serve.logprobs import finite, prompt_logprobs
+from modelwright.serve.logprobs import finite, prompt_logprobs, token_name
 from modelwright.serve.tools import CallDelta, CallText
 
 CHUNK = "chat.completion.chunk"
@@ -101,5 +101,5 @@ def _logprobs(generation: Generation, tokens: Sequence[TokenInfo]) -> dict[str, 
 
 
 def _entry(generation: Generation, token_id: int, logprob: float) -> dict[str, Any]:
-    codec = generation.codec
-    return {"token": codec.token_text(token_id), "logprob": finite(logprob), "bytes": list(codec.token_bytes(token_id))}
+    name, data = token_name(generation, token_id), generation.codec.token_bytes(token_id)
+    return {"token": name, "logprob": finite(logprob), "bytes": list(data)}

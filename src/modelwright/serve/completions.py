@@ -1,11 +1,12 @@
 """The bodies of /v1/completions."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from modelwright.serve.detokenizer import Delta, TokenInfo
 from modelwright.serve.generation import Answer, Generation
-from modelwright.serve.logprobs import finite, prompt_logprobs
+from modelwright.serve.logprobs import finite, prompt_logprobs, token_name
 
 OBJECT = "text_completion"
 
@@ -14,7 +15,9 @@ def full(generation: Generation) -> dict[str, Any]:
     """The answer in one piece."""
     choices = []
     for index, answer in enumerate(generation.answers):
-        choice = _choice(generation, index, answer.shown, answer.tokens, answer.finish_reason)
+        choice = _choice(
+            generation, index, answer.shown, _tokens(generation, answer, answer.tokens), answer.finish_reason
+        )
         choices.append(choice | _prompt_ids(generation, answer) | _token_ids(generation, answer))
         if generation.request.prompt_logprobs is not None:
             choices[-1]["prompt_logprobs"] = prompt_logprobs(generation, answer)
@@ -30,7 +33,7 @@ def chunk(generation: Generation, index: int, piece: Delta) -> dict[str, Any]:
     """One event of a stream."""
     answer = generation.answers[index]
     is_first = answer.num_ids_sent == 0
-    choice = _choice(generation, index, piece.text, piece.tokens, piece.finish_reason)
+    choice = _choice(generation, index, piece.text, _tokens(generation, answer, piece.tokens), piece.finish_reason)
     choice |= _prompt_ids(generation, answer) if is_first else {}
     return generation.envelope(OBJECT, [choice | _token_ids(generation, answer)])
 
@@ -50,6 +53,15 @@ def _choice(generation: Generation, index: int, text: str, tokens: Sequence[Toke
     }
 
 
+def _tokens(generation: Generation, answer: Answer, shown: Sequence[TokenInfo]) -> Sequence[TokenInfo]:
+    """The tokens whose log-probabilities stand in a body: those of its text, `shown`, or as in vLLM, where the client
+    asks for ids, one for each id.
+    """
+    if not generation.request.return_token_ids or generation.request.echoes:
+        return shown
+    return answer.infos[answer.num_ids_sent :]
+
+
 def _prompt_ids(generation: Generation, answer: Answer) -> dict[str, Any]:
     return {"prompt_token_ids": list(answer.prompt.ids)} if generation.request.return_token_ids else {}
 
@@ -59,7 +71,7 @@ def _token_ids(generation: Generation, answer: Answer) -> dict[str, Any]:
 
 
 def _logprobs(generation: Generation, tokens: Sequence[TokenInfo]) -> dict[str, Any]:
-    name = generation.codec.token_text
+    name = partial(token_name, generation)
     return {
         "tokens": [name(token.token_id) for token in tokens],
         "token_logprobs": [None if token.logprob is None else finite(token.logprob) for token in tokens],
@@ -76,5 +88,5 @@ def _alternatives(generation: Generation, token: TokenInfo, logprob: float) -> d
     """
     entries: dict[str, float] = {}
     for other, its_logprob in [*token.alternatives, (token.token_id, logprob)]:
-        entries.setdefault(generation.codec.token_text(other), finite(its_logprob))
+        entries.setdefault(token_name(generation, other), finite(its_logprob))
     return entries

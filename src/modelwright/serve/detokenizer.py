@@ -41,9 +41,13 @@ class IncrementalDetokenizer:
     _held: str = ""
     _pending: list[TokenInfo] = field(default_factory=list)
 
+    def info(self, token_id: int, logprob: float, alternatives: tuple[tuple[int, float], ...]) -> TokenInfo:
+        """The next token, at its place in the text."""
+        return TokenInfo(token_id, logprob, alternatives, self.num_shown + len(self._held))
+
     def push(self, token_id: int, logprob: float, alternatives: tuple[tuple[int, float], ...]) -> Delta:
         """Add a token; the piece has `finish_reason` "stop" if it completes a stop string."""
-        self._pending.append(TokenInfo(token_id, logprob, alternatives, self.num_shown + len(self._held)))
+        self._pending.append(self.info(token_id, logprob, alternatives))
         self._held += self._step(token_id)
         self._num_tokens += 1
         if self._num_tokens <= self.min_tokens:

@@ -28,7 +28,7 @@ from modelwright.serve.engine_handle import EngineHandle, EngineLink, relaunch
 from modelwright.serve.engine_health import EjectionReason, EngineHealth
 from modelwright.serve.engine_process import EngineSetup
 from modelwright.serve.engine_thread import can_do_all
-from modelwright.serve.errors import ApiError
+from modelwright.serve.errors import ApiError, engine_lost
 from modelwright.serve.jobs import Job, output_of
 from modelwright.serve.router import RetryBudget, Router, cache_salt
 
@@ -305,7 +305,7 @@ class EnginePool:
     def _give_up(self, answer: PooledAnswer) -> None:
         self.abort(answer.request_id)
         self._events.answer_moved("lost")
-        self._refuse(answer, _engine_lost())
+        self._refuse(answer, engine_lost())
 
     def _refuse(self, answer: PooledAnswer, error: ApiError) -> None:
         self._forget(answer)
@@ -341,11 +341,6 @@ def launch_pool(setup: EngineSetup, count: int) -> EnginePool:
             handle.end()
         raise problems[0]
     return EnginePool(setup, handles)
-
-
-def _engine_lost() -> ApiError:
-    text = "The engine that computed this answer was lost, and it cannot be continued; send the request again."
-    return ApiError(503, text, code="engine_lost", headers={"Retry-After": "1"})
 
 
 def _kill(handle: EngineHandle) -> None:

@@ -22,6 +22,7 @@ from modelwright.serve.fingerprint import weights_fingerprint
 from modelwright.serve.load import ModelSource, load_folder
 from modelwright.serve.openvino_engine import openvino_engine
 from modelwright.serve.tokenizer import Codec
+from modelwright.serve.vllm.backend import DTYPES, vllm_engine
 
 Loader = Callable[[ModelSource, ServeConfig], tuple[EngineClient, Codec]]
 
@@ -29,12 +30,13 @@ Loader = Callable[[ModelSource, ServeConfig], tuple[EngineClient, Codec]]
 @dataclass(frozen=True)
 class Backend:
     """load: starts the engines of a model; weights: formats that may follow the name, after a colon; extra: the one of
-    the package that it needs, "" for none.
+    the package that it needs, "" for none; needs_gpu: which the containers of manifests do not have.
     """
 
     load: Loader
     weights: tuple[str, ...] = ()
     extra: str = ""
+    needs_gpu: bool = False
 
 
 def load_engines(source: ModelSource, config: ServeConfig) -> tuple[EngineClient, Codec]:
@@ -83,5 +85,6 @@ def engine_in_thread(model: Decoder, config: ServeConfig) -> EngineThread:
 BACKENDS: Mapping[str, Backend] = {
     OWN_BACKEND: Backend(_own_engines),
     "openvino": Backend(openvino_engine, weights=get_args(GgufFormat), extra="openvino"),
+    "vllm": Backend(vllm_engine, weights=DTYPES, extra="vllm", needs_gpu=True),
 }
 """The only list."""

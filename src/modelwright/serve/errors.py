@@ -53,6 +53,12 @@ def shutting_down(message: str, retry_after_s: int) -> ApiError:
     return ApiError(503, message, code="overloaded", headers={"Retry-After": str(retry_after_s)})
 
 
+def engine_lost() -> ApiError:
+    """503 for an answer whose engine is gone."""
+    text = "The engine that computed this answer was lost, and it cannot be continued; send the request again."
+    return ApiError(503, text, code="engine_lost", headers={"Retry-After": "1"})
+
+
 def busy_response(retry_after_s: int) -> bytes:
     """503 with Retry-After as a whole HTTP response, for a connection that is closed before its request is read."""
     body = json.dumps(

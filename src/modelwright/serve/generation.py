@@ -35,8 +35,9 @@ class Prompt:
 
 @dataclass
 class Answer:
-    """One answer, so far. token_ids: all new tokens, those without text included, of which the first `num_ids_sent`
-    have been sent in events; num_echoed: characters of the prompt with which `shown` begins.
+    """One answer, so far. tokens: those that belong to the text that is shown; infos: all new ones, those without text
+    and a stop token included, of which the first `num_ids_sent` have been sent in events; num_echoed: characters of the
+    prompt with which `shown` begins.
     """
 
     prompt: Prompt
@@ -44,7 +45,7 @@ class Answer:
     num_echoed: int = 0
     shown: str = ""
     tokens: list[TokenInfo] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
+    infos: list[TokenInfo] = field(default_factory=list)
     num_ids_sent: int = 0
     prompt_scores: tuple[ScoredToken, ...] = ()
     num_cached_tokens: int = 0
@@ -64,10 +65,14 @@ class Answer:
         """The text so far without the prompt that an echo shows."""
         return self.shown[self.num_echoed :]
 
-    def unsent_ids(self) -> list[int]:
+    def unsent(self) -> list[TokenInfo]:
         """New tokens that no event has carried yet; they count as sent from now on."""
-        unsent, self.num_ids_sent = self.token_ids[self.num_ids_sent :], len(self.token_ids)
+        unsent, self.num_ids_sent = self.infos[self.num_ids_sent :], len(self.infos)
         return unsent
+
+    def unsent_ids(self) -> list[int]:
+        """The ids of `unsent`."""
+        return [info.token_id for info in self.unsent()]
 
 
 @dataclass
@@ -121,7 +126,7 @@ class Generation:
 
     def usage(self) -> dict[str, Any]:
         """Tokens so far. Those of a prompt count once, however many answers it has."""
-        completion = sum(len(answer.token_ids) for answer in self.answers)
+        completion = sum(len(answer.infos) for answer in self.answers)
         num_cached = sum(answer.num_cached_tokens for answer in self.answers[:: self.request.n or 1])
         return {
             "prompt_tokens": self.num_prompt_tokens,
@@ -134,12 +139,13 @@ class Generation:
         """The pieces that one token of the engine produces; a stop token itself is not shown."""
         _require_good(output)
         pieces = []
-        if not answer.token_ids:
-            answer.prompt_scores, answer.num_cached_tokens = output.prompt_scores, output.num_cached_tokens
+        answer.num_cached_tokens = max(answer.num_cached_tokens, output.num_cached_tokens)
+        if not answer.infos:
+            answer.prompt_scores = output.prompt_scores
             pieces = [self._echo(answer)] if self.request.echoes else []
         if self.request.asked_tokens == 0:
             return [*pieces, answer.text.finish("length")]
-        answer.token_ids.append(output.token_id)
+        answer.infos.append(answer.text.info(output.token_id, output.logprob, output.alternatives))
         if output.finish_reason == "stop":
             return [*pieces, answer.text.finish("stop")]
         pieces.append(answer.text.push(output.token_id, output.logprob, output.alternatives))
@@ -178,12 +184,19 @@ def start(
     seed = secrets.randbits(62) if request.seed is None else request.seed
     jobs, answers, call = [], [], request.forced_call()
     weights = model.weights_of(request.model)
+    salt = f"{caller.salt} {request.cache_salt}" if request.cache_salt else caller.salt
     for prompt in prompts:
         params = _sampling(request, model, len(prompt.ids))
         seeds = [seed, *(derive_seed(seed, "choice", index) for index in range(1, num_choices))]
         jobs += [
             GenerationJob(
-                prompt.ids, replace(params, seed=one), grammar, caller.salt, weights.adapter, tuple(prompt.images)
+                prompt.ids,
+                replace(params, seed=one),
+                grammar,
+                salt,
+                weights.adapter,
+                tuple(prompt.images),
+                wants_logprobs=request.num_logprobs is not None,
             )
             for one in seeds
         ]

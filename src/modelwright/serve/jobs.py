@@ -62,7 +62,9 @@ class Job(Protocol):
 
 @dataclass(frozen=True)
 class GenerationJob:
-    """New tokens after a prompt. grammar: None lets them be any; images: those of the prompt, in order."""
+    """New tokens after a prompt. grammar: None lets them be any; images: those of the prompt, in order; wants_logprobs:
+    whether the log-probabilities of the new tokens are read by anyone; an engine may leave them out else.
+    """
 
     prompt_ids: Sequence[int]
     params: SamplingParams
@@ -70,6 +72,7 @@ class GenerationJob:
     cache_salt: str = ""
     adapter: str = ""
     images: tuple[Pixels, ...] = ()
+    wants_logprobs: bool = True
 
     @property
     def max_total_tokens(self) -> int:
@@ -106,6 +109,7 @@ class GenerationJob:
             "cache_salt": self.cache_salt,
             "adapter": self.adapter,
             "images": [base64.b64encode(one.tobytes()).decode() for one in self.images],
+            "wants_logprobs": self.wants_logprobs,
         }
 
 
@@ -156,7 +160,8 @@ def job_of(message: Mapping[str, Any], compile_grammar: Callable[[GrammarSource]
     source = message["grammar"]
     grammar = compile_grammar(GrammarSource(**source)) if source else None
     images = tuple(_square(base64.b64decode(one)) for one in message["images"])
-    return GenerationJob(message["prompt_ids"], params, grammar, message["cache_salt"], message["adapter"], images)
+    salt, adapter, wants_logprobs = (message[name] for name in ("cache_salt", "adapter", "wants_logprobs"))
+    return GenerationJob(message["prompt_ids"], params, grammar, salt, adapter, images, wants_logprobs)
 
 
 def _square(data: bytes) -> Pixels:

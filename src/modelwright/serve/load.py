@@ -36,8 +36,7 @@ class ModelSource:
 
 def load_folder(folder: Path, int8: Int8WeightsConfig) -> tuple[Decoder, Codec]:
     """The model and its tokenizer. Raises `ModelError` if files are missing or do not match."""
-    if not folder.is_dir():
-        raise ModelError(f"{folder}: no such model folder")
+    require_folder(folder)
     model = _load(folder, int8)
     codec = Codec.load(folder)
     if codec.vocab_size > model.config.vocab_size:
@@ -46,6 +45,16 @@ def load_folder(folder: Path, int8: Int8WeightsConfig) -> tuple[Decoder, Codec]:
             "they do not match"
         )
     return model.eval(), codec
+
+
+def require_folder(folder: Path) -> None:
+    """Raises `ModelError` for what is no folder, or cannot be the name of one."""
+    try:
+        is_folder = folder.is_dir()
+    except OSError as error:  # the name is too long, or has parts that may not be read
+        raise ModelError(f"{str(folder)[:100]}: no model folder ({error.strerror})") from None
+    if not is_folder:
+        raise ModelError(f"{folder}: no such model folder")
 
 
 def _load(folder: Path, int8: Int8WeightsConfig) -> Decoder:

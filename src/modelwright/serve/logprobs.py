@@ -8,6 +8,18 @@ LOWEST_LOGPROB = -9999.0
 """What stands for minus infinity, as in vLLM: JSON has no such number."""
 
 
+ID_PREFIX = "token_id:"
+"""Before the id of a token that is called by it, as in vLLM."""
+
+
+def token_name(generation: Generation, token_id: int) -> str:
+    """A token as log-probabilities name it: by its text, or by its id, which no two tokens share, if the client asks
+    for that.
+    """
+    by_id = generation.request.return_tokens_as_token_ids
+    return f"{ID_PREFIX}{token_id}" if by_id else generation.codec.token_text(token_id)
+
+
 def finite(logprob: float) -> float:
     return max(logprob, LOWEST_LOGPROB)
 

@@ -95,6 +95,8 @@ class GenerationRequest(RequestModel):
     logit_bias: LogitBias = ()
     prompt_logprobs: NumLogprobs | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
 

@@ -131,6 +131,9 @@ def deployment_of(
     words += list(_request_words(requests))
     words += [f"--backend={config.backend}"] if config.backend != OWN_BACKEND else []
     back_end = backend_of(config)
+    if back_end.needs_gpu:
+        text = f"{config.backend} needs a GPU, and these containers have none; run modelwright serve where one is"
+        raise ConfigError(f"--backend: {text}, or deploy another back-end")
     wanted = {
         "structured": True,
         **({back_end.extra: True} if back_end.extra else {}),

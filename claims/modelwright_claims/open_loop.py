@@ -1,0 +1,242 @@
+"""Load on an HTTP server by an open loop: requests are sent at times that were drawn before, whatever the answers do.
+
+`python -m modelwright_claims.open_loop` reads a `Load` as JSON and writes a `LoadResult`, so that the load comes from a
+process of its own. Latencies count from the time at which a request was to be sent, so a server that falls behind, or
+this process, cannot hide it ("coordinated omission"). The client speaks just enough HTTP/1.1 to cost a small part of
+the cores that it shares with the server.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import math
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+P99 = 0.99
+POISSON, BURSTY = 1.0, 0.25
+"""Shapes of the gamma distribution of the time between two requests, as in `vllm bench serve --burstiness`: 1 is a
+Poisson process, 0.25 makes the standard deviation twice the mean."""
+
+LOST = "lost"
+"""The status of a request whose connection broke, or that had no answer in time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """Requests to one server."""
+
+    url: str
+    """Of the route."""
+    bodies: Sequence[str]
+    """JSON, sent in turn."""
+    rate: float
+    """Requests per second on average; 0 for a closed loop, in which each connection sends the next request when it has
+    its answer."""
+    num_requests: int
+    shape: float = POISSON
+    seed: int = 0
+    bound_s: float = math.inf
+    """A request misses it with a longer latency, or with another status than 200."""
+    most_missing: int = -1
+    """Stop when more requests than this have missed the bound: the outcome is known then. -1: never."""
+    num_connections: int = 0
+    """Of a closed loop."""
+    timeout_s: float = 15.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadResult:
+    """What came of a load. Times are in seconds; lists are in the order of the requests that were answered with 200."""
+
+    arrivals: Sequence[float] = ()
+    """When they were to be sent."""
+    latencies: Sequence[float] = ()
+    first_bytes: Sequence[float] = ()
+    """Until the first part of the body: of a stream, the first event."""
+    misses: Sequence[float] = ()
+    """Arrivals of those that missed the bound."""
+    statuses: dict[str, int] = field(default_factory=dict)
+    elapsed_s: float = 0.0
+    lag_s: float = 0.0
+    """99th percentile of how late this process was in sending."""
+    was_stopped: bool = False
+
+    @property
+    def p99_s(self) -> float:
+        return percentile(self.latencies, P99)
+
+    @property
+    def answers_per_s(self) -> float:
+        return len(self.latencies) / self.elapsed_s
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that so large a share does not exceed; infinity for none."""
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)] if values else math.inf
+
+
+def most_missing(num_requests: int) -> int:
+    """How many requests may miss a bound that the 99th percentile keeps."""
+    return num_requests - math.ceil(P99 * num_requests)
+
+
+def arrival_times(load: Load) -> list[float]:
+    draw, at, times = random.Random(load.seed), 0.0, list[float]()
+    for _ in range(load.num_requests):
+        at += draw.gammavariate(load.shape, 1 / (load.rate * load.shape))
+        times.append(at)
+    return times
+
+
+class Connections:
+    """Connections to one server that are used again."""
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        self._host, self._port = parts.hostname or "", parts.port or 80
+        self._head = f"POST {parts.path} HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\n"
+        self._free: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+
+    async def post(self, body: str) -> tuple[int, float]:
+        """Status, and the time at which the body began, by `time.perf_counter`. Raises `OSError` and `EOFError`."""
+        reader, writer = self._free.pop() if self._free else await asyncio.open_connection(self._host, self._port)
+        is_reusable = False
+        try:
+            data = body.encode()
+            writer.write(f"{self._head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+            head = (await reader.readuntil(b"\r\n\r\n")).lower()
+            status, began = int(head[9:12]), await _read_body(reader, head)
+            is_reusable = b"connection: close" not in head
+            return status, began
+        finally:
+            if is_reusable:
+                self._free.append((reader, writer))
+            else:
+                writer.close()
+
+    async def close(self) -> None:
+        """Close those that are free."""
+        for _, writer in self._free:
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+
+
+async def _read_body(reader: asyncio.StreamReader, head: bytes) -> float:
+    """Read a body to its end; returns when it began."""
+    if b"transfer-encoding: chunked" in head:
+        began = 0.0
+        while size := int(await reader.readline(), 16):
+            began = began or time.perf_counter()
+            await reader.readexactly(size + 2)
+        await reader.readline()
+        return began or time.perf_counter()
+    length = int(head.partition(b"content-length:")[2].split(b"\r\n")[0])
+    await reader.readexactly(length)
+    return time.perf_counter()
+
+
+class _Run:
+    """One load in progress."""
+
+    def __init__(self, load: Load) -> None:
+        self.load = load
+        self.connections = Connections(load.url)
+        self.answered: dict[int, tuple[float, float, float]] = {}
+        self.misses: list[float] = []
+        self.statuses: Counter[str] = Counter()
+        self.lags: list[float] = []
+        self.is_decided = asyncio.Event()
+        self.began = time.perf_counter()
+
+    async def send(self, number: int, at: float) -> None:
+        """One request; at: its time since the beginning."""
+        load, due = self.load, self.began + at
+        self.lags.append(time.perf_counter() - due)
+        try:
+            async with asyncio.timeout(load.timeout_s):
+                status, first = await self.connections.post(load.bodies[number % len(load.bodies)])
+        except (OSError, EOFError, ValueError):  # TimeoutError is an OSError
+            self.statuses[LOST] += 1
+            self._miss(at)
+            return
+        latency = time.perf_counter() - due
+        self.statuses[str(status)] += 1
+        if status == 200:
+            self.answered[number] = (at, latency, first - due)
+        if status != 200 or latency > load.bound_s:
+            self._miss(at)
+
+    def _miss(self, at: float) -> None:
+        self.misses.append(at)
+        if 0 <= self.load.most_missing < len(self.misses):
+            self.is_decided.set()
+
+    async def open_loop(self) -> None:
+        async def at_time(number: int, at: float) -> None:
+            await asyncio.sleep(self.began + at - time.perf_counter())
+            await self.send(number, at)
+
+        tasks = [asyncio.create_task(at_time(number, at)) for number, at in enumerate(arrival_times(self.load))]
+        everything, decided = asyncio.gather(*tasks), asyncio.create_task(self.is_decided.wait())
+        await asyncio.wait({everything, decided}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (*tasks, decided):
+            task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await everything
+
+    async def closed_loop(self) -> None:
+        numbers = iter(range(self.load.num_requests))
+
+        async def one_connection() -> None:
+            for number in numbers:
+                await self.send(number, time.perf_counter() - self.began)
+
+        await asyncio.gather(*(one_connection() for _ in range(self.load.num_connections)))
+
+    def result(self) -> LoadResult:
+        answered = [self.answered[number] for number in sorted(self.answered)]
+        return LoadResult(
+            arrivals=[at for at, _, _ in answered],
+            latencies=[latency for _, latency, _ in answered],
+            first_bytes=[first for _, _, first in answered],
+            misses=sorted(self.misses),
+            statuses=dict(self.statuses),
+            elapsed_s=time.perf_counter() - self.began,
+            lag_s=percentile(self.lags, P99),
+            was_stopped=self.is_decided.is_set(),
+        )
+
+
+async def run_load(load: Load) -> LoadResult:
+    run = _Run(load)
+    await (run.open_loop() if load.rate else run.closed_loop())
+    await run.connections.close()
+    return run.result()
+
+
+def run_elsewhere(load: Load) -> LoadResult:
+    """The same from a process of its own."""
+    command = [sys.executable, "-m", "modelwright_claims.open_loop"]
+    text = json.dumps(dataclasses.asdict(load))
+    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"the load generator has failed: {done.stderr[-2000:]}")
+    return LoadResult(**json.loads(done.stdout))
+
+
+def main() -> None:
+    result = asyncio.run(run_load(Load(**json.load(sys.stdin))))
+    json.dump(dataclasses.asdict(result), sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

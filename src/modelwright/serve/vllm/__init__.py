@@ -1,0 +1,1 @@
+"""vLLM as the engine, on GPUs: `modelwright serve RUN --backend vllm`."""

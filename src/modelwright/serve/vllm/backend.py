@@ -1,0 +1,112 @@
+"""Starts vLLM for a model: what `--backend vllm` stands for; `vllm:float16` and others choose the number format."""
+
+import hashlib
+import sys
+from functools import partial
+from pathlib import Path
+
+from modelwright.compress.int8 import is_int8_folder
+from modelwright.core.errors import ConfigError, ModelError
+from modelwright.model.hf import is_sequence_classifier, load_config
+from modelwright.model.vision.llava import is_llava_folder
+from modelwright.serve.config import ServeConfig
+from modelwright.serve.engine_client import EngineClient, EngineInfo
+from modelwright.serve.fingerprint import FINGERPRINT_LEN
+from modelwright.serve.load import ModelSource, require_folder
+from modelwright.serve.tokenizer import Codec
+from modelwright.serve.vllm.command import VARIABLE, vllm_command
+
+DTYPES = ("bfloat16", "float16", "float32")
+MOST_LOGPROBS = 20
+"""Alternatives that a request may ask for (`NumLogprobs`)."""
+
+
+def vllm_engine(source: ModelSource, config: ServeConfig) -> tuple[EngineClient, Codec]:
+    """Start vLLM and wait until it is ready. Raises `ConfigError` for settings that it cannot follow and where there is
+    no vLLM, `ModelError` for a model that it cannot load.
+    """
+    _require_settings(config)
+    folder = source.folder
+    _require_model(folder)
+    command = vllm_command()
+    from modelwright.serve.vllm.client import VllmClient  # needs an HTTP client, which other back-ends do not
+    from modelwright.serve.vllm.process import VllmLaunch, VllmProcess
+
+    model, codec = load_config(folder), Codec.load(folder)
+    dtype = config.backend.partition(":")[2] or "auto"
+    launch = VllmLaunch(
+        program=command.program,
+        folder=folder.resolve(),
+        options=(*_options(config, dtype, model.max_seq_len), *command.options),
+    )
+    fingerprint = partial(weights_of_files, folder, dtype)
+    info = EngineInfo(
+        fingerprint=fingerprint(),
+        vocab_size=model.vocab_size,
+        max_seq_len=model.max_seq_len,
+        num_parameters=model.num_parameters,
+        max_num_seqs=config.engine.max_num_seqs,
+        model_dim=model.model_dim,
+        scores=False,
+        adapters={},
+    )
+    process = VllmProcess(launch)
+    try:
+        process.await_ready()
+    except BaseException:
+        process.end()
+        raise
+    return VllmClient(launch, process, info, fingerprint), codec
+
+
+def weights_of_files(folder: Path, dtype: str) -> str:
+    """The fingerprint of weights that are never read here, computed with in another format: of their files."""
+    hashed = hashlib.sha256(dtype.encode())
+    for path in sorted(folder.glob("*.safetensors")):
+        with open(path, "rb") as content:
+            hashed.update(path.name.encode() + hashlib.file_digest(content, "sha256").digest())
+    return f"fp_{hashed.hexdigest()[:FINGERPRINT_LEN]}"
+
+
+def _options(config: ServeConfig, dtype: str, context: int) -> tuple[str, ...]:
+    from modelwright.serve.vllm.wire import SERVED_NAME
+
+    caching = "enable-prefix-caching" if config.engine.enable_prefix_caching else "no-enable-prefix-caching"
+    return (
+        f"--served-model-name={SERVED_NAME}",
+        f"--dtype={dtype}",
+        f"--max-model-len={context}",
+        f"--max-num-seqs={config.engine.max_num_seqs}",
+        f"--max-logprobs={MOST_LOGPROBS}",
+        f"--{caching}",
+        "--generation-config=vllm",  # what a request leaves out is for this server to decide
+        '--structured-outputs-config={"backend": "guidance"}',  # llguidance, as here
+        "--enable-prompt-tokens-details",
+        "--disable-uvicorn-access-log",
+    )
+
+
+def _require_settings(config: ServeConfig) -> None:
+    if sys.platform != "linux":
+        raise ConfigError("--backend: vllm runs on Linux alone; leave it out")
+    refused = {
+        "engines: the back-end vllm is one engine; give it several GPUs with --tensor-parallel-size=2, or several "
+        f"copies of the model with --data-parallel-size=2, in {VARIABLE}": config.engines > 1,
+        "--adapters: the back-end vllm serves none; merge an adapter into the model first": bool(config.adapters),
+        "engine.num_speculative_tokens: is our engine's; give vLLM its own --speculative-config in "
+        f"{VARIABLE}": config.engine.num_speculative_tokens > 0,
+    }
+    for text, is_asked in refused.items():
+        if is_asked:
+            raise ConfigError(text)
+
+
+def _require_model(folder: Path) -> None:
+    """Raises `ModelError` for a kind of model that the back-end does not serve."""
+    require_folder(folder)
+    if is_int8_folder(folder):
+        raise ModelError(f"{folder}: vLLM reads no INT8 folder of this form; serve the model that it was made from")
+    if is_sequence_classifier(folder):
+        raise ModelError(f"{folder}: the back-end vllm generates texts and scores none")
+    if is_llava_folder(folder):
+        raise ModelError(f"{folder}: the back-end vllm gets token ids and no images; serve it without --backend")

@@ -1,0 +1,253 @@
+"""vLLM as the engines of a server: its `EngineClient`.
+
+vLLM runs as a child process, `vllm serve`, and is asked over its OpenAI-compatible API, token ids in and out. It could
+run in this process, too (as an AsyncLLM), and for three reasons does not: vLLM pins one version of PyTorch, so that it
+usually lives in an environment of its own; what ends a CUDA context must not end the gateway with all its connections;
+and its HTTP fields are documented and change less than its classes.
+
+Each answer is a task with a connection, and closing the connection ends the answer in vLLM. A vLLM that has ended or
+says nothing is started again with growing pauses. Its open answers end with the error `engine_lost`: other tokens could
+follow the second time.
+"""
+
+import asyncio
+import json
+import logging
+import secrets
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from modelwright.core.errors import ModelError
+from modelwright.infer.engine import EngineStats
+from modelwright.serve.engine_client import EngineEnd, EngineEvents, EngineInfo
+from modelwright.serve.engine_pool import FIRST_PAUSE_S, LONGEST_PAUSE_S, STABLE_S
+from modelwright.serve.errors import ApiError, engine_lost
+from modelwright.serve.jobs import Job, refusing
+from modelwright.serve.metrics import NO_LOAD
+from modelwright.serve.vllm.figures import VllmFigures, read_figures
+from modelwright.serve.vllm.process import BASE_URL, VllmLaunch, VllmProcess
+from modelwright.serve.vllm.wire import AnswerReader, body_of, refusal
+
+log = logging.getLogger("modelwright.serve")
+
+LACKS = ("embeddings", "images")
+ROUTE = "/v1/completions"
+DATA = "data: "
+DONE = "[DONE]"
+
+WATCH_PERIOD_S = 0.2
+POLL_PERIOD_S = 1.0
+POLL_TIMEOUT_S = 5.0
+MOST_FAILED_POLLS = 3
+"""A vLLM that does not answer so often in a row hangs. Its event loop may be busy for a second or two."""
+
+
+class VllmClient:
+    """One vLLM with one version of the model. fingerprint: computes that of the weights again."""
+
+    def __init__(
+        self, launch: VllmLaunch, process: VllmProcess, info: EngineInfo, fingerprint: Callable[[], str]
+    ) -> None:
+        """process: ready."""
+        self.info = info
+        self.unavailable = ""
+        self.check = refusing("vllm", LACKS)
+        self._launch = launch
+        self._process = process
+        self._fingerprint = fingerprint
+        self._figures = VllmFigures()
+        self._answers: dict[str, asyncio.Task[None]] = {}
+
+    def start(self, events: EngineEvents) -> None:
+        self._events = events
+        self._connect()
+        self._events.deliver(self._name, [], self._stats())
+        self._keeping = asyncio.get_running_loop().create_task(self._keep_running())
+
+    def add(self, jobs: Mapping[str, Job]) -> None:
+        loop = asyncio.get_running_loop()
+        for request_id, job in jobs.items():
+            self._answers[request_id] = loop.create_task(self._answer(request_id, job))
+
+    def abort(self, request_id: str) -> None:
+        task = self._answers.pop(request_id, None)
+        if task is not None:
+            task.cancel()
+            self._events.deliver(self._name, [], self._stats())
+
+    async def load_adapter(self, name: str, folder: Path) -> str:
+        raise ApiError(400, "The back-end vllm serves no adapters.", param="lora_path", code="unsupported_task")
+
+    async def unload_adapter(self, name: str) -> None:
+        raise AssertionError("a back-end without adapters has loaded none")
+
+    async def stop(self) -> None:
+        for task in (self._keeping, *self._answers.values()):
+            task.cancel()
+        await asyncio.gather(self._keeping, *self._answers.values(), return_exceptions=True)
+        self._answers.clear()
+        await self._http.aclose()
+        await asyncio.to_thread(self._process.end)
+        self._events.engine_lost(self._name, "stopped")
+
+    def _connect(self) -> None:
+        """To the present process, which has a name of its own."""
+        self._name = f"vllm-{secrets.token_hex(4)}"
+        self._figures = VllmFigures()
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=self.info.max_num_seqs)
+        transport = httpx.AsyncHTTPTransport(uds=str(self._process.socket), limits=limits)
+        timeout = httpx.Timeout(POLL_TIMEOUT_S, read=None)  # an answer may wait for long until its first token
+        self._http = httpx.AsyncClient(transport=transport, base_url=BASE_URL, timeout=timeout)
+
+    async def _answer(self, request_id: str, job: Job) -> None:
+        """Compute one answer and report it to the end."""
+        error: ApiError | None = None
+        try:
+            body = body_of(job, self.info.max_seq_len)
+            reader = AnswerReader(request_id, body)
+            if body.get("stream"):
+                await self._read_stream(body, reader)
+            else:
+                await self._read_whole(body, reader)
+            last = reader.end()
+        except ApiError as refused:
+            error = refused
+        except httpx.HTTPError as broken:
+            log.warning("an answer of vLLM was lost: %s: %s", type(broken).__name__, broken)
+            error = engine_lost()
+        except Exception:
+            log.exception("a reply of vLLM could not be read")
+            error = ApiError(500, "A reply of vLLM could not be read; see the server's log.", code="engine_failed")
+        if self._answers.pop(request_id, None) is None:
+            return  # it was aborted or lost meanwhile
+        if error is None:
+            self._events.deliver(self._name, [last], self._stats())
+            return
+        self._refuse(request_id, error)
+
+    async def _read_stream(self, body: Mapping[str, Any], reader: AnswerReader) -> None:
+        """Report all tokens but the last."""
+        async with self._http.stream("POST", ROUTE, json=body) as response:
+            if response.status_code != httpx.codes.OK:
+                raise refusal(_error_of(await response.aread()), response.status_code)
+            async for line in response.aiter_lines():
+                if not line.startswith(DATA) or line == DATA + DONE:
+                    continue
+                outputs = reader.read(json.loads(line.removeprefix(DATA)))
+                if outputs:
+                    self._events.deliver(self._name, outputs, self._stats())
+
+    async def _read_whole(self, body: Mapping[str, Any], reader: AnswerReader) -> None:
+        response = await self._http.post(ROUTE, json=body)
+        if response.status_code != httpx.codes.OK:
+            raise refusal(_error_of(response.content), response.status_code)
+        outputs = reader.read(response.json())
+        if outputs:
+            self._events.deliver(self._name, outputs, self._stats())
+
+    def _refuse(self, request_id: str, error: ApiError) -> None:
+        if error.code == "engine_lost":
+            self._events.answer_moved("lost")
+        self._events.refuse(request_id, error)
+
+    def _stats(self) -> EngineStats:
+        figures, num_open = self._figures, len(self._answers)
+        num_running = min(num_open, self.info.max_num_seqs)
+        return replace(
+            NO_LOAD,
+            num_running=num_running,
+            num_waiting=num_open - num_running,
+            num_blocks=figures.num_blocks,
+            num_free_blocks=figures.num_blocks - round(figures.used_share * figures.num_blocks),
+            num_preemptions=figures.num_preemptions,
+            num_prefix_queries=figures.num_prefix_queries,
+            num_prefix_hits=figures.num_prefix_hits,
+        )
+
+    async def _keep_running(self) -> None:
+        """Watch vLLM, and start it again when it is lost."""
+        pause_s, loop = FIRST_PAUSE_S, asyncio.get_running_loop()
+        while True:
+            started = loop.time()
+            end = await self._watch()
+            log.error("vLLM (guarded by process %d) %s", self._process.pid, end)
+            await self._lose(end)
+            pause_s = FIRST_PAUSE_S if loop.time() - started > STABLE_S else pause_s
+            while True:
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+                if await self._restarted():
+                    break
+
+    async def _watch(self) -> EngineEnd:
+        """Wait until vLLM has ended or hangs; returns which. Reads its figures meanwhile."""
+        loop, num_failed = asyncio.get_running_loop(), 0
+        polled_at = loop.time()
+        while not self._process.has_ended:
+            await asyncio.sleep(WATCH_PERIOD_S)
+            if loop.time() - polled_at < POLL_PERIOD_S:
+                continue
+            num_failed = 0 if await self._poll() else num_failed + 1
+            polled_at = loop.time()
+            if num_failed >= MOST_FAILED_POLLS:
+                return "wedged"
+        return "died"
+
+    async def _poll(self) -> bool:
+        """Whether vLLM says that it is well."""
+        try:
+            async with asyncio.timeout(POLL_TIMEOUT_S):
+                if (await self._http.get("/health")).status_code != httpx.codes.OK:
+                    return False
+                text = (await self._http.get("/metrics")).text
+        except (httpx.HTTPError, TimeoutError):
+            return False
+        try:
+            self._figures = read_figures(text)
+        except ValueError:
+            log.exception("vLLM's metrics could not be read")  # answers do not depend on them
+        self._events.deliver(self._name, [], self._stats())
+        return True
+
+    async def _lose(self, end: EngineEnd) -> None:
+        """End all open answers with an error, and what is left of the process."""
+        self.unavailable = "vLLM is being started again; try again soon."
+        self._events.engine_lost(self._name, end)
+        answers, self._answers = self._answers, {}
+        for request_id, task in answers.items():
+            task.cancel()
+            self._refuse(request_id, engine_lost())
+        await self._http.aclose()
+        await asyncio.to_thread(self._process.end)
+
+    async def _restarted(self) -> bool:
+        """Start another process; false if that was not possible. `stop` ends one that is still starting."""
+        try:
+            found = await asyncio.to_thread(self._fingerprint)
+            if found != self.info.fingerprint:
+                log.error("vLLM is not started again: the weights are %s now; reload the model", found)
+                return False
+            self._process = VllmProcess(self._launch)
+            await asyncio.to_thread(self._process.await_ready)
+        except (ModelError, OSError) as error:
+            log.error("vLLM could not be started again: %s", error)
+            with suppress(OSError):
+                await asyncio.to_thread(self._process.end)
+            return False
+        self._connect()
+        self.unavailable = ""
+        self._events.deliver(self._name, [], self._stats())
+        return True
+
+
+def _error_of(content: bytes) -> Mapping[str, Any]:
+    try:
+        body = json.loads(content)
+    except ValueError:
+        body = None
+    return body if isinstance(body, dict) else {"message": content.decode(errors="replace")[:300]}

@@ -1,0 +1,37 @@
+"""What vLLM's /metrics says of its cache (vllm.v1.metrics.loggers)."""
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+
+from prometheus_client.parser import text_string_to_metric_families
+
+
+@dataclass(frozen=True, kw_only=True)
+class VllmFigures:
+    """Sums over the engines of a vLLM, since its start."""
+
+    num_blocks: int = 0
+    used_share: float = 0.0
+    num_preemptions: int = 0
+    num_prefix_queries: int = 0
+    num_prefix_hits: int = 0
+
+
+def read_figures(text: str) -> VllmFigures:
+    """What is not there is 0."""
+    sums, counts, num_blocks = defaultdict[str, float](float), Counter[str](), 0
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            sums[sample.name] += sample.value
+            counts[sample.name] += 1
+            if sample.name == "vllm:cache_config_info":
+                blocks = sample.labels.get("num_gpu_blocks", "")
+                num_blocks += int(blocks) if blocks.isdigit() else 0
+    usage = "vllm:kv_cache_usage_perc"
+    return VllmFigures(
+        num_blocks=num_blocks,
+        used_share=sums[usage] / max(1, counts[usage]),
+        num_preemptions=round(sums["vllm:num_preemptions_total"]),
+        num_prefix_queries=round(sums["vllm:prefix_cache_queries_total"]),
+        num_prefix_hits=round(sums["vllm:prefix_cache_hits_total"]),
+    )
