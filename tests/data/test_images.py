@@ -415,7 +415,7 @@ def test_near_duplicates_are_those_of_every_pair_compared(tmp_path: Path) -> Non
         for number in range(len(hashes)):
             near = any((int(hashes[number]) ^ int(hashes[other])).bit_count() <= most for other in kept)
             (dropped.add if near else kept.append)(number)
-        found = near_duplicates(np.arange(len(hashes)), hashes, most, tmp_path).tolist()
+        found = near_duplicates(np.arange(len(hashes), dtype=np.uint32), hashes, most, tmp_path).tolist()
         assert {number for number, _, _ in found} == dropped
         assert not list(tmp_path.iterdir())
         assert all((int(hashes[a]) ^ int(hashes[b])).bit_count() == bits <= most for a, b, bits in found)
@@ -424,7 +424,7 @@ def test_near_duplicates_are_those_of_every_pair_compared(tmp_path: Path) -> Non
 def test_near_duplicates_take_few_bytes_an_image(tmp_path: Path) -> None:
     def peak(count: int) -> int:
         hashes = np.random.default_rng(2).integers(0, 2**63, count, dtype=np.uint64)
-        order = np.arange(count)
+        order = np.arange(count, dtype=np.uint32)
         tracemalloc.start()
         assert len(near_duplicates(order, hashes, 4, tmp_path)) < count // 100
         most = tracemalloc.get_traced_memory()[1]

@@ -57,7 +57,7 @@ class BandGroups:
 
     @classmethod
     def of_columns(
-        cls, order: NDArray[np.uint32], columns: Iterable[NDArray[np.uint64]], folder: Path, *, most: int
+        cls, order: NDArray[np.uint32], columns: Iterable[NDArray[Any]], folder: Path, *, most: int
     ) -> "BandGroups":
         """The groups of some documents, in the order in which they are taken. columns: one band of all of them at a
         time; folder: for files; most: candidates of a group, at most 65,535.
@@ -97,7 +97,7 @@ def _places_file(folder: Path, band: int) -> Path:
     return folder / f"places{band:02d}.bin"
 
 
-def _group_band(hashes: NDArray[np.uint64], folder: Path, band: int, most: int) -> NDArray[np.uint32]:
+def _group_band(hashes: NDArray[Any], folder: Path, band: int, most: int) -> NDArray[np.uint32]:
     """The empty slots of the groups of a band, at most so many of each. The place of each document's group, by its
     position, goes into a file.
     """

@@ -112,13 +112,15 @@ IMAGES = StepSpec(
 
 def _best_first(
     numbers: NDArray[np.int64], width: NDArray[np.int32], height: NDArray[np.int32], heldout: NDArray[np.int8]
-) -> NDArray[np.int64]:
+) -> NDArray[np.uint32]:
     """These images in the order in which they are taken. width, height, heldout: of all documents."""
     area = width[numbers].astype(np.int64) * height[numbers]
-    return numbers[np.lexsort((numbers, -area, -heldout[numbers]))]
+    return numbers[np.lexsort((numbers, -area, -heldout[numbers]))].astype(np.uint32)
 
 
-def near_duplicates(order: NDArray[np.int64], hashes: NDArray[np.uint64], most: int, folder: Path) -> NDArray[np.int64]:
+def near_duplicates(
+    order: NDArray[np.uint32], hashes: NDArray[np.uint64], most: int, folder: Path
+) -> NDArray[np.int64]:
     """`(number, the one kept instead, bits between them)` [D, 3] of each image that differs in at most `most` bits from
     one that was kept before it. order: the numbers of the images, the best first; folder: for files that go afterwards.
 
@@ -126,8 +128,7 @@ def near_duplicates(order: NDArray[np.int64], hashes: NDArray[np.uint64], most: 
     one value of a band are a group, as for texts; of those that are kept the first 65,535 are candidates.
     """
     with tempfile.TemporaryDirectory(dir=folder) as files:
-        ranked = order.astype(np.uint32)
-        groups = BandGroups.of_columns(ranked, _bands(hashes[order], most + 1), Path(files), most=_MOST_IN_GROUP)
+        groups = BandGroups.of_columns(order, _bands(hashes[order], most + 1), Path(files), most=_MOST_IN_GROUP)
         found = array("q")
         for number, places in groups:
             own = groups.groups(places)
@@ -140,8 +141,9 @@ def near_duplicates(order: NDArray[np.int64], hashes: NDArray[np.uint64], most: 
     return np.array(found, np.int64).reshape(-1, 3)
 
 
-def _bands(values: NDArray[np.uint64], count: int) -> Iterator[NDArray[np.uint64]]:
+def _bands(values: NDArray[np.uint64], count: int) -> Iterator[NDArray[np.uint64] | NDArray[np.uint32]]:
     """The bits of hashes in `count` parts of nearly equal width, one part of all hashes at a time."""
+    dtype = np.uint64 if count == 1 else np.uint32
     edges = [HASH_BITS * place // count for place in range(count + 1)]
     for low, high in itertools.pairwise(edges):
-        yield (values >> np.uint64(low)) & np.uint64((1 << (high - low)) - 1)
+        yield ((values >> np.uint64(low)) & np.uint64((1 << (high - low)) - 1)).astype(dtype)
