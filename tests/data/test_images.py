@@ -432,7 +432,7 @@ def test_near_duplicates_take_few_bytes_an_image(tmp_path: Path) -> None:
         return most
 
     few, many = 5_000, 25_000
-    assert (peak(many) - peak(few)) / (many - few) < 70
+    assert (peak(many) - peak(few)) / (many - few) < 80, "beside 23 of the columns that the step reads"
 
 
 def test_hashes_survive_scaling_and_compression_and_tell_pictures_apart() -> None:

@@ -122,7 +122,7 @@ def near_duplicates(
     order: NDArray[np.uint32], hashes: NDArray[np.uint64], most: int, folder: Path
 ) -> NDArray[np.int64]:
     """`(number, the one kept instead, bits between them)` [D, 3] of each image that differs in at most `most` bits from
-    one that was kept before it. order: the numbers of the images, the best first; folder: for files that go afterwards.
+    one that was kept before it. order: the numbers of the images, the best first; folder: for files that go then.
 
     Hashes are cut into `most` + 1 bands: two that differ in `most` bits agree in one of them at least. The images of
     one value of a band are a group, as for texts; of those that are kept the first 65,535 are candidates.
