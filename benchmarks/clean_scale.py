@@ -121,11 +121,13 @@ def documents(count: int, seed: int) -> Iterator[tuple[str, int]]:
                 yield " ".join(_changed(copied, prose, rng)) + ".", of
             elif dice < COPIES + JUNK:
                 yield (menus if rng.random() < 0.5 else keyword_spam)(" ".join(words), rng), -1
+            elif dice < COPIES + JUNK + WITH_VALUES:
+                address = f"{rng.choice(prose.content)}.{number}@example-{number % 97}.org"
+                yield f"{' '.join(words)}. Write to {address}.", -1
             else:
                 if len(words) >= FEWEST_WORDS_OF_COPIED:
                     originals.append((number, words))
-                address = f" Write to {rng.choice(prose.content)}.{number}@example-{number % 97}.org."
-                yield " ".join(words) + (address if dice < COPIES + JUNK + WITH_VALUES else "."), -1
+                yield " ".join(words) + ".", -1
             number += 1
             if number == count:
                 return
