@@ -248,7 +248,7 @@ def main() -> None:
     measures = {
         NEAR: lambda: near_duplicates(given.peers, 300 if given.quick else 4000),
         PERSONAL: lambda: personal_data(given.peers, 40 if given.quick else 400),
-        QUALITY: lambda: quality(given.peers, given.man, 15 if given.quick else 60),
+        QUALITY: lambda: quality(given.peers, given.man, 30 if given.quick else 60),
     }
     tasks = {task: measures[task]() for task in given.only}
     record = {"benchmark": "cleaning_peers", "tasks": tasks, "peers": peer_versions(given.peers), **around}
