@@ -205,10 +205,11 @@ def clean(source: Path, out: Path, settings: Sequence[str]) -> dict[str, Any]:
         watcher = threading.Thread(target=memory.watch, args=(process.pid, ended))
         watcher.start()
         _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
         wall_s = time.perf_counter() - started
         ended.set()
         watcher.join()
-        if status:
+        if process.returncode:
             errors.seek(0)
             raise SystemExit(errors.read().decode(errors="replace")[-3000:])
     return {"wall_s": wall_s, "cpu_s": usage.ru_utime + usage.ru_stime, **asdict(memory)}

@@ -26,7 +26,7 @@ import subprocess
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from modelwright.core.progress import SilentProgress
@@ -38,6 +38,7 @@ from modelwright.data.noise_cascade import NoiseConfig
 from modelwright.data.steps.privacy import PrivacyConfig
 
 HALVES = ("development", "test")
+STEPS_THAT_JUDGE = ("format", "quality", "noise")
 _NAMES = ("Ann", "Bob", "Chen", "Dora", "Emil", "Fatima")
 _LOREM = re.findall(
     r"\w+",
@@ -204,8 +205,10 @@ def labelled(half: str, count: int, man: Path) -> list[tuple[str, bool, Document
     ]
 
 
-def dropped(entries: list[tuple[str, bool, Document]], trusted: list[Document]) -> tuple[set[str], float]:
-    """Ids of the documents that the stages format, quality and noise drop, and the CPU seconds that it took."""
+def dropped(
+    entries: list[tuple[str, bool, Document]], trusted: list[Document], *, only: Collection[str] = STEPS_THAT_JUDGE
+) -> tuple[set[str], float]:
+    """Ids of the documents that the steps named in `only` drop, and the CPU seconds that it took."""
     with tempfile.TemporaryDirectory() as folder:
         other_half = Path(folder) / "trusted.jsonl"
         other_half.write_text("\n".join(document.to_json() for document in trusted))
@@ -215,9 +218,10 @@ def dropped(entries: list[tuple[str, bool, Document]], trusted: list[Document]) 
         )  # fmt: skip
         documents = (document for _, _, document in entries)
         started = time.process_time()
-        clean_documents(documents, build_steps(config), Path(folder), SilentProgress())
+        steps = [step for step in build_steps(config) if step.name in only]
+        clean_documents(documents, steps, Path(folder), SilentProgress())
         cpu_s = time.process_time() - started
-        return {entry.document.id for entry in read_dropped(Path(folder)) if entry.step != "duplicates"}, cpu_s
+        return {entry.document.id for entry in read_dropped(Path(folder))}, cpu_s
 
 
 def dropped_by_datatrove(

@@ -67,7 +67,7 @@ def study_size(setting: Setting) -> Size:
 
 
 def measure(setting: Setting) -> Measurement:
-    texts = read_texts(most=700 if setting.quick else 4000)
+    texts = read_texts(most=500, fraction=0.3) if setting.quick else read_texts(most=4000, fraction=1.0)
     size = study_size(setting)
     seeds = SEEDS[:2] if setting.quick else SEEDS
     cleaned = {seed: spoil_and_clean(setting, texts, seed) for seed in (TUNING_SEED, *seeds)}
@@ -91,10 +91,12 @@ def outcome_of(runner: Runner, run: Run, seed: int) -> Outcome:
     return outcome
 
 
-def read_texts(*, most: int) -> Texts:
-    """Read the prose of this machine; held-out modules give the held-out texts. most: texts of the corpus."""
+def read_texts(*, most: int, fraction: float) -> Texts:
+    """Read the prose of this machine; held-out modules give the held-out texts. most: texts of the corpus; fraction: of
+    the modules.
+    """
     found: dict[str, dict[str, None]] = {"train": {}, "heldout": {}}
-    for document in machine_corpus(fraction=1.0, skip=lambda reason, file: None):
+    for document in machine_corpus(fraction=fraction, skip=lambda reason, file: None):
         text = normalize(document.text[:MOST_CHARS])
         if document.kind == "prose" and len(text.split()) >= FEWEST_WORDS:
             found[document.split][text] = None

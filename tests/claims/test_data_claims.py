@@ -1,13 +1,15 @@
 """The claims on data: their comparisons are fair on a small text, and their rules say what they say."""
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from modelwright.core.progress import SilentProgress
+from modelwright.data.document import Document
 from modelwright.data.tokenizer import TokenizerConfig, train_tokenizer
 from modelwright.parallel.mesh import single
 from modelwright_claims import adaptive_augmentation, data_utilization, dynamic_batching, workbench
@@ -111,8 +113,15 @@ def test_verdict_on_cleaning() -> None:
     assert judge(claim, found(slow, fast, [replace(result, before=50)] * 2)).kind == "short"
 
 
-def test_texts_of_the_corpus_are_neither_trusted_nor_held_out() -> None:
-    texts = data_utilization.read_texts(most=300)
+def test_texts_of_the_corpus_are_neither_trusted_nor_held_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def corpus(**options: Any) -> Iterator[Document]:
+        for number in range(1200):
+            text = " ".join(WORDS * 8) + f" {number % 1000}"
+            split = "heldout" if number % 10 == 0 else "train"
+            yield Document(id=str(number), text=text, kind="prose", split=split, source="text")
+
+    monkeypatch.setattr(data_utilization, "machine_corpus", corpus)
+    texts = data_utilization.read_texts(most=200, fraction=1.0)
     parts = [set(part) for part in (texts.corpus, texts.trusted, texts.validation, texts.test)]
-    assert all(parts)
+    assert list(map(len, parts)) == [200, 600, 50, 50]
     assert len(set().union(*parts)) == sum(map(len, parts))

@@ -67,8 +67,8 @@ def test_all_true_pairs_are_known() -> None:
     texts = []
     for number in range(80):
         words = list(base[number % 12])
-        for _ in range(rng.randrange(4)):
-            words[rng.randrange(60)] = "x"
+        for _ in range(rng.randrange(3)):
+            words[rng.choice((0, 1, 30, 59))] = "x"
         texts.append(" ".join(words))
     sets = [word_5_grams(text) for text in texts]
     expected = {
