@@ -37,11 +37,13 @@ TUNING_SEED, FIRST_SEED, NUM_SEEDS = 3300, 3301, 5
 NUM_EVALUATIONS = 20
 FEWEST_CHARS, MOST_CHARS = 300, 1500
 NUM_TEXTS, NUM_HELDOUT = 60, 200
+FRACTION = 0.15
+"""Of the modules that are read."""
 
 
 def measure(setting: Setting) -> Measurement:
     setting = with_little_text(setting)
-    size = Size(model_dim=128, num_layers=2, seq_len=128, batch_rows=8, num_steps=20 if setting.quick else 600)
+    size = Size(model_dim=128, num_layers=2, seq_len=64, batch_rows=8, num_steps=20 if setting.quick else 600)
     settings = {"eval_every_steps": max(5, size.num_steps // NUM_EVALUATIONS)}
     variants = {
         arm: Run(size=size, settings=settings, augmentation=augmentation, heldout_batches=4)
@@ -62,7 +64,7 @@ def with_little_text(setting: Setting) -> Setting:
     folder = setting.folder / "adaptive_augmentation"
     if not folder.exists():
         found: dict[str, dict[str, None]] = {"train": {}, "heldout": {}}
-        for document in machine_corpus(fraction=0.5, skip=lambda reason, file: None):
+        for document in machine_corpus(fraction=FRACTION, skip=lambda reason, file: None):
             if document.kind == "prose" and len(document.text) >= FEWEST_CHARS:
                 found[document.split][document.text[:MOST_CHARS]] = None
         rng = random.Random(0)

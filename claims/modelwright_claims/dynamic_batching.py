@@ -25,13 +25,14 @@ MOST_PADDING, LOSS_TARGET = 20.0, 0.03
 SEEDS = range(3200, 3205)
 NUM_COUNTED = 40
 """Batches over which padding is counted to make the batches of the arms equal."""
-MOST_CHARS = 4000
+FEWEST_WORDS, MOST_CHARS = 10, 1500
+"""Of a text: all fit into a row of 512 tokens."""
 PACE = "real tokens per second, "
 
 
 def measure(setting: Setting) -> Measurement:
     setting = with_docstrings(setting)
-    size = Size(model_dim=128, num_layers=2, seq_len=256, batch_rows=32, num_steps=60, learning_rate=2e-3)
+    size = Size(model_dim=128, num_layers=2, seq_len=512, batch_rows=16, num_steps=60, learning_rate=2e-3)
     if setting.quick:
         size = Size(model_dim=64, num_layers=1, seq_len=128, batch_rows=8, num_steps=12, learning_rate=2e-3)
     sizes = equal_updates(setting, size)
@@ -43,14 +44,15 @@ def measure(setting: Setting) -> Measurement:
 
 
 def with_docstrings(setting: Setting) -> Setting:
-    """A setting whose text is the prose documents of this machine, most of them short."""
+    """A setting whose text is the short prose documents of this machine."""
     folder = setting.folder / "dynamic_batching"
     if not folder.exists():
         found: dict[str, dict[str, None]] = {"train": {}, "heldout": {}}
         fraction = 0.15 if setting.quick else 0.5
         for document in machine_corpus(fraction=fraction, skip=lambda reason, file: None):
-            if document.kind == "prose":
-                found[document.split][document.text[:MOST_CHARS]] = None
+            is_short = len(document.text) <= MOST_CHARS and len(document.text.split()) >= FEWEST_WORDS
+            if document.kind == "prose" and is_short:
+                found[document.split][document.text] = None
         train, heldout = list(found["train"]), [text for text in found["heldout"] if text not in found["train"]]
         random.Random(0).shuffle(heldout)
         tokenizer = train_tokenizer(train, TokenizerConfig(vocab_size=VOCAB_SIZE))
@@ -103,7 +105,7 @@ def measurement(
         conditions=size.describe()
         | rows
         | {
-            "text": "docstrings and pages of the interpreter's libraries, split by module",
+            "text": f"docstrings of the interpreter's libraries of at most {MOST_CHARS} characters, split by module",
             "token budget of a batch": size.batch_tokens,
             "learning rate": size.learning_rate,
         },
