@@ -24,20 +24,25 @@ from modelwright_claims.workbench import VOCAB_SIZE, Size, store_text
 METHODS = ("random_swap", "random_deletion", "sentence_shuffle")
 """Those of EDA that need no dictionary, and the order of sentences."""
 ADAPTIVE, NONE, WEAK, STRONG = ARMS = ("follows the loss", "none", "constant 0.3", "constant 0.45")
-NEVER = {"high_loss": 1e9, "low_loss": 0.0}
-"""Thresholds that no loss passes."""
+
+
+def constant(probability: float) -> Augmentation:
+    """A strength that no loss changes."""
+    return Augmentation(methods=METHODS, probability=probability, high_loss=1e9, low_loss=0.0)
+
+
 AUGMENTATIONS: Mapping[str, Augmentation] = {
     ADAPTIVE: Augmentation(methods=METHODS, is_relative=True),
-    NONE: Augmentation(methods=METHODS, probability=0.0, **NEVER),
-    WEAK: Augmentation(methods=METHODS, probability=0.3, **NEVER),
-    STRONG: Augmentation(methods=METHODS, probability=0.45, **NEVER),
+    NONE: constant(0.0),
+    WEAK: constant(0.3),
+    STRONG: constant(0.45),
 }
 RATES = (1e-3, 2e-3, 4e-3)
 TUNING_SEED, FIRST_SEED, NUM_SEEDS = 3300, 3301, 5
 NUM_EVALUATIONS = 20
 FEWEST_CHARS, MOST_CHARS = 300, 1500
 NUM_TEXTS, NUM_HELDOUT = 60, 200
-FRACTION = 0.15
+FRACTION = 0.4
 """Of the modules that are read."""
 
 

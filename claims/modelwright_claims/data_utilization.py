@@ -18,7 +18,7 @@ from modelwright.data.clean_config import CleanConfig
 from modelwright.data.noise_cascade import NoiseConfig
 from modelwright.data.stdlib_corpus import machine_corpus
 from modelwright.data.steps.format import normalize
-from modelwright.data.tokenizer import TokenizerConfig, train_tokenizer
+from modelwright.data.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
 from modelwright_claims import stability_bench as bench
 from modelwright_claims.claim import Claim, Conditions, Figure, Measurement, Samples, Setting, Verdict
 from modelwright_claims.cleaning_scores import Result, Score, clean_entries, compare, document_of
@@ -67,12 +67,13 @@ def study_size(setting: Setting) -> Size:
 
 
 def measure(setting: Setting) -> Measurement:
-    texts = read_texts(most=500, fraction=0.3) if setting.quick else read_texts(most=4000, fraction=1.0)
+    texts = read_texts(most=300, fraction=0.3) if setting.quick else read_texts(most=4000, fraction=1.0)
     size = study_size(setting)
     seeds = SEEDS[:2] if setting.quick else SEEDS
     cleaned = {seed: spoil_and_clean(setting, texts, seed) for seed in (TUNING_SEED, *seeds)}
+    tokenizer = train_tokenizer(texts.trusted, TokenizerConfig(vocab_size=VOCAB_SIZE))
     runners = {
-        (arm, seed): Runner(with_text(setting, f"{arm}-{seed}", one.texts[arm], texts))
+        (arm, seed): Runner(with_text(setting, f"{arm}-{seed}", one.texts[arm], texts, tokenizer))
         for seed, one in cleaned.items()
         for arm in ARMS
     }
@@ -123,10 +124,9 @@ def spoil_and_clean(setting: Setting, texts: Texts, seed: int) -> Cleaned:
     return Cleaned(texts=by_arm, result=compare(entries, kept, dropped, config))
 
 
-def with_text(setting: Setting, name: str, train: Sequence[str], texts: Texts) -> Setting:
-    """A setting whose text is this one. The tokenizer is that of the trusted text, so that losses compare."""
+def with_text(setting: Setting, name: str, train: Sequence[str], texts: Texts, tokenizer: Tokenizer) -> Setting:
+    """A setting whose text is this one. All arms have one tokenizer, so that losses compare."""
     folder = setting.folder / "data_utilization" / name
-    tokenizer = train_tokenizer(texts.trusted, TokenizerConfig(vocab_size=VOCAB_SIZE))
     store_text(folder, {"train": train, "validation": texts.validation, "test": texts.test}, tokenizer)
     return replace(setting, folder=folder, kept=None)
 

@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -141,7 +142,7 @@ def near_duplicates(
     return np.array(found, np.int64).reshape(-1, 3)
 
 
-def _bands(values: NDArray[np.uint64], count: int) -> Iterator[NDArray[np.uint64] | NDArray[np.uint32]]:
+def _bands(values: NDArray[np.uint64], count: int) -> Iterator[NDArray[Any]]:
     """The bits of hashes in `count` parts of nearly equal width, one part of all hashes at a time."""
     dtype = np.uint64 if count == 1 else np.uint32
     edges = [HASH_BITS * place // count for place in range(count + 1)]
