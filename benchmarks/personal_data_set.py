@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from faker import Faker
 
-from personal_data_values import ALNUM, HEX, KEYS, LOCALES, NAMED_KEYS, VALUES, pick
+from modelwright_claims.personal_values import ALNUM, HEX, KEYS, LOCALES, NAMED_KEYS, VALUES, pick
 
 _TEMPLATES: dict[str, Any] = yaml.safe_load(
     Path(__file__).with_name("personal_data_templates.yaml").read_text(encoding="utf-8")

@@ -19,12 +19,14 @@ import argparse
 import ast
 import gzip
 import json
+import os
 import random
 import re
 import subprocess
 import sysconfig
 import tempfile
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from modelwright.core.progress import SilentProgress
@@ -36,6 +38,7 @@ from modelwright.data.noise_cascade import NoiseConfig
 from modelwright.data.steps.privacy import PrivacyConfig
 
 HALVES = ("development", "test")
+STEPS_THAT_JUDGE = ("format", "quality", "noise")
 _NAMES = ("Ann", "Bob", "Chen", "Dora", "Emil", "Fatima")
 _LOREM = re.findall(
     r"\w+",
@@ -202,8 +205,10 @@ def labelled(half: str, count: int, man: Path) -> list[tuple[str, bool, Document
     ]
 
 
-def dropped(entries: list[tuple[str, bool, Document]], trusted: list[Document]) -> set[str]:
-    """Ids of the documents that the stages format, quality and noise drop."""
+def dropped(
+    entries: list[tuple[str, bool, Document]], trusted: list[Document], *, only: Collection[str] = STEPS_THAT_JUDGE
+) -> tuple[set[str], float]:
+    """Ids of the documents that the steps named in `only` drop, and the CPU seconds that it took."""
     with tempfile.TemporaryDirectory() as folder:
         other_half = Path(folder) / "trusted.jsonl"
         other_half.write_text("\n".join(document.to_json() for document in trusted))
@@ -212,16 +217,25 @@ def dropped(entries: list[tuple[str, bool, Document]], trusted: list[Document]) 
             duplicates=DuplicatesConfig(near=False, contained="off"), privacy=PrivacyConfig(replace=()),
         )  # fmt: skip
         documents = (document for _, _, document in entries)
-        clean_documents(documents, build_steps(config), Path(folder), SilentProgress())
-        return {entry.document.id for entry in read_dropped(Path(folder)) if entry.step != "duplicates"}
+        started = time.process_time()
+        steps = [step for step in build_steps(config) if step.name in only]
+        clean_documents(documents, steps, Path(folder), SilentProgress())
+        cpu_s = time.process_time() - started
+        return {entry.document.id for entry in read_dropped(Path(folder))}, cpu_s
 
 
-def dropped_by_datatrove(python: Path, entries: list[tuple[str, bool, Document]]) -> set[str]:
-    """Ids of the documents that one of datatrove's filters drops."""
+def dropped_by_datatrove(
+    python: Path, entries: list[tuple[str, bool, Document]], *filters: str
+) -> tuple[set[str], float]:
+    """Ids of the documents that one of datatrove's filters drops, of all or of those named, and the CPU seconds."""
     texts = {document.id: document.text for _, _, document in entries}
-    command = [str(python), str(_DATATROVE)]
-    done = subprocess.run(command, input=json.dumps(texts), stdout=subprocess.PIPE, text=True, check=True)
-    return set(json.loads(done.stdout.splitlines()[-1]))
+    command = [str(python), str(_DATATROVE), *filters]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, input=json.dumps(texts), stdout=subprocess.PIPE, text=True, check=True, env=environment
+    )
+    answer = json.loads(done.stdout.splitlines()[-1])
+    return set(answer["dropped"]), answer["cpu_s"]
 
 
 def main() -> None:
@@ -235,9 +249,9 @@ def main() -> None:
     entries = labelled(given.half, given.count, given.man)
     trusted = [document for _, bad, document in labelled(other, given.count, given.man) if not bad]
     random.Random(0).shuffle(trusted)
-    columns = {"quality drops": dropped(entries, []), "with noise": dropped(entries, trusted)}
+    columns = {"quality drops": dropped(entries, [])[0], "with noise": dropped(entries, trusted)[0]}
     if given.datatrove:
-        columns["datatrove"] = dropped_by_datatrove(given.datatrove, entries)
+        columns["datatrove"] = dropped_by_datatrove(given.datatrove, entries)[0]
     print(f"| kind | label | documents | {' | '.join(columns)} |\n|{' --- |' * (3 + len(columns))}")
     groups = [(kind, bad) for kind, bad in dict.fromkeys((kind, bad) for kind, bad, _ in entries)]
     for kind, bad in [*groups, ("all", False), ("all", True)]:

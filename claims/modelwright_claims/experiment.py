@@ -15,14 +15,14 @@ from types import ModuleType
 
 from modelwright.core.config import set_dotted
 from modelwright.core.errors import ModelwrightError
-from modelwright_claims import mixed_text, plain_training, training_run, wild_batches, workbench
+from modelwright_claims import augmented_text, mixed_text, plain_training, training_run, wild_batches, workbench
 from modelwright_claims.claim import Setting
 from modelwright_claims.run_cache import RunCache, setup_digest
 from modelwright_claims.training_run import Outcome, Run, execute, prepare
 
 MAX_EXTENSIONS = 8
 """Values that a grid may be extended by until its best one lies inside."""
-RUN_SOURCES = (training_run, workbench, mixed_text, wild_batches, plain_training)
+RUN_SOURCES = (training_run, workbench, mixed_text, wild_batches, augmented_text, plain_training)
 """Modules of this package that decide what a run does."""
 
 Execute = Callable[..., Outcome]

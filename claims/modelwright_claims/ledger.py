@@ -15,10 +15,13 @@ from modelwright.core.errors import ConfigError
 from modelwright.core.progress import Progress
 from modelwright_claims import (
     activation_checkpointing,
+    adaptive_augmentation,
     adaptive_clipping,
     adaptive_precision,
     bf16_mixed,
     compressed_links,
+    data_utilization,
+    dynamic_batching,
     dynamic_decay,
     efficiency_20x,
     gated_attention,
@@ -76,6 +79,9 @@ CLAIMS: tuple[Claim, ...] = (
     sparse_updates.CLAIM,
     gated_attention.CLAIM,
     serving_qps.CLAIM,
+    data_utilization.CLAIM,
+    dynamic_batching.CLAIM,
+    adaptive_augmentation.CLAIM,
 )
 
 

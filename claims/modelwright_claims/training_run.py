@@ -17,6 +17,7 @@ from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from safetensors.torch import load_model, save_model
 
@@ -28,6 +29,8 @@ from modelwright.core.records import column, read_records
 from modelwright.core.rundir import StageDir
 from modelwright.core.seeds import derive_seed
 from modelwright.data.batch import TokenBatch
+from modelwright.data.batching.config import BatchingConfig
+from modelwright.data.batching.loader import PlannedLoader, build_loader
 from modelwright.data.loader import PackedLoader, PackedRows
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
@@ -41,6 +44,7 @@ from modelwright.train.objective import Objective, forward
 from modelwright.train.runtime import TechniqueBuilder, observer
 from modelwright.train.technique import StepInfo
 from modelwright.train.techniques.adaptive_precision import CHANGES, MACHINE
+from modelwright_claims.augmented_text import Augmentation, augmented_batches
 from modelwright_claims.claim import Setting
 from modelwright_claims.launch import run_ranks
 from modelwright_claims.mixed_text import Mixture, mixed_stream
@@ -87,6 +91,8 @@ class Run:
     mixture: Mixture | None = None
     """What the training text is mixed of; prose with None."""
     wild: Wild | None = None
+    augmentation: Augmentation | None = None
+    """How documents change while the model trains on them."""
     heldout: HeldOut = "test"
     heldout_batches: int = 0
     """Held-out batches of an evaluation; 0 takes all."""
@@ -173,7 +179,7 @@ class StepLog:
     columns: dict[str, list[float]] = field(default_factory=dict)
 
     METRICS = ("loss", "num_tokens", "step_time_s", "comm_s", "skipped")
-    SCALARS = ("executed_flops", "staleness")
+    SCALARS = ("executed_flops", "staleness", "augmentation_strength")
 
     def observe(self, info: StepInfo) -> None:
         self.ended_s.append(time.perf_counter())
@@ -252,7 +258,8 @@ def train_once(
     model.init_weights(derive_seed(run.seed, "weights"))
     if begin is not None:
         load_model(model, begin)
-    objective = wrap(_objective(setting, run))
+    own, techniques = _objective(setting, run)
+    objective = wrap(own)
     heldout = heldout_batches(setting, run)
     if run.loop == "plain":
         batches = objective.batches(model, first=0, rank=world.rank, world_size=world.size)
@@ -266,8 +273,10 @@ def train_once(
     return outcome
 
 
-def _objective(setting: Setting, run: Run) -> Any:
-    """Return the objective of training: next tokens of the run's text, in its seed's order."""
+def _objective(setting: Setting, run: Run) -> tuple[Any, Sequence[TechniqueBuilder]]:
+    """Return the objective of training, next tokens of the run's text in its seed's order, and the techniques that
+    belong to its batches.
+    """
     size, vocab_size = run.size, prepare_text(setting).vocab_size
 
     def rows_of(kind: TextKind) -> PackedRows:
@@ -282,10 +291,33 @@ def _objective(setting: Setting, run: Run) -> Any:
             seed=run.seed,
             vocab_size=vocab_size,
         )
-        return NextToken(stream)
-    order = "order" if run.start_from is None else "order of more training"
-    loader = PackedLoader(rows_of("prose"), batch_rows=size.batch_rows, seed=derive_seed(run.seed, order))
-    return WildBatches(NextToken(loader), run.wild, vocab_size, run.seed) if run.wild else NextToken(loader)
+        return NextToken(stream), ()
+    order = derive_seed(run.seed, "order" if run.start_from is None else "order of more training")
+    if run.augmentation:
+        loader, techniques = augmented_batches(
+            setting,
+            run.augmentation,
+            seq_len=size.seq_len,
+            batch_rows=size.batch_rows,
+            seed=run.seed,
+            order=order,
+        )
+        return NextToken(loader), techniques
+    objective = NextToken(batch_loader(rows_of("prose"), size, run.mode, order))
+    return (WildBatches(objective, run.wild, vocab_size, run.seed) if run.wild else objective), ()
+
+
+def batch_loader(rows: PackedRows, size: Size, mode: Mode, seed: int) -> PackedLoader | PlannedLoader:
+    """Return the batches of a run; of rows in length buckets, as many as fit into `size.batch_tokens` with padding."""
+    return build_loader(
+        rows,
+        BatchingConfig(),
+        batch_rows=size.batch_rows,
+        by_tokens=mode == "length_buckets",
+        seed=seed,
+        num_steps_of=lambda num_batches: size.num_steps,
+        row_losses=lambda: np.zeros(0, np.float32),
+    )
 
 
 def heldout_batches(setting: Setting, run: Run, kind: TextKind = "prose") -> list[TokenBatch]:

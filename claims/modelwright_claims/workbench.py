@@ -5,8 +5,9 @@ The text is documentation and code of this interpreter's own libraries, split by
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -15,7 +16,7 @@ from modelwright.core.artifacts import write_atomic
 from modelwright.data.loader import PackedRows
 from modelwright.data.pack import PackConfig, pack
 from modelwright.data.stdlib_corpus import machine_corpus
-from modelwright.data.tokenizer import TokenizerConfig, train_tokenizer
+from modelwright.data.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
 from modelwright.model.config import ModelConfig
 from modelwright.parallel.mesh import default_device
 from modelwright.precision.policy import PrecisionConfig
@@ -24,11 +25,12 @@ from modelwright_claims.claim import Setting
 
 VOCAB_SIZE = 512
 """Small: what a short run learns is then more than the frequencies of tokens."""
-Mode = Literal["best_fit", "one_per_row"]
+Mode = Literal["best_fit", "one_per_row", "length_buckets"]
 HeldOut = Literal["validation", "test"]
 Split = Literal["train", "validation", "test"]
 TextKind = Literal["prose", "code"]
 KINDS: tuple[TextKind, ...] = ("prose", "code")
+TOKENIZER, TRAIN_TEXTS = "tokenizer", "train.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +148,18 @@ def read_text(*, fraction: float, vocab_size: int, heldout_bytes: int) -> dict[T
             test=encode(heldout[1::2]),
         )
     return result
+
+
+def store_text(folder: Path, texts: Mapping[Split, Sequence[str]], tokenizer: Tokenizer) -> None:
+    """Put prose of a claim's own into the folder of a `Setting`, where `prepare_text` finds it instead of the usual
+    text; the tokenizer and the texts to train on stay beside it (`TOKENIZER`, `TRAIN_TEXTS`).
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(folder / TOKENIZER)
+    write_atomic(folder / TRAIN_TEXTS, json.dumps(texts["train"]))
+    ids = {split: [one.tolist() for one in tokenizer.encode_documents(of_split)] for split, of_split in texts.items()}
+    text = Text(vocab_size=tokenizer.vocab_size, eos_id=tokenizer.eos_id, **ids)
+    write_atomic(folder / "prose.json", json.dumps(vars(text)))
 
 
 def packed_rows(setting: Setting, *, seq_len: int, mode: Mode, split: Split, kind: TextKind = "prose") -> PackedRows:

@@ -5,6 +5,7 @@ import io
 import json
 import struct
 import tarfile
+import tracemalloc
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -401,7 +402,7 @@ def test_many_images_may_share_a_caption(tmp_path: Path) -> None:
     assert len(kept) == 1
 
 
-def test_near_duplicates_are_those_of_every_pair_compared() -> None:
+def test_near_duplicates_are_those_of_every_pair_compared(tmp_path: Path) -> None:
     random = np.random.default_rng(1)
     bases = random.integers(0, 2**63, 12, dtype=np.uint64)
     flips = [
@@ -414,9 +415,24 @@ def test_near_duplicates_are_those_of_every_pair_compared() -> None:
         for number in range(len(hashes)):
             near = any((int(hashes[number]) ^ int(hashes[other])).bit_count() <= most for other in kept)
             (dropped.add if near else kept.append)(number)
-        found = near_duplicates(np.arange(len(hashes)), hashes, most)
+        found = near_duplicates(np.arange(len(hashes), dtype=np.uint32), hashes, most, tmp_path).tolist()
         assert {number for number, _, _ in found} == dropped
+        assert not list(tmp_path.iterdir())
         assert all((int(hashes[a]) ^ int(hashes[b])).bit_count() == bits <= most for a, b, bits in found)
+
+
+def test_near_duplicates_take_few_bytes_an_image(tmp_path: Path) -> None:
+    def peak(count: int) -> int:
+        hashes = np.random.default_rng(2).integers(0, 2**63, count, dtype=np.uint64)
+        order = np.arange(count, dtype=np.uint32)
+        tracemalloc.start()
+        assert len(near_duplicates(order, hashes, 4, tmp_path)) < count // 100
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return most
+
+    few, many = 5_000, 25_000
+    assert (peak(many) - peak(few)) / (many - few) < 80, "beside 23 of the columns that the step reads"
 
 
 def test_hashes_survive_scaling_and_compression_and_tell_pictures_apart() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from judge_cleaning import judge_cleaning, lines, read_spoiled
+from judge_cleaning import lines
 from modelwright.data.clean_config import CleanConfig
 from modelwright.data.document import Document
 from modelwright.data.duplicate_corpus import DuplicatesConfig
@@ -16,12 +16,13 @@ from modelwright.data.steps.privacy import PrivacyConfig
 from modelwright.data.steps.quality import QualityConfig
 from modelwright.data.steps.shingles import SHINGLE_WORDS
 from modelwright.data.words import split_words
-from spoil_corpus import BROKEN, COPY, JUNK, PERSONAL, Label, clean_texts, spoil, write
+from modelwright_claims.cleaning_scores import judge_cleaning, read_spoiled
+from modelwright_claims.spoiled_corpus import BROKEN, COPY, JUNK, PERSONAL, Label, clean_texts, spoil, write
 
 SCRIPT = """
 import sys
 from pathlib import Path
-from spoil_corpus import clean_texts, spoil, write
+from modelwright_claims.spoiled_corpus import clean_texts, spoil, write
 write(Path(sys.argv[1]), spoil(clean_texts(("stdlib",), 200), 0.8, 3))
 """
 LENIENT = QualityConfig(

@@ -11,6 +11,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import ftfy.bad_codecs
 
@@ -47,6 +48,7 @@ _FEWEST_CAPITALS = 32
 _CERTAIN_CHARS = 32
 """Lines with as many characters beyond ASCII are repaired though the rest of the document is right."""
 _JUDGED_CHARS = 4000
+_REMEMBERED_CHARS = 2**16
 _NOT_ASCII_RUN = re.compile("[\x80-\u02ff\u2010-\u27ff]{4,}")
 _MOST_DIFFERENT = 0.85
 """The largest share of letters that differ from all others in a line of an alphabet. In a list of letters all do."""
@@ -191,13 +193,23 @@ def _naturalness(text: str, doubt: float = 1.0) -> float:
     total = sum(counts.values())
     if not total:
         return 0.0
-    return max((_likeness(text, counts, total, script, doubt) for script in _SCRIPTS.values()), default=0.0) or _latin(
+    return max((_likeness(text, counts, total, name, doubt) for name in _SCRIPTS), default=0.0) or _latin(
         text, counts, total
     )
 
 
-def _likeness(text: str, counts: Counter[str], total: int, script: _Script, doubt: float) -> float:
-    own = {char: count for char, count in counts.items() if any(a <= ord(char) <= b for a, b in script.ranges)}
+@lru_cache(maxsize=_REMEMBERED_CHARS)
+def _scripts_of(char: str) -> frozenset[str]:
+    """The names of the scripts that have the character."""
+    return frozenset(
+        name for name, script in _SCRIPTS.items() if any(a <= ord(char) <= b for a, b in script.ranges)
+    )  # fmt: skip
+
+
+def _likeness(text: str, counts: Counter[str], total: int, name: str, doubt: float) -> float:
+    """How much a line looks like a text in the script of this name."""
+    script = _SCRIPTS[name]
+    own = {char: count for char, count in counts.items() if name in _scripts_of(char)}
     num_own = sum(own.values())
     if num_own < 0.95 * total:
         return 0.0
@@ -223,6 +235,7 @@ def _latin(text: str, counts: Counter[str], total: int) -> float:
     return 0.5 if letters >= 0.9 * total and in_runs < 0.3 * total else 0.0
 
 
+@lru_cache(maxsize=_REMEMBERED_CHARS)
 def _base(char: str) -> str:
     """The lower-case letter without accents."""
     return unicodedata.normalize("NFD", char.lower())[0]

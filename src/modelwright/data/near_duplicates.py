@@ -8,7 +8,7 @@ one; which groups it is in is read from files, in the order in which documents a
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ class BandGroups:
         """
         self.order = order
         self.slots = [one.data for one in slots]  # single values are read much faster than from an array
-        self._places = [DiskFile(_places_file(folder, band)) for band in range(NUM_BANDS)]
+        self._places = [DiskFile(_places_file(folder, band)) for band in range(len(slots))]
 
     @classmethod
     def of(
@@ -52,8 +52,18 @@ class BandGroups:
     ) -> "BandGroups":  # fmt: skip
         """The groups of those `members` that have enough words, band by band."""
         order = _best_first(corpus, config, num_new, members)
-        folder = corpus.bands.folder
-        return cls(order, folder, [_group_band(corpus.bands.column(band)[order], folder, band) for band in _BANDS])
+        columns = (corpus.bands.column(band)[order] for band in range(NUM_BANDS))
+        return cls.of_columns(order, columns, corpus.bands.folder, most=_MOST_PER_BAND)
+
+    @classmethod
+    def of_columns(
+        cls, order: NDArray[np.uint32], columns: Iterable[NDArray[Any]], folder: Path, *, most: int
+    ) -> "BandGroups":
+        """The groups of some documents, in the order in which they are taken. columns: one band of all of them at a
+        time; folder: for files; most: candidates of a group, at most 65,535.
+        """
+        slots = [_group_band(hashes, folder, band, min(most, _FILL)) for band, hashes in enumerate(columns)]
+        return cls(order, folder, slots)
 
     def __iter__(self) -> Iterator[tuple[int, list[int]]]:
         """Each document with the places of its groups, in order."""
@@ -67,8 +77,9 @@ class BandGroups:
         """The places of the groups of one document, by its position in the order."""
         return [int(places.read(np.uint32, position, position + 1)[0]) for places in self._places]
 
-
-_BANDS = range(NUM_BANDS)
+    def groups(self, places: Sequence[int]) -> list[tuple[memoryview, int]]:
+        """The slots of each band in which a document shares a group, with the place of the group."""
+        return [(self.slots[band], place) for band, place in enumerate(places) if place != _NO_GROUP]
 
 
 def _best_first(
@@ -86,8 +97,10 @@ def _places_file(folder: Path, band: int) -> Path:
     return folder / f"places{band:02d}.bin"
 
 
-def _group_band(hashes: NDArray[np.uint64], folder: Path, band: int) -> NDArray[np.uint32]:
-    """The empty slots of the groups of a band; writes the place of each document's group, by its position."""
+def _group_band(hashes: NDArray[Any], folder: Path, band: int, most: int) -> NDArray[np.uint32]:
+    """The empty slots of the groups of a band, at most so many of each. The place of each document's group, by its
+    position, goes into a file.
+    """
     places, ranked = no_numbers(len(hashes)), np.argsort(hashes, kind="stable")
     hashes = hashes[ranked]
     is_shared = np.zeros(len(hashes), np.bool_)
@@ -96,13 +109,27 @@ def _group_band(hashes: NDArray[np.uint64], folder: Path, band: int) -> NDArray[
     is_shared[:-1] |= is_shared[1:]
     starts = np.flatnonzero(is_first[is_shared])
     sizes = np.diff(starts, append=int(is_shared.sum()))
-    capacities = np.minimum(sizes - 1, min(_MOST_PER_BAND, _FILL))
+    capacities = np.minimum(sizes - 1, most)
     firsts = np.cumsum(capacities + 1) - capacities - 1
     slots = np.zeros(int((capacities + 1).sum()), np.uint32)
     slots[firsts] = capacities << _FILL_BITS
     places[ranked[is_shared]] = np.repeat(firsts.astype(np.uint32), sizes)
     places.tofile(_places_file(folder, band))
     return slots
+
+
+def kept_in(band: memoryview, place: int) -> memoryview:
+    """The documents of a group that are kept, as far as there was room for them."""
+    return band[place + 1 : place + 1 + (band[place] & _FILL)]
+
+
+def keep_in(groups: Sequence[tuple[memoryview, int]], number: int) -> None:
+    """Put a document that is kept into its groups, where there is room."""
+    for band, place in groups:
+        head = band[place]
+        if head & _FILL < head >> _FILL_BITS:
+            band[place + 1 + (head & _FILL)] = number
+            band[place] = head + 1
 
 
 class NearDuplicates:
@@ -151,21 +178,15 @@ class NearDuplicates:
     def _add(self, number: int, places: list[int]) -> None:
         """Keep a document, or mark it as dropped."""
         assert self._groups is not None
-        slots = [(self._groups.slots[band], place) for band, place in enumerate(places) if place != _NO_GROUP]
-        if number < self._num_new and self._is_dropped(number, slots):
-            return
-        for band, place in slots:
-            head = band[place]
-            if head & _FILL < head >> _FILL_BITS:
-                band[place + 1 + (head & _FILL)] = number
-                band[place] = head + 1
+        slots = self._groups.groups(places)
+        if number >= self._num_new or not self._is_dropped(number, slots):
+            keep_in(slots, number)
 
     def _is_dropped(self, number: int, slots: list[tuple[memoryview, int]]) -> bool:
         """Drop a document if a kept candidate is similar enough, in the order of shared bands."""
         shared = Counter[int]()
         for band, place in slots:
-            if fill := band[place] & _FILL:
-                shared.update(band[place + 1 : place + 1 + fill].tolist())
+            shared.update(kept_in(band, place).tolist())
         for candidate in sorted(shared, key=lambda one: (-shared[one], one))[:_MOST_CANDIDATES]:
             if self._corpus.kind[candidate] != self._corpus.kind[number]:
                 continue

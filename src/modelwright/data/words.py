@@ -24,9 +24,10 @@ def hash_words(words: Sequence[str]) -> NDArray[np.uint64]:
     """A 64-bit hash of each word [N]."""
     if len(_cache) > _MAX_CACHED:
         _cache.clear()
-    known = _cache.get
-    hashes = [known(word) or _remember(word) for word in words]
-    return np.array(hashes, dtype=np.uint64)
+    try:  # most texts have no word that none before them had
+        return np.fromiter(map(_cache.__getitem__, words), np.uint64, len(words))
+    except KeyError:
+        return np.array([_cache.get(word) or _remember(word) for word in words], np.uint64)
 
 
 def _remember(word: str) -> int:

@@ -1,8 +1,12 @@
 """The step images: limits on the size and the shape of images, and near-duplicates by their perceptual hashes."""
 
 import itertools
-from collections.abc import Sequence
+import tempfile
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,10 +15,13 @@ from modelwright.core.errors import ConfigError
 from modelwright.data.document import KINDS, Document
 from modelwright.data.images.stored import HASH_BITS, KEY
 from modelwright.data.measured_corpus import MeasuredCorpus
+from modelwright.data.near_duplicates import BandGroups, keep_in, kept_in
 from modelwright.data.steps.quality import IMAGE_LIMITS, QualityConfig
-from modelwright.data.steps.step import Columns, Decisions, Drop, StepSpec
+from modelwright.data.steps.step import Columns, Decisions, Drop, Drops, StepSpec
 
 TOO_SMALL, TOO_LONG, NEAR = "image too small", "image too elongated", "near-duplicate image"
+_MOST_IN_GROUP = 65_535
+"""Bands of 12 bits have groups of 250 images in a million: a bound as low as that of texts would miss some."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,23 +63,27 @@ class Images:
         """Drop by size and shape, then near-duplicates of what is left."""
         is_image = corpus.alive & (corpus.column("kind") == KINDS.index("image"))
         width, height = corpus.column("image_width"), corpus.column("image_height")
-        drops: dict[int, Drop] = {}
-        for number in map(int, np.flatnonzero(is_image)):
-            shorter, longer = sorted((int(width[number]), int(height[number])))
-            if shorter < self.config.min_side:
-                drops[number] = Drop(TOO_SMALL, f"{width[number]} x {height[number]}, limit {self.config.min_side}")
-            elif longer > self.config.max_aspect * shorter:
-                detail = f"{width[number]} x {height[number]}, limit {self.config.max_aspect:g}"
-                drops[number] = Drop(TOO_LONG, detail)
-        if self.config.max_hash_distance < 0:
-            return Decisions(drops=drops)
-        left = np.array([number for number in np.flatnonzero(is_image) if int(number) not in drops], np.int64)
-        area, heldout = width.astype(np.int64) * height, corpus.column("split")
-        order = left[np.lexsort((left, -area[left], -heldout[left]))]
-        hashes = corpus.column("image_hash")
-        for number, instead, distance in near_duplicates(order, hashes, self.config.max_hash_distance):
-            drops[number] = Drop(NEAR, f"{distance} bits from {corpus.identifier(instead)}")
-        return Decisions(drops=drops)
+        is_small = is_image & (np.minimum(width, height) < self.config.min_side)
+        is_long = np.maximum(width, height) > self.config.max_aspect * np.minimum(width, height)
+        is_long &= is_image & ~is_small
+        near = np.empty((0, 3), np.int64)
+        if self.config.max_hash_distance >= 0:
+            order = _best_first(np.flatnonzero(is_image & ~is_small & ~is_long), width, height, corpus.column("split"))
+            near = near_duplicates(order, corpus.column("image_hash"), self.config.max_hash_distance, corpus.folder)
+            near = near[np.argsort(near[:, 0])]
+        numbers = np.sort(np.concatenate([np.flatnonzero(is_small | is_long), near[:, 0]]))
+
+        def drop(place: int) -> Drop:
+            number = int(numbers[place])
+            size = f"{width[number]} x {height[number]}"
+            if is_small[number]:
+                return Drop(TOO_SMALL, f"{size}, limit {self.config.min_side}")
+            if is_long[number]:
+                return Drop(TOO_LONG, f"{size}, limit {self.config.max_aspect:g}")
+            _, instead, distance = map(int, near[np.searchsorted(near[:, 0], number)])
+            return Drop(NEAR, f"{distance} bits from {corpus.identifier(instead)}")
+
+        return Decisions(drops=Drops(numbers, drop))
 
 
 _NO_IMAGE = {"width": 0, "height": 0, "hash": "0"}
@@ -100,29 +111,40 @@ IMAGES = StepSpec(
 )
 
 
-def near_duplicates(order: NDArray[np.int64], hashes: NDArray[np.uint64], most: int) -> list[tuple[int, int, int]]:
-    """`(number, the one kept instead, bits between them)` for each image that differs in at most `most` bits from one
-    that was kept before it. order: the numbers of the images, the best first.
+def _best_first(
+    numbers: NDArray[np.int64], width: NDArray[np.int32], height: NDArray[np.int32], heldout: NDArray[np.int8]
+) -> NDArray[np.uint32]:
+    """These images in the order in which they are taken. width, height, heldout: of all documents."""
+    area = width[numbers].astype(np.int64) * height[numbers]
+    return numbers[np.lexsort((numbers, -area, -heldout[numbers]))].astype(np.uint32)
 
-    Hashes are cut into `most` + 1 bands: two that differ in `most` bits agree in one of them at least.
+
+def near_duplicates(
+    order: NDArray[np.uint32], hashes: NDArray[np.uint64], most: int, folder: Path
+) -> NDArray[np.int64]:
+    """`(number, the one kept instead, bits between them)` [D, 3] of each image that differs in at most `most` bits from
+    one that was kept before it. order: the numbers of the images, the best first; folder: for files that go then.
+
+    Hashes are cut into `most` + 1 bands: two that differ in `most` bits agree in one of them at least. The images of
+    one value of a band are a group, as for texts; of those that are kept the first 65,535 are candidates.
     """
-    kept_in: list[dict[int, list[int]]] = [{} for _ in range(most + 1)]
-    found: list[tuple[int, int, int]] = []
-    for number in map(int, order):
-        bands = _bands(int(hashes[number]), most + 1)
-        candidates = sorted({one for known, band in zip(kept_in, bands, strict=True) for one in known.get(band, ())})
-        if candidates:
+    with tempfile.TemporaryDirectory(dir=folder) as files:
+        groups = BandGroups.of_columns(order, _bands(hashes[order], most + 1), Path(files), most=_MOST_IN_GROUP)
+        found = array("q")
+        for number, places in groups:
+            own = groups.groups(places)
+            candidates = np.concatenate([np.asarray(kept_in(band, place)) for band, place in own])
             distances = np.bitwise_count(hashes[candidates] ^ hashes[number])
-            nearest = int(distances.argmin())
-            if distances[nearest] <= most:
-                found.append((number, candidates[nearest], int(distances[nearest])))
-                continue
-        for known, band in zip(kept_in, bands, strict=True):
-            known.setdefault(band, []).append(number)
-    return found
+            if len(candidates) and (nearest := int(distances.min())) <= most:
+                found.extend((number, int(candidates[distances == nearest].min()), nearest))
+            else:
+                keep_in(own, number)
+    return np.array(found, np.int64).reshape(-1, 3)
 
 
-def _bands(value: int, count: int) -> list[int]:
-    """The bits of a hash in `count` parts of nearly equal width."""
+def _bands(values: NDArray[np.uint64], count: int) -> Iterator[NDArray[Any]]:
+    """The bits of hashes in `count` parts of nearly equal width, one part of all hashes at a time."""
+    dtype = np.uint64 if count == 1 else np.uint32
     edges = [HASH_BITS * place // count for place in range(count + 1)]
-    return [(value >> low) & ((1 << (high - low)) - 1) for low, high in itertools.pairwise(edges)]
+    for low, high in itertools.pairwise(edges):
+        yield ((values >> np.uint64(low)) & np.uint64((1 << (high - low)) - 1)).astype(dtype)

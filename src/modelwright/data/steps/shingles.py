@@ -55,9 +55,9 @@ def fingerprints(documents: Sequence[Document], *, whole_pairs: bool = False) ->
     lengths = np.array([len(row) for row in rows], dtype=np.int64)
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
     flat = np.concatenate(rows) if rows else np.empty(0, np.uint32)
-    pairs = list(zip(documents, identities, strict=True))
-    own = [digest(f"{d.kind} {d.split} {same}") for d, same in pairs]
-    keys = [(digest(same), digest(d.meta["summary"]) if d.meta.get("summary") else 0) for d, same in pairs]
+    pairs = [(d, " ".join(same.split())) for d, same in zip(documents, identities, strict=True)]
+    own = [_hash(f"{d.kind} {d.split} {same}".rstrip()) for d, same in pairs]
+    keys = [(_hash(same), digest(d.meta["summary"]) if d.meta.get("summary") else 0) for d, same in pairs]
     return Fingerprints(
         own=np.array(own, dtype=np.uint64),
         keys=np.array(keys, dtype=np.uint64).reshape(-1, 2),
@@ -89,8 +89,12 @@ def digest(text: str) -> int:
 
     Among 100 million texts the chance of any two different ones with one digest is 0.0003.
     """
-    words = " ".join(text.split()).encode("utf-8", "replace")
-    return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little") or 1
+    return _hash(" ".join(text.split()))
+
+
+def _hash(text: str) -> int:
+    encoded = text.encode("utf-8", "replace")
+    return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little") or 1
 
 
 def shingles(text: str) -> NDArray[np.uint32]:

@@ -1,0 +1,161 @@
+"""Claim: batches by a token budget with length buckets waste less than rows padded to a fixed length.
+
+Short texts, the docstrings of this machine's libraries: three ways to make batches with equally many real tokens an
+update. Packing, the rival, puts several texts into a row and masks the attention between them.
+"""
+
+import random
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from modelwright.core.seeds import derive_seed
+from modelwright.data.stdlib_corpus import machine_corpus
+from modelwright.data.tokenizer import TokenizerConfig, train_tokenizer
+from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict
+from modelwright_claims.experiment import Experiment, run_experiment
+from modelwright_claims.judging import Judgment
+from modelwright_claims.statistics import differences, estimate, exact, ratios
+from modelwright_claims.training_run import Outcome, Run, batch_loader
+from modelwright_claims.workbench import VOCAB_SIZE, Mode, Size, packed_rows, store_text
+
+DYNAMIC, PADDED, PACKED = ARMS = ("length buckets", "padded", "packed")
+MODES: Mapping[str, Mode] = {DYNAMIC: "length_buckets", PADDED: "one_per_row", PACKED: "best_fit"}
+MOST_PADDING, LOSS_TARGET = 20.0, 0.03
+SEEDS = range(3200, 3205)
+NUM_COUNTED = 40
+"""Batches over which padding is counted to make the batches of the arms equal."""
+FEWEST_WORDS, MOST_CHARS = 10, 1500
+"""Of a text: all fit into a row of 512 tokens."""
+PACE = "real tokens per second, "
+
+
+def measure(setting: Setting) -> Measurement:
+    setting = with_docstrings(setting)
+    size = Size(model_dim=128, num_layers=2, seq_len=512, batch_rows=16, num_steps=60, learning_rate=2e-3)
+    if setting.quick:
+        size = Size(model_dim=64, num_layers=1, seq_len=128, batch_rows=8, num_steps=12, learning_rate=2e-3)
+    sizes = equal_updates(setting, size)
+    variants = {arm: Run(size=sizes[arm], mode=mode, heldout_batches=4) for arm, mode in MODES.items()}
+    seeds = SEEDS[:2] if setting.quick else SEEDS
+    result = run_experiment(setting, Experiment(variants=variants, seeds=seeds, timed=True))
+    padding = {arm: padding_share(setting, sizes[arm], MODES[arm], sizes[arm].num_steps) for arm in ARMS}
+    return measurement(size, sizes, result.runs, padding)
+
+
+def with_docstrings(setting: Setting) -> Setting:
+    """A setting whose text is the short prose documents of this machine."""
+    folder = setting.folder / "dynamic_batching"
+    if not folder.exists():
+        found: dict[str, dict[str, None]] = {"train": {}, "heldout": {}}
+        fraction = 0.15 if setting.quick else 0.5
+        for document in machine_corpus(fraction=fraction, skip=lambda reason, file: None):
+            is_short = len(document.text) <= MOST_CHARS and len(document.text.split()) >= FEWEST_WORDS
+            if document.kind == "prose" and is_short:
+                found[document.split][document.text] = None
+        train, heldout = list(found["train"]), [text for text in found["heldout"] if text not in found["train"]]
+        random.Random(0).shuffle(heldout)
+        tokenizer = train_tokenizer(train, TokenizerConfig(vocab_size=VOCAB_SIZE))
+        store_text(folder, {"train": train, "validation": heldout[0::2], "test": heldout[1::2]}, tokenizer)
+    return replace(setting, folder=folder, kept=None)
+
+
+def equal_updates(setting: Setting, size: Size) -> dict[str, Size]:
+    """The sizes of the arms, with as many rows a batch as hold the real tokens of a batch in length buckets."""
+    real = {arm: 1.0 - padding_share(setting, size, MODES[arm], NUM_COUNTED) for arm in ARMS}
+    # The last bucket of a block may be small, so that batches have fewer tokens than the budget.
+    tokens = slots_of(setting, size, MODES[DYNAMIC], NUM_COUNTED) * real[DYNAMIC]
+    rows = {arm: max(1, round(tokens / (size.seq_len * real[arm]))) for arm in (PADDED, PACKED)}
+    return {DYNAMIC: size, **{arm: replace(size, batch_rows=of_arm) for arm, of_arm in rows.items()}}
+
+
+def batch_shapes(setting: Setting, size: Size, mode: Mode, num_batches: int) -> list[tuple[int, int]]:
+    """All tokens of each batch, and those that are padding."""
+    rows = packed_rows(setting, seq_len=size.seq_len, mode=mode, split="train")
+    loader = batch_loader(rows, size, mode, derive_seed(SEEDS[0], "order"))
+    batches = (loader.batch(number) for number in range(num_batches))
+    return [(batch.segments_BT.numel(), int((batch.segments_BT < 0).sum())) for batch in batches]
+
+
+def padding_share(setting: Setting, size: Size, mode: Mode, num_batches: int) -> float:
+    shapes = batch_shapes(setting, size, mode, num_batches)
+    return sum(padding for _, padding in shapes) / sum(total for total, _ in shapes)
+
+
+def slots_of(setting: Setting, size: Size, mode: Mode, num_batches: int) -> float:
+    """The mean number of tokens of a batch, padding included."""
+    return statistics.fmean(total for total, _ in batch_shapes(setting, size, mode, num_batches))
+
+
+def measurement(
+    size: Size, sizes: Mapping[str, Size], runs: Mapping[str, Sequence[Outcome]], padding: Mapping[str, float]
+) -> Measurement:
+    samples: dict[str, list[float]] = {}
+    for arm in ARMS:
+        samples |= {
+            f"held-out loss, {arm}": [run.heldout_loss for run in runs[arm]],
+            # Batches differ in their shapes: a median step would be that of one shape.
+            f"{PACE}{arm}": [run.pace(3) for run in runs[arm]],
+            f"tokens an update, {arm}": [statistics.fmean(run.steps["num_tokens"]) for run in runs[arm]],
+            f"padding, {arm}": [100 * padding[arm]],
+        }
+    rows = {f"rows of a batch, {arm}": sizes[arm].batch_rows for arm in (PADDED, PACKED)}
+    return Measurement(
+        samples=samples,
+        conditions=size.describe()
+        | rows
+        | {
+            "text": f"docstrings of the interpreter's libraries of at most {MOST_CHARS} characters, split by module",
+            "token budget of a batch": size.batch_tokens,
+            "learning rate": size.learning_rate,
+        },
+    )
+
+
+def judge(samples: Samples, conditions: Conditions) -> Verdict:
+    """Met when length buckets have at most `MOST_PADDING` percent of padding, train more real tokens per second than
+    padded rows, are no slower than packed ones, and lose at most `LOSS_TARGET` per token to padded ones."""
+    judgment = Judgment()
+    with judgment.part():
+        padding = {arm: exact(samples[f"padding, {arm}"][0]) for arm in ARMS}
+        judgment.figures |= {f"padding, {arm}": share.figure("%") for arm, share in padding.items()}
+        judgment.said.append(", ".join(f"{arm} {share.mean:.1f}% padding" for arm, share in padding.items()))
+        judgment.at_most("padding in length buckets", padding[DYNAMIC], MOST_PADDING, "%")
+    for arm in (PADDED, PACKED):
+        with judgment.part():
+            speed_up = ratios(samples[f"{PACE}{DYNAMIC}"], samples[f"{PACE}{arm}"])
+            loss = differences(samples[f"held-out loss, {DYNAMIC}"], samples[f"held-out loss, {arm}"])
+            judgment.figures[f"speed in real tokens against {arm}"] = speed_up.figure("x")
+            judgment.figures[f"loss difference to {arm}"] = loss.figure("nats")
+            judgment.said.append(f"{speed_up.mean:.2f}x the real tokens per second of {arm}, {loss.mean:+.3f} nats")
+            if arm == PADDED:
+                judgment.above("speed against padded rows", speed_up, 1.0, "x")
+                judgment.at_most("loss difference to padded rows", loss, LOSS_TARGET, " nats")
+            else:
+                judgment.at_least("speed against packed rows", speed_up, 1.0, "x")
+    with judgment.beside():
+        for arm in ARMS:
+            judgment.figures[f"{PACE}{arm}"] = estimate(samples[f"{PACE}{arm}"]).figure("tokens/s")
+    return judgment.verdict()
+
+
+CLAIM = Claim(
+    name="dynamic_batching",
+    statement="Batches by a token budget with length buckets waste less on padding and train more real tokens per "
+    "second than rows padded to a fixed length, and are no slower than packed rows.",
+    source="the data pipeline that was published with the system's guides; token budgets: fairseq, Ott et al. 2019 "
+    "(arXiv:1904.01038)",
+    published="direction, no figure of its own (dynamic batching at 8,192 tokens)",
+    compared="length buckets of at most 8,192 tokens, padding included, against one text a row padded to the row's "
+    "length and against packed rows with document masks; same texts, model and rate, equally many real tokens an "
+    "update, paired seeds that take turns",
+    target=f"at most {MOST_PADDING:g}% padding, more real tokens per second than padded rows, no fewer than packed "
+    f"rows, and at most {LOSS_TARGET} nats worse than padded rows after equally many updates",
+    headline=(
+        f"padding, {DYNAMIC}",
+        f"speed in real tokens against {PADDED}",
+        f"speed in real tokens against {PACKED}",
+    ),
+    measure=measure,
+    judge=judge,
+)
