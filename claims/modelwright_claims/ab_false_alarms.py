@@ -21,6 +21,7 @@ from modelwright.serve.ab.state import EventKind, ExperimentState, RequestEvent
 from modelwright_claims.binomial import share
 from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict
 from modelwright_claims.judging import Judgment
+from modelwright_claims.product_runs import side_by_side
 
 MOST_ALARMS = 5.0
 """Percent of runs, for each interval."""
@@ -32,8 +33,15 @@ SHARES = ((0.5, 0.5), (0.1, 0.5))
 ALARM, ROLLED_BACK, REPEATED = "false alarm, ", "rolled back", "repeated fixed-number test, "
 UNITS, ERRORS, LATENCY, SCORES = "units by arm", "errors", "slow answers", "feedback"
 SEQUENTIAL = (UNITS, ERRORS, LATENCY, SCORES)
-Sign = Callable[[ExperimentState], bool]
-"""Whether a test would be stopped with a finding now."""
+AT_ONCE = 2
+
+
+@dataclass(frozen=True)
+class Sign:
+    """Whether a test would be stopped with a finding now. count: changes whenever what it depends on does."""
+
+    count: Callable[[ExperimentState], int]
+    fires: Callable[[ExperimentState], bool]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,16 +56,19 @@ class Traffic:
     """Of feedback, NaN without any."""
 
 
+@dataclass(frozen=True)
+class AaRun:
+    """A run by its number, which decides its traffic."""
+
+    number: int
+    num_requests: int
+
+
 def measure(setting: Setting) -> Measurement:
-    num_runs, num_requests = (40, 400) if setting.quick else (1000, 2000)
-    samples: dict[str, list[float]] = {}
-    setting.progress.begin("A/A tests", num_runs, "runs")
-    for number in range(num_runs):
-        outcome = look_at_every_event(made_up_traffic(number, num_requests))
-        for name, value in outcome.items():
-            samples.setdefault(name, []).append(value)
-        setting.progress.advance(number + 1)
-    setting.progress.end()
+    num_runs, num_requests = (40, 400) if setting.quick else (700, 2000)
+    runs = [AaRun(number, num_requests) for number in range(num_runs)]
+    outcomes = side_by_side(setting, outcome_of, runs, at_once=AT_ONCE)
+    samples = {name: [outcome[name] for outcome in outcomes] for name in outcomes[0]}
     return Measurement(
         samples=samples,
         conditions={
@@ -70,6 +81,11 @@ def measure(setting: Setting) -> Measurement:
             "traffic": "simulated; assignment, counting and decisions are the server's code",
         },
     )
+
+
+def outcome_of(run: AaRun) -> dict[str, float]:
+    """1 for each sign that ever fired in a run, 0 for the others."""
+    return look_at_every_event(made_up_traffic(run.number, run.num_requests))
 
 
 def made_up_traffic(number: int, num_requests: int) -> Traffic:
@@ -100,14 +116,18 @@ def made_up_traffic(number: int, num_requests: int) -> Traffic:
 def look_at_every_event(traffic: Traffic) -> dict[str, float]:
     """Count a run's requests and look after each event: 1 for each sign that ever alarmed, 0 for the others.
 
-    Everything goes on being counted after an alarm.
+    Everything goes on being counted after an alarm. A sign is a function of one part of the state, so it is asked when
+    that part has changed.
     """
     state, had = ExperimentState(), dict[str, int]()
-    fired = dict.fromkeys(SIGNS, 0.0)
+    fired, seen = dict.fromkeys(SIGNS, 0.0), dict.fromkeys(SIGNS, -1)
 
     def look() -> None:
         for name, sign in SIGNS.items():
-            fired[name] = fired[name] or float(sign(state))
+            count = sign.count(state)
+            if count != seen[name] and not fired[name]:
+                fired[name] = float(sign.fires(state))
+            seen[name] = count
 
     for place, unit in enumerate(traffic.units):
         share_of_b, latency_s = float(traffic.shares[place]), float(traffic.latency_s[place])
@@ -125,12 +145,27 @@ def look_at_every_event(traffic: Traffic) -> dict[str, float]:
     return fired
 
 
-def _events_differ(kind: EventKind) -> Sign:
+def _num_requests(state: ExperimentState) -> int:
+    return sum(state.requests.values()) + _num_scores(state)
+
+
+def _num_scores(state: ExperimentState) -> int:
+    return sum(arm.count for arm in state.scores.values())
+
+
+def _num_units(state: ExperimentState, *kinds: EventKind) -> int:
+    return sum(int(epoch[1]) for kind in kinds for epoch in state.events[kind].epochs)
+
+
+def _events_differ(kind: EventKind) -> "Sign":
     """The interval of the ratio of units with an event does not contain 1, or their numbers contradict the shares: both
     are that the e-value has reached 1 / alpha.
     """
     limit = math.log(1 / REPORT_ALPHA)
-    return lambda state: float(log_e_value(state.events[kind].as_epochs(), ALL_RATIOS)) >= limit
+    return Sign(
+        count=lambda state: _num_units(state, kind),
+        fires=lambda state: float(log_e_value(state.events[kind].as_epochs(), ALL_RATIOS)) >= limit,
+    )
 
 
 def _scores_differ(state: ExperimentState) -> bool:
@@ -155,10 +190,10 @@ SIGNS: Mapping[str, Sign] = {
     ALARM + UNITS: _events_differ("seen"),
     ALARM + ERRORS: _events_differ("failed"),
     ALARM + LATENCY: _events_differ("slow"),
-    ALARM + SCORES: _scores_differ,
-    ROLLED_BACK: lambda state: bool(verdict(state, LIMITS)),
-    REPEATED + ERRORS: _errors_by_fixed_number,
-    REPEATED + SCORES: _scores_by_fixed_number,
+    ALARM + SCORES: Sign(_num_scores, _scores_differ),
+    ROLLED_BACK: Sign(_num_requests, lambda state: bool(verdict(state, LIMITS))),
+    REPEATED + ERRORS: Sign(lambda state: _num_units(state, "seen", "failed"), _errors_by_fixed_number),
+    REPEATED + SCORES: Sign(_num_scores, _scores_by_fixed_number),
 }
 """What may fire at a look, by the name of its samples."""
 

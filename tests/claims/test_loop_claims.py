@@ -71,8 +71,8 @@ def test_a_sign_is_that_the_page_shows_an_interval_without_1() -> None:
         is_error = bool(draw.random() < (0.35 if arm == TREATMENT else 0.1))
         state.take_request(RequestEvent(arm=arm, share=0.5, is_error=is_error, latency_s=None), 0)
         low, high = ratio_interval(state.events["failed"].as_epochs(), REPORT_ALPHA)
-        assert sign(state) == (low > 1 or high < 1)
-        seen.add(sign(state))
+        assert sign.fires(state) == (low > 1 or high < 1)
+        seen.add(sign.fires(state))
     assert seen == {False, True}
 
 
