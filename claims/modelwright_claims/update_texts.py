@@ -22,6 +22,8 @@ SOURCES = {"python:stdlib": OLD, "python:topics": OLD, "python:numpy": "numpy", 
 HELDOUT_FRACTION = 1 / 8
 """Share of the modules that nothing is trained on."""
 FEWEST_CHARS, MOST_CHARS = 100, 4_000
+PIECE_CHARS = 1_000
+"""Of a piece of code, so that it is about as long as a docstring."""
 
 
 @dataclass(frozen=True)
@@ -73,11 +75,11 @@ def _documents(fraction: float) -> Iterator[tuple[str, Document]]:
 
 
 def _pieces(code: str) -> Iterator[str]:
-    """Whole lines, at most `MOST_CHARS` characters together."""
+    """Whole lines, at most `PIECE_CHARS` characters together where lines are shorter."""
     piece: list[str] = []
     size = 0
     for line in code.splitlines(keepends=True):
-        if size + len(line) > MOST_CHARS and size >= FEWEST_CHARS:
+        if size + len(line) > PIECE_CHARS and size >= FEWEST_CHARS:
             yield "".join(piece)
             piece, size = [], 0
         piece.append(line)

@@ -193,7 +193,7 @@ def test_pieces_of_code_are_whole_lines_and_lose_nothing() -> None:
     code = "".join(f"line {number} = {'x' * (number % 90)}\n" for number in range(400))
     pieces = list(update_texts._pieces(code))
     assert "".join(pieces) == code
-    assert all(update_texts.FEWEST_CHARS <= len(piece) <= update_texts.MOST_CHARS for piece in pieces)
+    assert all(update_texts.FEWEST_CHARS <= len(piece) <= update_texts.PIECE_CHARS for piece in pieces)
     assert all(piece.endswith("\n") for piece in pieces)
 
 
