@@ -88,8 +88,8 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
     others, and the winner's latency is within a tenth of what was promised."""
     judgment = Judgment()
     found = found_by(samples)
-    with judgment.part():
-        for rival in RIVALS:
+    for rival in RIVALS:
+        with judgment.part():
             above = percent_above(samples[UNSEEN + found], samples[UNSEEN + rival])
             judgment.figures[f"loss of the searched shape above that of {rival}"] = above.figure("%")
             judgment.below(f"loss above {rival}", above, 0.0, "%")
