@@ -15,6 +15,8 @@ from modelwright_claims.product_runs import facts_of, make_run, side_by_side
 
 AT_ONCE = 2
 NUM_UNTIMED_STEPS = 3
+ROW_TOKENS = 2
+"""A row of the recipe is one image."""
 QUICK = {"num_epochs": 0.2, "eval_every_steps": 0}
 
 
@@ -77,7 +79,7 @@ def paces(
 def pace_of(job: VisionJob) -> float:
     """Make one run; the images per second of its median step."""
     rates = column(read_records(_run(job).stage("vision").metrics), "tokens_per_s")
-    return statistics.median([rate for _, rate in rates][NUM_UNTIMED_STEPS:])  # an image counts as one token
+    return statistics.median([rate for _, rate in rates][NUM_UNTIMED_STEPS:]) / ROW_TOKENS
 
 
 def _run(job: VisionJob):
