@@ -91,7 +91,7 @@ def measure(setting: Setting) -> Measurement:
         for name, ends in swings(assumed, prices, part).items():
             samples[f"{part} saved, at the ends of: {name}"] = list(ends)
     origins = {"training is faster by": training.origin, "inference is faster by": serving.origin}
-    return Measurement(samples=samples, conditions=_conditions(prices) | origins)
+    return Measurement(samples=samples, conditions={**_conditions(prices), **origins})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,7 +48,11 @@ def _wide(setting: Setting) -> dict[str, Mapping[str, Any]]:
     """The settings whose pace is measured."""
     widths = WIDTHS[:1] if setting.quick else WIDTHS
     shape = {"resnet": {"image_size": IMAGE_SIZE, "widths": list(widths), "blocks_per_stage": 1}}
-    length = {"num_steps": 6 if setting.quick else 20, "num_epochs": 0.0, "batch_tokens": vision_runs.ROW_TOKENS * BATCH_IMAGES}
+    length = {
+        "num_steps": 6 if setting.quick else 20,
+        "num_epochs": 0.0,
+        "batch_tokens": vision_runs.ROW_TOKENS * BATCH_IMAGES,
+    }
     return {arm: {**settings, **shape, **length, "eval_every_steps": 0} for arm, settings in POLICIES.items()}
 
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from modelwright.continual.benchmark import Task
 from modelwright.continual.demo.run import REPLAY, Demo, DemoResult, run_demo
 from modelwright.continual.demo.size import DemoSize
 from modelwright.continual.gate.judge import FOLDER
@@ -25,7 +26,7 @@ BEFORE_HOURS = 7 * 24.0
 MOST_FORGOTTEN = 2.0
 """Percent of the old texts' bits per byte: the margin of the gate."""
 HANDSOFF, OLD, NEW, FAILED, ENDED = "hands-off s", "old texts", "new texts", "failed requests", "promoted"
-CHANGES = {OLD: "old", NEW: "new"}
+CHANGES: Mapping[str, Task] = {OLD: "old", NEW: "new"}
 MODELS = ("before", "after", "capacity floor")
 
 
