@@ -1,17 +1,15 @@
 """The demonstration at the smallest size: a real server, real requests, a real update, the capacity floor beside it."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from continual.conftest import World
-from modelwright.continual.demo import run as demo_run
-from modelwright.continual.demo import texts as demo_texts
 from modelwright.continual.demo.page import FIGURES, REPORT, SYNTHETIC, write_page
 from modelwright.continual.demo.run import Demo, DemoResult, run_demo
+from modelwright.continual.demo.size import DemoSize
 from modelwright.continual.floor import Floor, FloorRow, require_from_scratch
 from modelwright.core.artifacts import read_manifest
 from modelwright.core.errors import ConfigError
@@ -32,6 +30,18 @@ SMALL = {
 }
 
 
+SIZE = DemoSize(
+    fraction=0.15,
+    most={"old": 300, "new": 150},
+    most_heldout=60,
+    window=60,
+    num_windows=5,
+    run_length=5.0,
+    shifted={"old": 0.0, "new": 1.0},
+    min_units=5,
+)
+
+
 @dataclass(frozen=True)
 class Shown:
     demo: Demo
@@ -39,19 +49,12 @@ class Shown:
 
 
 @pytest.fixture(scope="module")
-def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shown]:
+def shown(tmp_path_factory: pytest.TempPathFactory) -> Shown:
     folder = tmp_path_factory.mktemp("demo")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(demo_texts, "FRACTION", 0.15)
-        patch.setattr(demo_texts, "MOST", {"old": 300, "new": 150})
-        patch.setattr(demo_texts, "MOST_HELDOUT", 60)
-        for name, value in {"WINDOW": 60, "NUM_WINDOWS": 5, "RUN_LENGTH": 5.0, "MIN_UNITS": 5}.items():
-            patch.setattr(demo_run, name, value)
-        patch.setattr(demo_run, "SHIFTED", {"old": 0.0, "new": 1.0})
-        sources = {"data": {"sources": [str(folder / "texts/old.jsonl")]}}
-        config = load("continual-demo", {**SMALL, **sources}, str(folder / "first")).config
-        demo = Demo(folder=folder, config=config, words=["continual", "demo"], progress=SilentProgress())
-        yield Shown(demo, run_demo(demo))
+    sources = {"data": {"sources": [str(folder / "texts/old.jsonl")]}}
+    config = load("continual-demo", {**SMALL, **sources}, str(folder / "first")).config
+    demo = Demo(folder=folder, config=config, words=["continual", "demo"], progress=SilentProgress(), size=SIZE)
+    return Shown(demo, run_demo(demo))
 
 
 def test_the_new_model_is_in_service_or_the_gate_says_why_not(shown: Shown) -> None:

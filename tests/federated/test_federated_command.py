@@ -35,8 +35,11 @@ def free_port() -> int:
 
 
 def test_a_server_and_two_clients(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With adapters whose aggregate also changes frozen weights: more is sent to clients than comes back."""
     settings, keys, port = tmp_path / "federated.yaml", tmp_path / "keys", str(free_port())
-    settings.write_text("num_rounds: 2\nlocal_steps: 2\nmin_clients: 2\nround_timeout_s: 120\n")
+    settings.write_text(
+        "num_rounds: 2\nlocal_steps: 2\nmin_clients: 2\nround_timeout_s: 120\nlora: {r: 4, aggregation: fedex}\n"
+    )
     capsys.readouterr()
     assert main(["federated", "keys", "ann", "ben"]) == 0
     keys.write_text(capsys.readouterr().out)

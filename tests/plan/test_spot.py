@@ -7,6 +7,7 @@ import random
 import shlex
 import statistics
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from modelwright.plan.spot.availability import (
     PoissonInterruptions,
     Presence,
     SpotTrace,
+    WithNotice,
     read_trace,
 )
 from modelwright.plan.spot.intervals import CheckpointCosts, daly_interval_s, expected_wall_s, young_interval_s
@@ -83,8 +85,14 @@ def naive(work_s: int, interval_s: int, costs: CheckpointCosts, periods: Iterabl
     for period in periods:
         unsaved = stalled = recovered = 0
         recovery_left = int(costs.recovery_s) if has_begun else 0
-        for _ in range(int(period.up_s)):
+        if saved == work_s and period.up_s - period.notice_s >= recovery_left:  # in a notice
+            return wall + recovery_left, spot + recovery_left, lost
+        for second in range(int(period.up_s)):
             wall, spot, has_begun = wall + 1, spot + 1, True
+            if second >= period.up_s - period.notice_s:  # it saves, if there is time for that, and waits for the end
+                if not recovery_left and period.notice_s >= costs.stall_s:
+                    saved, unsaved, stalled = saved + unsaved, 0, 0
+                continue
             if recovery_left:
                 recovery_left, recovered = recovery_left - 1, recovered + 1
                 continue
@@ -101,18 +109,32 @@ def naive(work_s: int, interval_s: int, costs: CheckpointCosts, periods: Iterabl
     raise AssertionError("the periods ended")
 
 
-def test_simulation_equals_a_naive_twin() -> None:
+@pytest.mark.parametrize("notices", [(0,), (0, 2, 6)])
+def test_simulation_equals_a_naive_twin(notices: tuple[int, ...]) -> None:
     draw = random.Random(3)
     for _ in range(150):
         costs = CheckpointCosts(stall_s=draw.randint(1, 4), recovery_s=draw.randint(0, 9))
         interval_s, work_s = draw.randint(1, 30), draw.randint(1, 200)
         mean = draw.choice((40, 90))
-        drawn = [Presence(draw.choice((0, 1, draw.randint(0, mean))), draw.randint(0, 9)) for _ in range(5000)]
+        drawn = [Presence(draw.choice((0, 1, draw.randint(0, mean))), draw.randint(0, 9)) for _ in range(300)]
+        drawn = [replace(one, notice_s=min(int(one.up_s), draw.choice(notices))) for one in drawn]
         periods = [*drawn, Presence(10_000, 0)]
         outcome = simulate(work_s, interval_s=interval_s, costs=costs, periods=periods)
         wall_s, spot_s, lost_s = naive(work_s, interval_s, costs, periods)
         assert (outcome.wall_s, outcome.spot_s) == (wall_s, spot_s)
         assert outcome.lost_s == lost_s
+
+
+def test_a_notice_saves_the_work_since_the_last_checkpoint() -> None:
+    silent = PoissonInterruptions(mtbf_s=2 * HOUR)
+    job = SpotJob(work_s=30 * HOUR, costs=COSTS, availability=silent, spot_usd=1.0, on_demand_usd=3.0)
+    told = replace(job, availability=WithNotice(inner=silent, notice_s=120.0))
+    plain, warned = plan_spot(job, num_samples=40), plan_spot(told, num_samples=40)
+    assert warned.interval_s > 2 * plain.interval_s, "with a notice checkpoints in between are hardly needed"
+    assert warned.mean_wall_s < plain.mean_wall_s
+    num_interruptions = statistics.fmean(outcome.num_interruptions for outcome in warned.outcomes)
+    ideal_s = 30 * HOUR + num_interruptions * (120.0 + COSTS.recovery_s)
+    assert warned.mean_wall_s == pytest.approx(ideal_s, rel=0.02)
 
 
 @pytest.mark.parametrize(("mtbf_h", "stall_s"), [(0.5, 40.0), (3.0, 20.0), (12.0, 300.0)])

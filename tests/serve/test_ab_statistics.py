@@ -49,23 +49,41 @@ def test_welch_is_the_textbook_formula(seed: int):
     assert (found.low, found.high) == pytest.approx((interval.low, interval.high), rel=1e-9)
 
 
-@pytest.mark.parametrize(("control", "treatment"), [((3, 1000), (11, 900)), ((50, 51), (49, 80)), ((1, 9), (1, 8))])
-def test_two_proportions_is_the_textbook_formula(control, treatment):
-    """The square of the pooled z is the chi-squared statistic of the table, without a correction."""
-    table = [[k, n - k] for k, n in (control, treatment)]
+GBSTATS_PROPORTIONS = [
+    ((3, 1000), (11, 900), 0.022955745833604713, 0.0012762261670109364, 0.017168218277433506),
+    ((50, 51), (49, 80), 6.407507635586285e-09, -0.4826460545126142, -0.2531382592128758),
+    ((1, 9), (2, 8), 0.4677114563755005, -0.2629599353060709, 0.5407377130838487),
+    ((400, 20000), (470, 20500), 0.0420649574515064, 0.00010498131618222849, 0.005748677220403136),
+]
+"""Events and observations of both arms, and what gbstats 0.8.0 says about them: the p-value of `TwoSidedTTest` for an
+absolute difference of two `ProportionStatistic`, and its 95% interval."""
+GBSTATS_MEANS = [
+    ((120, 100.0, 1500.0), (125, 140.5, 1900.25), 0.5280719218314363),
+    ((11, -3.0, 40.0), (40, 9.0, 160.0), 0.47234543746904833),
+    ((600, 2100.0, 9000.0), (110, 430.0, 2100.0), 0.04153493561758337),
+]
+"""Count, sum and sum of squares of both arms, and the p-value of the same test of two `SampleMeanStatistic`."""
+
+
+@pytest.mark.parametrize(("control", "treatment", "p_value", "low", "high"), GBSTATS_PROPORTIONS)
+def test_two_proportions_are_those_of_gbstats(control, treatment, p_value: float, low: float, high: float):
     found = two_proportions(control, treatment)
     assert found is not None
-    assert found.p_value == pytest.approx(stats.chi2_contingency(table, correction=False).pvalue, rel=1e-9)
-    rates = [k / n for k, n in (control, treatment)]
-    error = math.sqrt(sum(p * (1 - p) / n for p, (_, n) in zip(rates, (control, treatment), strict=True)))
-    assert found.high - found.difference == pytest.approx(stats.norm.ppf(0.975) * error, rel=1e-9)
+    assert (found.p_value, found.low, found.high) == pytest.approx((p_value, low, high), rel=1e-9)
+
+
+@pytest.mark.parametrize(("control", "treatment", "p_value"), GBSTATS_MEANS)
+def test_means_are_those_of_gbstats(control, treatment, p_value: float):
+    found = welch(Moments(*control), Moments(*treatment))
+    assert found is not None
+    assert found.p_value == pytest.approx(p_value, rel=1e-9)
 
 
 def test_what_cannot_be_compared():
     assert welch(moments([1]), moments([1, 2])) is None
     assert welch(moments([1, 1]), moments([2, 2])) is None
     assert two_proportions((0, 10), (0, 10)) is None
-    assert two_proportions((0, 0), (1, 10)) is None
+    assert two_proportions((0, 1), (1, 10)) is None
 
 
 def test_shares_are_kept_and_nobody_leaves_b_as_it_grows():

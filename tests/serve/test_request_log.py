@@ -28,6 +28,7 @@ from modelwright.serve.request_log.record import FIELDS, RequestRecord
 from modelwright.serve.request_log.redaction import RedactionFailed, TextRedaction
 from modelwright.serve.requests_config import RequestsConfig
 from modelwright.serve.server import ServerThread
+from planted_values import planted_values
 from serve.patience import held, wait_until
 from serve.test_keys import write_keys
 from serve.test_monitoring import samples
@@ -109,6 +110,24 @@ def test_personal_data_reach_no_log_export_or_metric(slow_server, tmp_path: Path
         for one in (secret, secret.replace(" ", "")):
             assert not [1 for content in everything if one.encode() in content], one
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_200_planted_values_reach_neither_log_nor_metrics(slow_server, tmp_path: Path, caplog):
+    """Ten in each request."""
+    path, values = tmp_path / "requests.sqlite", planted_values()
+    server = slow_server(requests=RequestsConfig(log=str(path)), max_running=4)
+    for first in range(0, len(values), 10):
+        together = "; ".join(values[first : first + 10])
+        body = {"model": "tiny", "prompt": f"Entries: {together}.", "max_tokens": 1, "echo": True}
+        assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).status_code == 200
+    wait_until(lambda: num_logged(path) == len(values) / 10)
+    metrics = httpx.get(f"{server.url}/metrics").text
+    server.stop()
+    everything = [file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()]
+    everything += [metrics.encode(), caplog.text.encode()]
+    for value in values:
+        for written in (value, value.replace(" ", "")):
+            assert not [1 for content in everything if written.encode() in content], written
 
 
 def test_a_record_says_what_happened(slow_server, tmp_path: Path, capsys):

@@ -21,6 +21,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--bursts", type=float, nargs=3, metavar=("N", "CALM_H", "BURST_H"),
         help="interruptions per hour in bursts, and mean hours of calm and of a burst")  # fmt: skip
     add("--down-s", type=float, default=0.0, metavar="S", help="seconds until instances are there again (default: 0)")
+    add("--notice-s", type=float, default=0.0, metavar="S",
+        help="seconds from an announcement (SIGTERM) to the interruption (default: 0, none)")  # fmt: skip
     add("--deadline-hours", type=float, default=math.inf, metavar="H", help="change to on-demand to be done by then")
     add("--nodes", type=int, default=1, metavar="N", help="instances of the job (default: 1)")
     add_price_options(parser)
@@ -93,6 +95,16 @@ def _costs(options: argparse.Namespace):
 
 
 def _availability(options: argparse.Namespace):
+    from modelwright.plan.spot.availability import WithNotice
+
+    if not 0 <= options.notice_s < math.inf:
+        raise ConfigError(f"--notice-s: must not be negative, got {options.notice_s}")
+    silent = _unannounced(options)
+    return WithNotice(inner=silent, notice_s=options.notice_s) if options.notice_s else silent
+
+
+def _unannounced(options: argparse.Namespace):
+    """When instances are there, without notices."""
     from modelwright.plan.spot.availability import BurstyInterruptions, PoissonInterruptions, check_rate, read_trace
 
     if not 0 <= options.down_s < math.inf:

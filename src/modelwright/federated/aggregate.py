@@ -1,8 +1,9 @@
 """From the clients' updates to the next global weights: what is refused, what is scaled down, the weighted mean."""
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -33,6 +34,22 @@ class Aggregate:
     total_weight: float
 
 
+class Combine(Protocol):
+    """Puts the changes of clients [M, float64] together, each with its share (they add up to 1), to the change of the
+    global weights [N, float64].
+    """
+
+    def __call__(self, weights: np.ndarray, changes: Sequence[np.ndarray], shares: Sequence[float]) -> np.ndarray: ...
+
+
+def mean_of(weights: np.ndarray, changes: Sequence[np.ndarray], shares: Sequence[float]) -> np.ndarray:
+    """FedAvg's weighted mean."""
+    change = np.zeros(len(changes[0]))
+    for of_client, share in zip(changes, shares, strict=True):
+        change += of_client * share
+    return change
+
+
 def usable_updates(updates: Mapping[str, ClientUpdate], *, size: int) -> dict[str, ClientUpdate]:
     """Those of the right size, with finite values and a finite weight above 0."""
     return {
@@ -52,24 +69,31 @@ def clipped(update: ClientUpdate, most: float) -> ClientUpdate:
     return ClientUpdate(update.change * np.float32(most / norm), update.weight)
 
 
-def mean_update(updates: Mapping[str, ClientUpdate], *, size: int, most: float, max_norm_ratio: float) -> Aggregate:
+def mean_update(
+    updates: Mapping[str, ClientUpdate],
+    *,
+    size: int,
+    most: float,
+    max_norm_ratio: float,
+    weights: np.ndarray | None = None,
+    combine: Combine = mean_of,
+) -> Aggregate:
     """FedAvg's weighted mean of the updates that can be used.
 
-    size: number of weights; most: norm to which updates are scaled down, 0 for `max_norm_ratio` times the median norm
-    alone. Raises `ModelwrightError` if none can be used.
+    size: numbers of an update; most: norm to which updates are scaled down, 0 for `max_norm_ratio` times the median
+    norm alone; weights: the global ones, which `combine` may need. Raises `ModelwrightError` if none can be used.
     """
     usable = usable_updates(updates, size=size)
     if not usable:
         raise ModelwrightError(f"federated: none of {len(updates)} updates can be used")
     bound = max_norm_ratio * statistics.median(update.norm for update in usable.values())
     bound = min(bound, most) if most else bound
-    bounded = {name: clipped(update, bound) for name, update in usable.items()}
-    total = sum(update.weight for update in bounded.values())
-    change = np.zeros(size, dtype=np.float64)
-    for name in sorted(bounded):  # the same sum whatever the order of arrival
-        change += bounded[name].change.astype(np.float64) * (bounded[name].weight / total)
+    bounded = [clipped(usable[name], bound) for name in sorted(usable)]  # the same sum whatever the order of arrival
+    total = sum(update.weight for update in bounded)
+    changes = [update.change.astype(np.float64) for update in bounded]
+    shares = [update.weight / total for update in bounded]
     return Aggregate(
-        change=change,
+        change=combine(np.zeros(size) if weights is None else weights, changes, shares),
         refused=tuple(sorted(updates.keys() - usable.keys())),
         scaled=tuple(sorted(name for name, update in usable.items() if update.norm > bound)),
         total_weight=total,

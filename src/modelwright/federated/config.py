@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from modelwright.core.config import only_for
 from modelwright.core.errors import ConfigError
+from modelwright.federated.lora import FederatedLoraConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +67,7 @@ class FederatedConfig:
     """An update longer than so many times the median of its round is scaled down to that. Not under secure aggregation,
     where only clients see norms: set `privacy.clip_norm` there."""
     seed: int = 0
+    lora: FederatedLoraConfig = field(default_factory=FederatedLoraConfig)
     secure_sum: SecureSumConfig = field(default_factory=SecureSumConfig)
     privacy: ClientPrivacyConfig = field(default_factory=ClientPrivacyConfig)
 
@@ -84,4 +86,10 @@ class FederatedConfig:
         if self.secure_sum.enabled and self.min_clients < self.secure_sum.threshold:
             raise ConfigError(
                 f"min_clients: {self.min_clients} is below secure_sum.threshold, {self.secure_sum.threshold}; raise it"
+            )
+        needs_each = self.lora.r and self.lora.aggregation == "fedex"
+        if needs_each and (self.secure_sum.enabled or self.privacy.noise_multiplier):
+            raise ConfigError(
+                "lora.aggregation: fedex needs every client's own adapters, which secure aggregation and noise hide; "
+                "set ffa"
             )

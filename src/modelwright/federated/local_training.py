@@ -4,7 +4,7 @@ FedAvg makes plain SGD steps, without clipping and decay, so that one step of al
 """
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -52,6 +52,8 @@ class LocalTraining:
     folder: Path
     """For the checkpoints and metrics of the round at hand."""
     seed: int = 0
+    frozen: Sequence[str] = ()
+    """Names of weights that come from the server and are not trained."""
 
     def __post_init__(self) -> None:
         if self.config.optimizer != "sgd":
@@ -62,9 +64,10 @@ class LocalTraining:
     def round(self, weights: np.ndarray, *, number: int, num_steps: int, proximal_mu: float) -> ClientUpdate:
         """Train `num_steps` steps from the global weights [N, float32] in round `number` (from 0).
 
-        The update counts as much as there were labels, all steps together.
+        The update is of the trained weights, and counts as much as there were labels, all steps together.
         """
-        set_weights(self.model, weights)
+        set_weights(self.model, weights, self.frozen)
+        before = weight_vector(self.model)
         counted: list[float] = []
         techniques: list[TechniqueBuilder] = [counted_labels(counted)]
         if proximal_mu:
@@ -82,7 +85,7 @@ class LocalTraining:
                 techniques=techniques,
             )
         )
-        return ClientUpdate(weight_vector(self.model) - weights, sum(counted))
+        return ClientUpdate(weight_vector(self.model) - before, sum(counted))
 
 
 def counted_labels(counts: list[float]) -> TechniqueBuilder:

@@ -20,7 +20,7 @@ from modelwright.core.errors import ModelwrightError
 from modelwright.core.event_log import EventLog
 from modelwright.core.seeds import derive_seed
 from modelwright.federated.accountant import epsilon
-from modelwright.federated.aggregate import ClientUpdate, clipped, mean_update, usable_updates
+from modelwright.federated.aggregate import ClientUpdate, Combine, clipped, mean_of, mean_update, usable_updates
 from modelwright.federated.checkpoint import read_round, write_round
 from modelwright.federated.config import FederatedConfig
 from modelwright.federated.fixed_point import decode
@@ -57,6 +57,9 @@ class FederatedServer:
     """Clients that have a key: the population of which a round takes a sample."""
     folder: Path
     note: Note
+    num_frozen: int = 0
+    """Global weights, the first ones, that clients do not train."""
+    combine: Combine = mean_of
     log: EventLog = field(init=False)
 
     def __post_init__(self) -> None:
@@ -124,15 +127,18 @@ class FederatedServer:
         task = self._task(number)
         answers = self._ask(dict.fromkeys(chosen, task), "update", number)
         updates = {name: _update(message) for name, message in answers.items()}
-        usable = usable_updates(updates, size=len(self.weights))
+        size = len(self.weights) - self.num_frozen
+        usable = usable_updates(updates, size=size)
         self._check_number(len(usable))
         if self.config.privacy.noise_multiplier:
             return self._private_mean(number, usable, refused=sorted(updates.keys() - usable.keys()))
         mean = mean_update(
             updates,
-            size=len(self.weights),
+            size=size,
             most=self.config.privacy.clip_norm,
             max_norm_ratio=self.config.max_norm_ratio,
+            weights=self.weights,
+            combine=self.combine,
         )
         return RoundResult(change=mean.change, clients=sorted(usable), refused=mean.refused, scaled=mean.scaled)
 

@@ -17,9 +17,12 @@ from modelwright.federated.client import FederatedClient
 from modelwright.federated.config import FederatedConfig
 from modelwright.federated.hub import Hub
 from modelwright.federated.local_training import LocalTraining
+from modelwright.federated.lora import attach_federated, combination, frozen_weights
 from modelwright.federated.server import FederatedServer
 from modelwright.federated.transport import read_keys
 from modelwright.federated.weights import set_weights, weight_vector
+from modelwright.model.adapters import merge_adapters
+from modelwright.model.decoder import Decoder
 from modelwright.model.hf import load_model
 from modelwright.objectives.next_token import NextToken
 from modelwright.optim.schedule import ScheduleConfig
@@ -57,17 +60,26 @@ def serve_rounds(
     if len(known) < config.min_clients:
         raise ConfigError(f"{keys}: has {len(known)} clients, min_clients is {config.min_clients}; add keys")
     source = find_model(start).source.folder
-    model = load_model(source)
-    weights = weight_vector(model)
+    model = _begin(source, config)
+    frozen = frozen_weights(model, config.lora)
+    weights = weight_vector(model, frozen)
     hub = Hub(known, host=host, port=port, most_bytes=_most_bytes(len(weights)))
     note(f"waiting for clients at {host}:{hub.port}")
     try:
         server = FederatedServer(
-            config=config, hub=hub, weights=weights, num_known=len(known), folder=folder, note=note
+            config=config,
+            hub=hub,
+            weights=weights,
+            num_known=len(known),
+            folder=folder,
+            note=note,
+            num_frozen=len(weights) - len(weight_vector(model)),
+            combine=combination(model, config.lora),
         )
-        set_weights(model, server.run())
+        set_weights(model, server.run(), frozen)
     finally:
         hub.close()
+    merge_adapters(model)
     with write_artifact(folder / MODEL_FOLDER, kind="federated", digest=digest(config)) as draft:
         save_model_folder(model, Tokenizer.load(source), draft.path)
     return folder / MODEL_FOLDER
@@ -97,7 +109,8 @@ def take_part(
         raise ConfigError(f"--name: {name!r} has no key in {keys}, only {', '.join(known) or 'none'}")
     if threads := read_run_config(rows.config).hardware.num_threads:
         torch.set_num_threads(threads)
-    model = load_model(find_model(start).source.folder)
+    model = _begin(find_model(start).source.folder, config)
+    frozen = frozen_weights(model, config.lora)
     source, training = _rows_of(rows, start, stage, name)
     local = LocalTraining(
         model=model,
@@ -106,6 +119,7 @@ def take_part(
         config=_plain_steps(training, learning_rate),
         folder=folder / ROUND_FOLDER,
         seed=derive_seed(config.seed, "client", name),
+        frozen=frozen,
     )
     FederatedClient(
         name=name,
@@ -114,9 +128,16 @@ def take_part(
         port=port,
         config=config,
         train=local.round,
-        most_bytes=_most_bytes(model.config.num_parameters),
+        most_bytes=_most_bytes(len(weight_vector(model, frozen))),
         note=note,
     ).run()
+
+
+def _begin(folder: Path, config: FederatedConfig) -> Decoder:
+    """The model that all sides begin with, adapters included."""
+    model = load_model(folder)
+    attach_federated(model, config.lora, derive_seed(config.seed, "lora"))
+    return model
 
 
 def _rows_of(run: RunDir, start: Path, stage: str, name: str) -> tuple[PackedLoader, TrainConfig]:
@@ -131,7 +152,9 @@ def _rows_of(run: RunDir, start: Path, stage: str, name: str) -> tuple[PackedLoa
         )
     spec = specs[stage] if stage else list(specs.values())[-1]
     if config.section(spec).lora.r:
-        raise ConfigError(f"{spec.name}.lora.r: federated clients train all weights; choose a --stage without adapters")
+        raise ConfigError(
+            f"{spec.name}.lora.r: adapters of a federated training are in --settings; choose a --stage without them"
+        )
     packed = run.stage(PACK.name).artifact
     read_manifest(packed, kind=PACK.name)
     assert spec.rows is not None

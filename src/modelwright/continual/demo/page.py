@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from modelwright.continual.benchmark import TASKS
-from modelwright.continual.demo.run import MIN_UNITS, REPLAY, Demo, DemoResult
+from modelwright.continual.demo.run import REPLAY, Demo, DemoResult
 from modelwright.continual.loop import DRIFT_FILE, PROMOTION
 from modelwright.core.artifacts import write_atomic
 from modelwright.pipeline.report.blocks import Fact, Note, Page, Section, Table
@@ -90,5 +90,5 @@ def _verdicts(demo: Demo, result: DemoResult) -> list[Note]:
     if result.loop.ending == "promoted":
         promotion = json.loads((demo.update.path / PROMOTION).read_text(encoding="utf-8"))
         units = promotion["test"]["sample_ratio"]["units"]
-        notes.append(Note(f"A/B test: sessions by arm {units}; promoted after {MIN_UNITS} in each."))
+        notes.append(Note(f"A/B test: sessions by arm {units}; promoted after {demo.size.min_units} in each."))
     return notes

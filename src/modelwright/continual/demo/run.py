@@ -11,11 +11,12 @@ import secrets
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from modelwright.continual.benchmark import Benchmark, freeze_benchmark, load_benchmark
+from modelwright.continual.demo.size import DemoSize
 from modelwright.continual.demo.texts import DemoTexts, write_texts
 from modelwright.continual.demo.timeline import Timeline
 from modelwright.continual.demo.traffic import DemoTraffic
@@ -44,12 +45,6 @@ from modelwright.serve.requests_config import RequestsConfig
 
 KEY_VARIABLE = "MODELWRIGHT_DEMO_KEY"
 """Holds a key that lives as long as this process, because only a key's owner may begin a test."""
-WINDOW, NUM_WINDOWS = 200, 6
-"""Requests of a window of the drift monitor, and windows of its reference."""
-RUN_LENGTH = 50.0
-SHIFTED = {"old": 0.5, "new": 0.5}
-"""Sessions by task once users have begun to ask about the new libraries."""
-MIN_UNITS = 100
 REPLAY = 0.25
 _SLACK = 0.005
 """By how much the share of the average may let old texts get worse: a quarter of what the gate permits, because its
@@ -67,6 +62,7 @@ class Demo:
     config: RunConfig
     words: Sequence[str]
     progress: Progress
+    size: DemoSize = field(default_factory=DemoSize)
 
     @property
     def texts(self) -> DemoTexts:
@@ -107,7 +103,7 @@ def run_demo(demo: Demo) -> DemoResult:
     """Carry the demonstration out, or what is left of it. Raises what the steps raise."""
     RunDir(demo.folder).create()
     with lock_folder(demo.folder, "this demonstration; wait for it"):
-        write_texts(demo.texts.folder)
+        write_texts(demo.texts.folder, demo.size)
         execute(demo.config, demo.first, only=(), origin="continual demo", words=demo.words, progress=demo.progress)
         demo.timeline.mark("first model trained")
         benchmark = _benchmark(demo)
@@ -137,10 +133,10 @@ def _serve_and_update(demo: Demo, benchmark: Benchmark) -> LoopResult:
     kept = RequestsConfig(log=str(_log(demo)), ab_state=str(demo.folder / "ab.sqlite"))
     with start_server(demo.current, server, demo.folder, _START_TIMEOUT_S, kept) as running:
         demo.timeline.mark("first model in service")
-        prompts = {task: demo.texts.prompts(task) for task in SHIFTED}
+        prompts = {task: demo.texts.prompts(task) for task in demo.size.shifted}
         with DemoTraffic(running.url, key, prompts, {"old": 1.0, "new": 0.0}) as traffic:
             _freeze_reference(demo, traffic)
-            traffic.shares |= SHIFTED
+            traffic.shares |= demo.size.shifted
             demo.timeline.mark("users ask about new libraries")
             _export_shifted(demo, traffic)
             result = run_loop(
@@ -176,7 +172,7 @@ def _loop_request(demo: Demo, benchmark: Benchmark, server: AbClient) -> LoopReq
         run=demo.update,
         champion=quantized_folder(demo.first),
         drift=DriftTrigger(reference=demo.folder / "drift", requests=(str(_shifted(demo)),)),
-        test=AbTest(client=server, share=0.5, min_units=MIN_UNITS, poll_s=1.0),
+        test=AbTest(client=server, share=0.5, min_units=demo.size.min_units, poll_s=1.0),
         current=demo.current,
     )
 
@@ -187,19 +183,20 @@ def _freeze_reference(demo: Demo, traffic: DemoTraffic) -> None:
     if is_finished(folder):
         return
     since = demo.timeline.mark("users ask about old libraries")
-    _await_requests(demo, traffic, since, WINDOW * NUM_WINDOWS, requests)
-    config = DriftConfig(window_requests=WINDOW, run_length=RUN_LENGTH)
+    num_requests = demo.size.window * demo.size.num_windows
+    _await_requests(demo, traffic, since, num_requests, requests)
+    config = DriftConfig(window_requests=demo.size.window, run_length=demo.size.run_length)
     reference = freeze_reference(read_requests([str(requests)]), None, folder, config, demo.progress)
     demo.progress.note(f"drift: {reference.calibration_line()}")
-    demo.timeline.mark("drift reference frozen", requests=WINDOW * NUM_WINDOWS)
+    demo.timeline.mark("drift reference frozen", requests=num_requests)
 
 
 def _export_shifted(demo: Demo, traffic: DemoTraffic) -> None:
     """A window of the changed traffic."""
     if not _shifted(demo).exists():
         since = demo.timeline.mark("users ask about new libraries")
-        _await_requests(demo, traffic, since, WINDOW, _shifted(demo))
-        demo.timeline.mark("window of changed traffic exported", requests=WINDOW)
+        _await_requests(demo, traffic, since, demo.size.window, _shifted(demo))
+        demo.timeline.mark("window of changed traffic exported", requests=demo.size.window)
 
 
 def _await_requests(demo: Demo, traffic: DemoTraffic, since: float, count: int, target: Path) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from modelwright.continual.demo.size import DemoSize
 from modelwright.core.artifacts import is_finished, read_manifest, write_artifact
 from modelwright.core.errors import DataError
 from modelwright.core.seeds import derive_seed
@@ -17,16 +18,10 @@ from modelwright.data.stdlib_corpus import machine_corpus
 KIND = "demo-texts"
 SOURCES = {"old": ("python:stdlib", "python:topics"), "new": ("python:torch", "python:numpy")}
 """The `source` of machine documents by task."""
-FRACTION = 1.0
-"""Share of the installed modules whose documentation is read."""
 LONGEST_CHARS = 4_000
 FEWEST_CHARS = 100
 HELDOUT_FRACTION = 1 / 8
 """Share of the modules that nothing is trained on."""
-MOST_HELDOUT = 400
-"""Held-out documents of each task, of which the benchmark makes its halves."""
-MOST = {"old": 5_000, "new": 1_500}
-"""Documents that are trained on: an update learns less than the first training."""
 
 
 @dataclass(frozen=True)
@@ -47,17 +42,17 @@ class DemoTexts:
             return [_beginning(Document.from_json(line).text) for line in file]
 
 
-def write_texts(folder: Path) -> DemoTexts:
+def write_texts(folder: Path, size: DemoSize) -> DemoTexts:
     """Write the files, or find those that were written. Raises `DataError` if this machine's libraries have too few."""
     if is_finished(folder):
         read_manifest(folder, kind=KIND, verify=True)
         return DemoTexts(folder)
     by_file: dict[str, list[Document]] = {}
-    for name, document in _documents():
+    for name, document in _documents(size.fraction):
         by_file.setdefault(name, []).append(document)
     with write_artifact(folder, kind=KIND, digest="") as draft:
-        for task, most in MOST.items():
-            for name, limit in ((task, most), (f"{task}-heldout", MOST_HELDOUT)):
+        for task, most in size.most.items():
+            for name, limit in ((task, most), (f"{task}-heldout", size.most_heldout)):
                 chosen = _drawn(by_file.get(name, []), limit)
                 if not chosen:
                     raise DataError(f"{name}: this machine has no such text; install Python with its sources")
@@ -66,14 +61,14 @@ def write_texts(folder: Path) -> DemoTexts:
     return DemoTexts(folder)
 
 
-def _documents() -> Iterator[tuple[str, Document]]:
+def _documents(fraction: float) -> Iterator[tuple[str, Document]]:
     """Prose with the name of its file, each text once: libraries repeat docstrings, and one could be both held out and
     learned. Held-out documents come first, so that of two equal ones the held-out one stays.
     """
     tasks = {source: task for task, sources in SOURCES.items() for source in sources}
     prose = [
         document
-        for document in machine_corpus(fraction=FRACTION, skip=lambda reason, file: None)
+        for document in machine_corpus(fraction=fraction, skip=lambda reason, file: None)
         if document.kind == "prose" and FEWEST_CHARS <= len(document.text) <= LONGEST_CHARS
     ]
     seen: set[str] = set()

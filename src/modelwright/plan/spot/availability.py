@@ -5,7 +5,7 @@ import json
 import math
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,10 +14,13 @@ from modelwright.core.errors import ConfigError, DataError
 
 @dataclass(frozen=True)
 class Presence:
-    """Instances are there for `up_s` seconds, then missing for `down_s`."""
+    """Instances are there for `up_s` seconds, then missing for `down_s`. Of the former, the job knows for the last
+    `notice_s` seconds that they end: it saves what it has and stops.
+    """
 
     up_s: float
     down_s: float
+    notice_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +114,23 @@ class SpotTrace:
         return [(is_up, len(list(group))) for is_up, group in itertools.groupby(present)]
 
 
-Availability = PoissonInterruptions | BurstyInterruptions | SpotTrace
+@dataclass(frozen=True, kw_only=True)
+class WithNotice:
+    """Instances whose interruptions are announced."""
+
+    inner: PoissonInterruptions | BurstyInterruptions | SpotTrace
+    notice_s: float
+
+    @property
+    def mtbf_s(self) -> float:
+        return self.inner.mtbf_s
+
+    def periods(self, seed: int) -> Iterator[Presence]:
+        for period in self.inner.periods(seed):
+            yield replace(period, notice_s=self.notice_s)
+
+
+Availability = PoissonInterruptions | BurstyInterruptions | SpotTrace | WithNotice
 
 
 def read_trace(path: Path, *, needed: int = 1) -> SpotTrace:

@@ -42,31 +42,46 @@ def num_checkpoints(work_s: float, interval_s: float) -> int:
 def simulate(work_s: float, *, interval_s: float, costs: CheckpointCosts, periods: Iterable[Presence]) -> SpotOutcome:
     """Run the job on spot instances until it is done. The first start takes no recovery.
 
-    Raises `ConfigError` if no period of presence is ever long enough for a recovery and a checkpoint.
+    An interruption that is announced early enough for a checkpoint loses nothing but the time of its notice. Raises
+    `ConfigError` if no period of presence is ever long enough for a recovery and a checkpoint.
     """
     left_s, wall_s, spot_s, lost_s = work_s, 0.0, 0.0, 0.0
-    segment_s = interval_s + costs.stall_s
     starts_new = True
     for number, period in enumerate(islice(periods, MOST_PERIODS)):
         recovery_s = 0.0 if starts_new else costs.recovery_s
-        useful_s = period.up_s - recovery_s
+        useful_s = period.up_s - period.notice_s - recovery_s
         needed_s = left_s + num_checkpoints(left_s, interval_s) * costs.stall_s
         if useful_s >= needed_s:
             busy_s = recovery_s + needed_s
             return SpotOutcome(wall_s=wall_s + busy_s, spot_s=spot_s + busy_s, lost_s=lost_s, num_interruptions=number)
-        saved = max(0, math.floor(useful_s / segment_s))
-        left_s -= saved * interval_s
-        lost_s += period.up_s - saved * segment_s - (recovery_s if useful_s >= 0 else 0.0)
+        saved_s, gone_s = _saved(useful_s, left_s, interval_s, costs, period.notice_s)
+        left_s -= saved_s
+        lost_s += gone_s if useful_s >= 0 else period.up_s - period.notice_s
         wall_s += period.up_s + period.down_s
         spot_s += period.up_s
         starts_new = starts_new and period.up_s == 0
     raise ConfigError(f"interval: {interval_s:.0f} s of work between checkpoints never end; choose a shorter one")
 
 
+def _saved(
+    useful_s: float, left_s: float, interval_s: float, costs: CheckpointCosts, notice_s: float
+) -> tuple[float, float]:
+    """Seconds of work that a presence with `useful_s` seconds for work and checkpoints saves, and those of work and of
+    an unfinished checkpoint that are lost at its end.
+    """
+    segment_s = interval_s + costs.stall_s
+    num_whole = max(0, math.floor(useful_s / segment_s))
+    saved_s, rest_s = num_whole * interval_s, useful_s - num_whole * segment_s
+    if rest_s > 0 and notice_s >= costs.stall_s:
+        return min(left_s, saved_s + min(rest_s, interval_s)), 0.0
+    return saved_s, rest_s
+
+
 def simulate_with_deadline(
     work_s: float, *, deadline_s: float, interval_s: float, costs: CheckpointCosts, periods: Iterable[Presence]
 ) -> SpotOutcome:
-    """Run the job on spot instances as long as on-demand instances could still finish it in time.
+    """Run the job on spot instances as long as on-demand instances could still finish it in time. Notices of
+    interruptions are not made use of, which errs on the safe side.
 
     Slack is the time until the deadline beyond what on-demand instances need from the last checkpoint on: a start, the
     work, its checkpoints. Waiting, recoveries and lost work use it up; saved work does not. A segment is begun only if

@@ -1,5 +1,5 @@
-"""Tests for a number of observations that was fixed beforehand, for those who wait for it: Welch's t-test and the
-two-proportion z-test. Who looks earlier and stops at what pleases reads `sequential` instead.
+"""Welch's t-test of means and of proportions, for a number of observations that was fixed beforehand; the p-values are
+those of GrowthBook's gbstats. Who looks earlier and stops at what pleases reads `sequential` instead.
 """
 
 import math
@@ -44,35 +44,46 @@ class Moments:
 
 
 def welch(control: Moments, treatment: Moments, *, level: float = 0.95) -> FixedHorizonResult | None:
-    """Welch's t-test with Satterthwaite's degrees of freedom (Welch 1947); None without two observations in each arm or
-    without any variance.
-    """
-    if control.count < 2 or treatment.count < 2:
+    """Welch's t-test (Welch 1947); None without two observations in each arm or without any variance."""
+    if min(control.count, treatment.count) < 2:
         return None
-    parts = [arm.variance / arm.count for arm in (control, treatment)]
-    variance = sum(parts)
+    parts = (_Part(arm.mean, arm.variance, arm.count) for arm in (control, treatment))
+    return _t_test(*parts, level=level)
+
+
+def two_proportions(
+    control: tuple[int, int], treatment: tuple[int, int], *, level: float = 0.95
+) -> FixedHorizonResult | None:
+    """The same of the shares of observations with an event. An arm is (events, observations). None without two
+    observations in each arm, or if all of them or none are events.
+    """
+    if min(control[1], treatment[1]) < 2:
+        return None
+    parts = (_Part(k / n, k / n * (1 - k / n), n) for k, n in (control, treatment))
+    return _t_test(*parts, level=level)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """An arm: the mean and variance of its observations, and their number."""
+
+    mean: float
+    variance: float
+    count: int
+
+    @property
+    def squared_error(self) -> float:
+        """Of the mean."""
+        return self.variance / self.count
+
+
+def _t_test(control: _Part, treatment: _Part, *, level: float) -> FixedHorizonResult | None:
+    """With Satterthwaite's degrees of freedom."""
+    variance = control.squared_error + treatment.squared_error
     if not variance > 0:
         return None
-    counts = (control.count, treatment.count)
-    degrees = variance**2 / sum(part**2 / (n - 1) for part, n in zip(parts, counts, strict=True))
+    degrees = variance**2 / sum(arm.squared_error**2 / (arm.count - 1) for arm in (control, treatment))
     difference, error = treatment.mean - control.mean, math.sqrt(variance)
     half = float(stdtrit(degrees, (1 + level) / 2)) * error
     p_value = 2 * float(stdtr(degrees, -abs(difference) / error))
     return FixedHorizonResult(difference, difference - half, difference + half, p_value)
-
-
-def two_proportions(control: tuple[int, int], treatment: tuple[int, int]) -> FixedHorizonResult | None:
-    """The z-test of two proportions, with the pooled variance for the p-value and each arm's own for the interval. An
-    arm is (events, observations). None without observations in both arms, or if all of them or none are events.
-    """
-    (k_a, n_a), (k_b, n_b) = control, treatment
-    if not n_a or not n_b or not 0 < k_a + k_b < n_a + n_b:
-        return None
-    p_a, p_b, pooled = k_a / n_a, k_b / n_b, (k_a + k_b) / (n_a + n_b)
-    error = math.sqrt(pooled * (1 - pooled) * (1 / n_a + 1 / n_b))
-    half = _Z_95 * math.sqrt(p_a * (1 - p_a) / n_a + p_b * (1 - p_b) / n_b)
-    p_value = math.erfc(abs(p_b - p_a) / error / math.sqrt(2))
-    return FixedHorizonResult(p_b - p_a, p_b - p_a - half, p_b - p_a + half, p_value)
-
-
-_Z_95 = 1.959963984540054

@@ -1,0 +1,148 @@
+"""Claim: a search finds a better shape than random draws, successive halving and scaling at the same budget.
+
+One search by the product's own command: every strategy may spend as much training as the others, the shared weights of
+the supernet included, under the latency and the parameters of the run's own model. Each strategy's best candidate is
+then trained with three seeds that no strategy has seen; the searched shape is the better one of the two searching
+strategies by the seed of the search.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from modelwright.core.progress import SilentProgress
+from modelwright.recipes.load import load
+from modelwright.search.result import PROMISE_MARGIN, Contender, SearchResult
+from modelwright.search.run import SearchConfig, search
+from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict
+from modelwright_claims.judging import Judgment
+from modelwright_claims.statistics import estimate, exact, percent_above
+
+SEARCHING = ("supernet", "tpe")
+RIVALS = ("random", "halving", "scaled", "standard")
+"""At the same budget; `standard`, the run's own shape, is one training."""
+NUM_UNSEEN = 3
+SEARCHED, UNSEEN, SPENT = "loss in the search, ", "loss on unseen seeds, ", "spent, "
+PROMISED, MEASURED, TAU = "promised ms a token", "measured ms a token", "Kendall's tau"
+
+
+def measure(setting: Setting) -> Measurement:
+    wish = SearchConfig(
+        budget=1.0 if setting.quick else 5.0,
+        num_steps=4 if setting.quick else 150,
+        strategies=(*SEARCHING, "random", "halving", "scaled"),
+        num_repetitions=NUM_UNSEEN,
+    )
+    request = load("continual-demo", settings(setting), str(setting.folder / "search"))
+    words = ["search", "continual-demo"]
+    result = search(request.config, request.run, wish, words=words, progress=SilentProgress(), restart=False)
+    return Measurement(samples=samples_of(result), conditions=conditions_of(result, wish))
+
+
+def settings(setting: Setting) -> Mapping[str, Any]:
+    shape = {"vocab_size": 1024, "num_layers": 3, "model_dim": 128, "num_heads": 4, "num_kv_heads": 4, "ffn_dim": 352}
+    if setting.quick:
+        shape = {**shape, "num_layers": 2, "model_dim": 64, "num_heads": 2, "num_kv_heads": 2, "ffn_dim": 176}
+    return {
+        "name": "search",
+        "stages": ["clean", "tokenize", "pack", "pretrain"],
+        "data": {"stdlib_fraction": 0.06 if setting.quick else 0.5},
+        "tokenizer": {"vocab_size": shape["vocab_size"]},
+        "model": shape,
+    }
+
+
+def samples_of(result: SearchResult) -> dict[str, list[float]]:
+    samples = {PROMISED: [result.promise.promised_ms], MEASURED: [result.promise.measured_ms]}
+    for contender in result.contenders:
+        samples |= _samples_of(contender)
+    for finding in result.findings:
+        if finding.name == "kendall_tau" and finding.figures["tau"] is not None:
+            samples[TAU] = [float(finding.figures[name]) for name in ("tau", "low", "high", "num_candidates")]
+    return samples
+
+
+def _samples_of(contender: Contender) -> dict[str, list[float]]:
+    """A training that failed has an infinite loss; a strategy that has trained nothing has no losses."""
+    name, losses = contender.strategy.name, [math.inf if loss is None else loss for loss in contender.losses]
+    spent = {SPENT + name: [contender.spent]}
+    return spent | ({SEARCHED + name: losses[:1], UNSEEN + name: losses[1:]} if losses else {})
+
+
+def conditions_of(result: SearchResult, wish: SearchConfig) -> Conditions:
+    shapes = {one.strategy.name: one.best.choices for one in result.contenders if one.best is not None}
+    return {
+        "budget of each strategy": f"{wish.budget:g} trainings of the run's own model, the supernet's included",
+        "steps of a training": wish.num_steps,
+        "limit of latency": f"{result.limits.latency_ms:.3f} ms a token, the run's own model's",
+        "limit of parameters": result.limits.num_parameters,
+        "winner": result.winner.strategy.name,
+        "text": "documentation and code of the interpreter's libraries",
+        "promise": "of the winner over all seeds, measured again in a fresh engine",
+        **{f"shape, {name}": ", ".join(f"{key} {value}" for key, value in of.items()) for name, of in shapes.items()},
+    }
+
+
+def judge(samples: Samples, conditions: Conditions) -> Verdict:
+    """Met when the searched shape's loss on unseen seeds is below that of each rival, nothing spent more than the
+    others, and the winner's latency is within a tenth of what was promised."""
+    judgment = Judgment()
+    found = found_by(samples)
+    for rival in RIVALS:
+        with judgment.part():
+            above = percent_above(samples[UNSEEN + found], samples[UNSEEN + rival])
+            judgment.figures[f"loss of the searched shape above that of {rival}"] = above.figure("%")
+            judgment.below(f"loss above {rival}", above, 0.0, "%")
+            judgment.said.append(f"{above.mean:+.2f}% beside {rival}")
+    with judgment.part():
+        (promised,), (measured,) = samples[PROMISED], samples[MEASURED]
+        gap = exact(100 * (measured / promised - 1))
+        judgment.figures["latency beside the promise"] = gap.figure("%")
+        judgment.require(
+            abs(gap.mean) <= 100 * PROMISE_MARGIN,
+            f"the winner decodes in {measured:.3f} ms a token, promised {promised:.3f} ({gap.mean:+.1f}%)",
+        )
+        judgment.said.append(f"searched by {found}; latency {gap.mean:+.1f}% beside the promise")
+    with judgment.part():
+        tau, low, high, count = samples[TAU]
+        judgment.figures[TAU] = exact(tau).figure("")
+        judgment.said.append(f"Kendall's tau of the supernet {tau:.2f} ({low:.2f} to {high:.2f}, {count:.0f} shapes)")
+    _costs(judgment, samples)
+    return judgment.verdict()
+
+
+def found_by(samples: Samples) -> str:
+    """The searching strategy with the lower loss in the search itself."""
+    tried = [name for name in SEARCHING if SEARCHED + name in samples]
+    return min(tried or SEARCHING, key=lambda name: samples[SEARCHED + name][0])
+
+
+def _costs(judgment: Judgment, samples: Samples) -> None:
+    names: Sequence[str] = [*SEARCHING, *RIVALS]
+    for name in names:
+        with judgment.beside():
+            judgment.figures[f"held-out loss on unseen seeds, {name}"] = estimate(samples[UNSEEN + name]).figure("nats")
+        with judgment.beside():
+            judgment.figures[SPENT + name] = exact(samples[SPENT + name][0]).figure("trainings")
+
+
+CLAIM = Claim(
+    name="architecture_search",
+    statement="A search finds a better shape than random draws, successive halving and the standard shape scaled, at "
+    "the same budget.",
+    source="Yu et al., BigNAS, ECCV 2020 (arXiv:2003.11142); Li and Talwalkar, Random Search and Reproducibility for "
+    "Neural Architecture Search, UAI 2019 (arXiv:1902.07638)",
+    published="direction, no figure for language models; 2019: random search with early stopping is as good as weight "
+    "sharing",
+    compared="supernet and TPE against random draws, successive halving of random draws, the standard shape scaled and "
+    "as it is, at an equal budget that includes the supernet's training; three seeds that no strategy has seen",
+    target=f"a lower held-out loss than each of them on {NUM_UNSEEN} unseen seeds, and the winner's latency within "
+    f"{100 * PROMISE_MARGIN:.0f}% of the promise",
+    headline=(
+        *(f"loss of the searched shape above that of {rival}" for rival in RIVALS),
+        "latency beside the promise",
+        TAU,
+    ),
+    measure=measure,
+    judge=judge,
+)

@@ -1,0 +1,255 @@
+"""Federated and central fine-tuning on the same rows, over loopback with a process for each client.
+
+A small model is trained on the documentation of the standard library; that of PyTorch and NumPy is what the clients
+hold, dealt at random or by module. Central training takes the rows of all clients together.
+"""
+
+import json
+import secrets
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from safetensors.torch import load_model, save_model
+
+from modelwright.core.artifacts import write_atomic
+from modelwright.core.config import parse
+from modelwright.core.rundir import StageDir
+from modelwright.core.seeds import derive_seed
+from modelwright.data.document import Document
+from modelwright.data.loader import PackedLoader, PackedRows
+from modelwright.data.pack import PackConfig, pack
+from modelwright.data.stdlib_corpus import machine_corpus
+from modelwright.data.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
+from modelwright.federated.client import FederatedClient
+from modelwright.federated.config import FederatedConfig
+from modelwright.federated.hub import Hub
+from modelwright.federated.local_training import LocalTraining
+from modelwright.federated.server import FederatedServer
+from modelwright.federated.weights import set_weights, weight_vector
+from modelwright.model.decoder import Decoder
+from modelwright.objectives.next_token import NextToken
+from modelwright.train.build import train
+from modelwright.train.config import TrainConfig
+from modelwright.train.job import TrainJob
+from modelwright_claims.training_run import HELDOUT_ROWS, loss_on
+from modelwright_claims.workbench import VOCAB_SIZE, Size
+
+NUM_CLIENTS = 4
+NAMES = tuple(f"client-{number}" for number in range(NUM_CLIENTS))
+OLD_SOURCES, NEW_SOURCES = ("python:stdlib", "python:topics"), ("python:torch", "python:numpy")
+Split = Literal["iid", "module"]
+Method = Literal["iid", "module", "sgd", "adamw"]
+"""Federated averaging over clients of either split, or central training by either optimizer."""
+ROUND_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Sizes that all runs share. Central training makes `num_clients x num_rounds x local_steps` steps."""
+
+    model: Size
+    num_rounds: int
+    local_steps: int
+    fraction: float
+
+    @property
+    def num_central_steps(self) -> int:
+        return NUM_CLIENTS * self.num_rounds * self.local_steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class FederatedRun:
+    """One training. heldout: the split on which its loss is taken."""
+
+    plan: Plan
+    method: Method
+    learning_rate: float
+    seed: int
+    heldout: Literal["validation", "test"] = "test"
+
+
+def prepare(folder: Path, plan: Plan) -> None:
+    """Write the rows of all sides and the first model into `folder`, unless they are there."""
+    if (folder / "done").exists():
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    documents = [one for one in machine_corpus(fraction=plan.fraction, skip=lambda *_: None) if one.kind == "prose"]
+    old = [one for one in documents if one.source in OLD_SOURCES and one.split == "train"]
+    new = [one for one in documents if one.source in NEW_SOURCES]
+    tokenizer = train_tokenizer((one.text for one in old), TokenizerConfig(vocab_size=VOCAB_SIZE))
+    _pack(old, folder / "old", tokenizer, plan)
+    heldout = [one for one in new if one.split == "heldout"]
+    for number, name in enumerate(("validation", "test")):
+        _pack(heldout[number::2], folder / name, tokenizer, plan)
+    training = [one for one in new if one.split == "train"]
+    _pack(training, folder / "central", tokenizer, plan)
+    for split in ("iid", "module"):
+        for name, own in zip(NAMES, dealt(training, split), strict=True):
+            _pack(own, folder / split / name, tokenizer, plan)
+    model = Decoder(plan.model.model_config(tokenizer.vocab_size))
+    model.init_weights(0)
+    loader = PackedLoader(PackedRows(folder / "old"), batch_rows=plan.model.batch_rows, seed=0)
+    _train(model, loader, plan.model.train_config(), folder / "first", seed=0)
+    save_model(model, str(folder / "first.safetensors"))
+    write_atomic(folder / "done", json.dumps({"vocab_size": tokenizer.vocab_size}))
+
+
+def dealt(documents: Sequence[Document], split: Split) -> list[list[Document]]:
+    """The documents of each client, about as many characters for all: at random, or whole modules in the order of
+    their names, so that neighbors in a library stay together.
+    """
+    if split == "iid":
+        ordered = sorted(documents, key=lambda one: derive_seed(0, "deal", one.id))
+    else:
+        ordered = sorted(documents, key=lambda one: (one.meta["module"], one.id))
+    ends = np.cumsum([len(one.text) for one in ordered])
+    clients = np.minimum(NUM_CLIENTS - 1, (ends - 1) * NUM_CLIENTS // ends[-1])
+    if split == "module":  # a module goes where it begins
+        first = {one.meta["module"]: client for one, client in reversed(list(zip(ordered, clients, strict=True)))}
+        clients = [first[one.meta["module"]] for one in ordered]
+    return [[one for one, at in zip(ordered, clients, strict=True) if at == client] for client in range(NUM_CLIENTS)]
+
+
+def _pack(documents: Sequence[Document], folder: Path, tokenizer: Tokenizer, plan: Plan) -> None:
+    sequences = ((ids, None) for ids in tokenizer.encode_documents([one.text for one in documents]))
+    config = PackConfig(seq_len=plan.model.seq_len, mode="best_fit")
+    pack(sequences, folder, config, vocab_size=tokenizer.vocab_size, eos_id=tokenizer.eos_id)
+
+
+def heldout_loss(folder: Path, run: FederatedRun) -> float:
+    """Make one training and return the held-out loss at its end, in nats per token. folder: of `prepare`."""
+    model = _first_model(folder, run.plan)
+    if run.method in ("sgd", "adamw"):
+        loader = PackedLoader(PackedRows(folder / "central"), batch_rows=run.plan.model.batch_rows, seed=run.seed)
+        _train(model, loader, _central_config(run), folder / "central-stage", seed=run.seed)
+    else:
+        set_weights(model, _federated(folder, run, weight_vector(model)))
+    return loss_on(model, list(PackedRows(folder / run.heldout).batches(HELDOUT_ROWS)))
+
+
+def first_loss(folder: Path, run: FederatedRun) -> float:
+    """The held-out loss of the model that every training starts from."""
+    return loss_on(_first_model(folder, run.plan), list(PackedRows(folder / run.heldout).batches(HELDOUT_ROWS)))
+
+
+def _first_model(folder: Path, plan: Plan) -> Decoder:
+    model = Decoder(plan.model.model_config(json.loads((folder / "done").read_text())["vocab_size"]))
+    load_model(model, folder / "first.safetensors")
+    return model
+
+
+def _central_config(run: FederatedRun) -> TrainConfig:
+    """Plain steps as clients make them, or AdamW with warmup and decay."""
+    if run.method == "sgd":
+        return _plain_steps(run, run.plan.num_central_steps)
+    return run.plan.model.train_config(num_steps=run.plan.num_central_steps, learning_rate=run.learning_rate)
+
+
+def _plain_steps(run: FederatedRun, num_steps: int) -> TrainConfig:
+    plain: dict[str, Any] = {
+        "optimizer": "sgd",
+        "learning_rate": run.learning_rate,
+        "batch_tokens": run.plan.model.batch_tokens,
+        "num_steps": num_steps,
+        "weight_decay": 0.0,
+        "max_grad_norm": 0.0,
+        "schedule": {"kind": "constant", "warmup_fraction": 0.0},
+        "precision": {"policy": "fp32"},
+        "eval_every_steps": 0,
+        "checkpoint_every_minutes": 0,
+        "keep_best": False,
+    }
+    return parse(TrainConfig, plain, constants=True)
+
+
+def _train(model: Decoder, loader: PackedLoader, config: TrainConfig, stage: Path, *, seed: int) -> None:
+    shutil.rmtree(stage, ignore_errors=True)
+    train(
+        TrainJob(
+            model=model,
+            objective=NextToken(loader),
+            config=config,
+            num_steps=config.num_steps,
+            stage=StageDir(stage),
+            seed=seed,
+            input_digest="claim",
+        )
+    )
+
+
+def _federated(folder: Path, run: FederatedRun, weights: np.ndarray) -> np.ndarray:
+    """The global weights after all rounds, with a process of one thread for each client."""
+    keys = {name: secrets.token_bytes(32) for name in NAMES}
+    config = _federated_config(run)
+    hub = Hub(keys, host="127.0.0.1", port=0, most_bytes=_most_bytes(len(weights)))
+    spawn = get_context("spawn")
+    clients = [
+        spawn.Process(target=_take_part, args=(folder, run, name, key, hub.port), daemon=True)
+        for name, key in keys.items()
+    ]
+    rounds = folder / "server"
+    shutil.rmtree(rounds, ignore_errors=True)
+    try:
+        for client in clients:
+            client.start()
+        hub.wait_for(NUM_CLIENTS, timeout_s=ROUND_TIMEOUT_S)
+        server = FederatedServer(
+            config=config, hub=hub, weights=weights, num_known=NUM_CLIENTS, folder=rounds, note=lambda line: None
+        )
+        return server.run()
+    finally:
+        hub.close()
+        for client in clients:
+            client.kill()
+            client.join()
+
+
+def _federated_config(run: FederatedRun) -> FederatedConfig:
+    return FederatedConfig(
+        num_rounds=run.plan.num_rounds,
+        local_steps=run.plan.local_steps,
+        min_clients=NUM_CLIENTS,
+        round_timeout_s=ROUND_TIMEOUT_S,
+    )
+
+
+def _most_bytes(num_weights: int) -> int:
+    return 8 * num_weights + 2**20
+
+
+def _take_part(folder: Path, run: FederatedRun, name: str, key: bytes, port: int) -> None:
+    """A client's whole process."""
+    torch.set_num_threads(1)
+    model = _first_model(folder, run.plan)
+    rows = PackedRows(folder / run.method / name)
+    local = LocalTraining(
+        model=model,
+        source=PackedLoader(rows, batch_rows=run.plan.model.batch_rows, seed=derive_seed(run.seed, name)),
+        objective=NextToken,
+        config=_plain_steps(run, run.plan.local_steps),
+        folder=folder / "rounds" / name,
+        seed=run.seed,
+    )
+    FederatedClient(
+        name=name,
+        key=key,
+        host="127.0.0.1",
+        port=port,
+        config=_federated_config(run),
+        train=local.round,
+        most_bytes=_most_bytes(len(weight_vector(model))),
+        note=lambda line: None,
+    ).run()
+
+
+def sizes(folder: Path) -> Mapping[str, int]:
+    """Rows of each client, by `split/name`."""
+    return {
+        f"{split}/{name}": PackedRows(folder / split / name).num_rows for split in ("iid", "module") for name in NAMES
+    }

@@ -1,0 +1,339 @@
+"""Claim: replay keeps old tasks through three successive updates within 1% of training from scratch on everything, at
+half of its compute at most.
+
+A model learns the documentation of the standard library; then three updates bring that of NumPy, that of PyTorch, and
+code, each by the product's own update (`continual.update`) with a share of replayed rows. Beside them stands one model
+of the same size that learned all four bodies from random weights with the compute of the first model and its updates
+together: the capacity floor. Losses are bits per byte of held-out modules; the share of replay is chosen on one half of
+these documents and reported on the other.
+"""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from modelwright.continual.benchmark import TASKS, Benchmark, Half, freeze_benchmark, load_benchmark
+from modelwright.continual.update import UpdateRequest, run_update
+from modelwright.core.artifacts import is_finished
+from modelwright.core.progress import SilentProgress
+from modelwright.core.rundir import RunDir
+from modelwright.data.tokenizer import Tokenizer
+from modelwright.evaluate.config import EvaluateConfig
+from modelwright.evaluate.record_costs import record_costs
+from modelwright.model.hf import load_model
+from modelwright.pipeline.models import find_model
+from modelwright_claims import product_runs, update_texts
+from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict
+from modelwright_claims.experiment import open_cache
+from modelwright_claims.judging import Judgment
+from modelwright_claims.product_runs import facts_of, make_run, side_by_side
+from modelwright_claims.statistics import estimate, percent_above, ratios
+from modelwright_claims.update_texts import OLD, UPDATES, UpdateTexts, write_texts
+
+MOST_ABOVE = 1.0
+"""Percent of the loss of training from scratch on everything."""
+MOST_COMPUTE = 0.5
+"""Of the compute of training from scratch on everything."""
+AT_ONCE = 2
+SCRATCH, FIRST = "from scratch on everything", "first model"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """How large a measurement is."""
+
+    seeds: tuple[int, ...]
+    fraction: float
+    most_old: int
+    most_new: int
+    most_heldout: int
+    num_steps: int
+    """Updates of the first model."""
+    model: Mapping[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """How the updates are made."""
+
+    replay: float
+    average: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"replay {self.replay:.0%}" + (", averaged" if self.average else "")
+
+
+ARMS = (
+    Arm(replay=0.0), Arm(replay=0.01), Arm(replay=0.05), Arm(replay=0.25), Arm(replay=0.05, average=True),
+)  # fmt: skip
+"""The last one is what an update does unless it is told otherwise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChainJob:
+    """The work of one process. name: of the arm, `FIRST` or `SCRATCH`."""
+
+    folder: Path
+    scale: Scale
+    seed: int
+    name: str
+    num_steps: int = 0
+    """Of the model from scratch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chain:
+    """flops, steps: of all its trainings; bits: bits per byte at the end by `half/task`; after: of old texts on the
+    test half after each training.
+    """
+
+    flops: float
+    num_steps: int
+    bits: Mapping[str, float]
+    after: Sequence[float]
+
+
+def scale_of(setting: Setting) -> Scale:
+    model = {"num_layers": 1, "model_dim": 64, "num_heads": 2, "num_kv_heads": 2, "ffn_dim": 128}
+    if setting.quick:
+        return Scale(
+            seeds=(0,), fraction=0.15, most_old=200, most_new=60, most_heldout=50, num_steps=20,
+            model={"vocab_size": 512, **model},
+        )  # fmt: skip
+    model = {"num_layers": 2, "model_dim": 128, "num_heads": 4, "num_kv_heads": 4, "ffn_dim": 352}
+    return Scale(
+        seeds=(0, 1, 2, 3), fraction=1.0, most_old=3000, most_new=400, most_heldout=160, num_steps=400,
+        model={"vocab_size": 1024, **model},
+    )  # fmt: skip
+
+
+def measure(setting: Setting) -> Measurement:
+    scale, folder = scale_of(setting), setting.folder / "forgetting"
+    write_texts(
+        folder / "texts",
+        fraction=scale.fraction,
+        most_old=scale.most_old,
+        most_new=scale.most_new,
+        most_heldout=scale.most_heldout,
+    )
+    _benchmark(folder)
+    arms = ARMS[:1] + ARMS[-2:] if setting.quick else ARMS
+    first = _make(setting, [ChainJob(folder=folder, scale=scale, seed=seed, name=FIRST) for seed in scale.seeds])
+    names = [arm.name for arm in arms]
+    jobs = [ChainJob(folder=folder, scale=scale, seed=seed, name=name) for seed in scale.seeds for name in names]
+    made = dict(zip(((job.seed, job.name) for job in jobs), _make(setting, jobs), strict=True))
+    whole = [
+        ChainJob(folder=folder, scale=scale, seed=seed, name=SCRATCH, num_steps=_steps_of_all(seed, names, made))
+        for seed in scale.seeds
+    ]
+    chains: dict[str, list[Chain]] = {FIRST: first, SCRATCH: _make(setting, whole)}
+    chains |= {name: [made[seed, name] for seed in scale.seeds] for name in names}
+    samples = {sample: values for name, of in chains.items() for sample, values in _samples(name, of).items()}
+    return Measurement(samples=samples, conditions=_conditions(scale))
+
+
+def _steps_of_all(seed: int, names: Sequence[str], made: Mapping[tuple[int, str], Chain]) -> int:
+    """The most steps of a first model and its updates, so that the model from scratch has at least that compute."""
+    return max(made[seed, name].num_steps for name in names)
+
+
+def _make(setting: Setting, jobs: Sequence[ChainJob]) -> list[Chain]:
+    """What the jobs give; what an earlier call has made is kept. Updates need their first model in the folder."""
+    cache = open_cache(setting, product_runs, update_texts, name="forgetting")
+    keys = [{"scale": asdict(job.scale), "seed": job.seed, "name": job.name, "steps": job.num_steps} for job in jobs]
+    missing = [number for number, key in enumerate(keys) if key not in cache]
+    if missing and jobs[0].name not in (FIRST, SCRATCH):
+        seeds = sorted({jobs[number].seed for number in missing})
+        side_by_side(setting, run_chain, [replace(jobs[0], seed=one, name=FIRST) for one in seeds], at_once=AT_ONCE)
+    for number, chain in zip(
+        missing, side_by_side(setting, run_chain, [jobs[number] for number in missing], at_once=AT_ONCE), strict=True
+    ):
+        cache[keys[number]] = chain
+    return [Chain(**cache[key]) for key in keys]
+
+
+def run_chain(job: ChainJob) -> Chain:
+    """Make the first model, the model from scratch, or three updates in a row; a process's whole work."""
+    texts, benchmark = UpdateTexts(job.folder / "texts"), _benchmark(job.folder)
+    place = job.folder / f"seed-{job.seed}"
+    if job.name == FIRST:
+        run = _from_scratch(job, [texts.train(OLD)], job.scale.num_steps, place / "first", benchmark)
+        return _chain([run], [_bits(run, benchmark)])
+    if job.name == SCRATCH:
+        sources = [texts.train(body) for body in (OLD, *UPDATES)]
+        run = _from_scratch(job, sources, job.num_steps, place / "scratch", benchmark)
+        return _chain([run], [_bits(run, benchmark)])
+    arm = next(arm for arm in ARMS if arm.name == job.name)
+    runs = [RunDir(place / "first")]
+    measured = [_bits(runs[0], benchmark)]
+    for number, body in enumerate(UPDATES):
+        run = RunDir(place / arm.name.replace(" ", "-") / body)
+        request = UpdateRequest(
+            model=runs[-1].path,
+            new=(texts.train(body),),
+            old=tuple(texts.train(before) for before in (OLD, *UPDATES[:number])),
+            replay=arm.replay,
+            average=arm.average,
+            settings=_update_settings(job, arm),
+        )
+        run_update(request, benchmark, run, words=["continual", str(runs[-1].path)], progress=SilentProgress())
+        runs.append(run)
+        measured.append(_bits(run, benchmark))
+    return _chain(runs, measured)
+
+
+def _from_scratch(job: ChainJob, sources: Sequence[str], num_steps: int, folder: Path, benchmark: Benchmark) -> RunDir:
+    """A model that learns these texts from random weights."""
+    halves = [str(benchmark.file(task, half).resolve()) for task in TASKS for half in ("validation", "test")]
+    settings: dict[str, Any] = {
+        "name": folder.name,
+        "seed": job.seed,
+        "hardware": {"device": "cpu", "num_threads": 1},
+        "stages": ["clean", "tokenize", "pack", "pretrain"],
+        "data": {"sources": list(sources)},
+        "clean": {"num_workers": 1, "decontamination": {"sources": halves}},
+        "tokenizer": {"vocab_size": job.scale.model["vocab_size"]},
+        "model": dict(job.scale.model),
+        "pretrain": {"num_steps": num_steps, "eval_every_steps": 0},
+    }
+    return make_run("continual-demo", settings, folder)
+
+
+def _update_settings(job: ChainJob, arm: Arm) -> Mapping[str, Any]:
+    return {
+        "seed": job.seed,
+        "hardware": {"device": "cpu", "num_threads": 1},
+        "stages": ["clean", "pack", "pretrain", *(["average"] if arm.average else [])],
+        "clean": {"num_workers": 1},
+        "pack": {"seq_len": 256},
+        "training": {"precision": {"policy": "fp32"}},
+        "pretrain": {"num_epochs": 1.0, "learning_rate": 2e-3, "batch_tokens": 2048, "eval_every_steps": 0},
+    }
+
+
+def _benchmark(folder: Path) -> Benchmark:
+    """Held-out documents of the old body and of all later ones."""
+    place, texts = folder / "bench", UpdateTexts(folder / "texts")
+    if is_finished(place):
+        return load_benchmark(place)
+    return freeze_benchmark([texts.heldout(OLD)], [texts.heldout(body) for body in UPDATES], place)
+
+
+def _bits(run: RunDir, benchmark: Benchmark) -> dict[str, float]:
+    """Bits per byte of the run's last model, by `half/task`."""
+    folder = find_model(run.path).source.folder
+    model, tokenizer = load_model(folder).eval(), Tokenizer.load(folder)
+    halves: tuple[Half, ...] = ("validation", "test")
+    bits: dict[str, float] = {}
+    for half in halves:
+        for task in TASKS:
+            documents = benchmark.read(task, half)
+            costs = record_costs(model, tokenizer, documents, EvaluateConfig(), progress=SilentProgress())
+            rows = [row for of_form in costs.values() for row in of_form]
+            bits[f"{half}/{task}"] = sum(row["nats"] for row in rows) / math.log(2) / sum(r["num_bytes"] for r in rows)
+    return bits
+
+
+def _chain(runs: Sequence[RunDir], measured: Sequence[Mapping[str, float]]) -> Chain:
+    facts = [facts_of(run, "pretrain") for run in runs]
+    return Chain(
+        flops=sum(float(one["model_flops"]) for one in facts),
+        num_steps=sum(int(one["num_steps"]) for one in facts),
+        bits=measured[-1],
+        after=[bits["test/old"] for bits in measured],
+    )
+
+
+def _samples(name: str, chains: Sequence[Chain]) -> dict[str, list[float]]:
+    """By what is measured and the name of the chain."""
+    kinds = {"old": "test/old", "new": "test/new", "old, validation": "validation/old"}
+    samples = {f"{kind}: {name}": [chain.bits[key] for chain in chains] for kind, key in kinds.items()}
+    samples[f"FLOPs: {name}"] = [chain.flops for chain in chains]
+    if name not in (FIRST, SCRATCH):
+        for number in range(1, len(UPDATES) + 1):
+            samples[f"old after update {number}: {name}"] = [chain.after[number] for chain in chains]
+    return samples
+
+
+def _conditions(scale: Scale) -> Conditions:
+    return {
+        "seeds": len(scale.seeds),
+        "why so many": "as many as half an hour on two cores allows",
+        "updates": len(UPDATES),
+        "steps of the first model": scale.num_steps,
+        "model": f"{scale.model['num_layers']} layers of width {scale.model['model_dim']}",
+        "rate": "4e-3 from scratch and 2e-3 in updates, warmup and decay each time, as in the recipe continual-demo",
+        "texts": "documentation of the standard library, then of NumPy, of PyTorch, then the standard library's code",
+        "from scratch": "all texts together, as many steps as the first model and its updates with the most of them",
+        "compute of the updates": "FLOPs of the three updates, without those of the first model, which exists",
+    }
+
+
+def judge(samples: Samples, conditions: Conditions) -> Verdict:
+    """Met when, with the arm that keeps old texts best on the validation half, old texts end at most `MOST_ABOVE`
+    percent above the model from scratch on the test half, and the updates took at most `MOST_COMPUTE` of its compute.
+    """
+    judgment = Judgment()
+    names = [name for arm in ARMS if f"old: {(name := arm.name)}" in samples]
+    for name in names:
+        _figures(judgment, samples, name)
+    chosen = min(names, key=lambda name: statistics.fmean(samples[f"old, validation: {name}"]))
+    with judgment.part():
+        above = percent_above(samples[f"old: {chosen}"], samples[f"old: {SCRATCH}"])
+        judgment.at_most(f"old loss above that from scratch, {chosen}", above, MOST_ABOVE, "%")
+        judgment.at_most("compute of the updates", _compute(samples, chosen), MOST_COMPUTE, "x")
+        judgment.said.append(
+            f"{chosen} (chosen on the validation half): old texts {above.mean:+.2f}% beside training from scratch on "
+            f"everything, with {_compute(samples, chosen).mean:.2f} of its compute"
+        )
+    with judgment.part():
+        judgment.said.append(
+            "old texts since the first model: "
+            + ", ".join(
+                f"{name} {percent_above(samples[f'old: {name}'], samples[f'old: {FIRST}']).mean:+.1f}%"
+                for name in (*names, SCRATCH)
+            )
+        )
+    judgment.said.append(f"{conditions['seeds']} seeds")
+    return judgment.verdict()
+
+
+def _figures(judgment: Judgment, samples: Samples, name: str) -> None:
+    with judgment.part():
+        for kind in ("old", "new"):
+            above = percent_above(samples[f"{kind}: {name}"], samples[f"{kind}: {SCRATCH}"])
+            judgment.figures[f"{kind} loss above that from scratch, {name}"] = above.figure("%")
+        since = percent_above(samples[f"old: {name}"], samples[f"old: {FIRST}"])
+        judgment.figures[f"old loss above the first model's, {name}"] = since.figure("%")
+        judgment.figures[f"compute of the updates to that from scratch, {name}"] = _compute(samples, name).figure("x")
+        for number in range(1, len(UPDATES) + 1):
+            after = estimate(samples[f"old after update {number}: {name}"])
+            judgment.figures[f"old bits per byte after update {number}, {name}"] = after.figure("bits")
+
+
+def _compute(samples: Samples, name: str):
+    """FLOPs of the updates alone, to those of the model from scratch."""
+    pairs = zip(samples[f"FLOPs: {name}"], samples[f"FLOPs: {FIRST}"], strict=True)
+    return ratios([whole - first for whole, first in pairs], samples[f"FLOPs: {SCRATCH}"])
+
+
+CLAIM = Claim(
+    name="forgetting",
+    statement="Replay keeps old tasks through three successive updates within 1% of training from scratch on "
+    "everything, at half of its compute at most.",
+    source="Ibrahim et al., Simple and Scalable Strategies to Continually Pre-train Large Language Models, 2024 "
+    "(arXiv:2403.08763)",
+    published="5% replay suffices under a weak shift, 25% under a strong one, to match retraining on everything at "
+    "less than half of its compute",
+    compared="three updates in a row with 0, 1, 5 and 25% of replayed rows, and with 5% and averaged weights, against "
+    "a model of the same size from random weights on all texts with the compute of all trainings; paired seeds",
+    target=f"bits per byte of old held-out texts at most {MOST_ABOVE:g}% above training from scratch, with the arm "
+    f"that is chosen on other documents, and at most {MOST_COMPUTE:g} of the compute",
+    headline=tuple(f"old loss above that from scratch, {arm.name}" for arm in ARMS),
+    measure=measure,
+    judge=judge,
+)

@@ -1,0 +1,226 @@
+"""Claim: the plan of a job on spot instances predicts the wall time of a real, interrupted run within 15%.
+
+`modelwright run` trains in a process that is interrupted by a script: killed by SIGKILL at once, or told by SIGTERM 30
+seconds before. What a checkpoint and a recovery cost is measured first, on a run without and on one with a single
+interruption, as `modelwright plan spot --run` takes it; the planner's simulation then gets the script's periods, and
+its wall time is compared with the measured one.
+"""
+
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from modelwright.core.artifacts import read_manifest
+from modelwright.core.errors import ModelwrightError
+from modelwright.core.progress import SilentProgress
+from modelwright.core.records import column, read_records
+from modelwright.core.rundir import RunDir
+from modelwright.core.seeds import derive_seed
+from modelwright.pipeline.cost import measured_recovery_s, measured_stall_s
+from modelwright.pipeline.run import execute
+from modelwright.plan.spot.availability import Presence
+from modelwright.plan.spot.intervals import CheckpointCosts
+from modelwright.plan.spot.simulate import simulate
+from modelwright.recipes.load import load
+from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict
+from modelwright_claims.judging import Judgment
+from modelwright_claims.statistics import estimate, exact
+
+MOST_OFF = 15.0
+"""Percent of the measured wall time."""
+PREDICTED, MEASURED, SAME, INTERRUPTIONS = "predicted s", "measured s", "same weights", "interruptions"
+DATA_STAGES, STAGE = ("clean", "tokenize", "pack"), "pretrain"
+DOWN_S = 2.0
+PATIENCE_S = 1800.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Course:
+    """Sizes. interval_s: between checkpoints; notice_s: of an announced interruption; num_scripts: interrupted runs."""
+
+    num_steps: int
+    interval_s: float
+    notice_s: float
+    num_scripts: int
+    num_interruptions: int
+    fraction: float
+
+
+def course_of(setting: Setting) -> Course:
+    if setting.quick:
+        return Course(
+            num_steps=120, interval_s=3.0, notice_s=5.0, num_scripts=1, num_interruptions=2, fraction=0.06
+        )  # fmt: skip
+    return Course(num_steps=700, interval_s=15.0, notice_s=30.0, num_scripts=3, num_interruptions=4, fraction=0.3)
+
+
+def measure(setting: Setting) -> Measurement:
+    course = course_of(setting)
+    prepared = prepare(setting, course)
+    whole = _copy(prepared, setting.folder / "whole")
+    setting.progress.note("a run without interruptions")
+    whole_s = run_through(whole, [])
+    once = _copy(prepared, setting.folder / "once")
+    setting.progress.note("a run with one interruption")
+    run_through(once, [Presence(0.5 * whole_s, 0.0)])
+    costs = CheckpointCosts(stall_s=measured_stall_s(RunDir(whole)), recovery_s=measured_recovery_s(RunDir(once)))
+    stalls = column(read_records(RunDir(whole).stage(STAGE).metrics), "checkpoint_stall_s")
+    work_s = whole_s - len(stalls) * costs.stall_s
+    samples: dict[str, list[float]] = {PREDICTED: [], MEASURED: [], SAME: [], INTERRUPTIONS: []}
+    for number in range(course.num_scripts):
+        periods = script(number, course, whole_s, costs.recovery_s)
+        endless = [*periods, Presence(float("inf"), 0.0)]
+        planned = simulate(work_s, interval_s=course.interval_s, costs=costs, periods=endless)
+        folder = _copy(prepared, setting.folder / f"script-{number}")
+        measured_s = run_through(folder, periods)
+        samples[PREDICTED].append(planned.wall_s)
+        samples[MEASURED].append(measured_s)
+        samples[SAME].append(float(_weights(folder) == _weights(whole)))
+        samples[INTERRUPTIONS].append(float(planned.num_interruptions))
+        setting.progress.note(f"script {number + 1}: predicted {planned.wall_s:.1f} s, measured {measured_s:.1f} s")
+    return Measurement(samples=samples, conditions=_conditions(course, whole_s, costs, len(stalls)))
+
+
+def prepare(setting: Setting, course: Course) -> Path:
+    """The folder of a run whose rows are packed; its training comes later."""
+    settings: dict[str, Any] = {
+        "name": "interrupted",
+        "stages": [*DATA_STAGES, STAGE],
+        "data": {"stdlib_fraction": course.fraction},
+        "training": {"checkpoint_every_minutes": course.interval_s / 60},
+        STAGE: {"num_steps": course.num_steps, "eval_every_steps": 0},
+    }
+    folder = setting.folder / "prepared"
+    request = load("continual-demo", settings, str(folder))
+    words = ["run", "continual-demo"]
+    execute(request.config, request.run, only=DATA_STAGES, origin="", words=words, progress=SilentProgress())
+    return folder
+
+
+def script(number: int, course: Course, whole_s: float, recovery_s: float) -> list[Presence]:
+    """Periods of presence of which every other ends with a notice. Each is long enough for a recovery and some work."""
+    dice = random.Random(derive_seed(number, "interruptions"))
+    periods: list[Presence] = []
+    for place in range(course.num_interruptions):
+        notice_s = course.notice_s if place % 2 else 0.0
+        useful_s = whole_s * dice.uniform(0.1, 0.8) / course.num_interruptions
+        periods.append(Presence(recovery_s + useful_s + notice_s, DOWN_S, notice_s))
+    return periods
+
+
+def run_through(folder: Path, periods: Sequence[Presence]) -> float:
+    """Seconds from the first start to the end of a run that is interrupted as the periods say."""
+    started = time.monotonic()
+    for period in periods:
+        with _started(folder) as process:
+            begun = time.monotonic()
+            if _ends(process, begun + period.up_s - period.notice_s):
+                return time.monotonic() - started
+            if period.notice_s:
+                process.send_signal(signal.SIGTERM)
+                _ends(process, begun + period.up_s)
+                time.sleep(max(0.0, begun + period.up_s - time.monotonic()))  # the instance is there until then
+        time.sleep(period.down_s)
+    with _started(folder) as process:
+        if not _ends(process, time.monotonic() + PATIENCE_S):
+            raise ModelwrightError(f"{folder}: the run has not ended after {PATIENCE_S:.0f} s")
+    return time.monotonic() - started
+
+
+@contextmanager
+def _started(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that runs what is left in a folder; killed at the end of the block."""
+    command = [sys.executable, "-m", "modelwright.cli.main", "run", str(folder)]
+    with open(folder.with_suffix(".log"), "ab") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _ends(process: subprocess.Popen[bytes], deadline: float) -> bool:
+    """Wait until a moment for the process to end by itself. Raises `ModelwrightError` if it ended with an error that is
+    not the answer to SIGTERM.
+    """
+    try:
+        code = process.wait(max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        return False
+    if code not in (0, 128 + signal.SIGTERM):
+        raise ModelwrightError(f"the run ended with exit code {code}")
+    return code == 0
+
+
+def _copy(prepared: Path, folder: Path) -> Path:
+    shutil.rmtree(folder, ignore_errors=True)
+    return Path(shutil.copytree(prepared, folder, symlinks=True))
+
+
+def _weights(folder: Path) -> str:
+    """The digest of the trained model."""
+    return read_manifest(RunDir(folder).stage(STAGE).artifact).content_digest
+
+
+def _conditions(course: Course, whole_s: float, costs: CheckpointCosts, num_stalls: int) -> Conditions:
+    return {
+        "steps": course.num_steps,
+        "without interruptions": f"{whole_s:.1f} s, {num_stalls} checkpoints",
+        "interval between checkpoints": f"{course.interval_s:g} s",
+        "stall of a checkpoint, measured": f"{1000 * costs.stall_s:.1f} ms",
+        "recovery, measured": f"{costs.recovery_s:.1f} s",
+        "script": f"{course.num_interruptions} interruptions: SIGKILL and SIGTERM with {course.notice_s:g} s of notice "
+        f"in turn, {DOWN_S:g} s without an instance after each",
+        "recipe": "continual-demo, its first training",
+    }
+
+
+def judge(samples: Samples, conditions: Conditions) -> Verdict:
+    """Met when every predicted wall time is within `MOST_OFF` percent of the measured one, and all runs end with the
+    weights of the run without interruptions."""
+    judgment = Judgment()
+    with judgment.part():
+        errors = list(_errors(samples))
+        worst = exact(max(map(abs, errors)))
+        judgment.figures["largest error of the predicted wall time"] = worst.figure("%")
+        judgment.figures["predicted above measured"] = estimate(errors).figure("%")
+        judgment.at_most("error of the predicted wall time", worst, MOST_OFF, "%")
+        judgment.said.append(
+            ", ".join(f"{error:+.1f}%" for error in errors) + " beside the measured wall time of interrupted runs"
+        )
+    with judgment.part():
+        judgment.require(all(samples[SAME]), "an interrupted run ended with other weights")
+        judgment.said.append(f"{sum(samples[INTERRUPTIONS]):.0f} interruptions, same weights")
+    for name in (PREDICTED, MEASURED):
+        with judgment.beside():
+            judgment.figures[name] = estimate(samples[name]).figure("s")
+    return judgment.verdict()
+
+
+def _errors(samples: Samples) -> Iterator[float]:
+    for predicted, measured in zip(samples[PREDICTED], samples[MEASURED], strict=True):
+        yield 100 * (predicted / measured - 1)
+
+
+CLAIM = Claim(
+    name="interrupted_run",
+    statement="The plan of a job on spot instances predicts the wall time of an interrupted run within 15%.",
+    source="Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, FGCS 2006",
+    published="a model of expected time; no comparison with a training run",
+    compared="the planner's simulation, with stall and recovery measured beforehand, against real runs that a script "
+    "interrupts by SIGKILL and by SIGTERM with a notice",
+    target=f"every predicted wall time within {MOST_OFF:g}% of the measured one, and the weights of an "
+    "uninterrupted run",
+    headline=("largest error of the predicted wall time", "predicted above measured"),
+    measure=measure,
+    judge=judge,
+)

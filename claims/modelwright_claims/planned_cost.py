@@ -1,0 +1,230 @@
+"""Claim: what the measured techniques save of the bill of training and of serving, by the product's cost model.
+
+The workload is stated here; how much faster training and serving get comes from stored measurements of other claims
+(`benchmarks/results`), of this machine where there are some. Training takes fewer hours by the measured factor. Serving
+takes fewer instances by the measured speed-up of decoding. Storage and traffic stay as they are. The sensitivity is the
+product's tornado: each factor and each assumption by itself a quarter lower and higher.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from modelwright.core.config import parse
+from modelwright.plan.cost.bill import make_bill
+from modelwright.plan.cost.prices import PriceTable, shipped_prices
+from modelwright.plan.cost.sensitivity import tornado
+from modelwright.plan.cost.workload import Workload
+from modelwright_claims.claim import UNTESTABLE, Claim, Conditions, Measurement, Samples, Setting, Verdict
+from modelwright_claims.judging import Judgment
+from modelwright_claims.results import machine, machine_slug, read_records
+from modelwright_claims.statistics import Estimate, exact
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+TRAINING_SAVED, INFERENCE_SAVED = 67.0, 54.0
+"""Percent, as published."""
+VARIED = 0.25
+"""How far each assumption is moved, as a share of its value: the default of `modelwright plan cost`."""
+NUM_BARS = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gain:
+    """A measured factor: the record and the figure that it comes from."""
+
+    claim: str
+    figure: str
+
+
+TRAINING_GAIN = Gain(claim="efficiency_20x", figure="one host: faster, everything")
+SERVING_GAIN = Gain(claim="int8", figure="speed-up, decode, 8 streams")
+ASSUMED: Mapping[str, float] = {
+    "training hours, plain": 2000.0,
+    "tokens served a month": 4e9,
+    "tokens a second of an instance, plain": 200.0,
+    "utilization": 0.5,
+    "interruptions an hour on spot instances": 0.2,
+    "stall of a checkpoint, s": 5.0,
+    "recovery, s": 180.0,
+}
+INSTANCE, PROVIDER, REGION, MONTHS = "g5.xlarge", "aws", "us-east-1", 12
+SAVED = "saved, "
+PARTS = ("training", "inference", "training on spot instances too")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assumptions:
+    """Values by name, and how many times faster training and serving are."""
+
+    values: Mapping[str, float]
+    training_gain: float
+    serving_gain: float
+
+    def changed(self, name: str, value: float) -> "Assumptions":
+        if name == "measured factor of training":
+            return replace(self, training_gain=value)
+        if name == "measured factor of serving":
+            return replace(self, serving_gain=value)
+        return replace(self, values={**self.values, name: value})
+
+    @property
+    def named(self) -> dict[str, float]:
+        factors = {"measured factor of training": self.training_gain, "measured factor of serving": self.serving_gain}
+        return {**self.values, **factors}
+
+
+def measure(setting: Setting) -> Measurement:
+    records = read_records(RESULTS) if RESULTS.is_dir() else []
+    training, serving = (find_factor(gain, records) for gain in (TRAINING_GAIN, SERVING_GAIN))
+    if training is None or serving is None:
+        missing = (TRAINING_GAIN if training is None else SERVING_GAIN).claim
+        return Measurement(conditions={UNTESTABLE: f"there is no stored full measurement of {missing}"})
+    prices = shipped_prices()
+    assumed = Assumptions(values=ASSUMED, training_gain=training.value, serving_gain=serving.value)
+    lowest = replace(assumed, training_gain=training.lower, serving_gain=serving.lower)
+    found, at_least = saved(assumed, prices), saved(lowest, prices)
+    samples: dict[str, list[float]] = {SAVED + part: [found[part], at_least[part]] for part in PARTS}
+    for part in PARTS[:2]:
+        for name, ends in swings(assumed, prices, part).items():
+            samples[f"{part} saved, at the ends of: {name}"] = list(ends)
+    origins = {"training is faster by": training.origin, "inference is faster by": serving.origin}
+    return Measurement(samples=samples, conditions={**_conditions(prices), **origins})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Factor:
+    """A stored figure: its value, its lower confidence bound (the value where there is none), where it comes from."""
+
+    value: float
+    lower: float
+    origin: str
+
+
+def find_factor(gain: Gain, records: Sequence[Mapping[str, Any]]) -> Factor | None:
+    """The figure in this machine's record, else in the latest one of another machine; None without any."""
+    full = [record for record in records if record["name"] == gain.claim and not record["quick"]]
+    fitting = [record for record in full if gain.figure in record["figures"]]
+    if not fitting:
+        return None
+    own = machine_slug(machine())
+    record = max(fitting, key=lambda one: (machine_slug(one["machine"]) == own, one["date"]))
+    figure = record["figures"][gain.figure]
+    where = f"{gain.claim} on {machine_slug(record['machine'])} of {record['date']}, commit {record['commit'][:12]}"
+    value = float(figure["value"])
+    return Factor(
+        value=value,
+        lower=float(figure.get("lower", value)),
+        origin=f"{value:.3g}x: {gain.figure} ({where})",
+    )
+
+
+def saved(assumed: Assumptions, prices: PriceTable) -> dict[str, float]:
+    """Percent of each part of the bill that is saved."""
+    plain, better = costs(replace(assumed, training_gain=1.0, serving_gain=1.0), prices), costs(assumed, prices)
+    beside = dict(zip(PARTS, ("training", "inference", "training"), strict=True))
+    return {part: 100 * (1 - better[part] / plain[other]) for part, other in beside.items()}
+
+
+def costs(assumed: Assumptions, prices: PriceTable) -> dict[str, float]:
+    """US dollars of each part, by the product's cost model."""
+    values = assumed.values
+    hours = values["training hours, plain"] / assumed.training_gain
+    spot = {
+        "purchase": "spot",
+        "interruptions_per_hour": values["interruptions an hour on spot instances"],
+        "checkpoint_stall_s": values["stall of a checkpoint, s"],
+        "recovery_s": values["recovery, s"],
+    }
+    training = {"instance": INSTANCE, "hours": hours}
+    serving = {
+        "name": "inference",
+        "instance": INSTANCE,
+        "months": MONTHS,
+        "tokens_per_month": values["tokens served a month"],
+        "tokens_per_s": values["tokens a second of an instance, plain"] * assumed.serving_gain,
+        "utilization": min(1.0, values["utilization"]),
+    }
+    workload = parse(
+        Workload,
+        {
+            "name": "planned",
+            "provider": PROVIDER,
+            "region": REGION,
+            "training": [
+                {"name": "training", **training},
+                {"name": "training on spot instances too", **training, **spot},
+            ],
+            "serving": [serving],
+        },
+    )
+    return {line.use: float(line.amount) for line in make_bill(workload, prices).lines}
+
+
+def swings(assumed: Assumptions, prices: PriceTable, part: str) -> dict[str, tuple[float, float]]:
+    """What is saved of a part at both ends of each assumption that matters, the widest first."""
+    ranges = {name: (value * (1 - VARIED), value * (1 + VARIED)) for name, value in assumed.named.items()}
+    bars = tornado(ranges, lambda name, value: saved(assumed.changed(name, value), prices)[part])
+    return {bar.name: (bar.at_low, bar.at_high) for bar in bars[:NUM_BARS] if bar.width > 0}
+
+
+def _conditions(prices: PriceTable) -> Conditions:
+    rows = {
+        purchase: prices.price("compute", PROVIDER, REGION, INSTANCE, purchase) for purchase in ("on_demand", "spot")
+    }
+    shown = ", ".join(f"{purchase} {row.usd} $/h (believed for {row.date})" for purchase, row in rows.items())
+    return {
+        "instance": f"{INSTANCE}, {PROVIDER} {REGION}: {shown}; prices were not checked",
+        "months of serving": MONTHS,
+        "assumed": json.dumps(dict(ASSUMED)),
+        "the factors hold on the instance": "an assumption: they were measured on the machine that is named",
+        "compute alone": "storage and traffic are the same on both sides and left out",
+        "varied": f"each assumption by {100 * VARIED:.0f}%, one at a time",
+    }
+
+
+def judge(samples: Samples, conditions: Conditions) -> Verdict:
+    """Met when training and inference save what is published, without counting spot instances."""
+    judgment = Judgment()
+    targets = {"training": TRAINING_SAVED, "inference": INFERENCE_SAVED}
+    for part, target in targets.items():
+        with judgment.part():
+            share = _estimate(samples[SAVED + part])
+            judgment.figures[f"cost saved, {part}"] = share.figure("%")
+            judgment.at_least(f"cost saved, {part}", share, target, "%")
+            origin = conditions[f"{part} is faster by"]
+            judgment.said.append(f"{part} costs {-share.mean:+.0f}% at {origin}")
+        prefix = f"{part} saved, at the ends of: "
+        for name in (name for name in samples if name.startswith(prefix)):
+            for end, value in zip(("lower", "higher"), samples[name], strict=True):
+                bar = f"{part} saved with {name.removeprefix(prefix)} a quarter {end}"
+                judgment.figures[bar] = exact(value).figure("%")
+    with judgment.part():
+        spot = _estimate(samples[SAVED + PARTS[2]])
+        judgment.figures[f"cost saved, {PARTS[2]}"] = spot.figure("%")
+        judgment.said.append(f"with spot instances training costs {-spot.mean:+.0f}%")
+    judgment.said.append(f"assumed: {conditions['instance']}; {conditions['assumed']}")
+    return judgment.verdict()
+
+
+def _estimate(ends: Sequence[float]) -> Estimate:
+    """What is saved at the measured factor, and at its lower confidence bound."""
+    value, lower = ends
+    return Estimate(mean=value, spread=0.0, count=2, lower=lower, upper=math.inf)
+
+
+CLAIM = Claim(
+    name="planned_cost",
+    statement="By the cost model, the measured techniques save 67% of the cost of training and 54% of that of "
+    "inference.",
+    source="the product's cost model (`modelwright plan cost`) on a stated workload",
+    published="training cost -67%, inference cost -54%; workload, prices and techniques not told",
+    compared="the bill of a stated workload with plain training and serving, against the same with the measured "
+    "factors of the ledger, on the same instances on demand",
+    target=f"{TRAINING_SAVED:g}% of training and {INFERENCE_SAVED:g}% of inference, without counting spot instances",
+    headline=("cost saved, training", "cost saved, inference", f"cost saved, {PARTS[2]}"),
+    measure=measure,
+    judge=judge,
+)

@@ -1,0 +1,130 @@
+"""Claim: a model is updated within 8 hours of a change of the traffic, with nobody's help and without forgetting.
+
+The product's own demonstration (`modelwright continual demo`), once, from an empty folder: a first model in service,
+users who begin to ask about other libraries, the drift monitor, the update with replay, the gate on the quantized
+model, an A/B test on the running server, the promotion. The time is that from the change of the traffic to the new
+model in service. The users, their number and the size of the model are the demonstration's.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from modelwright.continual.benchmark import Task
+from modelwright.continual.demo.run import REPLAY, Demo, DemoResult, run_demo
+from modelwright.continual.demo.size import DemoSize
+from modelwright.continual.gate.judge import FOLDER
+from modelwright.continual.gate.judge import Verdict as GateVerdict
+from modelwright.core.progress import SilentProgress
+from modelwright.recipes.load import load
+from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict
+from modelwright_claims.judging import Judgment
+from modelwright_claims.statistics import Estimate, exact
+
+MOST_HOURS = 8.0
+BEFORE_HOURS = 7 * 24.0
+MOST_FORGOTTEN = 2.0
+"""Percent of the old texts' bits per byte: the margin of the gate."""
+HANDSOFF, OLD, NEW, FAILED, ENDED = "hands-off s", "old texts", "new texts", "failed requests", "promoted"
+CHANGES: Mapping[str, Task] = {OLD: "old", NEW: "new"}
+MODELS = ("before", "after", "capacity floor")
+
+
+SMALL = DemoSize(
+    fraction=0.15, most={"old": 300, "new": 150}, most_heldout=60, window=60, num_windows=5, run_length=5.0,
+    shifted={"old": 0.0, "new": 1.0}, min_units=5,
+)  # fmt: skip
+"""Shows that the measurement runs; its update hardly learns anything."""
+SMALL_MODEL: Mapping[str, Any] = {
+    "tokenizer": {"vocab_size": 512},
+    "model": {"vocab_size": 512, "num_layers": 1, "model_dim": 64, "num_heads": 2, "num_kv_heads": 2, "ffn_dim": 128},
+    "pretrain": {"num_steps": 20},
+}
+
+
+def measure(setting: Setting) -> Measurement:
+    folder = setting.folder / "demo"
+    sources = {"data": {"sources": [str((folder / "texts" / "old.jsonl").resolve())]}}
+    settings = {**SMALL_MODEL, **sources} if setting.quick else sources
+    config = load("continual-demo", settings, str(folder / "first")).config
+    size = SMALL if setting.quick else DemoSize()
+    demo = Demo(folder=folder, config=config, words=["continual", "demo"], progress=SilentProgress(), size=size)
+    result = run_demo(demo)
+    return Measurement(
+        samples=samples_of(result, GateVerdict.read(demo.update.path / FOLDER)),
+        conditions={
+            "runs": 1,
+            "ended": result.loop.ending,
+            "replay": f"{100 * REPLAY:.0f}%",
+            "requests": result.num_answered + len(result.failures),
+            "window of the drift monitor": f"{size.window} requests",
+            "sessions of the A/B test": f"{size.min_units} in each arm",
+            "parameters": config.model.num_parameters,
+            "traffic": "made-up users; the server, its log, both trainings, the gate and the A/B test are real",
+            "bounds of old texts": f"the gate's, one-sided, over documents, margin {MOST_FORGOTTEN:g}%",
+        },
+    )
+
+
+def samples_of(result: DemoResult, verdict: GateVerdict) -> dict[str, list[float]]:
+    """Changes in percent of bits per byte with the gate's bounds: change, lower, upper."""
+    samples = {
+        FAILED: [float(len(result.failures))],
+        ENDED: [float(result.loop.ending == "promoted")],
+        **({HANDSOFF: [result.handsoff_s]} if result.handsoff_s is not None else {}),
+    }
+    old, updated, floor = result.floor.rows
+    for name, task in CHANGES.items():
+        samples[f"bits per byte, {name}"] = [row.bits[task] for row in (old, updated, floor)]
+        for measure in verdict.measures:
+            if measure.task == task and math.isfinite(measure.high - measure.low):
+                ends = (measure.difference, measure.low, measure.high)
+                samples[f"change of {name}"] = [100 * end for end in ends]
+    return samples
+
+
+def judge(samples: Samples, conditions: Conditions) -> Verdict:
+    """Met when the new model serves within `MOST_HOURS`, no request failed, and old texts are at most `MOST_FORGOTTEN`
+    percent worse by the gate's upper bound."""
+    judgment = Judgment()
+    judgment.require(bool(samples[ENDED][0]), f"the loop ended with {conditions['ended']}, so no new model is served")
+    judgment.require(not samples[FAILED][0], f"{samples[FAILED][0]:.0f} requests failed")
+    with judgment.part():
+        hours = exact(samples[HANDSOFF][0] / 3600)  # one run: the margin is many times what runs differ by
+        judgment.figures["hands-off time"] = hours.figure("h")
+        judgment.figures["shorter than a week"] = exact(BEFORE_HOURS / hours.mean).figure("x")
+        judgment.at_most("hands-off time", hours, MOST_HOURS, " h")
+        judgment.said.append(f"{60 * hours.mean:.1f} minutes from the changed traffic to the new model in service")
+    for name in CHANGES:
+        with judgment.part():
+            change, lower, upper = samples[f"change of {name}"]
+            found = Estimate(mean=change, spread=0.0, count=2, lower=lower, upper=upper)
+            judgment.figures[f"change of {name}"] = found.figure("%")
+            judgment.said.append(f"{name} {change:+.2f}%")
+            if name == OLD:
+                judgment.at_most(f"change of {name}", found, MOST_FORGOTTEN, "%")
+            else:
+                judgment.below(f"change of {name}", found, 0.0, "%")
+        with judgment.beside():
+            for which, bits in zip(
+                ("before", "after", "capacity floor"), samples[f"bits per byte, {name}"], strict=True
+            ):
+                judgment.figures[f"{name}, {which}"] = exact(bits).figure("bits per byte")
+    return judgment.verdict()
+
+
+CLAIM = Claim(
+    name="update_time",
+    statement="A model is updated within 8 hours of a change of the traffic, with nobody's help and without "
+    "forgetting.",
+    source="published with the system's description, without a paper",
+    published="monthly update 7 days -> 8 hours; model, data and machine not told",
+    compared="one run of `continual demo`: from the moment when users ask about other libraries to the promotion of "
+    "the updated model on the running server; bits per byte of old and new texts before and after, and those of the "
+    "capacity floor",
+    target=f"at most {MOST_HOURS:g} hours, no failed request, old texts at most {MOST_FORGOTTEN:g}% worse and new ones "
+    "better (the gate's bounds)",
+    headline=("hands-off time", f"change of {OLD}", f"change of {NEW}"),
+    measure=measure,
+    judge=judge,
+)
