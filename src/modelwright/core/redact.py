@@ -4,7 +4,7 @@ report.
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 HIDDEN = "***"
 _SECRET_NAME = re.compile(r"(token|secret|passw(or)?d|api[-_]?key|credential|signature|\bsig\b|\bkey\b)", re.I)
@@ -21,7 +21,7 @@ def redact_text(text: str) -> str:
 
 def redact_words(words: Sequence[str]) -> list[str]:
     """A command line with the values of secret-sounding options hidden, `--x.token=v` and `--x.token v` alike."""
-    result, hide = [], False
+    result, hide = list[str](), False
     for word in words:
         if word.startswith("--"):
             name, equals, value = word.partition("=")
@@ -37,10 +37,10 @@ def redact_plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {
             key: HIDDEN if isinstance(inner, str) and inner and _is_secret(key) else redact_plain(inner)
-            for key, inner in value.items()
+            for key, inner in cast(dict[str, Any], value).items()
         }
     if isinstance(value, list):
-        return [redact_plain(item) for item in value]
+        return [redact_plain(item) for item in cast(list[Any], value)]
     return redact_text(value) if isinstance(value, str) else value
 
 
