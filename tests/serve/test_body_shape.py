@@ -75,7 +75,7 @@ def refused(kind: Any, body: bytes, monkeypatch: pytest.MonkeyPatch) -> ApiError
         raise AssertionError("shapes are checked first")
 
     with monkeypatch.context() as patch:
-        patch.setattr(parsing.json, "loads", loads)
+        patch.setattr(json, "loads", loads)
         with pytest.raises(ApiError) as caught:
             parse_request(kind, body, LIMITS)
     assert caught.value.status == 400

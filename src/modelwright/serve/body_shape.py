@@ -43,7 +43,7 @@ def body_shape(body: bytes) -> BodyShape:
     outside = _outside_strings(data)
     folded = data | LOWER
     is_symbol = (((folded == OPEN) | (folded == CLOSE)) | (data == COMMA)) & outside
-    symbols = data[is_symbol]
+    symbols = data[np.flatnonzero(is_symbol)]  # half the time of a mask as index
     is_comma = symbols == COMMA
     is_open = (symbols | LOWER) == OPEN
     depths = np.cumsum(2 * is_open.view(np.int8) + is_comma - 1, dtype=np.int32)  # each other symbol closes one
@@ -67,8 +67,9 @@ def _longest(is_open: Mask, begins_entry: Mask, depths: npt.NDArray[np.int32]) -
     """The most entries of one list or object. A stable sort by depth puts each opening bracket directly before the
     commas of its own list: between two lists of a level stands the bracket of the second.
     """
-    levels = np.clip(depths[begins_entry], 0, DEEPEST).astype(np.uint16)
-    starts = np.flatnonzero(is_open[begins_entry][np.argsort(levels, kind="stable")])
+    entries = np.flatnonzero(begins_entry)
+    levels = np.clip(depths[entries], 0, DEEPEST).astype(np.uint16)
+    starts = np.flatnonzero(is_open[entries[np.argsort(levels, kind="stable")]])
     return int(np.diff(starts, append=len(levels)).max(initial=0))
 
 
