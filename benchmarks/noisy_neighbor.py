@@ -74,6 +74,15 @@ def deep_schema(size: int, model: str) -> bytes:
     return (before + '{"not":' * depth + "{}" + "}" * depth + "}}").encode()
 
 
+def id_prompts(size: int, model: str) -> bytes:
+    """As many prompts as a request may have, each of them within the context, of ids that no model has: refused only
+    after everything was parsed.
+    """
+    num_prompts = ServeConfig().max_completions
+    prompt = f"[{','.join(['999999'] * ((size - 100) // num_prompts // 7))}]"
+    return f'{{"model":"{model}","prompt":[{",".join([prompt] * num_prompts)}]}}'.encode()
+
+
 def parts(size: int, model: str) -> bytes:
     part, count = '{"type":"text","text":"a"}', min(NUM_PARTS, (size - 200) // 27)
     content = ",".join([part] * count)
@@ -86,6 +95,7 @@ BODIES: dict[str, Callable[[int, str], bytes]] = {
     "newlines": lambda size, model: filled(size, f'{{"model":"{model}","prompt":"', "\\n", '"}'),
     "unknown fields": unknown_fields,
     "token ids": lambda size, model: filled(size, f'{{"model":"{model}","prompt":[1', ",1", "]}"),
+    "id prompts": id_prompts,
     "deep": deep,
     "deep schema": deep_schema,
     PARTS: parts,

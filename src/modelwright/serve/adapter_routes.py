@@ -7,7 +7,7 @@ from pathlib import Path
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from modelwright.serve.bodies import read_body
+from modelwright.serve.bodies import parsed, read_body
 from modelwright.serve.errors import ApiError
 from modelwright.serve.fingerprint import adapted_fingerprint
 from modelwright.serve.parsing import parse_request
@@ -25,7 +25,7 @@ async def load_lora_adapter(request: Request) -> Response:
     service.caller(request, "admin")
     with service.lease() as lease:
         body = await read_body(request, lease, num_prompts=1)
-        asked = parse_request(LoadAdapterRequest, body, lease.model.limits)
+        asked = await parsed(lambda: parse_request(LoadAdapterRequest, body, lease.model.limits), len(body), lease)
     name, folder = asked.lora_name, Path(asked.lora_path)
     async with _reloader(request).without_test():
         model = service.model
@@ -48,7 +48,8 @@ async def unload_lora_adapter(request: Request) -> Response:
     service.caller(request, "admin")
     with service.lease() as lease:
         body = await read_body(request, lease, num_prompts=1)
-        name = parse_request(UnloadAdapterRequest, body, lease.model.limits).lora_name
+        asked = await parsed(lambda: parse_request(UnloadAdapterRequest, body, lease.model.limits), len(body), lease)
+    name = asked.lora_name
     async with _reloader(request).without_test():
         model = service.model
         adapter = model.adapters.pop(name, None)

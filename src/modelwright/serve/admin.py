@@ -3,7 +3,7 @@
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from modelwright.serve.bodies import read_body
+from modelwright.serve.bodies import parsed, read_body
 from modelwright.serve.parsing import parse_request
 from modelwright.serve.protocol import ReloadRequest
 from modelwright.serve.reload import Reloader
@@ -16,7 +16,7 @@ async def reload_model(request: Request) -> Response:
     service.caller(request, "admin")
     with service.lease() as lease:
         body = await read_body(request, lease, num_prompts=1)
-        asked = parse_request(ReloadRequest, body or b"{}", lease.model.limits)
+        asked = await parsed(lambda: parse_request(ReloadRequest, body or b"{}", lease.model.limits), len(body), lease)
     previous, reloader = service.model, request.app.state.reloader
     assert isinstance(reloader, Reloader)
     fresh = await reloader.reload(asked.path)

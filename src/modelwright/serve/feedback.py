@@ -3,7 +3,7 @@
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from modelwright.serve.bodies import read_body
+from modelwright.serve.bodies import parsed, read_body
 from modelwright.serve.errors import ApiError
 from modelwright.serve.parsing import parse_request
 from modelwright.serve.protocol import FeedbackRequest
@@ -16,7 +16,7 @@ async def give_feedback(request: Request) -> Response:
     service.caller(request, "feedback")
     with service.lease() as lease:
         body = await read_body(request, lease, num_prompts=1)
-        feedback = parse_request(FeedbackRequest, body, lease.model.limits)
+        feedback = await parsed(lambda: parse_request(FeedbackRequest, body, lease.model.limits), len(body), lease)
     keepers = [observer for observer in service.observers if observer.keeps_answers]
     if not keepers:
         text = "This server keeps no account of its answers; start it with --requests.log or --requests.ab_state."

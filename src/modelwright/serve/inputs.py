@@ -45,7 +45,7 @@ def token_ids(prompt: str | list[int], param: str, lease: Lease) -> list[int]:
 def known_ids(ids: list[int], param: str, lease: Lease) -> list[int]:
     """Raises `ApiError` 400 for ids that the model does not have."""
     size = lease.model.info.vocab_size
-    if any(not 0 <= token < size for token in ids):
+    if ids and not 0 <= min(ids) <= max(ids) < size:
         raise ApiError(400, f"Token ids must be between 0 and {size - 1}.", param=param, code="invalid_value")
     return ids
 

@@ -2,13 +2,16 @@
 
 `json`, `pydantic` and most tokenizers hold the interpreter's lock (GIL) while they work, and the engine's thread takes
 that lock between any two operators of the model. A large body therefore stalls every running answer, whichever thread
-works on it; the defense is to reject what cannot fit the model's context before it is parsed.
+works on it; the defense is to reject what cannot fit the model's context before it is parsed: by its bytes, then by its
+shape, then by what its fields hold. Many numbers can be legitimate, token ids of several prompts: they are parsed with
+pauses (`parsing.py`).
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from modelwright.serve.body_shape import BodyShape
 from modelwright.serve.errors import ApiError
 
 BODY_BYTES = 16_384
@@ -25,6 +28,12 @@ MAX_ENTRIES = 1024
 
 MAX_FIELDS = 16
 """Fields of a message or of a part of one."""
+
+SPARE_ENTRIES = 16_384
+"""Entries, lists, objects or keys of a body beyond those that the prompts need; as many are parsed in 1 to 4 ms."""
+
+KEYS_PER_TOKEN = 3
+"""A part of a message has two keys and a message with one part four, at three tokens at least: role, part, end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +59,19 @@ class Limits:
         text = f"The body is larger than {self.body_bytes(num_prompts)} bytes, the most that this server reads"
         no_images = "" if self.image_bytes else "; this model reads no images"
         return ApiError(413, f"{text} for a context of {self.context} tokens{no_images}.", code="body_too_large")
+
+    def check_shape(self, shape: BodyShape) -> None:
+        """Raise `ApiError` 400 for a body that no prompts within the context need."""
+        self._check_count("list or object", "entries", shape.longest, self.context)
+        self._check_count("body", "entries", shape.entries, self.context * self.max_choices)
+        self._check_count("body", "lists and objects", shape.containers, self.context)
+        self._check_count("body", "keys", shape.keys, self.context * KEYS_PER_TOKEN)
+
+    def _check_count(self, where: str, what: str, count: int, needed: int) -> None:
+        most = needed + SPARE_ENTRIES
+        if count > most:
+            text = f"This model's context is {self.context} tokens. The request has a {where} with {count} {what};"
+            raise ApiError(400, f"{text} at most {most} are read. Shorten it.", code="context_length_exceeded")
 
     def check_chat(self, data: dict[str, Any]) -> None:
         """Raise `ApiError` 400 for more messages, fields or characters than the context can hold."""

@@ -1,21 +1,35 @@
 """From a body to a validated request, and refusals in plain words that name the field."""
 
 import json
+import time
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from modelwright.serve.body_shape import body_shape, lone_surrogate
 from modelwright.serve.contents import SHOWN_CHARACTERS, short
 from modelwright.serve.errors import ApiError
 from modelwright.serve.fields import RequestModel
-from modelwright.serve.limits import Limits
+from modelwright.serve.limits import SPARE_ENTRIES, Limits
 
 R = TypeVar("R", bound=RequestModel)
+
+UNCOUNTED_BYTES = 2 * SPARE_ENTRIES
+"""Bodies up to this size cannot have too many entries: each takes a byte and a comma."""
+
+MAX_DEPTH = 1000
+"""Lists and objects inside each other: the recursion limit of the interpreter, at which `json` gives up."""
+
+PAUSE_NUMBERS = 4096
+"""Numbers of a large body that are parsed without a pause, in less than 1 ms."""
+
+PAUSE_S = 0.001
+"""Long enough for a waiting thread to take the interpreter's lock."""
 
 
 def parse_request(kind: type[R], body: bytes, limits: Limits) -> R:
     """Parse a request from a body. Raises `ApiError` 400 that names the field and the remedy."""
-    data = _load(body)
+    data = _load(body, limits)
     if not isinstance(data, dict):
         raise ApiError(400, "The body must be a JSON object.", code="invalid_json")
     unknown = next((name for name in data if name not in kind.model_fields), None)
@@ -29,20 +43,51 @@ def parse_request(kind: type[R], body: bytes, limits: Limits) -> R:
         raise _refusal(first) from None
 
 
-def _load(body: bytes) -> Any:
+def _load(body: bytes, limits: Limits) -> Any:
     try:
         text = body.decode("utf-8")
-        data = json.loads(text)
-        if "\\u" in text:  # half of a surrogate pair can be escaped, and is no character that a tokenizer could read
-            json.dumps(data, ensure_ascii=False).encode("utf-8")
-        return data
+        data = json.loads(text) if len(body) <= UNCOUNTED_BYTES else _load_large(text, body, limits)
     except json.JSONDecodeError as error:
-        reason = str(error)
-    except UnicodeEncodeError as error:
-        reason = f"it has one half of a surrogate pair alone, {error.object[error.start]!r}"
+        raise _not_json(str(error)) from None
     except (ValueError, RecursionError):
-        reason = "it is not UTF-8 text or nested too deep"
-    raise ApiError(400, f"The body is not valid JSON: {reason}.", code="invalid_json")
+        raise _not_json("it is not UTF-8 text or nested too deep") from None
+    if "\\u" in text and (half := lone_surrogate(body)):
+        raise _not_json(f"it has one half of a surrogate pair alone, {half!r}")
+    return data
+
+
+def _load_large(text: str, body: bytes, limits: Limits) -> Any:
+    """`json.loads` of what `limits` allow, with pauses in which other threads get the interpreter's lock."""
+    shape = body_shape(body)
+    if shape.depth > MAX_DEPTH:
+        raise RecursionError
+    limits.check_shape(shape)
+    pauses = _Pauses()
+    return json.loads(text, parse_int=pauses.parse_int, parse_float=pauses.parse_float)
+
+
+class _Pauses:
+    """Converts numbers as `json` does and pauses now and then."""
+
+    def __init__(self) -> None:
+        self._num_parsed = 0
+
+    def parse_int(self, text: str) -> int:
+        self._count()
+        return int(text)
+
+    def parse_float(self, text: str) -> float:
+        self._count()
+        return float(text)
+
+    def _count(self) -> None:
+        self._num_parsed += 1
+        if self._num_parsed % PAUSE_NUMBERS == 0:
+            time.sleep(PAUSE_S)
+
+
+def _not_json(reason: str) -> ApiError:
+    return ApiError(400, f"The body is not valid JSON: {reason}.", code="invalid_json")
 
 
 def _unknown_field(kind: type[BaseModel], name: str) -> ApiError:

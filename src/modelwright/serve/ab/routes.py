@@ -8,7 +8,7 @@ from starlette.responses import JSONResponse, Response
 
 from modelwright.serve.ab.controller import Experiments
 from modelwright.serve.ab.requests import EndRequest, ExperimentRequest, ShareRequest
-from modelwright.serve.bodies import read_body
+from modelwright.serve.bodies import parsed, read_body
 from modelwright.serve.errors import ApiError
 from modelwright.serve.fields import RequestModel
 from modelwright.serve.parsing import parse_request
@@ -45,7 +45,7 @@ async def _change(
     service.caller(request, "admin")
     with service.lease() as lease:
         body = await read_body(request, lease, num_prompts=1)
-        asked = parse_request(kind, body, lease.model.limits)
+        asked = await parsed(lambda: parse_request(kind, body, lease.model.limits), len(body), lease)
     tests = request.app.state.experiments
     if tests is None:
         text = "This server keeps no state of A/B tests; start it with --requests.ab_state FILE."
