@@ -1,7 +1,7 @@
 """The two apps of a Flower federation that fine-tunes a run's model (docs/federated.md).
 
-Importing this module needs the extra `flower`; federated.py does the same over a transport of our own. The server's paths
-and settings come from the configuration of the app (`flwr run --run-config`), a client's from its own node
+Importing this module needs the extra `flower`; federated.py does the same over a transport of our own. The server's
+paths and settings come from the configuration of the app (`flwr run --run-config`), a client's from its own node
 (`flower-supernode --node-config`).
 """
 
