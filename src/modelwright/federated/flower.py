@@ -245,7 +245,8 @@ class BoundedFedAvg(FedAvg):
             weights = weights_of(reply.content[ARRAYS])
             if weights.shape != self.weights.shape:
                 raise ModelwrightError(f"{weights.shape} weights arrived for a model of {self.weights.shape}")
-            change = (weights - self.weights)[self.num_frozen :]
+            with np.errstate(over="ignore"):  # an infinite change is refused as that
+                change = (weights - self.weights)[self.num_frozen :]
             return ClientUpdate(change, float(reply.content[METRICS][NUM_LABELS]))
         except (ModelwrightError, KeyError, TypeError, ValueError) as error:
             self.note(f"client {reply.metadata.src_node_id}: {error}")

@@ -9,18 +9,13 @@ import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from modelwright.core.errors import ConfigError
 from modelwright.core.rundir import RunDir
 from modelwright.federated.flower import (
     BoundedFedAvg,
-    ClientApp,
-    Context,
     FlowerClient,
-    Grid,
-    ServerApp,
-    Strategy,
     check_flower,
     client_app,
     run_bounded_rounds,
@@ -31,10 +26,16 @@ from modelwright.federated.lora import combination, frozen_weights
 from modelwright.federated.weights import weight_vector
 from modelwright.pipeline.federated import begin_model, client_training, load_settings, write_model
 
+if TYPE_CHECKING:
+    from flwr.app import Context  # pyright: ignore[reportMissingImports]
+    from flwr.clientapp import ClientApp  # pyright: ignore[reportMissingImports]
+    from flwr.serverapp import Grid, ServerApp  # pyright: ignore[reportMissingImports]
+    from flwr.serverapp.strategy import Strategy  # pyright: ignore[reportMissingImports]
+
 NODE, RUN = "--node-config", "--run-config"
 
 
-def client() -> ClientApp:
+def client() -> "ClientApp":
     """A ClientApp that trains on the packed rows of a run.
 
     Its node's configuration has `model` (a run or a model folder), `rows` (the run), `settings` (the YAML file),
@@ -43,7 +44,7 @@ def client() -> ClientApp:
     return client_app(_client_of, _note)
 
 
-def server(strategy: Strategy | None = None) -> ServerApp:
+def server(strategy: "Strategy | None" = None) -> "ServerApp":
     """A ServerApp that runs all rounds and writes the model that comes out.
 
     Its run configuration has `model`, `settings` and `dir`, as `modelwright federated server` takes them.
@@ -52,7 +53,7 @@ def server(strategy: Strategy | None = None) -> ServerApp:
     `BoundedFedAvg`, which also goes on after the last round in `dir`.
     """
 
-    def main(grid: Grid, context: Context) -> None:
+    def main(grid: "Grid", context: "Context") -> None:
         options = context.run_config
         start, folder = Path(_text(options, "model", RUN)), Path(_text(options, "dir", RUN))
         config = load_settings(Path(_text(options, "settings", RUN)))
@@ -75,7 +76,7 @@ def server(strategy: Strategy | None = None) -> ServerApp:
     return server_app(main)
 
 
-def _client_of(context: Context) -> FlowerClient:
+def _client_of(context: "Context") -> FlowerClient:
     options = context.node_config
     config = load_settings(Path(_text(options, "settings", NODE)))
     check_flower(config)
