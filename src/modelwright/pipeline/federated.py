@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from modelwright.core.artifacts import read_manifest, write_artifact
@@ -59,8 +60,7 @@ def serve_rounds(
     known = read_keys(keys)
     if len(known) < config.min_clients:
         raise ConfigError(f"{keys}: has {len(known)} clients, min_clients is {config.min_clients}; add keys")
-    source = find_model(start).source.folder
-    model = _begin(source, config)
+    model = begin_model(start, config)
     frozen = frozen_weights(model, config.lora)
     weights = weight_vector(model, frozen)
     hub = Hub(known, host=host, port=port, most_bytes=_most_bytes(len(weights)))
@@ -76,12 +76,18 @@ def serve_rounds(
             num_frozen=len(weights) - len(weight_vector(model)),
             combine=combination(model, config.lora),
         )
-        set_weights(model, server.run(), frozen)
+        result = server.run()
     finally:
         hub.close()
+    return write_model(model, result, start, config, folder)
+
+
+def write_model(model: Decoder, weights: np.ndarray, start: Path, config: FederatedConfig, folder: Path) -> Path:
+    """Write the model with these global weights, adapters merged; returns its folder, which is in `folder`."""
+    set_weights(model, weights, frozen_weights(model, config.lora))
     merge_adapters(model)
     with write_artifact(folder / MODEL_FOLDER, kind="federated", digest=digest(config)) as draft:
-        save_model_folder(model, Tokenizer.load(source), draft.path)
+        save_model_folder(model, Tokenizer.load(find_model(start).source.folder), draft.path)
     return folder / MODEL_FOLDER
 
 
@@ -107,20 +113,7 @@ def take_part(
     known = read_keys(keys)
     if name not in known:
         raise ConfigError(f"--name: {name!r} has no key in {keys}, only {', '.join(known) or 'none'}")
-    if threads := read_run_config(rows.config).hardware.num_threads:
-        torch.set_num_threads(threads)
-    model = _begin(find_model(start).source.folder, config)
-    frozen = frozen_weights(model, config.lora)
-    source, training = _rows_of(rows, start, stage, name)
-    local = LocalTraining(
-        model=model,
-        source=source,
-        objective=NextToken,
-        config=_plain_steps(training, learning_rate),
-        folder=folder / ROUND_FOLDER,
-        seed=derive_seed(config.seed, "client", name),
-        frozen=frozen,
-    )
+    local = client_training(start, rows, config, stage=stage, learning_rate=learning_rate, name=name, folder=folder)
     FederatedClient(
         name=name,
         key=known[name],
@@ -128,14 +121,33 @@ def take_part(
         port=port,
         config=config,
         train=local.round,
-        most_bytes=_most_bytes(len(weight_vector(model, frozen))),
+        most_bytes=_most_bytes(len(weight_vector(local.model, local.frozen))),
         note=note,
     ).run()
 
 
-def _begin(folder: Path, config: FederatedConfig) -> Decoder:
-    """The model that all sides begin with, adapters included."""
-    model = load_model(folder)
+def client_training(
+    start: Path, rows: RunDir, config: FederatedConfig, *, stage: str, learning_rate: float, name: str, folder: Path
+) -> LocalTraining:
+    """What a client trains with, as `take_part` describes it; sets PyTorch's threads to those of the run."""
+    if threads := read_run_config(rows.config).hardware.num_threads:
+        torch.set_num_threads(threads)
+    model = begin_model(start, config)
+    source, training = _rows_of(rows, start, stage, name)
+    return LocalTraining(
+        model=model,
+        source=source,
+        objective=NextToken,
+        config=_plain_steps(training, learning_rate),
+        folder=folder / ROUND_FOLDER,
+        seed=derive_seed(config.seed, "client", name),
+        frozen=frozen_weights(model, config.lora),
+    )
+
+
+def begin_model(start: Path, config: FederatedConfig) -> Decoder:
+    """The model that all sides begin with, adapters included. start: a run or a model folder."""
+    model = load_model(find_model(start).source.folder)
     attach_federated(model, config.lora, derive_seed(config.seed, "lora"))
     return model
 
