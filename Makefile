@@ -31,7 +31,7 @@ PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} PYTHONDONTWRITEBYTECODE= $(BIN)
 	--numprocesses $(TEST_PROCESSES) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 # An older instruction set for every library of the programs that follow.
-WITH_ISA := env $(if $(ISA),MODELWRIGHT_ISA=$(ISA) $$(MODELWRIGHT_ISA=$(ISA) $(BIN)/python -m modelwright.core.print_environment))
+WITH_ISA := $(if $(ISA),env MODELWRIGHT_ISA=$(ISA) $$(MODELWRIGHT_ISA=$(ISA) $(BIN)/python -m modelwright.core.print_environment))
 # What a processor without AVX-512 and BF16 computes differently.
 ISA_TESTS := tests/ops tests/precision tests/parallel/test_gather_formats.py tests/parallel/test_tensor.py \
 	tests/memory/test_checkpointing.py tests/train/test_wired_precision.py

@@ -15,6 +15,7 @@ WRONG_MODEL_EVERY = 8
 
 @schemathesis.hook
 def before_call(context: Any, case: Any, kwargs: dict[str, Any]) -> None:
+    there = os.environ.get(MODEL_VARIABLE)
     name = case.body.get("model") if isinstance(case.body, dict) else None
-    if isinstance(name, str) and zlib.crc32(repr(case.body).encode()) % WRONG_MODEL_EVERY:
-        case.body["model"] = os.environ[MODEL_VARIABLE]
+    if there and isinstance(name, str) and zlib.crc32(repr(case.body).encode()) % WRONG_MODEL_EVERY:
+        case.body["model"] = there

@@ -163,9 +163,11 @@ class Memory:
         reads = 0
         while not ended.wait(_READ_EVERY_S):
             processes = list(_descendants(pid))
-            self.rss = max(self.rss, sum(_rss(one) for one in processes))
+            rss = sum(_rss(one) for one in processes)
+            has_grown = rss > 1.05 * self.rss
+            self.rss = max(self.rss, rss)
             self.num_processes = max(self.num_processes, len(processes))
-            if reads % 20 == 0:  # takes much longer
+            if has_grown or reads % 20 == 0:  # takes much longer
                 self.pss = max(self.pss, sum(_pss(one) for one in processes))
             reads += 1
 
@@ -202,7 +204,7 @@ def clean(source: Path, out: Path, settings: Sequence[str]) -> dict[str, Any]:
     memory, ended, started = Memory(), threading.Event(), time.perf_counter()
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=errors, env=environment)
-        watcher = threading.Thread(target=memory.watch, args=(process.pid, ended))
+        watcher = threading.Thread(target=memory.watch, args=(process.pid, ended), daemon=True)
         watcher.start()
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)

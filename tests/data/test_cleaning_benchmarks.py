@@ -1,6 +1,7 @@
 """What the benchmarks of cleaning take for true is true, and their verdicts follow from their records."""
 
 import random
+import subprocess
 from itertools import islice
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from clean_scale import clean, documents, found_duplicates, marginal_costs, verdicts, write_documents
 from cleaning_peers import FEWEST, MIN_JACCARD, OURS, true_pairs, word_5_grams
 from cleaning_peers import verdicts as peer_verdicts
+from forked_commands import ForkedPopen
 
 
 def similarity(first: str, second: str) -> float:
@@ -30,7 +32,8 @@ def test_made_up_documents_are_copied_as_they_say() -> None:
     assert 500 < np.mean([len(text) for text, _ in made]) < 750
 
 
-def test_scale_counts_what_the_command_drops(tmp_path: Path) -> None:
+def test_scale_counts_what_the_command_drops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "Popen", ForkedPopen.__base__)  # the benchmark waits for a child of its own
     pairs = write_documents(tmp_path / "documents.jsonl", 600, seed=5)
     run = clean(tmp_path / "documents.jsonl", tmp_path / "out", ["--clean.num_workers", "1"])
     counts = found_duplicates(tmp_path / "out", 600, pairs)

@@ -60,9 +60,10 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def datasets() -> Any:
+def datasets(monkeypatch: pytest.MonkeyPatch) -> Any:
     library = pytest.importorskip("datasets")
     library.disable_progress_bars()
+    monkeypatch.setattr(library.config, "HF_HUB_OFFLINE", False)  # the harness keeps its process off the network
     return library
 
 

@@ -57,7 +57,7 @@ def test_pairs_alone_train_from_text_to_report(
     stages = "clean,tokenize,pack,pretrain,sft,evaluate,report"
     done = inside(*words, "--run-dir", str(tmp_path / "run"), "--stages", stages)
     assert done.returncode == 0, done.stderr
-    assert "pretraining learns from the pairs as text" in done.stderr
+    assert "pretraining learns from question/answer pairs as text" in done.stderr
     assert "sft: 8 steps" in done.stderr
     assert "bits per byte qa" in done.stderr
     assert (tmp_path / "run" / "report.html").stat().st_size > 20_000
