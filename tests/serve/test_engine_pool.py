@@ -175,10 +175,14 @@ def test_what_cannot_be_repeated_ends_with_an_error(server: ServerThread, folder
     monkeypatch.setattr(pool_of(server), "_is_reproducible", False)
     other = write_model(folder.parent / "other", seed=8)
     before = counts(server)
-    with under_load(server, REQUESTS[:4]) as streams:
-        os.replace(other / "model.safetensors", folder / "model.safetensors")
-        lost = lose(server, 1, signal.SIGKILL)
-    results = [stream.result() for stream in streams]
+    os.replace(other / "model.safetensors", folder / "model.safetensors")
+    lost, results = list[str](), list[list[Any]]()
+    for _ in range(MOST_TRIES):
+        with under_load(server, REQUESTS[:4]) as streams:
+            lost = lose(server, 1, signal.SIGKILL)
+        results = [stream.result() for stream in streams]
+        if lost:
+            break
     requests = {request_id.partition(".")[0] for request_id in lost}
     assert results.count(["engine_lost"]) == len(requests) > 0
     change = counts(server)
