@@ -60,7 +60,7 @@ TIMEOUT_S = 120.0
 HEADERS = {"Authorization": f"Bearer {KEY}"}
 TEXT = ["the quick brown fox jumps over the lazy dog", "größer — 日本語 🙂"]
 NUM_CLIENTS = 4
-"""Of the load beside the tests."""
+"""Clients that make the load beside the tests."""
 MODES = ("idle", "under load")
 SCHEMATHESIS = (
     "--mode=all",

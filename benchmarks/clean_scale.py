@@ -48,7 +48,7 @@ SIZES = (10_000, 100_000, 1_000_000)
 RESULTS = Path(__file__).parent / "results"
 MOST_BYTES = 2 * 2**30
 MOST_GROWTH = 1.3
-"""Of what a document costs, from one size to the next."""
+"""By how much the cost of a document may grow from one size to the next."""
 FEWEST_FOUND = 0.99
 """A pair of similarity 0.87 shares a MinHash band with a probability of 0.997."""
 MOST_WALL_S = 25 * 60

@@ -53,7 +53,7 @@ class Traffic:
     is_error: np.ndarray
     latency_s: np.ndarray
     scores: np.ndarray
-    """Of feedback, NaN without any."""
+    """The scores of feedback; NaN for requests without any."""
 
 
 @dataclass(frozen=True)

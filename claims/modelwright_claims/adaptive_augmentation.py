@@ -43,7 +43,7 @@ NUM_EVALUATIONS = 20
 FEWEST_CHARS, MOST_CHARS = 300, 1500
 NUM_TEXTS, NUM_HELDOUT = 60, 200
 FRACTION = 0.4
-"""Of the modules that are read."""
+"""Share of the installed modules that are read."""
 
 
 def measure(setting: Setting) -> Measurement:

@@ -33,12 +33,12 @@ RAW, CLEANED, UNSPOILED = ARMS = ("raw", "cleaned", "never spoiled")
 USABLE, GAIN = 89.0, 1.4
 BEFORE, BEFORE_MARGIN = 62.0, 2.0
 SHARE = 0.72
-"""Of the texts that are spoiled or copied: with an equal number of texts for each form, 62% of the documents are usable
-then."""
+"""Share of the texts that are spoiled or copied. With an equal number of texts for each form, 62% of the documents are
+usable then."""
 TUNING_SEED, SEEDS = 3100, (3101, 3102, 3103)
 RATES = (1e-3, 2e-3, 4e-3)
 FEWEST_WORDS, MOST_CHARS = 80, 6000
-"""Of a text: a page or less, and enough words for a copy at any level."""
+"""Length of the texts that are taken: a page or less, and enough words for a copy at any level."""
 NUM_TRUSTED = 600
 
 

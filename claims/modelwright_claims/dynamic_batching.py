@@ -26,7 +26,7 @@ SEEDS = range(3200, 3205)
 NUM_COUNTED = 40
 """Batches over which padding is counted to make the batches of the arms equal."""
 FEWEST_WORDS, MOST_CHARS = 10, 1500
-"""Of a text: all fit into a row of 512 tokens."""
+"""Length of the texts that are taken: all fit into a row of 512 tokens."""
 PACE = "real tokens per second, "
 
 

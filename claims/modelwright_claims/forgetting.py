@@ -36,7 +36,7 @@ from modelwright_claims.update_texts import OLD, UPDATES, UpdateTexts, write_tex
 MOST_ABOVE = 1.0
 """Percent of the loss of training from scratch on everything."""
 MOST_COMPUTE = 0.5
-"""Of the compute of training from scratch on everything."""
+"""The largest share of the compute of training from scratch on everything."""
 AT_ONCE = 2
 SCRATCH, FIRST = "from scratch on everything", "first model"
 
@@ -82,7 +82,7 @@ class ChainJob:
     seed: int
     name: str
     num_steps: int = 0
-    """Of the model from scratch."""
+    """Steps of the model that is trained from scratch."""
 
 
 @dataclass(frozen=True, kw_only=True)

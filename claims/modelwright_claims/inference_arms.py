@@ -101,8 +101,8 @@ class Process:
         self.version = version
 
     def seconds(self, num_streams: int, prompt_len: int, num_new: int) -> list[float]:
-        """Of the first token of all streams, the prompt included, and of each further one. Raises `ModelwrightError`
-        if the engine ended.
+        """Seconds until all streams have their first token, prompts included, and for each further one. Raises
+        `ModelwrightError` if the engine ended.
         """
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # the answer says it

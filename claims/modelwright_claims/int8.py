@@ -36,7 +36,7 @@ SPEED_TARGET = 3.1
 OWN_TARGET = 2.0
 """INT8 over our own FP32 engine at one stream."""
 RIVAL_TARGET = 0.9
-"""Of the fastest engine of other programs with weights of as many bits."""
+"""Share of the speed of the fastest other engine with weights of as many bits."""
 ACCURACY_TARGET = 0.8
 """Percent of the accuracy that INT8 may lose, as published."""
 SIZE_TARGET = 2.4
@@ -146,7 +146,7 @@ def _at_least(judgment: Judgment, samples: Samples, case: str, name: str, other:
 
 
 def _fastest(samples: Samples, case: str, names: Sequence[str]) -> str:
-    """Of those that were measured. Raises `Lacks` if none was."""
+    """The name of the fastest of those that were measured. Raises `Lacks` if none was."""
     means = {name: estimate(samples[f"{case}, {name}"]).mean for name in names if f"{case}, {name}" in samples}
     if not means:
         raise Lacks(f"another engine in {case}: none of {', '.join(names)} was at hand (see {PEERS_PYTHON})")

@@ -27,7 +27,7 @@ from modelwright_claims.claim import Setting
 from modelwright_claims.training_run import Run, train_once
 
 GRIDS = {"8 bits": WeightGrid(), "4 bits": WeightGrid(bits=4, granularity="group_32")}
-"""Of quantization-aware training; activations are rounded per token."""
+"""Grids of quantization-aware training; activations are rounded per token."""
 SERVED, NEAREST, GPTQ = "INT8 as served", "4 bits, nearest", "4 bits, GPTQ"
 TRAINED = {bits: f"{bits}, trained on the grid" for bits in GRIDS}
 VARIANTS = (SERVED, TRAINED["8 bits"], NEAREST, GPTQ, TRAINED["4 bits"])

@@ -34,7 +34,7 @@ class Load:
     """Requests to one server."""
 
     url: str
-    """Of the route."""
+    """Address of the route that requests go to."""
     bodies: Sequence[str]
     """JSON, sent in turn."""
     rate: float
@@ -48,7 +48,7 @@ class Load:
     most_missing: int = -1
     """Stop when more requests than this have missed the bound: the outcome is known then. -1: never."""
     num_connections: int = 0
-    """Of a closed loop."""
+    """Connections of a closed loop; 0 for an open one."""
     timeout_s: float = 15.0
 
 

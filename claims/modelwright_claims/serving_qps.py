@@ -47,7 +47,7 @@ from modelwright_claims.statistics import estimate, ratios
 
 RATIO_TARGET = 7.1
 BOUND_S = 0.150
-"""Of the 99th percentile of the latency of answers of `SHORT` tokens, as published."""
+"""Bound on the 99th percentile of the latency of answers of `SHORT` tokens, as published."""
 SHORT, LONG = 8, 64
 OVERLOAD, OVERLOAD_FACTOR, RECOVERY_TARGET_S = 3.0, 2.0, 5.0
 OPEN_S = 0.2
@@ -190,7 +190,7 @@ class Bench:
             self.settle(side)
 
     def first_tokens(self, side: str) -> None:
-        """Of streams, at half of the largest rate."""
+        """Measure the time to the first token of streams, at half of the largest rate."""
         load = self.load(side, USUAL, self.largest(side) / 2, self.plan.trial_s, stream=side != NAIVE)
         self.samples[f"time to first token, {side}"] = list(self.run(load).first_bytes)
 

@@ -23,7 +23,7 @@ HELDOUT_FRACTION = 1 / 8
 """Share of the modules that nothing is trained on."""
 FEWEST_CHARS, MOST_CHARS = 100, 4_000
 PIECE_CHARS = 1_000
-"""Of a piece of code, so that it is about as long as a docstring."""
+"""Length of a piece of code, so that it is about as long as a docstring."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not ins
 
 NUM_TOKENS = 32
 TOLERANCE = 0.03
-"""Of logits with a standard deviation of about 1: llama.cpp rounds keys, values and the inputs of products to F16."""
+"""Largest difference of logits, whose standard deviation is about 1: llama.cpp rounds keys, values and the inputs of
+products to F16."""
 
 
 @pytest.mark.parametrize("name", EXPORTED)

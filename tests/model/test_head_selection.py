@@ -83,7 +83,7 @@ def test_all_gradients_are_those_of_the_naive_twin(changes: dict[str, Any]) -> N
 
 
 def test_the_routers_gradient_is_the_straight_through_one() -> None:
-    """Of one layer, written out: the sigmoid's derivative times what an open head is worth, plus the budget."""
+    """For one layer it is written out: the sigmoid's derivative times what an open head is worth, plus the budget."""
     model = selecting_model(torch.float64)
     attention = model.blocks["1"].attention
     x = torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

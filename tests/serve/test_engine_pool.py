@@ -39,7 +39,7 @@ from serve.patience import wait_until
 from serve.test_monitoring import samples
 
 MOST_TRIES = 20
-"""Of taking an engine away while it computes: it takes a few milliseconds for an answer."""
+"""How often a test tries to take an engine away while it computes, which it does for a few milliseconds an answer."""
 ENGINE = EngineConfig(max_num_seqs=8, prefill_chunk_size=16)
 TEXT = "the quick brown fox jumps over the lazy dog "
 LONG = {"model": "tiny", "max_tokens": 150, "stream": True, "logprobs": 2, "return_token_ids": True}

@@ -16,7 +16,7 @@ from modelwright.ops.microbenchmark import in_turn, seconds_of
 PROMPT_LEN = 32
 """Tokens that each stream has before its decoding is timed."""
 WARMUP_STEPS, TIMED_STEPS = 2, 8
-"""Of each round of decoding."""
+"""Steps of each round of decoding that are not timed, and that are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ def _engine(model: Decoder, shapes: Sequence[tuple[int, int]]) -> Engine:
 
 
 def _seconds(engine: Engine, num_streams: int, num_tokens: int) -> float:
-    """Of a decoding step, or of prompts."""
+    """Seconds that a decoding step takes, or, for more than one token, that prompts take."""
     if num_tokens > 1:
         with _running(engine, num_streams, num_tokens, max_tokens=1):
             return seconds_of(partial(_drain, engine), "cpu")

@@ -38,7 +38,7 @@ class StageEstimate:
     seconds: float
     peak_bytes: int
     further_bytes: int = 0
-    """Of the peak: what models beside the one in training take, whole on each process."""
+    """The part of the peak that models beside the one in training take, whole on each process."""
 
 
 def training_memory(

@@ -18,7 +18,7 @@ LOWER = 0x20
 OPEN, CLOSE = ord("{"), ord("}")
 
 ESCAPE_LEN = 6
-"""Of `\\ud83d`."""
+"""Length of an escape such as `\\ud83d`."""
 
 DEEPEST = 65_535
 """Levels that are told apart: sorting 16-bit numbers takes linear time."""

@@ -73,7 +73,7 @@ class _Part:
 
     @property
     def squared_error(self) -> float:
-        """Of the mean."""
+        """The squared standard error of the mean."""
         return self.variance / self.count
 
 

@@ -23,7 +23,7 @@ from modelwright.serve.vllm.guard import GRACE_S
 log = logging.getLogger("modelwright.serve")
 
 BASE_URL = "http://vllm"
-"""Of requests through the socket; the name is no host's."""
+"""Where requests through the socket go; the name is that of no host."""
 
 SOCKET = "api.sock"
 START_TIMEOUT_S = 1800.0
@@ -69,7 +69,7 @@ class VllmProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process that guards vLLM's."""
+        """The number of the process that guards vLLM."""
         return self._guard.pid
 
     @property
