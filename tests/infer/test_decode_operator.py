@@ -152,9 +152,11 @@ def assert_same_up_to_ties(model: Decoder, prompts: list[list[int]], monkeypatch
     assert num_compared > 0.8 * sum(map(len, own))
 
 
-def four_bit_model(activations: ActivationGrid = "none", *, symmetric: bool = True, bits: Bits = 4) -> Decoder:
+def four_bit_model(
+    activations: ActivationGrid = "none", *, symmetric: bool = True, bits: Bits = 4, **changes: Any
+) -> Decoder:
     grid = WeightGrid(bits=bits, symmetric=symmetric, granularity="group_32")
-    shape = {"model_dim": 64, "ffn_dim": 160}
+    shape = {"model_dim": 64, "ffn_dim": 160, **changes}
     trained = TrainedGrid(weights=grid, activations=activations, int8_ends=activations == "token")
     return quantize_to_grid(make_model(**shape), trained, choose=lambda matrices: "int_mm")
 
@@ -164,6 +166,18 @@ def four_bit_model(activations: ActivationGrid = "none", *, symmetric: bool = Tr
 @pytest.mark.parametrize("activations", ["none", "token"])
 def test_four_bit_models(activations: ActivationGrid, symmetric: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = four_bit_model(activations, symmetric=symmetric)
+    prompts = [tokens(n, n) for n in (1, 23)]
+    if activations == "none":
+        assert_same_answers(model, prompts, monkeypatch)
+    else:
+        assert_same_up_to_ties(model, prompts, monkeypatch)
+
+
+@pytest.mark.usefixtures("each_instruction_set")
+@pytest.mark.parametrize("activations", ["none", "token"])
+def test_four_bit_models_that_select_heads(activations: ActivationGrid, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Routers and gates have four bits, too. An INT8 activation of another code may open another head."""
+    model = four_bit_model(activations, head_budget=0.5, attention_gate="head", num_kv_heads=1)
     prompts = [tokens(n, n) for n in (1, 23)]
     if activations == "none":
         assert_same_answers(model, prompts, monkeypatch)

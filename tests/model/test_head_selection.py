@@ -29,7 +29,7 @@ from modelwright.ops.attention import document_mask, masked_attention_naive
 from modelwright.ops.int_grid import WeightGrid
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, single
-from modelwright.pipeline.exports import export_hf
+from modelwright.pipeline.exports import export_gguf_file, export_hf
 from modelwright.pipeline.models import FoundModel
 from modelwright.precision.apply import names_of_projections
 from modelwright.search.subnetwork import containing_shape
@@ -250,7 +250,9 @@ def test_folders_keep_it_and_the_export_refuses_it(tmp_path: Path) -> None:
     found = FoundModel(ModelSource(name="m", folder=tmp_path / "m"))
     with pytest.raises(ConfigError, match=r"model\.head_budget: .* no model type of transformers does"):
         export_hf(found, tmp_path / "exported", overwrite=False)
-    assert not (tmp_path / "exported").exists()
+    with pytest.raises(ConfigError, match=r"model\.head_budget: .* no model type of transformers does"):
+        export_gguf_file(found, tmp_path / "m.gguf", number_format="f16", overwrite=False)
+    assert {path.name for path in tmp_path.iterdir()} == {"m"}
     with pytest.raises(ConfigError, match="a gemma2 cannot have all features of this model"):
         save_model(Decoder(replace(model.config, hf_type="gemma2")), tmp_path / "other")
 

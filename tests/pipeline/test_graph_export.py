@@ -23,6 +23,7 @@ from modelwright.data.tokenizer import Tokenizer
 from modelwright.evaluate.config import EvaluateConfig
 from modelwright.evaluate.records import score_choices
 from modelwright.model.attention import causal_attend
+from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import load_model
 from modelwright.ops.int_grid import WeightGrid
@@ -73,6 +74,23 @@ def test_logits_equal_ours_for_rows_of_any_size(name: str, tmp_path: Path) -> No
             ids = np.random.default_rng(0).integers(0, VOCAB_SIZE, shape)
             assert np.abs(run(ids) - own_logits(model, ids)).max() < 1e-4
     assert str(Path.cwd()).encode() not in path.read_bytes()
+
+
+def test_closed_heads_and_gates_are_in_the_graph(tmp_path: Path) -> None:
+    shape = ModelConfig(
+        vocab_size=VOCAB_SIZE, model_dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, ffn_dim=64,
+        max_seq_len=64, head_budget=0.5, attention_gate="head",
+    )  # fmt: skip
+    model = Decoder(shape)
+    model.init_weights(0)
+    path = write_onnx(model, tmp_path, source="model", notes={})
+    ids = np.random.default_rng(0).integers(0, VOCAB_SIZE, (3, 41))
+    logits = own_logits(model, ids)
+    for run in (in_onnxruntime(path), in_openvino(path)):
+        assert np.abs(run(ids) - logits).max() < 1e-4
+    for block in model.blocks.values():
+        block.attention.head_selection.forward = torch.ones_like
+    assert np.abs(own_logits(model, ids) - logits).max() > 0.01, "no head was closed"
 
 
 @pytest.fixture(scope="module")

@@ -93,6 +93,7 @@ def export_gguf_file(found: FoundModel, target: Path, *, number_format: GgufForm
     if target.exists() and not overwrite:
         raise ConfigError(f"{target}: exists; choose another file or add --overwrite")
     folder = found.source.folder
+    _require_exportable(folder)
     export_gguf(folder, target, number_format=number_format, name=found.source.name)
     adds_bos = read_vocabulary(folder, load_config(folder).vocab_size).adds_bos
     text = modelfile(
@@ -172,17 +173,17 @@ def _replaced(target: Path, *, holds: str, overwrite: bool) -> Generator[Artifac
 
 
 def _require_exportable(source: Path) -> None:
-    """Raise `ConfigError` for a model that `transformers` has no type for."""
+    """Raise `ConfigError` for a model that `transformers`, and so llama.cpp, has no type for."""
     settings = json.loads((source / "config.json").read_text(encoding="utf-8"))
     if settings.get("model_type") == OWN_TYPE:
         if settings["attention_gate"] == "none":
             raise ConfigError(
                 f"model.head_budget: {source} computes a learned share of its heads ({settings['head_budget']:g}), and "
-                "no model type of transformers does; train a model with head_budget 1 to export it"
+                "no model type of transformers does; export it to onnx or openvino, or train one with head_budget 1"
             )
         raise ConfigError(
             f"model.attention_gate: {source} has a gate on attention's output ({settings['attention_gate']}), and no "
-            "model type of transformers has one; train a model with attention_gate none to export it"
+            "model type of transformers has one; export it to onnx or openvino, or train one with attention_gate none"
         )
 
 
