@@ -12,6 +12,8 @@ from modelwright.memory import selective
 from modelwright.memory.activations import Segment, block_shape, total_kept_bytes, total_recomputed_flops
 from modelwright.memory.checkpointing import checkpoint_segments, remove_checkpoints, segments_for
 from modelwright.memory.config import OPERATORS, ActivationCheckpointingConfig
+from modelwright.model.adapter_config import AdapterConfig
+from modelwright.model.adapters import attach_adapters
 from modelwright.model.attention import causal_attend, packed_attend
 from modelwright.model.config import AttentionConfig, FeedForwardConfig, ModelConfig, NormConfig
 from modelwright.model.decoder import Decoder
@@ -31,6 +33,7 @@ GEMMA = replace(
     embedding_scale=2.0,
 )
 """What other model types add to a block."""
+NO_ADAPTERS = AdapterConfig()
 ROWS, LENGTH = 2, 64
 TOKENS = ROWS * LENGTH
 SEGMENTS = (torch.arange(LENGTH) // 40).int().repeat(ROWS, 1)
@@ -73,10 +76,14 @@ class Storages:
 selective_contexts = selective.create_selective_checkpoint_contexts
 
 
-def run(config, *, compute="fp32", attend=None, decoder=CONFIG):
+def run(config, *, compute="fp32", attend=None, decoder=CONFIG, adapters=NO_ADAPTERS):
     """Gradients, bytes kept, FLOPs of backward, and the segments."""
     model = Decoder(decoder)
     model.init_weights(3)
+    attach_adapters(model, adapters, 0)
+    for projection in model.projections().values():
+        if projection.frozen is not None:
+            projection.frozen.chunk_elements = 1024  # several blocks of rows
     names = list(model.state_dict())
     shape = block_shape(decoder, compute=compute, mean_context=0, fused=cpu_kernels.are_used_on("cpu"))
     segments = segments_for(config, decoder.num_layers, shape=shape, num_tokens=TOKENS)
@@ -95,7 +102,7 @@ def run(config, *, compute="fp32", attend=None, decoder=CONFIG):
     num_bytes = storages.num_bytes()
     with FlopCounterMode(display=False) as counter:
         (hidden * torch.linspace(-1, 1, 32)).sum().backward()
-    gradients = [p.grad for p in model.parameters()]
+    gradients = [p.grad for p in model.parameters() if p.requires_grad]
     return gradients, num_bytes, counter.get_total_flops(), shape, segments
 
 
@@ -154,11 +161,23 @@ def test_attention_of_other_kinds_is_kept_too():
     assert plain[2] == kept[2] < without[2]
 
 
-def test_each_operator_can_be_kept_by_itself():
+@pytest.mark.parametrize(
+    ("adapters", "changes"),
+    [
+        (NO_ADAPTERS, {}),
+        (AdapterConfig(r=4), {"attention_gate": "head", "head_budget": 0.5}),
+        (AdapterConfig(r=4, use_dora=True, target_modules=("v_proj", "up_proj")), {"head_budget": 0.5}),
+        (AdapterConfig(r=4, use_dora=True, base_format="nf4"), {"attention_gate": "element"}),
+    ],
+    ids=["plain", "LoRA, gate and router", "DoRA of some, router", "DoRA, packed, gate"],
+)
+def test_each_operator_can_be_kept_by_itself(adapters, changes):
     """What is spared is that operator's own FLOPs; attention's are not counted by torch."""
-    nothing = run(ActivationCheckpointingConfig(mode="full", layers_per_segment=1))
+    settings = {"adapters": adapters, "decoder": replace(CONFIG, **changes)}
+    nothing = run(ActivationCheckpointingConfig(mode="full", layers_per_segment=1), **settings)
     for operator in OPERATORS:
-        one = run(ActivationCheckpointingConfig(mode="selective", save_outputs_of=(operator,)))
+        one = run(ActivationCheckpointingConfig(mode="selective", save_outputs_of=(operator,)), **settings)
+        assert all(torch.equal(a, b) for a, b in zip(nothing[0], one[0], strict=True)), operator
         spared = one[3].flops(operator) * TOKENS * CONFIG.num_layers
         assert nothing[2] - one[2] == pytest.approx(spared), operator
         assert one[1] - nothing[1] == one[3].output_bytes(operator) * TOKENS * CONFIG.num_layers, operator

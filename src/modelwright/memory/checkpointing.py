@@ -82,17 +82,13 @@ def remove_checkpoints(model: Decoder) -> None:
 def _wrap_block(block: nn.Module, segment: Segment, store: Store | None) -> None:
     forward = block.forward
     if segment.recompute:
-        contexts = contexts_keeping(segment.keep, _num_gates(block)) if segment.keep else noop_context_fn
+        assert isinstance(block, Block)
+        contexts = contexts_keeping(segment.keep, block) if segment.keep else noop_context_fn
         forward = partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
     if segment.offload:
         forward = partial(_offloaded, [block], forward, store)
     if segment.recompute or segment.offload:
         block.forward = forward
-
-
-def _num_gates(block: nn.Module) -> int:
-    assert isinstance(block, Block)
-    return sum(one is not None for one in (block.attention.head_router, block.attention.output_gate))
 
 
 def _run_units(

@@ -11,11 +11,12 @@ from typing import Any
 
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from modelwright.memory.config import OPERATORS, Operator
+from modelwright.memory.config import Operator
+from modelwright.model.decoder import Block, Linear
+from modelwright.model.low_rank import LowRank
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
-_PRODUCTS = tuple(name for name in OPERATORS if name != "attend")
 _LINEAR = {"aten::mm", "aten::addmm", "aten::_int_mm", "aten::_scaled_mm"}
 _ATTENTION = {
     "modelwright::packed_attention",
@@ -28,24 +29,44 @@ _ATTENTION = {
 """By name, because an operator of ours exists only once its module is imported."""
 
 
-def contexts_keeping(keep: Sequence[Operator], num_gates: int = 0) -> Callable[[], Contexts]:
-    """A `context_fn` for `torch.utils.checkpoint.checkpoint` of one block that saves the outputs of `keep`. num_gates:
-    products between those of values and output, of a router of heads and a gate on attention's output.
-    """
-    before = _PRODUCTS.index("o_proj")
-    products = (*_PRODUCTS[:before], *[""] * num_gates, *_PRODUCTS[before:])
+def contexts_keeping(keep: Sequence[Operator], block: Block) -> Callable[[], Contexts]:
+    """A `context_fn` for `torch.utils.checkpoint.checkpoint` of `block` that saves the outputs of `keep`."""
 
     def make() -> Contexts:
-        num_products = 0
+        products = iter(_products_of(block))
 
         def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-            nonlocal num_products
             name = "attend" if operator.name() in _ATTENTION else ""
             if operator.name() in _LINEAR:
-                name = products[num_products] if num_products < len(products) else ""
-                num_products += 1
+                name = next(products, "")
             return CheckpointPolicy.MUST_SAVE if name in keep else CheckpointPolicy.PREFER_RECOMPUTE
 
         return create_selective_checkpoint_contexts(policy)
 
     return make
+
+
+def _products_of(block: Block) -> list[str]:
+    """The operator of each matrix product of a block, in the order in which they run; "" for those that are never
+    saved: of the router of heads, of the gate on attention's output, of adapters, which are narrow, and the last one.
+    """
+    attention, ffn = block.attention, block.ffn
+    projections: list[tuple[str, Linear | None]] = [
+        ("q_proj", attention.q_proj),
+        ("k_proj", attention.k_proj),
+        ("v_proj", attention.v_proj),
+        ("", attention.head_router),
+        ("", attention.output_gate),
+        ("o_proj", attention.o_proj),
+        ("gate_proj", ffn.gate_proj),
+        ("up_proj", ffn.up_proj),
+        ("", ffn.down_proj),
+    ]
+    products: list[str] = []
+    for name, projection in projections:
+        if projection is not None:
+            num_row_blocks = 1 if projection.frozen is None else projection.frozen.num_row_blocks
+            products += [name] * num_row_blocks
+            if isinstance(projection.adapter, LowRank):
+                products += [""] * projection.adapter.num_products(num_row_blocks)
+    return products

@@ -52,10 +52,18 @@ class FrozenWeight(nn.Module):
     def row_blocks(self, codes_OP: Tensor, scales: Tensor) -> Iterator[Tensor]:
         """The dequantized weight, some rows at a time."""
         num_inputs = min(self.num_inputs, scales.shape[1] * RUN_LEN)
-        num_rows = max(1, self.chunk_elements // num_inputs)
-        for start in range(0, len(codes_OP), num_rows):
-            rows = slice(start, start + num_rows)
+        for rows in self._slices(codes_OP, num_inputs):
             yield unpack(codes_OP[rows], scales[rows], num_inputs, self.packed_format)
+
+    @property
+    def num_row_blocks(self) -> int:
+        """Blocks of rows that are dequantized, and multiplied, one after another."""
+        codes_OP, scales = self.tensors()
+        return len(self._slices(codes_OP, min(self.num_inputs, scales.shape[1] * RUN_LEN)))
+
+    def _slices(self, codes_OP: Tensor, num_inputs: int) -> list[slice]:
+        num_rows = max(1, self.chunk_elements // num_inputs)
+        return [slice(start, start + num_rows) for start in range(0, len(codes_OP), num_rows)]
 
     @torch.no_grad()
     def dense(self) -> Tensor:

@@ -77,6 +77,12 @@ class LowRank(nn.Module):
         lengths_O = self.row_lengths(row_blocks(), factors)
         return out * (factors.magnitude_O / lengths_O).to(out.dtype)
 
+    def num_products(self, num_row_blocks: int) -> int:
+        """Matrix products that `forward` computes, for a weight that it reads in so many blocks of rows."""
+        if not self.is_on:
+            return 0
+        return 2 + (num_row_blocks + 2 if self.has_magnitude else 0)
+
     @torch.no_grad()
     def row_lengths(self, row_blocks: Iterable[Tensor], factors: Factors) -> Tensor:
         """The length of each row of W + s B A, [O], from products that are as narrow as A: |w|^2 + 2 s b.(A w) +
