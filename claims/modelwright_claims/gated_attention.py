@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from modelwright_claims.claim import Claim, Conditions, Figure, Measurement, Samples, Setting, Verdict
 from modelwright_claims.head_arms import (
     BUDGET,
+    CHANGED,
     CLOSED,
     METHOD,
     NUM_HEADS,
@@ -77,7 +78,8 @@ def measurement(found: Comparison, size: Size) -> Measurement:
             "method": f"a budget of {BUDGET:g} of the heads",
             "rivals": f"{NUM_STATIC} of {NUM_HEADS} heads from the start; all heads for half of the steps, then the "
             f"{NUM_STATIC} that contribute most; a window of {found.window} tokens in all but every fourth layer, the "
-            f"longest whose attention takes at most {BUDGET:g} of the FLOPs of attention of all heads",
+            f"longest whose attention takes at most {TARGET_COMPUTE:g} of the FLOPs of attention of all heads",
+            "changed": CHANGED,
             "rates tried": ", ".join(map(str, RATES)) + "; and beyond where the best was at an end",
             "rates": "; ".join(f"{name}: {rate:g}" for name, rate in found.rates.items()),
             "tuning": "each arm in a run of full length on a seed and a held-out split of their own; for pruned heads "
