@@ -21,7 +21,6 @@ from modelwright.model.config import AttentionGate, ModelConfig
 from modelwright.model.decoder import Decoder, Linear
 from modelwright.model.hf import load_model, save_model
 from modelwright.ops.int_grid import WeightGrid
-from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, single
 from modelwright.pipeline.exports import export_hf
 from modelwright.pipeline.models import FoundModel
@@ -94,23 +93,10 @@ def test_generation_agrees_with_whole_rows(gate: AttentionGate) -> None:
 
 
 LAYOUTS: list[dict[str, Any]] = [{"tensor": 2}, {"zero_stage": 3}, {"pipeline": 2}, {"context": 2}]
-SETTINGS = {"num_steps": 3, "eval_every_steps": 0, "checkpoint_every_steps": 0, "keep_best": False}
 
 
 def train(world: World, folder: Path, gate: AttentionGate, parallel: dict[str, Any]) -> dict[str, torch.Tensor]:
-    torch.set_num_threads(1)
-    model = gated_model(gate, torch.float64)
-    accumulation = {"gradient_accumulation_steps": 2} if "pipeline" in parallel else {}
-    tiny_run.run(
-        folder,
-        tiny_run.settings(**SETTINGS, **accumulation),
-        model=model,
-        objective=tiny_run.Float64Objective(tiny_run.Rows()),
-        world=world,
-        parallel=ParallelConfig(**parallel),
-        heldout=[],
-    )
-    return {name: value.clone() for name, value in model.state_dict().items()}
+    return tiny_run.weights_of_layout(gated_model(gate, torch.float64), folder, world, parallel)
 
 
 def on_two_ranks(world: World, folder: Path) -> list[dict[str, torch.Tensor]]:

@@ -27,7 +27,6 @@ from modelwright.model.head_selection import BUDGET_WEIGHT, decisions_seen
 from modelwright.model.hf import deferred_model, load_model, save_model
 from modelwright.ops.attention import document_mask, masked_attention_naive
 from modelwright.ops.int_grid import WeightGrid
-from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, single
 from modelwright.pipeline.exports import export_gguf_file, export_hf
 from modelwright.pipeline.models import FoundModel
@@ -154,23 +153,10 @@ LAYOUTS: list[dict[str, Any]] = [
     {"context": 2},
     {"context": 2, "context_attention": "ring"},
 ]
-SETTINGS = {"num_steps": 3, "eval_every_steps": 0, "checkpoint_every_steps": 0, "keep_best": False}
 
 
 def train(world: World, folder: Path, parallel: dict[str, Any], **settings: Any) -> dict[str, Tensor]:
-    torch.set_num_threads(1)
-    model = selecting_model(torch.float64)
-    accumulation = {"gradient_accumulation_steps": 2} if "pipeline" in parallel else {}
-    tiny_run.run(
-        folder,
-        tiny_run.settings(**SETTINGS, **accumulation, **settings),
-        model=model,
-        objective=tiny_run.Float64Objective(tiny_run.Rows()),
-        world=world,
-        parallel=ParallelConfig(**parallel),
-        heldout=[],
-    )
-    return {name: value.clone() for name, value in model.state_dict().items()}
+    return tiny_run.weights_of_layout(selecting_model(torch.float64), folder, world, parallel, **settings)
 
 
 def on_two_ranks(world: World, folder: Path) -> list[dict[str, Tensor]]:
@@ -232,7 +218,7 @@ def test_the_budget_pulls_the_share_of_open_heads(tmp_path: Path, budget: float)
     model = Decoder(replace(tiny_run.SHAPE, head_budget=budget))
     model.init_weights(4)
     before = (shares(model) - budget).abs()
-    settings = tiny_run.settings(**{**SETTINGS, "num_steps": 40})
+    settings = tiny_run.settings(**{**tiny_run.SHORT, "num_steps": 40})
     tiny_run.run(tmp_path, settings, model=model, heldout=[])
     after = (shares(model) - budget).abs()
     assert (before > 0.15).all()

@@ -19,6 +19,7 @@ from modelwright.data.batch import IGNORED, TokenBatch
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.next_token import NextToken
+from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, single
 from modelwright.train.build import train
 from modelwright.train.checkpoint import writer
@@ -214,6 +215,27 @@ def run_in_float64(folder: Path, config: TrainConfig, **more) -> Decoder:
     model = tiny_model(torch.float64)
     run(folder, config, model=model, objective=Float64Objective(Rows()), **more)
     return model
+
+
+SHORT = {"num_steps": 3, "eval_every_steps": 0, "checkpoint_every_steps": 0, "keep_best": False}
+
+
+def weights_of_layout(
+    model: Decoder, folder: Path, world: World, parallel: Mapping[str, Any], **changes: Any
+) -> dict[str, torch.Tensor]:
+    """The weights of a float64 model after three steps under a layout. changes: to the settings."""
+    torch.set_num_threads(1)
+    accumulation = {"gradient_accumulation_steps": 2} if "pipeline" in parallel else {}
+    run(
+        folder,
+        settings(**SHORT, **accumulation, **changes),
+        model=model,
+        objective=Float64Objective(Rows()),
+        world=world,
+        parallel=ParallelConfig(**parallel),
+        heldout=[],
+    )
+    return {name: value.clone() for name, value in model.state_dict().items()}
 
 
 def final_weights(folder: Path, step: int = 12) -> dict[str, torch.Tensor]:
