@@ -2,7 +2,7 @@
 
     python -P inference_worker.py ENGINE WEIGHTS FOLDER THREADS
 
-The first line that it writes is `{"version": ...}`, or `{"missing": why}` where the engine is not installed. For each
+The first line that it writes is `{"version": ...}`, or `{"missing": why}` where the engine cannot be imported. For each
 line `[streams, prompt_len, num_new]` it then writes the seconds from the start to the first token of all streams, and
 those of each further token. It is run by path and imports nothing of this package, so that an engine may be installed
 beside another interpreter than the product. Generation is greedy, and no token ends it.
@@ -258,7 +258,7 @@ def main() -> None:
     try:
         engine = ENGINES[name](weights, Path(folder), int(threads))
     except ImportError as error:
-        return answer({"missing": f"{error.name} is not installed"})
+        return answer({"missing": str(error)})
     answer({"version": engine.version})
     for line in sys.stdin:
         num_streams, prompt_len, num_new = json.loads(line)

@@ -41,7 +41,7 @@ def test_engines_take_turns_in_processes_of_their_own(folder: Path, monkeypatch:
     names = [INT8, INT4_CODES, *([EAGER] if find_spec("transformers") else []), ABSENT]
     with running({name: ARMS[name] for name in names}, folder, threads=1) as (processes, missing):
         if find_spec("llama_cpp") is None:
-            assert missing == {ABSENT: "llama_cpp is not installed"}
+            assert missing == {ABSENT: "No module named 'llama_cpp'"}
         found = paces(processes, (1, 3), prompt=40, num_steps=2, turn=1)
         assert set(found) == {"decode, 1 stream", "decode, 3 streams", "prefill, 40 tokens"}
         for of_case in found.values():

@@ -59,8 +59,8 @@ class HeadSelection(nn.Module):
         return self.balance(out_BTHd, self.budget_loss(decisions_BTH))
 
     def budget_loss(self, decisions_BTH: Tensor) -> Tensor:
-        """The squared distance of each token's share of open heads from the budget, summed over tokens: parts of a
-        batch add up to the whole, and no token is starved for another.
+        """The squared distance of each token's share of open heads from the budget, summed over tokens, padding
+        included: parts of a batch add up to the whole, and no token is starved for another.
         """
         shares_BT = self.num_open(decisions_BTH.sum(dim=-1)) / self.num_heads
         return (shares_BT - self.budget).square().sum()
