@@ -16,6 +16,7 @@ from modelwright.compress.prune import prune
 from modelwright.core.errors import ConfigError
 from modelwright.infer.generate import generate
 from modelwright.infer.sequence import SamplingParams
+from modelwright.model.adapters import projection_sizes
 from modelwright.model.attention import causal_attend
 from modelwright.model.config import AttentionGate, ModelConfig
 from modelwright.model.decoder import Decoder, Linear
@@ -78,6 +79,8 @@ def test_shapes_count_the_gate(gate: AttentionGate) -> None:
     model = gated_model(gate)
     assert model.config.num_parameters == sum(parameter.numel() for parameter in model.parameters())
     assert set(names_of_projections(model.config)) == set(model.projections())
+    sizes = {name: tuple(projection.weight.shape) for name, projection in model.projections().items()}
+    assert projection_sizes(model.config) == sizes
     more = model.config.flops_per_token(8.0) - tiny_run.SHAPE.flops_per_token(8.0)
     assert more == 2 * 2 * 32 * model.config.gate_dim
 

@@ -19,6 +19,7 @@ from modelwright.compress.prune import prune
 from modelwright.core.errors import ConfigError
 from modelwright.infer.generate import generate
 from modelwright.infer.sequence import SamplingParams
+from modelwright.model.adapters import projection_sizes
 from modelwright.model.attention import causal_attend, packed_attend
 from modelwright.model.auxiliary_loss import auxiliary_losses
 from modelwright.model.config import AttentionConfig, ModelConfig
@@ -128,6 +129,8 @@ def test_shapes_count_the_router() -> None:
     model = selecting_model()
     assert model.config.num_parameters == sum(parameter.numel() for parameter in model.parameters())
     assert set(names_of_projections(model.config)) == set(model.projections())
+    sizes = {name: tuple(projection.weight.shape) for name, projection in model.projections().items()}
+    assert projection_sizes(model.config) == sizes
     more = model.config.flops_per_token(8.0) - tiny_run.SHAPE.flops_per_token(8.0)
     assert more == pytest.approx(2 * 2 * (32 * 4 - (1 - BUDGET) * 2 * 32 * 8))
     for wrong in (0.0, 1.5):

@@ -215,6 +215,9 @@ def projection_sizes(shape: ModelConfig) -> dict[str, tuple[int, int]]:
         "ffn.up_proj": (inner, width),
         "ffn.down_proj": (width, inner),
     }
+    for name, outputs in (("output_gate", shape.gate_dim), ("head_router", shape.router_dim)):
+        if outputs:
+            block[f"attention.{name}"] = (outputs, width)
     return {f"blocks.{layer}.{name}": size for layer in range(shape.num_layers) for name, size in block.items()}
 
 
