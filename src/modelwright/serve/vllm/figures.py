@@ -8,7 +8,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 @dataclass(frozen=True, kw_only=True)
 class VllmFigures:
-    """Sums over the engines of a vLLM, since its start."""
+    """Figures of all engines of a vLLM together, since its start. num_blocks: of the cache; used_share: of them, the
+    mean over the engines.
+    """
 
     num_blocks: int = 0
     used_share: float = 0.0
@@ -18,7 +20,7 @@ class VllmFigures:
 
 
 def read_figures(text: str) -> VllmFigures:
-    """What is not there is 0."""
+    """Read the text of /metrics; a metric that is not there is 0. Raises `ValueError` for another format."""
     sums, counts, num_blocks = defaultdict[str, float](float), Counter[str](), 0
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
