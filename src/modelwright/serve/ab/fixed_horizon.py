@@ -55,7 +55,7 @@ def two_proportions(
     control: tuple[int, int], treatment: tuple[int, int], *, level: float = 0.95
 ) -> FixedHorizonResult | None:
     """Welch's t-test of the shares of observations with an event, with the variance p (1 - p) in each arm. An arm is
-    (events, observations). None without two observations in each arm, or if in both arms all of them or none are events.
+    (events, observations). None without two observations in each arm, or if in both of them all or none are events.
     """
     if min(control[1], treatment[1]) < 2:
         return None
