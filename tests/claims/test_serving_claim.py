@@ -213,7 +213,7 @@ def test_every_side_that_is_installed_is_measured_in_every_round(monkeypatch) ->
     monkeypatch.setattr(serving_qps.Bench, "measure_rate", lambda _, *loaded: measured.append(loaded))
     for name in ("overload", "curve", "first_tokens"):
         monkeypatch.setattr(serving_qps.Bench, name, lambda self, side: None)
-    urls = dict.fromkeys((NAIVE, INT8, FP32, OPENVINO), "")
+    urls: dict[str, str] = dict.fromkeys((NAIVE, INT8, FP32, OPENVINO), "")
     files = Files(model=Path(), int8=Path(), gguf=Path(), prompts=[])
     serving_qps.run_all(serving_qps.Bench(MagicMock(), serving_qps.FULL, files, urls))
     assert {side: measured.count((side, USUAL)) for side in urls} == dict.fromkeys(urls, serving_qps.FULL.rounds)
