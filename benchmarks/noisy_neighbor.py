@@ -187,7 +187,8 @@ def send_slowly(url: str, body: bytes, begun: Event, stop: Event, answers: Any) 
                 connections[number] = (connection, sent + SLOW_BYTES)
             except OSError:
                 num_closed += 1
-                connections.pop(number)[0].close()
+                if number in connections:  # it was not refused from the start
+                    connections.pop(number)[0].close()
         begun.set()
         time.sleep(SLOW_PAUSE_S)
     for connection, _ in connections.values():
@@ -224,11 +225,14 @@ def trial(url: str, model: str, name: str, body: bytes, num_tokens: int) -> Tria
     arguments = {"url": url, "body": body, "begun": begun, "stop": stop, "answers": answers}
     neighbor = spawn.Process(target=send, kwargs=arguments, daemon=True)
     neighbor.start()
-    begun.wait(120)
+    if not begun.wait(120):
+        raise RuntimeError("the neighbor has sent nothing")
     noisy = stream_gaps(url, model, num_tokens)
     stop.set()
     statuses = answers.get(timeout=120)
     neighbor.join()
+    if name != SLOW and not statuses - Counter({0: statuses[0]}):
+        raise RuntimeError("the neighbor had no answer")
     return Trial(percentile(quiet, 0.99), percentile(noisy, 0.99), max(noisy), statuses)
 
 

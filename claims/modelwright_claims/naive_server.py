@@ -35,7 +35,6 @@ def build(folder: str) -> FastAPI:
             ids = model.generate(
                 input_ids=inputs["input_ids"],
                 attention_mask=inputs["attention_mask"],
-                min_new_tokens=body.max_tokens,
                 max_new_tokens=body.max_tokens,
                 do_sample=False,
                 use_cache=True,

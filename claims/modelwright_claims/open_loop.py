@@ -107,7 +107,7 @@ class Connections:
 
     async def post(self, body: str) -> tuple[int, float]:
         """Status, and the time at which the body began, by `time.perf_counter`. Raises `OSError` and `EOFError`."""
-        reader, writer = self._free.pop() if self._free else await asyncio.open_connection(self._host, self._port)
+        reader, writer = self._take_free() or await asyncio.open_connection(self._host, self._port)
         is_reusable = False
         try:
             data = body.encode()
@@ -121,6 +121,17 @@ class Connections:
                 self._free.append((reader, writer))
             else:
                 writer.close()
+
+    def _take_free(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
+        """A free connection that the server has not closed: uvicorn closes those that are idle for 5 s, which would
+        count as lost requests of the slower servers.
+        """
+        while self._free:
+            reader, writer = self._free.pop()
+            if not (reader.at_eof() or writer.is_closing()):
+                return reader, writer
+            writer.close()
+        return None
 
     async def close(self) -> None:
         """Close those that are free."""

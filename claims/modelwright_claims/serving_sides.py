@@ -31,7 +31,7 @@ START_TIMEOUT_S = 180.0
 MODEL = "quickstart"
 ROUTE = "/v1/completions"
 NAIVE, FP32, INT8 = "naive", "ours FP32", "ours INT8"
-OPENVINO, LLAMA_CPP = "OpenVINO GenAI 8 bits", "llama.cpp 8 bits"
+OPENVINO, LLAMA_CPP = RIVALS = "OpenVINO GenAI 8 bits", "llama.cpp 8 bits"
 PROMPT_LENS = range(16, 49)
 NUM_PROMPTS = 400
 GGUF = "q8_0.gguf"
@@ -140,6 +140,17 @@ def running(command: Sequence[str], log: Path) -> Iterator[str]:
                 process.wait(60)
             process.kill()
             process.wait()
+
+
+def require_length(side: str, url: str, body: str, num_tokens: int) -> None:
+    """Raise `ModelwrightError` if a server's answer has another number of tokens: it would be compared with others that
+    compute more or less.
+    """
+    request = urllib.request.Request(url, body.encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=START_TIMEOUT_S) as reply:
+        found = json.load(reply)["usage"]["completion_tokens"]
+    if found != num_tokens:
+        raise ModelwrightError(f"{side}: an answer has {found} tokens, not {num_tokens}")
 
 
 def _await_line(process: subprocess.Popen[str], log: Path) -> str:

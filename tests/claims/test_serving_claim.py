@@ -9,6 +9,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -17,6 +19,7 @@ from modelwright_claims.claim import Measurement, Verdict
 from modelwright_claims.judging import judge
 from modelwright_claims.open_loop import BURSTY, LOST, POISSON, Load, arrival_times, run_elsewhere, run_load
 from modelwright_claims.serving_qps import FP32, INT8, NAIVE, RATE, USUAL, largest_rate, recovery_s
+from modelwright_claims.serving_sides import OPENVINO, Files
 
 SERVICE_S = 0.02
 
@@ -114,6 +117,26 @@ def test_refusals_and_broken_connections_miss_the_bound() -> None:
     assert late.p99_s == math.inf
 
 
+def test_a_connection_that_the_server_closed_while_it_was_idle_loses_no_request() -> None:
+    async def answer_once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n{}")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+        await writer.drain()
+        writer.close()
+
+    async def run() -> list[int]:
+        async with await asyncio.start_server(answer_once, "127.0.0.1", 0) as server:
+            connections = open_loop.Connections(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1")
+            statuses = []
+            for _ in range(3):
+                statuses.append((await connections.post("{}"))[0])
+                await asyncio.sleep(0.05)
+            await connections.close()
+            return statuses
+
+    assert asyncio.run(run()) == [200] * 3
+
+
 def test_a_load_ends_when_its_outcome_is_known() -> None:
     with one_at_a_time() as url:
         load = load_on(url, rate=40.0, num_requests=4000, bound_s=SERVICE_S / 4, most_missing=2)
@@ -152,7 +175,7 @@ def test_recovery_ends_with_a_second_without_misses() -> None:
     assert recovery_s([0.5 * number for number in range(16)]) == 7.5
 
 
-def judged(int8: float = 80.0, **overload: float) -> Verdict:
+def judged(int8: float = 80.0, rival: float = 0.0, **overload: float) -> Verdict:
     figures = {
         "p99 at the largest rate": 0.14, "p99 of accepted answers": 0.25, "accepted": 900.0,
         "refused with 429": 2000.0, "anything else": 0.0, "seconds until recovery": 1.0,
@@ -162,7 +185,7 @@ def judged(int8: float = 80.0, **overload: float) -> Verdict:
         f"{RATE}{INT8}{USUAL.suffix}": [int8, 1.01 * int8, 0.99 * int8],
         f"{RATE}{FP32}{USUAL.suffix}": [50.0, 51.0, 49.0],
         **{f"overload: {name}": [value] for name, value in figures.items()},
-    }
+    } | ({f"{RATE}{OPENVINO}{USUAL.suffix}": [rival] * 3} if rival else {})
     return judge(serving_qps.CLAIM, Measurement(samples=samples))
 
 
@@ -175,6 +198,25 @@ def test_the_verdict_asks_for_the_rate_and_an_orderly_overload() -> None:
     assert "neither 200 nor 429" in judged(anything_else=1.0).reason
     assert judged(p99_of_accepted_answers=0.3).kind == "short"
     assert judged(seconds_until_recovery=6.0).kind == "short"
+
+
+def test_a_rival_that_bears_more_makes_it_short() -> None:
+    assert judged(rival=70.0).kind == "met"
+    beaten = judged(rival=100.0)
+    assert beaten.kind == "short"
+    assert f"{OPENVINO} bears more: INT8 0.80x its rate" in beaten.reason
+    assert beaten.figures[f"times the rate of {OPENVINO}, INT8"].value == pytest.approx(0.8, rel=0.01)
+
+
+def test_every_side_that_is_installed_is_measured_in_every_round(monkeypatch) -> None:
+    measured = list[tuple[str, serving_qps.Kind]]()
+    monkeypatch.setattr(serving_qps.Bench, "measure_rate", lambda _, *loaded: measured.append(loaded))
+    for name in ("overload", "curve", "first_tokens"):
+        monkeypatch.setattr(serving_qps.Bench, name, lambda self, side: None)
+    urls: dict[str, str] = dict.fromkeys((NAIVE, INT8, FP32, OPENVINO), "")
+    files = Files(model=Path(), int8=Path(), gguf=Path(), prompts=[])
+    serving_qps.run_all(serving_qps.Bench(MagicMock(), serving_qps.FULL, files, urls))
+    assert {side: measured.count((side, USUAL)) for side in urls} == dict.fromkeys(urls, serving_qps.FULL.rounds)
 
 
 def test_a_missing_overload_is_lacking() -> None:

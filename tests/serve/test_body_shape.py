@@ -53,6 +53,14 @@ def test_what_is_no_json_is_counted_without_an_error(body: bytes):
     body_shape(body)
 
 
+@pytest.mark.parametrize(
+    ("body", "is_closed"),
+    [(b"", True), (b"[]", True), (b"[", False), (b'["a]', False), (b"[]]", False), (b'{"a": "\\"}', False)],
+)
+def test_what_has_no_end_is_seen(body: bytes, is_closed: bool):
+    assert body_shape(body).is_closed == is_closed
+
+
 def test_levels_beyond_the_deepest_are_counted():
     body = b"[" * 70_000 + b"1" + b"]" * 70_000
     assert body_shape(body) == BodyShape(entries=70_000, longest=1, containers=70_000, keys=0, depth=70_000)
@@ -93,6 +101,29 @@ def test_one_entry_above_the_limit_is_refused_without_being_parsed(monkeypatch: 
     error = refused(CompletionRequest, completion([1] * (most + 1)), monkeypatch)
     assert f"a list or object with {most + 1} entries; at most {most} are read" in str(error)
     assert error.code == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("end", ["", "]", ', "a'])
+def test_a_large_body_that_was_cut_is_no_json(end: str, monkeypatch: pytest.MonkeyPatch):
+    body = completion([1] * (CONTEXT + SPARE_ENTRIES + 1))[:-2] + end.encode()
+    assert "not valid JSON: a string, list or object in it has no end" in str(
+        refused(CompletionRequest, body, monkeypatch)
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (b'{"model": "\xff"}', "it is not UTF-8 text"),
+        (b'{"seed": ' + b"1" * 5000 + b"}", "it has an integer with too many digits"),
+        (b"[" * 10_000 + b"]" * 10_000, "it is nested too deep"),
+        (b'{"model": }', "Expecting value"),
+    ],
+)
+@pytest.mark.parametrize("padding", [0, parsing.UNCOUNTED_BYTES])
+def test_the_reason_is_that_of_this_body(body: bytes, reason: str, padding: int):
+    with pytest.raises(ApiError, match=f"not valid JSON: {reason}"):
+        parse_request(CompletionRequest, body + b" " * padding, LIMITS)
 
 
 @pytest.mark.parametrize(

@@ -172,6 +172,34 @@ def test_a_record_says_what_happened(slow_server, tmp_path: Path, capsys):
     assert b"copies" not in path.read_bytes()
 
 
+def test_logged_tokens_are_those_of_usage(slow_server, tmp_path: Path):
+    """The stop token and tokens without text count, a prompt that is shown does not; a stream keeps no tokens."""
+    path = tmp_path / "requests.sqlite"
+    server = slow_server(requests=RequestsConfig(log=str(path)), max_running=4)
+    ends = {"stop_token_ids": list(range(100, 160)), "min_tokens": 3, "max_tokens": 60}
+    bodies = [{"max_tokens": 5, "ignore_eos": True}, ends, {"max_tokens": 0, "echo": True}, ends | {"n": 2}]
+    usages = []
+    for number, more in enumerate(bodies):
+        for has_ids in (False, True):
+            body = {"model": "tiny", "prompt": "a", "seed": number, "logprobs": 2, "return_token_ids": has_ids} | more
+            whole = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+            with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as stream:
+                events = [json.loads(line[6:]) for line in stream.iter_lines() if line.startswith("data: {")]
+            for usage, choices in (
+                (whole["usage"], whole["choices"]),
+                (events[-1]["usage"], [choice for event in events for choice in event["choices"]]),
+            ):
+                if has_ids:
+                    assert usage["completion_tokens"] == sum(len(choice["token_ids"]) for choice in choices)
+                usages.append(usage["completion_tokens"])
+    wait_until(lambda: num_logged(path) == len(usages))
+    assert [record["completion_tokens"] for record in exported(path, tmp_path / "out.jsonl")] == usages
+    assert usages[:4] == [5] * 4
+    assert usages[8:12] == [0] * 4
+    assert {record["finish_reason"] for record in exported(path, tmp_path / "again.jsonl")[4:8]} == {"stop"}
+
+
 def test_feedback_is_idempotent_and_asks_for_its_scope(slow_server, tmp_path: Path):
     keys = write_keys(tmp_path / "keys.yaml", app={"scopes": ["infer", "feedback"]}, user={})
     path = tmp_path / "requests.sqlite"

@@ -205,6 +205,7 @@ def test_one_that_dies_or_hangs_is_found_and_started_again(server: ServerThread,
 
 
 def test_it_ends_with_the_server_that_was_killed(folder: Path, program: Path) -> None:
+    """Nothing is left of it, its socket's folder included."""
     command = [sys.executable, "-m", "modelwright.cli.main", "serve", str(folder), "--port=0", "--backend=vllm"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {VARIABLE: str(program)}
@@ -218,9 +219,13 @@ def test_it_ends_with_the_server_that_was_killed(folder: Path, program: Path) ->
                 said = process.stderr.readline()
             vllm = int(said.split()[-1])
             assert is_running(vllm)
+            words = Path(f"/proc/{vllm}/cmdline").read_text().split("\0")
+            socket = Path(next(word for word in words if word.startswith("--uds=")).removeprefix("--uds="))
+            assert socket.exists()
         finally:
             process.kill()
     wait_until(lambda: not is_running(vllm))
+    wait_until(lambda: not socket.parent.exists())
 
 
 def test_settings_and_models_that_it_cannot_follow(folder: Path, tmp_path: Path, monkeypatch) -> None:
@@ -239,7 +244,9 @@ def test_settings_and_models_that_it_cannot_follow(folder: Path, tmp_path: Path,
     assert "pip install 'modelwright[vllm]'" in refused(source)
     monkeypatch.setenv(VARIABLE, "vllm --out-of-memory")
     assert f"ended while it started: {REASON}" in refused(source, ModelError)
-    for option in ("--port=1", "--max_model_len 5"):
+    monkeypatch.setenv(VARIABLE, "vllm serve --out-of-memory")
+    assert refused(source).startswith(f"{VARIABLE}: write the program and its options alone, without 'serve'")
+    for option in ("--port=1", "--max_model_len 5", "--no-enable-prefix-caching"):
         monkeypatch.setenv(VARIABLE, f"vllm {option}")
         assert refused(source).startswith(f"{VARIABLE}: {option.split()[0].partition('=')[0].replace('_', '-')} ")
     monkeypatch.delenv(VARIABLE)

@@ -133,8 +133,10 @@ def test_shares_move_to_the_source_with_the_higher_loss(whole, rows) -> None:
 def test_a_killed_run_ends_with_the_same_bits(whole, rows, tmp_path, step) -> None:
     child = os.fork()
     if child == 0:
-        run_and_die(tmp_path, rows, step)
-        os._exit(0)
+        try:
+            run_and_die(tmp_path, rows, step)
+        finally:
+            os._exit(0)  # an error must not go on in a second process of the tests
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     folder, batches = whole
     read = run(tmp_path, rows)

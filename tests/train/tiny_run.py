@@ -4,6 +4,7 @@ import os
 import random
 import signal
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -279,10 +280,16 @@ def _num_records(folder: Path) -> int:
 def _start(folder: Path, changes: Mapping[str, Any], *, die_in_file: int = 0) -> int:
     child = os.fork()
     if child == 0:
-        if die_in_file:
-            _die_while_writing(die_in_file)
-        run(folder, settings(**changes))
-        os._exit(0)
+        code = 1
+        try:
+            if die_in_file:
+                _die_while_writing(die_in_file)
+            run(folder, settings(**changes))
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)  # an error must not go on in a second process of the tests
     return child
 
 

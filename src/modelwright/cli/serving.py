@@ -44,8 +44,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--backend",
         default="modelwright",
         metavar="NAME",
-        help="what computes the answers: modelwright, openvino[:f16|q8_0|q4_0], or vllm[:bfloat16|float16|float32] "
-        "(default: modelwright)",
+        help="what computes the answers: modelwright, openvino[:f16|q8_0|q4_0], or vllm[:bfloat16|float16|float32], "
+        "whose program and options the variable MODELWRIGHT_VLLM may name (default: modelwright)",
     )
 
 

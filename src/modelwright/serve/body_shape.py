@@ -1,7 +1,7 @@
 """What a JSON body consists of, counted without parsing it.
 
 `json` holds the interpreter's lock (GIL) for a whole body. NumPy releases it during every pass over the bytes, so that
-counting stops no stream. The counts of a body that is not JSON mean nothing; it is refused either way.
+counting stops no stream. The counts of a body that is not JSON are those of its brackets, commas and colons.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,8 @@ DEEPEST = 65_535
 @dataclass(frozen=True)
 class BodyShape:
     """`entries`: of all lists and objects together, an empty one counted as 1; `longest`: of one list or object;
-    `containers`: lists and objects; `keys`: of all objects together; `depth`: lists and objects inside each other.
+    `containers`: lists and objects; `keys`: of all objects together; `depth`: lists and objects inside each other;
+    `is_closed`: whether the last string ends and there are as many closing brackets as opening ones, as in all JSON.
     """
 
     entries: int
@@ -35,6 +36,7 @@ class BodyShape:
     containers: int
     keys: int
     depth: int
+    is_closed: bool = True
 
 
 def body_shape(body: bytes) -> BodyShape:
@@ -54,6 +56,7 @@ def body_shape(body: bytes) -> BodyShape:
         containers=containers,
         keys=int(np.count_nonzero((data == COLON) & outside)),
         depth=max(0, int(depths.max(initial=0))),
+        is_closed=not np.any(depths[-1:]) and bool(np.all(outside[-1:])),
     )
 
 

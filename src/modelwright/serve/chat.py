@@ -86,7 +86,7 @@ def _prompt_ids(generation: Generation) -> dict[str, Any]:
 
 
 def _token_ids(generation: Generation, index: int) -> dict[str, Any]:
-    return {"token_ids": generation.answers[index].unsent_ids()} if generation.request.return_token_ids else {}
+    return {"token_ids": generation.answers[index].take_unsent_ids()} if generation.request.return_token_ids else {}
 
 
 def _logprobs(generation: Generation, tokens: Sequence[TokenInfo]) -> dict[str, Any] | None:

@@ -32,7 +32,7 @@ def opening(generation: Generation) -> list[dict[str, Any]]:
 def chunk(generation: Generation, index: int, piece: Delta) -> dict[str, Any]:
     """One event of a stream."""
     answer = generation.answers[index]
-    is_first = answer.num_ids_sent == 0
+    is_first = answer.num_tokens == len(answer.unsent)
     choice = _choice(generation, index, piece.text, _tokens(generation, answer, piece.tokens), piece.finish_reason)
     choice |= _prompt_ids(generation, answer) if is_first else {}
     return generation.envelope(OBJECT, [choice | _token_ids(generation, answer)])
@@ -59,7 +59,7 @@ def _tokens(generation: Generation, answer: Answer, shown: Sequence[TokenInfo]) 
     """
     if not generation.request.return_token_ids or generation.request.echoes:
         return shown
-    return answer.infos[answer.num_ids_sent :]
+    return answer.unsent
 
 
 def _prompt_ids(generation: Generation, answer: Answer) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def _prompt_ids(generation: Generation, answer: Answer) -> dict[str, Any]:
 
 
 def _token_ids(generation: Generation, answer: Answer) -> dict[str, Any]:
-    return {"token_ids": answer.unsent_ids()} if generation.request.return_token_ids else {}
+    return {"token_ids": answer.take_unsent_ids()} if generation.request.return_token_ids else {}
 
 
 def _logprobs(generation: Generation, tokens: Sequence[TokenInfo]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from modelwright.data.stream_decode import TextStream
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TokenInfo:
     """A token with its log-probability, likeliest alternatives and offset in the text of the answer. The first token of
     an echoed prompt follows nothing, so its log-probability is None.

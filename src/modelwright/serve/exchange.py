@@ -158,7 +158,7 @@ class Exchange:
             prompt=_joined(self.asked.texts() or [codec.decode(answer.prompt.ids) for answer in answers]),
             answer=_joined([answer.new_text for answer in answers]),
             prompt_tokens=generation.num_prompt_tokens if generation else 0,
-            completion_tokens=sum(len(answer.infos) for answer in answers),
+            completion_tokens=generation.num_completion_tokens if generation else 0,
             finish_reason=",".join(dict.fromkeys(a.finish_reason for a in answers if a.finish_reason)),
             status=status,
             ttft_s=first_token - self._started if first_token else None,

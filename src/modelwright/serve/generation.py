@@ -35,18 +35,19 @@ class Prompt:
 
 @dataclass
 class Answer:
-    """One answer, so far. tokens: those that belong to the text that is shown; infos: all new ones, those without text
-    and a stop token included, of which the first `num_ids_sent` have been sent in events; num_echoed: characters of the
-    prompt with which `shown` begins.
+    """One answer, so far. num_echoed: characters of the prompt with which `shown` begins; num_tokens: new ones, those
+    without text and a stop token included; unsent: those of them that no event has carried yet, if the client asks for
+    ids; tokens: those that belong to `shown`, if `keeps_tokens`. A stream of any length keeps no tokens.
     """
 
     prompt: Prompt
     text: IncrementalDetokenizer
     num_echoed: int = 0
+    keeps_tokens: bool = False
     shown: str = ""
     tokens: list[TokenInfo] = field(default_factory=list)
-    infos: list[TokenInfo] = field(default_factory=list)
-    num_ids_sent: int = 0
+    num_tokens: int = 0
+    unsent: list[TokenInfo] = field(default_factory=list)
     prompt_scores: tuple[ScoredToken, ...] = ()
     num_cached_tokens: int = 0
     finish_reason: str = ""
@@ -56,7 +57,8 @@ class Answer:
     def take(self, piece: Delta) -> Delta:
         """Add a piece."""
         self.shown += piece.text
-        self.tokens += piece.tokens
+        if self.keeps_tokens:
+            self.tokens += piece.tokens
         self.finish_reason = piece.finish_reason
         return piece
 
@@ -65,14 +67,10 @@ class Answer:
         """The text so far without the prompt that an echo shows."""
         return self.shown[self.num_echoed :]
 
-    def unsent(self) -> list[TokenInfo]:
-        """New tokens that no event has carried yet; they count as sent from now on."""
-        unsent, self.num_ids_sent = self.infos[self.num_ids_sent :], len(self.infos)
-        return unsent
-
-    def unsent_ids(self) -> list[int]:
-        """The ids of `unsent`."""
-        return [info.token_id for info in self.unsent()]
+    def take_unsent_ids(self) -> list[int]:
+        """The ids of `unsent`, which count as sent from now on."""
+        unsent, self.unsent = self.unsent, []
+        return [info.token_id for info in unsent]
 
 
 @dataclass
@@ -124,9 +122,14 @@ class Generation:
             "choices": choices,
         }
 
+    @property
+    def num_completion_tokens(self) -> int:
+        """New tokens of all answers so far."""
+        return sum(answer.num_tokens for answer in self.answers)
+
     def usage(self) -> dict[str, Any]:
         """Tokens so far. Those of a prompt count once, however many answers it has."""
-        completion = sum(len(answer.infos) for answer in self.answers)
+        completion = self.num_completion_tokens
         num_cached = sum(answer.num_cached_tokens for answer in self.answers[:: self.request.n or 1])
         return {
             "prompt_tokens": self.num_prompt_tokens,
@@ -140,12 +143,14 @@ class Generation:
         _require_good(output)
         pieces = []
         answer.num_cached_tokens = max(answer.num_cached_tokens, output.num_cached_tokens)
-        if not answer.infos:
+        if answer.num_tokens == 0:
             answer.prompt_scores = output.prompt_scores
             pieces = [self._echo(answer)] if self.request.echoes else []
         if self.request.asked_tokens == 0:
             return [*pieces, answer.text.finish("length")]
-        answer.infos.append(answer.text.info(output.token_id, output.logprob, output.alternatives))
+        answer.num_tokens += 1
+        if self.request.return_token_ids:
+            answer.unsent.append(answer.text.info(output.token_id, output.logprob, output.alternatives))
         if output.finish_reason == "stop":
             return [*pieces, answer.text.finish("stop")]
         pieces.append(answer.text.push(output.token_id, output.logprob, output.alternatives))
@@ -206,6 +211,7 @@ def start(
                 prompt,
                 IncrementalDetokenizer(model.codec.stream(), request.stop, num_echoed, request.min_tokens or 0),
                 num_echoed=num_echoed,
+                keeps_tokens=request.num_logprobs is not None and not request.stream,
                 call=call.text() if call else None,
             )
             for _ in seeds

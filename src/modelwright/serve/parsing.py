@@ -18,7 +18,7 @@ UNCOUNTED_BYTES = 2 * SPARE_ENTRIES
 """Bodies up to this size cannot have too many entries: each takes a byte and a comma."""
 
 MAX_DEPTH = 1000
-"""Lists and objects inside each other: the recursion limit of the interpreter, at which `json` gives up."""
+"""Lists and objects inside each other in a large body: Python's recursion limit, unless someone has changed it."""
 
 PAUSE_NUMBERS = 4096
 """Numbers of a large body that are parsed without a pause, in less than 1 ms."""
@@ -49,8 +49,12 @@ def _load(body: bytes, limits: Limits) -> Any:
         data = json.loads(text) if len(body) <= UNCOUNTED_BYTES else _load_large(text, body, limits)
     except json.JSONDecodeError as error:
         raise _not_json(str(error)) from None
-    except (ValueError, RecursionError):
-        raise _not_json("it is not UTF-8 text or nested too deep") from None
+    except UnicodeDecodeError:
+        raise _not_json("it is not UTF-8 text") from None
+    except RecursionError:
+        raise _not_json("it is nested too deep") from None
+    except ValueError:  # Python converts no integers of more than 4300 digits
+        raise _not_json("it has an integer with too many digits") from None
     if "\\u" in text and (half := lone_surrogate(body)):
         raise _not_json(f"it has one half of a surrogate pair alone, {half!r}")
     return data
@@ -61,7 +65,12 @@ def _load_large(text: str, body: bytes, limits: Limits) -> Any:
     shape = body_shape(body)
     if shape.depth > MAX_DEPTH:
         raise RecursionError
-    limits.check_shape(shape)
+    try:
+        limits.check_shape(shape)
+    except ApiError:
+        if shape.is_closed:
+            raise
+        raise _not_json("a string, list or object in it has no end") from None
     pauses = _Pauses()
     return json.loads(text, parse_int=pauses.parse_int, parse_float=pauses.parse_float)
 

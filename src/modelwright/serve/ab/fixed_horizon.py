@@ -1,5 +1,5 @@
 """Welch's t-test of means and of proportions, for a number of observations that was fixed beforehand; the p-values are
-those of GrowthBook's gbstats. Who looks earlier and stops at what pleases reads `sequential` instead.
+those of GrowthBook's gbstats. `sequential` has the intervals that hold however often one looks.
 """
 
 import math
@@ -54,8 +54,8 @@ def welch(control: Moments, treatment: Moments, *, level: float = 0.95) -> Fixed
 def two_proportions(
     control: tuple[int, int], treatment: tuple[int, int], *, level: float = 0.95
 ) -> FixedHorizonResult | None:
-    """The same of the shares of observations with an event. An arm is (events, observations). None without two
-    observations in each arm, or if all of them or none are events.
+    """Welch's t-test of the shares of observations with an event, with the variance p (1 - p) in each arm. An arm is
+    (events, observations). None without two observations in each arm, or if in both of them all or none are events.
     """
     if min(control[1], treatment[1]) < 2:
         return None
@@ -78,7 +78,7 @@ class _Part:
 
 
 def _t_test(control: _Part, treatment: _Part, *, level: float) -> FixedHorizonResult | None:
-    """With Satterthwaite's degrees of freedom."""
+    """Compare two means; the degrees of freedom are Satterthwaite's. None without any variance."""
     variance = control.squared_error + treatment.squared_error
     if not variance > 0:
         return None

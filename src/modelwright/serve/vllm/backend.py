@@ -37,7 +37,7 @@ def vllm_engine(source: ModelSource, config: ServeConfig) -> tuple[EngineClient,
     launch = VllmLaunch(
         program=command.program,
         folder=folder.resolve(),
-        options=(*_options(config, dtype, model.max_seq_len), *command.options),
+        options=(*command.options, *_options(config, dtype, model.max_seq_len)),
     )
     fingerprint = partial(weights_of_files, folder, dtype)
     info = EngineInfo(
@@ -60,7 +60,7 @@ def vllm_engine(source: ModelSource, config: ServeConfig) -> tuple[EngineClient,
 
 
 def weights_of_files(folder: Path, dtype: str) -> str:
-    """The fingerprint of weights that are never read here, computed with in another format: of their files."""
+    """The fingerprint of weights that this process does not read: a hash of their files and of the number format."""
     hashed = hashlib.sha256(dtype.encode())
     for path in sorted(folder.glob("*.safetensors")):
         with open(path, "rb") as content:

@@ -15,11 +15,13 @@ USUAL = "vllm"
 """Found on PATH."""
 
 OF_THE_SERVER = (
-    "--allowed-origins", "--api-key", "--config", "--dtype", "--enable-lora", "--generation-config", "--host",
-    "--lora-modules", "--max-logprobs", "--max-model-len", "--max-num-seqs", "--port", "--served-model-name",
-    "--ssl-certfile", "--uds",
+    "--allowed-origins", "--api-key", "--config", "--dtype", "--enable-lora", "--enable-prefix-caching",
+    "--generation-config", "--host", "--lora-modules", "--max-logprobs", "--max-model-len", "--max-num-seqs", "--model",
+    "--no-enable-prefix-caching", "--port", "--served-model-name", "--ssl-certfile", "--structured-outputs-config",
+    "--uds",
 )  # fmt: skip
-"""Options of vLLM that follow from the settings of the server."""
+"""Options of vLLM that follow from the settings of the server. They are given after the user's, so that one that is
+written in another way (vLLM takes abbreviations) changes nothing."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ def vllm_command() -> VllmCommand:
         words = shlex.split(os.environ.get(VARIABLE, "")) or [USUAL]
     except ValueError as error:
         raise ConfigError(f"{VARIABLE}: {error}; write such as /opt/vllm/bin/vllm") from None
+    if words[1:] and not words[1].startswith("-"):
+        raise ConfigError(f"{VARIABLE}: write the program and its options alone, without {words[1]!r}")
     for option in words[1:]:
         name = option.partition("=")[0].replace("_", "-")
         if name in OF_THE_SERVER:

@@ -5,10 +5,16 @@ from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
 
+BLOCKS, USAGE = "vllm:cache_config_info", "vllm:kv_cache_usage_perc"
+PREEMPTIONS = "vllm:num_preemptions_total"
+QUERIES, HITS = "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"
+
 
 @dataclass(frozen=True, kw_only=True)
 class VllmFigures:
-    """Sums over the engines of a vLLM, since its start."""
+    """Figures of all engines of a vLLM together, since its start. num_blocks: of the cache; used_share: of them, the
+    mean over the engines.
+    """
 
     num_blocks: int = 0
     used_share: float = 0.0
@@ -18,20 +24,21 @@ class VllmFigures:
 
 
 def read_figures(text: str) -> VllmFigures:
-    """What is not there is 0."""
+    """Read the text of /metrics; a metric that is not there is 0. Raises `ValueError` for another format."""
+    names = (BLOCKS, USAGE, PREEMPTIONS, QUERIES, HITS)
+    lines = [line for line in text.splitlines(keepends=True) if line.startswith(names)]  # parsing all of them each second would hold up streams
     sums, counts, num_blocks = defaultdict[str, float](float), Counter[str](), 0
-    for family in text_string_to_metric_families(text):
+    for family in text_string_to_metric_families("".join(lines)):
         for sample in family.samples:
             sums[sample.name] += sample.value
             counts[sample.name] += 1
-            if sample.name == "vllm:cache_config_info":
+            if sample.name == BLOCKS:
                 blocks = sample.labels.get("num_gpu_blocks", "")
                 num_blocks += int(blocks) if blocks.isdigit() else 0
-    usage = "vllm:kv_cache_usage_perc"
     return VllmFigures(
         num_blocks=num_blocks,
-        used_share=sums[usage] / max(1, counts[usage]),
-        num_preemptions=round(sums["vllm:num_preemptions_total"]),
-        num_prefix_queries=round(sums["vllm:prefix_cache_queries_total"]),
-        num_prefix_hits=round(sums["vllm:prefix_cache_hits_total"]),
+        used_share=sums[USAGE] / max(1, counts[USAGE]),
+        num_preemptions=round(sums[PREEMPTIONS]),
+        num_prefix_queries=round(sums[QUERIES]),
+        num_prefix_hits=round(sums[HITS]),
     )

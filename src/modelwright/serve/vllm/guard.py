@@ -1,19 +1,23 @@
-"""Runs a command for as long as whoever asked for it lives: `python -m modelwright.serve.vllm.guard COMMAND ...`.
+"""Runs a command for as long as whoever asked for it lives:
+
+    python -m modelwright.serve.vllm.guard FOLDER COMMAND ...
 
 Standard input is a pipe whose other end the asker keeps open. When it closes, on purpose or because the asker was
-killed, the command gets SIGTERM and a time to end. Whatever is left of its process group is killed then. A signal on
-the death of the parent alone would not do: it is sent when the thread that started the child ends, and the server
-starts children in threads. The guard has one thread, so its own child has that signal, for the case that the guard is
-killed.
+killed, the command gets SIGTERM and a time to end. Whatever is left of its process group is killed then, and FOLDER,
+which has the command's socket, is removed. A signal on the death of the parent alone would not do: it is sent when the
+thread that started the child ends, and the server starts children in threads. The guard has one thread, so its own
+child has that signal, for the case that the guard is killed.
 """
 
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from modelwright.reward.sandbox import linux
 
@@ -21,8 +25,15 @@ GRACE_S = 10.0
 """From SIGTERM to SIGKILL."""
 
 
-def guard(command: Sequence[str]) -> int:
-    """Run a command until it ends or standard input is closed; returns its exit code."""
+def guard(folder: Path, command: Sequence[str]) -> int:
+    """Run a command until it ends or standard input is closed; returns its exit code. folder: is removed at the end."""
+    try:
+        return _run(command)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _run(command: Sequence[str]) -> int:
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=_end_with_parent)
     exited = os.pidfd_open(child.pid)
     try:
@@ -49,4 +60,4 @@ def _wait_for_either(pipe: int, exited: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(guard(sys.argv[1:]))
+    sys.exit(guard(Path(sys.argv[1]), sys.argv[2:]))

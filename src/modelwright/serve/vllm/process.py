@@ -42,8 +42,8 @@ class VllmLaunch:
     options: Sequence[str]
 
     def command(self, path: Path) -> list[str]:
-        """path: of the socket."""
-        return [self.program, "serve", str(self.folder), f"--uds={path}", *self.options]
+        """path: of the socket. It comes last: of an option that is given twice, vLLM takes the last."""
+        return [self.program, "serve", str(self.folder), *self.options, f"--uds={path}"]
 
 
 class VllmProcess:
@@ -55,7 +55,7 @@ class VllmProcess:
         self.socket = self._folder / SOCKET
         self._last_lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
         self._guard = subprocess.Popen(
-            [sys.executable, "-m", "modelwright.serve.vllm.guard", *launch.command(self.socket)],
+            [sys.executable, "-m", "modelwright.serve.vllm.guard", str(self._folder), *launch.command(self.socket)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
