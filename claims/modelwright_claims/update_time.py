@@ -29,7 +29,6 @@ HANDSOFF, OLD, NEW, FAILED, ENDED = "hands-off s", "old texts", "new texts", "fa
 CHANGES: Mapping[str, Task] = {OLD: "old", NEW: "new"}
 MODELS = ("before", "after", "capacity floor")
 
-
 SMALL = DemoSize(
     fraction=0.15, most={"old": 300, "new": 150}, most_heldout=60, window=60, num_windows=5, run_length=5.0,
     shifted={"old": 0.0, "new": 1.0}, min_units=5,
@@ -106,9 +105,7 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
             else:
                 judgment.below(f"change of {name}", found, 0.0, "%")
         with judgment.beside():
-            for which, bits in zip(
-                ("before", "after", "capacity floor"), samples[f"bits per byte, {name}"], strict=True
-            ):
+            for which, bits in zip(MODELS, samples[f"bits per byte, {name}"], strict=True):
                 judgment.figures[f"{name}, {which}"] = exact(bits).figure("bits per byte")
     return judgment.verdict()
 

@@ -203,11 +203,14 @@ def test_the_searched_shape_is_chosen_by_the_search_and_judged_on_unseen_seeds()
     samples |= {f"{unseen}supernet": [2.0, 2.01, 2.0]}
     samples |= {f"{unseen}{rival}": [2.1, 2.11, 2.1] for rival in architecture_search.RIVALS}
     samples |= {architecture_search.PROMISED: [10.0], architecture_search.MEASURED: [10.5]}
-    samples |= {architecture_search.TAU: [0.5, 0.1, 0.8, 12.0]}
+    samples |= {architecture_search.TAU: [0.5, 0.1, 0.8, 12.0], architecture_search.BUDGET: [5.0]}
+    samples |= {architecture_search.SPENT + name: [5.0] for name in architecture_search.SEARCHING}
     assert architecture_search.found_by(samples) == "supernet"
     assert verdict(architecture_search.CLAIM, samples).kind == "met"
     slow = {**samples, architecture_search.MEASURED: [11.5]}
     assert "promised 10.000 (+15.0%)" in verdict(architecture_search.CLAIM, slow).reason
+    dear = {**samples, architecture_search.SPENT + "supernet": [5.5]}
+    assert "supernet spent 5.500 trainings of 5" in verdict(architecture_search.CLAIM, dear).reason
     tied = {**samples, f"{unseen}halving": [2.0, 2.01, 2.0]}
     assert "loss above halving" in verdict(architecture_search.CLAIM, tied).reason
 
