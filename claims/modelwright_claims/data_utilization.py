@@ -20,9 +20,9 @@ from modelwright.data.stdlib_corpus import machine_corpus
 from modelwright.data.steps.format import normalize
 from modelwright.data.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
 from modelwright_claims import stability_bench as bench
-from modelwright_claims.claim import Claim, Conditions, Figure, Measurement, Samples, Setting, Verdict
+from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict
 from modelwright_claims.cleaning_scores import Result, Score, clean_entries, compare, document_of
-from modelwright_claims.experiment import Runner, Tuning, best_value, tune, with_value
+from modelwright_claims.experiment import Runner, Tuning, best_rate, best_value, tune, with_value
 from modelwright_claims.judging import Judgment
 from modelwright_claims.spoiled_corpus import FORMS, spoil
 from modelwright_claims.statistics import estimate, ratios
@@ -202,8 +202,7 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
             ).figure("nats")
     with judgment.beside():
         for arm in ARMS:
-            rates = dict(zip(samples[f"rates, {arm}"], samples[f"tuning, {arm}"], strict=True))
-            judgment.figures[f"best rate, {arm}"] = Figure(value=best_value(rates), unit="")
+            judgment.figures[f"best rate, {arm}"] = best_rate(samples, arm)
     return judgment.verdict()
 
 
