@@ -20,9 +20,11 @@ from modelwright_claims import (
     ab_false_alarms,
     alignment_retrieval,
     architecture_search,
+    efficiency_20x,
     federated,
     federated_runs,
     forgetting,
+    int8,
     interrupted_run,
     mixup_cutmix,
     planned_cost,
@@ -32,6 +34,7 @@ from modelwright_claims import (
 )
 from modelwright_claims.binomial import share
 from modelwright_claims.claim import Claim, Measurement, Verdict
+from modelwright_claims.inference_arms import FP32, INT8, decoding
 from modelwright_claims.judging import judge
 
 
@@ -121,6 +124,13 @@ def test_a_factor_comes_from_a_full_record_of_this_machine_first(monkeypatch: py
     assert other is not None
     assert other.value == 9.0
     assert planned_cost.find_factor(gain, others[1:]) is None
+
+
+def test_factors_are_figures_of_the_present_claims() -> None:
+    assert planned_cost.TRAINING_GAIN.figure in efficiency_20x.CLAIM.headline
+    pace = {f"{decoding(1)}, {name}": [speed, speed] for name, speed in ((FP32, 100.0), (INT8, 210.0))}
+    found = judge(int8.CLAIM, Measurement(samples=pace))
+    assert found.figures[planned_cost.SERVING_GAIN.figure].value == pytest.approx(2.1)
 
 
 def test_savings_are_judged_at_the_lower_bound_of_the_factors() -> None:
