@@ -76,7 +76,8 @@ def samples_of(result: DemoResult, verdict: GateVerdict) -> dict[str, list[float
     for name, task in CHANGES.items():
         samples[f"bits per byte, {name}"] = [row.bits[task] for row in (old, updated, floor)]
         for measure in verdict.measures:
-            if measure.task == task and math.isfinite(measure.high - measure.low):
+            is_bits = measure.task == task and measure.name.startswith("bits per byte")
+            if is_bits and math.isfinite(measure.high - measure.low):
                 ends = (measure.difference, measure.low, measure.high)
                 samples[f"change of {name}"] = [100 * end for end in ends]
     return samples

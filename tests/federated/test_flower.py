@@ -40,6 +40,7 @@ from modelwright.federated.flower import (
 from modelwright.federated.server import LOG_FILE
 from modelwright.federated.weights import weight_vector
 from modelwright.model.hf import load_model
+from modelwright.pipeline import flower as flower_apps
 
 SIZE = 300
 
@@ -208,6 +209,16 @@ def test_what_flower_cannot_keep_is_refused_by_name(tmp_path: Path, name: str, c
         bounded(config, tmp_path)
     with pytest.raises(ConfigError, match=f"^{re.escape(name)}: is not available over Flower"):
         FlowerClient(config=config, train=made_up("ann"))
+
+
+@pytest.mark.parametrize(("rate", "is_right"), [(0.2, True), (1, True), (True, False), (0.0, False), ("0.2", False)])
+def test_a_node_s_rate_is_a_number_above_0(rate: object, is_right: bool) -> None:
+    options = {"learning-rate": rate}
+    if is_right:
+        assert flower_apps._rate(options) == rate
+    else:
+        with pytest.raises(ConfigError, match="learning-rate must be a number above 0"):
+            flower_apps._rate(options)
 
 
 def test_real_processes_give_what_our_transport_gives(tmp_path: Path) -> None:
