@@ -12,6 +12,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from federated_commands import free_port
+
 PROGRAMS = Path(sys.executable).parent
 PATIENCE_S = 120.0
 """Far more than anything here takes: a machine that is busy with other things must fail no test."""
@@ -89,11 +91,6 @@ def federation(folder: Path, nodes: Mapping[str, Mapping[str, object]]) -> Itera
             if name == "superlink":
                 _wait_for(port)
         yield Federation(folder, environment)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def _wait_for(port: int) -> None:

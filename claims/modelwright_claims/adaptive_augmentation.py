@@ -15,7 +15,7 @@ from modelwright.data.tokenizer import TokenizerConfig, train_tokenizer
 from modelwright_claims import experiment
 from modelwright_claims.augmented_text import Augmentation
 from modelwright_claims.claim import Claim, Conditions, Figure, Measurement, Samples, Setting, Verdict
-from modelwright_claims.experiment import Experiment, Tuning, best_value, run_experiment
+from modelwright_claims.experiment import Experiment, Tuning, best_rate, run_experiment
 from modelwright_claims.judging import Judgment
 from modelwright_claims.statistics import differences, estimate, paired_t_test
 from modelwright_claims.training_run import Outcome, Run
@@ -122,8 +122,7 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
             judgment.figures[f"lowest held-out loss, {arm}"] = estimate(samples[f"lowest loss, {arm}"]).figure("nats")
             judgment.figures[f"loss at the end, {arm}"] = estimate(samples[f"final loss, {arm}"]).figure("nats")
             judgment.figures[f"mean strength, {arm}"] = estimate(samples[f"strength, {arm}"]).figure("")
-            rates = dict(zip(samples[f"rates, {arm}"], samples[f"tuning, {arm}"], strict=True))
-            judgment.figures[f"best rate, {arm}"] = Figure(value=best_value(rates), unit="")
+            judgment.figures[f"best rate, {arm}"] = best_rate(samples, arm)
     return judgment.verdict()
 
 

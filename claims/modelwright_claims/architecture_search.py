@@ -14,6 +14,7 @@ from modelwright.core.progress import SilentProgress
 from modelwright.recipes.load import load
 from modelwright.search.result import PROMISE_MARGIN, Contender, SearchResult
 from modelwright.search.run import SearchConfig, search
+from modelwright.search.workbench import TOLERANCE
 from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict
 from modelwright_claims.judging import Judgment
 from modelwright_claims.statistics import estimate, exact, percent_above
@@ -22,7 +23,7 @@ SEARCHING = ("supernet", "tpe")
 RIVALS = ("random", "halving", "scaled", "standard")
 """At the same budget; `standard`, the run's own shape, is one training."""
 NUM_UNSEEN = 3
-SEARCHED, UNSEEN, SPENT = "loss in the search, ", "loss on unseen seeds, ", "spent, "
+SEARCHED, UNSEEN, SPENT, BUDGET = "loss in the search, ", "loss on unseen seeds, ", "spent, ", "budget"
 PROMISED, MEASURED, TAU = "promised ms a token", "measured ms a token", "Kendall's tau"
 
 
@@ -53,7 +54,7 @@ def settings(setting: Setting) -> Mapping[str, Any]:
 
 
 def samples_of(result: SearchResult) -> dict[str, list[float]]:
-    samples = {PROMISED: [result.promise.promised_ms], MEASURED: [result.promise.measured_ms]}
+    samples = {PROMISED: [result.promise.promised_ms], MEASURED: [result.promise.measured_ms], BUDGET: [result.budget]}
     for contender in result.contenders:
         samples |= _samples_of(contender)
     for finding in result.findings:
@@ -84,8 +85,8 @@ def conditions_of(result: SearchResult, wish: SearchConfig) -> Conditions:
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when the searched shape's loss on unseen seeds is below that of each rival, nothing spent more than the
-    others, and the winner's latency is within a tenth of what was promised."""
+    """Met when the searched shape's loss on unseen seeds is below that of each rival, both searching strategies kept to
+    the budget, and the winner's latency is within a tenth of what was promised."""
     judgment = Judgment()
     found = found_by(samples)
     for rival in RIVALS:
@@ -94,6 +95,10 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
             judgment.figures[f"loss of the searched shape above that of {rival}"] = above.figure("%")
             judgment.below(f"loss above {rival}", above, 0.0, "%")
             judgment.said.append(f"{above.mean:+.2f}% beside {rival}")
+    for name in SEARCHING:
+        with judgment.part():
+            (spent,), (budget,) = samples[SPENT + name], samples[BUDGET]
+            judgment.require(spent <= budget + TOLERANCE, f"{name} spent {spent:.3f} trainings of {budget:g}")
     with judgment.part():
         (promised,), (measured,) = samples[PROMISED], samples[MEASURED]
         gap = exact(100 * (measured / promised - 1))

@@ -16,7 +16,7 @@ from types import ModuleType
 from modelwright.core.config import set_dotted
 from modelwright.core.errors import ModelwrightError
 from modelwright_claims import augmented_text, mixed_text, plain_training, training_run, wild_batches, workbench
-from modelwright_claims.claim import Setting
+from modelwright_claims.claim import Figure, Setting
 from modelwright_claims.run_cache import RunCache, setup_digest
 from modelwright_claims.training_run import Outcome, Run, execute, prepare
 
@@ -146,6 +146,12 @@ def beyond(losses: Mapping[float, float]) -> list[float]:
 def best_value(losses: Mapping[float, float]) -> float:
     """Return the value with the lowest loss."""
     return min(losses, key=losses.__getitem__)
+
+
+def best_rate(samples: Mapping[str, Sequence[float]], arm: str) -> Figure:
+    """Return the rate that an arm was tuned to, of a record with `rates, ARM` and the losses at them, `tuning, ARM`."""
+    losses = dict(zip(samples[f"rates, {arm}"], samples[f"tuning, {arm}"], strict=True))
+    return Figure(value=best_value(losses), unit="")
 
 
 def with_value(run: Run, setting: str, value: float) -> Run:

@@ -29,7 +29,6 @@ HANDSOFF, OLD, NEW, FAILED, ENDED = "hands-off s", "old texts", "new texts", "fa
 CHANGES: Mapping[str, Task] = {OLD: "old", NEW: "new"}
 MODELS = ("before", "after", "capacity floor")
 
-
 SMALL = DemoSize(
     fraction=0.15, most={"old": 300, "new": 150}, most_heldout=60, window=60, num_windows=5, run_length=5.0,
     shifted={"old": 0.0, "new": 1.0}, min_units=5,
@@ -77,7 +76,8 @@ def samples_of(result: DemoResult, verdict: GateVerdict) -> dict[str, list[float
     for name, task in CHANGES.items():
         samples[f"bits per byte, {name}"] = [row.bits[task] for row in (old, updated, floor)]
         for measure in verdict.measures:
-            if measure.task == task and math.isfinite(measure.high - measure.low):
+            is_bits = measure.task == task and measure.name.startswith("bits per byte")
+            if is_bits and math.isfinite(measure.high - measure.low):
                 ends = (measure.difference, measure.low, measure.high)
                 samples[f"change of {name}"] = [100 * end for end in ends]
     return samples
@@ -106,9 +106,7 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
             else:
                 judgment.below(f"change of {name}", found, 0.0, "%")
         with judgment.beside():
-            for which, bits in zip(
-                ("before", "after", "capacity floor"), samples[f"bits per byte, {name}"], strict=True
-            ):
+            for which, bits in zip(MODELS, samples[f"bits per byte, {name}"], strict=True):
                 judgment.figures[f"{name}, {which}"] = exact(bits).figure("bits per byte")
     return judgment.verdict()
 

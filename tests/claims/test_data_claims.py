@@ -37,7 +37,10 @@ def setting(tmp_path_factory: pytest.TempPathFactory) -> Setting:
 
 
 def kind(claim: Claim, samples: Mapping[str, Sequence[float]], **conditions: float) -> str:
-    return judge(claim, Measurement(samples=samples, conditions=conditions)).kind
+    """The kind of the verdict; one that is met has all figures that the overview shows."""
+    verdict = judge(claim, Measurement(samples=samples, conditions=conditions))
+    assert verdict.kind != "met" or set(claim.headline) <= set(verdict.figures)
+    return verdict.kind
 
 
 def test_updates_of_all_batches_have_equally_many_real_tokens(setting: Setting) -> None:
@@ -106,6 +109,7 @@ def test_verdict_on_cleaning() -> None:
     claim = data_utilization.CLAIM
     verdict = judge(claim, found(slow, fast))
     assert verdict.kind == "met"
+    assert set(claim.headline) <= set(verdict.figures)
     assert verdict.figures["recall, duplicates"].value == 90
     assert verdict.figures["fewer steps"].value == pytest.approx(100 / 60)
     assert judge(claim, found(slow, slow)).kind == "short"

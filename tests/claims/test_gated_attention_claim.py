@@ -56,6 +56,7 @@ def judged(**changes: Any) -> Verdict:
 def test_met_needs_loss_flops_both_times_and_every_rival() -> None:
     met = judged()
     assert met.kind == "met", met.reason
+    assert set(claim.CLAIM.headline) <= set(met.figures)
     assert met.figures["time of attention in decoding, dynamic to all heads"].value == pytest.approx(0.6)
     assert met.figures["held-out loss above all heads"].value == pytest.approx(1.0, abs=0.01)
     for changes in ({"loss": 2.05}, {"share": 0.66}, {"training": 0.71}, {"decoding": 0.71}, {"rival": 2.01}):

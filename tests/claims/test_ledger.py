@@ -311,11 +311,14 @@ def test_the_records_in_the_tree_are_judged_by_the_present_rules():
         assert again(known[record["name"]], record) == record, record["name"]
 
 
-@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.name)
+MEASURED = {record["name"] for record in read_results(ROOT / "benchmarks/results")}
+
+
+@pytest.mark.parametrize("claim", [one for one in CLAIMS if one.name in MEASURED], ids=lambda claim: claim.name)
 def test_headlines_are_figures_that_were_measured(claim):
-    """A claim that was not measured yet has none."""
+    """Those of claims without a record are checked where their verdicts are, on made-up samples."""
     records = [one for one in read_results(ROOT / "benchmarks/results") if one["name"] == claim.name]
-    assert not records or set(claim.headline) <= {name for record in records for name in all_figures(record)}
+    assert set(claim.headline) <= {name for record in records for name in all_figures(record)}
 
 
 AGE = re.compile(r"[;,] \d+ commits old(?:; code changed since \([^)]*\)| \(\*\*code changed since\*\*: [^)]*\))?")

@@ -20,9 +20,11 @@ from modelwright_claims import (
     ab_false_alarms,
     alignment_retrieval,
     architecture_search,
+    efficiency_20x,
     federated,
     federated_runs,
     forgetting,
+    int8,
     interrupted_run,
     mixup_cutmix,
     planned_cost,
@@ -32,6 +34,7 @@ from modelwright_claims import (
 )
 from modelwright_claims.binomial import share
 from modelwright_claims.claim import Claim, Measurement, Verdict
+from modelwright_claims.inference_arms import FP32, INT8, decoding
 from modelwright_claims.judging import judge
 
 
@@ -123,6 +126,13 @@ def test_a_factor_comes_from_a_full_record_of_this_machine_first(monkeypatch: py
     assert planned_cost.find_factor(gain, others[1:]) is None
 
 
+def test_factors_are_figures_of_the_present_claims() -> None:
+    assert planned_cost.TRAINING_GAIN.figure in efficiency_20x.CLAIM.headline
+    pace = {f"{decoding(1)}, {name}": [speed, speed] for name, speed in ((FP32, 100.0), (INT8, 210.0))}
+    found = judge(int8.CLAIM, Measurement(samples=pace))
+    assert found.figures[planned_cost.SERVING_GAIN.figure].value == pytest.approx(2.1)
+
+
 def test_savings_are_judged_at_the_lower_bound_of_the_factors() -> None:
     conditions = {
         "training is faster by": "4x", "inference is faster by": "2.5x", "instance": "i", "assumed": "a",
@@ -203,11 +213,14 @@ def test_the_searched_shape_is_chosen_by_the_search_and_judged_on_unseen_seeds()
     samples |= {f"{unseen}supernet": [2.0, 2.01, 2.0]}
     samples |= {f"{unseen}{rival}": [2.1, 2.11, 2.1] for rival in architecture_search.RIVALS}
     samples |= {architecture_search.PROMISED: [10.0], architecture_search.MEASURED: [10.5]}
-    samples |= {architecture_search.TAU: [0.5, 0.1, 0.8, 12.0]}
+    samples |= {architecture_search.TAU: [0.5, 0.1, 0.8, 12.0], architecture_search.BUDGET: [5.0]}
+    samples |= {architecture_search.SPENT + name: [5.0] for name in architecture_search.SEARCHING}
     assert architecture_search.found_by(samples) == "supernet"
     assert verdict(architecture_search.CLAIM, samples).kind == "met"
     slow = {**samples, architecture_search.MEASURED: [11.5]}
     assert "promised 10.000 (+15.0%)" in verdict(architecture_search.CLAIM, slow).reason
+    dear = {**samples, architecture_search.SPENT + "supernet": [5.5]}
+    assert "supernet spent 5.500 trainings of 5" in verdict(architecture_search.CLAIM, dear).reason
     tied = {**samples, f"{unseen}halving": [2.0, 2.01, 2.0]}
     assert "loss above halving" in verdict(architecture_search.CLAIM, tied).reason
 

@@ -18,9 +18,9 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedProx
 from flwr.supercore.task_identity import TaskIdentity
 
+from federated_commands import FEDEX, run_with_rows, train_with_commands
 from federated_peers import OwnRows, local_training, own_change
-from flower_processes import federation, free_port
-from modelwright.cli.main import main
+from flower_processes import federation
 from modelwright.core.config import parse
 from modelwright.core.errors import ConfigError, ModelwrightError
 from modelwright.core.records import read_records
@@ -40,7 +40,7 @@ from modelwright.federated.flower import (
 from modelwright.federated.server import LOG_FILE
 from modelwright.federated.weights import weight_vector
 from modelwright.model.hf import load_model
-from rank_processes import start_process
+from modelwright.pipeline import flower as flower_apps
 
 SIZE = 300
 
@@ -79,7 +79,8 @@ class MemoryGrid(Grid):
         return replies
 
     def other_way(self, *arguments, **more):
-        raise NotImplementedError
+        """What else a Grid has: strategies use `send_and_receive` alone."""
+        raise AssertionError("a strategy talked to its clients in another way")
 
     run = property(other_way)
     set_run = create_message = push_messages = pull_messages = other_way
@@ -210,19 +211,23 @@ def test_what_flower_cannot_keep_is_refused_by_name(tmp_path: Path, name: str, c
         FlowerClient(config=config, train=made_up("ann"))
 
 
+@pytest.mark.parametrize(("rate", "is_right"), [(0.2, True), (1, True), (True, False), (0.0, False), ("0.2", False)])
+def test_a_node_s_rate_is_a_number_above_0(rate: object, is_right: bool) -> None:
+    options = {"learning-rate": rate}
+    if is_right:
+        assert flower_apps._rate(options) == rate
+    else:
+        with pytest.raises(ConfigError, match="learning-rate must be a number above 0"):
+            flower_apps._rate(options)
+
+
 def test_real_processes_give_what_our_transport_gives(tmp_path: Path) -> None:
     """`flwr run` of the app in docs/federated.md over two nodes; adapters whose aggregate changes frozen weights."""
-    base, config = tmp_path / "base", tmp_path / "federated.yaml"
-    lines = (f"{n} is followed by {n + 1}, and twice {n} is {2 * n}: a line of text." for n in range(900))
-    (tmp_path / "text.txt").write_text("\n".join(lines))
-    words = ["run", "tiny", "--run-dir", str(base), "--data.sources", str(tmp_path / "text.txt")]
-    words += ["--stages", "clean,tokenize,pack,pretrain", "--pretrain.num_steps", "2", "--tokenizer.vocab_size", "400"]
-    words += ["--pack.seq_len", "64", "--model.max_seq_len", "64", "--pretrain.batch_tokens", "256"]
-    assert main([*words, "--hardware.num_threads", "1"]) == 0
-    config.write_text(
-        "num_rounds: 2\nlocal_steps: 2\nmin_clients: 2\nround_timeout_s: 120\nlora: {r: 4, aggregation: fedex}\n"
-    )
-    _over_our_transport(base, config, tmp_path)
+    base, config, keys = run_with_rows(tmp_path), tmp_path / "federated.yaml", tmp_path / "keys"
+    config.write_text(FEDEX)
+    keys.write_text(f"ann {'1' * 64}\nben {'2' * 64}\n")
+    keys.chmod(0o600)
+    train_with_commands(base, config, keys, tmp_path)
     nodes = {
         name: {
             "model": str(base), "rows": str(base), "settings": str(config), "name": name, "learning-rate": 0.2,
@@ -248,20 +253,3 @@ def test_real_processes_give_what_our_transport_gives(tmp_path: Path) -> None:
     )
     assert np.abs(own - begin).max() > 1e-4
     assert np.abs(over_flower - own).max() < 1e-6
-
-
-def _over_our_transport(base: Path, config: Path, folder: Path) -> None:
-    """The same training by `modelwright federated`."""
-    keys, port = folder / "keys", str(free_port())
-    keys.write_text(f"ann {'1' * 64}\nben {'2' * 64}\n")
-    keys.chmod(0o600)
-    common = ["--settings", str(config), "--keys", str(keys)]
-    clients = [
-        start_process(
-            "modelwright.cli.main", "federated", "client", str(base), "--rows", str(base), "--name", name, "--server",
-            f"127.0.0.1:{port}", "--learning-rate", "0.2", *common, "--dir", str(folder / name),
-        )
-        for name in ("ann", "ben")
-    ]  # fmt: skip
-    assert main(["federated", "server", str(base), "--port", port, *common, "--dir", str(folder / "server")]) == 0
-    assert [client.end()[0] for client in clients] == [0, 0]

@@ -1,4 +1,4 @@
-"""What is said where Flower is missing, or would report to its makers."""
+"""What is said where Flower is missing, would report to its makers, or installs packages."""
 
 import importlib
 import sys
@@ -24,4 +24,12 @@ def test_telemetry_is_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.delitem(sys.modules, MODULE, raising=False)
     monkeypatch.setitem(sys.modules, "flwr", ModuleType("flwr"))
     with pytest.raises(ConfigError, match="export FLWR_TELEMETRY_ENABLED=0"):
+        importlib.import_module(MODULE)
+
+
+def test_no_app_starts_where_packages_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TELEMETRY, "0")
+    monkeypatch.delitem(sys.modules, MODULE, raising=False)
+    monkeypatch.setattr(sys, "argv", ["flwr-serverapp", "--allow-runtime-dependency-installation"])
+    with pytest.raises(ConfigError, match="export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1"):
         importlib.import_module(MODULE)

@@ -137,6 +137,15 @@ def test_a_notice_saves_the_work_since_the_last_checkpoint() -> None:
     assert warned.mean_wall_s == pytest.approx(ideal_s, rel=0.02)
 
 
+def test_a_notice_is_no_longer_than_the_presence_that_it_ends() -> None:
+    told = WithNotice(inner=PoissonInterruptions(mtbf_s=100.0), notice_s=120.0)
+    periods = list(itertools.islice(told.periods(0), 50))
+    assert {period.up_s < 120.0 for period in periods} == {False, True}
+    assert all(period.notice_s == min(120.0, period.up_s) for period in periods)
+    outcome = simulate(600.0, interval_s=60.0, costs=COSTS, periods=[*periods, Presence(10_000, 0)])
+    assert outcome.lost_s >= 0
+
+
 @pytest.mark.parametrize(("mtbf_h", "stall_s"), [(0.5, 40.0), (3.0, 20.0), (12.0, 300.0)])
 def test_the_chosen_interval_is_within_5_percent_of_the_best_one(mtbf_h: float, stall_s: float) -> None:
     costs = CheckpointCosts(stall_s=stall_s, recovery_s=180.0)
@@ -308,3 +317,5 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "a checkpoint stalls it 0.7 s, a recovery takes 60 s" in capsys.readouterr().out
     assert main([*words, *often, "--deadline-hours", "39"]) == 2
     assert "too short, even on demand" in capsys.readouterr().err
+    assert main([*words, *often, "--deadline-hours", "60", "--notice-s", "120"]) == 2
+    assert "--notice-s: the plan for a deadline makes no use of notices" in capsys.readouterr().err

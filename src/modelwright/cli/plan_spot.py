@@ -99,6 +99,8 @@ def _availability(options: argparse.Namespace):
 
     if not 0 <= options.notice_s < math.inf:
         raise ConfigError(f"--notice-s: must not be negative, got {options.notice_s}")
+    if options.notice_s and not math.isinf(options.deadline_hours):
+        raise ConfigError("--notice-s: the plan for a deadline makes no use of notices; leave one of them out")
     silent = _unannounced(options)
     return WithNotice(inner=silent, notice_s=options.notice_s) if options.notice_s else silent
 

@@ -177,11 +177,17 @@ def _alone(path: Path) -> Iterator[BinaryIO]:
     while True:
         with open(path, "r+b", opener=_opened) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            # The other process may have renamed the file meanwhile.
-            if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            if _is_at(file, path):  # the other process may have renamed the file meanwhile
                 file.truncate(0)
                 yield file
                 return
+
+
+def _is_at(file: BinaryIO, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _opened(path: str, flags: int) -> int:

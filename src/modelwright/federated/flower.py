@@ -26,10 +26,18 @@ from modelwright.federated.hub import Note
 from modelwright.federated.server import LOG_FILE, MOST_FAILED_ROUNDS, RoundResult
 
 TELEMETRY = "FLWR_TELEMETRY_ENABLED"
+INSTALLS = "--allow-runtime-dependency-installation"
+"""Flower gives this option to the process of an app for which it has installed packages."""
 if TELEMETRY not in os.environ and "flwr" in sys.modules:  # Flower reads it once, when it is imported
     raise ConfigError(
         f"{TELEMETRY}: is not set, so that Flower reports what runs to its makers; "
         f"export {TELEMETRY}=0 where you start Flower, or 1 if you want that"
+    )
+if INSTALLS in sys.argv:
+    raise ConfigError(
+        f"{INSTALLS}: Flower installs the packages that an app names, on this machine; export "
+        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1 where you start flower-superlink, and start flower-supernode "
+        "without this option"
     )
 os.environ.setdefault(TELEMETRY, "0")
 

@@ -101,9 +101,9 @@ def _text(options: Mapping[str, Any], key: str, source: str) -> str:
 
 def _rate(options: Mapping[str, Any]) -> float:
     rate = options.get("learning-rate")
-    if not isinstance(rate, float) or not 0 < rate < math.inf:
+    if isinstance(rate, bool) or not isinstance(rate, float | int) or not 0 < rate < math.inf:
         raise ConfigError(f"{NODE}: learning-rate must be a number above 0, got {rate!r}; write learning-rate=0.2")
-    return rate
+    return float(rate)
 
 
 def _note(line: str) -> None:

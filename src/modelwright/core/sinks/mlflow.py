@@ -47,8 +47,8 @@ class MlflowSink:
 
 
 def accepted(name: str) -> str:
-    """A name that MLflow takes: what it refuses is written in hexadecimal, so that different names stay different. The
-    names of sources, layers and reward terms in it are the user's.
+    """A name that MLflow takes: each character that it refuses is written as `_` and its code in hexadecimal. The names
+    of sources, layers and reward terms in it are the user's.
     """
     return _REFUSED.sub(lambda found: "".join(f"_{ord(one):x}" for one in found[0]), name)
 

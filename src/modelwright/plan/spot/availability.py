@@ -116,7 +116,7 @@ class SpotTrace:
 
 @dataclass(frozen=True, kw_only=True)
 class WithNotice:
-    """Instances whose interruptions are announced."""
+    """Instances whose interruptions are announced; in a presence that is shorter than the notice, from its start on."""
 
     inner: PoissonInterruptions | BurstyInterruptions | SpotTrace
     notice_s: float
@@ -127,7 +127,7 @@ class WithNotice:
 
     def periods(self, seed: int) -> Iterator[Presence]:
         for period in self.inner.periods(seed):
-            yield replace(period, notice_s=self.notice_s)
+            yield replace(period, notice_s=min(self.notice_s, period.up_s))
 
 
 Availability = PoissonInterruptions | BurstyInterruptions | SpotTrace | WithNotice

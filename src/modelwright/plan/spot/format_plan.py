@@ -23,7 +23,7 @@ def spot_text(plan: SpotPlan, swings: Sequence[Swing]) -> str:
         f"interruptions    {often} on average",
         f"save every       {duration(plan.interval_s)} of work (Young {_interval(plan.young_s)}, Daly "
         f"{_interval(plan.daly_s)})",
-        f"expected time    {_interval(plan.expected_wall_s)} by Daly's model, without absence and deadline",
+        f"expected time    {_interval(plan.expected_wall_s)} by Daly's model, without absence, notice and deadline",
         f"simulated time   {duration(walls['mean'])} on average, 5% to 95%: {duration(walls['p05'])} to "
         f"{duration(walls['p95'])} ({walls['count']:.0f} courses)",
         f"cost             ${dollars['mean']:,.2f} on average, 5% to 95%: ${dollars['p05']:,.2f} to "

@@ -67,7 +67,7 @@ class SpotPlan:
     interval_s: float
     """Chosen: Daly's for Poisson interruptions, else the best of the simulated grid."""
     expected_wall_s: float
-    """By Daly's model; without absence, and without a deadline."""
+    """By Daly's model, which knows no absence, notice or deadline."""
     outcomes: Sequence[SpotOutcome]
 
     @property

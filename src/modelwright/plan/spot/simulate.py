@@ -81,7 +81,7 @@ def simulate_with_deadline(
     work_s: float, *, deadline_s: float, interval_s: float, costs: CheckpointCosts, periods: Iterable[Presence]
 ) -> SpotOutcome:
     """Run the job on spot instances as long as on-demand instances could still finish it in time. Notices of
-    interruptions are not made use of, which errs on the safe side.
+    interruptions are not made use of.
 
     Slack is the time until the deadline beyond what on-demand instances need from the last checkpoint on: a start, the
     work, its checkpoints. Waiting, recoveries and lost work use it up; saved work does not. A segment is begun only if
