@@ -38,7 +38,8 @@ class StageEstimate:
     seconds: float
     peak_bytes: int
     further_bytes: int = 0
-    """The part of the peak that models beside the one in training take, whole on each process."""
+    """The part of the peak that models beside the one in training take. It is counted whole on each process, although a
+    layout may divide those that are trained."""
 
 
 def training_memory(
