@@ -127,7 +127,7 @@ def cases() -> Iterator[Case]:
 
 
 def four_bit_cases() -> Iterator[Case]:
-    """Products of the quickstart's widest layers with 4-bit weights; PyTorch's operators widen them in each call."""
+    """Products of feed-forward layers of width 256 with 4-bit weights; PyTorch's operators widen them in each call."""
     weight = torch.randn(FFN_WIDTH, WIDTH)
     for activations, shown in ACTIVATIONS.items():
         codes = FOUR_BITS.codes(weight, *FOUR_BITS.ranges(weight))

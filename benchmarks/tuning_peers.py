@@ -74,6 +74,7 @@ class Size:
             ffn_dim=self.ffn_dim,
             max_seq_len=1024,
             qk_norm=False,
+            tie_embeddings=False,
         )
 
 
@@ -244,6 +245,8 @@ def print_record(record: Mapping[str, Any]) -> None:
     """A line for every tuner, and the verdicts."""
     machine = record["machine"]
     print(f"\n{machine['processor']}, {machine['instruction_set']}, {record['threads']} threads, {record['commit']}")
+    for remark in record.get("remarks", []):
+        print(f"remark: {remark}")
     print(f"{'size':6}{'':6}{'case':6}{'tuner':19}{'samples/s':>11}{'tokens/s':>11}{'spread':>8}{'ours is':>9}", end="")
     print(f"{'per CPU s':>11}{'peak MiB':>10}{'above start':>13}{'first loss':>12}  verdict")
     for row in record["rows"]:

@@ -20,6 +20,8 @@ from multiprocessing.context import ForkServerProcess
 from typing import Any
 from unittest import mock
 
+SPAWNING_POPEN = subprocess.Popen
+"""The class that forks nothing, for what waits for its child by itself (`os.wait4`)."""
 FORKED = ("modelwright.cli.main", "modelwright.serve.engine_process")
 """Modules that are started by `python -m`."""
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -52,7 +54,7 @@ class _Command:
     """By the number that it is to have, what it is here."""
 
 
-class ForkedPopen(subprocess.Popen):
+class ForkedPopen(SPAWNING_POPEN):
     """The process of the tests has threads, so a server forks for it (`rank_processes.fork_context`). A process that
     the server has forked forks by itself: it stays the parent of what it starts.
     """

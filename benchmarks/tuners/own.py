@@ -1,4 +1,4 @@
-"""The job on Modelwright: its objectives, THE loop, with their defaults."""
+"""The job on Modelwright: its objectives and its training loop, with their defaults."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -27,7 +27,7 @@ Case = Literal["sft", "lora", "dpo", "grpo", "ppo"]
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """What to train: `num_updates` updates of `batch` rows (sft, lora), pairs (dpo) or completions (grpo, ppo), the
-    first `num_warmup` untimed. Of ppo an update is a rollout with all of its epochs.
+    first `num_warmup` untimed. An update of ppo is a rollout with all of its epochs.
     """
 
     folder: Path

@@ -59,6 +59,11 @@ def test_our_side_does_every_job(bench: Any, models: Path, case: str) -> None:
         assert found["first_loss"] == pytest.approx(0.6931, abs=1e-4)
 
 
+def test_sizes_are_named_by_their_parameters(bench: Any) -> None:
+    for name, size in bench.peers.SIZES.items():
+        assert float(name.removesuffix("M")) == pytest.approx(size.config.num_parameters / 1e6, rel=0.01)
+
+
 def test_a_job_survives_its_file(bench: Any, tmp_path: Path) -> None:
     task = job(bench, tmp_path, "grpo")
     task.save(tmp_path / "task.json")
@@ -103,6 +108,7 @@ def test_the_fastest_form_of_trl_is_repeated_and_compared_with(
     record = {
         "rows": [row, bench.peers.measure(tmp_path, "8.6M", "fp32", "sft", options)],
         "machine": {"processor": "p", "instruction_set": "avx2"}, "threads": 1, "commit": "c", "wall_s": 60.0,
+        "remarks": ["one repeat"],
     }  # fmt: skip
     bench.peers.save(record, tmp_path / "record.json")
     capsys.readouterr()
@@ -112,6 +118,7 @@ def test_the_fastest_form_of_trl_is_repeated_and_compared_with(
     assert "short (at least 5x)" in printed
     assert "met (at least 5x)" in printed
     assert "1 of 2 targets met" in printed
+    assert "remark: one repeat" in printed
 
 
 def test_a_missing_peer_is_named(

@@ -1,4 +1,5 @@
-"""GGUF files in llama.cpp itself: logits, and greedy tokens beside those of our engine. Needs `llama-cpp-python`."""
+"""GGUF files in llama.cpp itself: logits, and greedy tokens beside those of our engine. It needs `pip install
+llama-cpp-python` (0.3.36 was used), which is compiled for minutes and therefore is not in the extra `dev`."""
 
 from pathlib import Path
 

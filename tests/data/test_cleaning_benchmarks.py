@@ -11,7 +11,7 @@ import pytest
 from clean_scale import clean, documents, found_duplicates, marginal_costs, verdicts, write_documents
 from cleaning_peers import FEWEST, MIN_JACCARD, OURS, true_pairs, word_5_grams
 from cleaning_peers import verdicts as peer_verdicts
-from forked_commands import ForkedPopen
+from forked_commands import SPAWNING_POPEN
 
 
 def similarity(first: str, second: str) -> float:
@@ -33,7 +33,7 @@ def test_made_up_documents_are_copied_as_they_say() -> None:
 
 
 def test_scale_counts_what_the_command_drops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subprocess, "Popen", ForkedPopen.__base__)  # the benchmark waits for a child of its own
+    monkeypatch.setattr(subprocess, "Popen", SPAWNING_POPEN)  # the benchmark calls os.wait4
     pairs = write_documents(tmp_path / "documents.jsonl", 600, seed=5)
     run = clean(tmp_path / "documents.jsonl", tmp_path / "out", ["--clean.num_workers", "1"])
     counts = found_duplicates(tmp_path / "out", 600, pairs)

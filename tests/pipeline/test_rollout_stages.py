@@ -12,16 +12,18 @@ from typing import Any
 import pytest
 
 import tiny_rollouts
+from modelwright.core.config import parse
 from modelwright.core.errors import ConfigError, DataError
 from modelwright.core.records import read_records
 from modelwright.core.rundir import RunDir
 from modelwright.data import sentence_pairs
 from modelwright.data.arithmetic import arithmetic_problems
 from modelwright.data.prompts import read_prompts
+from modelwright.objectives.ppo import PpoConfig
 from modelwright.objectives.rollouts import RolloutConfig
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.stage import Rates
-from modelwright.pipeline.stages.ppo import value_model_start
+from modelwright.pipeline.stages.ppo import PPO, value_model_start
 from modelwright.pipeline.stages.rollout_training import build_terms, fitting, keep_completions, rollout_parts
 from modelwright.recipes.load import load, recipe
 
@@ -147,6 +149,12 @@ def test_a_learning_rate_cannot_be_swept_on_rollouts() -> None:
     inputs: Any = SimpleNamespace(parents={})
     with pytest.raises(ConfigError, match="grpo generates what it learns from, which lr-find does not"):
         rollout_parts(inputs, "grpo", RolloutConfig())
+    inputs = SimpleNamespace(
+        parents={}, config=recipe("preference"), training=parse(PpoConfig, {"value_model": "reward"})
+    )
+    assert PPO.objective
+    with pytest.raises(ConfigError, match="ppo generates what it learns from, which lr-find does not"):
+        PPO.objective(inputs)
 
 
 def test_generated_arithmetic_is_right_or_forgets_the_carry() -> None:

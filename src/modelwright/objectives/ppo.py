@@ -67,8 +67,9 @@ class PpoConfig(TrainConfig):
     """Updates of an epoch, each from another part of the rollout."""
     cliprange: float = 0.2
     """The ratio of probabilities is clipped to 1 +- cliprange."""
-    cliprange_value: float = 0.2
-    """Most that a value may differ from that at the time of the rollout before its loss is clipped."""
+    cliprange_value: float = constant(0.2)
+    """Most that a value may differ from that at the time of the rollout before its loss is clipped; the value of
+    lm-human-preferences and TRL, which suits scores of variance 1 (`normalize_rewards`)."""
     value_model: Literal["head", "reward", "policy"] = "head"
     """The value function: a head on the policy's hidden states, or a model of its own, which begins with the weights of
     the reward model (`reward`) or of the policy (`policy`) and takes as much memory as the policy."""
@@ -78,8 +79,8 @@ class PpoConfig(TrainConfig):
     """Weight of the entropy bonus; 0 for none."""
     gamma: float = constant(1.0)
     """Discount of later rewards; an answer's score comes with its end, so that any other value favors short ones."""
-    lam: float = constant(0.95)
-    """Lambda of generalized advantage estimation; that of Ziegler et al. 2019, InstructGPT and TRL."""
+    lam: float = 0.95
+    """Lambda of generalized advantage estimation."""
     kl_coef: float = 0.05
     """Weight of the KL penalty in the reward of each token, at first; 0 for none, which needs no reference model."""
     kl_target: float = 0.0
@@ -108,11 +109,8 @@ class PpoConfig(TrainConfig):
         for name in ("gamma", "lam"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name}: must be from 0 to 1, got {getattr(self, name)}")
-        if not 0 < self.cliprange < 1 or self.cliprange_value <= 0:
-            raise ConfigError(
-                f"cliprange: must be between 0 and 1, and cliprange_value above 0; got {self.cliprange}, "
-                f"{self.cliprange_value}"
-            )
+        if not 0 < self.cliprange < 1:
+            raise ConfigError(f"cliprange: must be between 0 and 1, got {self.cliprange}")
         names = ("vf_coef", "entropy_coef", "kl_coef", "kl_target", "target_kl", "reward_clip", "missing_eos_penalty")
         for name in names:
             if getattr(self, name) < 0:

@@ -32,7 +32,7 @@ VALUE = "value"
 
 
 class ValueFunction(Protocol):
-    """Predicts at each token what is still to come."""
+    """Predicts the return at each token: the rewards that are still to come."""
 
     needs: ClassVar[frozenset[str]] = frozenset()
     """Properties of a run that it relies on, as of an objective."""

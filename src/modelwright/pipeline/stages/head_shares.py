@@ -1,5 +1,5 @@
 """How often each head of a trained model is open on held-out rows: a fact of a training stage, and a table of its
-section of the report. Only of models that select heads (`model/head_selection.py`).
+section of the report. A model that does not select heads (`model/head_selection.py`) has neither.
 """
 
 from collections.abc import Iterable, Sequence

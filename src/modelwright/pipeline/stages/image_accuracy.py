@@ -1,4 +1,4 @@
-"""How well a classifier does on held-out images, beside simple rules, for the facts of the stage vision."""
+"""How well held-out images are classified, beside simple rules: facts of a stage, and a table of the report."""
 
 import time
 from collections.abc import Mapping, Sequence

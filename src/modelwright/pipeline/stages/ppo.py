@@ -18,9 +18,8 @@ from modelwright.pipeline.stages.training import FurtherModels
 def _objective(inputs: StageInputs) -> Ppo:
     config = inputs.training
     assert isinstance(config, PpoConfig)
-    return Ppo(
-        config=config, value=_value_function(inputs, config), **vars(rollout_parts(inputs, PPO.name, config.rollout))
-    )
+    parts = rollout_parts(inputs, PPO.name, config.rollout)
+    return Ppo(config=config, value=_value_function(inputs, config), **vars(parts))
 
 
 def _value_function(inputs: StageInputs, config: PpoConfig) -> ValueFunction:
