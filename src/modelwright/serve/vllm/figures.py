@@ -26,7 +26,8 @@ class VllmFigures:
 def read_figures(text: str) -> VllmFigures:
     """Read the text of /metrics; a metric that is not there is 0. Raises `ValueError` for another format."""
     names = (BLOCKS, USAGE, PREEMPTIONS, QUERIES, HITS)
-    lines = [line for line in text.splitlines(keepends=True) if line.startswith(names)]  # parsing all of them each second would hold up streams
+    # Parsing all of them each second would hold up streams.
+    lines = [line for line in text.splitlines(keepends=True) if line.startswith(names)]
     sums, counts, num_blocks = defaultdict[str, float](float), Counter[str](), 0
     for family in text_string_to_metric_families("".join(lines)):
         for sample in family.samples:
