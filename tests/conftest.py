@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import subprocess
 from typing import Any
 
 import pytest
@@ -66,6 +67,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from whole_files import WholeFiles
 
     return WholeFiles(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """Say how a process of the tests ended that was lost; pytest-xdist says only that it was."""
+    if error:
+        process = node.gateway._io.popen
+        try:
+            how = f"it ended with {process.wait(10)}"
+        except subprocess.TimeoutExpired:
+            how = "it still runs, but has closed its connection"
+        node.config.get_terminal_writer().line(f"[{node.gateway.id}] process {process.pid} was lost: {how}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
