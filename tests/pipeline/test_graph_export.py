@@ -33,6 +33,9 @@ from modelwright.pipeline.models import find_model
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
 openvino = pytest.importorskip("openvino")
+CORE = openvino.Core()
+"""One for the life of the process: the CPU plugin of each sets an alternate signal stack, and when cores are freed in
+another order than the reverse, the stack that is left is unmapped, so that the next signal ends the process."""
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 Run = Callable[[np.ndarray], np.ndarray]
@@ -51,8 +54,7 @@ def in_onnxruntime(path: Path) -> Run:
 
 
 def in_openvino(path: Path) -> Run:
-    core = openvino.Core()
-    compiled = core.compile_model(core.read_model(path), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    compiled = CORE.compile_model(CORE.read_model(path), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
     return lambda ids: compiled({"input_ids": ids})["logits"]
 
 

@@ -1,6 +1,8 @@
 """OpenVINO GenAI behind the server: the same greedy tokens as our own engine, over HTTP, and refusals by name."""
 
 import asyncio
+import ctypes
+import gc
 import json
 import shutil
 import sys
@@ -72,6 +74,29 @@ def test_greedy_answers_are_those_of_our_engine(server: ServerThread, folder: Pa
         assert choice["logprobs"]["token_logprobs"] == pytest.approx(ours.logprobs, abs=0.01)
         assert choice["finish_reason"] == ours.finish_reason
         assert reply["system_fingerprint"] == server.service.model.fingerprint
+
+
+class SignalStack(ctypes.Structure):
+    _fields_ = [("address", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t)]
+
+
+def signal_stack() -> tuple[int | None, int]:
+    """Address and size of this thread's alternate signal stack."""
+    found = SignalStack()
+    assert ctypes.CDLL(None).sigaltstack(None, ctypes.byref(found)) == 0
+    return found.address, found.size
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the layout of Linux's stack_t")
+def test_signals_of_the_main_thread_keep_their_stack(folder: Path) -> None:
+    """OpenVINO would replace it by one that it unmaps, and the signal after that would end the process."""
+    before = signal_stack()
+    engines = [load_engines(ModelSource(name="tiny", folder=folder), OPENVINO) for _ in range(2)]
+    assert signal_stack() == before
+    while engines:
+        del engines[0]
+    gc.collect()
+    assert signal_stack() == before
 
 
 def test_stops_streams_and_seeds(server: ServerThread, folder: Path) -> None:

@@ -9,6 +9,7 @@ import hashlib
 import itertools
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -214,7 +215,12 @@ def _require_settings(config: ServeConfig) -> None:
 
 
 def _load(folder: Path, weights: GgufFormat, config: EngineConfig) -> tuple[Any, str]:
-    """A pipeline, and the fingerprint of its weights."""
+    """A pipeline, and the fingerprint of its weights.
+
+    The pipeline is made in a thread that ends: OpenVINO's plugin for CPUs gives the thread that loads it an alternate
+    signal stack, and unmaps that stack when another thread frees the plugin, or when plugins are freed in another order
+    than the reverse. In the main thread the next signal would then end the process instead of draining it.
+    """
     try:
         import openvino_genai as genai
     except ImportError as error:
@@ -231,7 +237,8 @@ def _load(folder: Path, weights: GgufFormat, config: EngineConfig) -> tuple[Any,
         with open(file, "rb") as content:
             digest = hashlib.file_digest(content, "sha256").hexdigest()
         try:
-            pipeline = genai.ContinuousBatchingPipeline(file, scheduling, "CPU", properties)
+            with ThreadPoolExecutor(1, "openvino") as thread:
+                pipeline = thread.submit(genai.ContinuousBatchingPipeline, file, scheduling, "CPU", properties).result()
         except RuntimeError as error:
             raise ModelError(f"{folder}: OpenVINO cannot read it: {str(error).strip().splitlines()[-1]}") from None
     return pipeline, f"fp_{digest[:FINGERPRINT_LEN]}"
