@@ -25,7 +25,7 @@ DIRECT, AHEAD, TIERS, CACHE = "direct", "reading ahead alone", "tiers alone", "c
 LITDATA, STREAMING = PEERS = "litData", "mosaicml-streaming"
 PACKAGES = {LITDATA: "litdata", STREAMING: "mosaicml-streaming"}
 MATRIX_DIM = 256
-TIMING_S = 2.0
+TIMING_S = 1.0
 """How long products are timed."""
 
 

@@ -17,6 +17,8 @@ from aiohttp import web
 
 from modelwright.core.errors import ModelwrightError
 
+NO_SUCH_KEY = "<Error><Code>NoSuchKey</Code></Error>"
+
 
 class SlowStore:
     """Answers requests for the files of a folder. latency_s: of each; bytes_per_s: of all answers together."""
@@ -71,7 +73,8 @@ def serving(folder: Path, *, latency_s: float, bytes_per_s: float) -> Iterator[s
     """Serve a folder from a process of its own; gives the URL."""
     command = [sys.executable, "-m", __name__, str(folder), str(latency_s), str(bytes_per_s)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin and process.stdout
+        assert process.stdin is not None
+        assert process.stdout is not None
         try:
             url = process.stdout.readline().strip()
             if not url:
