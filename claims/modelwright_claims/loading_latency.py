@@ -108,8 +108,9 @@ def measure(setting: Setting) -> Measurement:
             "step": f"{task.num_products} products of {loading_worker.MATRIX_DIM}x{loading_worker.MATRIX_DIM} matrices "
             f"on one thread, {1000 * plan.compute_s:.0f} ms where nothing else runs",
             "kept locally": "room for all rows on the disk on every side; ours has a tenth of them in memory besides",
-            "ours makes": "tokens, labels, positions and segments in the training process",
-            "peers make": f"tokens in {task.num_workers} worker processes that stay for both epochs; else defaults",
+            "a batch has": "tokens, labels, positions and segments; ours makes them in the training process, peers in "
+            f"{task.num_workers} worker processes that stay for both epochs",
+            "settings of the peers": "defaults with shuffle; litData with its loader for tokens",
             "cores": num_usable_cores(),
             "first batch of an epoch": "in no figure but its own",
             "peers that are not installed": ", ".join(one for one in PEERS if one not in interpreters.versions)
@@ -142,6 +143,7 @@ def prepare(folder: Path, plan: Plan, interpreters: Interpreters, endpoint: str)
         num_products=1,
         num_workers=num_usable_cores(),
         shard_bytes=config.shard_bytes,
+        eos_id=EOS_ID,
     )
     for side in interpreters.versions:
         target = bucket / PACKAGES[side]
@@ -257,9 +259,9 @@ CLAIM = Claim(
     "told",
     compared="packed rows on an S3-compatible store with 120 ms a request and 100 MB/s, batches of 16 rows of 2,048 "
     "tokens, a step of 207 ms on one thread: our loader reading the store directly, with reading ahead alone, with "
-    "tiers alone, and with both, beside litData and mosaicml-streaming with two worker processes on two cores; the "
-    "same rows in shards of the same size, each side shuffled by its own rule; two epochs from an empty cache, in "
-    "processes of their own; the sides alternate",
+    "tiers alone, and with both, beside litData and mosaicml-streaming with a worker process for each core; the same "
+    "rows in shards of the same size and batches of the same tensors, each side shuffled by its own rule; two epochs "
+    "from an empty cache, in processes of their own; the sides alternate",
     target=f"the 99th percentile of the wait for a batch at least {RATIO_TARGET:g} times lower with tiers and reading "
     "ahead than without both, in the first and in the second epoch (lower bound over the rounds), and no higher than "
     "that of litData and of mosaicml-streaming in the same epoch where they are installed (mean)",

@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ class Task:
     num_products: int
     num_workers: int
     shard_bytes: int
+    eos_id: int
 
     @property
     def seq_len(self) -> int:
@@ -54,6 +56,28 @@ class Task:
 
 Epochs = Iterator[Iterable[torch.Tensor]]
 """The tokens [batch_rows, seq_len] of the batches of each epoch."""
+IGNORED = -100
+
+
+def training_batch(samples: list[Any], eos_id: int) -> dict[str, torch.Tensor]:
+    """What the product's batches have, [rows, seq_len] each, from rows without padding whose documents end with
+    `eos_id`. Peers make it where they collate, in their worker processes.
+    """
+    rows = [sample["tokens"] if isinstance(sample, dict) else sample for sample in samples]
+    tokens = np.stack([np.asarray(row) for row in rows]).astype(np.int64)
+    ends = tokens == eos_id
+    segments = np.cumsum(ends, axis=1) - ends
+    places = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
+    starts = np.zeros_like(tokens)
+    starts[:, 1:] = np.where(ends[:, :-1], places[:, 1:], 0)
+    labels = np.full_like(tokens, IGNORED)
+    labels[:, :-1] = np.where(ends[:, :-1], IGNORED, tokens[:, 1:])
+    return {
+        "input_ids": torch.from_numpy(tokens),
+        "labels": torch.from_numpy(labels),
+        "positions": torch.from_numpy(places - np.maximum.accumulate(starts, axis=1)),
+        "segments": torch.from_numpy(segments.astype(np.int32)),
+    }
 
 
 def product_epochs(side: str, task: Task, stack: ExitStack) -> Epochs:
@@ -101,10 +125,14 @@ def litdata_epochs(side: str, task: Task, stack: ExitStack) -> Epochs:
         storage_options={"endpoint_url": task.endpoint},
     )
     loader = StreamingDataLoader(
-        dataset, batch_size=task.batch_rows, num_workers=task.num_workers, persistent_workers=True
+        dataset,
+        batch_size=task.batch_rows,
+        num_workers=task.num_workers,
+        persistent_workers=True,
+        collate_fn=partial(training_batch, eos_id=task.eos_id),
     )
     for _ in range(task.num_epochs):
-        yield loader
+        yield (batch["input_ids"] for batch in loader)
 
 
 def streaming_epochs(side: str, task: Task, stack: ExitStack) -> Epochs:
@@ -121,10 +149,14 @@ def streaming_epochs(side: str, task: Task, stack: ExitStack) -> Epochs:
         # Its connection has read the index. Two forked workers that inherit it get parts of each other's shards.
         stream._downloader.clean_up()
     loader = StreamingDataLoader(
-        dataset, batch_size=task.batch_rows, num_workers=task.num_workers, persistent_workers=True
+        dataset,
+        batch_size=task.batch_rows,
+        num_workers=task.num_workers,
+        persistent_workers=True,
+        collate_fn=partial(training_batch, eos_id=task.eos_id),
     )
     for _ in range(task.num_epochs):
-        yield (batch["tokens"] for batch in loader)
+        yield (batch["input_ids"] for batch in loader)
 
 
 READERS: Mapping[str, Callable[[str, Task, ExitStack], Epochs]] = {

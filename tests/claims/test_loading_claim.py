@@ -16,6 +16,8 @@ import pytest
 import torch
 
 from modelwright.core.progress import SilentProgress
+from modelwright.data.loader import PackedRows
+from modelwright.data.pack import PackConfig, pack
 from modelwright_claims import loading_latency, loading_worker
 from modelwright_claims.claim import Measurement, Setting, Verdict
 from modelwright_claims.judging import judge
@@ -78,6 +80,22 @@ def test_an_epoch_that_lacks_a_row_ends_the_measurement(tmp_path: Path) -> None:
     for wrong in (batches[:1], [batches[0], batches[0]], [*batches, batches[1]]):
         with pytest.raises(SystemExit, match="which are not the 10 that were written"):
             loading_worker.read_epochs(iter([wrong]), task)
+
+
+def test_peers_make_the_batches_that_the_product_makes(tmp_path: Path) -> None:
+    dice, lengths = np.random.default_rng(0), ((5, 3), (8,), (6, 2), (2, 2, 2, 2))
+    rows = [[np.append(dice.integers(2, 50, length - 1), 1) for length in pieces] for pieces in lengths]
+    documents = [document for row in rows for document in row]
+    pack(((one, None) for one in documents), tmp_path, PackConfig(seq_len=8), vocab_size=50, eos_id=1)
+    ours = PackedRows(tmp_path).gather(np.arange(4))
+    assert (ours.segments_BT >= 0).all(), "the rows are full"
+    samples = list(ours.input_ids_BT.numpy().astype(np.uint16))
+    for collated in (samples, [{"tokens": row} for row in samples], [torch.from_numpy(row) for row in samples]):
+        theirs = loading_worker.training_batch(collated, eos_id=1)
+        for name, tensor in theirs.items():
+            expected = getattr(ours, f"{name}_BT")
+            assert tensor.dtype == expected.dtype
+            assert torch.equal(tensor, expected), name
 
 
 def judged(first: float = 18.0, second: float = 5.0, **peers: tuple[float, float]) -> Verdict:
