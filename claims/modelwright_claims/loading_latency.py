@@ -228,7 +228,12 @@ def _run(python: str, action: str, task: Task | None = None, side: str = "") -> 
             words += [str(path), side]
         command = [python, "-P", loading_worker.__file__, *words]
         environment = _environment(task.endpoint if task else "", is_ours=python == sys.executable)
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        try:
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+            )
+        except subprocess.TimeoutExpired:
+            raise ModelwrightError(f"{side or python}: {action} did not end within {TIMEOUT_S:g} s") from None
     if done.returncode:
         raise ModelwrightError(f"{side or python}: {action} failed:\n{done.stderr[-NUM_ERROR_CHARS:]}")
     return json.loads(done.stdout.strip().splitlines()[-1])

@@ -139,9 +139,7 @@ def streaming_epochs(side: str, task: Task, stack: ExitStack) -> Epochs:
     """mosaicml-streaming with its defaults; its endpoint is in the environment."""
     import_streaming()
     from streaming.base import StreamingDataLoader, StreamingDataset  # pyright: ignore
-    from streaming.base.util import clean_stale_shared_memory  # pyright: ignore
 
-    clean_stale_shared_memory()
     dataset = StreamingDataset(
         remote=f"{task.url}/{PACKAGES[side]}", local=f"{task.scratch}/shards", shuffle=True, batch_size=task.batch_rows
     )
