@@ -9,6 +9,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -98,10 +99,9 @@ def test_peers_make_the_batches_that_the_product_makes(tmp_path: Path) -> None:
             assert torch.equal(tensor, expected), name
 
 
-def judged(first: float = 18.0, second: float = 5.0, **peers: tuple[float, float]) -> Verdict:
+def judged(first: float = 18.0, second: float = 5.0, peers: Mapping[str, Sequence[float]] | None = None) -> Verdict:
     """Waits of our two epochs, and of peers, in ms; 120 ms without the cache."""
-    names = {"litdata": LITDATA, "streaming": STREAMING}
-    means = {DIRECT: (120.0,), CACHE: (first, second), **{names[name]: waits for name, waits in peers.items()}}
+    means = {DIRECT: (120.0,), CACHE: (first, second), **(peers or {})}
     samples = dict[str, list[float]]()
     for side, waits in means.items():
         for arm, wait in zip(arm_names(side), waits, strict=True):
@@ -118,12 +118,12 @@ def test_the_verdict_asks_for_both_epochs_and_for_no_peer_that_waits_less() -> N
     for verdict, epoch in ((judged(first=21.0), FIRST), (judged(second=21.0), SECOND)):
         assert verdict.kind == "short"
         assert f"{epoch}: p99 of the wait is lower by 5.71x" in verdict.reason
-    assert judged(litdata=(30.0, 6.0), streaming=(18.0, 5.0)).kind == "met"
+    assert judged(peers={LITDATA: (30.0, 6.0), STREAMING: (18.0, 5.0)}).kind == "met"
     for peers, peer, epoch in (
-        ({"litdata": (17.0, 6.0)}, LITDATA, FIRST),
-        ({"litdata": (30.0, 6.0), "streaming": (30.0, 4.9)}, STREAMING, SECOND),
+        ({LITDATA: (17.0, 6.0)}, LITDATA, FIRST),
+        ({LITDATA: (30.0, 6.0), STREAMING: (30.0, 4.9)}, STREAMING, SECOND),
     ):
-        verdict = judged(**peers)
+        verdict = judged(peers=peers)
         assert verdict.kind == "short"
         assert f"{peer} waits less in the {epoch}" in verdict.reason
 
