@@ -10,7 +10,8 @@
 #             environments of their own; make bench ISA=avx2 times a newer processor as one with AVX2 alone (or ISA=x86-64);
 #             ARGS and TUNING_ARGS are the options of the two benchmarks
 # make parity every parallel layout against one process
-# make prove  measure every claim; make prove QUICK=1 for the short form
+# make prove  measure every claim; make prove QUICK=1 for the short form; make loading-peers before it gives litData and
+#             mosaicml-streaming an environment of their own, and the claim loading_latency then has them beside ours
 # make gpu-check  on a CUDA machine with torch installed: parity tests and speed figures, nothing is downloaded
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
@@ -37,7 +38,7 @@ ISA_TESTS := tests/ops tests/precision tests/parallel/test_gather_formats.py tes
 	tests/memory/test_checkpointing.py tests/train/test_wired_precision.py
 HAS_AVX512 := $(shell grep -qsw avx512f /proc/cpuinfo && echo yes)
 
-.PHONY: demo test test-flower coverage lint bench prove parity gpu-check clean
+.PHONY: demo test test-flower coverage lint bench loading-peers prove parity gpu-check clean
 
 demo: $(VENV)/.installed
 	$(WITH_ISA) $(BIN)/modelwright run $(RECIPE) $(ARGS)
@@ -65,6 +66,8 @@ bench: $(VENV)/.installed-peers .venv-trl/.ready .venv-trl-ppo/.ready
 	$(WITH_ISA) $(BIN)/python benchmarks/tuning_peers.py --trl .venv-trl/bin/python \
 		--trl-ppo .venv-trl-ppo/bin/python $(TUNING_ARGS)
 
+loading-peers: .venv-loading/.ready
+
 prove: $(VENV)/.installed
 	$(BIN)/modelwright prove --all $(if $(QUICK),--quick) $(ARGS)
 
@@ -76,7 +79,7 @@ gpu-check:
 	PYTHONPATH=src:claims python3 benchmarks/gpu_check.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) .venv-trl .venv-trl-ppo .venv-flower build dist src/*.egg-info claims/build claims/*.egg-info .pytest_cache .ruff_cache .coverage .import_linter_cache
+	rm -rf $(VENV) .venv-trl .venv-trl-ppo .venv-flower .venv-loading build dist src/*.egg-info claims/build claims/*.egg-info .pytest_cache .ruff_cache .coverage .import_linter_cache
 
 # A CPU-only Linux machine wants the CPU build of torch: the default one brings gigabytes of CUDA libraries with it.
 # Where pip knows no "+cpu" build, TORCH_INDEX names the package index that has it; without one the default is taken.
@@ -112,4 +115,11 @@ $(VENV)/.installed-flower: $(VENV)/.torch pyproject.toml claims/pyproject.toml
 	$(MAKE) VENV=$(@D) $(@D)/.torch
 	$(@D)/bin/python -m pip install --disable-pip-version-check -qq -c constraints.txt peft \
 		$(if $(findstring ppo,$@),'trl==1.12.*',trl)
+	@touch $@
+
+# Not in .venv: mosaicml-streaming wants older versions of numpy and transformers.
+.venv-loading/.ready: constraints.txt
+	$(MAKE) VENV=$(@D) $(@D)/.torch
+	$(@D)/bin/python -m pip install --disable-pip-version-check -qq -c constraints.txt \
+		'litdata>=0.2.76,<0.3' 'mosaicml-streaming>=0.13,<0.14'
 	@touch $@
