@@ -317,6 +317,9 @@ def test_who_may_load_what(server: ServerThread, folders, tmp_path: Path):
         assert "is in use" in load(server, name, folders["coder"]).json()["error"]["message"]
     missing = load(server, "x", tmp_path / "missing")
     assert (missing.status_code, "missing" in missing.json()["error"]["message"]) == (400, True)
+    unreadable = load(server, "x", tmp_path / ("0" * 300))
+    assert (unreadable.status_code, unreadable.json()["error"]["param"]) == (400, "lora_path")
+    assert "cannot be read (File name too long)" in unreadable.json()["error"]["message"]
     wrong = httpx.post(f"{server.url}/v1/load_lora_adapter", json={"lora_name": "x"}, headers=ADMIN)
     assert wrong.json()["error"]["param"] == "lora_path"
     assert [*server.service.model.adapters] == ["poet"]

@@ -85,11 +85,13 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises `ModelError` if the file is missing or damaged."""
+    """A JSON object. Raises `ModelError` if the file is missing, cannot be read or is damaged."""
     try:
         data: Any = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelError(f"{path}: no such file; a model folder in the Hugging Face layout has one") from None
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read ({error.strerror}); name another folder or make it readable") from None
     except ValueError as error:
         raise ModelError(f"{path}: is damaged ({error}); copy the folder again") from None
     if not isinstance(data, dict):
