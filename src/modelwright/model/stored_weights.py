@@ -91,7 +91,9 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise ModelError(f"{path}: no such file; a model folder in the Hugging Face layout has one") from None
     except OSError as error:
-        raise ModelError(f"{path}: cannot be read ({error.strerror}); name another folder or make it readable") from None
+        raise ModelError(
+            f"{path}: cannot be read ({error.strerror}); name another folder or make it readable"
+        ) from None
     except ValueError as error:
         raise ModelError(f"{path}: is damaged ({error}); copy the folder again") from None
     if not isinstance(data, dict):
