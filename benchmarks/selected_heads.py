@@ -65,7 +65,8 @@ def training_groups() -> Iterator[Group]:
             )
             functions = {ALL: partial(packed_attention, q, k, v, tiles)}
             for share in SHARES:
-                open_BTH = torch.rand(ROWS, ROW_LEN, HEADS) < share
+                open_BTK = torch.rand(ROWS, ROW_LEN, KV_HEADS) < share
+                open_BTH = open_BTK.repeat_interleave(HEADS // KV_HEADS, dim=-1)
                 functions[f"{share:.0%} open"] = partial(selected_attention, q, k, v, open_BTH, tiles)
             shown = f"documents of {length}, {name}"
             yield Group(f"{shown}, forward", {key: unwatched(one) for key, one in functions.items()})
@@ -94,17 +95,18 @@ def decoding_groups() -> Iterator[Group]:
 
 
 def step_of(share: float, dtype: torch.dtype, group: int) -> Callable[[], object]:
-    """A step of the quickstart's model, whose routers open a fixed share of all heads, drawn at random. group: query
-    heads that share keys and values, which are read unless all of them are closed.
+    """A step of the quickstart's model, whose routers open a fixed share of all key/value heads, drawn at random.
+
+    group: query heads of a key/value head.
     """
     shape = recipe("quickstart").model
     shape = replace(shape, max_seq_len=CONTEXT + 1, head_budget=0.5, num_kv_heads=shape.num_heads // group)
     model = Decoder(shape)
     model.init_weights(0)
-    ranks = torch.rand(shape.num_layers, shape.num_heads).flatten().argsort().argsort().view(shape.num_layers, -1)
+    ranks = torch.rand(shape.num_layers, shape.num_kv_heads).flatten().argsort().argsort().view(shape.num_layers, -1)
     for layer, block in model.blocks.items():
         assert isinstance(block, Block)
-        router = Linear(shape.model_dim, shape.num_heads, bias=True)
+        router = Linear(shape.model_dim, shape.num_kv_heads, bias=True)
         with torch.no_grad():
             router.weight.zero_()
             router.bias.copy_(torch.where(ranks[int(layer)] < round(share * ranks.numel()), 1.0, -1.0))

@@ -338,5 +338,5 @@ def describe_shape(size: Size, vocab_size: int) -> str:
     shape: ModelConfig = Run(size=size, model=SHAPE).model_config(vocab_size)
     return (
         f"{shape.num_layers} layers, {shape.num_heads} heads of {shape.head_dim}, width {shape.model_dim}; as many "
-        "key/value heads, which favors the method: decoding reads shared ones unless all of their heads are closed"
+        "key/value heads, which favors the method: query heads that share one are chosen together"
     )

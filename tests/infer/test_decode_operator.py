@@ -95,21 +95,23 @@ def test_answers_are_those_of_the_model(name: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_closed_heads_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither in prompts nor in decoding: queries that are no numbers stay without effect where a head is closed."""
+    """Neither in prompts nor in decoding: queries, keys and values that are no numbers stay without effect where a head
+    is closed.
+    """
     model = make_model(head_budget=0.5)
     for block in model.blocks.values():
-        router = Linear(model.config.model_dim, model.config.num_heads, bias=True)
+        router = Linear(model.config.model_dim, model.config.num_kv_heads, bias=True)
         with torch.no_grad():
             router.weight.zero_()
-            router.bias.copy_(torch.tensor([-1.0, 1.0, -1.0, -1.0]))
+            router.bias.copy_(torch.tensor([-1.0, 1.0]))
         block.attention.head_router = router
     prompts = [tokens(n, n) for n in PROMPT_LENS]
     monkeypatch.setenv(cpu_kernels.SWITCH, f"attention,{WITH}")
     expected, logprobs, reason = answers(model, prompts)
     assert not reason
     for block in model.blocks.values():
-        queries_HdD = block.attention.q_proj.weight.data.unflatten(0, (4, -1))
-        queries_HdD[[0, 2, 3]] = float("nan")
+        for projection in (block.attention.q_proj, block.attention.k_proj, block.attention.v_proj):
+            projection.weight.data.unflatten(0, (2, -1))[0] = float("nan")
     found, found_logprobs, _ = answers(model, prompts)
     assert found == expected
     assert found_logprobs == logprobs

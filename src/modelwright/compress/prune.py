@@ -169,7 +169,7 @@ def _part_of(name: str, weights: Mapping[str, Tensor], chosen: Sequence[Kept], c
     gates = heads if config.attention_gate == "element" else torch.tensor(kept.heads)
     rows = {
         "output_gate": gates,
-        "head_router": torch.tensor(kept.heads),
+        "head_router": torch.tensor(kept.kv_heads),
         "q_proj": heads,
         "k_proj": kv_heads,
         "v_proj": kv_heads,

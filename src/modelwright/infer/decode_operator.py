@@ -159,7 +159,7 @@ def _layer(block: Block, config: ModelConfig, cache: PagedCache) -> DecodeLayer:
         else _weight(attention.output_gate, config.gate_dim, width),
         head_router=NO_WEIGHT
         if attention.head_router is None
-        else _weight(attention.head_router, config.num_heads, width),
+        else _weight(attention.head_router, config.router_dim, width),
         attention_norm=_norm(block.attention_norm),
         attention_post_norm=_norm(block.attention_post_norm),
         ffn_norm=_norm(block.ffn_norm),

@@ -97,7 +97,8 @@ class ModelConfig:
     (Qiu et al. 2025). `transformers` has no model type for it."""
     head_budget: float = 1.0
     """Mean share of the heads that attention computes for a token. Below 1 each layer learns which heads a token needs
-    and skips the others (`model/head_selection.py`). `transformers` has no model type for it."""
+    and skips the others (`model/head_selection.py`); those that share a key/value head are chosen together.
+    `transformers` has no model type for it."""
     tie_embeddings: bool = True
     """Share the embedding matrix with the output head."""
     init_std: float = 0.02
@@ -157,8 +158,8 @@ class ModelConfig:
 
     @property
     def router_dim(self) -> int:
-        """Outputs of the projection that selects heads; 0 where all heads are computed."""
-        return self.num_heads if self.head_budget < 1.0 else 0
+        """Outputs of the projection that selects heads, one for each key/value head; 0 where all are computed."""
+        return self.num_kv_heads if self.head_budget < 1.0 else 0
 
     @property
     def windows(self) -> tuple[int, ...]:

@@ -193,7 +193,8 @@ class Attention(nn.Module):
         """Attention's output [B, T, H, d], of the heads that the router selects if there is one."""
         if self.head_router is None or self.head_selection is None:
             return attend(self.spec, q_BTHd, k_BTKd, v_BTKd)
-        logits_BTH = self.head_router(x_BTD)
+        logits_BTK = self.head_router(x_BTD)
+        logits_BTH = logits_BTK.repeat_interleave(q_BTHd.shape[-2] // logits_BTK.shape[-1], dim=-1)
         open_BTH = self.head_selection(logits_BTH)
         out_BTHd = attend(self.spec._replace(open_BTH=open_BTH), q_BTHd, k_BTKd, v_BTKd)
         return self.head_selection.gated(out_BTHd, logits_BTH, open_BTH)

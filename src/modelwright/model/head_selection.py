@@ -1,14 +1,14 @@
 """Learned selection of heads: each token decides from its own input which heads of a layer attend for it, under a
 budget. A closed head's scores, softmax and sum of values are not computed; its output is zero.
 
-The unit is a token and a head. Mixture-of-head attention (Jin et al. 2024, arXiv 2410.11842) chooses so, too, but takes
-a fixed number of heads for each token. Blocks of 64 queries would also suit a tiled kernel, but the decision of a block
-would have to come from tokens before it, and decoding, cached prompts and verified guesses would have to carry it
-along. A decision from the token's own input is causal by construction and has no state. Gathering costs the kernel
-next to nothing, because it copies each block of queries anyway: it takes the next 64 open queries of a head instead of
-the next 64 (`ops/kernels/attention.h`). All tokens' queries, keys and values are computed, and keys and values are
-cached, as later tokens may open the head. Query heads that share a key/value head decide each for itself; decoding
-reads their keys and values unless all of them are closed.
+The unit is a token and a key/value head with all query heads that share it, because decoding is bound by reading keys
+and values: those of a closed head are not read. Mixture-of-head attention (Jin et al. 2024, arXiv 2410.11842) chooses
+for each token, too, but takes a fixed number of heads. Blocks of 64 queries would also suit a tiled kernel, but the
+decision of a block would have to come from tokens before it, and decoding, cached prompts and verified guesses would
+have to carry it along. A decision from the token's own input is causal by construction and has no state. Gathering
+costs the kernel next to nothing, because it copies each block of queries anyway: it takes the next 64 open queries of a
+head instead of the next 64 (`ops/kernels/attention.h`). All tokens' queries, keys and values are computed, and keys and
+values are cached, as later tokens may open the head.
 
 Training is straight-through (Bengio et al. 2013, arXiv 1308.3432): the factor of an output is 0 or 1, its gradient that
 of the sigmoid. Closed heads give the task no gradient, because their outputs do not exist; for an open head it is
@@ -35,7 +35,9 @@ LOSS_NAME = "head_budget"
 
 
 class HeadSelection(nn.Module):
-    """Decides from the outputs of a layer's router, one for each head. It has no parameters of its own."""
+    """Decides from the outputs of a layer's router, which are repeated for the query heads of a key/value head, so that
+    these have one decision. It has no parameters of its own.
+    """
 
     def __init__(self, num_heads: int, budget: float) -> None:
         super().__init__()

@@ -162,8 +162,8 @@ NO_NORM = torch.empty(0)
 class DecodeLayer:
     """The tensors of one layer. Weights that multiply the same activations have one format. Norms are FP32 factors;
     `NO_NORM` and `NO_WEIGHT` stand for what a layer has not. keys, values: of the cache, [L, S, K, d] each.
-    head_router: a head is computed where its output is positive. window: tokens that a query sees, the present one
-    included; 0 is all earlier ones.
+    head_router: the query heads of a key/value head are computed where its output is positive. window: tokens that a
+    query sees, the present one included; 0 is all earlier ones.
     """
 
     q: AnyWeight

@@ -155,17 +155,18 @@ def _share_block(layers: _Layers, block: Block, config: ModelConfig) -> None:
 
 def _share_attention(layers: _Layers, attention: Attention, config: ModelConfig) -> None:
     _share_columns(layers, attention.q_proj)
-    for projection in (attention.k_proj, attention.v_proj):
+    of_kv_heads = {attention.k_proj: config.head_dim, attention.v_proj: config.head_dim}
+    if attention.head_router is not None and attention.head_selection is not None:
+        of_kv_heads[attention.head_router] = 1
+        _replace(attention.head_selection, num_open=partial(leave, axis=layers.axis))
+    for projection, dim in of_kv_heads.items():
         if config.num_kv_heads >= layers.axis.size:
             _share_columns(layers, projection)
         else:
             head = layers.axis.rank * config.num_kv_heads // layers.axis.size
-            _share_one_head(layers, projection, head, config.head_dim)
+            _share_one_head(layers, projection, head, dim)
     if attention.output_gate is not None:
         _share_columns(layers, attention.output_gate)
-    if attention.head_router is not None and attention.head_selection is not None:
-        _share_columns(layers, attention.head_router)
-        _replace(attention.head_selection, num_open=partial(leave, axis=layers.axis))
     _share_rows(layers, attention.o_proj)
     for norm in (attention.q_norm, attention.k_norm):
         if isinstance(norm, RMSNorm):

@@ -17,7 +17,7 @@ namespace {
 enum Activation : int64_t { kSilu, kGelu, kGeluTanh };
 enum Rotation : int64_t { kNone, kGlobal, kWindow };
 
-// Products of the same activations have weights of one format. head_router: a head is computed where its output is positive; without outputs all are. norms: null for none. keys, values: of the cache, [slots][K][d]. window: tokens that a query sees, 0 for all.
+// Products of the same activations have weights of one format. head_router: the query heads of a key/value head are computed where its output is positive; without outputs all are. norms: null for none. keys, values: of the cache, [slots][K][d]. window: tokens that a query sees, 0 for all.
 struct Layer {
   Matrix q, k, v, output_gate, head_router, o, gate, up, down;
   const float *attention_norm, *attention_post_norm, *ffn_norm, *ffn_post_norm, *q_norm, *k_norm;
@@ -66,7 +66,7 @@ Memory memory_of(const Decoder& decoder, int64_t num_rows, int64_t longest, int 
   memory.k = take(num_rows * pairs);
   memory.v = take(num_rows * pairs);
   memory.output_gate = take(num_rows * queries);
-  memory.head_router = take(num_rows * decoder.num_heads);
+  memory.head_router = take(num_rows * decoder.num_kv_heads);
   memory.attended = take(num_rows * queries);
   memory.out = take(num_rows * decoder.width);
   memory.gate = take(num_rows * decoder.ffn_width);
@@ -214,22 +214,14 @@ void weigh(const Context<T>& context, const float* weights, int64_t padded, cons
     weigh_piece<heads, 1>(context, weights, padded, factors, numbers, head_dim, at, Part{head_dim - at}, to);
 }
 
-// The query heads of one key/value head of a row, those whose router's output is positive, if it is not null; the others
-// are zero.
+// The query heads of one key/value head of a row.
 template <class T>
-void attend(const Decoder& decoder, const Context<T>& context, const float* queries, const float* router, float* scores,
-            float* to) {
+void attend(const Decoder& decoder, const Context<T>& context, const float* queries, float* scores, float* to) {
   const int64_t group = decoder.num_heads / decoder.num_kv_heads, width = decoder.head_dim;
   const int64_t padded = up(context.count, kLanes);
   for (int64_t head = 0; head < group;) {
     int64_t heads[4], taken = 0;
-    for (; head < group && taken < 4; ++head) {
-      if (!router || router[head] > 0.0f)
-        heads[taken++] = head;
-      else
-        std::fill(to + head * width, to + (head + 1) * width, 0.0f);
-    }
-    if (taken == 0) break;
+    for (; head < group && taken < 4; ++head) heads[taken++] = head;
     if (taken == 1)
       score<kLanes>(decoder, context, queries, heads, taken, scores, padded);
     else if (taken == 2)
@@ -317,14 +309,17 @@ struct Pass {
     for (int64_t task = 0; task < num_tasks; ++task) {
       const int64_t row = task / decoder.num_kv_heads, head = task % decoder.num_kv_heads;
       const int64_t position = step.positions[row];
+      float* const to = memory.attended + row * queries() + head * group;
+      if (layer.head_router.outputs && memory.head_router[row * decoder.num_kv_heads + head] <= 0.0f) {
+        std::fill(to, to + group, 0.0f);
+        continue;
+      }
       const int64_t first = layer.window ? std::max<int64_t>(0, position - layer.window + 1) : 0;
       const Context<T> context{static_cast<const T*>(layer.keys) + head * decoder.head_dim,
                                static_cast<const T*>(layer.values) + head * decoder.head_dim,
                                step.blocks + step.first_block[row], first, position + 1 - first,
                                __builtin_ctzll(decoder.block_len), pairs()};
-      const float* const router = memory.head_router + row * decoder.num_heads + head * (group / decoder.head_dim);
-      attend(decoder, context, memory.q + row * queries() + head * group, layer.head_router.outputs ? router : nullptr,
-             scores, memory.attended + row * queries() + head * group);
+      attend(decoder, context, memory.q + row * queries() + head * group, scores, to);
     }
   }
 
