@@ -91,14 +91,8 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise ModelError(f"{path}: no such file; a model folder in the Hugging Face layout has one") from None
     except OSError as error:
-<<<<<<< HEAD
         text = f"{path}: cannot be read ({error.strerror}); name another folder or make it readable"
         raise ModelError(text) from None
-=======
-        raise ModelError(
-            f"{path}: cannot be read ({error.strerror}); name another folder or make it readable"
-        ) from None
->>>>>>> kvsel
     except ValueError as error:
         raise ModelError(f"{path}: is damaged ({error}); copy the folder again") from None
     if not isinstance(data, dict):
