@@ -1,13 +1,15 @@
-"""What the claims about alignment share: preference pairs with splits of their own, runs for each seed, and answers of a
-run's models to held-out prompts with their rewards.
+"""What the claims about alignment share: preference pairs with splits of their own, runs for each seed, and answers of
+a run's models to held-out prompts with their rewards.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, TypeVar
 
+import torch
 from torch import Tensor
 
 from modelwright.core.artifacts import write_atomic
@@ -58,13 +60,25 @@ class SeedJob:
 def by_seed(
     setting: Setting, work: Callable[[Job], Result], jobs: Sequence[Job], *sources: ModuleType, name: str
 ) -> list[Result]:
-    """The results of jobs in their order, two at a time with a thread each; what an earlier call finished is kept.
-    sources: modules that decide the results. name: of the cache."""
-    cache = open_cache(setting, product_runs, *sources, name=name)
+    """The results of jobs in their order; what an earlier call finished is kept. sources: modules that decide the
+    results. name: of the cache."""
+    cache = open_cache(setting, product_runs, sys.modules[__name__], *sources, name=name)
     missing = [job for job in jobs if job.key not in cache]
-    for job, result in zip(missing, side_by_side(setting, work, missing, at_once=AT_ONCE), strict=True):
+    for job, result in zip(missing, make(setting, work, missing), strict=True):
         cache[job.key] = result
     return [cache[job.key] for job in jobs]
+
+
+def make(setting: Setting, work: Callable[[Job], Result], jobs: Sequence[Job]) -> list[Result]:
+    """The results of jobs in their order, two at a time in processes of one thread; of a quick measurement in this
+    process, because a process takes longer to start than such a job."""
+    if not setting.quick:
+        return side_by_side(setting, work, jobs, at_once=AT_ONCE)
+    num_threads = torch.get_num_threads()
+    try:
+        return [work(job) for job in jobs]
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def shared_settings(job: SeedJob) -> dict[str, Any]:

@@ -6,6 +6,7 @@ DURATION
 """
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -55,7 +56,7 @@ def measure(setting: Setting) -> Measurement:
     """Run the recipe with each seed, fine-tune further from its start of GRPO, and ask all models the same problems."""
     seeds = SEEDS[:1] if setting.quick else SEEDS
     jobs = [SeedJob(folder=setting.folder / "arithmetic", seed=seed, quick=setting.quick) for seed in seeds]
-    found = by_seed(setting, one_seed, jobs, alignment_runs, name="grpo_arithmetic")
+    found = by_seed(setting, one_seed, jobs, sys.modules[__name__], name="grpo_arithmetic")
     return measurement(seeds, [Figures(**one) for one in found])
 
 
@@ -165,8 +166,8 @@ def measurement(seeds: Sequence[int], runs: Sequence[Figures]) -> Measurement:
             "accuracy": "greedy answers; the same problems are held out for all seeds",
             MAJORITY: "the most frequent of the answers drawn at temperature 1 by the model before GRPO",
             ANY: "an upper bound for choosing among the same answers, because it needs the solution",
-            "further fine-tuning": "with the recipe's settings of sft, from the model before GRPO; nothing is tuned for "
-            "any arm",
+            "further fine-tuning": "with the recipe's settings of sft, from the model before GRPO; nothing was tuned "
+            "here for any arm",
         },
     )
 
@@ -199,17 +200,17 @@ def gain_over(rival: str) -> str:
 
 CLAIM = Claim(
     name="grpo_arithmetic",
-    statement="GRPO from a verifiable reward raises held-out accuracy in arithmetic, over fine-tuning on the same number "
-    "of samples.",
+    statement="GRPO from a verifiable reward raises held-out accuracy in arithmetic, over fine-tuning on the same "
+    "number of samples.",
     source="Shao et al., DeepSeekMath, 2024 (arXiv:2402.03300); fine-tuning on verified answers: Yuan et al., Scaling "
-    "relationship on learning mathematical reasoning, 2023 (arXiv:2308.01825); majority: Wang et al., Self-consistency, "
-    "ICLR 2023 (arXiv:2203.11171)",
+    "relationship on learning mathematical reasoning, 2023 (arXiv:2308.01825); majority: Wang et al., "
+    "Self-consistency, ICLR 2023 (arXiv:2203.11171)",
     published="GSM8K 82.9% -> 88.2%, MATH 46.8% -> 51.7% (7 B model, fine-tuned before)",
     compared="the recipe arithmetic, whose demonstrations are half wrong, with five seeds: greedy accuracy on held-out "
     "problems before and after GRPO, and after further fine-tuning that reads as many demonstrations, or as many "
     "verified answers, as GRPO has completions; majority of 8 answers before GRPO, and their best by the verifier",
-    target="a higher accuracy than before and than fine-tuning on demonstrations (lower bounds of the differences above "
-    "0), and fine-tuning on verified answers not above it (upper bound of GRPO's difference not below 0)",
+    target="a higher accuracy than before and than fine-tuning on demonstrations (lower bounds of the differences "
+    "above 0), and fine-tuning on verified answers not above it (upper bound of GRPO's difference not below 0)",
     headline=tuple(gain_over(rival) for rival in (BEFORE, DEMONSTRATIONS, VERIFIED, MAJORITY)),
     measure=measure,
     judge=judge,

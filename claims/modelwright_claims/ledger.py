@@ -36,6 +36,7 @@ from modelwright_claims import (
     hogwild,
     int8,
     interrupted_run,
+    lora_dpo,
     loss_scaling,
     mixup_cutmix,
     packing,
@@ -104,6 +105,7 @@ CLAIMS: tuple[Claim, ...] = (
     alignment_retrieval.CLAIM,
     ppo_true_reward.CLAIM,
     grpo_arithmetic.CLAIM,
+    lora_dpo.CLAIM,
     mixup_cutmix.CLAIM,
     resnet_precision.CLAIM,
 )

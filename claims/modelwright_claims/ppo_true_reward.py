@@ -7,6 +7,7 @@ DURATION
 """
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +44,7 @@ GAIN = "gain in true reward"
 QUICK: Mapping[str, Any] = {
     "model": {**alignment_runs.QUICK_SHAPE, "vocab_size": 400}, "tokenizer": {"vocab_size": 400},
     "pretrain": {"num_steps": 2}, "sft": {"num_steps": 20}, "reward": {"num_steps": 20},
-    "ppo": {"num_steps": 4, "batch_tokens": 512, "rollout": {"max_completion_length": 24}},
+    "ppo": {"batch_tokens": 512, "rollout": {"max_completion_length": 24}},
     "validation_tokens": 1024,
 }  # fmt: skip
 
@@ -53,10 +54,11 @@ class PpoJob(SeedJob):
     """One run. pairs: the file of the pairs."""
 
     pairs: str
+    num_updates: int
 
     @property
     def key(self) -> dict[str, Any]:
-        return {"seed": self.seed, "quick": self.quick, "num_updates": NUM_UPDATES}
+        return {"seed": self.seed, "quick": self.quick, "num_updates": self.num_updates}
 
 
 def best_of(number: int) -> str:
@@ -67,16 +69,20 @@ def measure(setting: Setting) -> Measurement:
     """Run the recipe with each seed, and ask the fine-tuned model and that of PPO the same held-out prompts."""
     folder = setting.folder / "alignment"
     pairs = str(pairs_file(folder, "test"))
-    seeds = SEEDS[:2] if setting.quick else SEEDS
-    jobs = [PpoJob(folder=folder, seed=seed, quick=setting.quick, pairs=pairs) for seed in seeds]
-    return measurement(seeds, by_seed(setting, one_seed, jobs, alignment_runs, name="ppo_true_reward"))
+    seeds, num_updates = (SEEDS[:1], 4) if setting.quick else (SEEDS, NUM_UPDATES)
+    jobs = [
+        PpoJob(folder=folder, seed=seed, quick=setting.quick, pairs=pairs, num_updates=num_updates) for seed in seeds
+    ]
+    found = by_seed(setting, one_seed, jobs, sys.modules[__name__], name="ppo_true_reward")
+    return measurement(seeds, num_updates, found)
 
 
 def one_seed(job: PpoJob) -> dict[str, float]:
     """Make one run; its figures. A process's whole work."""
-    stage = {"num_steps": NUM_UPDATES, "eval_every_steps": 0, "keep_best": False}
+    stage = {"num_steps": job.num_updates, "eval_every_steps": 0, "keep_best": False}
     settings = {
-        **shared_settings(job), "name": "ppo-claim", "stages": list(STAGES), "data": {"sources": [job.pairs]}, "ppo": stage,
+        **shared_settings(job), "name": "ppo-claim", "stages": list(STAGES), "data": {"sources": [job.pairs]},
+        "ppo": stage,
     }  # fmt: skip
     run = make_run("preference", merge(settings, QUICK) if job.quick else settings, job.folder / f"ppo-{job.seed}")
     asker, seed = Asker.of(run, "ppo"), derive_seed(job.seed, "claim", "answers")
@@ -118,14 +124,14 @@ def best_of_kl(number: int) -> float:
     return math.log(number) - (number - 1) / number
 
 
-def measurement(seeds: Sequence[int], runs: Sequence[Mapping[str, float]]) -> Measurement:
+def measurement(seeds: Sequence[int], num_updates: int, runs: Sequence[Mapping[str, float]]) -> Measurement:
     """runs: the figures of each seed."""
     return Measurement(
         samples={name: [run[name] for run in runs] for name in runs[0] if name != NUM_PROMPTS},
         conditions={
             "recipe": "preference",
             "seeds": ", ".join(map(str, seeds)),
-            "updates of PPO": NUM_UPDATES,
+            "updates of PPO": num_updates,
             "number of updates": "chosen from one run with seed 1, which is not reported; the recipe has 320",
             "held-out prompts": int(runs[0][NUM_PROMPTS]),
             "answers": f"{NUM_ANSWERS} to each prompt, drawn at temperature 1; the same random numbers for both models",
@@ -167,12 +173,12 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
 
 
 def _beside_best_of(judgment: Judgment, samples: Samples, number: int) -> None:
-    rival, title = best_of(number), REWARDS[TRUE]
+    rival, title, kl = best_of(number), REWARDS[TRUE], best_of_kl(number)
     over = differences(samples[title + PPO], samples[title + rival])
     judgment.figures[f"true reward of PPO over {rival}"] = over.figure("points")
-    judgment.figures[f"KL of {rival}, at most"] = exact(best_of_kl(number)).figure("nats")
+    judgment.figures[f"KL of {rival}, at most"] = exact(kl).figure("nats")
     judgment.said.append(
-        f"{rival} by the same reward model {estimate(samples[title + rival]).mean:.3f} at {best_of_kl(number):.1f} nats "
+        f"{rival} by the same reward model {estimate(samples[title + rival]).mean:.3f} at {kl:.1f} nats "
         f"(PPO {over.mean:+.3f})"
     )
 
@@ -182,7 +188,8 @@ CLAIM = Claim(
     statement="PPO from a reward model that was learned from preference pairs raises what the pairs were ordered by, "
     "over supervised fine-tuning.",
     source="Ouyang et al., Training language models to follow instructions with human feedback, 2022 "
-    "(arXiv:2203.02155); best of n: Stiennon et al., Learning to summarize from human feedback, 2020 (arXiv:2009.01325)",
+    "(arXiv:2203.02155); best of n: Stiennon et al., Learning to summarize from human feedback, 2020 "
+    "(arXiv:2009.01325)",
     published="outputs of InstructGPT with 1.3 B parameters are preferred to those of GPT-3 with 175 B",
     compared="the recipe preference with five seeds: answers to held-out prompts before PPO, that is after fine-tuning "
     "on preferred answers, and after it, judged by the program that orders the pairs and that PPO never sees; beside "
