@@ -94,7 +94,7 @@ def write_documents(path: Path, documents: Iterable[Document]) -> None:
 def pairs_file(folder: Path, heldout: HeldOut) -> Path:
     """The pairs of the recipe `preference` in `folder`, written once, with a larger held-out split. Those of the other
     one of `SHARES` are left out."""
-    paths = {one: (folder / f"pairs-{one}.jsonl").resolve() for one in SHARES}
+    paths: dict[HeldOut, Path] = {one: (folder / f"pairs-{one}.jsonl").resolve() for one in SHARES}
     if not all(path.exists() for path in paths.values()):
         pairs = list(sentence_pairs())
         for one, path in paths.items():
