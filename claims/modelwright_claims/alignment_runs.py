@@ -1,4 +1,4 @@
-"""What the claims about alignment share: preference pairs with splits of their own, runs for each seed, and answers of
+"""What the claims about alignment share: documents with splits of their own, runs for each seed, and answers of
 a run's models to held-out prompts with their rewards.
 """
 
@@ -34,8 +34,8 @@ from modelwright_claims.product_runs import side_by_side
 HeldOut = Literal["test", "validation"]
 AT_ONCE = 2
 SHARES: Mapping[HeldOut, tuple[float, float]] = {"test": (0.0, 0.2), "validation": (0.2, 0.35)}
-"""Which part of the pairs is held out, by their hash: the recipe's own 3% are too few to tell two models apart."""
-SPLITS = "pairs: 20% held out for what is reported, 15% for tuning, by a hash of the prompt and its answers"
+"""Which part is held out, by a hash: what the recipes hold out is too little to tell two models apart."""
+SPLITS = "20% held out for what is reported, 15% for tuning, by a hash"
 QUICK_SHAPE: Mapping[str, Any] = {
     "num_layers": 1, "model_dim": 32, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "ffn_dim": 32,
 }  # fmt: skip
@@ -92,19 +92,30 @@ def write_documents(path: Path, documents: Iterable[Document]) -> None:
 
 
 def pairs_file(folder: Path, heldout: HeldOut) -> Path:
-    """The pairs of the recipe `preference` in `folder`, written once, with a larger held-out split. Those of the other
-    one of `SHARES` are left out."""
-    paths: dict[HeldOut, Path] = {one: (folder / f"pairs-{one}.jsonl").resolve() for one in SHARES}
+    """The pairs of the recipe `preference`."""
+    return split_file(folder, "pairs", heldout, sentence_pairs, lambda one: one.text + one.rejected[0]["content"])
+
+
+def split_file(
+    folder: Path,
+    name: str,
+    heldout: HeldOut,
+    make_documents: Callable[[], Iterable[Document]],
+    key: Callable[[Document], str],
+) -> Path:
+    """Documents with one of `SHARES` held out and the other left out. They are written in `folder` once, as `name`.
+    key: what decides the share of a document."""
+    paths: dict[HeldOut, Path] = {one: (folder / f"{name}-{one}.jsonl").resolve() for one in SHARES}
     if not all(path.exists() for path in paths.values()):
-        pairs = list(sentence_pairs())
+        documents = list(make_documents())
         for one, path in paths.items():
-            write_documents(path, _split(pairs, one))
+            write_documents(path, _split(documents, one, key))
     return paths[heldout]
 
 
-def _split(pairs: Iterable[Document], heldout: HeldOut) -> Iterable[Document]:
-    for document in pairs:
-        place = derive_seed(0, "claims", document.text, document.rejected[0]["content"]) / 2**63
+def _split(documents: Iterable[Document], heldout: HeldOut, key: Callable[[Document], str]) -> Iterable[Document]:
+    for document in documents:
+        place = derive_seed(0, "claims", key(document)) / 2**63
         inside = [name for name, (low, high) in SHARES.items() if low <= place < high]
         if not inside:
             yield replace(document, split="train")

@@ -2,7 +2,7 @@
 
 The recipe `arithmetic`, whose demonstrations are half wrong. Fine-tuning goes on from the model that GRPO starts from,
 once on demonstrations and once on the model's own answers that the reward has verified (rejection sampling).
-DURATION
+About 13 minutes on two AVX-512 cores, by the CPU time of the parts of one seed.
 """
 
 import math

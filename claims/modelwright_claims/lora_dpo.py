@@ -1,14 +1,15 @@
 """Claim: in DPO low-rank adapters keep the held-out accuracy of training all weights, with less memory and more speed.
 
-Accuracy: the preference pairs and the model of the recipe `preference`, fine-tuned on the preferred answers first.
-Memory and pace: a wider model with untrained weights, because in the recipe's own the weights hardly count.
-DURATION
+Accuracy: the problems and the model of the recipe `arithmetic`, fine-tuned on right and wrong demonstrations first; a
+pair is the right answer and the one that forgets the carry. Memory and pace: a wider model with untrained weights,
+because in the recipe's own the weights hardly count.
+About 15 minutes on two AVX-512 cores, by the CPU time of the parts of one seed.
 """
 
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,11 @@ from modelwright.core.config import merge
 from modelwright.core.errors import ModelwrightError
 from modelwright.core.records import column, read_records
 from modelwright.core.rundir import RunDir
+from modelwright.data.arithmetic import arithmetic_problems
+from modelwright.data.document import Document
 from modelwright.pipeline.stage_log import read_attempts
 from modelwright_claims import alignment_runs
-from modelwright_claims.alignment_runs import HeldOut, SeedJob, by_seed, make, pairs_file, shared_settings
+from modelwright_claims.alignment_runs import HeldOut, SeedJob, by_seed, make, shared_settings, split_file
 from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict
 from modelwright_claims.experiment import MAX_EXTENSIONS, best_rate, best_value, beyond
 from modelwright_claims.judging import Judgment
@@ -34,9 +37,10 @@ ARMS: Mapping[str, Mapping[str, Any]] = {FULL: {}, LORA: {"lora": {"r": RANK, "l
 RATES: Mapping[str, Sequence[float]] = {FULL: (3e-5, 1e-4, 3e-4), LORA: (3e-4, 1e-3, 3e-3)}
 """Adapters want about ten times the rate (docs/guides/fine-tune.md); a grid goes on until its best rate lies inside."""
 TUNING_SEED, SEEDS = 30, (31, 32, 33, 34, 35)
-NUM_STEPS = 100
-MOST_LOST = 2.0
-"""Points of accuracy, about four of the held-out pairs: fewer cannot be told apart."""
+NUM_STEPS = 16
+"""One pass over the pairs: after several both arms order nearly all of them, and differ in nothing."""
+MOST_LOST, CHANCE = 2.0, 50.0
+"""Points of accuracy, about six of the held-out pairs; percent."""
 NUM_REPEATS, NUM_TIMED_STEPS, NUM_UNTIMED_STEPS = 5, 8, 2
 WIDE: Mapping[str, Any] = {
     "num_layers": 8,
@@ -51,16 +55,15 @@ ACCURACY, LOSS, PACE, PEAK = "accuracy, ", "held-out loss, ", "tokens per second
 NUM_PAIRS = "held-out pairs"
 GAP, MEMORY, SPEED = "accuracy over all weights", "peak memory to all weights", "pace over all weights"
 QUICK: Mapping[str, Any] = {
-    "model": {**alignment_runs.QUICK_SHAPE, "vocab_size": 400}, "tokenizer": {"vocab_size": 400},
-    "pretrain": {"num_steps": 2}, "sft": {"num_steps": 4},
+    "model": alignment_runs.QUICK_SHAPE, "pretrain": {"num_steps": 2}, "sft": {"num_steps": 4},
 }  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class BaseJob(SeedJob):
-    """The fine-tuned model that DPO starts from, of one seed. pairs: the file of the pairs."""
+    """The fine-tuned model that DPO starts from, of one seed. demonstrations: their file."""
 
-    pairs: str
+    demonstrations: str
 
     @property
     def target(self) -> Path:
@@ -104,7 +107,7 @@ class Bench:
 
     @property
     def folder(self) -> Path:
-        return self.setting.folder / "alignment"
+        return self.setting.folder / "dpo"
 
     @property
     def seeds(self) -> Sequence[int]:
@@ -116,9 +119,9 @@ class Bench:
 
     def bases(self) -> dict[int, Path]:
         """The folder of the fine-tuned model by seed; that of tuning is the first."""
-        pairs = str(pairs_file(self.folder, "test"))
+        file = str(demonstrations_file(self.folder))
         jobs = [
-            BaseJob(folder=self.folder, seed=seed, quick=self.setting.quick, pairs=pairs)
+            BaseJob(folder=self.folder, seed=seed, quick=self.setting.quick, demonstrations=file)
             for seed in (TUNING_SEED, *self.seeds)
         ]
         made = make(self.setting, make_base, jobs)
@@ -158,7 +161,7 @@ class Bench:
         """The figures of the wide model of each arm, by repeat; the arms of a repeat run one after the other, alone."""
         found: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
         pairs, quick = str(pairs_file(self.folder, "test")), self.setting.quick
-        base = wide_base(self.folder / "wide", pairs, quick=quick)
+        base = wide_base(self.folder / "wide", str(demonstrations_file(self.folder)), quick=quick)
         for repeat in range(1 if quick else NUM_REPEATS):
             for arm in ARMS:
                 job = PaceJob(
@@ -186,13 +189,40 @@ def measure(setting: Setting) -> Measurement:
     return measurement(bench, tuned, found, bench.paces())
 
 
+def demonstrations_file(folder: Path) -> Path:
+    """Two demonstrations of each problem, one of them wrong."""
+    return split_file(folder, "demonstrations", "test", arithmetic_problems, problem_of)
+
+
+def pairs_file(folder: Path, heldout: HeldOut) -> Path:
+    """One pair of each problem."""
+    return split_file(folder, "pairs", heldout, arithmetic_pairs, problem_of)
+
+
+def problem_of(document: Document) -> str:
+    """The same for a sum in either order."""
+    return " ".join(sorted(document.meta["question"].split()))
+
+
+def arithmetic_pairs() -> Iterator[Document]:
+    """For each problem the right answer, chosen, and the one that forgets the carry, rejected."""
+    every = list(arithmetic_problems())
+    wrong = {one.meta["question"]: one.meta["answer"] for one in every if one.meta["answer"] != one.meta["solution"]}
+    for document in every:
+        question, answer = document.meta["question"], document.meta["answer"]
+        if answer == document.meta["solution"]:
+            rejected = [{"role": "assistant", "content": wrong[question]}]
+            meta = {"question": question, "answer": answer, "rejected": rejected, "prompt_turns": 1}
+            yield replace(document, id=f"pair:{question}", meta=meta)
+
+
 def make_base(job: BaseJob) -> Path:
     """The recipe up to fine-tuning; the folder of the model. A process's whole work."""
     settings = {
         **shared_settings(job), "name": "dpo-base", "stages": ["clean", "tokenize", "pack", "pretrain", "sft"],
-        "data": {"sources": [job.pairs]}, "sft": {"eval_every_steps": 0, "keep_best": False},
+        "data": {"sources": [job.demonstrations]}, "sft": {"eval_every_steps": 0, "keep_best": False},
     }  # fmt: skip
-    run = make_run("preference", merge(settings, QUICK) if job.quick else settings, job.target)
+    run = make_run("arithmetic", merge(settings, QUICK) if job.quick else settings, job.target)
     return run.stage("sft").artifact.resolve()
 
 
@@ -201,7 +231,7 @@ def one_run(job: DpoJob) -> dict[str, float]:
     dpo = {**ARMS[job.arm], "learning_rate": job.rate, "num_steps": job.num_steps}
     settings = {**shared_settings(job), **dpo_settings(job.base, job.pairs, dpo)}
     folder = job.folder / f"dpo-{job.heldout}-{job.seed}-{job.arm}-{job.rate:g}".replace(" ", "-")
-    run = make_run("preference", settings, folder)
+    run = make_run("arithmetic", settings, folder)
     facts = facts_of(run, "dpo")
     return {
         ACCURACY: 100 * float(facts["heldout_metrics"]["rewards/accuracies"]),
@@ -220,14 +250,14 @@ def dpo_settings(base: Path, pairs: str, dpo: Mapping[str, Any]) -> dict[str, An
     }  # fmt: skip
 
 
-def wide_base(folder: Path, pairs: str, *, quick: bool) -> Path:
+def wide_base(folder: Path, demonstrations: str, *, quick: bool) -> Path:
     """A wide model after one step; its speed does not depend on what it has learned."""
     shape = {"model": {"num_layers": 1, "model_dim": 64, "ffn_dim": 128} if quick else WIDE}
     settings = {
-        "name": "dpo-wide", "stages": ["clean", "tokenize", "pack", "pretrain"], "data": {"sources": [pairs]},
+        "name": "dpo-wide", "stages": ["clean", "tokenize", "pack", "pretrain"], "data": {"sources": [demonstrations]},
         "pretrain": {"num_steps": 1}, "clean": {"num_workers": 1}, **shape,
     }  # fmt: skip
-    return make_run("preference", settings, folder).stage("pretrain").artifact.resolve()
+    return make_run("arithmetic", settings, folder).stage("pretrain").artifact.resolve()
 
 
 def pace_of(job: PaceJob) -> dict[str, float]:
@@ -237,7 +267,7 @@ def pace_of(job: PaceJob) -> dict[str, float]:
         "hardware": {"device": "cpu", "num_threads": job.num_threads}, "clean": {"num_workers": 1},
         "validation_tokens": WIDE_BATCH,
     }  # fmt: skip
-    run = make_run("preference", settings, job.folder / f"wide-{job.arm}-{job.repeat}".replace(" ", "-"))
+    run = make_run("arithmetic", settings, job.folder / f"wide-{job.arm}-{job.repeat}".replace(" ", "-"))
     rates = [rate for _, rate in column(read_records(run.stage("dpo").metrics), "tokens_per_s")]
     return {
         PACE: statistics.median(rates[NUM_UNTIMED_STEPS:]),
@@ -265,12 +295,12 @@ def measurement(
     return Measurement(
         samples=samples,
         conditions={
-            "recipe": "preference up to sft, then dpo on the same pairs",
+            "recipe": "arithmetic up to sft on right and wrong demonstrations, then dpo on pairs of the two",
             "seeds": ", ".join(map(str, bench.seeds)),
             "steps of DPO": bench.num_steps,
             NUM_PAIRS: int(found[FULL][0][NUM_PAIRS]),
             "rates": f"tuned for each arm by held-out loss, on seed {TUNING_SEED} and pairs that are not reported",
-            "splits": alignment_runs.SPLITS,
+            "problems": f"{alignment_runs.SPLITS}; a sum in either order is one problem",
             "LoRA": f"rank {RANK}, alpha {2 * RANK}, all projections",
             "memory and pace": f"a model of {WIDE['num_layers']} layers of {WIDE['model_dim']} after one step of "
             f"training, {WIDE_BATCH} tokens a step in four microbatches, {torch.get_num_threads()} threads, arms in "
@@ -283,8 +313,11 @@ def measurement(
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """Met when LoRA loses at most `MOST_LOST` points, and takes less memory and more tokens per second."""
+    """Met when LoRA loses at most `MOST_LOST` points, and takes less memory and more tokens per second. Where training
+    all weights orders no more pairs than chance does, there is nothing to keep."""
     judgment = Judgment()
+    with judgment.part():
+        judgment.above(f"{ACCURACY}{FULL}", estimate(samples[ACCURACY + FULL]), CHANCE, "%")
     with judgment.part():
         gap = differences(samples[ACCURACY + LORA], samples[ACCURACY + FULL])
         judgment.figures[GAP] = gap.figure("points")
@@ -317,10 +350,10 @@ CLAIM = Claim(
     published="GPT-3 175B, fine-tuning: on par or better in quality, a third of the memory, 25% faster; for DPO no "
     "figure of its own",
     compared=f"DPO with LoRA of rank {RANK} on all projections against DPO of all weights, each at its own tuned rate: "
-    "accuracy on held-out preference pairs of the recipe preference, five paired seeds; peak memory and tokens per "
-    "second of a wider model in turn",
-    target=f"at most {MOST_LOST:g} points of accuracy lost (lower bound), less peak memory and more tokens per second "
-    "(bounds beside those of all weights)",
+    "share of held-out pairs in the right order, on problems of the recipe arithmetic, five paired seeds; peak memory "
+    "and tokens per second of a wider model in turn",
+    target=f"all weights above chance, at most {MOST_LOST:g} points of accuracy lost (lower bound), less peak "
+    "memory and more tokens per second (bounds beside those of all weights)",
     headline=(GAP, MEMORY, SPEED),
     measure=measure,
     judge=judge,

@@ -108,6 +108,10 @@ def test_lora_is_judged_by_accuracy_memory_and_pace() -> None:
     for change, part in (
         ({"accuracy_lora": around(86.0, 0.3)}, lora_dpo.GAP),
         ({"accuracy_lora": [86.0, 94.0, 89.0, 84.0, 97.0]}, lora_dpo.GAP),  # equal on average, without a bound near it
+        (
+            {"accuracy_full": around(50.1, 0.3), "accuracy_lora": around(50.0, 0.3)},
+            f"{lora_dpo.ACCURACY}all weights 50.1%",
+        ),
         ({"peak_lora": around(7.1e8, 1e6)}, lora_dpo.MEMORY),
         ({"pace_lora": around(290.0, 1.0)}, lora_dpo.SPEED),
     ):
@@ -188,6 +192,27 @@ def test_pairs_of_tuning_are_not_reported(folder: Path) -> None:
     assert len(train[0]) > len(ids["test"]) > 0 < len(ids["validation"])
 
 
+def test_a_pair_is_the_right_answer_and_the_one_without_the_carry(tmp_path: Path) -> None:
+    documents = {one: list(map(Document.from_json, file(tmp_path, one))) for one in alignment_runs.SHARES}
+    for document in documents["test"]:
+        assert str(eval(document.meta["question"])) == document.meta["answer"]
+        assert abs(int(document.rejected[0]["content"]) - int(document.meta["answer"])) == 10
+    heldout = {
+        one: {lora_dpo.problem_of(pair) for pair in of if pair.split == "heldout"} for one, of in documents.items()
+    }
+    train = {lora_dpo.problem_of(pair) for pair in documents["validation"] if pair.split == "train"}
+    assert all(heldout.values())
+    assert not any(a & b for a, b in itertools.combinations([*heldout.values(), train], 2))
+    lines = lora_dpo.demonstrations_file(tmp_path).read_text().splitlines()
+    demonstrations = [one for line in lines if (one := Document.from_json(line)).split == "train"]
+    assert {lora_dpo.problem_of(one) for one in demonstrations} == train
+    assert len(demonstrations) == 2 * sum(pair.split == "train" for pair in documents["test"])
+
+
+def file(folder: Path, heldout: alignment_runs.HeldOut) -> list[str]:
+    return lora_dpo.pairs_file(folder, heldout).read_text().splitlines()
+
+
 @pytest.fixture
 def setting(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Setting:
     """For measurements by runs that do not measure the machine."""
@@ -230,7 +255,7 @@ def test_a_quick_measurement_of_lora(setting: Setting, monkeypatch: pytest.Monke
         assert found.samples[f"rates, {arm}"] == [lora_dpo.RATES[arm][0]]
         assert found.samples[f"{lora_dpo.PACE}{arm}"][0] > 0
         assert 0 < found.samples[f"{lora_dpo.ACCURACY}{arm}"][0] <= 100
-    adapters = list((setting.folder / "alignment").glob("dpo-test-31-LoRA-*/dpo/artifact/adapter"))
+    adapters = list((setting.folder / "dpo").glob("dpo-test-31-LoRA-*/dpo/artifact/adapter"))
     assert len(adapters) == 1
 
 
