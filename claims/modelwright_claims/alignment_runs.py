@@ -41,6 +41,7 @@ QUICK_SHAPE: Mapping[str, Any] = {
 }  # fmt: skip
 
 Job = TypeVar("Job", bound="SeedJob")
+AnyJob = TypeVar("AnyJob")
 Result = TypeVar("Result")
 
 
@@ -69,11 +70,13 @@ def by_seed(
     return [cache[job.key] for job in jobs]
 
 
-def make(setting: Setting, work: Callable[[Job], Result], jobs: Sequence[Job]) -> list[Result]:
-    """The results of jobs in their order, two at a time in processes of one thread; of a quick measurement in this
-    process, because a process takes longer to start than such a job."""
+def make(
+    setting: Setting, work: Callable[[AnyJob], Result], jobs: Sequence[AnyJob], *, at_once: int = AT_ONCE
+) -> list[Result]:
+    """The results of jobs in their order, in processes; of a quick measurement in this process, because a process takes
+    longer to start than such a job."""
     if not setting.quick:
-        return side_by_side(setting, work, jobs, at_once=AT_ONCE)
+        return side_by_side(setting, work, jobs, at_once=at_once)
     num_threads = torch.get_num_threads()
     try:
         return [work(job) for job in jobs]

@@ -103,7 +103,8 @@ def steps_for(run: RunDir, num_samples: int) -> int:
 
 
 def verified_answers(asker: Asker, model: Path, num_samples: int, seed: int) -> list[Document]:
-    """The distinct right ones among so many answers, drawn evenly from all problems of training."""
+    """The distinct right ones among so many answers, drawn evenly from all problems of training; those that say more
+    than a number are left out."""
     problems = asker.prompts("train")
     answers = asker.ask(
         model,
@@ -114,7 +115,7 @@ def verified_answers(asker: Asker, model: Path, num_samples: int, seed: int) -> 
     documents: list[Document] = []
     for problem, texts, right_G in zip(problems, answers.texts, answers.rewards_PG[RIGHT].tolist(), strict=True):
         kept = dict.fromkeys(text.strip() for text, right in zip(texts, right_G, strict=True) if right == 1)
-        documents += [_document(problem, text) for text in kept]
+        documents += [_document(problem, text) for text in kept if text.removeprefix("-").isdecimal()]
     return documents
 
 

@@ -27,7 +27,7 @@ from modelwright_claims.alignment_runs import HeldOut, SeedJob, by_seed, make, s
 from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict
 from modelwright_claims.experiment import MAX_EXTENSIONS, best_rate, best_value, beyond
 from modelwright_claims.judging import Judgment
-from modelwright_claims.product_runs import facts_of, make_run, side_by_side
+from modelwright_claims.product_runs import facts_of, make_run
 from modelwright_claims.statistics import differences, estimate, percent_above, ratios
 
 FULL, LORA = "all weights", "LoRA"
@@ -118,14 +118,15 @@ class Bench:
         return 4 if self.setting.quick else NUM_STEPS
 
     def bases(self) -> dict[int, Path]:
-        """The folder of the fine-tuned model by seed; that of tuning is the first."""
+        """The folder of the fine-tuned model by seed, that of tuning included; a quick measurement has one for all."""
+        seeds = (TUNING_SEED, *self.seeds)
         file = str(demonstrations_file(self.folder))
         jobs = [
             BaseJob(folder=self.folder, seed=seed, quick=self.setting.quick, demonstrations=file)
-            for seed in (TUNING_SEED, *self.seeds)
+            for seed in (seeds[:1] if self.setting.quick else seeds)
         ]
         made = make(self.setting, make_base, jobs)
-        return {job.seed: base for job, base in zip(jobs, made, strict=True)}
+        return dict(zip(seeds, made * len(seeds) if self.setting.quick else made, strict=True))
 
     def tune(self, base: Path) -> dict[str, dict[float, float]]:
         """The held-out loss by rate of each arm, on pairs that are not reported; the lowest lies inside each grid."""
@@ -157,23 +158,21 @@ class Bench:
     def dpo(self, jobs: Sequence[DpoJob]) -> list[dict[str, float]]:
         return by_seed(self.setting, one_run, jobs, sys.modules[__name__], name="lora_dpo")
 
-    def paces(self) -> dict[str, list[dict[str, float]]]:
-        """The figures of the wide model of each arm, by repeat; the arms of a repeat run one after the other, alone."""
+    def paces(self, base: Path) -> dict[str, list[dict[str, float]]]:
+        """The figures of a model of each arm, by repeat; the arms of a repeat run one after the other, alone."""
         found: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
-        pairs, quick = str(pairs_file(self.folder, "test")), self.setting.quick
-        base = wide_base(self.folder / "wide", str(demonstrations_file(self.folder)), quick=quick)
-        for repeat in range(1 if quick else NUM_REPEATS):
+        for repeat in range(1 if self.setting.quick else NUM_REPEATS):
             for arm in ARMS:
                 job = PaceJob(
                     folder=self.folder,
                     arm=arm,
                     repeat=repeat,
                     base=base,
-                    pairs=pairs,
+                    pairs=str(pairs_file(self.folder, "test")),
                     num_threads=torch.get_num_threads(),
-                    num_steps=NUM_UNTIMED_STEPS + 2 if quick else NUM_TIMED_STEPS + NUM_UNTIMED_STEPS,
+                    num_steps=NUM_UNTIMED_STEPS + (2 if self.setting.quick else NUM_TIMED_STEPS),
                 )
-                found[arm] += side_by_side(self.setting, pace_of, [job], at_once=1)
+                found[arm] += make(self.setting, pace_of, [job], at_once=1)
         return found
 
 
@@ -186,7 +185,8 @@ def measure(setting: Setting) -> Measurement:
     found: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
     for job, run in zip(jobs, bench.dpo(jobs), strict=True):
         found[job.arm].append(run)
-    return measurement(bench, tuned, found, bench.paces())
+    wide = bases[TUNING_SEED] if setting.quick else wide_base(bench.folder)
+    return measurement(bench, tuned, found, bench.paces(wide))
 
 
 def demonstrations_file(folder: Path) -> Path:
@@ -250,14 +250,13 @@ def dpo_settings(base: Path, pairs: str, dpo: Mapping[str, Any]) -> dict[str, An
     }  # fmt: skip
 
 
-def wide_base(folder: Path, demonstrations: str, *, quick: bool) -> Path:
+def wide_base(folder: Path) -> Path:
     """A wide model after one step; its speed does not depend on what it has learned."""
-    shape = {"model": {"num_layers": 1, "model_dim": 64, "ffn_dim": 128} if quick else WIDE}
     settings = {
-        "name": "dpo-wide", "stages": ["clean", "tokenize", "pack", "pretrain"], "data": {"sources": [demonstrations]},
-        "pretrain": {"num_steps": 1}, "clean": {"num_workers": 1}, **shape,
+        "name": "dpo-wide", "stages": ["clean", "tokenize", "pack", "pretrain"], "model": WIDE,
+        "data": {"sources": [str(demonstrations_file(folder))]}, "pretrain": {"num_steps": 1},
     }  # fmt: skip
-    return make_run("arithmetic", settings, folder).stage("pretrain").artifact.resolve()
+    return make_run("arithmetic", settings, folder / "wide").stage("pretrain").artifact.resolve()
 
 
 def pace_of(job: PaceJob) -> dict[str, float]:
@@ -271,7 +270,7 @@ def pace_of(job: PaceJob) -> dict[str, float]:
     rates = [rate for _, rate in column(read_records(run.stage("dpo").metrics), "tokens_per_s")]
     return {
         PACE: statistics.median(rates[NUM_UNTIMED_STEPS:]),
-        PEAK: float(peak_of(run, "dpo") - peak_of(run, "pack")),
+        PEAK: float(max(1, peak_of(run, "dpo") - peak_of(run, "pack"))),
     }
 
 

@@ -9,7 +9,7 @@ import torch
 
 from modelwright.core.progress import SilentProgress
 from modelwright.core.rundir import RunDir
-from modelwright.data import sentence_pairs
+from modelwright.data import arithmetic, sentence_pairs
 from modelwright.data.document import Document
 from modelwright.data.prompts import PromptRecord
 from modelwright.objectives.rollouts import Rollout
@@ -165,7 +165,7 @@ class OneAsker:
 
 def test_verified_answers_are_right_and_kept_once() -> None:
     asker = OneAsker(
-        answers({grpo_arithmetic.RIGHT: [[1.0, 0.0, 1.0], [0.0, 0.0, 0.0]]}, [["12", "2", "12"], ["8"] * 3])
+        answers({grpo_arithmetic.RIGHT: [[1.0, 0.0, 1.0], [0.0, 0.0, 0.0]]}, [["12", "2", "= 12"], ["8"] * 3])
     )
     (document,) = grpo_arithmetic.verified_answers(asker, Path(), 7, seed=0)  # pyright: ignore[reportArgumentType]
     assert (document.text, document.split, asker.asked) == ("8 + 4\n\n12", "train", [3])
@@ -215,7 +215,8 @@ def file(folder: Path, heldout: alignment_runs.HeldOut) -> list[str]:
 
 @pytest.fixture
 def setting(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Setting:
-    """For measurements by runs that do not measure the machine."""
+    """For measurements of few problems, by runs that do not measure the machine."""
+    monkeypatch.setattr(arithmetic, "NUM_TERMS", 20)
     monkeypatch.setattr(resolve, "measure_rates", lambda *words, **settings: RATES)
     return Setting(quick=True, folder=folder, progress=SilentProgress())
 
@@ -247,8 +248,7 @@ def test_a_quick_measurement_of_grpo(setting: Setting) -> None:
     assert judge(grpo_arithmetic.CLAIM, found).figures["accuracy of GRPO over before"].unit == "points"
 
 
-def test_a_quick_measurement_of_lora(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lora_dpo, "side_by_side", lambda setting, work, jobs, at_once: [work(job) for job in jobs])
+def test_a_quick_measurement_of_lora(setting: Setting) -> None:
     found = lora_dpo.CLAIM.measure(setting)
     assert set(found.samples) == set(dpo_samples()) | {f"{lora_dpo.LOSS}{arm}" for arm in lora_dpo.ARMS}
     for arm in lora_dpo.ARMS:
