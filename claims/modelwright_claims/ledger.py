@@ -32,16 +32,22 @@ from modelwright_claims import (
     gated_attention,
     gradient_accumulation,
     gradient_compression,
+    grpo_arithmetic,
     hogwild,
     int8,
     interrupted_run,
+<<<<<<< HEAD
     loading_latency,
+=======
+    lora_dpo,
+>>>>>>> claims46
     loss_scaling,
     mixup_cutmix,
     packing,
     pipeline_utilisation,
     planned_cost,
     planned_memory,
+    ppo_true_reward,
     precision_policies,
     resnet_precision,
     serving_qps,
@@ -102,6 +108,9 @@ CLAIMS: tuple[Claim, ...] = (
     update_time.CLAIM,
     ab_false_alarms.CLAIM,
     alignment_retrieval.CLAIM,
+    ppo_true_reward.CLAIM,
+    grpo_arithmetic.CLAIM,
+    lora_dpo.CLAIM,
     mixup_cutmix.CLAIM,
     resnet_precision.CLAIM,
 )

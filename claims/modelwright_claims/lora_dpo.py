@@ -1,0 +1,359 @@
+"""Claim: in DPO low-rank adapters keep the held-out accuracy of training all weights, with less memory and more speed.
+
+Accuracy: the problems and the model of the recipe `arithmetic`, fine-tuned on right and wrong demonstrations first; a
+pair is the right answer and the one that forgets the carry. Memory and pace: a wider model with untrained weights,
+because in the recipe's own the weights hardly count.
+About 15 minutes on two AVX-512 cores, by the CPU time of the parts of one seed.
+"""
+
+import statistics
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from modelwright.core.config import merge
+from modelwright.core.errors import ModelwrightError
+from modelwright.core.records import column, read_records
+from modelwright.core.rundir import RunDir
+from modelwright.data.arithmetic import arithmetic_problems
+from modelwright.data.document import Document
+from modelwright.pipeline.stage_log import read_attempts
+from modelwright_claims import alignment_runs
+from modelwright_claims.alignment_runs import HeldOut, SeedJob, by_seed, make, shared_settings, split_file
+from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict
+from modelwright_claims.experiment import MAX_EXTENSIONS, best_rate, best_value, beyond
+from modelwright_claims.judging import Judgment
+from modelwright_claims.product_runs import facts_of, make_run
+from modelwright_claims.statistics import differences, estimate, percent_above, ratios
+
+FULL, LORA = "all weights", "LoRA"
+RANK = 16
+ARMS: Mapping[str, Mapping[str, Any]] = {FULL: {}, LORA: {"lora": {"r": RANK, "lora_alpha": 2.0 * RANK}}}
+"""Settings of the stage `dpo`."""
+RATES: Mapping[str, Sequence[float]] = {FULL: (3e-5, 1e-4, 3e-4), LORA: (3e-4, 1e-3, 3e-3)}
+"""Adapters want about ten times the rate (docs/guides/fine-tune.md); a grid goes on until its best rate lies inside."""
+TUNING_SEED, SEEDS = 30, (31, 32, 33, 34, 35)
+NUM_STEPS = 16
+"""One pass over the pairs: after several both arms order nearly all of them, and differ in nothing."""
+MOST_LOST, CHANCE = 2.0, 50.0
+"""Points of accuracy, about six of the held-out pairs; percent."""
+NUM_REPEATS, NUM_TIMED_STEPS, NUM_UNTIMED_STEPS = 5, 8, 2
+WIDE: Mapping[str, Any] = {
+    "num_layers": 8,
+    "model_dim": 512,
+    "num_heads": 8,
+    "num_kv_heads": 8,
+    "head_dim": 64,
+    "ffn_dim": 1376,
+}
+WIDE_BATCH = 1024
+ACCURACY, LOSS, PACE, PEAK = "accuracy, ", "held-out loss, ", "tokens per second, ", "peak bytes, "
+NUM_PAIRS = "held-out pairs"
+GAP, MEMORY, SPEED = "accuracy over all weights", "peak memory to all weights", "pace over all weights"
+QUICK: Mapping[str, Any] = {
+    "model": alignment_runs.QUICK_SHAPE, "pretrain": {"num_steps": 2}, "sft": {"num_steps": 4},
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseJob(SeedJob):
+    """The fine-tuned model that DPO starts from, of one seed. demonstrations: their file."""
+
+    demonstrations: str
+
+    @property
+    def target(self) -> Path:
+        return self.folder / f"base-{self.seed}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DpoJob(SeedJob):
+    """One run of DPO. base: folder of the model; pairs: the file of the pairs, whose held-out ones are of `heldout`."""
+
+    arm: str
+    rate: float
+    num_steps: int
+    heldout: HeldOut
+    base: Path
+    pairs: str
+
+    @property
+    def key(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("seed", "quick", "arm", "rate", "num_steps", "heldout")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaceJob:
+    """One timed run of the wide model, of which a process of its own takes the peak."""
+
+    folder: Path
+    arm: str
+    repeat: int
+    base: Path
+    pairs: str
+    num_threads: int
+    num_steps: int
+
+
+@dataclass
+class Bench:
+    """Makes the runs of both arms, in `setting.folder`."""
+
+    setting: Setting
+
+    @property
+    def folder(self) -> Path:
+        return self.setting.folder / "dpo"
+
+    @property
+    def seeds(self) -> Sequence[int]:
+        return SEEDS[:1] if self.setting.quick else SEEDS
+
+    @property
+    def num_steps(self) -> int:
+        return 4 if self.setting.quick else NUM_STEPS
+
+    def bases(self) -> dict[int, Path]:
+        """The folder of the fine-tuned model by seed, that of tuning included; a quick measurement has one for all."""
+        seeds = (TUNING_SEED, *self.seeds)
+        file = str(demonstrations_file(self.folder))
+        jobs = [
+            BaseJob(folder=self.folder, seed=seed, quick=self.setting.quick, demonstrations=file)
+            for seed in (seeds[:1] if self.setting.quick else seeds)
+        ]
+        made = make(self.setting, make_base, jobs)
+        return dict(zip(seeds, made * len(seeds) if self.setting.quick else made, strict=True))
+
+    def tune(self, base: Path) -> dict[str, dict[float, float]]:
+        """The held-out loss by rate of each arm, on pairs that are not reported; the lowest lies inside each grid."""
+        found: dict[str, dict[float, float]] = {arm: {} for arm in ARMS}
+        missing = {arm: list(rates[:1] if self.setting.quick else rates) for arm, rates in RATES.items()}
+        for _ in range(MAX_EXTENSIONS + 1):
+            tried = [(arm, rate) for arm, rates in missing.items() for rate in rates]
+            runs = self.dpo([self.job(arm, rate, TUNING_SEED, base, "validation") for arm, rate in tried])
+            for (arm, rate), run in zip(tried, runs, strict=True):
+                found[arm][rate] = run[LOSS]
+            missing = {arm: more for arm, losses in found.items() if (more := beyond(losses))}
+            if not missing:
+                return {arm: dict(sorted(losses.items())) for arm, losses in found.items()}
+        raise ModelwrightError(f"{', '.join(missing)}: the best rate is still at the edge of {found}; start elsewhere")
+
+    def job(self, arm: str, rate: float, seed: int, base: Path, heldout: HeldOut) -> DpoJob:
+        return DpoJob(
+            folder=self.folder,
+            seed=seed,
+            quick=self.setting.quick,
+            arm=arm,
+            rate=rate,
+            num_steps=self.num_steps,
+            heldout=heldout,
+            base=base,
+            pairs=str(pairs_file(self.folder, heldout)),
+        )
+
+    def dpo(self, jobs: Sequence[DpoJob]) -> list[dict[str, float]]:
+        return by_seed(self.setting, one_run, jobs, sys.modules[__name__], name="lora_dpo")
+
+    def paces(self, base: Path) -> dict[str, list[dict[str, float]]]:
+        """The figures of a model of each arm, by repeat; the arms of a repeat run one after the other, alone."""
+        found: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
+        for repeat in range(1 if self.setting.quick else NUM_REPEATS):
+            for arm in ARMS:
+                job = PaceJob(
+                    folder=self.folder,
+                    arm=arm,
+                    repeat=repeat,
+                    base=base,
+                    pairs=str(pairs_file(self.folder, "test")),
+                    num_threads=torch.get_num_threads(),
+                    num_steps=NUM_UNTIMED_STEPS + (2 if self.setting.quick else NUM_TIMED_STEPS),
+                )
+                found[arm] += make(self.setting, pace_of, [job], at_once=1)
+        return found
+
+
+def measure(setting: Setting) -> Measurement:
+    """Tune both arms, run each at its best rate for every seed, and time them on the wide model."""
+    bench = Bench(setting)
+    bases = bench.bases()
+    tuned = bench.tune(bases[TUNING_SEED])
+    jobs = [bench.job(arm, best_value(tuned[arm]), seed, bases[seed], "test") for seed in bench.seeds for arm in ARMS]
+    found: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
+    for job, run in zip(jobs, bench.dpo(jobs), strict=True):
+        found[job.arm].append(run)
+    wide = bases[TUNING_SEED] if setting.quick else wide_base(bench.folder)
+    return measurement(bench, tuned, found, bench.paces(wide))
+
+
+def demonstrations_file(folder: Path) -> Path:
+    """Two demonstrations of each problem, one of them wrong."""
+    return split_file(folder, "demonstrations", "test", arithmetic_problems, problem_of)
+
+
+def pairs_file(folder: Path, heldout: HeldOut) -> Path:
+    """One pair of each problem."""
+    return split_file(folder, "pairs", heldout, arithmetic_pairs, problem_of)
+
+
+def problem_of(document: Document) -> str:
+    """The same for a sum in either order."""
+    return " ".join(sorted(document.meta["question"].split()))
+
+
+def arithmetic_pairs() -> Iterator[Document]:
+    """For each problem the right answer, chosen, and the one that forgets the carry, rejected."""
+    every = list(arithmetic_problems())
+    wrong = {one.meta["question"]: one.meta["answer"] for one in every if one.meta["answer"] != one.meta["solution"]}
+    for document in every:
+        question, answer = document.meta["question"], document.meta["answer"]
+        if answer == document.meta["solution"]:
+            rejected = [{"role": "assistant", "content": wrong[question]}]
+            meta = {"question": question, "answer": answer, "rejected": rejected, "prompt_turns": 1}
+            yield replace(document, id=f"pair:{question}", meta=meta)
+
+
+def make_base(job: BaseJob) -> Path:
+    """The recipe up to fine-tuning; the folder of the model. A process's whole work."""
+    settings = {
+        **shared_settings(job), "name": "dpo-base", "stages": ["clean", "tokenize", "pack", "pretrain", "sft"],
+        "data": {"sources": [job.demonstrations]}, "sft": {"eval_every_steps": 0, "keep_best": False},
+    }  # fmt: skip
+    run = make_run("arithmetic", merge(settings, QUICK) if job.quick else settings, job.target)
+    return run.stage("sft").artifact.resolve()
+
+
+def one_run(job: DpoJob) -> dict[str, float]:
+    """Make one run; its held-out figures. A process's whole work."""
+    dpo = {**ARMS[job.arm], "learning_rate": job.rate, "num_steps": job.num_steps}
+    settings = {**shared_settings(job), **dpo_settings(job.base, job.pairs, dpo)}
+    folder = job.folder / f"dpo-{job.heldout}-{job.seed}-{job.arm}-{job.rate:g}".replace(" ", "-")
+    run = make_run("arithmetic", settings, folder)
+    facts = facts_of(run, "dpo")
+    return {
+        ACCURACY: 100 * float(facts["heldout_metrics"]["rewards/accuracies"]),
+        LOSS: float(facts["heldout_loss"]),
+        NUM_PAIRS: float(facts_of(run, "pack")["preference_pairs/heldout"]["num_sequences"]),
+    }
+
+
+def dpo_settings(base: Path, pairs: str, dpo: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a run of DPO alone, which is evaluated at its end on all held-out pairs."""
+    return {
+        "name": "dpo-claim", "stages": ["clean", "pack", "dpo"], "init_from": str(base),
+        "data": {"sources": [pairs]}, "validation_tokens": 0,
+        "dpo": {"batch_tokens": 2048, "gradient_accumulation_steps": 4, "eval_every_steps": 0, "keep_best": False,
+                **dpo},
+    }  # fmt: skip
+
+
+def wide_base(folder: Path) -> Path:
+    """A wide model after one step; its speed does not depend on what it has learned."""
+    settings = {
+        "name": "dpo-wide", "stages": ["clean", "tokenize", "pack", "pretrain"], "model": WIDE,
+        "data": {"sources": [str(demonstrations_file(folder))]}, "pretrain": {"num_steps": 1},
+    }  # fmt: skip
+    return make_run("arithmetic", settings, folder / "wide").stage("pretrain").artifact.resolve()
+
+
+def pace_of(job: PaceJob) -> dict[str, float]:
+    """Make one run of the wide model; its pace and its peak memory. A process's whole work."""
+    dpo = {**ARMS[job.arm], "num_steps": job.num_steps, "batch_tokens": WIDE_BATCH}
+    settings = dpo_settings(job.base, job.pairs, dpo) | {
+        "hardware": {"device": "cpu", "num_threads": job.num_threads}, "clean": {"num_workers": 1},
+        "validation_tokens": WIDE_BATCH,
+    }  # fmt: skip
+    run = make_run("arithmetic", settings, job.folder / f"wide-{job.arm}-{job.repeat}".replace(" ", "-"))
+    rates = [rate for _, rate in column(read_records(run.stage("dpo").metrics), "tokens_per_s")]
+    return {
+        PACE: statistics.median(rates[NUM_UNTIMED_STEPS:]),
+        PEAK: float(max(1, peak_of(run, "dpo") - peak_of(run, "pack"))),
+    }
+
+
+def peak_of(run: RunDir, stage: str) -> int:
+    """The most memory that was resident while the stage ran, as its journal has it."""
+    return int(read_attempts(run.stage(stage))[-1]["peak_bytes"])
+
+
+def measurement(
+    bench: Bench,
+    tuned: Mapping[str, Mapping[float, float]],
+    found: Mapping[str, Sequence[Mapping[str, float]]],
+    paces: Mapping[str, Sequence[Mapping[str, float]]],
+) -> Measurement:
+    """tuned: losses by rate; found: held-out figures by seed; paces: those of the wide model by repeat; all by arm."""
+    samples: dict[str, list[float]] = {}
+    for arm in ARMS:
+        samples |= {what + arm: [run[what] for run in found[arm]] for what in (ACCURACY, LOSS)}
+        samples |= {what + arm: [run[what] for run in paces[arm]] for what in (PACE, PEAK)}
+        samples |= {f"rates, {arm}": list(tuned[arm]), f"tuning, {arm}": list(tuned[arm].values())}
+    return Measurement(
+        samples=samples,
+        conditions={
+            "recipe": "arithmetic up to sft on right and wrong demonstrations, then dpo on pairs of the two",
+            "seeds": ", ".join(map(str, bench.seeds)),
+            "steps of DPO": bench.num_steps,
+            NUM_PAIRS: int(found[FULL][0][NUM_PAIRS]),
+            "rates": f"tuned for each arm by held-out loss, on seed {TUNING_SEED} and pairs that are not reported",
+            "problems": f"{alignment_runs.SPLITS}; a sum in either order is one problem",
+            "LoRA": f"rank {RANK}, alpha {2 * RANK}, all projections",
+            "memory and pace": f"a model of {WIDE['num_layers']} layers of {WIDE['model_dim']} after one step of "
+            f"training, {WIDE_BATCH} tokens a step in four microbatches, {torch.get_num_threads()} threads, arms in "
+            f"turn, median of {NUM_TIMED_STEPS} steps",
+            "peak": "resident memory of the stage dpo above that of the stage pack in the same process, with the "
+            "reference model, the last checkpoint and, of LoRA, merging",
+            "instruction set": torch.backends.cpu.get_cpu_capability(),
+        },
+    )
+
+
+def judge(samples: Samples, conditions: Conditions) -> Verdict:
+    """Met when LoRA loses at most `MOST_LOST` points, and takes less memory and more tokens per second. Where training
+    all weights orders no more pairs than chance does, there is nothing to keep."""
+    judgment = Judgment()
+    with judgment.part():
+        judgment.above(f"{ACCURACY}{FULL}", estimate(samples[ACCURACY + FULL]), CHANCE, "%")
+    with judgment.part():
+        gap = differences(samples[ACCURACY + LORA], samples[ACCURACY + FULL])
+        judgment.figures[GAP] = gap.figure("points")
+        judgment.at_least(GAP, gap, -MOST_LOST, " points")
+        judgment.said.append(f"accuracy {gap.mean:+.2f} points beside training all weights")
+    with judgment.part():
+        memory = ratios(samples[PEAK + LORA], samples[PEAK + FULL])
+        judgment.figures[MEMORY] = memory.figure("x")
+        judgment.below(MEMORY, memory, 1.0, "x")
+        judgment.said.append(f"{memory.mean:.2f}x the peak memory")
+    with judgment.part():
+        speed = percent_above(samples[PACE + LORA], samples[PACE + FULL])
+        judgment.figures[SPEED] = speed.figure("%")
+        judgment.above(SPEED, speed, 0.0, "%")
+        judgment.said.append(f"{speed.mean:+.0f}% tokens per second")
+    for arm in ARMS:
+        for what, unit, size in ((ACCURACY, "%", 1), (LOSS, "nats", 1), (PACE, "/s", 1), (PEAK, "MiB", 2**20)):
+            with judgment.beside():
+                judgment.figures[what + arm] = estimate([one / size for one in samples[what + arm]]).figure(unit)
+        with judgment.beside():
+            judgment.figures[f"rate, {arm}"] = best_rate(samples, arm)
+    return judgment.verdict()
+
+
+CLAIM = Claim(
+    name="lora_dpo",
+    statement="In preference optimization (DPO) low-rank adapters keep the held-out accuracy of training all weights, "
+    "with less memory and more tokens per second.",
+    source="Hu et al., LoRA, ICLR 2022 (arXiv:2106.09685); DPO: Rafailov et al., NeurIPS 2023 (arXiv:2305.18290)",
+    published="GPT-3 175B, fine-tuning: on par or better in quality, a third of the memory, 25% faster; for DPO no "
+    "figure of its own",
+    compared=f"DPO with LoRA of rank {RANK} on all projections against DPO of all weights, each at its own tuned rate: "
+    "share of held-out pairs in the right order, on problems of the recipe arithmetic, five paired seeds; peak memory "
+    "and tokens per second of a wider model in turn",
+    target=f"all weights above chance, at most {MOST_LOST:g} points of accuracy lost (lower bound), less peak "
+    "memory and more tokens per second (bounds beside those of all weights)",
+    headline=(GAP, MEMORY, SPEED),
+    measure=measure,
+    judge=judge,
+)

