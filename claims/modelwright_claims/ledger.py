@@ -36,11 +36,8 @@ from modelwright_claims import (
     hogwild,
     int8,
     interrupted_run,
-<<<<<<< HEAD
     loading_latency,
-=======
     lora_dpo,
->>>>>>> claims46
     loss_scaling,
     mixup_cutmix,
     packing,
