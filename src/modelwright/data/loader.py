@@ -173,10 +173,6 @@ class PackedRows:
         ends = np.cumsum(counts)
         return np.repeat(first - (ends - counts), counts) + np.arange(counts.sum()), counts
 
-    def piece_lengths(self, row: int) -> np.ndarray:
-        """Lengths in tokens of the pieces in one row, in order."""
-        return self._lengths[self._offsets[row] : self._offsets[row + 1]].astype(np.int64)
-
     def batches(self, batch_rows: int) -> Iterator[TokenBatch]:
         """Every row once, in the order on disk, `batch_rows` rows or groups at a time; the last batch may be smaller.
         For evaluation.
