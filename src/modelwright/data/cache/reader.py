@@ -69,7 +69,7 @@ class BlockReader:
 
     def fetch(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         """What `read` returns, in no figure. May be called while another thread calls `expect`; if that forgets one of
-        these rows, raises `CancelledError`.
+        these rows before its read has begun, raises what the result of a canceled future does.
         """
         numbers, expected = rows.tolist(), self._rows
         futures = {row: expected[row] for row in numbers if row in expected}
