@@ -108,7 +108,8 @@ def measure(setting: Setting) -> Measurement:
             "step": f"{task.num_products} products of {loading_worker.MATRIX_DIM}x{loading_worker.MATRIX_DIM} matrices "
             f"on one thread, {1000 * plan.compute_s:.0f} ms where nothing else runs",
             "kept locally": "room for all rows on the disk on every side; ours has a tenth of them in memory besides",
-            "a batch has": "tokens, labels, positions and segments; ours makes them in the training process, peers in "
+            "a batch has": "tokens, labels, positions and segments; ours makes them in a thread of the training "
+            "process where it reads ahead, and in the training thread where it does not, peers in "
             f"{task.num_workers} worker processes that stay for both epochs",
             "settings of the peers": "defaults with shuffle; litData with its loader for tokens",
             "cores": num_usable_cores(),

@@ -7,7 +7,7 @@ the place of a row in all of that: groups are numbered, counted, shuffled and sh
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -40,6 +40,10 @@ class RowShare:
     groups: np.ndarray
     epochs: np.ndarray
     num_tokens: int = 0
+
+
+ReadRows = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray | None]]
+"""What `RowReader.read` does."""
 
 
 class RowReader(Protocol):
@@ -125,28 +129,36 @@ class PackedRows:
         include all that are not padding; 0 for whole rows. Where sequences were packed with values, the extra
         `values_BT` has that of each token's piece; 0 for padding.
         """
+        return self.assemble(groups, num_tokens, self.reader.read)
+
+    def assemble(self, groups: np.ndarray, num_tokens: int, read: ReadRows) -> TokenBatch:
+        """`gather` with rows that `read` reads; may be called in any thread if `read` may."""
         rows = self.rows_of(groups)
         shape = (len(rows), num_tokens or self.seq_len)
-        tokens, targets = self._read(rows, shape[1])
+        tokens, targets = _tokens_and_targets(rows, shape[1], read)
+        pieces, counts = self._pieces_of(rows)
+        lengths = np.asarray(self._lengths)[pieces].astype(np.int64)
+        ends = np.concatenate([[0], np.cumsum(lengths)])
+        first_pieces = np.cumsum(counts) - counts
+        used = ends[first_pieces + counts] - ends[first_pieces]
+        is_used = np.arange(shape[1]) < used[:, None]  # its true entries are the tokens of the pieces, in their order
         positions, segments = np.zeros(shape, dtype=np.int64), np.full(shape, -1, dtype=np.int32)
-        values = np.zeros(shape, dtype=np.float32)
-        for place, row in enumerate(rows.tolist()):
-            lengths = self.piece_lengths(row)
-            used = int(lengths.sum())
-            begins = np.cumsum(lengths) - lengths
-            positions[place, :used] = np.arange(used) - np.repeat(begins, lengths)
-            segments[place, :used] = np.repeat(np.arange(len(lengths)), lengths)
-            if self._values is not None:
-                values[place, :used] = np.repeat(self._values[self._offsets[row] : self._offsets[row + 1]], lengths)
+        positions[is_used] = np.arange(ends[-1]) - np.repeat(ends[:-1], lengths)
+        segments[is_used] = np.repeat(np.arange(len(pieces)) - np.repeat(first_pieces, counts), lengths)
+        extras = dict[str, torch.Tensor]()
+        if self._values is not None:
+            values = np.zeros(shape, dtype=np.float32)
+            values[is_used] = np.repeat(np.asarray(self._values)[pieces], lengths)
+            extras["values_BT"] = torch.from_numpy(values)
         labels = np.full(shape, IGNORED, dtype=np.int64)
-        predicted = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] >= 0) & targets[:, 1:]
-        labels[:, :-1][predicted] = tokens[:, 1:][predicted]
+        predicted = (segments[:, 1:] == segments[:, :-1]) & is_used[:, 1:] & targets[:, 1:]
+        np.copyto(labels[:, :-1], tokens[:, 1:], where=predicted)
         return TokenBatch(
             input_ids_BT=torch.from_numpy(tokens),
             labels_BT=torch.from_numpy(labels),
             positions_BT=torch.from_numpy(positions),
             segments_BT=torch.from_numpy(segments),
-            extras={} if self._values is None else {"values_BT": torch.from_numpy(values)},
+            extras=extras,
             group_size=self.group_size,
         )
 
@@ -154,17 +166,12 @@ class PackedRows:
         """The rows of groups [N], one group after another."""
         return (groups[:, None] * self.group_size + np.arange(self.group_size)).flatten()
 
-    def _read(self, rows: np.ndarray, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-        """The first tokens of rows as int64, and which of them are targets."""
-        if not len(rows):
-            return np.empty((0, num_tokens), dtype=np.int64), np.ones((0, num_tokens), dtype=bool)
-        tokens, mask = self.reader.read(rows)
-        targets = np.ones((len(rows), num_tokens), dtype=bool) if mask is None else mask[:, :num_tokens].astype(bool)
-        return tokens[:, :num_tokens].astype(np.int64), targets
-
-    def piece_lengths(self, row: int) -> np.ndarray:
-        """Lengths in tokens of the pieces in one row, in order."""
-        return self._lengths[self._offsets[row] : self._offsets[row + 1]].astype(np.int64)
+    def _pieces_of(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The numbers of the pieces of rows [N], one row after another, and how many each row has [N]."""
+        first = np.asarray(self._offsets)[rows]
+        counts = np.asarray(self._offsets)[rows + 1] - first
+        ends = np.cumsum(counts)
+        return np.repeat(first - (ends - counts), counts) + np.arange(counts.sum()), counts
 
     def batches(self, batch_rows: int) -> Iterator[TokenBatch]:
         """Every row once, in the order on disk, `batch_rows` rows or groups at a time; the last batch may be smaller.
@@ -218,7 +225,8 @@ class PackedLoader:
         num_groups = self.rows.num_groups
         places = np.arange(first, last)
         epochs = places // num_groups
-        parts = [self._epoch_order(int(epoch))[places[epochs == epoch] % num_groups] for epoch in np.unique(epochs)]
+        numbers = range(first // num_groups, -(-last // num_groups))
+        parts = [self._epoch_order(epoch)[places[epochs == epoch] % num_groups] for epoch in numbers]
         return np.concatenate(parts)
 
     def _shuffle(self, epoch: int) -> np.ndarray:
@@ -255,6 +263,15 @@ def _reader(folder: Path, index: Mapping[str, Any]) -> RowReader:
     if "://" not in place:
         return MappedRows(Path(place), index)
     return BlockReader(Tiers(BlockLayout(folder, index), ColdStore(place)), num_readers=NUM_READERS)
+
+
+def _tokens_and_targets(rows: np.ndarray, num_tokens: int, read: ReadRows) -> tuple[np.ndarray, np.ndarray]:
+    """The first tokens of rows as int64, and which of them are targets."""
+    if not len(rows):
+        return np.empty((0, num_tokens), dtype=np.int64), np.ones((0, num_tokens), dtype=bool)
+    tokens, mask = read(rows)
+    targets = np.ones((len(rows), num_tokens), dtype=bool) if mask is None else mask[:, :num_tokens].astype(bool)
+    return tokens[:, :num_tokens].astype(np.int64), targets
 
 
 def _map(path: Path, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:

@@ -2,8 +2,9 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +17,9 @@ Row = tuple[np.ndarray, np.ndarray | None]
 
 @dataclass
 class ReadFigures:
-    """What this process asked for: rows, those of them that were there already, and seconds of waiting for the rest."""
+    """What this process asked for: rows, those of them that were there already, and seconds that their batches were
+    waited for.
+    """
 
     num_rows: int = 0
     num_ready: int = 0
@@ -30,8 +33,10 @@ class BlockReader:
         self.figures = ReadFigures()
         self.tiers = tiers
         self._threads = ThreadPoolExecutor(num_readers, thread_name_prefix="rows")
+        self.background = ThreadPoolExecutor(1, thread_name_prefix="batches")
+        """Where batches are assembled before they are needed, until the reader is closed."""
         self._rows: dict[int, Future[dict[int, Row]]] = {}
-        """Rows that are expected."""
+        """Rows that are expected. Replaced, never changed in place, so that another thread may look into it."""
 
     @property
     def tier_figures(self) -> TierFigures:
@@ -49,20 +54,34 @@ class BlockReader:
 
     def read(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         """The tokens of rows [N] and their loss mask, both [N, seq_len]. Raises what `Tiers.read` does."""
-        numbers = rows.tolist()
-        futures = {row: self._rows[row] for row in numbers if row in self._rows}
+        with self.waiting_for(rows):
+            return self.fetch(rows)
+
+    @contextmanager
+    def waiting_for(self, rows: np.ndarray) -> Iterator[None]:
+        """Count rows [N] that training asks for, and how long it waits for them."""
+        numbers, expected = rows.tolist(), self._rows
         self.figures.num_rows += len(numbers)
-        self.figures.num_ready += sum(row in futures and futures[row].done() for row in numbers)
+        self.figures.num_ready += sum(row in expected and expected[row].done() for row in numbers)
         started = time.perf_counter()
+        yield
+        self.figures.wait_s += time.perf_counter() - started
+
+    def fetch(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+        """What `read` returns, in no figure. May be called while another thread calls `expect`; if that forgets one of
+        these rows before its read has begun, raises what the result of a canceled future does.
+        """
+        numbers, expected = rows.tolist(), self._rows
+        futures = {row: expected[row] for row in numbers if row in expected}
         futures |= self._start([row for row in dict.fromkeys(numbers) if row not in futures])
         found = [futures[row].result()[row] for row in numbers]
-        self.figures.wait_s += time.perf_counter() - started
         masks = [mask for _, mask in found if mask is not None]
         return np.stack([tokens for tokens, _ in found]), np.stack(masks) if masks else None
 
     def close(self) -> None:
-        """Wait for the reads that have begun and forget the others."""
+        """Wait for the reads that have begun and forget the others, and the batch that needs them."""
         self._threads.shutdown(cancel_futures=True)
+        self.background.shutdown(cancel_futures=True)
         self.tiers.close()
 
     def _start(self, rows: Iterable[int]) -> dict[int, Future[dict[int, Row]]]:
