@@ -25,7 +25,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process, mapped weights included. Libraries are left out, whose pages come and go as other
+    """Resident memory of this process, mapped weights included; without libraries, whose pages come and go as other
     processes need memory.
     """
     num_kib, counts = 0, False
