@@ -48,6 +48,7 @@ def build(folder: str) -> FastAPI:
 def main() -> None:
     app = build(sys.argv[1])
     with socket.create_server(("127.0.0.1", 0), backlog=2048) as listener:
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # as where uvicorn binds the socket itself
         print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
         uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False)).run(sockets=[listener])
 

@@ -57,6 +57,16 @@ def is_closed(connection: socket.socket) -> bool:
         return True
 
 
+def test_small_parts_of_an_answer_are_sent_at_once(slow_server):
+    """Nagle's algorithm would keep the second one until the client has acknowledged the first."""
+    server = slow_server()
+    with connect(server.url, HALF_HEAD):
+        wait_until(lambda: len(server._connections) == 1)
+        (accepted,) = server._connections._connections
+        peer = accepted._transport.get_extra_info("socket")
+        assert peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 def health(url: str) -> float:
     """Seconds until a new connection's `/health` has answered."""
     started = time.monotonic()
