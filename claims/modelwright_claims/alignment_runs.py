@@ -61,12 +61,16 @@ class SeedJob:
 def by_seed(
     setting: Setting, work: Callable[[Job], Result], jobs: Sequence[Job], *sources: ModuleType, name: str
 ) -> list[Result]:
-    """The results of jobs in their order; what an earlier call finished is kept. sources: modules that decide the
-    results. name: of the cache."""
+    """The results of jobs in their order; what an earlier call finished is kept, also if it was killed.
+
+    sources: modules that decide the results; name: of the cache.
+    """
     cache = open_cache(setting, product_runs, sys.modules[__name__], *sources, name=name)
     missing = [job for job in jobs if job.key not in cache]
-    for job, result in zip(missing, make(setting, work, missing), strict=True):
-        cache[job.key] = result
+    for first in range(0, len(missing), AT_ONCE):
+        together = missing[first : first + AT_ONCE]
+        for job, result in zip(together, make(setting, work, together), strict=True):
+            cache[job.key] = result
     return [cache[job.key] for job in jobs]
 
 

@@ -32,16 +32,16 @@ from modelwright_claims.statistics import estimate, ratios
 
 RATIO_TARGET = 6.0
 LATENCY_S = 0.120
-"""Of each request to the store: the published latency before."""
+"""Each request to the store waits so long: the published latency before."""
 BYTES_PER_S = 100e6
-"""Of the store, for all requests together."""
+"""The bandwidth of the store, which all requests share."""
 COMPUTE_S = 0.207
-"""Of a step: computing for 92% of the time with a wait of 18 ms, as published, means 207 ms."""
+"""A step computes so long: with a wait of 18 ms it computes for 92% of the time, both as published."""
 SEQ_LEN, BATCH_ROWS, SHARD_ROWS = 2048, 16, 128
 VOCAB_SIZE, EOS_ID = 60_000, 1
 EPOCHS = FIRST, SECOND = "first epoch", "second epoch"
 NUM_EPOCHS = {DIRECT: 1, AHEAD: 1}
-"""Of a side; others, which keep what they have read, have two."""
+"""Sides that keep nothing read one epoch; the others read two."""
 PEERS_PYTHON, DEFAULT_PYTHON = "MODELWRIGHT_LOADING_PEERS", ".venv-loading/bin/python"
 """The variable that names the interpreter of the peers' environment, and where `make .venv-loading/.ready` puts it."""
 TIMEOUT_S = 900.0
@@ -51,7 +51,7 @@ P50, P99, SHARE, STEP, START = "p50 of the wait, ", "p99 of the wait, ", "comput
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How much to measure. num_batches: of an epoch; sides: those of ours, beside which all installed peers are."""
+    """How much to measure. num_batches: of an epoch; sides: those of the product; all installed peers are added."""
 
     rounds: int
     num_batches: int
@@ -65,7 +65,7 @@ QUICK = Plan(rounds=1, num_batches=16, compute_s=0.05, sides=(DIRECT, CACHE))
 
 @dataclass(frozen=True, kw_only=True)
 class Interpreters:
-    """Which interpreter has the loader of which side. versions: of the peers that are installed."""
+    """Which interpreter runs the loader of which side. versions: of the peers that are installed."""
 
     peers: str
     versions: Mapping[str, str]

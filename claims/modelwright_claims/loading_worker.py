@@ -124,15 +124,7 @@ def litdata_epochs(side: str, task: Task, stack: ExitStack) -> Epochs:
         shuffle=True,
         storage_options={"endpoint_url": task.endpoint},
     )
-    loader = StreamingDataLoader(
-        dataset,
-        batch_size=task.batch_rows,
-        num_workers=task.num_workers,
-        persistent_workers=True,
-        collate_fn=partial(training_batch, eos_id=task.eos_id),
-    )
-    for _ in range(task.num_epochs):
-        yield (batch["input_ids"] for batch in loader)
+    yield from peer_epochs(StreamingDataLoader, dataset, task)
 
 
 def streaming_epochs(side: str, task: Task, stack: ExitStack) -> Epochs:
@@ -146,7 +138,12 @@ def streaming_epochs(side: str, task: Task, stack: ExitStack) -> Epochs:
     for stream in dataset.streams:
         # Its connection has read the index. Two forked workers that inherit it get parts of each other's shards.
         stream._downloader.clean_up()
-    loader = StreamingDataLoader(
+    yield from peer_epochs(StreamingDataLoader, dataset, task)
+
+
+def peer_epochs(loader_class: Callable[..., Any], dataset: Any, task: Task) -> Epochs:
+    """Both peers have a loader with the arguments of PyTorch's."""
+    loader = loader_class(
         dataset,
         batch_size=task.batch_rows,
         num_workers=task.num_workers,

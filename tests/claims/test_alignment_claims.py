@@ -23,7 +23,7 @@ TRUE, LEARNED = (ppo_true_reward.REWARDS[term] for term in (ppo_true_reward.TRUE
 
 
 RATES = {"effective": {"fp32": 5e10, "bf16": 5e10}, "busy_cores": 0.0}
-"""Of the machine, which every run measures otherwise."""
+"""Stands for the rates of the machine, which every run would measure."""
 
 
 def verdict(claim: Claim, samples: dict, conditions: dict | None = None) -> Verdict:
@@ -231,7 +231,8 @@ def test_a_quick_measurement_of_ppo(setting: Setting) -> None:
 
 
 def test_the_kl_of_a_model_from_itself_is_zero_and_from_another_one_is_not(setting: Setting) -> None:
-    """On the run of the quick measurement."""
+    """On the run of the quick measurement, which is not made again."""
+    ppo_true_reward.CLAIM.measure(setting)
     run = RunDir(setting.folder / "alignment" / f"ppo-{ppo_true_reward.SEEDS[0]}")
     asker, start = Asker.of(run, "ppo"), run.stage("sft").artifact
     found = asker.ask(start, asker.prompts("heldout"), num_answers=2, seed=1)
