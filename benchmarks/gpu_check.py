@@ -1,21 +1,24 @@
-"""On a CUDA machine: the tests that bear on it, and how fast THE loop trains there: `make gpu-check`.
+"""On a CUDA machine: the tests that bear on it, the recipes, and how fast THE loop trains there: `make gpu-check`.
 
-Needs torch and pytest as they are installed; nothing is downloaded. Times training of a GPT-2-sized decoder (124 M
-parameters) on random tokens in FP32, BF16, FP8 by each recipe and INT8, some with compiled blocks, and measures the
-bare matrix products beside it, so that utilization is of what the card does and not of a data sheet; says for each FP8
-recipe whether the card has a kernel that agrees with the definition. Writes
-`benchmarks/results/gpu-check-<card>.json`. Without a GPU it says so and stops, unless asked for `--device cpu`.
+Needs torch and pytest as they are installed; nothing is downloaded. Runs every recipe that needs no model with few
+steps, from text to report. Times training of a GPT-2-sized decoder (124 M parameters) on random tokens in FP32, BF16,
+FP8 by each recipe of scaling and INT8, some with compiled blocks, and measures the bare matrix products beside it, so
+that utilization is of what the card does and not of a data sheet; says for each FP8 recipe whether the card has a kernel
+that agrees with the definition. Writes `benchmarks/results/gpu-check-<card>.json`. Without a GPU it says so and stops,
+unless asked for `--device cpu`.
 """
 
 import argparse
 import importlib.util
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import types
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +40,7 @@ from modelwright.parallel.mesh import single
 from modelwright.precision.apply import ModelPrecision
 from modelwright.precision.hardware import measure_speeds
 from modelwright.precision.policy import Fp8Config, Kind, PrecisionConfig
+from modelwright.recipes import load
 from modelwright.train.build import train
 from modelwright.train.config import TrainConfig
 from modelwright.train.job import TrainJob
@@ -48,6 +52,8 @@ ROOT = Path(__file__).parents[1]
 TESTS = ("core", "ops", "model", "optim", "precision", "memory", "infer", "claims/test_cuda.py")
 NUM_UNTIMED_STEPS = 10
 RECIPES: tuple[Recipe, ...] = ("tensorwise", "rowwise", "blockwise")
+WHOLE_RUNS = ("quickstart", "arithmetic", "preference", "multimodal", "vision")
+NUM_STEPS_OF_RUNS = 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,11 +104,14 @@ def main() -> int:
     stand_in_for_tensorboard()
     around = circumstances()
     tests = {"skipped": True} if options.no_tests else run_tests()
+    with ThreadPoolExecutor(len(WHOLE_RUNS)) as pool:
+        errors = dict(zip(WHOLE_RUNS, pool.map(lambda name: run_recipe(name, options.device), WHOLE_RUNS), strict=True))
     rates = product_rates(options.device)
     speeds = dict(measure(options, rates))
     products = product_speeds(options)
     record = {"benchmark": "gpu-check", "tests": tests, "product_flops": rates, "training": speeds, **around}
     record |= {"layer_products_over_fp32": products, "fp8_kernels": fp8_kernels(options.device)}
+    record |= {"errors_of_recipes": errors}
     options.results.mkdir(parents=True, exist_ok=True)
     path = options.results / f"gpu-check-{machine_slug(around['machine'])}.json"
     write_atomic(path, json.dumps(record, indent=1, default=float) + "\n")
@@ -111,8 +120,9 @@ def main() -> int:
               f"{of['peak_bytes'] / 2**30:.1f} GiB  loss {of['last_loss']:.3f}")  # fmt: skip
     print("layers over FP32, casts included:", {name: round(ratio, 2) for name, ratio in products.items()})
     print("own FP8 kernels:", record["fp8_kernels"])
+    print("recipes:", {name: error or "whole" for name, error in errors.items()})
     print(f"tests: {tests.get('closing_line', 'not run')}\nwritten to {path}")
-    return int(tests.get("rc", 0))
+    return int(tests.get("rc", 0)) or int(any(errors.values()))
 
 
 def parse() -> argparse.Namespace:
@@ -141,11 +151,28 @@ def stand_in_for_tensorboard() -> None:
 def run_tests() -> dict[str, Any]:
     """The floors that a GPU changes, and the tests that only run on one."""
     paths = [str(ROOT / "tests" / name) for name in TESTS]
-    command = [sys.executable, "-m", "pytest", *(path for path in paths if Path(path).exists())]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    side_by_side = ("-n", "auto", "--dist", "loadfile") if importlib.util.find_spec("xdist") else ()
+    command = [sys.executable, "-m", "pytest", *side_by_side, *(path for path in paths if Path(path).exists())]
+    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=one_thread)
     print(done.stdout[-6000:], done.stderr[-2000:], sep="")
     lines = [line for line in done.stdout.splitlines() if line.strip()]
     return {"rc": done.returncode, "closing_line": lines[-1] if lines else ""}
+
+
+def run_recipe(name: str, device: str) -> str:
+    """A recipe from text to report with few steps in each training; its error, or ""."""
+    lengths = [f"--{stage.name}.num_steps={NUM_STEPS_OF_RUNS}" for stage in load.recipe(name).trainings]
+    with tempfile.TemporaryDirectory() as folder:
+        words = ["run", name, "--run-dir", f"{folder}/run", f"--hardware.device={device}", *lengths]
+        if "stdlib" in load.recipe(name).data.sources:
+            words.append("--data.stdlib_fraction=0.05")
+        command = [sys.executable, "-m", "modelwright.cli.main", *words]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    if not done.returncode:
+        return ""
+    print(f"{name}:", done.stderr[-3000:])
+    return done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}"
 
 
 def product_rates(device: str) -> dict[str, float]:

@@ -6,8 +6,6 @@ must be listed here.
 """
 
 import dataclasses
-import math
-import sys
 import typing
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,117 +17,16 @@ from unittest import mock
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
-import tiny_run
-
 from covering_array import Pair, covering_array, pairs_of
 from distributed import run_distributed
 from modelwright.core.config import parse
 from modelwright.core.errors import ConfigError
-from modelwright.data.batch import TokenBatch
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
-from modelwright.objectives.next_token import NextToken
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, single
-from modelwright.precision.apply import fp32_products
 from modelwright.train import parallelize, trainer
-from modelwright.train.config import TrainConfig, check_layout
+from modelwright.train.config import TrainConfig
+from training_switches import BASE, LAYOUTS, STRATEGIES, SWITCHES, dotted, refusal, train
 
-SHAPE = ModelConfig(
-    vocab_size=16, num_layers=2, model_dim=16, num_heads=2, num_kv_heads=2, ffn_dim=32, head_dim=8, max_seq_len=16
-)
-BASE = {
-    "num_steps": 2,
-    "batch_tokens": 8 * 16,
-    "precision": {"policy": "fp32", "fp32_matmul": "default"},
-    "eval_every_steps": 0,
-    "checkpoint_every_steps": 0,
-    "checkpoint_every_minutes": 0.0,
-    "keep_best": False,
-}
-STRATEGIES: dict[str, dict[str, Any]] = {
-    "INT8 gradients": {"gradient_sync": {"kind": "int8"}},
-    "PowerSGD": {"gradient_sync": {"kind": "powersgd", "powersgd_rank": 2}},
-    "three-level compression": {"gradient_sync": {"kind": "topk_quantized"}},
-    "planned collectives": {
-        "gradient_sync": {"kind": "topology_aware", "topology": {"algorithm": "ring", "measure_s": 0.01}}
-    },
-    "local steps": {"gradient_sync": {"local_sgd": {"sync_every_steps": 2}}},
-    "delayed": {"async_updates": {"mode": "delayed"}},
-    "Hogwild": {"async_updates": {"mode": "hogwild"}},
-    "optimizer in backward": {"optimizer_in_backward": True, "max_grad_norm": 0.0},
-}
-SWITCHES: dict[str, dict[str, Any]] = {
-    **STRATEGIES,
-    "BF16 gradients": {"gradient_sync": {"kind": "bf16"}},
-    "clipped by the last norm": {"optimizer_in_backward": True},
-    "delay compensation": {"async_updates": {"mode": "delayed", "delay_compensation": 0.5}},
-    "own updates kept": {"gradient_sync": {"local_sgd": {"sync_every_steps": 2, "keep_residual": True}}},
-    "shared second moments": {"gradient_sync": {"local_sgd": {"sync_every_steps": 2, "sync_second_moment_every": 2}}},
-    "no overlap": {"gradient_sync": {"overlap": False}},
-    "offloaded optimizer": {"optimizer_cpu_offload": True},
-    "AdamW, INT8 states": {"optimizer": "adamw_8bit"},
-    "AdamW, BF16 states": {"optimizer": "adamw_bf16_states"},
-    "Lion": {"optimizer": "lion"},
-    "Muon": {"optimizer": "muon"},
-    "no clipping": {"max_grad_norm": 0.0},
-    "adaptive clipping": {"adaptive_clip": {"kind": "percentile"}},
-    "dynamic decay": {"weight_decay_schedule": {"grad_norm_threshold": 5.0}},
-    "pull to the start": {"l2_sp": 0.1},
-    "elastic consolidation": {"ewc": {"strength": 1.0}},
-    "loss spikes": {"loss_spikes": {"num_sigmas": 6.0}},
-    "rollback": {
-        "loss_spikes": {"num_sigmas": 6.0, "rollback_after": 2, "lr_factor_steps": 2},
-        "checkpoint_every_steps": 2,
-    },
-    "frozen prefix": {"sparse_updates": {"kind": "freeze_prefix", "keep_fraction": 0.5}},
-    "sparse columns": {"sparse_updates": {"kind": "columns", "keep_fraction": 0.5}},
-    "batch selection": {"batch_selection": {"signal": "loss", "keep_fraction": 0.5, "probe_tokens": 8}},
-    "selection by start loss": {
-        "batch_selection": {"signal": "random", "keep_fraction": 0.5, "probe_tokens": 8, "max_initial_loss": 2.0}
-    },
-    "BF16": {"precision": {"policy": "bf16_mixed"}},
-    "FP16": {"precision": {"policy": "fp16_mixed"}},
-    "pure FP16": {"precision": {"policy": "pure_fp16"}},
-    "loss scales per layer": {"precision": {"policy": "fp16_mixed", "loss_scale": {"per_layer": True}}},
-    "FP8": {"precision": {"policy": "fp8"}},
-    "FP8, delayed scaling": {
-        "precision": {"policy": "fp8", "fp8": {"scaling": "delayed", "save_quantized_input": True}}
-    },
-    "INT8": {"precision": {"policy": "int8"}},
-    "formats by schedule": {"precision": {"adaptive": {"kind": "schedule", "schedule": [[0, 0.5]]}}},
-    "formats by rules": {"precision": {"adaptive": {"kind": "rules", "decide_every_steps": 2}}},
-    "TF32": {"precision": {"fp32_matmul": "tf32"}},
-    "oneDNN": {"precision": {"fp32_matmul": "onednn"}},
-    "rate scaled to the batch": {"lr_scaling": "sqrt"},
-    "compiled": {"compile": True},
-    "recomputed": {"activation_checkpointing": {"mode": "full", "layers_per_segment": 1}},
-    "selective recomputation": {"activation_checkpointing": {"mode": "selective", "save_outputs_of": ["attend"]}},
-    "activation budget": {"activation_checkpointing": {"mode": "budget", "budget_bytes": 10**9}},
-    "offloaded activations": {"activation_checkpointing": {"offload": "disk"}},
-    "balanced tokens": {"load_balance": {"tokens": True}, "gradient_accumulation_steps": 2},
-    "balanced stages": {"load_balance": {"pipeline": True}},
-    "microbatches": {"gradient_accumulation_steps": 2},
-    "stop when memory is full": {"fault_tolerance": {"on_out_of_memory": "fail"}},
-    "checkpoints in memory": {"fault_tolerance": {"in_memory_checkpoint_every_steps": 2}},
-    "step arena": {"step_arena": True},
-    "evaluation": {"eval_every_steps": 2, "keep_best": True},
-    "noise on embeddings": {"neftune_noise_alpha": 5.0},
-    "adapters": {"lora": {"r": 2, "lora_dropout": 0.1, "use_dora": True}},
-}
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "copies": {"shared_memory": False},
-    "shared memory": {"shared_memory": True},
-    "pipeline": {"pipeline": 2},
-    "context": {"context": 2},
-    "ring attention": {"context": 2, "context_attention": "ring"},
-    "tensor": {"tensor": 2},
-    "tensor, whole sequences": {"tensor": 2, "sequence_parallel": False},
-    "ZeRO-1": {"zero_stage": 1},
-    "ZeRO-2": {"zero_stage": 2},
-    "ZeRO-3": {"zero_stage": 3},
-}
 WITHIN_A_SWITCH = {
     "num_tokens": "another unit for the length",
     "num_epochs": "another unit for the length",
@@ -170,11 +67,6 @@ def leaves(cls: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
             yield f"{path}{entry.name}", hint, getattr(cls(num_steps=1) if cls is TrainConfig else cls(), entry.name)
 
 
-def dotted(settings: dict[str, Any], path: str = "") -> Iterator[str]:
-    for key, value in settings.items():
-        yield from dotted(value, f"{path}{key}.") if isinstance(value, dict) else [f"{path}{key}"]
-
-
 def test_every_setting_that_can_be_switched_on_is_listed() -> None:
     listed = {name for settings in SWITCHES.values() for name in dotted(settings)} | set(dotted(BASE))
     for name, hint, default in leaves(TrainConfig):
@@ -188,33 +80,6 @@ def test_every_setting_that_can_be_switched_on_is_listed() -> None:
         assert any(name == group or name.startswith(f"{group}.") for name in names), f"{group} is gone"
 
 
-def merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Settings of both; where they set one key, the second one's."""
-    both = dict(one)
-    for key, value in other.items():
-        both[key] = merged(both[key], value) if isinstance(value, dict) and isinstance(both.get(key), dict) else value
-    return both
-
-
-def batch(number: int = 0) -> TokenBatch:
-    """Eight rows of two documents; the odd ones end in padding."""
-    ids_BT = (torch.arange(16) * 3 + torch.arange(8)[:, None] + number) % 16
-    segments_BT = (torch.arange(16) >= 6).int().repeat(8, 1)
-    segments_BT[1::2, 12:] = -1
-    labels_BT = torch.cat([ids_BT[:, 1:], ids_BT[:, :1]], dim=1)
-    labels_BT[:, 5] = labels_BT[:, 15] = -100
-    labels_BT[1::2, 11:] = -100
-    positions_BT = torch.cat([torch.arange(6), torch.arange(10)]).repeat(8, 1)
-    return TokenBatch(input_ids_BT=ids_BT, labels_BT=labels_BT, positions_BT=positions_BT, segments_BT=segments_BT)
-
-
-class Rows:
-    num_batches_per_epoch = 5
-
-    def batch(self, index: int, *, rank: int = 0, world_size: int = 1) -> TokenBatch:
-        return batch(index).split(world_size)[rank]
-
-
 class Refusals:
     """Which switches a layout refuses, by the checks that a run makes before it builds anything."""
 
@@ -224,14 +89,7 @@ class Refusals:
 
     def text(self, switches: Sequence[str]) -> str:
         """Why these switches are refused, or ""."""
-        try:
-            config = configuration(switches)
-            check_layout(config, self.parallel, num_processes=self.num_processes)
-            with fp32_products(onednn=config.precision.fp32_matmul == "onednn"):
-                pass  # refused on processors without it
-        except ConfigError as error:
-            return str(error)
-        return ""
+        return refusal(switches, self.parallel, num_processes=self.num_processes)
 
     def can_combine(self, switches: Sequence[str]) -> bool:
         """Whether the switches train together, without one of them undoing a setting of another."""
@@ -249,29 +107,6 @@ def contradicts(switches: Sequence[str]) -> bool:
     return False
 
 
-def configuration(switches: Sequence[str]) -> TrainConfig:
-    return parse(TrainConfig, reduce(merged, (SWITCHES[name] for name in switches), BASE), constants=True)
-
-
-def train(switches: Sequence[str], layout: str, folder: Path, world: World) -> None:
-    """Train two steps with all of the switches."""
-    model = Decoder(SHAPE)
-    model.init_weights(0)
-    config = configuration(switches)
-    result = tiny_run.run(
-        folder,
-        config,
-        model=model,
-        objective=NextToken(Rows()),
-        world=world,
-        parallel=parse(ParallelConfig, LAYOUTS.get(layout, {})),
-        heldout=[batch(9)] if config.eval_every_steps else [],
-        old_rows=[batch(7)],
-    )
-    assert result.num_steps == 2
-    assert math.isfinite(result.loss)
-
-
 def train_all(world: World, rows: list[list[str]], layout: str, folder: Path) -> None:
     """Train every row of switches; the error of a row that fails names its switches."""
     torch.set_num_threads(1)
@@ -285,7 +120,7 @@ def train_all(world: World, rows: list[list[str]], layout: str, folder: Path) ->
         warnings.filterwarnings("ignore", module="torch")
         for number, switches in enumerate(rows):
             try:
-                train(switches, layout, folder / str(number), world)
+                train(switches, folder / str(number), world, layout)
             except Exception as error:
                 raise AssertionError(f"{' + '.join([layout, *switches])}: does not train: {error!r}") from error
     torch.compiler.reset()  # other tests compile the same blocks
@@ -331,7 +166,7 @@ def test_a_refused_pair_does_not_train(tmp_path: Path) -> None:
     """The checks before a run are those of the run itself: what they refuse is refused there, with the same text."""
     pair = ["Hogwild", "Muon"]
     with pytest.raises(ConfigError) as refused:
-        train(pair, "", tmp_path, single())
+        train(pair, tmp_path, single())
     assert str(refused.value) == Refusals().text(pair)
 
 

@@ -1,13 +1,24 @@
 """Parity of a GPU with the CPU; skipped where there is none."""
 
+import warnings
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import tiny_run
 import torch
 
+import tiny_rollouts
+import training_switches
+from modelwright.core.errors import Stopped
 from modelwright.core.progress import SilentProgress
 from modelwright.core.rundir import StageDir
 from modelwright.data.batch import IGNORED, TokenBatch
+from modelwright.infer.engine import EngineConfig
+from modelwright.infer.generate import Completion, generate
+from modelwright.infer.sequence import SamplingParams
 from modelwright.model.attention import packed_attend
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
@@ -15,6 +26,7 @@ from modelwright.objectives.next_token import NextToken
 from modelwright.ops.cross_entropy import linear_cross_entropy, linear_cross_entropy_naive
 from modelwright.parallel.mesh import single
 from modelwright.precision.policy import PrecisionConfig
+from modelwright.train import parallelize
 from modelwright.train.build import train
 from modelwright.train.config import TrainConfig
 from modelwright.train.job import TrainJob
@@ -114,3 +126,74 @@ def test_bf16_training_stays_near_fp32(tmp_path):
     fp32 = losses_on("cuda", tmp_path / "fp32")
     bf16 = losses_on("cuda", tmp_path / "bf16", precision=PrecisionConfig(policy="bf16_mixed"))
     assert bf16 == pytest.approx(fp32, abs=0.05)
+
+
+LOSSY = ("BF16", "FP16", "FP8", "INT8", "formats", "adapters", "noise on embeddings")
+"""What switches begin with whose losses on the two devices differ by rounding, or by what the device draws."""
+
+
+@pytest.mark.parametrize("switch", training_switches.SWITCHES)
+def test_a_switch_trains_as_on_the_cpu(switch: str, tmp_path: Path) -> None:
+    eager = partial(parallelize.compile_each_block, backend="eager")
+    losses = []
+    with mock.patch.object(parallelize, "compile_each_block", eager), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="torch")
+        if text := training_switches.refusal([switch]):
+            pytest.skip(text)
+        for device in ("cuda", "cpu"):
+            losses.append(training_switches.train([switch], tmp_path / device, single(device)).loss)
+    assert losses[0] == pytest.approx(losses[1], abs=0.1 if switch.startswith(LOSSY) else 2e-3)
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_rollouts_are_the_cpu_s(name: str, tmp_path: Path) -> None:
+    """Greedy enough to draw the same tokens on both: the log-probabilities agree, and so do two updates."""
+    found = []
+    for device in ("cuda", "cpu"):
+        world, losses = single(device), Losses()
+        tiny_run.run(
+            tmp_path / device,
+            tiny_run.settings(num_steps=2, batch_tokens=8 * tiny_rollouts.ROW_LEN, eval_every_steps=0),
+            model=tiny_rollouts.model(),
+            objective=getattr(tiny_rollouts, name)(world),
+            world=world,
+            heldout=[],
+            techniques=[observer("losses", losses.observe)],
+        )
+        found.append(losses.values)
+    assert found[0] == pytest.approx(found[1], abs=1e-3)
+
+
+def completions(device: str, params: Sequence[SamplingParams], config: EngineConfig) -> list[Completion]:
+    model = Decoder(SHAPE)
+    model.init_weights(seed=0)
+    prompts = [[(7 * number + 3 * place) % 64 for place in range(4 + number % 9)] for number in range(len(params))]
+    return generate(model.to(device).eval(), prompts, params, config)
+
+
+@pytest.mark.parametrize("config", [EngineConfig(), EngineConfig(prefill_chunk_size=4, num_speculative_tokens=3)])
+def test_greedy_completions_are_the_cpu_s(config: EngineConfig) -> None:
+    params = [SamplingParams(max_tokens=12, temperature=0.0)] * 12
+    for there, here in zip(completions("cuda", params, config), completions("cpu", params, config), strict=True):
+        assert there.token_ids == here.token_ids
+        assert there.logprobs == pytest.approx(here.logprobs, abs=1e-4)
+
+
+def test_a_seeded_completion_is_the_same_alone_and_in_a_batch() -> None:
+    params = [SamplingParams(max_tokens=12, temperature=1.0, seed=number) for number in range(8)]
+    together = completions("cuda", params, EngineConfig())
+    alone = completions("cuda", params[:1], EngineConfig())
+    assert alone[0].token_ids == together[0].token_ids
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16_mixed"])
+def test_a_resumed_run_ends_with_the_same_bits(policy: str, tmp_path: Path) -> None:
+    config = tiny_run.settings(precision=PrecisionConfig(policy=policy))
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    tiny_run.run(whole, config, world=single("cuda"))
+    with pytest.raises(Stopped):
+        tiny_run.run(resumed, config, world=single("cuda"), techniques=tiny_run.watching(stop=tiny_run.StopAfter(5)))
+    tiny_run.run(resumed, config, world=single("cuda"))
+    one, other = tiny_run.final_weights(whole), tiny_run.final_weights(resumed)
+    assert one.keys() == other.keys()
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
