@@ -3,9 +3,9 @@
 Needs torch and pytest as they are installed; nothing is downloaded. Runs every recipe that needs no model with few
 steps, from text to report. Times training of a GPT-2-sized decoder (124 M parameters) on random tokens in FP32, BF16,
 FP8 by each recipe of scaling and INT8, some with compiled blocks, and measures the bare matrix products beside it, so
-that utilization is of what the card does and not of a data sheet; says for each FP8 recipe whether the card has a kernel
-that agrees with the definition. Writes `benchmarks/results/gpu-check-<card>.json`. Without a GPU it says so and stops,
-unless asked for `--device cpu`.
+that utilization is of what the card does and not of a data sheet; says for each FP8 recipe whether the card has a
+kernel that agrees with the definition. Writes `benchmarks/results/gpu-check-<card>.json`. Without a GPU it says so and
+stops, unless asked for `--device cpu`.
 """
 
 import argparse
