@@ -151,7 +151,9 @@ def stand_in_for_tensorboard() -> None:
 def run_tests() -> dict[str, Any]:
     """The floors that a GPU changes, and the tests that only run on one."""
     paths = [str(ROOT / "tests" / name) for name in TESTS]
-    side_by_side = ("-n", "auto", "--dist", "loadfile") if importlib.util.find_spec("xdist") else ()
+    side_by_side = (
+        ("-n", "auto", "--dist", "loadfile", "-p", "no:benchmark") if importlib.util.find_spec("xdist") else ()
+    )
     command = [sys.executable, "-m", "pytest", *side_by_side, *(path for path in paths if Path(path).exists())]
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=one_thread)

@@ -5,6 +5,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -184,3 +185,31 @@ def test_given_tokens_are_scored_as_by_a_plain_softmax():
         assert scored.logprob == pytest.approx(logprobs[ids[row]], abs=1e-5)
         assert scored.rank == ranked.index(ids[row]) + 1
         assert [token for token, _ in scored.alternatives] == ranked[:3]
+
+
+def test_draws_together_are_those_of_each_row_alone() -> None:
+    """And those of the walk through the tokens, written out."""
+    draw = torch.Generator().manual_seed(2)
+    logits_BV = 3 * torch.randn(24, 300, generator=draw)
+    params = [SamplingParams(seed=row, temperature=(0.6, 1.0, 1.7)[row % 3]) for row in range(24)]
+    params[5] = replace(params[5], top_p=0.5)
+    params[9] = replace(params[9], temperature=0.0)
+    requests = [SampleRequest(one, 7, {}) for one in params]
+    together = sample(logits_BV, requests)
+    for row, request in enumerate(requests):
+        assert sample(logits_BV[row : row + 1], [request]) == [together[row]]
+        if request.params.temperature and not request.params.truncates:
+            probabilities = (logits_BV[row] / request.params.temperature).softmax(0).double()
+            walked, mass = 0, float(probabilities[0])
+            while mass <= request.params.uniform(7) * float(probabilities.sum()):
+                walked += 1
+                mass += float(probabilities[walked])
+            assert together[row].token_id == walked
+
+
+def test_a_draw_never_takes_a_token_without_mass() -> None:
+    """Also where a target at the very end of the mass is past what the sum reaches."""
+    logits_BV = torch.tensor([[0.0, 0.0, -torch.inf], [0.0, -torch.inf, -torch.inf]])
+    with mock.patch.object(SamplingParams, "uniform", return_value=1.0):
+        drawn = sample(logits_BV, [SampleRequest(SamplingParams(), 0, {})] * 2)
+    assert [one.token_id for one in drawn] == [1, 0]

@@ -27,7 +27,7 @@ def stable_row_multiple(model: Decoder, head: Product) -> int:
     `head` is how its logits are made. 0 when none does on this machine: results may then differ in the last bits with
     the load.
     """
-    return _smallest(_distinct_products(model, head), model.norm.weight.dtype)
+    return _smallest(_distinct_products(model, head), model.norm.weight)
 
 
 @torch.inference_mode()
@@ -35,7 +35,7 @@ def adapter_row_multiple(adapter: PreparedAdapter, model: Decoder) -> int:
     """The same for the products of an adapter with the rows that it computes."""
     shapes = {(part.a_RI.shape, part.b_OR.shape): part for part in adapter.parts.values()}
     products = [(_product_of(part), part.a_RI.shape[1]) for part in shapes.values()]
-    return _smallest(products, model.norm.weight.dtype)
+    return _smallest(products, model.norm.weight)
 
 
 def _product_of(part: AdapterPart) -> Product:
@@ -45,10 +45,10 @@ def _product_of(part: AdapterPart) -> Product:
     return product
 
 
-def _smallest(products: Iterable[tuple[Product, int]], dtype: torch.dtype) -> int:
+def _smallest(products: Iterable[tuple[Product, int]], like: Tensor) -> int:
     products = list(products)
     for multiple in MULTIPLES:
-        if all(_is_stable(product, width, multiple, dtype) for product, width in products):
+        if all(_is_stable(product, width, multiple, like) for product, width in products):
             return multiple
     return 0
 
@@ -63,8 +63,9 @@ def _distinct_products(model: Decoder, head: Product) -> list[tuple[Product, int
     return [*result.values(), (head, model.config.model_dim)]
 
 
-def _is_stable(product: Product, width: int, multiple: int, dtype: torch.dtype) -> bool:
-    x = torch.randn(PROBE_ROWS, width, generator=torch.Generator().manual_seed(0)).to(dtype)
+def _is_stable(product: Product, width: int, multiple: int, like: Tensor) -> bool:
+    """like: its format and device are those of the rows."""
+    x = torch.randn(PROBE_ROWS, width, generator=torch.Generator().manual_seed(0)).to(like)
     full = product(x)
     counts = [multiple * n for n in itertools.chain(range(1, 9), (12, 16, 24, 32)) if multiple * n < PROBE_ROWS]
     heads = all(torch.equal(product(x[:count]), full[:count]) for count in counts)
