@@ -17,13 +17,16 @@ from modelwright.core.library_environment import LOWER
 from modelwright.infer.engine import Engine, EngineConfig
 from modelwright.infer.sequence import SamplingParams
 from modelwright.model.adapter_config import AdapterConfig
-from modelwright.model.adapters import attach_adapters
+from modelwright.model.adapters import adapters_disabled, adapters_of, attach_adapters
+from modelwright.model.attention import causal_attend
 from modelwright.model.config import AttentionConfig
 from modelwright.model.decoder import Decoder, Linear
 from modelwright.model.hf import load_model
 from modelwright.ops import cpu_kernels
 from modelwright.ops.int_grid import Bits, WeightGrid
 from modelwright.ops.kernel_speed import KERNELS
+from modelwright.precision.apply import ModelPrecision
+from modelwright.precision.policy import PrecisionConfig
 
 WITH, WITHOUT = "decode_step", "0"
 NUM_NEW = 48
@@ -270,7 +273,7 @@ def test_what_the_operator_does_not_compute_is_named(monkeypatch: pytest.MonkeyP
     assert not reason(make_model())
     assert "torch.float64" in reason(make_model().double())
     adapted = make_model()
-    attach_adapters(adapted, AdapterConfig(r=2), 0)
+    adapted.projections()["blocks.1.ffn.up_proj"].adapter = lambda x, out, row_blocks: out
     assert "an adapter is attached" in reason(adapted)
     assert not reason(four_bit_model())
     assert "8-bit weights" in reason(four_bit_model(bits=8))
@@ -287,8 +290,12 @@ def test_what_the_operator_does_not_compute_is_named(monkeypatch: pytest.MonkeyP
     mixed.blocks["0"].attention.k_proj = other.blocks["0"].attention.k_proj
     assert "several forms" in reason(mixed)
     in_training = make_model()
-    in_training.ends.stream_dtype = torch.bfloat16
+    in_training.ends.stream_dtype = torch.float16
     assert "training format" in reason(in_training)
+    for policy in ("fp16_mixed", "fp8", "int8"):
+        in_training = make_model()
+        ModelPrecision(in_training, PrecisionConfig(policy=policy))
+        assert "training format" in reason(in_training), policy
     multiplied = make_model()
     multiplied.projections()["blocks.1.ffn.up_proj"].product = lambda x, weight: (
         2 * torch.nn.functional.linear(x, weight)
@@ -296,6 +303,53 @@ def test_what_the_operator_does_not_compute_is_named(monkeypatch: pytest.MonkeyP
     assert "training format" in reason(multiplied)
     monkeypatch.setenv(cpu_kernels.SWITCH, ",".join({*KERNELS} - {"decode_step"}))
     assert "decode_step is not used" in reason(make_model())
+
+
+def rounded(model: Decoder) -> Decoder:
+    """A plain model whose matrices are those that BF16 products read."""
+    plain = make_model(tie_embeddings=False)
+    plain.load_state_dict(model.state_dict())
+    for module in (*plain.projections().values(), plain.head):
+        assert isinstance(module, Linear)
+        module.weight.data = module.weight.data.bfloat16().float()
+    return plain
+
+
+def test_a_model_in_training_is_decoded_with_the_weights_of_its_format() -> None:
+    """Its prompt is computed in the format itself: the first tokens' keys and values are rounded, and nothing else."""
+    model = make_model(tie_embeddings=False)
+    expected = rounded(model)
+    ModelPrecision(model, PrecisionConfig(policy="bf16_mixed"))
+    prompt = tokens(9, 3)
+    found = {}
+    for name, one in {"in training": model, "rounded": expected}.items():
+        engine = make_engine(one, kv_cache_tokens=1024)
+        assert not engine.why_no_operator
+        engine.add("0", prompt, GREEDY_LONG)
+        found[name] = drain(engine)["0"]
+    written = prompt + [one.token_id for one in found["in training"]]
+    with torch.no_grad():
+        hidden_1TD = expected(torch.tensor([written]), torch.arange(len(written))[None], causal_attend())
+        log_probs_TV = expected.logits(hidden_1TD)[0].log_softmax(-1)
+    for place, one in enumerate(found["in training"], start=len(prompt) - 1):
+        assert one.logprob == pytest.approx(float(log_probs_TV[place, one.token_id]), abs=0.03)
+    projections = model.projections().values()
+    assert all(one.weight.dtype == torch.float32 for one in projections), "the model keeps its own weights"
+
+
+@pytest.mark.parametrize("changes", [{}, {"use_dora": True}], ids=["LoRA", "DoRA"])
+def test_adapters_in_training_are_decoded_merged(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model()
+    attach_adapters(model, AdapterConfig(r=2, lora_dropout=0.5, **changes), 0)
+    draw = torch.Generator().manual_seed(1)
+    for adapter in adapters_of(model).values():
+        torch.nn.init.normal_(adapter.lora_B, std=0.3, generator=draw)
+    prompts = [tokens(length, length) for length in PROMPT_LENS]
+    without = answers(make_model(), prompts)[0]
+    assert_same_answers(model, prompts, monkeypatch)
+    assert answers(model, prompts)[0] != without
+    with adapters_disabled(model):
+        assert answers(model, prompts)[0] == without
 
 
 def test_weights_that_are_not_finite_end_a_request_with_an_error() -> None:

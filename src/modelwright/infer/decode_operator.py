@@ -3,6 +3,10 @@ has; of layers that select heads, only the open ones.
 
 The model's own `forward` is the reference, and decodes everything else. Which of the two computes a token depends on
 the model and on the adapter of its sequence alone, so a request has the same bits whatever runs beside it.
+
+A model in training is decoded with the weights that its format multiplies, cast once: its own products cast them for
+every token. Nothing else is rounded, so that log-probabilities differ from those of a training step by the rounding of
+its activations. Adapters are merged in FP32, because their first updates are smaller than a step of BF16.
 """
 
 import math
@@ -22,6 +26,7 @@ from modelwright.infer.sequence import DecodeRow
 from modelwright.model.adapter_bank import AdapterBank
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Block, Decoder, Linear, RMSNorm
+from modelwright.model.low_rank import LowRank
 from modelwright.ops import cpu_kernels
 from modelwright.ops.decode_step import (
     NO_NORM,
@@ -35,13 +40,17 @@ from modelwright.ops.decode_step import (
     RowProduct,
     Weight,
 )
+from modelwright.ops.lowp_linear import plain_cast
 
 FEWEST_ROPE_ROWS = 512
+CASTS = (torch.float32, torch.bfloat16)
+"""Formats of training whose weights the kernel multiplies."""
 
 
 class DecodeOperator:
     """Decodes with one model and one cache. Raises `ModelError` for what the kernel does not compute. Weights must not
-    change in its lifetime: it points to the matrices, and holds copies of norms and biases that are not plain FP32.
+    change in its lifetime: it points to the matrices, and holds copies of those of a model in training, and of norms
+    and biases that are not plain FP32.
     """
 
     def __init__(self, model: Decoder, cache: PagedCache) -> None:
@@ -49,14 +58,16 @@ class DecodeOperator:
         refuse_unless(device == "cpu", f"it is on the device {device}")  # first, as kernels are compiled when asked for
         refuse_unless("decode_step" in cpu_kernels.used(), "the kernel decode_step is not used here")
         ends = model.ends
-        refuse_unless(ends.stream_dtype is None and ends.head_dtype is None, "the model computes in a training format")
+        formats = {ends.stream_dtype, ends.head_dtype, *(norm.out_dtype for norm in _norms(model))}
+        refuse_unless(formats <= {None, *CASTS}, "the model computes in a training format")
         blocks = [_checked_block(block) for block in model.blocks.values()]
         self._model = model
         self._tables = _RotaryRows(model)
         layers = [_layer(block, model.config, cache) for block in blocks]
         embedding = _embedding(model.embedding)
         self._step = DecodeStep(_shape(model.config), layers, embedding, _norm(model.norm))
-        self._head = RowProduct(embedding if model.head is None else _weight(model.head))
+        head = embedding if model.head is None else _weight(model.head)
+        self._head = RowProduct(head if ends.head_dtype is None else _cast(head, ends.head_dtype))
 
     def hidden(self, rows: Rows[DecodeRow]) -> Tensor:
         """Hidden states [N, D] of tokens of decoding sequences, which are written into the cache."""
@@ -190,13 +201,25 @@ def _weight(module: nn.Module, *shape: int) -> AnyWeight:
         refuse_unless(type(module) is Linear, f"it has {type(module).__name__}s")
         assert isinstance(module, Linear)
         refuse_unless(module.frozen is None, "its weights are packed")
-        refuse_unless(module.product is F.linear, "a training format multiplies its weights")
+        chosen = plain_cast(module.product)
+        refuse_unless(module.product is F.linear or chosen in CASTS, "a training format multiplies its weights")
         refuse_unless("own_weight" not in vars(module), "its layout divides weights")
-        adapter = module.adapter
-        refuse_unless(adapter is None or type(adapter) is AdapterBank, "an adapter is attached and not merged")
         weight = Weight(_plain(module.weight), bias_O=_factors(module.bias) if module.has_bias else NO_NORM)
+        adapter = module.adapter
+        if isinstance(adapter, LowRank) and adapter.is_on:
+            weight = replace(weight, weight_OI=adapter.merged(weight.weight_OI.float()))
+        elif chosen:
+            weight = _cast(weight, chosen)
+        known = adapter is None or type(adapter) is AdapterBank or type(adapter) is LowRank
+        refuse_unless(known, "an adapter is attached that is not of low rank")
     refuse_unless(not shape or weight.shape == shape, "a weight has not the shape that the config says")
     return weight
+
+
+def _cast(weight: AnyWeight, chosen: torch.dtype) -> Weight:
+    """The weight as a product in this format reads it."""
+    assert isinstance(weight, Weight)
+    return replace(weight, weight_OI=weight.weight_OI.to(chosen))
 
 
 def _weight_of_codes(module: Int8Linear) -> Weight:
@@ -229,13 +252,16 @@ def _plain(weight: Tensor) -> Tensor:
     return weight.detach()
 
 
+def _norms(model: Decoder) -> list[RMSNorm]:
+    return [module for module in (model.norm, *model.blocks.modules()) if isinstance(module, RMSNorm)]
+
+
 def _norm(module: nn.Module) -> Tensor:
     """The FP32 factors of a norm; none for what stands in its place."""
     if isinstance(module, nn.Identity):
         return NO_NORM
     refuse_unless(type(module) is RMSNorm, f"it has {type(module).__name__}s")
     assert isinstance(module, RMSNorm)
-    refuse_unless(module.out_dtype is None, "norms compute in a training format")
     factors = _factors(module.weight)
     return 1.0 + factors if module.one_plus_weight else factors
 

@@ -68,6 +68,15 @@ def in_float(
     return multiply(x.to(dtype), weight_OI, _of_casts(products, dtype))
 
 
+def plain_cast(product: Callable[..., Tensor]) -> torch.dtype | None:
+    """The format that a product by `in_float` casts both factors to; None for any other product, and for one whose
+    matrix products are replaced.
+    """
+    if not isinstance(product, partial) or product.func is not in_float:
+        return None
+    return product.args[0] if product.keywords.get("products", PLAIN) is PLAIN else None
+
+
 def _of_casts(products: LinearGemms, dtype: torch.dtype) -> LinearGemms:
     """The same products for weights that they cast themselves."""
 
