@@ -68,7 +68,7 @@ class Storages:
     def num_bytes(self) -> int:
         for cache in self.caches:
             for entries in cache.values():
-                for entry in entries.values():
+                for entry in entries.values() if isinstance(entries, dict) else entries:  # as PyTorch 2.11 keeps them
                     torch.utils._pytree.tree_map(lambda held: hasattr(held, "val") and self.keep(held.val), entry)
         return sum(x.untyped_storage().nbytes() for at, x in self.saved.items() if at not in self.weights)
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from modelwright.compress.grid_linear import ActivationGrid, GridLinear, InputGrid
 from modelwright.compress.int8_linear import Int8Linear, int8_linear_naive, quantize_rows
+from modelwright.core.errors import ModelwrightError
 from modelwright.core.library_environment import LOWER
 from modelwright.ops import cpu_kernels
 from modelwright.ops.decode_step import RowProduct, Weight, summarized, summarized_naive
@@ -91,6 +92,24 @@ def test_a_row_depends_on_neither_neighbors_nor_threads(shape, kind, monkeypatch
         assert torch.equal(product(x[-count:]), whole[-count:])
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     assert torch.equal(product(x), whole)
+
+
+def test_compilers_that_fuse_otherwise_change_no_bit(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GCC 13 for the newest Intel processors, say, does not fuse what is added to a sum of several steps."""
+    chosen = request.node.callspec.params["library"]
+    march = "native" if chosen == "native" else LOWER[chosen].march
+    try:
+        other = cpu_kernels.compiled_for(march, "--param=avoid-fma-max-bits=512")
+    except ModelwrightError:
+        pytest.skip("the compiler is not GCC")
+    weight, x = made(77, 60), made(9, 60, seed=2)
+    expected = RowProduct(Weight(weight))(x)
+    monkeypatch.setattr(cpu_kernels, "kernels", lambda: other)
+    product = RowProduct(Weight(weight))
+    for count in range(1, 10):
+        assert torch.equal(product(x[:count]), expected[:count])
 
 
 FOUR_BIT_GRIDS = [

@@ -128,7 +128,12 @@ def test_the_definition_is_what_pytorch_multiplies(grids):
         a_scales, b_scales = a_scales.view(()), b_scales.view(())
     else:
         b_scales = b_scales.T
-    theirs = torch._scaled_mm(a_codes, b_codes.T, scale_a=a_scales, scale_b=b_scales, out_dtype=torch.float32)
+    try:
+        theirs = torch._scaled_mm(a_codes, b_codes.T, scale_a=a_scales, scale_b=b_scales, out_dtype=torch.float32)
+    except RuntimeError as error:
+        if "per-tensor scaling" not in str(error):
+            raise
+        pytest.skip("this version of PyTorch has one scale on this processor")
     torch.testing.assert_close(scaled_product(a, b, grids, torch.float32), theirs, rtol=1e-5, atol=1e-5)
 
 

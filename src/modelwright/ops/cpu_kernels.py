@@ -47,9 +47,9 @@ def kernels() -> ctypes.CDLL | None:
         return None
 
 
-def compiled_for(march: str) -> ctypes.CDLL:
-    """The library for an architecture, as a compiler's option `-march` names it."""
-    options = ("-std=c++17", "-O3", f"-march={march}", "-fopenmp")
+def compiled_for(march: str, *more: str) -> ctypes.CDLL:
+    """The library for an architecture, as a compiler's option `-march` names it. more: further options."""
+    options = ("-std=c++17", "-O3", f"-march={march}", "-fopenmp", "-ffp-contract=off", *more)
     way_out = f"set {SWITCH}=0 to do without, or"
     library = ctypes.CDLL(str(compiled(SOURCE, options, folder=cache_folder(), way_out=way_out, known=_known())))
     library.instruction_set.restype = ctypes.c_char_p

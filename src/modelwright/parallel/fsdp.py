@@ -6,7 +6,8 @@ gathers each block when it is needed and frees it afterwards. Gradients leave as
 has already divided. Weights are sharded in FP32 and gathered in the format in which their products read them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
+from modelwright.core.errors import ConfigError
 from modelwright.model.decoder import HEAD_METHODS, Block, Decoder, Linear, decoders_in
 from modelwright.parallel.config import ZeroStage
 
@@ -29,6 +31,30 @@ def shard_states(
     projections are narrowed: FSDP has one format per message.
     """
     options: dict[str, Any] = {"mesh": sharing, "reshard_after_forward": zero_stage == 3}
+    with _clear_about_packed_weights():
+        _shard(model, options, formats)
+    for module in sharded_modules(model):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+    for method in HEAD_METHODS:
+        register_fsdp_forward_method(model, method)
+    return model
+
+
+@contextmanager
+def _clear_about_packed_weights() -> Generator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if "can require gradients" not in str(error):
+            raise
+        raise ConfigError(
+            f"lora.base_format: PyTorch {torch.__version__} cannot shard packed weights; use a later version, "
+            "parallel.zero_stage 0, or base_format full"
+        ) from error
+
+
+def _shard(model: Decoder, options: Mapping[str, Any], formats: Mapping[str, torch.dtype]) -> None:
     blocks = [block for decoder in decoders_in(model).values() for block in decoder.blocks.values()]
     if set(formats.values()) <= {torch.float32}:
         for block in blocks:
@@ -40,12 +66,6 @@ def shard_states(
         for block in blocks:
             assert isinstance(block, Block)
             _shard_projections(block, options, formats)
-    for module in sharded_modules(model):
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
-    for method in HEAD_METHODS:
-        register_fsdp_forward_method(model, method)
-    return model
 
 
 def _shard_projections(block: Block, options: Mapping[str, Any], formats: Mapping[str, torch.dtype]) -> None:

@@ -38,6 +38,7 @@ from modelwright.train.own_modules import attach_modules
 from modelwright.train.parallelize import activation_pass, parallelize, remove_passes
 from modelwright.train.runner import Executor, MicrobatchRunner
 from modelwright.train.runtime import Runtime, TechniqueBuilder
+from modelwright.train.seeding import repeatable_convolutions
 from modelwright.train.signals import StopRequest
 from modelwright.train.state import TrainResult
 from modelwright.train.step import TrainStep
@@ -164,6 +165,7 @@ def open_session(job: TrainJob, world: World, progress: Progress) -> Generator[S
     with (
         StopRequest() as stop,
         freed_memory_kept(),
+        repeatable_convolutions(),
         fp32_products(tf32=matmul == "tf32", onednn=matmul == "onednn", on_cpu=on_cpu),
         Watchdog(folder / f"hang-{world.rank}.txt", limit_s=hang_after_s) as watchdog,
         step_arena(config.step_arena, world.device, progress.note) as arena,

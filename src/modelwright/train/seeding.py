@@ -1,4 +1,7 @@
-"""Random streams of a step."""
+"""What makes a step repeatable: its random streams, and sums in one order."""
+
+from collections.abc import Generator
+from contextlib import contextmanager
 
 import torch
 
@@ -8,3 +11,16 @@ def seed_generators(seed: int, device: torch.device) -> None:
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.manual_seed(seed)
+
+
+@contextmanager
+def repeatable_convolutions() -> Generator[None]:
+    """Within the block cuDNN sums gradients of convolutions in the same order in every run, which the fastest of its
+    algorithms do not.
+    """
+    before = torch.backends.cudnn.deterministic
+    torch.backends.cudnn.deterministic = True
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.deterministic = before

@@ -37,7 +37,7 @@ inline void multiply_tile(int64_t num_summed, Factor a, const float* b, int64_t 
     for (int v = 0; v < vectors; ++v) right[v] = load(b + k * b_row + v * kLanes);
     for (int row = 0; row < kRows; ++row) {
       const float left = a.at[row * a.row + k * a.column];
-      for (int v = 0; v < vectors; ++v) sums[row][v] += left * right[v];
+      for (int v = 0; v < vectors; ++v) sums[row][v] = fused(right[v], left, sums[row][v]);
     }
   }
   for (int row = 0; row < kRows; ++row)
@@ -336,7 +336,7 @@ void backward(const T* grad, const T* q, const T* k, const T* v, const T* out, c
             denominators[row] = row < block.count ? lse[block.lse_at[row]] : std::numeric_limits<float>::infinity();
             Vector products{};
             for (int64_t i = 0; row < block.count && i < width; i += kLanes)
-              products += load(incoming + row * width + i) * some(out + block.at[row] + i, Whole{});
+              products = fused(load(incoming + row * width + i), some(out + block.at[row] + i, Whole{}), products);
             along[row] = sum(products);
           }
           for (int64_t from = 0; from < block.num_keys(); from += kBlock) {

@@ -193,7 +193,8 @@ inline void weigh_piece(const Context<T>& context, const float* weights, int64_t
     for (int i = 0; i < vectors; ++i) {
       const Vector value = held(some(values + i * kLanes, size));
 #pragma GCC unroll 4
-      for (int head = 0; head < heads; ++head) sums[head][i] += weights[head * padded + token] * value;
+      for (int head = 0; head < heads; ++head)
+        sums[head][i] = fused(value, weights[head * padded + token], sums[head][i]);
     }
   }
   for (int head = 0; head < heads; ++head)

@@ -104,8 +104,8 @@ inline __attribute__((always_inline)) Vector pair_products(const Grid& grid, con
     values.widen(from, even, odd);
 #pragma GCC unroll 16
     for (int row = 0; row < kLanes / outs; ++row) {
-      sums[row * outs + out] += even * load(rows[row] + at);
-      sums[row * outs + out] += odd * load(rows[row] + at + kLanes);
+      Vector& total = sums[row * outs + out];
+      total = fused(odd, load(rows[row] + at + kLanes), fused(even, load(rows[row] + at), total));
     }
   };
   const auto add_group = [&](int64_t group, int first, auto num_outs) __attribute__((always_inline)) {
@@ -214,8 +214,8 @@ inline __attribute__((always_inline)) Vector code_pair_products(const Grid& grid
       const Integers dots =
           add_products(add_products(start, even, codes_at(rows[row] + at)), odd, codes_at(rows[row] + at + kCodes));
       Vector found = __builtin_convertvector(dots, Vector);
-      if (has_zeros) found += zero * __builtin_convertvector(start, Vector);
-      sums[row * outs + out] += found * step;
+      if (has_zeros) found = fused(zero, __builtin_convertvector(start, Vector), found);
+      sums[row * outs + out] = fused(found, step, sums[row * outs + out]);
     }
   };
   const auto add_block = [&](int first, int num_outs, int64_t at, auto codes_of) __attribute__((always_inline)) {

@@ -76,8 +76,9 @@ inline __attribute__((always_inline)) Vector products(const W* const (&weights)[
     for (int out = 0; out < outs; ++out) {
       int64_t at = 0;
       for (; at + kLanes <= count; at += kLanes)
-        sums[out] += some(weights[out] + at, Whole{}) * some(rows[0] + at, Whole{});
-      if (at < count) sums[out] += some(weights[out] + at, Part{count - at}) * some(rows[0] + at, Part{count - at});
+        sums[out] = fused(some(weights[out] + at, Whole{}), some(rows[0] + at, Whole{}), sums[out]);
+      const Part rest{count - at};
+      if (at < count) sums[out] = fused(some(weights[out] + at, rest), some(rows[0] + at, rest), sums[out]);
     }
     return sums_of(sums);
   }
@@ -90,7 +91,8 @@ inline __attribute__((always_inline)) Vector products(const W* const (&weights)[
       __builtin_prefetch(weights[out] + ahead + at);
       const Vector weight = held(some(weights[out] + at, size));
 #pragma GCC unroll 16
-      for (int row = 0; row < kLanes / outs; ++row) sums[row * outs + out] += weight * numbers[row];
+      for (int row = 0; row < kLanes / outs; ++row)
+        sums[row * outs + out] = fused(weight, numbers[row], sums[row * outs + out]);
     }
   };
   int64_t at = 0;

@@ -94,7 +94,7 @@ inline float normalize(const X* from, const float* weight, int64_t width, float 
   Vector squares[2] = {};
   each_vector(width, [&](int64_t at, int which, auto size) {
     const Vector value = some(from + at, size);
-    squares[which] += value * value;
+    squares[which] = fused(value, value, squares[which]);
   });
   const float factor = 1.0f / std::sqrt(sum(squares[0] + squares[1]) / width + eps);
   each_vector(width, [&](int64_t at, int, auto size) {
@@ -128,12 +128,12 @@ void norm_backward(const Y* grad, const X* x, const float* weight, const float* 
       each_vector(width, [&](int64_t at, int which, auto size) {
         const Vector product = some(dy + at, size) * (some(from + at, size) * factor);
         put(some(own + at, size) + product, own + at, size);
-        along[which] += product * some(weight + at, size);
+        along[which] = fused(product, some(weight + at, size), along[which]);
       });
       const float mean = sum(along[0] + along[1]) / width;
       each_vector(width, [&](int64_t at, int, auto size) {
         const Vector unit = some(from + at, size) * factor, weighted = some(dy + at, size) * some(weight + at, size);
-        put((weighted - unit * mean) * factor, to + at, size);
+        put(fused(unit, -mean, weighted) * factor, to + at, size);
       });
     }
   }
@@ -167,7 +167,7 @@ template <class T>
 void swiglu_backward(const T* grad, const T* gate, const T* up, int64_t count, T* of_gate, T* of_up, int threads) {
   each_piece(count, threads, [=](int64_t at, auto size) {
     const Vector g = some(gate + at, size), dy = some(grad + at, size), share = logistic(g);
-    put(dy * some(up + at, size) * share * (1.0f + g * (1.0f - share)), of_gate + at, size);
+    put(dy * some(up + at, size) * share * fused(g, 1.0f - share, all(1.0f)), of_gate + at, size);
     put(dy * g * share, of_up + at, size);
   });
 }
@@ -202,8 +202,8 @@ template <class T>
 inline void turn(const T* from, const float* cos, const float* of_low, const float* of_high, int64_t half, T* to) {
   each_vector(half, [&](int64_t at, int, auto size) {
     const Vector low = some(from + at, size), high = some(from + half + at, size);
-    put(low * some(cos + at, size) + high * some(of_low + at, size), to + at, size);
-    put(high * some(cos + half + at, size) + low * some(of_high + at, size), to + half + at, size);
+    put(fused(low, some(cos + at, size), high * some(of_low + at, size)), to + at, size);
+    put(fused(high, some(cos + half + at, size), low * some(of_high + at, size)), to + half + at, size);
   });
 }
 

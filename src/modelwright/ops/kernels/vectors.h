@@ -13,7 +13,7 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
-#elif defined(__ARM_FEATURE_DOTPROD)
+#elif defined(__ARM_NEON)
 #include <arm_neon.h>
 #endif
 
@@ -47,7 +47,21 @@ typedef int8_t Bytes __attribute__((vector_size(kLanes), aligned(1)));
 
 inline Vector load(const float* from) { return *reinterpret_cast<const Vector*>(from); }
 inline void store(float* to, Vector value) { *reinterpret_cast<Vector*>(to) = value; }
-inline Vector all(float value) { return Vector{} + value; }
+inline Vector all(float value) { return value - Vector{}; }  // without an addition: 0 less changes no number
+// a * b + c, rounded once where the processor has an instruction for it. A compiler that fuses by itself does so or not by
+// the code around (GCC: `avoid-fma-max-bits`), and a row would have other bits among other rows: it is told not to.
+inline Vector fused(Vector a, Vector b, Vector c) {
+#if defined(__AVX512F__)
+  return (Vector)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__) && defined(__FMA__)
+  return (Vector)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__ARM_NEON)
+  return (Vector)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  return a * b + c;
+#endif
+}
+inline Vector fused(Vector a, float b, Vector c) { return fused(a, all(b), c); }
 inline int64_t up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 
 inline float wide(float value) { return value; }
@@ -66,14 +80,14 @@ inline void narrow(float value, Bf16* to) {  // to the nearest, ties to even; wh
 
 // e^x within 2 units in the last place, for x from -87 to 88 (Cephes' polynomial).
 inline Vector exponential_of_moderate(Vector x) {
-  const Vector magic = all(12582912.0f), shifted = x * 1.44269504088896341f + magic, n = shifted - magic;
-  const Vector r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
-  Vector p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
+  const Vector magic = all(12582912.0f), shifted = fused(x, 1.44269504088896341f, magic), n = shifted - magic;
+  const Vector r = fused(n, 2.12194440e-4f, fused(n, -0.693359375f, x));
+  Vector p = fused(r, 1.9875691500e-4f, all(1.3981999507e-3f));
+  p = fused(p, r, all(8.3334519073e-3f));
+  p = fused(p, r, all(4.1665795894e-2f));
+  p = fused(p, r, all(1.6666665459e-1f));
+  p = fused(p, r, all(5.0000001201e-1f));
+  p = fused(p * r, r, r) + 1.0f;
   const Integers exponent = ((Integers)shifted - (Integers)magic) << 23;  // these casts keep the bits
   return (Vector)((Integers)p + exponent);
 }
