@@ -35,7 +35,7 @@ from modelwright.model.decoder import Decoder
 from modelwright.objectives.next_token import NextToken
 from modelwright.ops.lowp_linear import E4M3, GRIDS, Recipe
 from modelwright.ops.matmul_rates import matmul_rate
-from modelwright.ops.quantize import fp8_kernel
+from modelwright.ops.quantize import has_fp8_kernel
 from modelwright.parallel.mesh import single
 from modelwright.precision.apply import ModelPrecision
 from modelwright.precision.hardware import measure_speeds
@@ -234,8 +234,7 @@ def product_speeds(options: argparse.Namespace) -> dict[str, float]:
 def fp8_kernels(device: str) -> dict[str, bool]:
     """Whether the card's own product serves a recipe's forward pass; else its definition is computed."""
     return {
-        recipe: fp8_kernel(torch.device(device), E4M3, E4M3, GRIDS[recipe], torch.bfloat16) is not None
-        for recipe in RECIPES
+        recipe: has_fp8_kernel(torch.device(device), E4M3, E4M3, GRIDS[recipe], torch.bfloat16) for recipe in RECIPES
     }
 
 

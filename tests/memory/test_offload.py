@@ -85,9 +85,9 @@ def test_gradients_are_the_same_bits(tier, device, segments, tmp_path):
         checkpoint_segments(model, made, store=store)
         tokens = torch.arange(1024, device=device).view(4, 256) % 64
         positions = torch.arange(256, device=device).repeat(4, 1)
-        segments = (torch.arange(256, device=device) // 100).int().repeat(4, 1)
+        documents_BT = (torch.arange(256, device=device) // 100).int().repeat(4, 1)
         for _ in range(2):
-            hidden = model(tokens, positions, packed_attend(segments))
+            hidden = model(tokens, positions, packed_attend(documents_BT))
             hidden.square().sum().backward()
         remove_checkpoints(model)
         return [p.grad for p in model.parameters()]

@@ -123,11 +123,11 @@ def scaled_product(
         ):
             return cpu_kernels.rescale(sums_MN, a_scales, b_scales, result)
         return (sums_MN.float() * a_scales * b_scales.T).to(result)
-    kernel = fp8_kernel(a_MK.device, a_MK.dtype, b_NK.dtype, grids, result)
-    if kernel is not None and _fits_kernel(a_MK, b_NK, grids):
-        return kernel(a, b)
+    has_kernel = has_fp8_kernel(a_MK.device, a_MK.dtype, b_NK.dtype, grids, result)
+    if has_kernel and _fits_kernel(a_MK, b_NK, grids):
+        return scaled_mm(a, b, grids, result)
     if a_MK.device.type != "cpu" and not torch.compiler.is_compiling():
-        _say_that_it_is_slow(name, "its shapes" if kernel else "its formats and scales")
+        _say_that_it_is_slow(name, "its shapes" if has_kernel else "its formats and scales")
     return scaled_product_naive(a, b, grids, result)
 
 
@@ -165,9 +165,6 @@ def spread(scales: Tensor, x_RK: Tensor, grid: Grid) -> Tensor:
     return scales
 
 
-Kernel = Callable[[tuple[Tensor, Tensor], tuple[Tensor, Tensor]], Tensor]
-
-
 @cache
 def _say_that_it_is_slow(name: str, reason: str) -> None:
     log.warning(
@@ -183,18 +180,15 @@ def _fits_kernel(a_MK: Tensor, b_NK: Tensor, grids: tuple[Grid, Grid]) -> bool:
     return a_MK.shape[1] % multiple == 0 and b_NK.shape[0] % 16 == 0 and a_MK.shape[0] % 16 == 0
 
 
+@torch.compiler.assume_constant_result
 @cache
-def fp8_kernel(
+def has_fp8_kernel(
     device: torch.device, a_dtype: torch.dtype, b_dtype: torch.dtype, grids: tuple[Grid, Grid], result: torch.dtype
-) -> Kernel | None:
-    """The device's own product, if it has one that agrees with the definition on an example. Tried once."""
+) -> bool:
+    """Whether `scaled_mm` runs on the device and agrees with the definition on an example. Tried once."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9) or torch.int8 in (a_dtype, b_dtype):
-        return None
-
-    def kernel(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> Tensor:
-        return scaled_mm(a, b, grids, result)
-
-    return kernel if _agrees(kernel, device, (a_dtype, b_dtype), grids, result) else None
+        return False
+    return _agrees(device, (a_dtype, b_dtype), grids, result)
 
 
 def scaled_mm(
@@ -222,17 +216,13 @@ def _laid_out(scales: Tensor, grid: Grid) -> Tensor:
 
 
 def _agrees(
-    kernel: Kernel,
-    device: torch.device,
-    dtypes: tuple[torch.dtype, torch.dtype],
-    grids: tuple[Grid, Grid],
-    result: torch.dtype,
+    device: torch.device, dtypes: tuple[torch.dtype, torch.dtype], grids: tuple[Grid, Grid], result: torch.dtype
 ) -> bool:
     generator = torch.Generator(device).manual_seed(0)
     factors = [torch.randn(2 * BLOCK, 256, device=device, generator=generator).T for _ in dtypes]  # as in backward
     a, b = (quantize(x, grid, dtype) for x, grid, dtype in zip(factors, grids, dtypes, strict=True))
     try:
-        findings, requested = kernel(a, b), scaled_product_naive(a, b, grids, torch.float32)
+        findings, requested = scaled_mm(a, b, grids, result), scaled_product_naive(a, b, grids, torch.float32)
     except (RuntimeError, ValueError, NotImplementedError):  # this build or device has none for these grids
         return False
     tolerance = 4 * math.sqrt(2 * BLOCK) * torch.finfo(result).eps
