@@ -181,11 +181,19 @@ def _fits_kernel(a_MK: Tensor, b_NK: Tensor, grids: tuple[Grid, Grid]) -> bool:
 
 
 @torch.compiler.assume_constant_result
-@cache
 def has_fp8_kernel(
     device: torch.device, a_dtype: torch.dtype, b_dtype: torch.dtype, grids: tuple[Grid, Grid], result: torch.dtype
 ) -> bool:
-    """Whether `scaled_mm` runs on the device and agrees with the definition on an example. Tried once."""
+    """Whether `scaled_mm` runs on the device and agrees with the definition on an example. Tried once; a constant to
+    `torch.compile`, which looks through the memory of a function, but not into this one.
+    """
+    return _found_fp8_kernel(device, a_dtype, b_dtype, grids, result)
+
+
+@cache
+def _found_fp8_kernel(
+    device: torch.device, a_dtype: torch.dtype, b_dtype: torch.dtype, grids: tuple[Grid, Grid], result: torch.dtype
+) -> bool:
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9) or torch.int8 in (a_dtype, b_dtype):
         return False
     return _agrees(device, (a_dtype, b_dtype), grids, result)
