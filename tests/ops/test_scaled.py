@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from modelwright.ops import lowp_linear
 from modelwright.ops import quantize as scaled
 from modelwright.ops.lowp_linear import E4M3, E5M2, Fp8, in_products
 from modelwright.ops.lowp_linear import GRIDS as RECIPES
@@ -193,10 +194,9 @@ def test_cuda_s_product_takes_the_layouts_of_all_three_products(monkeypatch, rec
 def test_the_summed_dimension_is_what_the_recipe_s_kernel_wants(monkeypatch, recipe, num_summed, fits):
     """A card stands here: PyTorch's "meta" device, whose tensors have shapes only."""
     calls = []
-    monkeypatch.setattr(scaled, "has_fp8_kernel", lambda *_: True)
     monkeypatch.setattr(scaled, "scaled_mm", lambda *_: calls.append(recipe))
     a, b = (quantize(torch.ones(32, num_summed, device="meta"), grid, E4M3) for grid in RECIPES[recipe])
-    scaled_product(a, b, RECIPES[recipe], torch.bfloat16)
+    scaled_product(a, b, RECIPES[recipe], torch.bfloat16, has_kernel=True)
     assert calls == [recipe] * fits
 
 
@@ -206,7 +206,7 @@ def test_a_product_without_a_kernel_is_logged_once(monkeypatch, caplog):
     with caplog.at_level(logging.WARNING, "modelwright.ops"):
         for recipe in ("tensorwise", "tensorwise", "rowwise"):
             in_products(Fp8(recipe=recipe, result=torch.float32).products(), torch.float32, x, weight).sum().backward()
-        monkeypatch.setattr(scaled, "has_fp8_kernel", lambda *_: True)
+        monkeypatch.setattr(lowp_linear, "has_fp8_kernel", lambda *_: True)
         blockwise = Fp8(recipe="blockwise", result=torch.float32).products()
         for factors in ((x, weight), (torch.ones(32, 40), torch.ones(16, 40))):  # on a processor nothing is said
             in_products(blockwise, torch.float32, *factors)

@@ -9,7 +9,6 @@ from modelwright.memory.checkpointing import Segment, checkpoint_segments
 from modelwright.model.attention import packed_attend
 from modelwright.model.decoder import Decoder
 from modelwright.ops import lowp_linear, quantize_cache
-from modelwright.ops import quantize as quantize_module
 from modelwright.ops.quantize import quantize
 from modelwright.ops.quantize_cache import SharedCodes
 from modelwright.precision.apply import ModelPrecision
@@ -119,7 +118,7 @@ def test_the_search_for_a_kernel_is_no_part_of_the_graph(recipe, monkeypatch):
     def search(device, a_dtype, b_dtype, grids, result):
         return torch.randn(2, generator=torch.Generator(device).manual_seed(0)).sum().item() > 100
 
-    monkeypatch.setattr(quantize_module, "_found_fp8_kernel", search)
+    monkeypatch.setattr(lowp_linear, "has_fp8_kernel", search)
     exact, eager = outcome(make_decoder(**SHAPE)), outcome(model_of(recipe, cache=False)[0])
     torch.compiler.reset()
     model, _ = model_of(recipe, cache=False)

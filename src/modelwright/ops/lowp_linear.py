@@ -25,6 +25,7 @@ from modelwright.ops.quantize import (
     TENSORWISE,
     Grid,
     dequantize,
+    has_fp8_kernel,
     quantize,
     scaled_product,
 )
@@ -94,6 +95,16 @@ def in_products(products: LinearGemms, result: torch.dtype, x: Tensor, weight_OI
     return multiply(x.to(result), weight_OI, products)
 
 
+@torch.compiler.assume_constant_result
+def _has_kernel(
+    device: torch.device, a_dtype: torch.dtype, b_dtype: torch.dtype, recipe: Recipe, kind: Kind, result: torch.dtype
+) -> bool:
+    """`has_fp8_kernel`, by names, as a constant of compiled blocks: `torch.compile` takes numbers for variables."""
+    left, right = FACTORS[kind]
+    grids = GRIDS[recipe][left == "weight"], GRIDS[recipe][right == "weight"]
+    return has_fp8_kernel(device, a_dtype, b_dtype, grids, result)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Fp8:
     """FP8 products by a recipe.
@@ -134,7 +145,8 @@ class Fp8:
     def _product(self, kind: Kind, a: Codes, b: Codes) -> Tensor:
         left, right = FACTORS[kind]
         grids = self._grid(left), self._grid(right)
-        return scaled_product(a, b, grids, self.result, name=f"fp8 {self.recipe}, {kind}")
+        has_kernel = _has_kernel(a[0].device, a[0].dtype, b[0].dtype, self.recipe, kind, self.result)
+        return scaled_product(a, b, grids, self.result, name=f"fp8 {self.recipe}, {kind}", has_kernel=has_kernel)
 
     def _forward(self, x_NI: Tensor, weight_OI: Tensor) -> Tensor:
         x = self._pack(x_NI)

@@ -106,12 +106,13 @@ def scaled_product(
     result: torch.dtype,
     *,
     name: str = "eight-bit product",
+    has_kernel: bool = False,
 ) -> Tensor:
     """a_MK b_NK', [M, N] in `result`, of codes and scales.
 
     INT8 with scales that do not change along K: an integer product, exact before scaling. FP8: the device's kernel if
-    it supports these grids, formats and shapes and agrees with the definition, else the definition; on accelerators
-    that is logged, once for each `name`.
+    it has one (`has_fp8_kernel`) and that supports these shapes, else the definition; on accelerators that is logged,
+    once for each `name`.
     """
     (a_MK, a_scales), (b_NK, b_scales) = a, b
     if a_MK.dtype == torch.int8 and not grids[0][1] and not grids[1][1]:
@@ -123,7 +124,6 @@ def scaled_product(
         ):
             return cpu_kernels.rescale(sums_MN, a_scales, b_scales, result)
         return (sums_MN.float() * a_scales * b_scales.T).to(result)
-    has_kernel = has_fp8_kernel(a_MK.device, a_MK.dtype, b_NK.dtype, grids, result)
     if has_kernel and _fits_kernel(a_MK, b_NK, grids):
         return scaled_mm(a, b, grids, result)
     if a_MK.device.type != "cpu" and not torch.compiler.is_compiling():
@@ -180,20 +180,11 @@ def _fits_kernel(a_MK: Tensor, b_NK: Tensor, grids: tuple[Grid, Grid]) -> bool:
     return a_MK.shape[1] % multiple == 0 and b_NK.shape[0] % 16 == 0 and a_MK.shape[0] % 16 == 0
 
 
-@torch.compiler.assume_constant_result
+@cache
 def has_fp8_kernel(
     device: torch.device, a_dtype: torch.dtype, b_dtype: torch.dtype, grids: tuple[Grid, Grid], result: torch.dtype
 ) -> bool:
-    """Whether `scaled_mm` runs on the device and agrees with the definition on an example. Tried once; a constant to
-    `torch.compile`, which looks through the memory of a function, but not into this one.
-    """
-    return _found_fp8_kernel(device, a_dtype, b_dtype, grids, result)
-
-
-@cache
-def _found_fp8_kernel(
-    device: torch.device, a_dtype: torch.dtype, b_dtype: torch.dtype, grids: tuple[Grid, Grid], result: torch.dtype
-) -> bool:
+    """Whether `scaled_mm` runs on the device and agrees with the definition on an example. Tried once."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9) or torch.int8 in (a_dtype, b_dtype):
         return False
     return _agrees(device, (a_dtype, b_dtype), grids, result)
