@@ -95,14 +95,18 @@ def in_products(products: LinearGemms, result: torch.dtype, x: Tensor, weight_OI
     return multiply(x.to(result), weight_OI, products)
 
 
+def _grid_of(recipe: Recipe, role: Role) -> Grid:
+    of_rows, of_weights = GRIDS[recipe]
+    return of_weights if role == "weight" else of_rows
+
+
 @torch.compiler.assume_constant_result
 def _has_kernel(
     device: torch.device, a_dtype: torch.dtype, b_dtype: torch.dtype, recipe: Recipe, kind: Kind, result: torch.dtype
 ) -> bool:
     """`has_fp8_kernel`, by names, as a constant of compiled blocks: `torch.compile` takes numbers for variables."""
     left, right = FACTORS[kind]
-    grids = GRIDS[recipe][left == "weight"], GRIDS[recipe][right == "weight"]
-    return has_fp8_kernel(device, a_dtype, b_dtype, grids, result)
+    return has_fp8_kernel(device, a_dtype, b_dtype, (_grid_of(recipe, left), _grid_of(recipe, right)), result)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +139,7 @@ class Fp8:
         )
 
     def _grid(self, role: Role) -> Grid:
-        return GRIDS[self.recipe][role == "weight"]
+        return _grid_of(self.recipe, role)
 
     def _quantized(self, factor: Tensor, role: Role) -> Codes:
         dtype = self.gradients if role == "grad" else E4M3
