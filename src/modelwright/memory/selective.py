@@ -33,12 +33,13 @@ def contexts_keeping(keep: Sequence[Operator], block: Block) -> Callable[[], Con
     """A `context_fn` for `torch.utils.checkpoint.checkpoint` of `block` that saves the outputs of `keep`."""
 
     def make() -> Contexts:
-        products = iter(_products_of(block))
+        names = _products_of(block)
+        passes = {False: iter(names), True: iter(names)}  # PyTorch up to 2.12 asks again when it recomputes
 
         def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
             name = "attend" if operator.name() in _ATTENTION else ""
             if operator.name() in _LINEAR:
-                name = next(products, "")
+                name = next(passes[context.is_recompute], "")
             return CheckpointPolicy.MUST_SAVE if name in keep else CheckpointPolicy.PREFER_RECOMPUTE
 
         return create_selective_checkpoint_contexts(policy)
