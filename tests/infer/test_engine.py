@@ -1,11 +1,13 @@
 """The engine against generation without a cache, under load, preemption and aborts."""
 
+import copy
 import random
 
 import pytest
 import torch
 
 from modelwright.core.errors import ConfigError
+from modelwright.infer.batch_invariance import stable_row_multiple
 from modelwright.infer.engine import Engine, EngineConfig, StepOutput
 from modelwright.infer.generate import generate
 from modelwright.infer.lm_head import _can_pack, _packed, fastest_head
@@ -180,3 +182,14 @@ def test_completions_of_a_model_in_training_are_those_of_single_prompts(model: D
         assert completion.token_ids == [draw.token_id for draw in naive]
         assert completion.logprobs == pytest.approx([draw.logprob for draw in naive], abs=2e-4)
         assert completion == generate(copied, [prompt], [chosen])[0]
+
+
+def test_the_probe_of_products_is_where_the_model_is(model: Decoder) -> None:
+    """A device without values stands for an accelerator: what is compared there cannot be, and that ends the probe."""
+    moved = copy.deepcopy(model).to("meta")
+    devices: list[str] = []
+    for projection in moved.projections().values():
+        projection.register_forward_pre_hook(lambda _, inputs: devices.append(inputs[0].device.type))
+    with pytest.raises(NotImplementedError, match="aten::equal"):
+        stable_row_multiple(moved, moved.logits)
+    assert set(devices) == {"meta"}
