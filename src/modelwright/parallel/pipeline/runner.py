@@ -7,7 +7,8 @@ Gradients are sums over microbatches: nothing is averaged here.
 Legend: B rows, T tokens of a row that this rank computes, D model width.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from torch.distributed.pipelining.schedules import (
     ScheduleZBVZeroBubble,
 )
 
+from modelwright.core.errors import ConfigError
 from modelwright.data.batch import TokenBatch
 from modelwright.model.decoder import Attend, Decoder
 from modelwright.ops.dtensor import local
@@ -134,8 +136,21 @@ class Pipeline:
         self._begin([part.padded(num_groups) for part in parts], loss_of)
         schedule = self._schedule(len(parts), self._microbatches[0][1].input_ids_BT.shape)
         self.timeline.begin()
-        schedule.step(target=torch.arange(len(parts)), return_outputs=False)
+        with self._clear_about_old_versions():
+            schedule.step(target=torch.arange(len(parts)), return_outputs=False)
         self._microbatches, self._loss_of = (), None
+
+    @contextmanager
+    def _clear_about_old_versions(self) -> Generator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            if "_input_metadata" not in str(error):
+                raise
+            raise ConfigError(
+                f"parallel.schedule: PyTorch {torch.__version__} cannot divide the backward pass of these layers for "
+                f"{self.config.schedule}; use a later version, 1f1b or interleaved"
+            ) from error
 
     def finish_gradients(self) -> None:
         """Add up the gradients of a tied embedding, which the first stage and the last hold."""
@@ -214,13 +229,14 @@ class Pipeline:
 
     def _pipeline_stage(self, stage: ModelStage, shape: torch.Size) -> PipelineStage:
         travels = torch.empty(self._hidden_shape(shape), dtype=self.dtype, device="meta", requires_grad=True)
+        ends = travels.new_empty((*shape, travels.shape[-1]), requires_grad=True)  # with all tokens of a tensor axis
         wrapped = PipelineStage(
             stage.part,
             stage.index,
             len(self.owners),
             self.mesh.world.device,
             input_args=() if stage.is_first else (travels,),
-            output_args=(travels,),
+            output_args=(ends if stage.is_last else travels,),
             group=self.mesh.pipeline.group,
         )
         backward = "backward_input" if self.config.schedule == "zero_bubble" else "backward"
