@@ -12,7 +12,7 @@ from torch import nn
 from modelwright.compress.grid_linear import ActivationGrid, GridLinear, InputGrid
 from modelwright.compress.int8_linear import Int8Linear, int8_linear_naive, quantize_rows
 from modelwright.core.errors import ModelwrightError
-from modelwright.core.library_environment import LOWER
+from modelwright.core.library_environment import LOWER, lowered
 from modelwright.ops import cpu_kernels
 from modelwright.ops.decode_step import RowProduct, Weight, summarized, summarized_naive
 from modelwright.ops.int_grid import Codes, WeightGrid
@@ -98,8 +98,8 @@ def test_compilers_that_fuse_otherwise_change_no_bit(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """GCC 13 for the newest Intel processors, say, does not fuse what is added to a sum of several steps."""
-    chosen = request.node.callspec.params["library"]
-    march = "native" if chosen == "native" else LOWER[chosen].march
+    chosen, whole = request.node.callspec.params["library"], lowered()
+    march = LOWER[chosen].march if chosen != "native" else whole.march if whole else "native"
     try:
         other = cpu_kernels.compiled_for(march, "--param=avoid-fma-max-bits=512")
     except ModelwrightError:
