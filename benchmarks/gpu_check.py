@@ -1,11 +1,11 @@
 """On a CUDA machine: the tests that bear on it, the recipes, and how fast THE loop trains there: `make gpu-check`.
 
 Needs torch and pytest as they are installed; nothing is downloaded. Runs every recipe that needs no model with few
-steps, from text to report. Times training of a GPT-2-sized decoder (124 M parameters) on random tokens in FP32, BF16,
-FP8 by each recipe of scaling and INT8, some with compiled blocks, and measures the bare matrix products beside it, so
-that utilization is of what the card does and not of a data sheet; says for each FP8 recipe whether the card has a
-kernel that agrees with the definition. Writes `benchmarks/results/gpu-check-<card>.json`. Without a GPU it says so and
-stops, unless asked for `--device cpu`.
+steps, from its data to the report. Times training of a GPT-2-sized decoder (124 M parameters) on random tokens in FP32,
+BF16, FP8 by each recipe of scaling and INT8, some with compiled blocks, and measures the bare matrix products beside
+it, so that utilization is of what the card does and not of a data sheet; says for each FP8 recipe whether the card has
+a kernel that agrees with the definition. Writes `benchmarks/results/gpu-check-<card>.json`. Without a GPU it says so
+and stops, unless asked for `--device cpu`.
 """
 
 import argparse
@@ -16,8 +16,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import traceback
 import types
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -52,7 +52,8 @@ ROOT = Path(__file__).parents[1]
 TESTS = ("core", "ops", "model", "optim", "precision", "memory", "infer", "claims/test_cuda.py")
 NUM_UNTIMED_STEPS = 10
 RECIPES: tuple[Recipe, ...] = ("tensorwise", "rowwise", "blockwise")
-WHOLE_RUNS = ("quickstart", "arithmetic", "preference", "multimodal", "vision")
+NEED_A_MODEL = {"finetune"}
+WHOLE_RUNS = [name for name in load.RECIPES if name not in NEED_A_MODEL]
 NUM_STEPS_OF_RUNS = 6
 
 
@@ -107,11 +108,11 @@ def main() -> int:
     with ThreadPoolExecutor(len(WHOLE_RUNS)) as pool:
         errors = dict(zip(WHOLE_RUNS, pool.map(lambda name: run_recipe(name, options.device), WHOLE_RUNS), strict=True))
     rates = product_rates(options.device)
-    speeds = dict(measure(options, rates))
+    speeds, failures = measure(options, rates)
     products = product_speeds(options)
     record = {"benchmark": "gpu-check", "tests": tests, "product_flops": rates, "training": speeds, **around}
     record |= {"layer_products_over_fp32": products, "fp8_kernels": fp8_kernels(options.device)}
-    record |= {"errors_of_recipes": errors}
+    record |= {"errors_of_recipes": errors, "errors_of_training": failures}
     options.results.mkdir(parents=True, exist_ok=True)
     path = options.results / f"gpu-check-{machine_slug(around['machine'])}.json"
     write_atomic(path, json.dumps(record, indent=1, default=float) + "\n")
@@ -120,9 +121,10 @@ def main() -> int:
               f"{of['peak_bytes'] / 2**30:.1f} GiB  loss {of['last_loss']:.3f}")  # fmt: skip
     print("layers over FP32, casts included:", {name: round(ratio, 2) for name, ratio in products.items()})
     print("own FP8 kernels:", record["fp8_kernels"])
+    print("errors of training:", failures)
     print("recipes:", {name: error or "whole" for name, error in errors.items()})
     print(f"tests: {tests.get('closing_line', 'not run')}\nwritten to {path}")
-    return int(tests.get("rc", 0)) or int(any(errors.values()))
+    return int(tests.get("rc", 0)) or int(any(errors.values()) or bool(failures))
 
 
 def parse() -> argparse.Namespace:
@@ -184,8 +186,10 @@ def product_rates(device: str) -> dict[str, float]:
     return {name: matmul_rate(edge, edge, edge, dtype=dtype, device=device) for name, dtype in formats.items()}
 
 
-def measure(options: argparse.Namespace, rates: dict[str, float]) -> Iterator[tuple[str, dict[str, float]]]:
-    """Each way of training in turn: median speed after the first steps, utilization, memory, last loss."""
+def measure(options: argparse.Namespace, rates: dict[str, float]) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
+    """Of each way of training the median speed after the first steps, utilization, memory, last loss; or its error,
+    which does not keep the others from being measured.
+    """
     shape = ModelConfig(
         vocab_size=options.vocab,
         num_layers=options.layers,
@@ -211,8 +215,15 @@ def measure(options: argparse.Namespace, rates: dict[str, float]) -> Iterator[tu
     for recipe in RECIPES:
         fp8 = replace(fp32, precision=PrecisionConfig(policy="fp8", fp8=Fp8Config(recipe=recipe)))
         ways |= {f"fp8 {recipe}": fp8, f"fp8 {recipe} compiled": replace(fp8, compile=True)}
+    speeds: dict[str, dict[str, float]] = {}
+    failures: dict[str, str] = {}
     for name, config in ways.items():
-        yield name, train_once(shape, config, options, rates["fp32" if name == "fp32" else "bf16"])
+        try:
+            speeds[name] = train_once(shape, config, options, rates["fp32" if name == "fp32" else "bf16"])
+        except Exception as error:
+            traceback.print_exc()
+            failures[name] = repr(error)
+    return speeds, failures
 
 
 def product_speeds(options: argparse.Namespace) -> dict[str, float]:

@@ -217,3 +217,16 @@ def test_wrong_settings_name_their_field():
     ):
         with pytest.raises(ConfigError, match=f"^{field}: "):
             ActivationCheckpointingConfig(**settings)
+
+
+def test_a_policy_that_is_asked_again_gives_the_same_answers() -> None:
+    """As PyTorch 2.11 does when it recomputes: it would otherwise compute again what it has saved."""
+    asked = []
+    with mock.patch.object(selective, "create_selective_checkpoint_contexts", asked.append):
+        selective.contexts_keeping(["q_proj", "gate_proj"], Decoder(CONFIG).blocks["0"])()
+    (policy,) = asked
+    linear = mock.Mock()
+    linear.name.return_value = "aten::mm"
+    answers = [[policy(mock.Mock(is_recompute=again), linear) for _ in range(7)] for again in (False, True)]
+    assert answers[0] == answers[1]
+    assert answers[0].count(selective.CheckpointPolicy.MUST_SAVE) == 2

@@ -11,6 +11,7 @@ import torch
 
 from distributed import OnDemand, run_distributed
 from modelwright.core.config import parse
+from modelwright.core.errors import ConfigError
 from modelwright.model.decoder import Decoder
 from modelwright.parallel import fsdp
 from modelwright.parallel.config import ParallelConfig
@@ -189,3 +190,14 @@ def test_formats_that_may_change_are_gathered_in_fp32():
     changing = {"policy": "bf16_mixed", "adaptive": {"kind": "rules"}}
     assert parse(PrecisionConfig, changing, constants=True).gathered_as("ffn") == torch.float32
     assert parse(PrecisionConfig, BF16, constants=True).gathered_as("ffn") == torch.bfloat16
+
+
+def test_packed_weights_that_pytorch_cannot_shard_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch 2.11 makes its shard of any parameter one that requires gradients."""
+
+    def fully_shard(*_: Any, **__: Any) -> None:
+        torch.nn.Parameter(torch.zeros(2, dtype=torch.uint8))
+
+    monkeypatch.setattr(fsdp, "fully_shard", fully_shard)
+    with pytest.raises(ConfigError, match=r"^lora\.base_format: PyTorch .*zero_stage 0"):
+        fsdp.shard_states(Decoder(SHAPE), None, 3, {"attention": torch.float32})  # pyright: ignore[reportArgumentType]

@@ -16,6 +16,7 @@ from modelwright.memory.checkpointing import checkpoint_segments
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.pipeline.runner import unsplit_backward_refused
 from modelwright.parallel.pipeline.stages import (
     check_blocks,
     check_microbatches,
@@ -214,3 +215,13 @@ def test_tied_weights_in_two_sharded_stages_of_one_rank_are_refused():
     check_ties(model().config, config)
     with pytest.raises(ConfigError, match=r"^stages_per_rank: "):
         check_ties(model(tied=True).config, config)
+
+
+def test_a_backward_pass_that_pytorch_cannot_split_is_refused_by_name() -> None:
+    with (
+        pytest.raises(ConfigError, match=r"^parallel\.schedule: .* zero_bubble; use a later version, 1f1b"),
+        unsplit_backward_refused("zero_bubble"),
+    ):
+        raise RuntimeError("Attribute '_input_metadata' is invalid for this instance")
+    with pytest.raises(RuntimeError, match="another"), unsplit_backward_refused("zero_bubble"):
+        raise RuntimeError("another")

@@ -4,9 +4,9 @@ has; of layers that select heads, only the open ones.
 The model's own `forward` is the reference, and decodes everything else. Which of the two computes a token depends on
 the model and on the adapter of its sequence alone, so a request has the same bits whatever runs beside it.
 
-A model in training is decoded with the weights that its format multiplies, cast once: its own products cast them for
-every token. Nothing else is rounded, so that log-probabilities differ from those of a training step by the rounding of
-its activations. Adapters are merged in FP32, because their first updates are smaller than a step of BF16.
+A model in training is decoded with the weights that its format multiplies, cast once: its own products would cast them
+for every token. Nothing else is rounded, so that log-probabilities differ from those of a training step by the rounding
+of its activations. Adapters are merged in FP32, because their first updates are smaller than a step of BF16.
 """
 
 import math
@@ -204,14 +204,14 @@ def _weight(module: nn.Module, *shape: int) -> AnyWeight:
         chosen = plain_cast(module.product)
         refuse_unless(module.product is F.linear or chosen in CASTS, "a training format multiplies its weights")
         refuse_unless("own_weight" not in vars(module), "its layout divides weights")
-        weight = Weight(_plain(module.weight), bias_O=_factors(module.bias) if module.has_bias else NO_NORM)
         adapter = module.adapter
+        known = adapter is None or isinstance(adapter, AdapterBank | LowRank)
+        refuse_unless(known, "an adapter is attached that is not of low rank")
+        weight = Weight(_plain(module.weight), bias_O=_factors(module.bias) if module.has_bias else NO_NORM)
         if isinstance(adapter, LowRank) and adapter.is_on:
             weight = replace(weight, weight_OI=adapter.merged(weight.weight_OI.float()))
         elif chosen:
             weight = _cast(weight, chosen)
-        known = adapter is None or type(adapter) is AdapterBank or type(adapter) is LowRank
-        refuse_unless(known, "an adapter is attached that is not of low rank")
     refuse_unless(not shape or weight.shape == shape, "a weight has not the shape that the config says")
     return weight
 

@@ -109,28 +109,22 @@ def _penalize(scores_V: Tensor, request: SampleRequest) -> None:
 
 
 def _drawn_from_all(scores_BV: Tensor, requests: Sequence[SampleRequest]) -> Tensor:
-    """Inverse CDF sampling over all tokens, int64 [B]: `_draw` of every row, in one pass over them."""
+    """A draw from all tokens for each row, int64 [B], in one pass over the rows."""
     temperatures = [max(request.params.temperature, 1e-5) for request in requests]
-    uniforms = [request.params.uniform(request.step) for request in requests]
     temperatures_B1 = torch.tensor(temperatures, device=scores_BV.device)[:, None]
-    targets_B1 = torch.tensor(uniforms, dtype=torch.float64, device=scores_BV.device)[:, None]
-    probabilities_BV = (scores_BV / temperatures_B1).softmax(dim=-1)
-    cumulative_BV = probabilities_BV.double().cumsum(1)
-    tokens_B = torch.searchsorted(cumulative_BV, targets_B1 * cumulative_BV[:, -1:], right=True)[:, 0]
-    for row in (tokens_B == scores_BV.shape[1]).nonzero()[:, 0].tolist():  # the target is rounded up to the whole mass
-        tokens_B[row] = probabilities_BV[row].nonzero()[-1, 0]
-    return tokens_B
+    uniforms = [request.params.uniform(request.step) for request in requests]
+    return _invert((scores_BV / temperatures_B1).softmax(dim=-1), uniforms)
 
 
 def _draw(scores_V: Tensor, params: SamplingParams, uniform: float) -> int:
-    """Inverse CDF sampling over the tokens that min-p, top-k and top-p keep, in order of their ids."""
+    """A draw from the tokens that min-p, top-k and top-p keep, in order of their ids."""
     probabilities_V = (scores_V / max(params.temperature, 1e-5)).softmax(dim=-1)
     if params.min_p:
         probabilities_V = probabilities_V.where(probabilities_V >= params.min_p * probabilities_V.max(), 0.0)
     if params.top_k or params.top_p < 1:
         ids = _kept(probabilities_V, params)
-        return int(ids[_invert(probabilities_V[ids], uniform)])
-    return _invert(probabilities_V, uniform)
+        return int(ids[_invert(probabilities_V[ids][None], [uniform])])
+    return int(_invert(probabilities_V[None], [uniform]))
 
 
 def _kept(probabilities_V: Tensor, params: SamplingParams) -> Tensor:
@@ -148,11 +142,14 @@ def _kept(probabilities_V: Tensor, params: SamplingParams) -> Tensor:
     return ids.sort().values
 
 
-def _invert(probabilities: Tensor, uniform: float) -> int:
-    cumulative = probabilities.double().cumsum(0)
-    target = uniform * cumulative[-1]
-    index = int(torch.searchsorted(cumulative, target, right=True))
-    return index if index < len(probabilities) else int(probabilities.nonzero()[-1])
+def _invert(probabilities_BV: Tensor, uniforms: Sequence[float]) -> Tensor:
+    """Inverse CDF sampling: for each row the place, int64 [B], that a number from [0, 1) falls on."""
+    cumulative_BV = probabilities_BV.double().cumsum(1)
+    uniforms_B1 = torch.tensor(uniforms, dtype=torch.float64, device=probabilities_BV.device)[:, None]
+    places_B = torch.searchsorted(cumulative_BV, uniforms_B1 * cumulative_BV[:, -1:], right=True)[:, 0]
+    for row in (places_B == probabilities_BV.shape[1]).nonzero()[:, 0].tolist():  # rounded up to the whole mass
+        places_B[row] = probabilities_BV[row].nonzero()[-1, 0]
+    return places_B
 
 
 def _alternatives(logits_V: Tensor, params: SamplingParams) -> tuple[tuple[int, float], ...]:

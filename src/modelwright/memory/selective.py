@@ -34,7 +34,7 @@ def contexts_keeping(keep: Sequence[Operator], block: Block) -> Callable[[], Con
 
     def make() -> Contexts:
         names = _products_of(block)
-        passes = {False: iter(names), True: iter(names)}  # PyTorch up to 2.12 asks again when it recomputes
+        passes = {False: iter(names), True: iter(names)}  # PyTorch 2.11 asks again when it recomputes
 
         def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
             name = "attend" if operator.name() in _ATTENTION else ""

@@ -31,7 +31,7 @@ def shard_states(
     projections are narrowed: FSDP has one format per message.
     """
     options: dict[str, Any] = {"mesh": sharing, "reshard_after_forward": zero_stage == 3}
-    with _clear_about_packed_weights():
+    with _packed_weights_refused_by_name():
         _shard(model, options, formats)
     for module in sharded_modules(model):
         module.set_gradient_divide_factor(1.0)
@@ -42,7 +42,8 @@ def shard_states(
 
 
 @contextmanager
-def _clear_about_packed_weights() -> Generator[None]:
+def _packed_weights_refused_by_name() -> Generator[None]:
+    """Raise `ConfigError` where this version of PyTorch makes integers parameters that require gradients (2.11)."""
     try:
         yield
     except RuntimeError as error:

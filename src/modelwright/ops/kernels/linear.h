@@ -57,7 +57,7 @@ float peak_of(const float* from, int64_t width) {
 
 inline Integers rounded(Vector numbers, float peak) {
   const Vector magic = all(12582912.0f), scaled = numbers / peak * kLargestCode;
-  const Vector within = scaled < kLargestCode ? scaled : all(kLargestCode);
+  const Vector within = scaled < kLargestCode ? scaled : all(kLargestCode);  // a NaN, too
   return __builtin_convertvector((within + magic) - magic, Integers);
 }
 

@@ -47,7 +47,7 @@ typedef int8_t Bytes __attribute__((vector_size(kLanes), aligned(1)));
 
 inline Vector load(const float* from) { return *reinterpret_cast<const Vector*>(from); }
 inline void store(float* to, Vector value) { *reinterpret_cast<Vector*>(to) = value; }
-inline Vector all(float value) { return value - Vector{}; }  // without an addition: 0 less changes no number
+inline Vector all(float value) { return value - Vector{}; }  // x - 0 is x to the compiler, 0 + x is not
 // a * b + c, rounded once where the processor has an instruction for it. A compiler that fuses by itself does so or not by
 // the code around (GCC: `avoid-fma-max-bits`), and a row would have other bits among other rows: it is told not to.
 inline Vector fused(Vector a, Vector b, Vector c) {

@@ -82,6 +82,22 @@ class ModelStage:
         return self.part.norm(leaving_BTD) if self.is_last else leaving_BTD
 
 
+@contextmanager
+def unsplit_backward_refused(schedule: str) -> Generator[None]:
+    """Raise `ConfigError` where this version of PyTorch cannot split the backward pass of our layers, as zero bubble
+    does (2.11 cannot).
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "_input_metadata" not in str(error):
+            raise
+        raise ConfigError(
+            f"parallel.schedule: PyTorch {torch.__version__} cannot split the backward pass of these layers for "
+            f"{schedule}; use a later version, 1f1b or interleaved"
+        ) from error
+
+
 class Pipeline:
     """An `Executor` (`train/runner.py`) over the pipeline axis. `model` holds this rank's modules, under the names of
     the whole model. `timeline` holds the spans of this rank's stages in the newest training step.
@@ -136,21 +152,9 @@ class Pipeline:
         self._begin([part.padded(num_groups) for part in parts], loss_of)
         schedule = self._schedule(len(parts), self._microbatches[0][1].input_ids_BT.shape)
         self.timeline.begin()
-        with self._clear_about_old_versions():
+        with unsplit_backward_refused(self.config.schedule):
             schedule.step(target=torch.arange(len(parts)), return_outputs=False)
         self._microbatches, self._loss_of = (), None
-
-    @contextmanager
-    def _clear_about_old_versions(self) -> Generator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            if "_input_metadata" not in str(error):
-                raise
-            raise ConfigError(
-                f"parallel.schedule: PyTorch {torch.__version__} cannot divide the backward pass of these layers for "
-                f"{self.config.schedule}; use a later version, 1f1b or interleaved"
-            ) from error
 
     def finish_gradients(self) -> None:
         """Add up the gradients of a tied embedding, which the first stage and the last hold."""
@@ -229,14 +233,14 @@ class Pipeline:
 
     def _pipeline_stage(self, stage: ModelStage, shape: torch.Size) -> PipelineStage:
         travels = torch.empty(self._hidden_shape(shape), dtype=self.dtype, device="meta", requires_grad=True)
-        ends = travels.new_empty((*shape, travels.shape[-1]), requires_grad=True)  # with all tokens of a tensor axis
+        whole = travels.new_empty((*shape, travels.shape[-1]), requires_grad=True)  # tensor ranks' tokens are gathered
         wrapped = PipelineStage(
             stage.part,
             stage.index,
             len(self.owners),
             self.mesh.world.device,
             input_args=() if stage.is_first else (travels,),
-            output_args=(ends if stage.is_last else travels,),
+            output_args=(whole if stage.is_last else travels,),
             group=self.mesh.pipeline.group,
         )
         backward = "backward_input" if self.config.schedule == "zero_bubble" else "backward"
