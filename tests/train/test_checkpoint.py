@@ -166,6 +166,20 @@ def test_the_last_and_the_best_are_kept(checkpoints):
     assert steps(checkpoints.folder) == [6, 7]
 
 
+def test_damage_right_after_writing_does_not_cost_the_checkpoints_it_refers_to(checkpoints, monkeypatch):
+    save(checkpoints, 1, 2, 3)
+    written = checkpoints.write_best
+
+    def damaging(best):
+        written(best)
+        (checkpoints.folder / "step-00000004" / "manifest.json").write_text("{}")
+
+    monkeypatch.setattr(checkpoints, "write_best", damaging)
+    checkpoints.save(snapshot(4), best=Best(), also=[2])
+    checkpoints.wait()
+    assert steps(checkpoints.folder) == [2, 3, 4]
+
+
 def flip_a_bit(path):
     data = bytearray(path.read_bytes())
     data[-1] ^= 1

@@ -263,7 +263,7 @@ class CheckpointWriter:
             draft.facts.update(step=job.step, best_step=job.best.step, also=also, num_ranks=self.world.size)
             stack.close()
         self.write_best(job.best)
-        self._prune()
+        self._prune(job)
 
     def _remember(self, copies: MemoryCopies, job: _Job) -> None:
         """Runs in the writer's thread, on every rank."""
@@ -275,10 +275,14 @@ class CheckpointWriter:
         index, record = _combine(job, self._channel.exchange((self._describe(job), job.tree), what=what))
         copies.write(job.step, files, index, record)
 
-    def _prune(self) -> None:
+    def _prune(self, written: _Job) -> None:
+        """Remove checkpoints that are neither among the newest nor referred to by them. What the one just written
+        refers to is not read back from it: damage to its files must not cost the older ones.
+        """
         paths = list_checkpoints(self.folder)
         last = paths[-self.keep_last :]
         requested = {path.name for path in last}
+        requested |= {step_name(step) for step in (written.best.step, *written.also)}
         requested |= {step_name(step) for path in last for step in (best_step_of(path), *other_steps_of(path))}
         for path in paths:
             if path.name not in requested:
