@@ -253,8 +253,8 @@ def measure(setting: Setting) -> Measurement:
     with tempfile.TemporaryDirectory(dir=setting.folder) as name:
         folder = Path(name)
         files = write_files(folder, fraction=plan.corpus_fraction)
-        limits = measured_limits(setting, plan, files, folder)
-        available = commands(files, limits)
+        num_open = measured_limit(setting, plan, files, folder)
+        available = commands(files, num_open)
         sides = {side: command for side, command in available.items() if side in plan.sides}
         with ExitStack() as stack:
             urls = {
@@ -273,7 +273,8 @@ def measure(setting: Setting) -> Measurement:
             "prompts": f"{len(files.prompts)} texts of {PROMPT_LENS[0]} to {PROMPT_LENS[-1]} tokens, each another one",
             "cores": num_usable_cores(),
             "load": "open loop from another process on the same cores; latencies from the planned time of a request",
-            "limits of ours": " ".join(limits),
+            "answers that ours may have open": num_open,
+            "engines of ours": num_usable_cores(),
             "requests of a trial": f"{plan.trial_s:g} s, at least {plan.min_requests}",
             "largest lag of the load generator in ms": 1000 * bench.lag_s,
             "trials": bench.num_trials,
@@ -284,13 +285,11 @@ def measure(setting: Setting) -> Measurement:
     )
 
 
-def measured_limits(setting: Setting, plan: Plan, files: Files, folder: Path) -> list[str]:
+def measured_limit(setting: Setting, plan: Plan, files: Files, folder: Path) -> int:
     """How many answers our server may have open: as many as it finishes in `OPEN_S`, by its INT8 model."""
-    with running(commands(files, [])[INT8], folder / "limits.log") as url:
+    with running(commands(files)[INT8], folder / "limits.log") as url:
         rate = Bench(setting, plan, files, {INT8: url}).saturate(INT8, USUAL)
-    num_open = max(4, round(OPEN_S * rate))
-    num_seqs = min(32, num_open)
-    return [f"--engine.max_num_seqs={num_seqs}", f"--max_queued={num_open - num_seqs}"]
+    return max(4, round(OPEN_S * rate))
 
 
 def run_all(bench: Bench) -> None:

@@ -34,6 +34,8 @@ NAIVE, FP32, INT8 = "naive", "ours FP32", "ours INT8"
 OPENVINO, LLAMA_CPP = RIVALS = "OpenVINO GenAI 8 bits", "llama.cpp 8 bits"
 PROMPT_LENS = range(16, 49)
 NUM_PROMPTS = 400
+MOST_SEQS = 32
+"""Answers in one step of an engine, as many as llama.cpp gets slots."""
 GGUF = "q8_0.gguf"
 
 
@@ -93,24 +95,38 @@ def prompts_of(texts: Sequence[str], tokenizer: Tokenizer) -> list[str]:
     return prompts
 
 
-def commands(files: Files, limits: Sequence[str]) -> dict[str, list[str]]:
-    """How each server that can be started here is started. limits: settings of ours. A `{port}` is a free one."""
+def commands(files: Files, num_open: int = 0) -> dict[str, list[str]]:
+    """How each server that can be started here is started. num_open: answers that ours may have open at once, 0 for as
+    many as by default. A `{port}` is a free one.
+    """
     python = sys.executable
     serve = [python, "-m", "modelwright.cli.main", "serve"]
-    ours = [f"--served-model-name={MODEL}", "--exit-with-parent", "--port=0", *limits]
+    ours = [f"--served-model-name={MODEL}", "--exit-with-parent", "--port=0"]
+    many = [*ours, *_limits(num_open, num_usable_cores())]  # so small a model answers the most with an engine a core
     found = {
         NAIVE: [python, "-m", "modelwright_claims.naive_server", str(files.model)],
-        FP32: [*serve, str(files.model), *ours],
-        INT8: [*serve, str(files.int8), *ours],
+        FP32: [*serve, str(files.model), *many],
+        INT8: [*serve, str(files.int8), *many],
     }
     if importlib.util.find_spec("openvino_genai"):
-        found[OPENVINO] = [*serve, str(files.model), "--backend=openvino:q8_0", *ours]
+        one = [*ours, *_limits(num_open, 1)]
+        found[OPENVINO] = [*serve, str(files.model), "--backend=openvino:q8_0", *one]
     program = shutil.which("llama-server")
     if program:
         threads = str(num_usable_cores())
-        slots = ["--parallel", "32", "--ctx-size", str(32 * 512), "--threads", threads, "--threads-batch", threads]
+        slots = ["--parallel", str(MOST_SEQS), "--ctx-size", str(MOST_SEQS * 512)]
+        slots += ["--threads", threads, "--threads-batch", threads]
         found[LLAMA_CPP] = [program, "--model", str(files.gguf), "--port", "{port}", *slots]
     return found
+
+
+def _limits(num_open: int, num_engines: int) -> list[str]:
+    """Settings for so many answers open at once, most of them in the engines' steps."""
+    engines = [f"--engines={num_engines}"]
+    if not num_open:
+        return engines
+    num_seqs = min(MOST_SEQS, max(1, num_open // num_engines))
+    return [*engines, f"--engine.max_num_seqs={num_seqs}", f"--max_queued={max(0, num_open - num_engines * num_seqs)}"]
 
 
 def missing_for_naive() -> str:

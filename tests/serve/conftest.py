@@ -16,8 +16,10 @@ from modelwright.infer.engine import EngineConfig
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import save_model
-from modelwright.serve.config import ServeConfig
-from modelwright.serve.engines import engine_in_thread
+from modelwright.serve.config import OWN_BACKEND, ServeConfig
+from modelwright.serve.engine_client import EngineClient
+from modelwright.serve.engines import BACKENDS, Backend, engine_in_thread
+from modelwright.serve.load import ModelSource, load_folder
 from modelwright.serve.requests_config import RequestsConfig
 from modelwright.serve.server import ServerThread
 from modelwright.serve.tokenizer import Codec
@@ -67,6 +69,17 @@ def server() -> Iterator[ServerThread]:
     config = ServeConfig(port=0, max_queued=64, max_body_bytes=20_000)
     with ServerThread(engine_in_thread(make_model(), config), make_codec(), config, model_name="tiny") as running:
         yield running
+
+
+@pytest.fixture
+def engines_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers of model folders compute in this process, where a test can hold their engines."""
+
+    def load(source: ModelSource, config: ServeConfig) -> tuple[EngineClient, Codec]:
+        model, codec = load_folder(source.folder, config.int8)
+        return engine_in_thread(model, config), codec
+
+    monkeypatch.setitem(BACKENDS, OWN_BACKEND, Backend(load))  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")

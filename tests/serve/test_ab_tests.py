@@ -247,7 +247,7 @@ def test_a_server_without_state_says_how_to_keep_one(slow_server, tmp_path: Path
     assert httpx.get(f"{server.url}/ab.json", headers=ADMIN).json() == {"is_on": False, "tests": []}
 
 
-def test_shadows_never_delay_a_user(start, folders, versions):
+def test_shadows_never_delay_a_user(engines_in_threads, start, folders, versions):
     server = start()
     begin(server, folders["B"], mode="shadow")
     candidate = server.service.arms.candidate

@@ -86,7 +86,7 @@ def serve(folders: dict[str, Path], *, requests: RequestsConfig = NOTHING_KEPT, 
 
 
 @pytest.fixture
-def server(folders: dict[str, Path], tmp_path: Path) -> Iterator[ServerThread]:
+def server(folders: dict[str, Path], tmp_path: Path, engines_in_threads: None) -> Iterator[ServerThread]:
     keys = write_keys(tmp_path / "keys.yaml", root={"scopes": ["infer", "admin", "metrics"]}, user={})
     adapters = {"poet": str(folders["poet"])}
     with serve(folders, adapters=adapters, model_aliases=("small", "bard=poet"), keys_file=keys) as running:

@@ -20,13 +20,14 @@ import httpx
 import pytest
 
 from modelwright.compress.int8 import Int8WeightsConfig
+from modelwright.core.errors import ConfigError
 from modelwright.infer.engine import EngineConfig, StepOutput
 from modelwright.infer.generate import generate
 from modelwright.infer.sequence import SamplingParams, ScoredToken
 from modelwright.serve import engine_process
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.engine_pool import EnginePool
-from modelwright.serve.engine_process import EngineSetup
+from modelwright.serve.engine_process import EngineSetup, threads_for
 from modelwright.serve.engines import load_engines
 from modelwright.serve.grammars import CompiledGrammar, GrammarSource
 from modelwright.serve.jobs import EmbeddingJob, GenerationJob, job_of, output_message, output_of
@@ -34,7 +35,7 @@ from modelwright.serve.load import ModelSource, load_folder
 from modelwright.serve.messages import BlockingChannel, LineDecoder, encode
 from modelwright.serve.router import RetryBudget, choose_engine, prompt_key
 from modelwright.serve.server import ServerThread
-from serve.conftest import write_model
+from serve.conftest import make_model, write_model
 from serve.patience import wait_until
 from serve.test_monitoring import samples
 
@@ -220,6 +221,38 @@ def test_the_less_loaded_engine_is_chosen_and_cached_prompts_break_ties():
     for number in range(4000):
         loads[choose_engine(loads, prompt_key([number], "", 16), 0, draw)] += 1
     assert max(loads.values()) - min(loads.values()) < 10, "two choices keep the loads close"
+
+
+def test_one_engine_of_a_small_model_leaves_a_thread_to_the_gateway(monkeypatch: pytest.MonkeyPatch):
+    def threads(num_threads: int, *, may_spare: bool = True) -> int:
+        setup = EngineSetup(
+            folder="", engine={}, num_threads=num_threads, heads=("fp32",), int8_backend="auto",
+            may_spare_thread=may_spare,
+        )  # fmt: skip
+        return threads_for(model, setup)
+
+    model = make_model()
+    assert [threads(count) for count in (1, 2, 8)] == [1, 1, 7]
+    assert threads(8, may_spare=False) == 8
+    monkeypatch.setattr(engine_process, "SMALL_MODEL_PARAMETERS", model.config.num_parameters)
+    assert threads(8) == 8, "a large model computes for longer than the gateway"
+
+
+def test_no_engine_outlives_a_server_that_cannot_be_built(folder: Path):
+    source = ModelSource(name="tiny", folder=folder)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        config = ServeConfig(port=taken.getsockname()[1], engine=ENGINE)
+        client, codec = load_engines(source, config)
+        assert isinstance(client, EnginePool)
+        with pytest.raises(ConfigError, match="port: cannot listen"):
+            ServerThread(client, codec, config, model_name="tiny", source=source)
+    assert all(slot.handle.process.poll() is not None for slot in client._slots)
+
+
+def test_a_setting_that_an_engine_refuses_is_named_as_one(folder: Path):
+    config = ServeConfig(engine=EngineConfig(kv_cache_tokens=64))
+    with pytest.raises(ConfigError, match="kv_cache_tokens"):
+        load_engines(ModelSource(name="tiny", folder=folder), config)
 
 
 def test_retries_are_a_tenth_of_the_requests():

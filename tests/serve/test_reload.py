@@ -54,7 +54,7 @@ def answers(folders: dict[str, Path]) -> dict[tuple[str, str], str]:
 
 
 @pytest.fixture
-def server(folders: dict[str, Path], tmp_path: Path):
+def server(folders: dict[str, Path], tmp_path: Path, engines_in_threads: None):
     keys = write_keys(tmp_path / "keys.yaml", root={"scopes": ["infer", "admin", "metrics"]}, user={})
     config = ServeConfig(port=0, engine=ENGINE, keys_file=keys)
     source = ModelSource(name="tiny", folder=next(iter(folders.values())))

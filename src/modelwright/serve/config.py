@@ -21,8 +21,9 @@ class ServeConfig:
     port: int = 8000
     """0 takes a free port."""
     engines: int = 1
-    """Engines with the model, each with the cache of `engine.kv_cache_tokens`. One runs inside the server; more are
-    processes of their own, which share its threads, are started again when they end, and take over from each other."""
+    """Engines with the model, each with the cache of `engine.kv_cache_tokens`, in processes of their own, which share
+    the cores, are started again when they end, and take over from each other. One alone with a model of less than 50M
+    parameters leaves a core to the server; of so small a model, an engine for each core answers the most requests."""
     max_queued: int = 128
     """Requests that may wait beyond the `engine.max_num_seqs` that are running in each engine; more are refused with
     429."""

@@ -2,7 +2,8 @@
 of their own (`engine_pool`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -139,3 +140,17 @@ class EngineClient(Protocol):
         ...
 
     async def stop(self) -> None: ...
+
+    def discard(self) -> None:
+        """End engines that were loaded and never started."""
+        ...
+
+
+@contextmanager
+def discarded_on_error(client: EngineClient) -> Iterator[None]:
+    """Nothing outlives a server that could not be built."""
+    try:
+        yield
+    except BaseException:
+        client.discard()
+        raise

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
-from modelwright.core.errors import ModelError, ModelwrightError
+from modelwright.core.errors import ConfigError, ModelError, ModelwrightError
 from modelwright.serve.engine_client import EngineEnd, EngineInfo
 from modelwright.serve.engine_process import EngineReport, EngineSetup
 from modelwright.serve.messages import BlockingChannel, LineDecoder, encode
@@ -49,7 +49,7 @@ class EngineHandle:
         cls, setup: EngineSetup, on_start: Callable[[subprocess.Popen[bytes]], None] = lambda process: None
     ) -> Self:
         """Start a process and wait until its engine is ready. on_start: gets the process before that, to be able to
-        end it. Raises `ModelError` if the engine does not become ready.
+        end it. Raises `ModelError` if the engine does not become ready, `ConfigError` if that is for a setting.
         """
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "modelwright.serve.engine_process", str(theirs.fileno())]
@@ -61,7 +61,7 @@ class EngineHandle:
             channel.send(asdict(setup))
             message = channel.receive_one(START_TIMEOUT_S)
             if "failed" in message:
-                raise ModelError(message["failed"])
+                raise (ConfigError if message["is_setting"] else ModelError)(message["failed"])
         except (EOFError, OSError) as error:  # TimeoutError is an OSError
             _end(process, ours)
             what = f"within {START_TIMEOUT_S:g} s" if isinstance(error, TimeoutError) else "at all; see its messages"

@@ -86,7 +86,7 @@ class Slot:
 
 
 class EnginePool:
-    """The `EngineClient` of several engine processes with one version of the model."""
+    """The `EngineClient` of engine processes with one version of the model."""
 
     def __init__(self, setup: EngineSetup, handles: Sequence[EngineHandle]) -> None:
         self._setup = setup
@@ -170,6 +170,10 @@ class EnginePool:
         await asyncio.gather(*(asyncio.to_thread(slot.handle.end) for slot in self._slots))
         for slot in self._slots:
             self._events.engine_lost(slot.name, "stopped")
+
+    def discard(self) -> None:
+        for slot in self._slots:
+            slot.handle.end()
 
     async def _keep_running(self, slot: Slot) -> None:
         """Connect to a slot's engine, and when it is lost to the one that takes its place."""
@@ -328,7 +332,7 @@ class EnginePool:
 
 def launch_pool(setup: EngineSetup, count: int) -> EnginePool:
     """Start `count` processes and wait until all are ready. The first one measures what is fastest; the others do the
-    same, so that all give the same bits. Raises `ModelError` if one cannot be started.
+    same, so that all give the same bits. Raises `ModelError` or `ConfigError` if one cannot be started.
     """
     first = EngineHandle.launch(setup)
     setup = replace(setup, heads=(first.report.head,), int8_backend=first.report.int8_backend)

@@ -143,6 +143,9 @@ class EngineThread:
         self._events.engine_lost(self._name, "stopped")
         del self._events  # a cycle would keep the model in memory until the collector comes
 
+    def discard(self) -> None:
+        """There is no thread yet."""
+
     def _run(self) -> None:
         try:
             while self._obey():

@@ -1,4 +1,4 @@
-"""Starts the engines of a model: one in this process, several in processes of their own, or another program's."""
+"""Starts the engines of a model: ours in processes of their own, or another program's."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -19,7 +19,7 @@ from modelwright.serve.engine_pool import launch_pool
 from modelwright.serve.engine_process import EngineSetup
 from modelwright.serve.engine_thread import EngineAdapters, EngineThread
 from modelwright.serve.fingerprint import weights_fingerprint
-from modelwright.serve.load import ModelSource, load_folder
+from modelwright.serve.load import ModelSource
 from modelwright.serve.openvino_engine import openvino_engine
 from modelwright.serve.tokenizer import Codec
 from modelwright.serve.vllm.backend import DTYPES, vllm_engine
@@ -59,13 +59,11 @@ def backend_of(config: ServeConfig) -> Backend:
 
 
 def _own_engines(source: ModelSource, config: ServeConfig) -> tuple[EngineClient, Codec]:
-    if config.engines == 1:
-        model, codec = load_folder(source.folder, config.int8)
-        return engine_in_thread(model, config), codec
     setup = EngineSetup(
         folder=str(source.folder),
         engine=asdict(config.engine),
         num_threads=max(1, torch.get_num_threads() // config.engines),
+        may_spare_thread=config.engines == 1,
         heads=HEAD_KINDS,
         int8_backend=config.int8.backend,
         adapters=config.adapters,

@@ -15,6 +15,7 @@ from modelwright.core.config import parse
 from modelwright.core.errors import ConfigError
 from modelwright.serve.application import Application
 from modelwright.serve.config import OWN_BACKEND, ServeConfig
+from modelwright.serve.engine_client import discarded_on_error
 from modelwright.serve.engines import load_engines
 from modelwright.serve.load import ModelSource
 from modelwright.serve.requests_config import RequestsConfig
@@ -96,10 +97,12 @@ def server_of(arguments: RayArguments) -> RayServer:
         name=arguments.model_name, folder=Path(arguments.folder), stage=arguments.stage, digest=arguments.digest
     )
     client, codec = load_engines(source, arguments.config)
-    requests = parse(RequestsConfig, arguments.requests, "requests")
-    return RayServer(
-        Application(client, codec, arguments.config, model_name=arguments.model_name, requests=requests, source=source)
-    )
+    with discarded_on_error(client):
+        requests = parse(RequestsConfig, arguments.requests, "requests")
+        application = Application(
+            client, codec, arguments.config, model_name=arguments.model_name, requests=requests, source=source
+        )
+    return RayServer(application)
 
 
 def build(args: Mapping[str, Any]) -> "RayApplication":

@@ -16,7 +16,7 @@ from modelwright.core.errors import ConfigError
 from modelwright.serve.application import NOTHING_KEPT, Application
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.connections import ACCEPTS_PER_ROUND, ConnectionTable, connection_limits
-from modelwright.serve.engine_client import EngineClient
+from modelwright.serve.engine_client import EngineClient, discarded_on_error
 from modelwright.serve.engines import load_engines
 from modelwright.serve.load import ModelSource
 from modelwright.serve.logs import log_to_stderr
@@ -48,11 +48,12 @@ class ServerThread:
         locate: Locate | None = None,
     ) -> None:
         """client: the engines, not started; locate: finds the models of reloads, by default in folders."""
-        _check_tls(config)
-        self.application = Application(
-            client, codec, config, model_name=model_name, requests=requests, source=source, locate=locate
-        )
-        self._socket = _bind(config)
+        with discarded_on_error(client):
+            _check_tls(config)
+            self.application = Application(
+                client, codec, config, model_name=model_name, requests=requests, source=source, locate=locate
+            )
+            self._socket = _bind(config)
         host, port = self._socket.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         self.url = f"{'https' if config.tls_certificate else 'http'}://{shown}:{port}"

@@ -308,12 +308,15 @@ def _get(url: str) -> str:
 
 
 def _peak_bytes(pid: int) -> int:
+    """The peaks of a process and of those that it has started, added up."""
+    folder = Path(f"/proc/{pid}")
     try:
-        status = Path(f"/proc/{pid}/status").read_text()
+        status = (folder / "status").read_text()
+        children = [child for listed in folder.glob("task/*/children") for child in listed.read_text().split()]
     except OSError:
         return 0
     match = re.search(r"VmHWM:\s+(\d+) kB", status)
-    return int(match[1]) * 1024 if match else 0
+    return (int(match[1]) * 1024 if match else 0) + sum(_peak_bytes(int(child)) for child in children)
 
 
 def _estimate(config: RunConfig, run: RunDir, rates: Rates) -> StageEstimate:

@@ -172,8 +172,7 @@ def estimated_bytes(folder: Path, config: ServeConfig) -> int:
         weights = FP32_BYTES * model.num_parameters
     per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * FP32_BYTES
     engine = weights + per_token * config.engine.kv_cache_tokens
-    num_processes = 1 if config.engines == 1 else 1 + VERSIONS_AT_ONCE * config.engines
-    return VERSIONS_AT_ONCE * config.engines * engine + num_processes * PROCESS_BYTES
+    return VERSIONS_AT_ONCE * config.engines * engine + (1 + VERSIONS_AT_ONCE * config.engines) * PROCESS_BYTES
 
 
 def _secret_files(config: ServeConfig) -> Iterator[SecretFile]:

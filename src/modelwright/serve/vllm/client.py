@@ -95,6 +95,9 @@ class VllmClient:
         await asyncio.to_thread(self._process.end)
         self._events.engine_lost(self._name, "stopped")
 
+    def discard(self) -> None:
+        self._process.end()
+
     def _connect(self) -> None:
         """To the present process, which has a name of its own."""
         self._name = f"vllm-{secrets.token_hex(4)}"
