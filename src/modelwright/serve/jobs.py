@@ -104,7 +104,7 @@ class GenerationJob:
         source = asdict(self.grammar.source) if self.grammar else None
         return {
             "prompt_ids": list(self.prompt_ids),
-            "params": asdict(self.params),
+            "params": vars(self.params),
             "grammar": source,
             "cache_salt": self.cache_salt,
             "adapter": self.adapter,
