@@ -122,7 +122,11 @@ def sft(task: Task, out: Path) -> Job:
 
 @dataclass(frozen=True)
 class InOrder:
-    """Update k learns from the pairs from k * batch on, packed for itself, as TRL's sequential sampler takes them."""
+    """Update k learns from the pairs from k * batch on, packed for itself, as TRL's sequential sampler takes them.
+
+    The two rows have room for just these pairs: so few leave a third of rows of `seq_len` tokens empty, which a whole
+    data set does not.
+    """
 
     task: Task
     folder: Path
@@ -137,7 +141,10 @@ class InOrder:
         for index in range(self.task.num_updates):
             own = every[index * self.task.batch : (index + 1) * self.task.batch]
             answers = [self._sequence(prompt, answer) for prompt, *both in own for answer in both]
-            config = PackConfig(seq_len=self.task.seq_len)
+            longest = sum(
+                max(len(one.ids), len(other.ids)) for one, other in zip(answers[::2], answers[1::2], strict=True)
+            )
+            config = PackConfig(seq_len=longest)
             pack(answers, self.folder / str(index), config, vocab_size=VOCABULARY, eos_id=EOS, group_size=2)
 
     def _sequence(self, prompt: Sequence[int], answer: Sequence[int]) -> TokenSequence:
