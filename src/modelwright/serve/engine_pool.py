@@ -268,19 +268,14 @@ class EnginePool:
                 answer.orphaned_at = answer.orphaned_at or now
                 self._orphans[answer.request_id] = answer
             return
-        slot = self._choose(slots, group[0].job)
+        loads = {number: slot.num_outstanding for number, slot in slots.items()}
+        slot = slots[self._router.choose(loads, group[0].job)]
         for answer in group:
             self._orphans.pop(answer.request_id, None)
             answer.engine, answer.num_repeated, answer.orphaned_at = slot, 0, 0.0
             slot.answers[answer.request_id] = answer
         assert slot.link is not None
         slot.link.send({"add": {answer.request_id: answer.job.to_message() for answer in group}})
-
-    def _choose(self, slots: Mapping[int, Slot], job: Job) -> Slot:
-        """One of the slots, at least one."""
-        if len(self._slots) == 1:
-            return self._slots[0]
-        return slots[self._router.choose({number: slot.num_outstanding for number, slot in slots.items()}, job)]
 
     def _lose(self, slot: Slot, end: EngineEnd) -> None:
         slot.is_lost = True

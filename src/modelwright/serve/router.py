@@ -46,6 +46,8 @@ class Router:
 
     def choose(self, loads: Mapping[int, int], job: Job) -> int:
         """The number of an engine. loads: outstanding tokens of those that run, at least one."""
+        if len(loads) == 1:
+            return next(iter(loads))
         allowed = {number: loads[number] for number in self._health.candidates(loads)}
         tie_tokens = self._chunk if len(job.prompt_ids) > self._chunk else 0
         return choose_engine(allowed, prompt_key(job.prompt_ids, cache_salt(job), self._chunk), tie_tokens, self._draw)
