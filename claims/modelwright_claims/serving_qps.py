@@ -50,9 +50,9 @@ BOUND_S = 0.150
 """Bound on the 99th percentile of the latency of answers of `SHORT` tokens, as published."""
 SHORT, LONG = 8, 64
 OVERLOAD, OVERLOAD_FACTOR, RECOVERY_TARGET_S = 3.0, 2.0, 5.0
-OPEN_S = 0.2
-"""Our server may have as many answers open as it finishes in this time: one more would take longer than the bound
-anyway, and in an overload what is accepted is to be quick."""
+OPEN_S = 0.1
+"""Our server may have as many answers open as it finishes in this time: with many more the last one would miss the
+bound, and in an overload what is accepted is to be quick."""
 RESOLUTION = 1.05
 """A largest rate is one that holds, where `RESOLUTION` times as much does not."""
 RATE = "largest rate, "
