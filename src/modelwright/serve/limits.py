@@ -1,8 +1,8 @@
 """Limits of one request, checked before anything is built per item.
 
-`json`, `pydantic` and most tokenizers hold the interpreter's lock (GIL) while they work, and the engine's thread takes
-that lock between any two operators of the model. A large body therefore stalls every running answer, whichever thread
-works on it; the defense is to reject what cannot fit the model's context before it is parsed: by its bytes, then by its
+`json`, `pydantic` and most tokenizers hold the interpreter's lock (GIL) while they work, and the event loop takes that
+lock for every token that it passes on. A large body therefore stalls every running answer, whichever thread works on
+it; the defense is to reject what cannot fit the model's context before it is parsed: by its bytes, then by its
 shape, then by what its fields hold. Many numbers can be legitimate, token ids of several prompts: they are parsed with
 pauses (`parsing.py`).
 """

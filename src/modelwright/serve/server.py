@@ -180,7 +180,7 @@ def run_server(
             locate=locate,
         )
         gc.collect()
-        gc.freeze()  # collections while requests are parsed hold up the engine, and most of this stays anyway
+        gc.freeze()  # collections while requests are parsed hold up all answers, and most of this stays anyway
         with _signals(server) as received:
             server.start()
             announce(f"Serving {model_name} at {server.url} (chat page: {server.url}/, API: {server.url}/v1)")
