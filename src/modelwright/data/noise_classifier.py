@@ -7,6 +7,7 @@ have is rare, which does not make it junk. How it is trained and tested is `data
 import re
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +15,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
+
+from modelwright.core.resources import num_usable_cores
 
 _BUCKETS = 2**18
 _HEAD_CHARS = 4000
@@ -85,20 +88,23 @@ class LinearClassifier:
         """Fit and calibrate by cross-validation; returns P(noise) of each text by a classifier that has not seen it,
         too [N]. labels [N]: whether noise; groups [N]: texts of one group are in one fold. Deterministic.
         """
-        from sklearn.calibration import CalibratedClassifierCV
         from sklearn.linear_model import LogisticRegression
-        from sklearn.model_selection import GroupKFold, cross_val_predict
+        from sklearn.model_selection import GroupKFold
 
-        inputs = _ngrams(texts)
-        folds = list(GroupKFold(_FOLDS).split(inputs, labels, groups))
-        linear = LogisticRegression(C=10.0, solver="liblinear", random_state=0)
-        calibrated: Any = CalibratedClassifierCV(linear, method="sigmoid", cv=folds, ensemble=False)  # pyright: ignore[reportArgumentType]
-        (calibrated,) = calibrated.fit(inputs, labels).calibrated_classifiers_
-        (sigmoid,), fitted = calibrated.calibrators, calibrated.estimator
-        weights = fitted.coef_[0].astype(np.float32)
-        result = cls(weights, float(fitted.intercept_[0]), -float(sigmoid.a_), -float(sigmoid.b_))
-        unseen = np.asarray(cross_val_predict(linear, inputs, labels, cv=folds, method="decision_function"))
-        return result, logistic(result.slope * unseen + result.offset)
+        inputs, num_texts = _ngrams(texts), len(texts)
+        folds = [(known, unknown) for known, unknown in GroupKFold(_FOLDS).split(inputs, labels, groups)]
+
+        def fit(rows: NDArray[np.int64]) -> Any:
+            return LogisticRegression(C=10.0, solver="liblinear", random_state=0).fit(inputs[rows], labels[rows])
+
+        with ThreadPoolExecutor(num_usable_cores()) as threads:  # liblinear releases the interpreter's lock
+            whole, *parts = threads.map(fit, [np.arange(num_texts), *(known for known, _ in folds)])
+        unseen = np.empty(num_texts)
+        for part, (_, unknown) in zip(parts, folds, strict=True):
+            unseen[unknown] = part.decision_function(inputs[unknown])
+        slope, offset = _sigmoid(unseen, labels)
+        result = cls(whole.coef_[0].astype(np.float32), float(whole.intercept_[0]), slope, offset)
+        return result, logistic(slope * unseen + offset)
 
     def probabilities(self, texts: Sequence[str]) -> NDArray[np.float64]:
         """P(noise) of each text [N]."""
@@ -115,6 +121,20 @@ class LinearClassifier:
     def load(cls, path: Path) -> "LinearClassifier":
         arrays = load_file(path)
         return cls(arrays["weights"], *map(float, arrays["scalars"]))
+
+
+def _sigmoid(scores: NDArray[np.float64], labels: NDArray[np.bool_]) -> tuple[float, float]:
+    """Slope and offset with which a logistic function of the scores is the probability of the label (Platt 1999)."""
+    from sklearn.calibration import CalibratedClassifierCV
+    from sklearn.frozen import FrozenEstimator
+    from sklearn.linear_model import LogisticRegression
+
+    identity: Any = LogisticRegression()
+    identity.classes_, identity.coef_, identity.intercept_ = np.array([False, True]), np.ones((1, 1)), np.zeros(1)
+    calibrated: Any = CalibratedClassifierCV(FrozenEstimator(identity), method="sigmoid")
+    (calibrated,) = calibrated.fit(scores[:, None], labels).calibrated_classifiers_
+    (sigmoid,) = calibrated.calibrators
+    return -float(sigmoid.a_), -float(sigmoid.b_)
 
 
 def logistic(scores: Any) -> Any:
