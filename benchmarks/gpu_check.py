@@ -187,8 +187,8 @@ def product_rates(device: str) -> dict[str, float]:
 
 
 def measure(options: argparse.Namespace, rates: dict[str, float]) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
-    """Of each way of training the median speed after the first steps, utilization, memory, last loss; or its error,
-    which does not keep the others from being measured.
+    """Train in each way; return the median speed after the first steps, utilization, memory and last loss of those that
+    worked, and the errors of the others.
     """
     shape = ModelConfig(
         vocab_size=options.vocab,

@@ -121,7 +121,9 @@ def commands(files: Files, num_open: int = 0) -> dict[str, list[str]]:
 
 
 def _limits(num_open: int, num_engines: int) -> list[str]:
-    """Settings for so many answers open at once, most of them in the engines' steps."""
+    """Return the settings that allow `num_open` answers at once: up to `MOST_SEQS` in each engine's steps, the rest in
+    the queue. 0: the defaults.
+    """
     engines = [f"--engines={num_engines}"]
     if not num_open:
         return engines

@@ -7,9 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from sklearn.calibration import CalibratedClassifierCV
+from sklearn.linear_model import LogisticRegression
+from sklearn.model_selection import GroupKFold, cross_val_predict
 
 from modelwright.core.errors import ConfigError, DataError
 from modelwright.core.progress import SilentProgress
+from modelwright.data import noise_classifier
 from modelwright.data.clean import clean_documents, read_dropped
 from modelwright.data.clean_config import CleanConfig, build_steps
 from modelwright.data.clean_report import CleanReport
@@ -171,6 +175,24 @@ def test_what_is_saved_is_what_scikit_learn_has_fitted(tmp_path: Path) -> None:
     p = LinearClassifier.load(tmp_path / "model").probabilities(texts)
     assert p[labels].min() > 0.9 > 0.1 > p[~labels].max()
     assert LinearClassifier.load(tmp_path / "model").probabilities([]).shape == (0,)
+
+
+def test_folds_side_by_side_give_the_bits_of_scikit_learns_own_cross_validation() -> None:
+    rng = random.Random(3)
+    texts = [f"{sentence(rng)} {sentence(rng)}" for _ in range(120)]
+    texts += ["".join(rng.sample(text, len(text))) if rng.random() < 0.9 else text for text in texts[:60]]
+    labels, groups = np.arange(len(texts)) >= 120, np.arange(len(texts)) % 120
+    classifier, unseen = LinearClassifier.fit(texts, labels, groups)
+    inputs = noise_classifier._ngrams(texts)
+    folds = list(GroupKFold(5).split(inputs, labels, groups))
+    linear = LogisticRegression(C=10.0, solver="liblinear", random_state=0)
+    calibrated = CalibratedClassifierCV(linear, method="sigmoid", cv=folds, ensemble=False).fit(inputs, labels)  # type: ignore[arg-type]
+    (whole,) = calibrated.calibrated_classifiers_
+    slope, offset = -whole.calibrators[0].a_, -whole.calibrators[0].b_
+    scores = cross_val_predict(linear, inputs, labels, cv=folds, method="decision_function")
+    assert np.array_equal(classifier.weights, whole.estimator.coef_[0].astype(np.float32))
+    assert (classifier.bias, classifier.slope, classifier.offset) == (whole.estimator.intercept_[0], slope, offset)
+    assert np.array_equal(unseen, noise_classifier.logistic(slope * scores + offset))
 
 
 def test_the_threshold_keeps_its_promise() -> None:

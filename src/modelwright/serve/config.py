@@ -22,8 +22,9 @@ class ServeConfig:
     """0 takes a free port."""
     engines: int = 1
     """Engines with the model, each with the cache of `engine.kv_cache_tokens`, in processes of their own, which share
-    the cores, are started again when they end, and take over from each other. One alone with a model of less than 50M
-    parameters leaves a core to the server; of so small a model, an engine for each core answers the most requests."""
+    the cores, are started again when they end, and take over from each other. A single engine leaves one core to the
+    server if the model has fewer than 50M parameters; for such a model, one engine per core serves the most
+    requests."""
     max_queued: int = 128
     """Requests that may wait beyond the `engine.max_num_seqs` that are running in each engine; more are refused with
     429."""
