@@ -24,6 +24,7 @@ RECIPE ?= quickstart
 ARGS ?=
 TUNING_ARGS ?=
 ISA ?=
+STARTED := $(shell date +%s)
 TORCH_INDEX ?=
 TEST_PROCESSES ?= auto
 # A file stays on one process, because its tests share fixtures; tests/conftest.py has the slowest files begin first.
@@ -41,6 +42,7 @@ HAS_AVX512 := $(shell grep -qsw avx512f /proc/cpuinfo && echo yes)
 .PHONY: demo test test-flower coverage lint bench loading-peers prove parity gpu-check clean
 
 demo: $(VENV)/.installed
+	@echo "time     $$(($$(date +%s) - $(STARTED))) s: installation"
 	$(WITH_ISA) $(BIN)/modelwright run $(RECIPE) $(ARGS)
 
 test: $(VENV)/.installed-dev

@@ -16,6 +16,7 @@ from modelwright.core.records import read_records
 from modelwright.core.rundir import RunDir
 from modelwright.pipeline.report.closing import closing_lines
 from modelwright.pipeline.run_config import read_run_config
+from modelwright.pipeline.stage_log import read_attempts
 from modelwright.pipeline.text_samples import FILE
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
@@ -77,8 +78,8 @@ def test_the_resolved_config_holds_no_wish(run: Path) -> None:
 def test_training_shows_a_sample_and_the_end_shows_the_figures(run: Path) -> None:
     config = read_run_config(run / "config.yaml")
     for stage in config.trainings:
-        (sample,) = read_records(run / stage.name / FILE)
-        assert sample["step"] == config.section(stage).num_steps
+        samples = read_records(run / stage.name / FILE)
+        assert [one["step"] for one in samples] == sorted({1, config.section(stage).num_steps})
     lines = closing_lines(config, RunDir(run))
     starts = [line.split()[0] for line in lines]
     assert starts[:2] == ["read", "learned"]
@@ -86,16 +87,25 @@ def test_training_shows_a_sample_and_the_end_shows_the_figures(run: Path) -> Non
     assert all(name in lines[2] for name in ("pretrained", "fine-tuned", "token bigram", "xz", "gzip"))
     assert sum(" ▸ " in line for line in lines) == 3
     assert any(line.startswith("What does `len` do? ▸") for line in lines)
+    (times,) = (line for line in lines if line.startswith("time "))
+    timed = [spec.name for spec in config.stages if read_attempts(RunDir(run).stage(spec.name))]
+    assert [part.split()[0] for part in times.partition(": ")[2].split(", ")] == timed
 
 
 def test_the_report_begins_with_what_is_worth_seeing(run: Path) -> None:
     page = (run / "report.html").read_text(encoding="utf-8")
     first = page[page.index('<section id="overview">') : page.index('<section id="data">')]
     assert page.index("Energy of training") < page.index('<section id="overview">')
-    titles = ("Loss", "Bits per byte on held-out text", "Answers of the served model")
+    titles = (
+        "Loss", "Bits per byte on held-out text", "One beginning, continued while the model learned",
+        "Answers of the served model",
+    )  # fmt: skip
     places = [first.index(f"<h3>{title}</h3>") for title in titles]
     assert places == sorted(places)
-    assert first.count('<div class="qa">') == 3
+    assert page.count("One beginning, continued while the model learned") == 2, "of both trainings, once each"
+    samples = first[places[2] : places[3]]
+    assert samples.count('<div class="qa">') == len(read_records(run / "pretrain" / FILE)) >= 2
+    assert first[places[3] :].count('<div class="qa">') == 3
 
 
 def test_a_changed_setting_runs_only_what_depends_on_it(run: Path, inside: Command) -> None:

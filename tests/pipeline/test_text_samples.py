@@ -2,12 +2,16 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from unittest import mock
 
 import torch
 
 from modelwright.core.records import json_line, read_records
 from modelwright.data.batch import IGNORED, TokenBatch
-from modelwright.pipeline.text_samples import FILE, NUM_SHOWN, _keep, first_prompt, sample_block
+from modelwright.data.tokenizer import TokenizerConfig, train_tokenizer
+from modelwright.model.config import ModelConfig
+from modelwright.model.decoder import Decoder
+from modelwright.pipeline.text_samples import FILE, NUM_SHOWN, _build, _keep, first_prompt, sample_block
 
 
 def one_row(labels: Sequence[int], segments: Sequence[int]) -> TokenBatch:
@@ -39,6 +43,35 @@ def test_the_report_shows_samples_from_the_first_to_the_last(tmp_path: Path) -> 
     assert [one.question for one in block.items] == ["Step 0", "Step 20", "Step 40", "Step 50", "Step 70", "Step 80"]
     assert len(block.items) == NUM_SHOWN
     assert block.items[-1].answer == "text 80"
+
+
+class Clock:
+    """Twenty-five seconds later each time that it is read."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 25.0
+        return self.now
+
+
+def test_a_sample_of_the_first_step_one_a_minute_and_one_of_the_last(tmp_path: Path) -> None:
+    tokenizer = train_tokenizer(["def a(b): return b\n" * 20], TokenizerConfig(vocab_size=270))
+    shape = ModelConfig(
+        vocab_size=tokenizer.vocab_size, num_layers=1, model_dim=16, num_heads=2, num_kv_heads=1, head_dim=8,
+        ffn_dim=32, max_seq_len=64,
+    )  # fmt: skip
+    model = Decoder(shape)
+    model.init_weights(seed=0)
+    run = mock.MagicMock(model=model, num_steps=9)
+    technique = _build(run, folder=tmp_path, tokenizer=tokenizer, prompt=[5, 6, 7], clock=Clock())
+    assert technique is not None
+    assert technique.on_step_end is not None
+    for step in range(1, 10):
+        technique.on_step_end(mock.MagicMock(step=step, loss=1.0))
+    assert [one["step"] for one in read_records(tmp_path / FILE)] == [1, 4, 7, 9]
+    assert run.note.call_args_list[0].args[0].startswith("step 1: ")
 
 
 def test_samples_that_a_crash_left_are_made_again(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""Shows while a model trains how it continues one fixed prompt, about once a minute, and keeps that for the report."""
+"""Shows while a model trains how it continues one fixed prompt, after the first step and then about once a minute, and
+keeps that for the report.
+"""
 
 import math
 import time
@@ -68,7 +70,7 @@ def _build(
 
     def on_step_end(info: StepInfo) -> None:
         nonlocal last
-        if clock() - last < EVERY_S and info.step < run.num_steps:
+        if clock() - last < EVERY_S and 1 < info.step < run.num_steps:
             return
         with run.formats.evaluating(), run.memory.resting():
             (completion,) = generate(model, [prompt], params, config)

@@ -55,10 +55,10 @@ def training_facts(data: RunData, stage: StageData) -> Sequence[Fact]:
     return result
 
 
-def loss_highlight(data: RunData, stage: StageData, loss_unit: str) -> Sequence[Block]:
-    """The loss curve of a run's first training."""
+def loss_highlight(stage: StageData, loss_unit: str) -> Sequence[Block]:
+    """The loss curve of a training; none without losses."""
     records = stage.records()
-    if stage.name != data.config.trainings[0].name or not column(records, "loss"):
+    if not column(records, "loss"):
         return ()
     return (_loss_chart(records, f"first-{stage.name}", loss_unit),)
 

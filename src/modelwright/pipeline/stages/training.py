@@ -168,9 +168,14 @@ def training_spec(
 
     def report(data: RunData, stage: StageData) -> Section:
         section = training_section(stage, data.config.section(name), report_title, loss_unit=loss_unit)
-        sample = sample_block(stage.folder.path)
-        own = [*sample, *blocks(stage), *section.blocks]
+        samples = () if _is_first(data, stage) else sample_block(stage.folder.path)
+        own = [*samples, *blocks(stage), *section.blocks]
         return replace(section, blocks=[*own, *head_blocks(stage), *cache_blocks(stage)])
+
+    def highlight(data: RunData, stage: StageData) -> Sequence[Block]:
+        if not _is_first(data, stage):
+            return ()
+        return [*loss_highlight(stage, loss_unit), *sample_block(stage.folder.path)]
 
     spec = StageSpec(
         name=name,
@@ -181,7 +186,7 @@ def training_spec(
         estimate=lambda run_config, run, rates: _estimate(run_config, run, rates, spec, traits),
         report=report,
         headline=headline,
-        highlight=lambda data, stage: loss_highlight(data, stage, loss_unit),
+        highlight=highlight,
         closing=closing,
         warnings=_warnings,
         model_title=model_title,
@@ -193,6 +198,11 @@ def training_spec(
         follows=follows,
     )
     return spec
+
+
+def _is_first(data: RunData, stage: StageData) -> bool:
+    """Whether this is the run's first training, whose curve and samples the report begins with."""
+    return stage.name == data.config.trainings[0].name
 
 
 def _stage(config: RunConfig, spec: StageSpec, traits: _Traits) -> Stage:

@@ -1,0 +1,300 @@
+"""Claim: in the time of the demo, the recipe learns more than the recipe before it and than nanoGPT.
+
+All sides train on the same machine for the same time with all cores, on the rows that the recipe quickstart packs (the
+recipe before it packed no conversations), and are scored on the same held-out documents. A training's number of steps
+is its time over the median of timed steps. nanoGPT (`nano_gpt.py`) has a model of the same width and layers, trains at
+the best of several rates, and reads the same tokens as one stream; its loss and ours are over the same targets.
+"""
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from modelwright.core.config import merge, save_yaml
+from modelwright.core.errors import ModelwrightError
+from modelwright.core.records import column, read_records
+from modelwright.core.resources import num_usable_cores
+from modelwright.core.rundir import RunDir
+from modelwright.data.loader import PackedRows
+from modelwright.model.hf import load_model
+from modelwright.ops.lowp_emulation import is_emulated
+from modelwright.pipeline.run_config import read_run_config
+from modelwright.pipeline.stages.rows import TEXT_ROWS
+from modelwright_claims import nano_gpt
+from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict
+from modelwright_claims.experiment import MAX_EXTENSIONS, best_value, beyond
+from modelwright_claims.judging import Judgment
+from modelwright_claims.nano_gpt import NanoJob
+from modelwright_claims.product_runs import facts_of
+from modelwright_claims.statistics import differences, estimate, exact
+from modelwright_claims.training_run import HELDOUT_ROWS, loss_on
+
+STAGE = "pretrain"
+STAGES = ["clean", "tokenize", "pack", STAGE, "evaluate"]
+KINDS = ("prose", "code")
+LEAST_BITS, LEAST_NATS = 0.12, 1.0
+"""By which the recipe is to be below the one before it (bits per byte) and below nanoGPT (nats per token)."""
+MOST_BITS: Mapping[str, float] = {"prose": 1.58, "code": 1.56}
+"""With BF16 instructions, in the time of the demo."""
+TODAY, BEFORE, EQUAL, NANO = "quickstart", "before", "quickstart, tokens of before", "nanoGPT"
+WHOLE = "quickstart, time of the demo"
+SECONDS, DEMO_SECONDS = 120.0, 380.0
+"""Of a training that is compared, which has to be made a dozen times, and what the demo leaves to pretraining on two
+cores with BF16 instructions.
+"""
+NANO_RATES = (1e-3, 2e-3, 4e-3)
+TUNING_SEED = 100
+NUM_ROWS_NANO = 4
+"""Rows of a step: as many tokens as the recipe takes."""
+RECIPE_BEFORE: Mapping[str, Any] = {
+    "pack": {"text_kinds": ["prose", "code"]},
+    "model": {"num_layers": 6, "model_dim": 256, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "ffn_dim": 704},
+    STAGE: {
+        "batch_tokens": 1024,
+        "optimizer": "adamw",
+        "learning_rate": 2e-3,
+        "schedule": {"kind": "warmup_cosine", "final_lr_fraction": 0.05},
+    },
+}
+"""What the quickstart was before its budget was time, as far as it trains."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """How large a measurement is. seconds: of a training that is compared; demo_seconds: of the one as in the demo."""
+
+    seconds: float
+    demo_seconds: float
+    tuning_seconds: float
+    num_seeds: int
+    timed_steps: int
+    settings: Mapping[str, Any]
+
+
+def scale_of(setting: Setting) -> Scale:
+    if setting.quick:
+        tiny = {"num_layers": 1, "model_dim": 32, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "ffn_dim": 64}
+        settings = {
+            "data": {"stdlib_fraction": 0.03},
+            "model": {**tiny, "vocab_size": 400},
+            "tokenizer": {"vocab_size": 400},
+            "evaluate": {"max_bytes_per_domain": 3000},
+        }
+        return Scale(seconds=2.0, demo_seconds=2.0, tuning_seconds=1.0, num_seeds=1, timed_steps=6, settings=settings)
+    return Scale(
+        seconds=SECONDS, demo_seconds=DEMO_SECONDS, tuning_seconds=SECONDS / 3, num_seeds=3, timed_steps=30, settings={}
+    )
+
+
+def measure(setting: Setting) -> Measurement:
+    scale, folder = scale_of(setting), setting.folder / "demo_recipe"
+    prepared = _run(folder / "prepared", merge(scale.settings, {"stages": STAGES[:3]}))
+    recipes = {TODAY: scale.settings, BEFORE: merge(RECIPE_BEFORE, scale.settings)}
+    pace = {name: _step_s(setting, prepared, recipe, scale, name) for name, recipe in recipes.items()}
+    steps = {name: max(1, round(scale.seconds / pace[name])) for name in recipes}
+    trained = {name: facts_of(RunDir(folder / f"{name}-timed"), STAGE) for name in recipes}
+    tokens = {name: trained[name]["num_tokens"] / trained[name]["num_steps"] for name in recipes}
+    arms = {TODAY: (recipes[TODAY], steps[TODAY]), BEFORE: (recipes[BEFORE], steps[BEFORE])}
+    arms[EQUAL] = (recipes[TODAY], max(1, round(steps[BEFORE] * tokens[BEFORE] / tokens[TODAY])))
+    samples: dict[str, list[float]] = {}
+    for seed in range(scale.num_seeds):
+        for name, (recipe, num_steps) in arms.items():
+            run = _trained(prepared, folder / f"{name}-{seed}".replace(" ", "-"), recipe, num_steps, seed)
+            _take(setting, samples, name, run, prepared)
+    num_steps = max(1, round(scale.demo_seconds / pace[TODAY]))
+    whole = _trained(prepared, folder / "whole", recipes[TODAY], num_steps, 0)
+    _take(setting, samples, WHOLE, whole, prepared)
+    best, rates = _nano(setting, scale, prepared, samples)
+    return Measurement(samples=samples, conditions=_conditions(scale, arms, best, rates, prepared))
+
+
+def _run(folder: Path, settings: Mapping[str, Any]) -> RunDir:
+    """`modelwright run` on the quickstart with other settings, in a process of its own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder.with_name(folder.name + ".yaml")
+    save_yaml(file, {"recipe": "quickstart", "name": folder.name, **settings})
+    command = [sys.executable, "-m", "modelwright.cli.main", "run", str(file), "--run-dir", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise ModelwrightError(f"{' '.join(command)}\n{done.stderr[-2000:]}")
+    return RunDir(folder)
+
+
+def _trained(prepared: RunDir, folder: Path, recipe: Mapping[str, Any], num_steps: int, seed: int) -> RunDir:
+    """A run that trains for some steps on what is prepared, as far as its settings agree with it."""
+    shutil.copytree(prepared.path, folder, symlinks=True)
+    lengths = {"num_steps": num_steps, "eval_every_steps": num_steps}
+    asked = {"stages": STAGES, "seed": seed, STAGE: lengths, "evaluate": {"multiple_choice": {"num_questions": 0}}}
+    return _run(folder, merge(recipe, asked))
+
+
+def _step_s(setting: Setting, prepared: RunDir, recipe: Mapping[str, Any], scale: Scale, name: str) -> float:
+    folder = prepared.path.with_name(f"{name}-timed")
+    run = _trained(prepared, folder, recipe, scale.timed_steps, 0)
+    times = [value for _, value in column(read_records(run.stage(STAGE).metrics), "step_time_s")]
+    step_s = statistics.median(times[len(times) // 3 :])
+    setting.progress.note(f"{name}: {step_s:.3f} s a step")
+    return step_s
+
+
+def _take(setting: Setting, samples: dict[str, list[float]], name: str, run: RunDir, prepared: RunDir) -> None:
+    facts = facts_of(run, STAGE)
+    results = json.loads((run.stage("evaluate").artifact / "results.json").read_text(encoding="utf-8"))
+    bits = results["models"][STAGE]["bits_per_byte"]
+    model = load_model(run.stage(STAGE).artifact)
+    heldout = PackedRows(_rows(prepared) / "heldout")
+    found = {kind: bits[kind]["bits_per_byte"] for kind in KINDS}
+    found |= {"nats": loss_on(model.eval(), list(heldout.batches(HELDOUT_ROWS))), "seconds": facts["train_time_s"]}
+    found["tokens"] = facts["num_tokens"]
+    for figure, value in found.items():
+        samples.setdefault(f"{figure}, {name}", []).append(float(value))
+    setting.progress.note(f"{name}: " + ", ".join(f"{figure} {value:.4g}" for figure, value in found.items()))
+    shutil.rmtree(run.path)
+
+
+def _rows(prepared: RunDir) -> Path:
+    """The folder of the rows on which the recipe pretrains."""
+    return prepared.stage("pack").artifact / TEXT_ROWS.name
+
+
+def _nano(
+    setting: Setting, scale: Scale, prepared: RunDir, samples: dict[str, list[float]]
+) -> tuple[float, Mapping[float, float]]:
+    """Train nanoGPT at its best rate on every seed; that rate, and the losses of all."""
+    model = read_run_config(prepared.config).model
+    job = NanoJob(
+        rows=str(_rows(prepared)),
+        vocab_size=model.vocab_size,
+        num_layers=model.num_layers,
+        num_heads=model.num_heads,
+        model_dim=model.model_dim,
+        batch_rows=NUM_ROWS_NANO,
+        learning_rate=0.0,
+        seconds=scale.tuning_seconds,
+        seed=TUNING_SEED,
+        threads=num_usable_cores(),
+        bf16=_has_bf16(),
+        compiles=not setting.quick,
+    )
+    losses: dict[float, float] = {}
+    missing = list(NANO_RATES[1:2] if setting.quick else NANO_RATES)
+    for _ in range(1 if setting.quick else MAX_EXTENSIONS):
+        losses |= {rate: _nano_run(setting, replace(job, learning_rate=rate))["loss"] for rate in missing}
+        missing = beyond(losses)
+        if not missing:
+            break
+    best = best_value(losses)
+    for seed in range(scale.num_seeds):
+        found = _nano_run(setting, replace(job, learning_rate=best, seconds=scale.seconds, seed=seed))
+        for figure, name in (
+            ("loss", "nats"),
+            ("seconds", "seconds"),
+            ("tokens", "tokens"),
+            ("parameters", "parameters"),
+        ):
+            samples.setdefault(f"{name}, {NANO}", []).append(float(found[figure]))
+    return best, losses
+
+
+def _nano_run(setting: Setting, job: NanoJob) -> dict[str, float]:
+    file = Path(job.rows).parents[2] / "nano.json"
+    file.write_text(json.dumps(asdict(job)), encoding="utf-8")
+    environment = {**os.environ, "OMP_NUM_THREADS": str(job.threads)}
+    command = [sys.executable, "-m", nano_gpt.__name__, str(file)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise ModelwrightError(f"nanoGPT:\n{done.stderr[-2000:]}")
+    found = json.loads(done.stdout.splitlines()[-1])
+    setting.progress.note(f"{NANO} at {job.learning_rate:g}: {found['loss']:.4f} nats in {found['seconds']:.0f} s")
+    return found
+
+
+def _has_bf16() -> bool:
+    return not is_emulated(torch.bfloat16, torch.device("cpu"))
+
+
+def _conditions(
+    scale: Scale,
+    arms: Mapping[str, tuple[Mapping[str, Any], int]],
+    best: float,
+    rates: Mapping[float, float],
+    prepared: RunDir,
+) -> Conditions:
+    rows = PackedRows(_rows(prepared) / "train")
+    return {
+        "seconds of a training": f"{scale.seconds:g}; as in the demo {scale.demo_seconds:g}, one run",
+        **{f"steps, {name}": num_steps for name, (_, num_steps) in arms.items()},
+        "rate of nanoGPT": f"{best:g}, of "
+        + ", ".join(f"{rate:g} ({loss:.3f} nats)" for rate, loss in rates.items())
+        + f" in {scale.tuning_seconds:.0f} s on another seed",
+        "nanoGPT": f"{NUM_ROWS_NANO} rows of {rows.seq_len} tokens a step, torch.compile, compilation not counted",
+        "tokens to train on": rows.num_tokens,
+        "text": "what the recipe quickstart reads; the recipe before it packs no conversations",
+        "recipe before": "8.6 million parameters, AdamW at 2e-3 with a cosine, 1,024 tokens a step",
+        "BF16 instructions": _has_bf16(),
+        "seeds": scale.num_seeds,
+    }
+
+
+def judge(samples: Samples, conditions: Conditions) -> Verdict:
+    """Met when the recipe is below the one before it by `LEAST_BITS` on prose and on code, below nanoGPT by
+    `LEAST_NATS`, below the one before it at as many tokens, and, with BF16 instructions, at most at `MOST_BITS`.
+    """
+    judgment = Judgment()
+    for kind in KINDS:
+        with judgment.part():
+            gain = differences(samples[f"{kind}, {BEFORE}"], samples[f"{kind}, {TODAY}"])
+            judgment.figures[f"{kind}, below the recipe before"] = gain.figure("bits per byte")
+            judgment.at_least(f"{kind}, below the recipe before", gain, LEAST_BITS, " bits per byte")
+            judgment.said.append(f"{kind} {gain.mean:.3f} bits per byte below the recipe before")
+        with judgment.part():
+            gain = differences(samples[f"{kind}, {BEFORE}"], samples[f"{kind}, {EQUAL}"])
+            judgment.figures[f"{kind}, below the recipe before at equal tokens"] = gain.figure("bits per byte")
+            judgment.above(f"{kind}, below the recipe before at equal tokens", gain, 0.0, " bits per byte")
+        with judgment.part():
+            reached = exact(samples[f"{kind}, {WHOLE}"][0])
+            judgment.figures[f"{kind}, {WHOLE}"] = reached.figure("bits per byte")
+            if conditions["BF16 instructions"]:
+                judgment.at_most(f"{kind}", reached, MOST_BITS[kind], " bits per byte")
+    with judgment.part():
+        gain = differences(samples[f"nats, {NANO}"], samples[f"nats, {TODAY}"])
+        judgment.figures["below nanoGPT"] = gain.figure("nats per token")
+        judgment.at_least("below nanoGPT", gain, LEAST_NATS, " nats per token")
+        judgment.said.append(f"{gain.mean:.2f} nats per token below nanoGPT")
+    for name in (TODAY, BEFORE, EQUAL, WHOLE, NANO):
+        with judgment.beside():
+            judgment.figures[f"seconds, {name}"] = estimate(samples[f"seconds, {name}"]).figure("s")
+            judgment.figures[f"tokens, {name}"] = estimate(samples[f"tokens, {name}"]).figure("")
+            judgment.figures[f"held-out loss, {name}"] = estimate(samples[f"nats, {name}"]).figure("nats per token")
+    return judgment.verdict()
+
+
+CLAIM = Claim(
+    name="demo_recipe",
+    statement="In the time of the demo the recipe quickstart learns more than the recipe before it and than nanoGPT.",
+    source="Karpathy, nanoGPT (https://github.com/karpathy/nanoGPT); the recipe before it is this project's own",
+    published="no figure at this size",
+    compared="the recipe quickstart, the recipe before it and nanoGPT of the same width and layers at its best rate: "
+    "same machine, cores, held-out documents and seconds of training; the recipe also at the tokens that the one "
+    "before it read; paired seeds",
+    target=f"at least {LEAST_BITS:g} bits per byte below the recipe before it on prose and on code, and below it at "
+    "equal tokens; with BF16 instructions, in the time of the demo, at most "
+    + " and ".join(f"{most:g} on {kind}" for kind, most in MOST_BITS.items())
+    + f"; at least {LEAST_NATS:g} nat per token below nanoGPT",
+    headline=(
+        *(f"{kind}, below the recipe before" for kind in KINDS),
+        *(f"{kind}, {WHOLE}" for kind in KINDS),
+        "below nanoGPT",
+    ),
+    measure=measure,
+    judge=judge,
+)
