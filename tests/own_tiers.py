@@ -2,10 +2,12 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from modelwright.data.cache import row_cache
+from modelwright.data.cache.reader import BlockReader
 
 
 def use_own_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -22,3 +24,11 @@ def open_tiers(pid: int) -> set[Path]:
     except OSError:  # it ended, or a file was closed meanwhile
         return set()
     return {Path(link).parent for link in links if link.endswith("/slots.bin")}
+
+
+def wait_for_expected(reader: BlockReader[Any]) -> None:
+    """Wait until everything is there that a reader was told to expect."""
+    reader.background.submit(lambda: None).result(60)
+    for cuts in reader._expected.values():
+        for cut in cuts:
+            cut.result(60)

@@ -15,7 +15,6 @@ from modelwright.core.errors import ArtifactError
 from modelwright.data.batching.config import BatchingConfig
 from modelwright.data.batching.loader import PlannedLoader, build_loader
 from modelwright.data.cache import row_cache
-from modelwright.data.cache.cold import ColdStore
 from modelwright.data.cache.config import RowCacheConfig
 from modelwright.data.cache.layout import BLOCK_BYTES, damaged
 from modelwright.data.cache.lookahead import LookaheadLoader
@@ -23,11 +22,11 @@ from modelwright.data.cache.reader import BlockReader
 from modelwright.data.cache.row_cache import open_cache, remove_leftovers
 from modelwright.data.cache.tiers import DISK, MEMORY, SOURCE, Tiers
 from modelwright.data.images.ahead import ImagesAhead, images_of, own_images
-from modelwright.data.images.blocks import ImageLayout
-from modelwright.data.images.index import BLOCK_CHECKSUMS, FILE, INDEX, OFFSETS, ImageIndex
+from modelwright.data.images.index import BLOCK_CHECKSUMS, FILE, INDEX, OFFSETS
 from modelwright.data.images.store import ImageStore, image_layout, write_images
 from modelwright.data.loader import PackedLoader, PackedRows, row_layout
 from modelwright.data.pack import PackConfig, TokenSequence, pack
+from own_tiers import use_own_memory, wait_for_expected
 from rank_processes import fork_context
 
 NUM_IMAGES, BATCH_ROWS, SEQ_LEN = 240, 12, 8
@@ -58,10 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of the test alone in place of that in memory."""
-    path = tmp_path / "memory"
-    path.mkdir()
-    monkeypatch.setattr(row_cache, "memory_folder", lambda: path)
-    return path
+    return use_own_memory(tmp_path / "memory", monkeypatch)
 
 
 @pytest.fixture
@@ -187,26 +183,19 @@ def test_images_and_rows_share_the_tiers_and_their_budgets(
     assert not list((tmp_path / "disk").iterdir())
 
 
-class SlowStore(ColdStore):
-    def read(self, name: str, offset: int, num_bytes: int) -> bytes:
-        time.sleep(0.002)
-        return super().read(name, offset, num_bytes)
-
-
 def test_images_are_read_before_they_are_needed(folder: Path) -> None:
-    """With a store that waits, every image of the later batches is there when its batch needs it."""
-    layout = ImageLayout(ImageIndex.read(folder / "images"), SlowStore(str(folder / "images")))
+    layout = image_layout(folder / "images")
     reader = BlockReader(Tiers(layout), layout, num_readers=8)
     loader, store = plain_loader(PackedRows(folder / "rows")), ImageStore(folder / "images", reader)
     ahead = ImagesAhead(reader, loader, own_images, num_ahead=2)
     for index in range(6):
-        before = reader.figures.num_ready
         ahead.expect(index, 0, 1)
-        time.sleep(0.15 if index else 0)
-        store.read(own_images(loader, index, 0, 1))
-        is_ready = reader.figures.num_ready - before
-        assert is_ready == BATCH_ROWS if index else is_ready < BATCH_ROWS
-    assert reader.figures.num_rows == 6 * BATCH_ROWS
+        wait_for_expected(reader)
+        before = reader.figures.num_ready
+        for coming in range(index, index + 3):
+            store.read(own_images(loader, coming, 0, 1))
+        assert reader.figures.num_ready - before == 3 * BATCH_ROWS
+        assert not set(own_images(loader, index + 3, 0, 1)) & set(reader._expected)
     reader.close()
 
 

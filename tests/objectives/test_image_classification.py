@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -51,6 +50,7 @@ from modelwright.train.objective import forward
 from modelwright.train.own_modules import attach_modules
 from modelwright.train.technique import StepInfo, Technique
 from modelwright.train.techniques.fake_quantization import fake_quantization
+from own_tiers import wait_for_expected
 
 NUM_IMAGES, NUM_HELDOUT, NUM_CLASSES, SIDE, BATCH = 40, 10, 4, 8, 8
 RESNET = {"resnet": {"image_size": SIDE, "widths": [8, 16], "blocks_per_stage": 1}}
@@ -343,7 +343,7 @@ def test_what_other_ranks_have_is_known_from_the_plan(blocked: Path, tmp_path: P
             assert BATCH // 2 < asked <= BATCH
             assert step == 0 or ready == asked
             assert rows.num_rows == (step + 1) * BATCH // 2
-            time.sleep(0.1)
+            wait_for_expected(objective.images.store.reader)
 
 
 def over_two_cached_ranks(world: World, data: Path, out: Path) -> dict[str, Any]:
