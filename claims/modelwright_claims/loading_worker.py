@@ -82,22 +82,22 @@ def training_batch(samples: list[Any], eos_id: int) -> dict[str, torch.Tensor]:
 
 def product_epochs(side: str, task: Task, stack: ExitStack) -> Epochs:
     """The product's loader, with and without its tiers and its reading ahead."""
-    from modelwright.data.cache.blocks import BlockLayout
     from modelwright.data.cache.config import RowCacheConfig
     from modelwright.data.cache.lookahead import LookaheadLoader
     from modelwright.data.cache.reader import BlockReader
     from modelwright.data.cache.row_cache import open_cache
-    from modelwright.data.loader import PackedLoader, PackedRows, read_index
+    from modelwright.data.loader import PackedLoader, PackedRows, row_layout
 
     packed = Path(task.packed)
-    layout = BlockLayout(packed, read_index(packed))
+    layout = row_layout(packed)
     config = RowCacheConfig(
         enabled=True,
         folder=f"{task.scratch}/disk",
         disk_bytes=2 * layout.total_bytes,  # room for all rows, as the peers have
     )
     if side in (TIERS, CACHE):
-        rows = PackedRows(packed, stack.enter_context(open_cache(packed, config)))
+        (reader,) = stack.enter_context(open_cache(config, layout))
+        rows = PackedRows(packed, reader)
     else:
         rows = PackedRows(packed)
     assert isinstance(rows.reader, BlockReader)

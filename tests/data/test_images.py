@@ -35,7 +35,7 @@ from modelwright.data.images.decode import (
     decode,
     image_size,
 )
-from modelwright.data.images.store import ImageStore
+from modelwright.data.images.store import ImageStore, write_images
 from modelwright.data.images.stored import StoredImage, perceptual_hash, store_image
 from modelwright.data.sources import SourceConfig, SourceReport, read_documents
 from modelwright.data.steps.images import NEAR, TOO_LONG, TOO_SMALL, near_duplicates
@@ -216,10 +216,13 @@ def test_a_text_that_names_the_url_of_an_image_stays_a_text(tmp_path: Path) -> N
 
 
 def test_a_damaged_store_is_an_error_of_the_artifact(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match="has no images; run the pack stage again"):
+        ImageStore(tmp_path)
+    with write_images(tmp_path) as images:
+        images.add(FILES[0])
     for offsets in (b"", b"\x93NUMPY"):
-        (tmp_path / "images.bin").write_bytes(b"")
         (tmp_path / "offsets.npy").write_bytes(offsets)
-        with pytest.raises(ArtifactError, match="run the pack stage again"):
+        with pytest.raises(ArtifactError, match="the index of the images is damaged; run the pack stage again"):
             ImageStore(tmp_path)
 
 

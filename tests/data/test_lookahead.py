@@ -14,12 +14,12 @@ from modelwright.core.errors import ArtifactError
 from modelwright.data.batch import IGNORED, TokenBatch
 from modelwright.data.batching.config import BatchingConfig
 from modelwright.data.batching.loader import PlannedLoader, build_loader
-from modelwright.data.cache.blocks import BlockLayout
+from modelwright.data.cache.blocks import RowLayout
 from modelwright.data.cache.cold import ColdStore
 from modelwright.data.cache.lookahead import LookaheadLoader
 from modelwright.data.cache.reader import BlockReader
 from modelwright.data.cache.tiers import Tiers
-from modelwright.data.loader import PackedLoader, PackedRows, read_index
+from modelwright.data.loader import PackedLoader, PackedRows, read_index, row_layout
 from modelwright.data.pack import PackConfig, TokenSequence, pack
 
 SEQ_LEN, NUM_SEQUENCES, BATCH_ROWS = 64, 900, 12
@@ -43,7 +43,8 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def reader_of(folder: Path, source: ColdStore | None = None) -> BlockReader:
-    return BlockReader(Tiers(BlockLayout(folder, read_index(folder)), source or ColdStore(str(folder))), num_readers=4)
+    layout = RowLayout(folder, read_index(folder), source or ColdStore(str(folder)))
+    return BlockReader(Tiers(layout), layout, num_readers=4)
 
 
 def planned(rows: PackedRows, *, by_tokens: bool) -> PlannedLoader:
@@ -197,7 +198,7 @@ def test_an_error_of_the_background_reaches_who_asks_for_the_batch(packed: Path,
 
 def test_closing_ends_a_batch_whose_rows_will_not_be_read(packed: Path) -> None:
     """One reading thread is in the midst of a read; the read that the next batch needs besides has not begun."""
-    release, layout = threading.Event(), BlockLayout(packed, read_index(packed))
+    release, layout = threading.Event(), row_layout(packed)
     plan = PackedLoader(PackedRows(packed), batch_rows=2, seed=1)
     blocks = [{layout.block_of(int(row))[0] for row in plan.share(index).groups} for index in range(200)]
     first = next(i for i in range(199) if len(blocks[i]) == 1 and len(blocks[i + 1] - blocks[i]) == 2)
@@ -208,7 +209,8 @@ def test_closing_ends_a_batch_whose_rows_will_not_be_read(packed: Path) -> None:
             assert name in at_once or release.wait(30)
             return super().read(name, offset, num_bytes)
 
-    reader = BlockReader(Tiers(layout, BlockedSource(str(packed))), num_readers=1)
+    blocked = RowLayout(packed, read_index(packed), BlockedSource(str(packed)))
+    reader = BlockReader(Tiers(blocked), blocked, num_readers=1)
     loader = LookaheadLoader(PackedLoader(PackedRows(packed, reader), batch_rows=2, seed=1), reader, num_ahead=1)
     loader.batch(first)
     assembly = loader._assembly

@@ -17,14 +17,15 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from modelwright.core.errors import ArtifactError, ConfigError, StorageError
 from modelwright.data.cache import cold, lease, row_cache
-from modelwright.data.cache.blocks import BLOCK_BYTES, BlockLayout
+from modelwright.data.cache.blocks import RowLayout
 from modelwright.data.cache.cold import ColdStore
 from modelwright.data.cache.config import RowCacheConfig
+from modelwright.data.cache.layout import BLOCK_BYTES, damaged
 from modelwright.data.cache.lookahead import LookaheadLoader
 from modelwright.data.cache.reader import BlockReader
 from modelwright.data.cache.row_cache import open_cache, remove_leftovers
 from modelwright.data.cache.tiers import DISK, MEMORY, SOURCE, Tiers
-from modelwright.data.loader import PackedLoader, PackedRows, read_index
+from modelwright.data.loader import PackedLoader, PackedRows, read_index, row_layout
 from modelwright.data.pack import PackConfig, pack
 from rank_processes import fork_context
 
@@ -77,7 +78,7 @@ def test_batches_are_those_of_memory_mapped_rows(packed: Path, tmp_path: Path, m
     plain = PackedLoader(PackedRows(packed), batch_rows=BATCH_ROWS, seed=3)
     budget = 8 * BLOCK_BYTES
     config = settings(tmp_path, memory_bytes=budget, disk_bytes=budget)
-    with open_cache(packed, config) as reader:
+    with open_cache(config, row_layout(packed)) as (reader,):
         loader = PackedLoader(PackedRows(packed, reader), batch_rows=BATCH_ROWS, seed=3)
         ahead = LookaheadLoader(loader, reader, num_ahead=4)
         for number in (*range(40), 7, 130, 131):
@@ -92,7 +93,7 @@ def test_batches_are_those_of_memory_mapped_rows(packed: Path, tmp_path: Path, m
 
 
 def test_every_block_is_the_bytes_of_its_files(packed: Path) -> None:
-    layout = BlockLayout(packed, read_index(packed))
+    layout = row_layout(packed)
     assert layout.num_blocks == NUM_BLOCKS
     assert layout.total_bytes == sum(path.stat().st_size for path in packed.glob("*-0*.bin"))
     for block in range(layout.num_blocks):
@@ -101,11 +102,11 @@ def test_every_block_is_the_bytes_of_its_files(packed: Path) -> None:
             (packed / part.file).read_bytes()[part.offset : part.offset + part.num_bytes] for part in parts
         )
         assert len(content) == layout.num_bytes_of(block)
-        assert layout.damaged(block, content) is None
+        assert damaged(layout, block, content) is None
         for at in (0, len(content) // 2, len(content) - 1):
             flipped = bytearray(content)
             flipped[at] ^= 1
-            assert layout.damaged(block, bytes(flipped)) == parts[at >= parts[0].num_bytes]
+            assert damaged(layout, block, bytes(flipped)) == parts[at >= parts[0].num_bytes]
 
 
 def flip(path: Path, at: int) -> None:
@@ -122,14 +123,14 @@ def test_a_flipped_byte_at_the_source_is_named(packed: Path, tmp_path: Path) -> 
     for path in packed.iterdir():
         (copy / path.name).write_bytes(path.read_bytes())
     flip(copy / "mask-00002.bin", 70 * SEQ_LEN + 9)
-    with open_cache(copy, settings(tmp_path)) as reader:
+    with open_cache(settings(tmp_path), row_layout(copy)) as (reader,):
         rows = PackedRows(copy, reader)
         rows.gather(np.arange(500, 564))
         with pytest.raises(ArtifactError, match=r"bytes 32,768 to 65,536 of mask-00002.bin are damaged"):
             rows.gather(np.arange(564, 565))
     (copy / "mask-00002.bin").unlink()
     with (
-        open_cache(copy, settings(tmp_path)) as reader,
+        open_cache(settings(tmp_path), row_layout(copy)) as (reader,),
         pytest.raises(ArtifactError, match=r"mask-00002.bin: is missing"),
     ):
         PackedRows(copy, reader).gather(np.array([600]))
@@ -143,7 +144,7 @@ def test_a_flipped_byte_in_a_tier_is_named_and_read_again(
     memory_bytes = 2**20 if tier == MEMORY else 110_000
     config = settings(tmp_path, memory_bytes=memory_bytes, disk_bytes=2**23)
     mapped = PackedRows(packed)
-    with open_cache(packed, config, note=notes.append) as reader:
+    with open_cache(config, row_layout(packed), note=notes.append) as (reader,):
         rows = PackedRows(packed, reader)
         rows.gather(np.arange(0, 128, 8))  # block 0 in memory if it has room for one, block 1 where the next is
         reader.tiers.flush()
@@ -161,7 +162,7 @@ def test_a_flipped_byte_in_a_tier_is_named_and_read_again(
 def test_blocks_that_are_read_more_often_move_to_memory(packed: Path, tmp_path: Path) -> None:
     config = settings(tmp_path, memory_bytes=4 * 100_000, disk_bytes=8 * 100_000, num_readers=1)
     often, dice = [3, 9, 17], np.random.default_rng(1)
-    with open_cache(packed, config) as reader:
+    with open_cache(config, row_layout(packed)) as (reader,):
         for block in range(NUM_BLOCKS):  # all of them once: the first ones fill the tiers
             reader.tiers.read(block)
             reader.tiers.flush()
@@ -186,14 +187,14 @@ def test_the_disk_outlives_an_error_and_is_used_again(packed: Path, tmp_path: Pa
     config = settings(tmp_path, memory_bytes=110_000, disk_bytes=2**23)
 
     def begin() -> None:
-        with open_cache(packed, config) as reader:
+        with open_cache(config, row_layout(packed)) as (reader,):
             PackedRows(packed, reader).gather(np.arange(NUM_ROWS))
             raise Interrupted
 
     with pytest.raises(Interrupted):
         begin()
     assert not list(memory.iterdir())
-    with open_cache(packed, config) as reader:
+    with open_cache(config, row_layout(packed)) as (reader,):
         PackedRows(packed, reader).gather(np.arange(NUM_ROWS))
         assert reader.tier_figures.blocks[SOURCE] <= 1
         assert reader.tier_figures.blocks[DISK] >= NUM_BLOCKS - 1
@@ -202,7 +203,7 @@ def test_the_disk_outlives_an_error_and_is_used_again(packed: Path, tmp_path: Pa
 
 def read_endlessly(folder: Path, config: RowCacheConfig, memory: Path, seed: int, started: Any) -> None:
     row_cache.memory_folder = lambda: memory
-    with open_cache(folder, config) as reader:
+    with open_cache(config, row_layout(folder)) as (reader,):
         loader = LookaheadLoader(
             PackedLoader(PackedRows(folder, reader), batch_rows=BATCH_ROWS, seed=seed), reader, num_ahead=4
         )
@@ -236,7 +237,7 @@ def test_killed_processes_leave_nothing_behind(packed: Path, tmp_path: Path, mem
             process.join()
     assert len(list(memory.iterdir())) == len(list((tmp_path / "disk").iterdir())) == 4
     mapped = PackedRows(packed)
-    with open_cache(packed, config) as reader:
+    with open_cache(config, row_layout(packed)) as (reader,):
         remove_leftovers(config)  # not of what is in use
         rows = PackedRows(packed, reader)
         assert len(list(memory.iterdir())) == len(list((tmp_path / "disk").iterdir())) == 2
@@ -249,10 +250,10 @@ def test_killed_processes_leave_nothing_behind(packed: Path, tmp_path: Path, mem
 
 def test_the_last_of_two_users_removes_the_tiers(packed: Path, tmp_path: Path, memory: Path) -> None:
     config = settings(tmp_path, memory_bytes=2**22)
-    with open_cache(packed, config) as one:
+    with open_cache(config, row_layout(packed)) as (one,):
         PackedRows(packed, one).gather(np.arange(NUM_ROWS))
         one.tiers.flush()
-        with open_cache(packed, config) as other:
+        with open_cache(config, row_layout(packed)) as (other,):
             PackedRows(packed, other).gather(np.arange(NUM_ROWS))
             assert other.tier_figures.blocks == {MEMORY: NUM_BLOCKS, DISK: 0, SOURCE: 0}
         PackedRows(packed, one).gather(np.arange(10))
@@ -286,14 +287,14 @@ def test_a_store_that_fails_for_a_moment_is_asked_again(monkeypatch: pytest.Monk
 
 def test_rows_are_read_before_they_are_needed(packed: Path) -> None:
     """With a source that waits, every row of the later batches is there when its batch is read."""
-    layout = BlockLayout(packed, read_index(packed))
 
     class SlowSource(ColdStore):
         def read(self, name: str, offset: int, num_bytes: int) -> bytes:
             time.sleep(0.002)
             return super().read(name, offset, num_bytes)
 
-    reader = BlockReader(Tiers(layout, SlowSource(str(packed))), num_readers=8)
+    layout = RowLayout(packed, read_index(packed), SlowSource(str(packed)))
+    reader = BlockReader(Tiers(layout), layout, num_readers=8)
     loader = PackedLoader(PackedRows(packed, reader), batch_rows=4, seed=1)
     ahead = LookaheadLoader(loader, reader, num_ahead=3)
     ahead.batch(0)
@@ -306,8 +307,8 @@ def test_rows_are_read_before_they_are_needed(packed: Path) -> None:
 
 
 def test_an_order_that_changes_forgets_what_was_expected(packed: Path) -> None:
-    layout = BlockLayout(packed, read_index(packed))
-    reader = BlockReader(Tiers(layout, ColdStore(str(packed))), num_readers=1)
+    layout = row_layout(packed)
+    reader = BlockReader(Tiers(layout), layout, num_readers=1)
     rows, mapped = PackedRows(packed, reader), PackedRows(packed)
     dice = np.random.default_rng(0)
     for _ in range(30):
@@ -326,7 +327,8 @@ def test_budgets_without_room_are_refused(
         ({"disk_bytes": 1000}, r"cache.disk_bytes: 1,000 has no room for rows"),
         ({"disk_bytes": 2**20}, r"cache.disk_bytes: .*disk has no room for 1,048,576 bytes .5 bytes are free.; lower"),
     ):
-        with pytest.raises(ConfigError, match=problem), open_cache(packed, settings(tmp_path, **changes)):
+        config = settings(tmp_path, **changes)
+        with pytest.raises(ConfigError, match=problem), open_cache(config, row_layout(packed)):
             pass
         assert not list(memory.iterdir())
     with pytest.raises(ConfigError, match="folder: is empty, but disk_bytes is set"):
@@ -334,8 +336,8 @@ def test_budgets_without_room_are_refused(
     index = packed / "index.json"
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "index.json").write_text(index.read_text().replace("block_rows", "rows_of_old"))
-    with pytest.raises(ArtifactError, match="have no checksums"), open_cache(tmp_path / "old", settings(tmp_path)):
-        pass
+    with pytest.raises(ArtifactError, match="have no checksums"):
+        row_layout(tmp_path / "old")
 
 
 def test_what_a_full_disk_does_not_take_is_read_from_the_source(packed: Path, tmp_path: Path, monkeypatch) -> None:
@@ -345,14 +347,14 @@ def test_what_a_full_disk_does_not_take_is_read_from_the_source(packed: Path, tm
     def full(*arguments: Any) -> int:
         raise OSError(28, "No space left on device")
 
-    with open_cache(packed, config, note=notes.append) as reader:
+    with open_cache(config, row_layout(packed), note=notes.append) as (reader,):
         rows, mapped = PackedRows(packed, reader), PackedRows(packed)
         rows.gather(np.arange(10))
         monkeypatch.setattr(os, "pwrite", full)
         for first in range(0, NUM_ROWS, 100):
             chosen = np.arange(first, first + 100)
             assert equal(rows.gather(chosen), mapped.gather(chosen))
-    assert "the disk takes no more rows (No space left on device)" in " ".join(notes)
+    assert "the disk takes no more blocks (No space left on device)" in " ".join(notes)
 
 
 def test_memory_and_disk_may_have_the_same_folder(packed: Path, tmp_path: Path, memory: Path) -> None:
@@ -361,14 +363,14 @@ def test_memory_and_disk_may_have_the_same_folder(packed: Path, tmp_path: Path, 
     mapped = PackedRows(packed)
 
     def begin() -> None:
-        with open_cache(packed, config) as reader:
+        with open_cache(config, row_layout(packed)) as (reader,):
             chosen = np.random.default_rng(4).permutation(NUM_ROWS)
             assert equal(PackedRows(packed, reader).gather(chosen), mapped.gather(chosen))
             raise Interrupted
 
     with pytest.raises(Interrupted):
         begin()
-    with open_cache(packed, config) as reader:
+    with open_cache(config, row_layout(packed)) as (reader,):
         assert equal(PackedRows(packed, reader).gather(np.arange(NUM_ROWS)), mapped.gather(np.arange(NUM_ROWS)))
         assert reader.tier_figures.blocks[DISK] > 0, "the disk outlives the error"
     assert not list(memory.iterdir())

@@ -3,7 +3,8 @@
 import json
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,12 +19,20 @@ from torch import Tensor
 from distributed import run_distributed, start_distributed
 from modelwright.core.config import parse
 from modelwright.core.errors import ConfigError
+from modelwright.data.cache import blocks, row_cache
+from modelwright.data.cache.config import RowCacheConfig
+from modelwright.data.cache.lookahead import LookaheadLoader
+from modelwright.data.cache.tiers import DISK, MEMORY, SOURCE
+from modelwright.data.images import index
 from modelwright.data.images.labeled import LabeledImages, write_labels
-from modelwright.data.images.store import write_images
+from modelwright.data.images.store import ImageStore, image_layout, write_images
 from modelwright.data.images.stored import encode
-from modelwright.data.loader import PackedLoader, PackedRows
+from modelwright.data.loader import PackedLoader, PackedRows, row_layout
 from modelwright.data.pack import PackConfig, TokenSequence, pack
 from modelwright.model.vision.batch_norm import BatchNorm
+from modelwright.model.vision.config import VisionConfig
+from modelwright.model.vision.folders import save_vision_tower
+from modelwright.model.vision.vit import VisionTower
 from modelwright.objectives.image_classification import (
     CLASSIFIER,
     CROSS_ENTROPY,
@@ -41,6 +50,7 @@ from modelwright.train.objective import forward
 from modelwright.train.own_modules import attach_modules
 from modelwright.train.technique import StepInfo, Technique
 from modelwright.train.techniques.fake_quantization import fake_quantization
+from own_tiers import wait_for_expected
 
 NUM_IMAGES, NUM_HELDOUT, NUM_CLASSES, SIDE, BATCH = 40, 10, 4, 8, 8
 RESNET = {"resnet": {"image_size": SIDE, "widths": [8, 16], "blocks_per_stage": 1}}
@@ -77,21 +87,53 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def blocked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same rows and images, divided into many small blocks."""
+    path = tmp_path_factory.mktemp("blocked")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "BLOCK_BYTES", 64)
+        patch.setattr(index, "BLOCK_BYTES", 512)
+        written(path / "train", NUM_IMAGES, 0)
+    written(path / "heldout", NUM_HELDOUT, 1)
+    return path
+
+
 def objective_of(folder: Path, **changes: Any) -> ImageClassification:
     config = parse(ImageTrainConfig, {**SETTINGS, **RESNET, **changes}, constants=True)
     rows = PackedRows(folder / "train" / "rows")
     return ImageClassification(
         source=PackedLoader(rows, batch_rows=BATCH, seed=1), config=config, seed=7,
-        images=LabeledImages(folder / "train" / "images"), heldout_images=LabeledImages(folder / "heldout" / "images"),
+        images=LabeledImages(ImageStore(folder / "train" / "images")),
+        heldout_images=LabeledImages(ImageStore(folder / "heldout" / "images")),
     )  # fmt: skip
+
+
+@contextmanager
+def cached_objective(
+    folder: Path, place: Path, *, memory_bytes: int = 2**20, num_ahead: int = 2, **changes: Any
+) -> Iterator[ImageClassification]:
+    """The same objective with rows and images read through a cache in two folders of `place`."""
+    (place / "memory").mkdir(parents=True, exist_ok=True)
+    config = RowCacheConfig(enabled=True, folder=str(place / "disk"), memory_bytes=memory_bytes, disk_bytes=8000)
+    layouts = row_layout(folder / "train" / "rows"), image_layout(folder / "train" / "images")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row_cache, "memory_folder", lambda: place / "memory")
+        with row_cache.open_cache(config, *layouts) as (rows, images):
+            loader = PackedLoader(PackedRows(folder / "train" / "rows", rows), batch_rows=BATCH, seed=1)
+            store = ImageStore(folder / "train" / "images", images, num_ahead=num_ahead)
+            yield replace(
+                objective_of(folder, **changes), images=LabeledImages(store),
+                source=LookaheadLoader(loader, rows, num_ahead=num_ahead),
+            )  # fmt: skip
 
 
 def trained(
     data: Path, out: Path, *, world: World | None = None, techniques: Any = (), dtype: Any = torch.float64,
-    parallel: Mapping[str, Any] = {}, **changes: Any,
+    parallel: Mapping[str, Any] = {}, objective: ImageClassification | None = None, **changes: Any,
 ) -> dict[str, Tensor]:  # fmt: skip
     """The classifier's weights and running statistics at the end, and the figures of each record."""
-    objective, model = objective_of(data, **changes), carrier(dtype)
+    objective, model = objective or objective_of(data, **changes), carrier(dtype)
     heldout = HeldoutBatches(PackedRows(data / "heldout" / "rows"), batch_rows=4)
     tiny_run.run(
         out, objective.config, model=model, objective=objective, heldout=heldout, world=world or single(),
@@ -267,3 +309,100 @@ def test_settings_that_cannot_work_are_named(changes: dict[str, Any], name: str,
 def test_a_transformer_may_be_trained_in_microbatches(folder: Path, tmp_path: Path) -> None:
     whole = trained(folder, tmp_path / "whole", **VIT)
     assert_close(trained(folder, tmp_path / "parts", gradient_accumulation_steps=2, **VIT), whole, 1e-9)
+
+
+def equal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(torch.equal(one, expected[name]) for name, one in found.items())
+
+
+def test_the_cache_changes_no_bit(alone: dict[str, Tensor], blocked: Path, tmp_path: Path) -> None:
+    """With room for all, and for a few blocks of many. Decoded images take no memory besides."""
+    for memory_bytes in (2**20, 5000):
+        with cached_objective(blocked, tmp_path / str(memory_bytes), memory_bytes=memory_bytes) as objective:
+            reader = objective.images.store.reader
+            found = trained(blocked, tmp_path / f"run-{memory_bytes}", objective=objective)
+            figures = reader.tier_figures
+            assert reader.figures.num_rows == SETTINGS["num_steps"] * BATCH, "each is read again for every batch"
+        assert equal(found, alone)
+        assert figures.blocks[SOURCE] > 0
+        assert (figures.blocks[DISK] > 0) == (memory_bytes == 5000)
+
+
+def test_what_other_ranks_have_is_known_from_the_plan(blocked: Path, tmp_path: Path) -> None:
+    """Partners of other ranks cost no row, and are read before their batch as well."""
+    model, plain = carrier(), objective_of(blocked)
+    expected = plain.batches(model, first=0, rank=1, world_size=2)
+    with cached_objective(blocked, tmp_path) as objective:
+        rows, images = objective.source.rows.reader.figures, objective.images.store.reader.figures
+        found = objective.batches(model, first=0, rank=1, world_size=2)
+        for step in range(6):
+            before = images.num_rows, images.num_ready
+            ours, theirs = next(found), next(expected)
+            assert all(torch.equal(ours.extras[name], theirs.extras[name]) for name in (PIXELS, TARGETS))
+            asked, ready = images.num_rows - before[0], images.num_ready - before[1]
+            assert BATCH // 2 < asked <= BATCH
+            assert step == 0 or ready == asked
+            assert rows.num_rows == (step + 1) * BATCH // 2
+            wait_for_expected(objective.images.store.reader)
+
+
+def over_two_cached_ranks(world: World, data: Path, out: Path) -> dict[str, Any]:
+    parallel = {"shared_memory": False}
+    plain = trained(data, out / "plain", world=world, parallel=parallel)
+    with cached_objective(data, out) as objective:
+        found = trained(data, out / "cached", world=world, parallel=parallel, objective=objective)
+        store = objective.images.store
+        links = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+        if world.rank == 0:
+            store.read(range(NUM_IMAGES))
+            store.reader.tiers.flush()
+        world.barrier()
+        before = dict(store.reader.tier_figures.blocks)
+        store.read(range(NUM_IMAGES))
+        blocks_read = {name: number - before[name] for name, number in store.reader.tier_figures.blocks.items()}
+        world.barrier()
+    return {
+        "equal": equal(found, plain),
+        "slots": sorted(link for link in links if link.endswith("slots.bin")),
+        "read": blocks_read,
+        "left": [str(path) for name in ("memory", "disk") for path in (out / name).iterdir()] if world.rank else [],
+    }
+
+
+def test_two_ranks_train_through_the_same_tiers(blocked: Path, tmp_path: Path) -> None:
+    ranks = run_distributed(over_two_cached_ranks, 2, blocked, tmp_path)
+    num_blocks = image_layout(blocked / "train" / "images").num_blocks
+    assert num_blocks > 15
+    for rank in ranks:
+        assert rank["equal"]
+        assert rank["slots"] == ranks[0]["slots"]
+        assert len(rank["slots"]) == 2
+        assert rank["read"][MEMORY] > num_blocks / 2, "all but those that the reader still has"
+        assert rank["read"][DISK] == rank["read"][SOURCE] == 0, "also what the other one has put there"
+
+
+def test_a_vision_tower_from_a_folder_is_trained_on(folder: Path, tmp_path: Path) -> None:
+    """Its shape and its normalization are the folder's, whatever the settings say."""
+    shape = VisionConfig(
+        image_size=SIDE, patch_size=2, num_layers=2, model_dim=24, num_heads=3, ffn_dim=40, pooling="class_token",
+        pixel_mean=(0.1, 0.2, 0.3), pixel_std=(0.5, 0.6, 0.7),
+    )  # fmt: skip
+    tower = VisionTower(shape)
+    save_vision_tower(tower, tmp_path / "tower")
+    changes = {"architecture": "vit", "vit": {**VIT["vit"], "init_from": str(tmp_path / "tower")}, "augment": {}}
+    objective, model = objective_of(folder, **changes), carrier()
+    assert objective.shape == shape
+    attach_modules(model, objective, 1)
+    own = model.heads[CLASSIFIER].get_submodule("tower").state_dict()
+    assert own.keys() == tower.state_dict().keys()
+    assert all(torch.equal(own[name], weight) for name, weight in tower.state_dict().items())
+    batch = next(objective.batches(model, first=0, rank=0, world_size=1))
+    number = objective.source.share(0).groups[0]
+    square = torch.from_numpy(objective.images.pixels(int(number), size=SIDE, fit=shape.fit)).float() / 255
+    mean, std = (torch.tensor(one)[:, None, None] for one in (shape.pixel_mean, shape.pixel_std))
+    torch.testing.assert_close(batch.extras[PIXELS][0], (square - mean) / std)
+    still = trained(folder, tmp_path / "still", dtype=torch.float32, num_steps=1, learning_rate=1e-12, **changes)
+    moved = trained(folder, tmp_path / "moved", dtype=torch.float32, num_steps=3, **changes)
+    for name, weight in tower.state_dict().items():
+        torch.testing.assert_close(still[f"{CLASSIFIER}.tower.{name}"], weight, rtol=0, atol=1e-9)
+    assert any(not torch.equal(moved[f"{CLASSIFIER}.tower.{name}"], one) for name, one in tower.state_dict().items())

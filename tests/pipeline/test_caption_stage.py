@@ -16,6 +16,7 @@ from PIL import Image
 from modelwright.core.errors import ConfigError, ModelError
 from modelwright.data.batch import IGNORED
 from modelwright.data.digits import digit_images
+from modelwright.data.images.store import open_images
 from modelwright.data.images.stored import StoredImage
 from modelwright.data.loader import PackedRows
 from modelwright.data.pack import PackConfig
@@ -31,7 +32,6 @@ from modelwright.parallel.config import ParallelConfig
 from modelwright.pipeline.exports import export_hf
 from modelwright.pipeline.models import find_model
 from modelwright.pipeline.preflight import check_training
-from modelwright.pipeline.stages.aligned_rows import open_images
 from modelwright.pipeline.stages.caption_quality import class_words
 from modelwright.pipeline.stages.captioned_rows import CAPTION_ROWS, image_token_id, read_image_prompts, tower_shape
 from modelwright.pipeline.stages.image_accuracy import accuracy_table

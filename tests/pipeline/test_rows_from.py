@@ -12,7 +12,7 @@ import pytest
 
 from modelwright.core.artifacts import read_manifest
 from modelwright.core.records import column, read_records
-from modelwright.data.cache.row_cache import PREFIX, memory_folder
+from own_tiers import open_tiers, use_own_memory
 from rank_processes import start_process
 
 Command = Callable[..., Any]
@@ -49,8 +49,9 @@ def losses(run: Path, stage: str = "pretrain") -> list[tuple[float, float]]:
     return column(read_records(run / stage / "metrics.jsonl"), "loss")
 
 
-def left_in_memory() -> list[Path]:
-    return list(memory_folder().glob(f"{PREFIX}*"))
+@pytest.fixture(autouse=True)
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    return use_own_memory(tmp_path / "memory", monkeypatch)
 
 
 def cached(folder: Path) -> list[str]:
@@ -58,7 +59,7 @@ def cached(folder: Path) -> list[str]:
 
 
 def test_the_same_weights_from_a_folder_with_and_without_a_cache(
-    inside: Command, tmp_path: Path, source: Path, small_words: tuple[str, ...]
+    inside: Command, tmp_path: Path, memory: Path, source: Path, small_words: tuple[str, ...]
 ) -> None:
     from_folder = ["--rows_from", str(source), "--stages", TRAINED]
     for name, words in {"mapped": from_folder, "cached": [*from_folder, *cached(tmp_path / "disk")]}.items():
@@ -75,18 +76,18 @@ def test_the_same_weights_from_a_folder_with_and_without_a_cache(
     assert sum(facts["blocks"].values()) > 0
     assert not read_manifest(tmp_path / "mapped" / "sft" / "artifact").facts["row_cache"]
     assert not list((tmp_path / "disk").iterdir())
-    assert not left_in_memory()
+    assert not list(memory.iterdir())
 
 
 def test_the_own_rows_through_the_cache(
-    inside: Command, tmp_path: Path, source: Path, small_words: tuple[str, ...]
+    inside: Command, tmp_path: Path, memory: Path, source: Path, small_words: tuple[str, ...]
 ) -> None:
     words = ["--stages", f"clean,{PRETRAINED}", "--cache.enabled", "true", "--run-dir", str(tmp_path / "run")]
     done = inside(*small_words, *words)
     assert done.returncode == 0, done.stderr
     assert weights(tmp_path / "run", "pretrain") == weights(source, "pretrain")
     assert sum(value for _, value in column(read_records(tmp_path / "run/pretrain/metrics.jsonl"), "cache/wait_s")) > 0
-    assert not left_in_memory()
+    assert not list(memory.iterdir())
 
 
 def test_the_same_weights_from_a_store(
@@ -128,18 +129,20 @@ def test_killed_while_rows_are_cached(tmp_path: Path, source: Path, small_words:
     run = tmp_path / "run"
     metrics = run / "pretrain" / "metrics.jsonl"
     started = start_process("modelwright.cli.main", *words, "--run-dir", run)
+    tiers = set[Path]()
     while started.is_alive and not (metrics.exists() and len(losses(run)) > 4):
+        tiers |= open_tiers(started.pid)
         time.sleep(0.01)
     started.process.kill()
     code, *_ = started.end()
     assert code < 0, "it was at work"
-    assert left_in_memory()
+    assert len(tiers) == 2, "in memory and on the disk"
     assert list((tmp_path / "disk").iterdir())
     code, _, errors = start_process("modelwright.cli.main", *words, "--run-dir", run).end()
     assert code == 0, errors
     assert weights(run, "pretrain") == weights(source, "pretrain")
     assert losses(run) == losses(source)
-    assert not left_in_memory()
+    assert not any(path.exists() for path in tiers)
     assert not list((tmp_path / "disk").iterdir())
 
 

@@ -19,7 +19,7 @@ from modelwright.data import clean
 from modelwright.data.digits import digit_images
 from modelwright.data.document import Document
 from modelwright.data.images.labeled import LabeledImages, class_of, write_labels
-from modelwright.data.images.store import write_images
+from modelwright.data.images.store import ImageStore, write_images
 from modelwright.data.images.stored import StoredImage, encode
 from modelwright.data.loader import PackedRows
 from modelwright.objectives.image_classifier import load_classifier
@@ -182,7 +182,7 @@ def test_logistic_regression_knows_every_class_of_images_that_are_sorted_by_clas
                 images.add(encode(pixels, lossless=True))
     write_labels(tmp_path, [label for label in range(3) for _ in range(20)], ["a", "b", "c"])
     monkeypatch.setattr(image_accuracy, "MOST_TRAINING_IMAGES", 30)
-    found = image_accuracy.logistic_regression(LabeledImages(tmp_path), LabeledImages(tmp_path))
+    found = image_accuracy.logistic_regression(*[LabeledImages(ImageStore(tmp_path))] * 2)
     assert (found == np.repeat([0, 1, 2], 20)).mean() > 0.9
 
 

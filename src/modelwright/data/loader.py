@@ -19,16 +19,11 @@ import torch
 from modelwright.core.errors import ArtifactError, ConfigError
 from modelwright.core.seeds import derive_seed
 from modelwright.data.batch import IGNORED, TokenBatch
-from modelwright.data.cache.blocks import BlockLayout
-from modelwright.data.cache.cold import ColdStore
-from modelwright.data.cache.reader import BlockReader
+from modelwright.data.cache.blocks import RowLayout
+from modelwright.data.cache.cold import ColdStore, is_remote, rows_at
+from modelwright.data.cache.reader import NUM_READERS, BlockReader
 from modelwright.data.cache.tiers import Tiers
 from modelwright.data.pack import FORMAT, INDEX
-
-ROWS_AT = "rows_at.json"
-"""Beside rows that another run has packed: `{"url": ...}` says which folder has their files."""
-NUM_READERS = 16
-"""Reads at a time where rows are on a store."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +44,7 @@ ReadRows = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray | None]]
 class RowReader(Protocol):
     """Reads the tokens and loss masks of rows."""
 
-    def read(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+    def read(self, rows: np.ndarray, /) -> tuple[np.ndarray, np.ndarray | None]:
         """The tokens [N, seq_len] and, where the rows have one, the loss mask [N, seq_len] of rows [N]."""
         ...
 
@@ -166,6 +161,14 @@ class PackedRows:
         """The rows of groups [N], one group after another."""
         return (groups[:, None] * self.group_size + np.arange(self.group_size)).flatten()
 
+    def values_of(self, groups: np.ndarray) -> np.ndarray:
+        """The values of the pieces of groups, one row after another, [pieces] float32, without reading their rows. Only
+        of rows that were packed with values.
+        """
+        assert self._values is not None
+        pieces, _ = self._pieces_of(self.rows_of(groups))
+        return np.asarray(self._values)[pieces]
+
     def _pieces_of(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The numbers of the pieces of rows [N], one row after another, and how many each row has [N]."""
         first = np.asarray(self._offsets)[rows]
@@ -249,20 +252,20 @@ def read_index(folder: Path) -> dict[str, Any]:
     return index
 
 
-def rows_at(folder: Path) -> str:
-    """The folder or URL that has the row files of a shard folder."""
-    try:
-        return json.loads((folder / ROWS_AT).read_text(encoding="utf-8"))["url"]
-    except FileNotFoundError:
-        return str(folder)
+def row_layout(folder: Path) -> RowLayout:
+    """The blocks of the rows of a shard folder, wherever its `rows_at.json` says that they are. Raises `ArtifactError`
+    if they were packed without checksums.
+    """
+    return RowLayout(folder, read_index(folder), ColdStore(rows_at(folder)))
 
 
 def _reader(folder: Path, index: Mapping[str, Any]) -> RowReader:
     """Maps row files that are on this machine, and reads others with nothing kept."""
     place = rows_at(folder)
-    if "://" not in place:
+    if not is_remote(place):
         return MappedRows(Path(place), index)
-    return BlockReader(Tiers(BlockLayout(folder, index), ColdStore(place)), num_readers=NUM_READERS)
+    layout = RowLayout(folder, index, ColdStore(place))
+    return BlockReader(Tiers(layout), layout, num_readers=NUM_READERS)
 
 
 def _tokens_and_targets(rows: np.ndarray, num_tokens: int, read: ReadRows) -> tuple[np.ndarray, np.ndarray]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from modelwright.core.compatibility import WHOLE_LAYERS, WHOLE_ROWS, Feature, feature
 from modelwright.core.errors import ConfigError, DataError
 from modelwright.data.batch import TokenBatch
+from modelwright.data.batching.augmented import PlannedRows
 from modelwright.data.images.store import ImageStore
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
@@ -25,11 +26,12 @@ from modelwright.model.vision.config import VisionConfig
 from modelwright.model.vision.folders import load_vision_tower
 from modelwright.model.vision.image_prefix import IMAGES, PIXELS, ImagePrefix
 from modelwright.model.vision.vit import VisionTower
-from modelwright.objectives.next_token import num_targets, numbered_batches
+from modelwright.objectives.image_batches import fill_squares, image_batches
+from modelwright.objectives.next_token import num_targets
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
 from modelwright.ops.piece_sums import count_pieces, piece_ends, piece_sums
 from modelwright.train.config import TrainConfig
-from modelwright.train.objective import BatchSource, Objective, Terms
+from modelwright.train.objective import Objective, Terms
 
 NEEDS = frozenset({WHOLE_LAYERS, WHOLE_ROWS})
 """What the layout must leave whole: images are put among the embeddings of whole rows, before the first layer."""
@@ -82,7 +84,7 @@ class Captioning(Objective):
     """
 
     needs = NEEDS
-    source: BatchSource
+    source: PlannedRows
     config: CaptionConfig
     shape: VisionConfig
     tower: Path | None
@@ -117,7 +119,7 @@ class Captioning(Objective):
         return counter.get_total_flops()
 
     def batches(self, model: Decoder, *, first: int, rank: int, world_size: int) -> Iterator[TokenBatch]:
-        for batch in numbered_batches(self.source, first=first, rank=rank, world_size=world_size):
+        for batch in image_batches(self.source, self.images, first=first, rank=rank, world_size=world_size):
             yield self.with_images(batch, self.images)
 
     def prepare(self, batch: TokenBatch, model: Decoder) -> TokenBatch:
@@ -155,8 +157,5 @@ def with_pixels(batch: TokenBatch, store: ImageStore | None, shape: VisionConfig
     numbers = [[number for number in row if number >= 0] for row in image_numbers(batch).tolist()]
     room, size = max(1, *map(len, numbers)), shape.image_size
     pixels = np.zeros((batch.num_rows, room, 3, size, size), dtype=np.uint8)
-    for row, own in enumerate(numbers):
-        for place, number in enumerate(own):
-            assert store is not None, "rows with images come with a store"
-            pixels[row, place] = store.pixels(number, size=size, fit=shape.fit)
+    fill_squares(pixels, numbers, store, shape)
     return replace(batch, extras={**batch.extras, PIXELS: torch.from_numpy(pixels).to(batch.input_ids_BT.device)})

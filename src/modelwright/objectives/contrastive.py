@@ -20,19 +20,20 @@ from torch import Tensor, nn
 from modelwright.core.compatibility import SYNCHRONOUS_UPDATES, WHOLE_BATCHES, WHOLE_ROWS, Feature, feature
 from modelwright.core.errors import ConfigError
 from modelwright.data.batch import TokenBatch
+from modelwright.data.batching.augmented import PlannedRows
 from modelwright.data.images.store import ImageStore
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.model.vision.config import VisionConfig
 from modelwright.objectives.alignment_heads import CODE, IMAGE, SCALE, TEXT, alignment_heads
-from modelwright.objectives.next_token import numbered_batches
+from modelwright.objectives.image_batches import fill_squares, image_batches
 from modelwright.objectives.pairs import Pairs
 from modelwright.ops.contrastive import ContrastiveLoss, PairEmbeddings, contrastive_losses
 from modelwright.ops.piece_sums import count_pieces, piece_ends, piece_keys, piece_means, piece_sums
 from modelwright.parallel.mesh import World, single
 from modelwright.parallel.ragged_gather import gather_rows
 from modelwright.train.config import TrainConfig
-from modelwright.train.objective import BatchSource, Objective, Terms
+from modelwright.train.objective import Objective, Terms
 from modelwright.train.whole_model import ModelLayout
 
 CONTRASTIVE = "contrastive"
@@ -88,7 +89,7 @@ class Contrastive(Objective):
 
     needs = NEEDS
     metric_names = ("accuracy/image", "accuracy/code", "scale")
-    source: BatchSource
+    source: PlannedRows
     config: AlignConfig
     images: ImageStore | None = None
     heldout_images: ImageStore | None = None
@@ -110,7 +111,7 @@ class Contrastive(Objective):
         self.data_ranks = layout.mesh.data
 
     def batches(self, model: Decoder, *, first: int, rank: int, world_size: int) -> Iterator[TokenBatch]:
-        for batch in numbered_batches(self.source, first=first, rank=rank, world_size=world_size):
+        for batch in image_batches(self.source, self.images, first=first, rank=rank, world_size=world_size):
             self.num_groups = batch.num_groups
             yield with_pixels(batch, self.images, vision_shape(model, self.config))
 
@@ -202,15 +203,10 @@ def with_pixels(batch: TokenBatch, store: ImageStore | None, shape: VisionConfig
     """The batch with the images of its pairs, uint8 [B, I / 2, 3, S, S]: those of a group in the order of its pairs,
     divided among its two rows. There is room for one at least, so that all ranks run the tower.
     """
-    numbers_GS = image_numbers(batch).cpu()
-    most = int((numbers_GS >= 0).sum(dim=1).max()) if numbers_GS.numel() else 0
-    room = max(1, -(-most // 2))
-    size = shape.image_size
+    of_groups = [[number for number in row if number >= 0] for row in image_numbers(batch).tolist()]
+    room, size = max(1, -(-max(map(len, of_groups), default=0) // 2)), shape.image_size
     pixels = np.zeros((batch.num_groups, 2 * room, 3, size, size), dtype=np.uint8)
-    for group, numbers in enumerate(numbers_GS.tolist()):
-        for place, number in enumerate(one for one in numbers if one >= 0):
-            assert store is not None, "rows with images come with a store"
-            pixels[group, place] = store.pixels(number, size=size, fit=shape.fit)
+    fill_squares(pixels, of_groups, store, shape)
     flat = torch.from_numpy(pixels).unflatten(1, (2, room)).flatten(0, 1)
     return replace(batch, extras={**batch.extras, PIXELS: flat.to(batch.input_ids_BT.device)})
 

@@ -31,6 +31,8 @@ from modelwright.core.compatibility import (
 from modelwright.core.config import only_for
 from modelwright.core.errors import ConfigError
 from modelwright.data.batch import TokenBatch
+from modelwright.data.batching.augmented import PlannedRows
+from modelwright.data.images.ahead import images_of, own_images
 from modelwright.data.images.labeled import LabeledImages
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
@@ -40,12 +42,12 @@ from modelwright.model.vision.config import ResNetConfig, VisionConfig
 from modelwright.model.vision.folders import load_vision_tower
 from modelwright.model.vision.vit import VisionTower
 from modelwright.objectives.image_augmentation import Augmented, ImageAugmentation, ImageAugmentationConfig
-from modelwright.objectives.next_token import numbered_batches
+from modelwright.objectives.image_batches import image_batches
 from modelwright.ops.image_augment import soft_target
 from modelwright.parallel.mesh import World, single
 from modelwright.parallel.ragged_gather import gather_rows
 from modelwright.train.config import TrainConfig
-from modelwright.train.objective import BatchSource, Objective, Terms
+from modelwright.train.objective import Objective, Terms
 from modelwright.train.whole_model import ModelLayout
 
 CLASSIFIER = "classifier"
@@ -129,7 +131,7 @@ class ImageClassification(Objective):
     needs = NEEDS
     trains_decoder = False
     metric_names = ("accuracy",)
-    source: BatchSource
+    source: PlannedRows
     config: ImageTrainConfig
     images: LabeledImages
     heldout_images: LabeledImages | None = None
@@ -170,23 +172,41 @@ class ImageClassification(Objective):
         self.data_ranks = layout.mesh.data
 
     def batches(self, model: Decoder, *, first: int, rank: int, world_size: int) -> Iterator[TokenBatch]:
-        rows = numbered_batches(self.source, first=first, rank=rank, world_size=world_size)
+        rows = image_batches(
+            self.source, self.images.store, first=first, rank=rank, world_size=world_size, needed=self._needed
+        )
         for step, batch in enumerate(rows, start=first):
-            augment = ImageAugmentation(
-                config=self.config.augment,
-                seed=self.seed,
-                step=step,
-                num_classes=self.num_classes,
-                smoothing=self.config.label_smoothing,
-                image=lambda number: colors(self.images, number, self.shape),
-                label=lambda number: int(self.images.labels[number]),
-            )
             own = image_numbers(batch)
-            everyone = own
-            if self.config.augment.mixes and world_size > 1:
-                everyone = image_numbers(self.source.batch(step))
+            everyone = self._everyone(self.source.fork(), step) if self._mixes_over(world_size) else own
             self.num_groups = batch.num_groups
-            yield self.with_images(batch, augment(own, everyone))
+            yield self.with_images(batch, self._augmentation(step)(own, everyone))
+
+    def _augmentation(self, step: int) -> ImageAugmentation:
+        return ImageAugmentation(
+            config=self.config.augment,
+            seed=self.seed,
+            step=step,
+            num_classes=self.num_classes,
+            smoothing=self.config.label_smoothing,
+            image=lambda number: colors(self.images, number, self.shape),
+            label=lambda number: int(self.images.labels[number]),
+        )
+
+    def _needed(self, loader: PlannedRows, step: int, rank: int, world_size: int) -> list[int]:
+        """The images of a rank's rows, and what they are mixed with."""
+        own = own_images(loader, step, rank, world_size)
+        if not self._mixes_over(world_size):
+            return own
+        partners = self._augmentation(step).partners(self._everyone(loader, step))
+        return list(dict.fromkeys([*own, *(partners[number] for number in own)]))
+
+    def _mixes_over(self, world_size: int) -> bool:
+        """Whether images are mixed with those of other ranks."""
+        return self.config.augment.mixes and world_size > 1
+
+    def _everyone(self, loader: PlannedRows, step: int) -> list[int]:
+        """The images of the global batch."""
+        return images_of(loader.rows, loader.share(step).groups)
 
     def prepare(self, batch: TokenBatch, model: Decoder) -> TokenBatch:
         images = self.heldout_images

@@ -64,8 +64,8 @@ class RunConfig:
     and shape replace the sections `tokenizer` and `model`. "" starts from random weights."""
     rows_from: str = ""
     """Folder of another run, or its fsspec URL, whose clean text, tokenizer and packed rows this run takes over instead
-    of making its own. Its training rows are not copied: they are read from there, through `cache`. "" makes them from
-    `data.sources`."""
+    of making its own. Its training rows and their images are not copied: they are read from there, through `cache`. ""
+    makes them from `data.sources`."""
     minutes: float = 0.0
     """Minutes that the whole run may take, all stages included; 0 trains for the configured lengths. Steps are timed
     when the run is created, and what the other stages are expected to leave of the time decides the number of them,

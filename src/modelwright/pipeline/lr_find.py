@@ -19,6 +19,7 @@ from modelwright.core.errors import ConfigError, ModelwrightError, Stopped
 from modelwright.core.progress import Progress
 from modelwright.core.rundir import RunDir, StageDir
 from modelwright.core.seeds import derive_seed
+from modelwright.data.images.store import open_images
 from modelwright.data.loader import PackedLoader, PackedRows
 from modelwright.model.hf import load_model
 from modelwright.optim.schedule import ScheduleConfig
@@ -136,6 +137,8 @@ def sweep(config: RunConfig, rows: Path, test: RangeConfig, progress: Progress) 
             config=config,
             training=training,
             loader=loader,
+            plan=loader,
+            images=open_images(rows.parent, rows.name),
             parents=parents,
             world=world,
             folder=Path(scratch),

@@ -16,6 +16,8 @@ from modelwright.core.progress import Progress
 from modelwright.core.rundir import RunDir, StageDir
 
 if TYPE_CHECKING:
+    from modelwright.data.batching.augmented import PlannedRows
+    from modelwright.data.images.store import ImageStore
     from modelwright.parallel.mesh import World
     from modelwright.pipeline.config import RunConfig
     from modelwright.pipeline.report.blocks import Block, Fact, Section
@@ -98,6 +100,10 @@ class StageInputs:
     """Settings of the stage."""
     loader: "BatchSource"
     """Batches of the stage's rows."""
+    plan: "PlannedRows"
+    """The same batches before documents in them are changed. It knows the rows of a batch before they are read."""
+    images: "ImageStore | None"
+    """The images of the rows, None if they have none."""
     parents: Mapping[str, Path]
     """The artifacts that the stage reads, by stage name: a reference model, for example."""
     world: "World"

@@ -18,6 +18,7 @@ from modelwright.core.progress import Progress
 from modelwright.core.rundir import StageDir
 from modelwright.core.seeds import derive_seed
 from modelwright.data.batch import TokenBatch
+from modelwright.data.images.store import open_images
 from modelwright.data.loader import PackedLoader, PackedRows
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
@@ -166,6 +167,8 @@ class Candidates:
             config=self.config,
             training=training,
             loader=loader,
+            plan=loader,
+            images=open_images(self.rows, "train"),
             parents={INIT.name: Path(self.config.init_from)} if self.config.init_from else {},
             world=self.world,
             folder=folder,

@@ -1,1 +1,1 @@
-"""Packed rows in three tiers: memory that the processes of a host share, a local disk, and wherever the rows lie."""
+"""Packed rows and images in three tiers: memory that the processes of a host share, a disk, and where they lie."""

@@ -1,22 +1,24 @@
-"""Blocks: consecutive rows of a row file, with checksums from when they were packed. The unit that is read and cached.
+"""`RowLayout`: the blocks of packed rows, which are consecutive rows of a row file.
 
 `pack` writes `checksums.bin` beside the rows: uint32 [blocks, 1 or 2], the CRC-32 of the tokens of each block and,
 where the rows have a loss mask, of its mask. Blocks are numbered through all files and never span two of them.
 """
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from modelwright.core.errors import ArtifactError
+from modelwright.data.cache.cold import ColdStore
+from modelwright.data.cache.layout import BLOCK_BYTES, BlockPart
 
 CHECKSUMS = "checksums.bin"
-BLOCK_BYTES = 64 * 2**10
-"""Most bytes of the tokens of a block, unless a single row has more. A shuffled order asks for rows one by one, so most
-of a block is read in vain; a store takes about as long for 64 KiB as for one row."""
+
+Row = tuple[np.ndarray, np.ndarray | None]
+"""Tokens [seq_len], and the loss mask [seq_len] where the rows have one."""
 
 
 def rows_of_block(row_bytes: int) -> int:
@@ -29,25 +31,16 @@ def block_checksums(rows: np.ndarray, block_rows: int) -> list[int]:
     return [zlib.crc32(rows[first : first + block_rows].tobytes()) for first in range(0, len(rows), block_rows)]
 
 
-class BlockPart(NamedTuple):
-    """The bytes of a block in one file, and what their checksum must be."""
-
-    file: str
-    offset: int
-    num_bytes: int
-    checksum: int
-
-    def __str__(self) -> str:
-        return f"bytes {self.offset:,} to {self.offset + self.num_bytes:,} of {self.file}"
-
-
-class BlockLayout:
-    """Which rows are in which block, and where its parts lie. The content of a block is its parts one after another.
+class RowLayout:
+    """`BlockLayout` of the rows of a shard folder, whose files `store` has.
 
     Raises `ArtifactError` if the rows in `folder` were packed without checksums.
     """
 
-    def __init__(self, folder: Path, index: Mapping[str, Any]) -> None:
+    title = "rows"
+
+    def __init__(self, folder: Path, index: Mapping[str, Any], store: ColdStore) -> None:
+        self.store = store
         self.seq_len: int = index["seq_len"]
         self.dtype = np.dtype(index["dtype"])
         self.files = list(index["files"])
@@ -64,20 +57,22 @@ class BlockLayout:
         self._file_starts = np.cumsum([0, *num_rows])
         self._first_blocks = np.cumsum([0, *(-(-count // self.block_rows) for count in num_rows)])
         self.num_blocks = int(self._first_blocks[-1])
-        self.num_rows = int(self._file_starts[-1])
+        self.num_items = int(self._file_starts[-1])
         if path.stat().st_size != 4 * self.num_blocks * len(self.names):
             raise ArtifactError(f"{path}: is truncated; run the pack stage again")
         self._checksums = np.memmap(path, np.uint32, mode="r", shape=(self.num_blocks, len(self.names)))
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a whole block."""
         return self.block_rows * sum(self._row_bytes[: len(self.names)])
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all blocks."""
-        return self.num_rows * sum(self._row_bytes[: len(self.names)])
+        return self.num_items * sum(self._row_bytes[: len(self.names)])
+
+    @property
+    def identity(self) -> bytes:
+        return self._checksums.tobytes() + self.store.url.encode()
 
     def block_of(self, row: int) -> tuple[int, int]:
         """The block that a row is in, and the row's place in it."""
@@ -85,40 +80,38 @@ class BlockLayout:
         block, place = divmod(row - int(self._file_starts[file]), self.block_rows)
         return int(self._first_blocks[file]) + block, place
 
+    def blocks_of(self, item: int) -> Sequence[int]:
+        return (self.block_of(item)[0],)
+
     def num_rows_of(self, block: int) -> int:
         """Rows of a block; the last one of a file may have fewer."""
         file, first = self._place(block)
         return min(self.block_rows, self.files[file]["rows"] - first)
 
     def num_bytes_of(self, block: int) -> int:
-        """Bytes of the content of a block."""
         return self.num_rows_of(block) * sum(self._row_bytes[: len(self.names)])
 
     def parts(self, block: int) -> list[BlockPart]:
-        """The parts of a block, in the order in which its content has them."""
         (file, first), num_rows = self._place(block), self.num_rows_of(block)
         sizes = zip(self.names, self._row_bytes, self._checksums[block].tolist(), strict=False)
         return [
-            BlockPart(self.files[file][name], first * row_bytes, num_rows * row_bytes, checksum)
+            BlockPart(self.store, self.files[file][name], first * row_bytes, num_rows * row_bytes, checksum)
             for name, row_bytes, checksum in sizes
         ]
 
-    def damaged(self, block: int, content: bytes) -> BlockPart | None:
-        """The part of a block's content that differs from what was packed; None if all is as it was."""
-        at = 0
-        for part in self.parts(block):
-            if zlib.crc32(memoryview(content)[at : at + part.num_bytes]) != part.checksum:
-                return part
-            at += part.num_bytes
-        return None
-
-    def rows(self, block: int, content: bytes) -> tuple[np.ndarray, np.ndarray | None]:
-        """The tokens [rows, seq_len] of a block and their loss mask [rows, seq_len] uint8, None if it has none."""
-        count = self.num_rows_of(block) * self.seq_len
-        tokens = np.frombuffer(content, self.dtype, count=count).reshape(-1, self.seq_len)
+    def cut(self, item: int, block: int, content: bytes) -> Row:
+        place, token_bytes = self.block_of(item)[1], self._row_bytes[0]
+        tokens = np.frombuffer(content, self.dtype, count=self.seq_len, offset=place * token_bytes).copy()
         if len(self.names) == 1:
             return tokens, None
-        return tokens, np.frombuffer(content, np.uint8, offset=tokens.nbytes).reshape(-1, self.seq_len)
+        start = self.num_rows_of(block) * token_bytes + place * self.seq_len
+        return tokens, np.frombuffer(content, np.uint8, count=self.seq_len, offset=start).copy()
+
+    def join(self, cuts: Sequence[Sequence[Row]]) -> tuple[np.ndarray, np.ndarray | None]:
+        """The tokens [rows, seq_len] and the loss mask [rows, seq_len] uint8, None if they have none."""
+        rows = [row for (row,) in cuts]
+        masks = [mask for _, mask in rows if mask is not None]
+        return np.stack([tokens for tokens, _ in rows]), np.stack(masks) if masks else None
 
     def _place(self, block: int) -> tuple[int, int]:
         """The number of a block's file, and the block's first row in it."""

@@ -1,6 +1,7 @@
-"""The place that rows are kept at: a folder, or whatever fsspec has a package for."""
+"""The place that the files of rows and images are kept at: a folder, or whatever fsspec has a package for."""
 
 import errno
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -14,11 +15,26 @@ import fsspec.core
 
 from modelwright.core.errors import ArtifactError, ConfigError, StorageError, writing
 
+ROWS_AT = "rows_at.json"
+"""Beside rows and images that another run has packed: `{"url": ...}` says which folder has their large files."""
 NUM_TRIES = 5
 FIRST_PAUSE_S = 0.2
 """Pause before the second try; each is twice as long as the one before."""
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 """Errors that another try does not mend."""
+
+
+def rows_at(folder: Path) -> str:
+    """The folder or URL that has the large files of a folder of rows or images."""
+    try:
+        return json.loads((folder / ROWS_AT).read_text(encoding="utf-8"))["url"]
+    except FileNotFoundError:
+        return str(folder)
+
+
+def is_remote(place: str) -> bool:
+    """Whether a folder or URL is on a store, where files cannot be mapped into memory."""
+    return "://" in place
 
 
 def open_store(url: str, setting: str) -> tuple[fsspec.AbstractFileSystem, str]:
@@ -52,7 +68,7 @@ class ColdStore:
                 filesystem, path = self._open()
                 content: Any = filesystem.cat_file(f"{path}/{name}", start=offset, end=offset + num_bytes)
             except FileNotFoundError:
-                raise ArtifactError(f"{place}: is missing; put the packed rows back, or pack them again") from None
+                raise ArtifactError(f"{place}: is missing; put the file back, or run the pack stage again") from None
             except ConfigError:
                 raise
             except Exception as error:  # each store has errors of its own
@@ -62,7 +78,7 @@ class ColdStore:
                 pause_s *= 2
                 continue
             if len(content) != num_bytes:
-                raise ArtifactError(f"{place}: is truncated; put the packed rows back, or pack them again")
+                raise ArtifactError(f"{place}: is truncated; put the file back, or run the pack stage again")
             return bytes(content)
         raise AssertionError("unreachable")
 

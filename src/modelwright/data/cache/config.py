@@ -1,4 +1,4 @@
-"""Settings of the cache of packed rows."""
+"""Settings of the cache of packed rows and images."""
 
 from dataclasses import dataclass
 
@@ -8,21 +8,22 @@ from modelwright.core.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class RowCacheConfig:
-    """Keeps packed rows near while a stage trains, where they lie on a slow disk or on a store (docs/data.md)."""
+    """Keeps packed rows, and the images that belong to them, near while a stage trains, where they lie on a slow disk
+    or on a store (docs/data.md)."""
 
     enabled: bool = False
-    """Read training rows through the cache, and before they are needed. Batches are the same without it."""
+    """Read training rows and images through the cache, and before they are needed. Batches are the same without it."""
     memory_bytes: int = 0
-    """Bytes of memory on each host for the rows that are read most, shared by its processes; 0 is a tenth of the
-    rows."""
+    """Bytes of memory on each host for the rows and images that are read most, shared by its processes; 0 is a tenth of
+    all."""
     disk_bytes: int = 0
-    """Bytes in `folder` for the rows that are read next most; 0 is three tenths of the rows."""
+    """Bytes in `folder` for the rows and images that are read next most; 0 is three tenths of all."""
     folder: str = ""
-    """Folder on a fast disk of each host; "" keeps rows in memory only."""
+    """Folder on a fast disk of each host; "" keeps rows and images in memory only."""
     num_batches_ahead: int = constant(8)
-    """Batches whose rows are read before they are needed."""
+    """Batches whose rows and images are read before they are needed."""
     num_readers: int = constant(16)
-    """Reads at a time, of each process."""
+    """Reads of rows at a time, and of images, of each process."""
 
     def __post_init__(self) -> None:
         for name in ("memory_bytes", "disk_bytes"):

@@ -13,8 +13,12 @@ import numpy as np
 
 from modelwright.data.batch import TokenBatch
 from modelwright.data.batching.augmented import PlannedRows
+from modelwright.data.batching.plan_ahead import PlanAhead, share_of
 from modelwright.data.cache.reader import BlockReader
 from modelwright.data.loader import RowShare
+
+Tokens = tuple[np.ndarray, np.ndarray | None]
+"""Tokens [N, seq_len] and loss mask [N, seq_len] of rows, None if they have none."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +46,12 @@ class LookaheadLoader:
     assembles none before it is needed either.
     """
 
-    def __init__(self, loader: PlannedRows, reader: BlockReader, *, num_ahead: int) -> None:
+    def __init__(self, loader: PlannedRows, reader: BlockReader[Tokens], *, num_ahead: int) -> None:
         self.loader = loader
         self.rows = loader.rows
         self.reader = reader
         self.num_ahead = num_ahead
-        self._fork = loader.fork()
-        self._plan = (loader.plan_version, 0, 1)
+        self._plan = PlanAhead(loader, share_of, num_ahead=num_ahead)
         self._coming: dict[int, RowShare] = {}
         """Rows of the batch that was asked for and of those to come, by the number of the batch."""
         self._assembly: _Assembly | None = None
@@ -89,14 +92,7 @@ class LookaheadLoader:
     def _planned(self, index: int, rank: int, world_size: int) -> RowShare:
         """The rows of a batch; plans those to come as well."""
         share = self.loader.share(index, rank=rank, world_size=world_size)
-        plan = (self.loader.plan_version, rank, world_size)
-        if plan != self._plan:
-            self._fork, self._plan, self._coming = self.loader.fork(), plan, {}
-        shares = dict[int, RowShare]()
-        for number in range(index, index + 1 + self.num_ahead):
-            known = self._coming.get(number)
-            shares[number] = known or self._fork.share(number, rank=rank, world_size=world_size)
-        self._coming = shares
+        self._coming = self._plan.of(index, rank, world_size)
         return share
 
     def _expect_now(self) -> None:

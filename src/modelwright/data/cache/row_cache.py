@@ -1,4 +1,4 @@
-"""`open_cache`: the cache of one folder of packed rows, in use by this process until the block ends.
+"""`open_cache`: the cache of a folder of packed rows and of their images, in use by this process until the block ends.
 
 Processes of a host that open the same rows with the same settings share the tiers. The last one to leave removes them;
 where work ends with an error the disk's tier stays, and whoever opens the same rows next goes on with it. What killed
@@ -16,22 +16,21 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from modelwright.core.artifacts import make_folder
 from modelwright.core.errors import ConfigError, StorageError
 from modelwright.data.cache.access import AccessCounts
-from modelwright.data.cache.blocks import CHECKSUMS, BlockLayout
-from modelwright.data.cache.cold import ColdStore
 from modelwright.data.cache.config import RowCacheConfig
+from modelwright.data.cache.layout import BlockLayout, BlockSet, JoinedBlocks
 from modelwright.data.cache.lease import SharedFolder, sweep
 from modelwright.data.cache.reader import BlockReader
 from modelwright.data.cache.slots import SlotTier
 from modelwright.data.cache.tiers import DISK, MEMORY, Tiers
-from modelwright.data.loader import read_index, rows_at
 
 PREFIX = "modelwright-rows"
 MEMORY_SHARE, DISK_SHARE = 0.1, 0.3
-"""Shares of the rows in memory and on the disk, where no bytes are set."""
+"""Shares of the rows and images in memory and on the disk, where no bytes are set."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +41,9 @@ class TierBudget:
     disk: int
 
     @classmethod
-    def of(cls, config: RowCacheConfig, layout: BlockLayout) -> "TierBudget":
-        """The settings, or shares of the bytes of the rows that have room for a block at least."""
-        shares = [max(int(share * layout.total_bytes), _least_bytes(layout)) for share in (MEMORY_SHARE, DISK_SHARE)]
+    def of(cls, config: RowCacheConfig, blocks: BlockSet) -> "TierBudget":
+        """The settings, or shares of the bytes of all blocks that have room for a block at least."""
+        shares = [max(int(share * blocks.total_bytes), _least_bytes(blocks)) for share in (MEMORY_SHARE, DISK_SHARE)]
         return cls(
             memory=config.memory_bytes or shares[0],
             disk=(config.disk_bytes or shares[1]) if config.folder else 0,
@@ -59,35 +58,40 @@ def memory_folder() -> Path:
 
 @contextmanager
 def open_cache(
-    folder: Path, config: RowCacheConfig, *, note: Callable[[str], None] = lambda line: None
-) -> Iterator[BlockReader]:
-    """A reader of the rows in a shard folder, or of those that its `rows_at.json` names.
+    config: RowCacheConfig, *layouts: BlockLayout[Any], note: Callable[[str], None] = lambda line: None
+) -> Iterator[list[BlockReader[Any]]]:
+    """A reader of the rows or images of each layout. All of them share the tiers and their budgets.
 
-    note: shows a line to the user. Raises `ConfigError` for a tier that has no room, and `ArtifactError` for rows
-    without checksums.
+    note: shows a line to the user. Raises `ConfigError` for a tier that has no room.
     """
-    layout = BlockLayout(folder, read_index(folder))
-    budget = TierBudget.of(config, layout)
+    blocks = JoinedBlocks(layouts)
+    budget = TierBudget.of(config, blocks)
     disk_room = f" and {budget.disk:,} in {config.folder}" if budget.disk else ""
-    note(f"cache: {layout.total_bytes:,} bytes of rows, of which {budget.memory:,} fit into memory{disk_room}")
-    name = _name(folder, config, budget)
+    note(
+        f"cache: {blocks.total_bytes:,} bytes of {blocks.title}, of which {budget.memory:,} fit into memory{disk_room}"
+    )
+    name = _name(blocks, config, budget)
     with ExitStack() as stack:
-        prepare = partial(_prepare_memory, layout=layout, budget=budget.memory)
+        prepare = partial(_prepare_memory, blocks=blocks, budget=budget.memory)
         memory = _shared(stack, memory_folder(), name, MEMORY, prepare)
-        counts = AccessCounts(memory, layout.num_blocks, half_life=layout.num_rows)
-        tiers = [(MEMORY, _tier(memory, layout, budget.memory - AccessCounts.num_bytes(layout.num_blocks)))]
+        counts = AccessCounts(memory, blocks.num_blocks, half_life=blocks.num_items)
+        places = [(MEMORY, _tier(memory, blocks, budget.memory - AccessCounts.num_bytes(blocks.num_blocks)))]
         if budget.disk:
             make_folder(Path(config.folder))
-            prepare = partial(_prepare_disk, layout=layout, budget=budget.disk)
+            prepare = partial(_prepare_disk, blocks=blocks, budget=budget.disk)
             disk = _shared(stack, Path(config.folder), name, DISK, prepare, keep_after_error=True)
-            tiers.append((DISK, _tier(disk, layout, budget.disk)))
-        for _, tier in tiers:
+            places.append((DISK, _tier(disk, blocks, budget.disk)))
+        for _, tier in places:
             stack.callback(tier.close)
-        reader = BlockReader(
-            Tiers(layout, ColdStore(rows_at(folder)), tiers, counts, note), num_readers=config.num_readers
-        )
-        stack.callback(reader.close)
-        yield reader
+        tiers = Tiers(blocks, places, counts, note)
+        stack.callback(tiers.close)
+        readers = [
+            BlockReader(tiers, layout, num_readers=config.num_readers, first_block=first)
+            for layout, first in zip(layouts, blocks.starts, strict=False)
+        ]
+        for reader in readers:
+            stack.callback(reader.close)
+        yield readers
 
 
 def remove_leftovers(config: RowCacheConfig) -> None:
@@ -97,10 +101,9 @@ def remove_leftovers(config: RowCacheConfig) -> None:
             sweep(parent, _prefix())
 
 
-def _name(folder: Path, config: RowCacheConfig, budget: TierBudget) -> str:
-    """The same for the same rows and tiers only."""
-    parts = [(folder / CHECKSUMS).read_bytes(), rows_at(folder), config.folder, str(budget)]
-    digest = hashlib.sha256(b"\0".join(part if isinstance(part, bytes) else part.encode() for part in parts))
+def _name(blocks: BlockSet, config: RowCacheConfig, budget: TierBudget) -> str:
+    """The same for the same blocks and tiers only."""
+    digest = hashlib.sha256(b"\0".join([blocks.identity, config.folder.encode(), str(budget).encode()]))
     return f"{_prefix()}{digest.hexdigest()[:16]}"
 
 
@@ -130,36 +133,40 @@ def _shared(
     return shared.path
 
 
-def _prepare_memory(folder: Path, *, layout: BlockLayout, budget: int) -> None:
+def _prepare_memory(folder: Path, *, blocks: BlockSet, budget: int) -> None:
     _empty(folder)
-    room = budget - AccessCounts.num_bytes(layout.num_blocks)
-    num_slots = _num_slots(layout, room)
+    room = budget - AccessCounts.num_bytes(blocks.num_blocks)
+    num_slots = _num_slots(blocks, room)
     if not num_slots:
-        raise ConfigError(f"cache.memory_bytes: {budget:,} has no room for rows; set at least {_least_bytes(layout):,}")
+        raise ConfigError(
+            f"cache.memory_bytes: {budget:,} has no room for {blocks.title}; set at least {_least_bytes(blocks):,}"
+        )
     try:
-        AccessCounts.prepare(folder, layout.num_blocks)
+        AccessCounts.prepare(folder, blocks.num_blocks)
         SlotTier.prepare(
-            folder, num_slots=num_slots, num_blocks=layout.num_blocks, slot_bytes=layout.block_bytes, reserve=True
+            folder, num_slots=num_slots, num_blocks=blocks.num_blocks, slot_bytes=blocks.block_bytes, reserve=True
         )
     except OSError as error:
         _empty(folder)
         raise _no_room(error, "memory_bytes", budget, folder.parent) from None
 
 
-def _prepare_disk(folder: Path, *, layout: BlockLayout, budget: int) -> None:
+def _prepare_disk(folder: Path, *, blocks: BlockSet, budget: int) -> None:
     """What is there already is used: its name says that it has the same rows and the same room."""
-    num_slots = _num_slots(layout, budget)
+    num_slots = _num_slots(blocks, budget)
     if not num_slots:
-        raise ConfigError(f"cache.disk_bytes: {budget:,} has no room for rows; set at least {_least_bytes(layout):,}")
+        raise ConfigError(
+            f"cache.disk_bytes: {budget:,} has no room for {blocks.title}; set at least {_least_bytes(blocks):,}"
+        )
     if (folder / "whole").exists():
         return
     _empty(folder)
     try:
         free = shutil.disk_usage(folder).free
-        if free < SlotTier.num_bytes(num_slots, num_blocks=layout.num_blocks, slot_bytes=layout.block_bytes):
+        if free < SlotTier.num_bytes(num_slots, num_blocks=blocks.num_blocks, slot_bytes=blocks.block_bytes):
             raise OSError(errno.ENOSPC, f"{free:,} bytes are free")
         SlotTier.prepare(
-            folder, num_slots=num_slots, num_blocks=layout.num_blocks, slot_bytes=layout.block_bytes, reserve=False
+            folder, num_slots=num_slots, num_blocks=blocks.num_blocks, slot_bytes=blocks.block_bytes, reserve=False
         )
         (folder / "whole").touch()
     except OSError as error:
@@ -173,20 +180,20 @@ def _no_room(error: OSError, setting: str, budget: int, parent: Path) -> Excepti
     return StorageError(f"{parent}: cannot be written ({error.strerror}); make it writable, or choose another folder")
 
 
-def _least_bytes(layout: BlockLayout) -> int:
+def _least_bytes(blocks: BlockSet) -> int:
     """Bytes of a tier of one block with its tables."""
-    return SlotTier.num_bytes(1, num_blocks=layout.num_blocks, slot_bytes=layout.block_bytes) + AccessCounts.num_bytes(
-        layout.num_blocks
+    return SlotTier.num_bytes(1, num_blocks=blocks.num_blocks, slot_bytes=blocks.block_bytes) + AccessCounts.num_bytes(
+        blocks.num_blocks
     )
 
 
-def _num_slots(layout: BlockLayout, room: int) -> int:
-    return SlotTier.slots_within(room, num_blocks=layout.num_blocks, slot_bytes=layout.block_bytes)
+def _num_slots(blocks: BlockSet, room: int) -> int:
+    return SlotTier.slots_within(room, num_blocks=blocks.num_blocks, slot_bytes=blocks.block_bytes)
 
 
-def _tier(folder: Path, layout: BlockLayout, room: int) -> SlotTier:
-    num_slots = _num_slots(layout, room)
-    return SlotTier(folder, num_slots=num_slots, num_blocks=layout.num_blocks, num_bytes_of=layout.num_bytes_of)
+def _tier(folder: Path, blocks: BlockSet, room: int) -> SlotTier:
+    num_slots = _num_slots(blocks, room)
+    return SlotTier(folder, num_slots=num_slots, num_blocks=blocks.num_blocks, num_bytes_of=blocks.num_bytes_of)
 
 
 def _empty(folder: Path) -> None:

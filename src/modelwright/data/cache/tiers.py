@@ -1,7 +1,7 @@
-"""Blocks from the nearest tier that has them: memory, the local disk, or the place that the rows are kept at.
+"""Blocks from the nearest tier that has them: memory, the local disk, or the place that their files are kept at.
 
-Every block that is read, from any tier, is compared with the checksum from when it was packed. A block gets a slot that
-is free, or that of a block which was read less often before: so it moves towards memory when it is read more than
+Every block that is read, from any tier, is compared with the checksum from when it was written. A block gets a slot
+that is free, or that of a block which was read less often before: so it moves towards memory when it is read more than
 others, and the other one moves away.
 """
 
@@ -14,8 +14,7 @@ import numpy as np
 
 from modelwright.core.errors import ArtifactError
 from modelwright.data.cache.access import AccessCounts
-from modelwright.data.cache.blocks import BlockLayout, BlockPart
-from modelwright.data.cache.cold import ColdStore
+from modelwright.data.cache.layout import BlockPart, BlockSet, damaged
 from modelwright.data.cache.slots import Displaced, SlotTier
 
 MOST_WAITING = 64
@@ -41,15 +40,13 @@ class Tiers:
 
     def __init__(
         self,
-        layout: BlockLayout,
-        source: ColdStore,
+        blocks: BlockSet,
         tiers: Sequence[tuple[str, SlotTier]] = (),
         counts: AccessCounts | None = None,
         note: Callable[[str], None] = lambda line: None,
     ) -> None:
         assert counts is not None or not tiers
-        self.layout = layout
-        self.source = source
+        self.blocks = blocks
         self.figures = TierFigures()
         self._tiers = list(tiers)
         self._counts = counts
@@ -120,7 +117,7 @@ class Tiers:
         assert self._counts is not None
         with self._lock:
             self.figures.num_demoted += 1
-        if self.layout.damaged(*displaced) is None:
+        if damaged(self.blocks, *displaced) is None:
             score = float(self._counts.scores(np.array([displaced.block]))[0])
             any(self._write(name, tier, *displaced, score) is not False for name, tier in tiers)
 
@@ -132,34 +129,35 @@ class Tiers:
             return tier.write(block, content, score, self._counts.scores)
         except OSError as error:
             self._full.add(name)
-            self._note(f"cache: the {name} takes no more rows ({error.strerror}); what it has goes on being read")
+            self._note(f"cache: the {name} takes no more blocks ({error.strerror}); what it has goes on being read")
             return False
 
     def _checked(self, name: str, tier: SlotTier, block: int) -> bytes | None:
         """What a tier has of a block, None if it has not got it whole."""
         content = tier.read(block)
-        if content is None or self.layout.damaged(block, content) is None:
+        if content is None or damaged(self.blocks, block, content) is None:
             return content
         content = tier.read_alone(block)  # another process may have written while this one read
-        damage = None if content is None else self.layout.damaged(block, content)
+        damage = None if content is None else damaged(self.blocks, block, content)
         if damage is None:
             return content
         tier.drop(block)
         with self._lock:
             self.figures.num_damaged += 1
-        self._note(f"cache: the copy of {damage} in the {name} is damaged; it is read again from {self.source.url}")
+        self._note(f"cache: the copy of {damage} in the {name} is damaged; it is read again from {damage.store.url}")
         return None
 
     def _from_source(self, block: int) -> bytes:
         """Read twice before it counts as damaged: a byte may have been flipped on the way."""
         damage: BlockPart | None = None
         for _ in range(2):
-            parts = self.layout.parts(block)
-            content = b"".join(self.source.read(part.file, part.offset, part.num_bytes) for part in parts)
-            damage = self.layout.damaged(block, content)
+            parts = self.blocks.parts(block)
+            content = b"".join(part.store.read(part.file, part.offset, part.num_bytes) for part in parts)
+            damage = damaged(self.blocks, block, content)
             if damage is None:
                 return content
+        assert damage is not None
         raise ArtifactError(
-            f"{self.source.url}: {damage} are damaged: they are not what was packed (CRC-32); put the file back, or "
+            f"{damage.store.url}: {damage} are damaged: they are not what was packed (CRC-32); put the file back, or "
             "run the pack stage again"
         )

@@ -7,20 +7,22 @@ classes.json    the names of the classes, sorted
 import json
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.errors import ArtifactError
+from modelwright.data.cache.reader import BlockReader
 from modelwright.data.document import Document
 from modelwright.data.images.read import LABEL_FIELD
+from modelwright.data.images.squares import Fit
 from modelwright.data.images.store import ImageStore
 
 LABELS, CLASSES = "labels.npy", "classes.json"
-CACHE_BYTES = 256 * 2**20
-"""Memory for decoded images."""
+DECODED_BYTES = 256 * 2**20
+"""Memory for decoded images of a file that is mapped into memory. Those that are read through the cache take what its
+budgets allow and nothing besides."""
 
 
 def class_of(document: Document) -> str:
@@ -35,10 +37,10 @@ def write_labels(folder: Path, labels: list[int], classes: list[str]) -> None:
 
 
 class LabeledImages:
-    """The images of a folder with their classes. Raises `ArtifactError` when something is missing or damaged."""
+    """The images of a store with their classes. Raises `ArtifactError` when something is missing or damaged."""
 
-    def __init__(self, folder: Path) -> None:
-        self.store = ImageStore(folder)
+    def __init__(self, store: ImageStore) -> None:
+        self.store, folder = store, store.folder
         try:
             self.labels: NDArray[np.int32] = np.load(folder / LABELS, allow_pickle=False)
             self.classes: list[str] = json.loads((folder / CLASSES).read_text(encoding="utf-8"))
@@ -48,14 +50,16 @@ class LabeledImages:
             0 <= one < len(self.classes) for one in set(self.labels.tolist())
         ):
             raise ArtifactError(f"{folder / LABELS}: does not fit the images; run the pack stage again")
-        self._cached = lru_cache(maxsize=0)(self.store.pixels)
-        self._cached_size = 0
+        self._decoded_bytes = 0 if isinstance(store.reader, BlockReader) else DECODED_BYTES
+        self._decoded = lru_cache(maxsize=0)(store.pixels)
+        self._decoded_size = 0
 
     def __len__(self) -> int:
         return len(self.store)
 
-    def pixels(self, number: int, *, size: int, fit: Literal["crop", "stretch"]) -> NDArray[np.uint8]:
+    def pixels(self, number: int, *, size: int, fit: Fit) -> NDArray[np.uint8]:
         """An image as a square [3, size, size]; do not change it."""
-        if size != self._cached_size:
-            self._cached, self._cached_size = lru_cache(CACHE_BYTES // (3 * size * size))(self.store.pixels), size
-        return self._cached(number, size=size, fit=fit)
+        if size != self._decoded_size:
+            room = self._decoded_bytes // (3 * size * size)
+            self._decoded, self._decoded_size = lru_cache(room)(self.store.pixels), size
+        return self._decoded(number, size=size, fit=fit)

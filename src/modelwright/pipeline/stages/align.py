@@ -7,6 +7,7 @@ Artifact: the language model with its tokenizer, and the towers beside it (`obje
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from modelwright.data.images.store import open_images
 from modelwright.objectives.aligned_model import AlignedModel, save_alignment
 from modelwright.objectives.contrastive import AlignConfig, Contrastive
 from modelwright.pipeline.config import RunConfig
@@ -15,7 +16,7 @@ from modelwright.pipeline.report.format import count, percent
 from modelwright.pipeline.report.run_data import RunData, StageData
 from modelwright.pipeline.stage import StageInputs
 from modelwright.pipeline.stages.aligned_retrieval import measure_retrieval
-from modelwright.pipeline.stages.aligned_rows import ALIGNED_ROWS, open_images
+from modelwright.pipeline.stages.aligned_rows import ALIGNED_ROWS
 from modelwright.pipeline.stages.alignment import metric_charts
 from modelwright.pipeline.stages.model_folder import save_model_folder
 from modelwright.pipeline.stages.pack import PACK
@@ -34,9 +35,7 @@ def _objective(inputs: StageInputs) -> Contrastive:
     config = inputs.training
     assert isinstance(config, AlignConfig)
     rows = inputs.parents[PACK.name] / ALIGNED_ROWS.name
-    return Contrastive(
-        inputs.loader, config, images=open_images(rows, "train"), heldout_images=open_images(rows, "heldout")
-    )
+    return Contrastive(inputs.plan, config, images=inputs.images, heldout_images=open_images(rows, "heldout"))
 
 
 def _further(run: RunConfig, config: AlignConfig) -> FurtherModels:
@@ -51,9 +50,10 @@ def _save(trained: TrainedModel) -> Mapping[str, Any]:
     save_alignment(trained.model, trained.folder, settings)
     if not trained.heldout.is_dir():
         return {}
+    assert trained.data is not None
     trained.context.progress.note("align: measuring retrieval on held-out pairs")
     aligned = AlignedModel(trained.model.eval(), config.pooling)
-    return {"retrieval": measure_retrieval(aligned, trained.heldout.parent, trained.tokenizer)}
+    return {"retrieval": measure_retrieval(aligned, trained.data, trained.heldout.parent, trained.tokenizer)}
 
 
 def _headline(data: RunData, stage: StageData) -> Sequence[Fact]:

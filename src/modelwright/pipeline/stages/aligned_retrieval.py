@@ -2,18 +2,20 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from modelwright.data.images.store import ImageStore
+from modelwright.data.images.store import ImageStore, open_images
 from modelwright.data.loader import PackedRows
 from modelwright.data.tokenizer import Tokenizer
 from modelwright.evaluate.retrieval import bag_of_words, chance, recall
 from modelwright.objectives.aligned_model import AlignedModel
-from modelwright.pipeline.stages.aligned_rows import AlignedPair, open_images, read_pairs
+from modelwright.pipeline.stages.aligned_rows import AlignedPair, read_pairs
+from modelwright.pipeline.stages.cached_rows import TrainingData
 
 MOST_PAIRS = 1000
 """Held-out pairs of each kind that are searched among."""
@@ -24,18 +26,20 @@ NEIGHBOR_SIDE = 16
 """Pixels of a side in the baseline's comparison."""
 
 
-def measure_retrieval(model: AlignedModel, rows: Path, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Recall by task, `recall`, and some queries with what was found, `examples`. rows: folder of the set of rows."""
-    pairs = read_pairs(PackedRows(rows / "heldout"), tokenizer)
+def measure_retrieval(model: AlignedModel, training: TrainingData, rows: Path, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Recall by task, `recall`, and some queries with what was found, `examples`. training: what the model learned
+    from; rows: folder of the set of rows.
+    """
+    pairs = list(read_pairs(PackedRows(rows / "heldout"), tokenizer))
     with_code = [pair for pair in pairs if pair.image < 0][:MOST_PAIRS]
     with_image = [pair for pair in pairs if pair.image >= 0][:MOST_PAIRS]
     result: dict[str, Any] = {"recall": {}, "examples": {}}
     if with_code:
         _code_tasks(model, with_code, tokenizer, result)
     if with_image:
-        store, training = open_images(rows, "heldout"), open_images(rows, "train")
+        store = open_images(rows, "heldout")
         assert store is not None
-        neighbors = _nearest_captions(with_image, store, training, rows / "train", tokenizer)
+        neighbors = _nearest_captions(with_image, store, training, tokenizer)
         _image_tasks(model, with_image, store, neighbors, result)
     return result
 
@@ -61,7 +65,7 @@ def _image_tasks(
     first_with = {caption: place for place, caption in reversed(list(enumerate(captions)))}
     texts = list(first_with)
     text_vectors = model.embed_texts([pairs[first_with[text]].text_ids for text in texts])
-    scores = text_vectors @ model.embed_images([store.data(pair.image) for pair in pairs]).T
+    scores = text_vectors @ model.embed_images(store.read([pair.image for pair in pairs])).T
     is_right = _same(texts, captions)
     words = bag_of_words(texts, neighbors)
     names = [f"image {pair.image}: {pair.text}" for pair in pairs]
@@ -95,20 +99,22 @@ def _add(
 
 
 def _nearest_captions(
-    pairs: Sequence[AlignedPair], store: ImageStore, training: ImageStore | None, rows: Path, tokenizer: Tokenizer
+    pairs: Sequence[AlignedPair], store: ImageStore, training: TrainingData, tokenizer: Tokenizer
 ) -> list[str]:
     """For each held-out image the caption of the training image with the nearest pixels; "" without any."""
-    if training is None:
+    if training.images is None:
         return [""] * len(pairs)
-    known = [one for one in read_pairs(PackedRows(rows), tokenizer) if one.image >= 0][:MOST_NEIGHBORS]
-    of_training = _small([training.pixels(one.image, size=NEIGHBOR_SIDE, fit="stretch") for one in known])
-    of_heldout = _small([store.pixels(one.image, size=NEIGHBOR_SIDE, fit="stretch") for one in pairs])
+    with_image = (one for one in read_pairs(training.rows, tokenizer) if one.image >= 0)
+    known = list(islice(with_image, MOST_NEIGHBORS))
+    of_training, of_heldout = _small(training.images, known), _small(store, pairs)
     squares = (of_training**2).sum(axis=1)
     nearest = (squares - 2 * of_heldout @ of_training.T).argmin(axis=1)
     return [known[place].text for place in nearest]
 
 
-def _small(images: Sequence[NDArray[np.uint8]]) -> NDArray[np.float32]:
+def _small(store: ImageStore, pairs: Sequence[AlignedPair]) -> NDArray[np.float32]:
+    """The pixels of the images of pairs, [pairs, values]."""
+    images = list(store.squares([one.image for one in pairs], size=NEIGHBOR_SIDE, fit="stretch"))
     return np.stack(images).reshape(len(images), -1).astype(np.float32) / np.float32(255)
 
 

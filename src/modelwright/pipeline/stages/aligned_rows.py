@@ -5,9 +5,8 @@ number plus 1 in the store `images-<split>` beside the rows.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 
@@ -15,7 +14,8 @@ from modelwright.core.errors import DataError
 from modelwright.data.clean import read_kept
 from modelwright.data.docstring_pairs import described_functions
 from modelwright.data.document import Document, Split
-from modelwright.data.images.store import ImageStore, StoreWriter, write_images
+from modelwright.data.images.index import FORMAT, StoreWriter
+from modelwright.data.images.store import images_folder, write_images
 from modelwright.data.images.stored import KEY, StoredImage
 from modelwright.data.loader import PackedRows
 from modelwright.data.pack import TokenSequence
@@ -25,6 +25,8 @@ from modelwright.pipeline.stages.rows import PackJob, RowSet, Sequences
 
 MOST_IMAGES = 2**24 - 2
 """Numbers of images travel as FP32."""
+ROWS_READ_AT_ONCE = 64
+"""Rows, or groups of them, that are read together where all are read in their order."""
 
 
 @dataclass
@@ -38,18 +40,6 @@ class _WaitingPairs:
 def _pack_aligned(job: PackJob, split: Split) -> None:
     with write_images(images_folder(job.context.output.path / ALIGNED_ROWS.name, split)) as images:
         job.pack(f"{ALIGNED_ROWS.name}/{split}", _sequences(job, split, images), group_size=2)
-
-
-def images_folder(rows: Path, split: str) -> Path:
-    """Where the images of a split are. rows: the folder of this set of rows."""
-    return rows / f"images-{split}"
-
-
-def open_images(rows: Path, split: str) -> ImageStore | None:
-    """The images of a split, None if it has none."""
-    folder = images_folder(rows, split)
-    store = ImageStore(folder) if folder.is_dir() else None
-    return store if store is not None and len(store) else None
 
 
 def _sequences(job: PackJob, split: Split, images: StoreWriter) -> Sequences:
@@ -94,17 +84,16 @@ class AlignedPair:
     image: int
 
 
-def read_pairs(rows: PackedRows, tokenizer: Tokenizer) -> Sequence[AlignedPair]:
+def read_pairs(rows: PackedRows, tokenizer: Tokenizer) -> Iterator[AlignedPair]:
     """The pairs of packed rows, in their order."""
-    found: list[AlignedPair] = []
-    for batch in rows.batches(1):
-        tokens, segments = batch.input_ids_BT.numpy(), batch.segments_BT.numpy()
-        values = batch.extras["values_BT"].numpy()
-        for piece in range(int(segments[0].max()) + 1):
-            text_ids, other_ids = (tokens[side][segments[side] == piece] for side in range(2))
-            number = round(float(values[1][segments[1] == piece][0])) - 1
-            found.append(AlignedPair(tokenizer.decode(text_ids).strip(), text_ids, other_ids, number))
-    return found
+    for batch in rows.batches(ROWS_READ_AT_ONCE):
+        whole = (batch.input_ids_BT, batch.segments_BT, batch.extras["values_BT"])
+        groups = (one.unflatten(0, (-1, 2)).numpy() for one in whole)
+        for tokens, segments, values in zip(*groups, strict=True):
+            for piece in range(int(segments[0].max()) + 1):
+                text_ids, other_ids = (tokens[side][segments[side] == piece] for side in range(2))
+                number = round(float(values[1][segments[1] == piece][0])) - 1
+                yield AlignedPair(tokenizer.decode(text_ids).strip(), text_ids, other_ids, number)
 
 
 ALIGNED_ROWS = RowSet(
@@ -113,5 +102,6 @@ ALIGNED_ROWS = RowSet(
     pack=_pack_aligned,
     documents="image with a caption and no described function",
     trained_rows=2,
+    decides=lambda config: {"images": FORMAT},
     stdlib_bytes=6e6,
 )

@@ -1,9 +1,11 @@
-"""The rows of a training stage, read through the cache where the section `cache` is on or the rows are on a store."""
+"""The rows of a training stage and their images, read through the cache where the section `cache` is on, and ahead
+where they are on a store.
+"""
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,8 @@ from modelwright.data.cache.lookahead import LookaheadLoader
 from modelwright.data.cache.reader import BlockReader
 from modelwright.data.cache.row_cache import open_cache, remove_leftovers
 from modelwright.data.cache.tiers import DISK, MEMORY, SOURCE
-from modelwright.data.loader import PackedRows
+from modelwright.data.images.store import ImageStore, has_images, image_layout, images_folder, open_images
+from modelwright.data.loader import PackedRows, row_layout
 from modelwright.pipeline.report.blocks import Block, Table
 from modelwright.pipeline.report.format import count, percent, seconds
 from modelwright.pipeline.report.run_data import StageData
@@ -27,55 +30,87 @@ ROW_CACHE = "row_cache"
 _PLACES = {MEMORY: "memory of the host", DISK: "local disk", SOURCE: "where the rows lie"}
 
 
+@dataclass(frozen=True)
+class TrainingData:
+    """What a stage trains on. images: those of the rows, None if they have none."""
+
+    rows: PackedRows
+    images: ImageStore | None
+
+    @property
+    def readers(self) -> list[BlockReader[Any]]:
+        """What reads rows and images that are not mapped into memory."""
+        readers = [self.rows.reader, *([self.images.reader] if self.images else [])]
+        return [reader for reader in readers if isinstance(reader, BlockReader)]
+
+
 @contextmanager
-def training_rows(folder: Path, config: RowCacheConfig, context: StageContext) -> Iterator[PackedRows]:
-    """The packed rows in a folder, for as long as a stage trains on them."""
+def training_data(folder: Path, config: RowCacheConfig, context: StageContext) -> Iterator[TrainingData]:
+    """The packed rows in a folder and their images, for as long as a stage trains on them."""
+    num_ahead = config.num_batches_ahead
     if config.enabled:
-        with open_cache(folder, config, note=context.progress.note) as reader:
-            yield PackedRows(folder, reader)
+        images = images_folder(folder.parent, folder.name)
+        layouts = [row_layout(folder), *([image_layout(images)] if has_images(images) else [])]
+        with open_cache(config, *layouts, note=context.progress.note) as (rows, *others):
+            stores = [ImageStore(images, reader, num_ahead=num_ahead) for reader in others]
+            yield TrainingData(PackedRows(folder, rows), stores[0] if stores else None)
         return
     remove_leftovers(config)
-    packed = PackedRows(folder)
+    data = TrainingData(PackedRows(folder), open_images(folder.parent, folder.name, num_ahead=num_ahead))
     try:
-        yield packed
+        yield data
     finally:
-        if isinstance(packed.reader, BlockReader):
-            packed.reader.close()
+        for reader in data.readers:
+            reader.close()
 
 
-def read_ahead(loader: PlannedRows, config: RowCacheConfig) -> tuple[PlannedRows, Sequence[TechniqueBuilder]]:
+def read_ahead(
+    loader: PlannedRows, data: TrainingData, config: RowCacheConfig
+) -> tuple[PlannedRows, Sequence[TechniqueBuilder]]:
     """The loader with its rows read before they are needed, and what records how long batches waited; the loader itself
     where rows are mapped into memory.
     """
     reader = loader.rows.reader
     if not isinstance(reader, BlockReader):
         return loader, []
-    return LookaheadLoader(loader, reader, num_ahead=config.num_batches_ahead), [recorded(reader)]
+    return LookaheadLoader(loader, reader, num_ahead=config.num_batches_ahead), [recorded(data.readers)]
 
 
-def recorded(reader: BlockReader) -> TechniqueBuilder:
+def recorded(readers: Sequence[BlockReader[Any]]) -> TechniqueBuilder:
     """A technique that adds the figures of each step to the record, and their sums to the facts of the stage."""
-    before: dict[str, float] = dict.fromkeys(_figures(reader), 0.0)
+    before: dict[str, float] = dict.fromkeys(_figures(readers), 0.0)
 
     def metrics() -> Mapping[str, float]:
-        now = _figures(reader)
+        now = _figures(readers)
         changes = {name: value - before[name] for name, value in now.items()}
         before.update(now)
         return changes
 
-    def summary() -> Mapping[str, Any]:
-        return {**asdict(reader.figures), **asdict(reader.tier_figures)}
-
     def build(run: Runtime) -> Technique:
-        return Technique(name=ROW_CACHE, metrics=metrics, summary=summary)
+        return Technique(name=ROW_CACHE, metrics=metrics, summary=lambda: _sums(readers))
 
     return build
 
 
-def _figures(reader: BlockReader) -> dict[str, float]:
-    tiers = reader.tier_figures
-    blocks = {f"cache/{name}_blocks": float(number) for name, number in tiers.blocks.items()}
-    return {**blocks, "cache/source_bytes": float(tiers.bytes[SOURCE]), "cache/wait_s": reader.figures.wait_s}
+def _sums(readers: Sequence[BlockReader[Any]]) -> dict[str, Any]:
+    """The figures of the readers and of the tiers that they read from, added up."""
+    tiers = {id(reader.tiers): reader.tier_figures for reader in readers}
+    return _added([asdict(reader.figures) for reader in readers]) | _added([asdict(one) for one in tiers.values()])
+
+
+def _added(figures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Numbers, and numbers by tier, of the same names."""
+    first = figures[0]
+    return {
+        name: _added([one[name] for one in figures]) if isinstance(value, dict) else sum(one[name] for one in figures)
+        for name, value in first.items()
+    }
+
+
+def _figures(readers: Sequence[BlockReader[Any]]) -> dict[str, float]:
+    sums = _sums(readers)
+    blocks = {f"cache/{name}_blocks": float(number) for name, number in sums["blocks"].items()}
+    return {**blocks, "cache/source_bytes": float(sums["bytes"][SOURCE]), "cache/wait_s": sums["wait_s"]}
 
 
 def cache_blocks(stage: StageData) -> Sequence[Block]:
@@ -91,7 +126,7 @@ def cache_blocks(stage: StageData) -> Sequence[Block]:
         for name, title in _PLACES.items()
     ]
     ready = facts["num_ready"] / max(1, facts["num_rows"])
-    caption = f"Of the rows, {percent(ready)} were there before their batch was asked for"
+    caption = f"Of what batches needed, {percent(ready)} was there before they were asked for"
     if waits:
         p99 = waits[min(len(waits) - 1, int(0.99 * len(waits)))]
         caption += f"; batches waited {seconds(statistics.median(waits))} (median) and {seconds(p99)} (p99)"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from modelwright.core.artifacts import write_atomic
+from modelwright.data.images.store import open_images
 from modelwright.data.tokenizer import Tokenizer
 from modelwright.model.vision.image_prefix import image_prefix
 from modelwright.model.vision.llava import save_llava
@@ -21,7 +22,6 @@ from modelwright.pipeline.report.format import count, percent
 from modelwright.pipeline.report.run_data import RunData, StageData
 from modelwright.pipeline.stage import StageInputs
 from modelwright.pipeline.stages.align import ALIGN
-from modelwright.pipeline.stages.aligned_rows import open_images
 from modelwright.pipeline.stages.caption_quality import measure_captions
 from modelwright.pipeline.stages.captioned_rows import CAPTION as NAME
 from modelwright.pipeline.stages.captioned_rows import CAPTION_ROWS, image_token_id, tower_shape
@@ -44,12 +44,12 @@ def _objective(inputs: StageInputs) -> Captioning:
         tower = inputs.parents[ALIGN.name] / VISION_FOLDER
     tokenizer = Tokenizer.load(inputs.parents[tokenizer_stage(inputs.config)])
     return Captioning(
-        source=inputs.loader,
+        source=inputs.plan,
         config=config,
         shape=tower_shape(inputs.config),
         tower=tower,
         image_token=image_token_id(tokenizer, config),
-        images=open_images(rows, "train"),
+        images=inputs.images,
         heldout_images=open_images(rows, "heldout"),
     )
 
@@ -79,10 +79,12 @@ def _save(trained: TrainedModel) -> Mapping[str, Any]:
         return {}
     prefix = image_prefix(model)
     assert prefix is not None
+    assert trained.data is not None
     trained.context.progress.note("caption: describing held-out images")
     return {
         "captions": measure_captions(
             model.eval(),
+            trained.data,
             trained.heldout.parent,
             tokenizer,
             prefix.tower.config,

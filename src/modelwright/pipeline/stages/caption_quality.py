@@ -12,7 +12,7 @@ import numpy as np
 
 from modelwright.data.images.decode import decode, pillow
 from modelwright.data.images.labeled import LABELS, LabeledImages
-from modelwright.data.images.store import ImageStore
+from modelwright.data.images.store import ImageStore, images_folder
 from modelwright.data.loader import PackedRows
 from modelwright.data.tokenizer import Tokenizer
 from modelwright.evaluate.statistics import log10_sign_test, wilson_interval
@@ -21,7 +21,7 @@ from modelwright.infer.generate import generate
 from modelwright.infer.sequence import SamplingParams
 from modelwright.model.decoder import Decoder
 from modelwright.model.vision.config import VisionConfig
-from modelwright.pipeline.stages.aligned_rows import images_folder
+from modelwright.pipeline.stages.cached_rows import TrainingData
 from modelwright.pipeline.stages.captioned_rows import ImagePrompt, read_image_prompts
 from modelwright.pipeline.stages.image_accuracy import logistic_regression
 
@@ -61,15 +61,16 @@ def _words(text: str) -> set[str]:
 
 
 def measure_captions(
-    model: Decoder, rows: Path, tokenizer: Tokenizer, shape: VisionConfig, *, max_tokens: int
+    model: Decoder, training: TrainingData, rows: Path, tokenizer: Tokenizer, shape: VisionConfig, *, max_tokens: int
 ) -> dict[str, Any]:
-    """The share of exact captions, examples, and where images have classes that captions name, `classes`. rows: the
-    folder of the set of rows.
+    """The share of exact captions, examples, and where images have classes that captions name, `classes`. training:
+    what the model learned from; rows: the folder of the set of rows.
     """
     store = ImageStore(images_folder(rows, "heldout"))
     prompts = list(read_image_prompts(PackedRows(rows / "heldout")))[:MOST_IMAGES]
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, stop_ids=tokenizer.stop_ids)
-    images = [[store.pixels(one.image, size=shape.image_size, fit=shape.fit)] for one in prompts]
+    numbers = [one.image for one in prompts]
+    images = [[square] for square in store.squares(numbers, size=shape.image_size, fit=shape.fit)]
     engine = EngineConfig(kv_cache_tokens=max(EngineConfig().kv_cache_tokens, model.config.max_seq_len))
     found = generate(model, [one.prompt_ids for one in prompts], [params] * len(prompts), engine, images=images)
     written = [tokenizer.decode(one.token_ids).strip() for one in found]
@@ -83,18 +84,21 @@ def measure_captions(
             for one in shown
         ],
     }
-    classes = _named_classes(rows, tokenizer, prompts, written, references)
+    classes = _named_classes(training, store, tokenizer, prompts, written, references)
     return facts | ({"classes": classes} if classes else {})
 
 
 def _named_classes(
-    rows: Path, tokenizer: Tokenizer, prompts: Sequence[ImagePrompt], written: Sequence[str], references: Sequence[str]
-) -> dict[str, Any]:
-    """How often captions name the right class; {} where images have no classes, or captions do not name them."""
-    if not (images_folder(rows, "train") / LABELS).is_file():
+    data: TrainingData, store: ImageStore, tokenizer: Tokenizer, prompts: Sequence[ImagePrompt],
+    written: Sequence[str], references: Sequence[str],
+) -> dict[str, Any]:  # fmt: skip
+    """How often captions name the right class; {} where images have no classes, or captions do not name them. store:
+    has the held-out images.
+    """
+    if data.images is None or not (data.images.folder / LABELS).is_file():
         return {}
-    training, heldout = (LabeledImages(images_folder(rows, split)) for split in ("train", "heldout"))
-    known = list(read_image_prompts(PackedRows(rows / "train")))
+    training, heldout = LabeledImages(data.images), LabeledImages(store)
+    known = list(read_image_prompts(data.rows))
     captions = [tokenizer.decode(one.answer_ids).strip() for one in known]
     words = class_words(captions, [int(training.labels[one.image]) for one in known])
     labels = np.array([heldout.labels[one.image] for one in prompts])

@@ -19,9 +19,10 @@ from modelwright.data.chat import IMAGE_MARK
 from modelwright.data.clean import read_kept
 from modelwright.data.document import SPLITS, Document, Message, Split
 from modelwright.data.fit import ConversationFit
+from modelwright.data.images.index import FORMAT, StoreWriter
 from modelwright.data.images.labeled import write_labels
 from modelwright.data.images.read import LABEL_FIELD
-from modelwright.data.images.store import StoreWriter, write_images
+from modelwright.data.images.store import images_folder, write_images
 from modelwright.data.images.stored import KEY, StoredImage
 from modelwright.data.loader import PackedRows
 from modelwright.data.pack import TokenSequence
@@ -31,7 +32,7 @@ from modelwright.model.vision.folders import vision_config
 from modelwright.objectives.captioning import CaptionConfig
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.stages.align import ALIGN
-from modelwright.pipeline.stages.aligned_rows import MOST_IMAGES, images_folder
+from modelwright.pipeline.stages.aligned_rows import MOST_IMAGES, ROWS_READ_AT_ONCE
 from modelwright.pipeline.stages.rows import PackJob, RowSet, Sequences, suggest_row_len
 
 CAPTION = "caption"
@@ -161,7 +162,7 @@ def _decides(run: RunConfig) -> dict[str, Any]:
     config: CaptionConfig = run.section(CAPTION)
     shape = dump(tower_shape(run))
     patches = {name: shape[name] for name in ("image_size", "patch_size")}
-    return {"question": config.question, "image_token": config.image_token, **patches}
+    return {"question": config.question, "image_token": config.image_token, **patches, "images": FORMAT}
 
 
 @dataclass(frozen=True)
@@ -176,17 +177,17 @@ class ImagePrompt:
 def read_image_prompts(rows: PackedRows) -> Iterator[ImagePrompt]:
     """The conversations of packed rows by the numbers of their images, each image once."""
     found: dict[int, ImagePrompt] = {}
-    for batch in rows.batches(1):
-        tokens, segments, labels = (x[0].numpy() for x in (batch.input_ids_BT, batch.segments_BT, batch.labels_BT))
-        values = batch.extras["values_BT"][0].numpy()
-        for piece in range(int(segments.max()) + 1):
-            places = np.flatnonzero(segments == piece)
-            is_target = labels[places] != IGNORED
-            first = int(np.flatnonzero(is_target)[0])
-            length = int(np.argmin([*is_target[first:], False]))
-            image, ids = round(float(values[places[0]])) - 1, tokens[places].tolist()
-            answer = ids[first + 1 : first + 1 + length]
-            found.setdefault(image, ImagePrompt(image, ids[: first + 1], answer))
+    for batch in rows.batches(ROWS_READ_AT_ONCE):
+        whole = (batch.input_ids_BT, batch.segments_BT, batch.labels_BT, batch.extras["values_BT"])
+        for tokens, segments, labels, values in zip(*(one.numpy() for one in whole), strict=True):
+            for piece in range(int(segments.max()) + 1):
+                places = np.flatnonzero(segments == piece)
+                is_target = labels[places] != IGNORED
+                first = int(np.flatnonzero(is_target)[0])
+                length = int(np.argmin([*is_target[first:], False]))
+                image, ids = round(float(values[places[0]])) - 1, tokens[places].tolist()
+                answer = ids[first + 1 : first + 1 + length]
+                found.setdefault(image, ImagePrompt(image, ids[: first + 1], answer))
     return iter(found[image] for image in sorted(found))
 
 

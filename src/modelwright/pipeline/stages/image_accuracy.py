@@ -27,7 +27,7 @@ def measure_accuracy(classifier: TrainedClassifier, training: LabeledImages, hel
     """
     labels = heldout.labels.astype(np.int64)
     size = classifier.model.shape.image_size
-    squares = [heldout.pixels(number, size=size, fit=classifier.fit) for number in range(len(heldout))]
+    squares = list(heldout.store.squares(range(len(heldout)), size=size, fit=classifier.fit))
     predicted = classifier.probabilities(squares).argmax(axis=1)
     started = time.perf_counter()
     by_pixels = logistic_regression(training, heldout)
@@ -105,5 +105,5 @@ def logistic_regression(training: LabeledImages, heldout: LabeledImages) -> NDAr
 
 def _pixels(images: LabeledImages, numbers: NDArray[np.int64]) -> NDArray[np.float64]:
     """Colors in [0, 1], one row for each image."""
-    squares = [images.pixels(number, size=BASELINE_SIDE, fit="crop") for number in numbers.tolist()]
-    return np.stack(squares).reshape(len(numbers), -1) / 255.0
+    squares = images.store.squares(numbers.tolist(), size=BASELINE_SIDE, fit="crop")
+    return np.stack(list(squares)).reshape(len(numbers), -1) / 255.0

@@ -1,7 +1,8 @@
 """`rows_from`: what the data stages of another run have made, in place of this run's own.
 
 The stages clean, tokenize and pack copy the other run's artifacts, from a folder or a store, and check every file
-against its manifest. Only the training rows stay where they are: the cache reads them from there (docs/data.md).
+against its manifest. Only the training rows and their images stay where they are: the cache reads them from there
+(docs/data.md).
 """
 
 import json
@@ -13,9 +14,10 @@ from modelwright.core.artifacts import MANIFEST, Manifest, damage, parse_manifes
 from modelwright.core.config import load_yaml
 from modelwright.core.errors import ArtifactError, ConfigError
 from modelwright.core.redact import redact_text
-from modelwright.data.cache.blocks import BlockLayout
-from modelwright.data.cache.cold import ColdStore
-from modelwright.data.loader import ROWS_AT, read_index
+from modelwright.data.cache.cold import ROWS_AT, ColdStore, is_remote
+from modelwright.data.images.index import FILE, ImageIndex
+from modelwright.data.images.store import images_folder
+from modelwright.data.loader import row_layout
 from modelwright.data.pack import INDEX
 from modelwright.data.tokenizer import Tokenizer, tokenizer_difference
 from modelwright.pipeline.config import RunConfig
@@ -23,6 +25,9 @@ from modelwright.pipeline.estimates import BYTES_PER_TOKEN, text_bytes
 from modelwright.pipeline.stage import Stage, StageContext, StageSpec
 from modelwright.pipeline.stages.rows import RowSet
 
+TRAIN = "train"
+IMAGES = images_folder(Path(), TRAIN).name
+"""Folders of an artifact with training rows, and with their images."""
 Check = Callable[[StageContext, Manifest], None]
 
 
@@ -74,21 +79,27 @@ def _run(context: StageContext, url: str, stage: str, check: Check) -> None:
 
 
 def _stays(name: str) -> bool:
-    """Whether a file of an artifact has training rows."""
+    """Whether a file of an artifact has training rows or their images."""
     path = PurePosixPath(name)
-    return path.parent.name == "train" and path.name.startswith(("tokens-", "mask-"))
+    if path.parent.name == TRAIN:
+        return path.name.startswith(("tokens-", "mask-"))
+    return path.parent.name == IMAGES and path.name == FILE
 
 
 def _point_to_rows(artifact: Path, url: str) -> None:
-    """Write beside the index of training rows where their files are. Raises `ArtifactError` if they cannot be read."""
-    for folder in sorted(path.parent for path in artifact.glob(f"*/train/{INDEX}")):
+    """Write beside training rows and their images where their large files are. Raises `ArtifactError` if these cannot
+    be read from there.
+    """
+    for folder in sorted([*artifact.glob(f"*/{TRAIN}"), *artifact.glob(f"*/{IMAGES}")]):
         place = f"{url}/{folder.relative_to(artifact).as_posix()}"
         write_atomic(folder / ROWS_AT, json.dumps({"url": place}))
-        if "://" in url:
-            try:
-                BlockLayout(folder, read_index(folder))
-            except ArtifactError as error:
-                raise ArtifactError(str(error).replace(str(folder), place)) from None
+        try:
+            if folder.name == IMAGES:
+                ImageIndex.read(folder)
+            elif is_remote(url):
+                row_layout(folder)
+        except ArtifactError as error:
+            raise ArtifactError(str(error).replace(str(folder), place)) from None
 
 
 def read_source_manifest(url: str, stage: str) -> Manifest:

@@ -13,11 +13,12 @@ import numpy as np
 from modelwright.core.errors import ConfigError, DataError
 from modelwright.data.clean import read_kept
 from modelwright.data.document import Document, Split
+from modelwright.data.images.index import FORMAT, StoreWriter
 from modelwright.data.images.labeled import LabeledImages, class_of, write_labels
-from modelwright.data.images.store import StoreWriter, write_images
+from modelwright.data.images.store import images_folder, open_images, write_images
 from modelwright.data.images.stored import KEY, StoredImage
 from modelwright.data.pack import TokenSequence
-from modelwright.pipeline.stages.aligned_rows import MOST_IMAGES, images_folder
+from modelwright.pipeline.stages.aligned_rows import MOST_IMAGES
 from modelwright.pipeline.stages.rows import PackJob, RowSet, Sequences
 
 UNKNOWN = "class without a training image"
@@ -26,9 +27,8 @@ UNKNOWN = "class without a training image"
 
 def open_labeled(rows: Path, split: str) -> LabeledImages | None:
     """The images of a split with their classes, None if it has none. rows: the folder of this set of rows."""
-    folder = images_folder(rows, split)
-    images = LabeledImages(folder) if folder.is_dir() else None
-    return images if images is not None and len(images) else None
+    store = open_images(rows, split)
+    return LabeledImages(store) if store is not None else None
 
 
 def _pack_labeled(job: PackJob, split: Split) -> None:
@@ -90,4 +90,5 @@ LABELED_ROWS = RowSet(
     title="images with classes",
     pack=_pack_labeled,
     documents="image with a class",
+    decides=lambda config: {"images": FORMAT},
 )

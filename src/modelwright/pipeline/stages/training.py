@@ -34,7 +34,7 @@ from modelwright.pipeline.report.learning import NATS_PER_TOKEN, loss_highlight,
 from modelwright.pipeline.report.run_data import RunData, StageData
 from modelwright.pipeline.stage import Rates, Stage, StageContext, StageInputs, StageSpec, no_facts, no_lines
 from modelwright.pipeline.stages.augmented_rows import augmentation_digest, augmented, is_augmented, tell_cost
-from modelwright.pipeline.stages.cached_rows import ROW_CACHE, cache_blocks, read_ahead, training_rows
+from modelwright.pipeline.stages.cached_rows import ROW_CACHE, TrainingData, cache_blocks, read_ahead, training_data
 from modelwright.pipeline.stages.head_shares import head_blocks, head_shares
 from modelwright.pipeline.stages.imported import row_tokens
 from modelwright.pipeline.stages.init import INIT
@@ -86,6 +86,8 @@ class TrainedModel:
     """The folder of the artifact."""
     heldout: Path
     """The folder of the held-out rows; it is missing if nothing is held out."""
+    data: TrainingData | None
+    """What it was trained on, still open; None if there was nothing and the model stays as it was."""
     config: RunConfig
     context: StageContext
 
@@ -245,30 +247,42 @@ def _run(context: StageContext, config: RunConfig, spec: StageSpec, traits: _Tra
     load = deferred_model if rows.is_dir() else load_model
     model = load(context.parents[before]) if before else traits.fresh(config)
     if rows.is_dir():
-        with training_rows(rows, config.cache, context) as packed:
-            facts = _learn(context, config, spec, model, packed, traits)
+        with training_data(rows, config.cache, context) as data:
+            facts = _learn(context, config, spec, model, data, traits)
+            _save(context, config, spec, model, data, facts, traits)
     elif spec.rows.if_empty:
-        facts = {"skipped": spec.rows.if_empty}
-        context.progress.note(f"{spec.name}: {facts['skipped']}")
+        context.progress.note(f"{spec.name}: {spec.rows.if_empty}")
+        _save(context, config, spec, model, None, {"skipped": spec.rows.if_empty}, traits)
     else:
         raise DataError(
             f"{spec.name}: no {spec.rows.documents} is left to train on; see the dropped documents of the clean stage"
         )
-    if context.ranks.rank == 0:
-        tokenizer = Tokenizer.load(context.parents[tokenizer_stage(config)])
-        if model.adapters.r:
-            started_from = config.init_from if before == INIT.name else str(context.parents[before])
-            save_adapter(model, context.output.path / ADAPTER_FOLDER, base=started_from)
-            merge_adapters(model)
-        trained = TrainedModel(
-            model=model,
-            tokenizer=tokenizer,
-            folder=context.output.path,
-            heldout=rows.parent / "heldout",
-            config=config,
-            context=context,
-        )
-        context.output.facts |= {**facts, **head_shares(model, trained.heldout), **traits.save(trained)}
+
+
+def _save(
+    context: StageContext, config: RunConfig, spec: StageSpec, model: Decoder, data: TrainingData | None,
+    facts: Mapping[str, Any], traits: _Traits,
+) -> None:  # fmt: skip
+    """Write the artifact and its facts, on the first rank."""
+    if context.ranks.rank:
+        return
+    assert spec.rows is not None
+    before = traits.start(config, spec.name)
+    tokenizer = Tokenizer.load(context.parents[tokenizer_stage(config)])
+    if model.adapters.r:
+        started_from = config.init_from if before == INIT.name else str(context.parents[before])
+        save_adapter(model, context.output.path / ADAPTER_FOLDER, base=started_from)
+        merge_adapters(model)
+    trained = TrainedModel(
+        model=model,
+        tokenizer=tokenizer,
+        folder=context.output.path,
+        heldout=context.parents[PACK.name] / spec.rows.name / "heldout",
+        data=data,
+        config=config,
+        context=context,
+    )
+    context.output.facts |= {**facts, **head_shares(model, trained.heldout), **traits.save(trained)}
 
 
 def fresh_model(config: RunConfig) -> Decoder:
@@ -279,10 +293,10 @@ def fresh_model(config: RunConfig) -> Decoder:
 
 
 def _learn(
-    context: StageContext, config: RunConfig, spec: StageSpec, model: Decoder, packed: PackedRows, traits: _Traits
+    context: StageContext, config: RunConfig, spec: StageSpec, model: Decoder, data: TrainingData, traits: _Traits
 ) -> dict[str, Any]:
     assert spec.objective is not None
-    name, training = spec.name, config.section(spec)
+    name, training, packed = spec.name, config.section(spec), data.rows
     rows, world = packed.folder, context.ranks.world
     num_copies = training.num_copies(config.parallel.axes(world.size))
     batch_rows = training.batch_rows(packed.seq_len * spec.trained_rows, num_copies=num_copies)
@@ -296,12 +310,14 @@ def _learn(
         num_steps_of=training.resolve_num_steps,
         row_losses=lambda: stored_row_losses(packed, judge, context.folder.path, world),
     )
-    ahead, cache = read_ahead(loader, config.cache)
+    ahead, cache = read_ahead(loader, data, config.cache)
     source, augmentation = augmented(ahead, config, spec, context.parents[tokenizer_stage(config)], context.progress)
     inputs = StageInputs(
         config=config,
         training=training,
         loader=source,
+        plan=ahead,
+        images=data.images,
         parents=context.parents,
         world=world,
         folder=context.folder.path,

@@ -10,6 +10,7 @@ from typing import Any
 
 from modelwright.core.rundir import RunDir
 from modelwright.core.seeds import derive_seed
+from modelwright.data.images.labeled import LabeledImages
 from modelwright.model.vision.classifier import ImageClassifier, forward_flops
 from modelwright.objectives.image_classification import CLASSIFIER, ImageClassification, ImageTrainConfig, carrier
 from modelwright.objectives.image_classifier import TrainedClassifier, save_classifier
@@ -33,13 +34,12 @@ USUAL_CLASSES = 10
 def _objective(inputs: StageInputs) -> ImageClassification:
     config = inputs.training
     assert isinstance(config, ImageTrainConfig)
+    assert inputs.images is not None
     rows = inputs.parents[PACK.name] / LABELED_ROWS.name
-    training = open_labeled(rows, "train")
-    assert training is not None
     return ImageClassification(
-        source=inputs.loader,
+        source=inputs.plan,
         config=config,
-        images=training,
+        images=LabeledImages(inputs.images),
         heldout_images=open_labeled(rows, "heldout"),
         seed=derive_seed(inputs.config.seed, VISION.name, "augment"),
     )
@@ -51,10 +51,10 @@ def _further(run: RunConfig, config: ImageTrainConfig) -> FurtherModels:
 
 
 def _save(trained: TrainedModel) -> Mapping[str, Any]:
-    rows = trained.heldout.parent
-    training, heldout = open_labeled(rows, "train"), open_labeled(rows, "heldout")
+    assert trained.data is not None
+    assert trained.data.images is not None
+    training, heldout = LabeledImages(trained.data.images), open_labeled(trained.heldout.parent, "heldout")
     model = trained.model.heads[CLASSIFIER]
-    assert training is not None
     assert isinstance(model, ImageClassifier)
     classifier = TrainedClassifier(model.eval(), training.classes)
     save_classifier(classifier, trained.folder)

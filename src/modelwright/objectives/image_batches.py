@@ -1,0 +1,46 @@
+"""Batches of rows that images belong to."""
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+import numpy as np
+from numpy.typing import NDArray
+
+from modelwright.data.batch import TokenBatch
+from modelwright.data.batching.augmented import PlannedRows
+from modelwright.data.batching.plan_ahead import Look
+from modelwright.data.cache.reader import BlockReader
+from modelwright.data.images.ahead import ImagesAhead, own_images
+from modelwright.data.images.store import ImageStore
+from modelwright.model.vision.config import VisionConfig
+from modelwright.objectives.next_token import numbered_batches
+
+
+def image_batches(
+    source: PlannedRows, images: ImageStore | None, *, first: int, rank: int, world_size: int,
+    needed: Look[Sequence[int]] = own_images,
+) -> Iterator[TokenBatch]:  # fmt: skip
+    """`numbered_batches`, with the images of each batch and of those to come being read, unless they are mapped into
+    memory. needed: the numbers of the images that a rank needs for a batch.
+    """
+    ahead: ImagesAhead | None = None
+    if images is not None and isinstance(images.reader, BlockReader):
+        ahead = ImagesAhead(images.reader, source, needed, num_ahead=images.num_ahead)
+    for index, batch in enumerate(numbered_batches(source, first=first, rank=rank, world_size=world_size), start=first):
+        if ahead is not None:
+            ahead.expect(index, rank, world_size)
+        yield batch
+
+
+def fill_squares(
+    pixels: NDArray[np.uint8], numbers: Sequence[Sequence[int]], store: ImageStore | None, shape: VisionConfig
+) -> None:
+    """Write images into pixels [rows, most images of a row, 3, S, S]. numbers: of the images of each row."""
+    flat = [number for of_row in numbers for number in of_row]
+    if not flat:
+        return
+    assert store is not None, "rows with images come with a store"
+    squares = store.squares(flat, size=shape.image_size, fit=shape.fit)
+    for row, of_row in enumerate(numbers):
+        for place, square in enumerate(islice(squares, len(of_row))):
+            pixels[row, place] = square
