@@ -171,8 +171,11 @@ def test_a_refused_pair_does_not_train(tmp_path: Path) -> None:
 
 
 def test_most_pairs_train() -> None:
-    """A rule that refused everything would pass the other tests."""
+    """A rule that refused everything would pass the other tests. What this processor cannot train alone, such as exact
+    FP32 products by oneDNN where AMX rounds them, is no refused pair.
+    """
     names = ["BF16", "recomputed", "microbatches", "AdamW, INT8 states", "loss spikes", "balanced tokens", "evaluation"]
     assert Refusals().can_combine(names)
-    refused = [pair for pair in pairs_of(SWITCHES) if Refusals().text(sorted(pair))]
-    assert len(refused) < 250, f"{len(refused)} of {len(pairs_of(SWITCHES))} pairs are refused"
+    pairs = pairs_of([name for name in SWITCHES if Refusals().can_combine([name])])
+    refused = [pair for pair in pairs if Refusals().text(sorted(pair))]
+    assert len(refused) < 250, f"{len(refused)} of {len(pairs)} pairs are refused"
