@@ -5,12 +5,13 @@ import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import tiny_run
 
 from modelwright.data.batch import TokenBatch
-from modelwright.federated.aggregate import ClientUpdate
+from modelwright.federated.aggregate import ClientUpdate, clipped
 from modelwright.federated.client import FederatedClient
 from modelwright.federated.config import FederatedConfig
 from modelwright.federated.local_training import LocalTraining
@@ -44,7 +45,9 @@ def own_change(name: str, number: int, size: int) -> np.ndarray:
 
 
 def run_client(port: int, name: str, key: bytes, config: FederatedConfig, behavior: str) -> None:
-    """A client whose training is a function of its name and the round. behavior: from round 1 on."""
+    """A client whose training is a function of its name and the round. behavior: from round 1 on; a client that is
+    "unclipped" does not scale its updates down in any round.
+    """
 
     def train(weights: np.ndarray, *, number: int, num_steps: int, proximal_mu: float) -> ClientUpdate:
         change, weight = own_change(name, number, len(weights)), 2.0
@@ -57,11 +60,17 @@ def run_client(port: int, name: str, key: bytes, config: FederatedConfig, behavi
                 time.sleep(600)
             case "nan":
                 change[3] = np.nan
-            case "huge":
+            case "huge" | "unclipped":
                 change = change * np.float32(1000)
         return ClientUpdate(change, weight)
 
-    client(port, name, key, config, train).run()
+    with mock.patch("modelwright.federated.client.clipped", as_it_is if behavior == "unclipped" else clipped):
+        client(port, name, key, config, train).run()
+
+
+def as_it_is(update: ClientUpdate, most: float) -> ClientUpdate:
+    """In place of `clipped`."""
+    return update
 
 
 def train_client(port: int, name: str, key: bytes, config: FederatedConfig, folder: Path, first_row: int) -> None:

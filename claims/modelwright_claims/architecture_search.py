@@ -22,6 +22,11 @@ from modelwright_claims.statistics import estimate, exact, percent_above
 SEARCHING = ("supernet", "tpe")
 RIVALS = ("random", "halving", "scaled", "standard")
 """At the same budget; `standard`, the run's own shape, is one training."""
+DRAWING = ("random", "halving")
+"""Rivals that can always try another candidate."""
+LEAST_SPENT = 0.8
+"""Share of the budget that a rival has spent at least where it counts as one at an equal budget: a candidate costs up
+to one of five trainings, and none is cut short."""
 NUM_UNSEEN = 3
 SEARCHED, UNSEEN, SPENT, BUDGET = "loss in the search, ", "loss on unseen seeds, ", "spent, ", "budget"
 PROMISED, MEASURED, TAU = "promised ms a token", "measured ms a token", "Kendall's tau"
@@ -86,7 +91,8 @@ def conditions_of(result: SearchResult, wish: SearchConfig) -> Conditions:
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
     """Met when the searched shape's loss on unseen seeds is below that of each rival, both searching strategies kept to
-    the budget, and the winner's latency is within a tenth of what was promised."""
+    the budget, the drawing rivals spent nearly all of theirs, and the winner's latency is within a tenth of what was
+    promised. `scaled` ends when it has no further shape; the reason says so where it left much of its budget."""
     judgment = Judgment()
     found = found_by(samples)
     for rival in RIVALS:
@@ -99,6 +105,13 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
         with judgment.part():
             (spent,), (budget,) = samples[SPENT + name], samples[BUDGET]
             judgment.require(spent <= budget + TOLERANCE, f"{name} spent {spent:.3f} trainings of {budget:g}")
+    for name in DRAWING:
+        with judgment.part():
+            judgment.require(*_spent_enough(samples, name))
+    with judgment.part():
+        is_enough, text = _spent_enough(samples, "scaled")
+        if not is_enough:
+            judgment.said.append(f"not at an equal budget: {text}, for it had no further shape")
     with judgment.part():
         (promised,), (measured,) = samples[PROMISED], samples[MEASURED]
         gap = exact(100 * (measured / promised - 1))
@@ -114,6 +127,12 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
         judgment.said.append(f"Kendall's tau of the supernet {tau:.2f} ({low:.2f} to {high:.2f}, {count:.0f} shapes)")
     _costs(judgment, samples)
     return judgment.verdict()
+
+
+def _spent_enough(samples: Samples, rival: str) -> tuple[bool, str]:
+    """Whether a rival spent `LEAST_SPENT` of the budget, and what to say if it did not."""
+    (spent,), (budget,) = samples[SPENT + rival], samples[BUDGET]
+    return spent >= LEAST_SPENT * budget, f"{rival} spent {spent:.2f} trainings of {budget:g}"
 
 
 def found_by(samples: Samples) -> str:
@@ -141,7 +160,8 @@ CLAIM = Claim(
     "sharing",
     compared="supernet and TPE against random draws, successive halving of random draws, the standard shape scaled and "
     "as it is, at an equal budget that includes the supernet's training; three seeds that no strategy has seen",
-    target=f"a lower held-out loss than each of them on {NUM_UNSEEN} unseen seeds, and the winner's latency within "
+    target=f"a lower held-out loss than each of them on {NUM_UNSEEN} unseen seeds, random draws and halving having "
+    f"spent at least {100 * LEAST_SPENT:.0f}% of the budget, and the winner's latency within "
     f"{100 * PROMISE_MARGIN:.0f}% of the promise",
     headline=(
         *(f"loss of the searched shape above that of {rival}" for rival in RIVALS),

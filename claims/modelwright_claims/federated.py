@@ -2,21 +2,29 @@
 modules."""
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import get_args
 
 from modelwright_claims import federated_runs, training_run, workbench
 from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict
 from modelwright_claims.experiment import MAX_EXTENSIONS, best_value, beyond, open_cache
-from modelwright_claims.federated_runs import NUM_CLIENTS, FederatedRun, Method, Plan, heldout_loss, prepare, sizes
+from modelwright_claims.federated_runs import (
+    CENTRAL,
+    NUM_CLIENTS,
+    FederatedRun,
+    Method,
+    Plan,
+    heldout_losses,
+    prepare,
+    sizes,
+)
 from modelwright_claims.judging import Judgment
 from modelwright_claims.statistics import estimate, percent_above
 from modelwright_claims.workbench import Size
 
 MOST_ABOVE: Mapping[str, float] = {"iid": 2.0, "module": 5.0}
 """Percent of the loss of central training, by how the clients' samples were dealt."""
-CENTRAL: tuple[Method, ...] = ("sgd", "adamw")
 LOSS = "held-out loss, "
 METHODS: tuple[Method, ...] = get_args(Method)
 RATES: Mapping[str, Sequence[float]] = {
@@ -42,34 +50,38 @@ def measure(setting: Setting) -> Measurement:
     prepare(folder, plan)
     cache = open_cache(setting, federated_runs, training_run, workbench, name="federated")
 
-    def loss(run: FederatedRun) -> float:
-        value = cache.get(run, lambda: heldout_loss(folder, run))
-        setting.progress.note(f"{WORDS[run.method]} at {run.learning_rate:g}, seed {run.seed}: {value:.4f}")
-        return value
+    def losses(runs: Sequence[FederatedRun]) -> list[float]:
+        missing = [run for run in runs if run not in cache]
+        for run, loss in zip(missing, heldout_losses(folder, missing), strict=True):
+            cache[run] = loss
+            setting.progress.note(f"{WORDS[run.method]} at {run.learning_rate:g}, seed {run.seed}: {loss:.4f}")
+        return [cache[run] for run in runs]
 
     seeds = range(1 if setting.quick else 3)
     samples: dict[str, list[float]] = {}
     rates: dict[str, float] = {}
     for method in METHODS:
         run = FederatedRun(plan=plan, method=method, learning_rate=0.0, seed=TUNING_SEED, heldout="validation")
-        rates[method] = RATES[method][1] if setting.quick else _best_rate(run, loss)
+        rates[method] = RATES[method][1] if setting.quick else _best_rate(run, losses)
         tuned = replace(run, learning_rate=rates[method], heldout="test")
-        samples[LOSS + method] = [loss(replace(tuned, seed=seed)) for seed in seeds]
+        samples[LOSS + method] = losses([replace(tuned, seed=seed) for seed in seeds])
     untrained = FederatedRun(plan=replace(plan, num_rounds=0), method="sgd", learning_rate=0.0, seed=0)
     samples[LOSS + "first"] = [cache.get(untrained, lambda: federated_runs.first_loss(folder, untrained))]
     return Measurement(samples=samples, conditions=_conditions(plan, rates, sizes(folder), len(seeds)))
 
 
-def _best_rate(run: FederatedRun, loss) -> float:
-    """The rate with the lowest loss on the validation split; a grid whose best is at an edge is extended."""
-    losses: dict[float, float] = {}
+def _best_rate(run: FederatedRun, losses: Callable[[Sequence[FederatedRun]], list[float]]) -> float:
+    """The rate with the lowest loss on the validation split; a grid whose best is at an edge is extended. losses:
+    makes runs.
+    """
+    by_rate: dict[float, float] = {}
     missing = list(RATES[run.method])
     for _ in range(MAX_EXTENSIONS):
-        losses |= {rate: loss(replace(run, learning_rate=rate)) for rate in missing}
-        missing = beyond(losses)
+        by_rate |= zip(missing, losses([replace(run, learning_rate=rate) for rate in missing]), strict=True)
+        missing = beyond(by_rate)
         if not missing:
             break
-    return best_value(losses)
+    return best_value(by_rate)
 
 
 def _conditions(plan: Plan, rates: Mapping[str, float], rows: Mapping[str, int], num_seeds: int) -> Conditions:

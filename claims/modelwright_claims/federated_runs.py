@@ -4,12 +4,17 @@ A small model is trained on the documentation of the standard library; that of P
 hold, dealt at random or by module. Central training takes the rows of all clients together.
 """
 
+import gc
 import json
+import os
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,6 +51,7 @@ OLD_SOURCES, NEW_SOURCES = ("python:stdlib", "python:topics"), ("python:torch", 
 Split = Literal["iid", "module"]
 Method = Literal["iid", "module", "sgd", "adamw"]
 """Federated averaging over clients of either split, or central training by either optimizer."""
+CENTRAL: tuple[Method, ...] = ("sgd", "adamw")
 ROUND_TIMEOUT_S = 600.0
 
 
@@ -122,12 +128,25 @@ def _pack(documents: Sequence[Document], folder: Path, tokenizer: Tokenizer, pla
     pack(sequences, folder, config, vocab_size=tokenizer.vocab_size, eos_id=tokenizer.eos_id)
 
 
-def heldout_loss(folder: Path, run: FederatedRun) -> float:
-    """Make one training and return the held-out loss at its end, in nats per token. folder: of `prepare`."""
+def heldout_losses(folder: Path, runs: Sequence[FederatedRun]) -> Iterator[float]:
+    """Make trainings of one method and return the held-out losses at their ends, in nats per token. folder: of
+    `prepare`.
+
+    Central ones are made side by side, each in a process of one thread, as clients are: a step of so small a model does
+    not keep several threads busy.
+    """
+    if runs and runs[0].method in CENTRAL:
+        with ProcessPoolExecutor(os.cpu_count(), mp_context=_forking(), initializer=_use_one_thread) as pool:
+            yield from pool.map(partial(_heldout_loss, folder), runs)
+    else:
+        yield from (_heldout_loss(folder, run) for run in runs)
+
+
+def _heldout_loss(folder: Path, run: FederatedRun) -> float:
     model = _first_model(folder, run.plan)
-    if run.method in ("sgd", "adamw"):
+    if run.method in CENTRAL:
         loader = PackedLoader(PackedRows(folder / "central"), batch_rows=run.plan.model.batch_rows, seed=run.seed)
-        _train(model, loader, _central_config(run), folder / "central-stage", seed=run.seed)
+        _train(model, loader, _central_config(run), folder / f"central-{os.getpid()}", seed=run.seed)
     else:
         set_weights(model, _federated(folder, run, weight_vector(model)))
     return loss_on(model, list(PackedRows(folder / run.heldout).batches(HELDOUT_ROWS)))
@@ -188,9 +207,8 @@ def _federated(folder: Path, run: FederatedRun, weights: np.ndarray) -> np.ndarr
     keys = {name: secrets.token_bytes(32) for name in NAMES}
     config = _federated_config(run)
     hub = Hub(keys, host="127.0.0.1", port=0, most_bytes=_most_bytes(len(weights)))
-    spawn = get_context("spawn")
     clients = [
-        spawn.Process(target=_take_part, args=(folder, run, name, key, hub.port), daemon=True)
+        _forking().Process(target=_take_part, args=(folder, run, name, key, hub.port), daemon=True)
         for name, key in keys.items()
     ]
     rounds = folder / "server"
@@ -210,6 +228,19 @@ def _federated(folder: Path, run: FederatedRun, weights: np.ndarray) -> np.ndarr
             client.join()
 
 
+def _forking() -> ForkServerContext:
+    """Processes that are forked from one that has imported PyTorch and this module, which takes seconds of a core."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return context
+
+
+def _use_one_thread() -> None:
+    """Begin a forked process."""
+    torch.set_num_threads(1)
+    gc.freeze()  # every training begins with a full collection, which takes 0.2 s for what the imports have made
+
+
 def _federated_config(run: FederatedRun) -> FederatedConfig:
     return FederatedConfig(
         num_rounds=run.plan.num_rounds,
@@ -225,7 +256,7 @@ def _most_bytes(num_weights: int) -> int:
 
 def _take_part(folder: Path, run: FederatedRun, name: str, key: bytes, port: int) -> None:
     """A client's whole process."""
-    torch.set_num_threads(1)
+    _use_one_thread()
     model = _first_model(folder, run.plan)
     rows = PackedRows(folder / run.method / name)
     local = LocalTraining(

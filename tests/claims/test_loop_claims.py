@@ -214,13 +214,22 @@ def test_the_searched_shape_is_chosen_by_the_search_and_judged_on_unseen_seeds()
     samples |= {f"{unseen}{rival}": [2.1, 2.11, 2.1] for rival in architecture_search.RIVALS}
     samples |= {architecture_search.PROMISED: [10.0], architecture_search.MEASURED: [10.5]}
     samples |= {architecture_search.TAU: [0.5, 0.1, 0.8, 12.0], architecture_search.BUDGET: [5.0]}
-    samples |= {architecture_search.SPENT + name: [5.0] for name in architecture_search.SEARCHING}
+    names = (*architecture_search.SEARCHING, "random", "halving", "scaled")
+    samples |= {architecture_search.SPENT + name: [5.0] for name in names}
     assert architecture_search.found_by(samples) == "supernet"
     assert verdict(architecture_search.CLAIM, samples).kind == "met"
     slow = {**samples, architecture_search.MEASURED: [11.5]}
     assert "promised 10.000 (+15.0%)" in verdict(architecture_search.CLAIM, slow).reason
     dear = {**samples, architecture_search.SPENT + "supernet": [5.5]}
     assert "supernet spent 5.500 trainings of 5" in verdict(architecture_search.CLAIM, dear).reason
+    for rival in ("random", "halving"):
+        early = verdict(architecture_search.CLAIM, {**samples, architecture_search.SPENT + rival: [3.9]})
+        assert early.kind == "short"
+        assert f"{rival} spent 3.90 trainings of 5" in early.reason
+    assert "not at an equal budget" not in verdict(architecture_search.CLAIM, samples).reason
+    few_shapes = verdict(architecture_search.CLAIM, {**samples, architecture_search.SPENT + "scaled": [3.9]})
+    assert few_shapes.kind == "met"
+    assert "not at an equal budget: scaled spent 3.90 trainings of 5, for it had no further shape" in few_shapes.reason
     tied = {**samples, f"{unseen}halving": [2.0, 2.01, 2.0]}
     assert "loss above halving" in verdict(architecture_search.CLAIM, tied).reason
 

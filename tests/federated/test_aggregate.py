@@ -15,8 +15,8 @@ def update(*values: float, weight: float = 1.0) -> ClientUpdate:
     return ClientUpdate(np.array(values, dtype=np.float32), weight)
 
 
-def mean(updates: dict[str, ClientUpdate], *, most: float = 0.0, ratio: float = 3.0):
-    return mean_update(updates, size=2, most=most, max_norm_ratio=ratio)
+def mean(updates: dict[str, ClientUpdate], *, most: float = 0.0, ratio: float = 3.0, last: float | None = None):
+    return mean_update(updates, size=2, most=most, max_norm_ratio=ratio, last_median_norm=last)
 
 
 def test_the_mean_is_weighted() -> None:
@@ -52,6 +52,30 @@ def test_a_huge_update_is_bounded_by_the_others() -> None:
     assert np.linalg.norm(clipped(update(3.0, 4.0), 1.0).change) == pytest.approx(1.0)
     same = update(3.0, 4.0)
     assert clipped(same, 5.0) is same
+
+
+def test_of_two_updates_the_shorter_one_bounds_the_other() -> None:
+    result = mean({"a": update(1.0, 0.0), "b": update(0.0, 1000.0)}, last=500.0)
+    assert result.change == pytest.approx([0.5, 1.5])
+    assert (result.scaled, result.median_norm) == (("b",), 1.0)
+
+
+def test_a_single_update_is_bounded_by_an_earlier_round() -> None:
+    huge = {"a": update(np.nan, 0.0), "b": update(0.0, 1000.0)}
+    result = mean(huge, last=2.0)
+    assert result.change == pytest.approx([0.0, 6.0])
+    assert (result.refused, result.scaled) == (("a",), ("b",))
+    assert result.median_norm == 2.0  # not its own norm: it could grow threefold in each round
+    assert mean(huge, most=0.5, last=2.0).change == pytest.approx([0.0, 0.5])
+    assert mean({"b": update(0.0, 1.0)}, last=2.0).scaled == ()
+
+
+def test_a_single_update_of_the_first_round_needs_a_bound_by_the_settings() -> None:
+    with pytest.raises(ModelwrightError, match=r"no earlier round says .*; set privacy\.clip_norm, or min_clients"):
+        mean({"b": update(0.0, 1000.0)})
+    result = mean({"b": update(0.0, 1000.0)}, most=0.5)
+    assert result.change == pytest.approx([0.0, 0.5])
+    assert result.median_norm is None
 
 
 def test_weights_go_there_and_back() -> None:

@@ -158,6 +158,35 @@ def test_bad_updates_are_refused_and_long_ones_scaled(tmp_path: Path) -> None:
     assert "the patient's name" not in str(failed.error.reason)
 
 
+def huge(change: np.ndarray) -> np.ndarray:
+    return change * np.float32(1000)
+
+
+def test_of_two_updates_the_shorter_one_bounds_the_other(tmp_path: Path) -> None:
+    config = settings(num_rounds=1)
+    grid = MemoryGrid(config, {1: made_up("ann"), 2: made_up("ben", fails), 3: made_up("dia", huge)})
+    weights = run_bounded_rounds(grid, bounded(config, tmp_path), np.zeros(SIZE, np.float32))
+    ann, dia = (own_change(name, 0, SIZE).astype(np.float64) for name in ("ann", "dia"))
+    expected = (ann + dia * 3.0 * np.linalg.norm(ann) / np.linalg.norm(dia)) / 2
+    assert weights == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_single_update_is_bounded_by_the_last_round_of_a_server_that_was_started_again(tmp_path: Path) -> None:
+    first, zero = settings(num_rounds=1), np.zeros(SIZE, np.float32)
+    before = run_bounded_rounds(
+        MemoryGrid(first, {1: made_up("ann"), 2: made_up("dia")}), bounded(first, tmp_path), zero
+    )
+    config = settings(num_rounds=2, min_clients=1)
+    grid = MemoryGrid(config, {1: made_up("ann", fails), 2: made_up("dia", huge)})
+    after = run_bounded_rounds(grid, bounded(config, tmp_path), zero)
+    norm = min(np.linalg.norm(own_change(name, 0, SIZE)) for name in ("ann", "dia"))
+    assert np.linalg.norm(after - before) == pytest.approx(3.0 * norm, rel=1e-5)
+    alone = MemoryGrid(replace(config, num_rounds=1), {2: made_up("dia")})
+    unbounded = bounded(replace(config, num_rounds=1), tmp_path / "first")
+    assert run_bounded_rounds(alone, unbounded, zero).tolist() == [0.0] * SIZE
+    assert "a single update came" in read_records(tmp_path / "first" / LOG_FILE)[0]["error"]
+
+
 def test_a_reply_of_another_shape_is_refused(tmp_path: Path) -> None:
     config = settings(num_rounds=1)
     grid = MemoryGrid(config, {1: made_up("ann"), 2: made_up("ben"), 3: made_up("cem")})

@@ -104,6 +104,14 @@ def test_the_proximal_term_pulls_back(tmp_path: Path) -> None:
     assert np.linalg.norm(pulled) < np.linalg.norm(free)
 
 
+def test_a_local_round_writes_no_checkpoint(tmp_path: Path) -> None:
+    """No one would read it, and it is as large as the model."""
+    local = local_training(tmp_path, OwnRows(0, 8))
+    local.round(weight_vector(tiny_run.tiny_model()), number=0, num_steps=2, proximal_mu=0.0)
+    assert list(tmp_path.rglob("metrics.jsonl"))
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
 def test_a_round_ends_and_is_bounded_whatever_clients_do(tmp_path: Path) -> None:
     """From the second round on one client is killed, one is slow, one sends NaN; in another training 1000 times."""
     config = settings(round_timeout_s=5.0, min_clients=1)
@@ -119,6 +127,43 @@ def test_a_round_ends_and_is_bounded_whatever_clients_do(tmp_path: Path) -> None
     assert rounds[0]["clients"] == sorted(KEYS)
     assert rounds[1]["clients"] == ["dia"]
     assert rounds[1]["refused"] == ["cem"]
+
+
+def test_a_huge_update_is_bounded_when_few_others_come(tmp_path: Path) -> None:
+    """One client is killed, one is slow, one is good, one sends 1000 times as much."""
+    config = settings(round_timeout_s=5.0)
+    behaviors = {"ann": "killed", "ben": "slow", "cem": "", "dia": "huge"}
+    with hub_with(federated_peers.run_client, {name: (config, one) for name, one in behaviors.items()}) as hub:
+        weights = server(hub, config, np.zeros(SIZE, np.float32), tmp_path).run()
+    good, huge = (own_change(name, 1, SIZE).astype(np.float64) for name in ("cem", "dia"))
+    second = (good + huge * 3.0 * np.linalg.norm(good) / np.linalg.norm(huge)) / 2
+    assert weights == pytest.approx(expected_mean(list(KEYS), 0) + second, abs=1e-5)
+    record = read_records(tmp_path / LOG_FILE)[1]
+    assert (record["clients"], record["scaled"]) == (["cem", "dia"], ["dia"])
+
+
+def test_a_huge_update_alone_is_bounded_by_the_last_round_of_a_server_that_was_killed(tmp_path: Path) -> None:
+    first = settings(num_rounds=1)
+    with hub_with(federated_peers.run_client, clients_with(first)) as hub:
+        before = server(hub, first, np.zeros(SIZE, np.float32), tmp_path).run()
+    config = settings(num_rounds=3, round_timeout_s=5.0, min_clients=1)
+    behaviors = {"ann": "killed", "ben": "slow", "cem": "nan", "dia": "huge"}
+    with hub_with(federated_peers.run_client, {name: (config, one) for name, one in behaviors.items()}) as hub:
+        after = server(hub, config, np.zeros(SIZE, np.float32), tmp_path).run()
+    rounds = read_records(tmp_path / LOG_FILE)
+    assert [one["clients"] for one in rounds[1:]] == [["dia"], ["dia"]]
+    bound = 3.0 * sorted(np.linalg.norm(own_change(name, 0, SIZE)) for name in KEYS)[1]
+    assert [one["update_norm"] for one in rounds[1:]] == pytest.approx([bound, bound], rel=1e-5)
+    huge = sum(own_change("dia", n, SIZE) * bound / np.linalg.norm(own_change("dia", n, SIZE)) for n in (1, 2))
+    assert after - before == pytest.approx(huge, abs=1e-5)
+
+
+def test_a_single_update_of_the_first_round_leaves_the_weights_alone(tmp_path: Path) -> None:
+    config = settings(num_rounds=1, min_clients=1)
+    with hub_with(federated_peers.run_client, {"ann": (config, "")}) as hub:
+        weights = server(hub, config, np.zeros(SIZE, np.float32), tmp_path).run()
+    assert weights == pytest.approx(np.zeros(SIZE))
+    assert "a single update came" in read_records(tmp_path / LOG_FILE)[0]["error"]
 
 
 def clients_with(config: FederatedConfig, **behaviors: str) -> dict[str, tuple]:
@@ -150,6 +195,23 @@ def test_secure_rounds_with_a_client_that_dies(tmp_path: Path) -> None:
     assert read_records(tmp_path / LOG_FILE)[1]["refused"] == ["ben"]
 
 
+@pytest.mark.parametrize("privacy", [{}, {"noise_multiplier": 1.0, "delta": 1e-4}], ids=["plain", "noise"])
+def test_a_client_that_does_not_clip_changes_no_weight_by_a_secure_sum(tmp_path: Path, privacy: dict) -> None:
+    """All four keep the rules in the first round, which counts; the second is given up."""
+    config = settings(
+        min_clients=3, secure_sum={"enabled": True, "threshold": 3}, privacy={"clip_norm": 2.0, **privacy}
+    )
+    assert max(np.linalg.norm(own_change(name, 0, SIZE)) for name in KEYS) < 2.0
+    with hub_with(federated_peers.run_client, clients_with(config, ben="unclipped")) as hub:
+        weights = server(hub, config, np.zeros(SIZE, np.float32), tmp_path).run()
+    first, second = read_records(tmp_path / LOG_FILE)
+    assert (first["clients"], first["error"]) == (sorted(KEYS), "")
+    assert np.linalg.norm(weights) == pytest.approx(first["update_norm"], rel=1e-5)
+    assert "the secure sum of ann, ben, cem, dia has a norm of" in second["error"]
+    assert "at least one of these clients does not clip" in second["error"]
+    assert (second["clients"], second["update_norm"]) == ([], 0.0)
+
+
 def test_too_few_clients_leave_the_weights_alone(tmp_path: Path) -> None:
     config = settings(num_rounds=2, min_clients=4, round_timeout_s=20.0)
     with hub_with(federated_peers.run_client, clients_with(config, ann="nan")) as hub:
@@ -169,6 +231,24 @@ def test_noise_has_the_stated_size(tmp_path: Path) -> None:
     noise = weights - np.mean(clipped, axis=0)
     assert noise.std() == pytest.approx(2.0 * 0.5 / 4, rel=0.25)  # 300 values: a standard error of 4%
     assert 0 < read_records(tmp_path / LOG_FILE)[0]["epsilon"] < 3
+
+
+def test_noise_under_a_secure_sum_has_the_stated_size(tmp_path: Path) -> None:
+    """`threshold` clients make enough, so that four of them make the square root of 4/3 times as much."""
+    size, secure = 6000, {"enabled": True, "threshold": 3}
+    privacy = {"clip_norm": 0.5, "noise_multiplier": 2.0, "delta": 1e-4}
+    config = settings(min_clients=3, secure_sum=secure, privacy=privacy, round_timeout_s=20.0)
+    with hub_with(federated_peers.run_client, clients_with(config, ben="killed")) as hub:
+        weights = [np.zeros(size, np.float32)]
+        for num_rounds in (1, 2):
+            training = server(hub, config, weights[-1], tmp_path / str(num_rounds))
+            weights.append((weights[-1] + training.round(num_rounds - 1).change).astype(np.float32))
+    for number, names in enumerate((list(KEYS), ["ann", "cem", "dia"])):
+        changes = {name: own_change(name, number, size) for name in names}
+        total = sum(change * 0.5 / np.linalg.norm(change) for change in changes.values())
+        noise = weights[number + 1] - weights[number] - total / 4  # the expected number of clients
+        expected = 2.0 * 0.5 * np.sqrt(len(names) / 3) / 4
+        assert noise.std() == pytest.approx(expected, rel=0.05)  # 6000 values: a standard error of 0.9%
 
 
 @contextmanager

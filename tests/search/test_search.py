@@ -2,12 +2,14 @@
 
 import json
 import math
+import random
 import shutil
 import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import yaml
@@ -20,6 +22,7 @@ from modelwright.recipes.load import load
 from modelwright.search.report import as_text
 from modelwright.search.result import SearchResult
 from modelwright.search.run import STANDARD, search
+from modelwright.search.strategies.halving import HALVING
 from modelwright.search.strategy_list import STRATEGIES, known_strategies
 from modelwright.train.build import train
 from modelwright.train.job import TrainJob
@@ -63,10 +66,58 @@ def test_halving_promotes_the_better_half(searched: Searched) -> None:
     _, result = searched
     rungs = [[trial for trial in result.trials if trial.strategy == "halving" and trial.share == share]
              for share in (0.25, 0.5, 1.0)]  # fmt: skip
-    assert len(rungs[0]) > len(rungs[1]) >= len(rungs[2]) >= 1
-    for lower, upper in pairwise(rungs):
+    assert len(rungs[0]) > len(rungs[1]) >= 1
+    assert rungs[2]
+    promoted = max(1, len(rungs[1]) // 2)
+    for lower, upper in pairwise([*rungs[:2], rungs[2][:promoted]]):
         ranked = sorted(lower, key=lambda trial: (trial.loss, trial.number))
         assert [trial.choices for trial in upper] == [trial.choices for trial in ranked[: len(upper)]]
+
+
+def test_what_halving_leaves_over_pays_for_the_next_best(packed: Path, tmp_path: Path) -> None:
+    """Whatever is not trained for the full length in the end costs more than what is left."""
+    run = copied(packed, tmp_path)
+    result = search_in(run, wish(packed, strategies=("halving",), budget=2.5))
+    trials = [trial for trial in result.trials if trial.strategy == "halving"]
+    full = [trial.choices for trial in trials if trial.share == 1.0]
+    left = 2.5 - sum(trial.cost for trial in trials)
+    others = [trial for trial in trials if trial.choices not in full]
+    assert others
+    assert all(trial.cost / trial.share > left for trial in others)
+
+
+class EqualCosts:
+    """A workbench whose candidates are numbers: they cost a quarter each, and lose what they are."""
+
+    def __init__(self, budget: float) -> None:
+        self.budget, self.seed, self.spent, self.space = budget, 5, 0.0, self
+        self.trials: list[Any] = []
+
+    def draw(self, generator: random.Random) -> dict[str, int]:
+        return {"number": generator.randrange(10**9)}
+
+    def cost(self, choices: dict[str, int], share: float) -> float:
+        return 0.25 * share
+
+    def find(self, choices: dict[str, int], share: float) -> Any:
+        return next((trial for trial in self.trials if (trial.choices, trial.share) == (choices, share)), None)
+
+    def try_out(self, choices: dict[str, int], share: float = 1.0) -> Any:
+        if self.spent + self.cost(choices, share) > self.budget:
+            return None
+        self.spent += self.cost(choices, share)
+        trial = SimpleNamespace(number=len(self.trials), choices=choices, share=share, loss=choices["number"])
+        self.trials.append(trial)
+        return trial
+
+
+def test_halving_promotes_the_fourth_of_a_rung_where_three_leave_enough() -> None:
+    """The rungs have 16, 7 and 3 trainings, which cost 1 + 0.875 + 0.75 of 2.9."""
+    bench = EqualCosts(2.9)
+    HALVING.run(cast(Any, bench))
+    rungs = [[trial.loss for trial in bench.trials if trial.share == share] for share in (0.25, 0.5, 1.0)]
+    assert [len(rung) for rung in rungs] == [16, 7, 4]
+    assert rungs[2] == sorted(rungs[0])[:4]
 
 
 def test_the_winner_has_the_lowest_mean_over_seeds_and_its_yaml_is_a_run(searched: Searched) -> None:

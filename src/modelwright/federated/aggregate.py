@@ -32,6 +32,9 @@ class Aggregate:
     scaled: tuple[str, ...]
     """Clients whose updates were scaled down."""
     total_weight: float
+    median_norm: float | None
+    """What a later round with a single update measures it by: the lower median of this round's norms, or, after a
+    single update, what that one was measured by; None for nothing yet."""
 
 
 class Combine(Protocol):
@@ -69,25 +72,48 @@ def clipped(update: ClientUpdate, most: float) -> ClientUpdate:
     return ClientUpdate(update.change * np.float32(most / norm), update.weight)
 
 
+def usual_norm(updates: Mapping[str, ClientUpdate], last_median_norm: float | None) -> float | None:
+    """The norm that updates are measured by.
+
+    The lower median, which of two updates is the shorter one: between them, a single huge one would raise its own
+    bound. A single update has no other beside it, and is measured by that of an earlier round; nor may it change what
+    later ones are measured by, or it could grow from round to round.
+    """
+    if len(updates) == 1:
+        return last_median_norm
+    return statistics.median_low(update.norm for update in updates.values())
+
+
 def mean_update(
     updates: Mapping[str, ClientUpdate],
     *,
     size: int,
     most: float,
     max_norm_ratio: float,
+    last_median_norm: float | None = None,
     weights: np.ndarray | None = None,
     combine: Combine = mean_of,
 ) -> Aggregate:
     """FedAvg's weighted mean of the updates that can be used.
 
-    size: numbers of an update; most: norm to which updates are scaled down, 0 for `max_norm_ratio` times the median
-    norm alone; weights: the global ones, which `combine` may need. Raises `ModelwrightError` if none can be used.
+    size: numbers of an update; most: norm to which updates are scaled down, 0 for `max_norm_ratio` times the usual
+    norm alone; last_median_norm: `Aggregate.median_norm` of the last round that changed the weights; weights: the
+    global ones, which `combine` may need. Raises `ModelwrightError` if none can be used, and for a single update that
+    neither `most` nor an earlier round gives a bound.
     """
     usable = usable_updates(updates, size=size)
     if not usable:
         raise ModelwrightError(f"federated: none of {len(updates)} updates can be used")
-    bound = max_norm_ratio * statistics.median(update.norm for update in usable.values())
-    bound = min(bound, most) if most else bound
+    median_norm = usual_norm(usable, last_median_norm)
+    bounds = [most] if most else []
+    if median_norm is not None:
+        bounds.append(max_norm_ratio * median_norm)
+    if not bounds:
+        raise ModelwrightError(
+            "federated: a single update came, and no earlier round says how long updates are; set privacy.clip_norm, "
+            "or min_clients to 2 or more"
+        )
+    bound = min(bounds)
     bounded = [clipped(usable[name], bound) for name in sorted(usable)]  # the same sum whatever the order of arrival
     total = sum(update.weight for update in bounded)
     changes = [update.change.astype(np.float64) for update in bounded]
@@ -97,4 +123,5 @@ def mean_update(
         refused=tuple(sorted(updates.keys() - usable.keys())),
         scaled=tuple(sorted(name for name, update in usable.items() if update.norm > bound)),
         total_weight=total,
+        median_norm=median_norm,
     )

@@ -17,6 +17,7 @@ from modelwright.federated.aggregate import ClientUpdate, clipped
 from modelwright.federated.config import FederatedConfig
 from modelwright.federated.fixed_point import encode
 from modelwright.federated.hub import Note
+from modelwright.federated.secure_bound import client_noise_std
 from modelwright.federated.secure_sum import SecureClient
 from modelwright.federated.transport import ConnectionLostError, PeerConnection, PeerMessage, connect_server
 
@@ -135,8 +136,7 @@ class FederatedClient:
             raise ModelwrightError("this client's update is not finite, or is over no labels, and is not sent")
         numbers, weight = update.change.astype(np.float64), 1.0
         if privacy.noise_multiplier:
-            sigma = privacy.noise_multiplier * privacy.clip_norm / np.sqrt(secure.threshold)
-            numbers = numbers + np.random.default_rng().normal(0.0, sigma, len(numbers))
+            numbers = numbers + np.random.default_rng().normal(0.0, client_noise_std(self.config), len(numbers))
         else:
             weight = update.weight
             numbers = numbers * weight

@@ -64,8 +64,9 @@ class FederatedConfig:
     proximal_mu: float = 0.0
     """Strength of FedProx's pull to the global weights; 0 is FedAvg."""
     max_norm_ratio: float = 3.0
-    """An update longer than so many times the median of its round is scaled down to that. Not under secure aggregation,
-    where only clients see norms: set `privacy.clip_norm` there."""
+    """An update longer than so many times the lower median of its round is scaled down to that; a single one is
+    measured by the last round that had two. Not under secure aggregation, where only clients see norms: set
+    `privacy.clip_norm` there."""
     seed: int = 0
     lora: FederatedLoraConfig = field(default_factory=FederatedLoraConfig)
     secure_sum: SecureSumConfig = field(default_factory=SecureSumConfig)

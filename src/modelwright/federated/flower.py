@@ -19,7 +19,7 @@ from modelwright.core.config import digest
 from modelwright.core.errors import ConfigError, ModelwrightError
 from modelwright.core.event_log import EventLog
 from modelwright.federated.aggregate import ClientUpdate, Combine, clipped, mean_of, mean_update, usable_updates
-from modelwright.federated.checkpoint import read_round, write_round
+from modelwright.federated.checkpoint import RoundState, read_round, write_round
 from modelwright.federated.client import Trains
 from modelwright.federated.config import FederatedConfig
 from modelwright.federated.hub import Note
@@ -186,6 +186,7 @@ class BoundedFedAvg(FedAvg):
         self.config, self.folder, self.note = config, folder, note
         self.combine, self.num_frozen = combine, num_frozen
         self.weights = np.zeros(0, np.float32)
+        self.median_norm: float | None = None
         self.num_done, self.num_failed, self.started = 0, 0, 0.0
         self.log = EventLog(folder / LOG_FILE, keep_existing=True, max_events=10**6)
 
@@ -200,25 +201,31 @@ class BoundedFedAvg(FedAvg):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """The next weights; None, which leaves them as they are, where too few updates can be used. Raises
-        `ModelwrightError` after too many such rounds in a row.
+        """The next weights; None, which leaves them as they are, where too few updates can be used, or a single one
+        cannot be bounded. Raises `ModelwrightError` after too many such rounds in a row.
         """
         updates = {str(reply.metadata.src_node_id): self._update(reply) for reply in replies}
         size = len(self.weights) - self.num_frozen
         usable = usable_updates(updates, size=size)
-        if len(usable) < self.config.min_clients:
-            text = f"{len(usable)} clients gave what was asked, {self.config.min_clients} are needed"
+        try:
+            if len(usable) < self.config.min_clients:
+                raise ModelwrightError(
+                    f"{len(usable)} clients gave what was asked, {self.config.min_clients} are needed"
+                )
+            mean = mean_update(
+                updates,
+                size=size,
+                most=self.config.privacy.clip_norm,
+                max_norm_ratio=self.config.max_norm_ratio,
+                last_median_norm=self.median_norm,
+                weights=self.weights,
+                combine=self.combine,
+            )
+        except ModelwrightError as error:
             refused = sorted(updates.keys() - usable.keys())
-            self._finish_round(RoundResult(change=np.zeros(0), clients=(), refused=refused), text)
+            self._finish_round(RoundResult(change=np.zeros(0), clients=(), refused=refused), str(error))
             return None, None
-        mean = mean_update(
-            updates,
-            size=size,
-            most=self.config.privacy.clip_norm,
-            max_norm_ratio=self.config.max_norm_ratio,
-            weights=self.weights,
-            combine=self.combine,
-        )
+        self.median_norm = mean.median_norm
         self.weights = (self.weights.astype(np.float64) + mean.change).astype(np.float32)
         self._finish_round(
             RoundResult(change=mean.change, clients=sorted(usable), refused=mean.refused, scaled=mean.scaled), ""
@@ -239,7 +246,8 @@ class BoundedFedAvg(FedAvg):
         )
         self.num_done += 1
         self.num_failed = self.num_failed + 1 if error else 0
-        write_round(self.folder, self.num_done, self.weights)
+        done = RoundState(num_rounds=self.num_done, weights=self.weights, median_norm=self.median_norm)
+        write_round(self.folder, done)
         what = error or f"{len(result.clients)} clients, update of norm {norm:.3g}"
         self.note(f"round {self.num_done} of {self.config.num_rounds}: {what}")
         if self.num_failed == MOST_FAILED_ROUNDS:
@@ -281,8 +289,8 @@ def run_bounded_rounds(grid: Grid, strategy: BoundedFedAvg, weights: np.ndarray)
     returns the weights after them.
     """
     config = strategy.config
-    first, stored = read_round(strategy.folder)
-    strategy.weights = weights if stored is None else stored
+    state = read_round(strategy.folder, start=weights)
+    strategy.weights, strategy.median_norm, first = state.weights, state.median_norm, state.num_rounds
     if first < config.num_rounds:
         strategy.start(
             grid,

@@ -50,7 +50,7 @@ class LocalTraining:
     config: TrainConfig
     """`optimizer`, `learning_rate`, `batch_tokens` and so on; its length is replaced by the round's."""
     folder: Path
-    """For the checkpoints and metrics of the round at hand."""
+    """For the metrics of the round at hand."""
     seed: int = 0
     frozen: Sequence[str] = ()
     """Names of weights that come from the server and are not trained."""
@@ -83,6 +83,7 @@ class LocalTraining:
                 seed=self.seed,
                 name=f"round {number + 1}",
                 techniques=techniques,
+                is_resumable=False,  # a client that comes back begins with the round that the server is in
             )
         )
         return ClientUpdate(weight_vector(self.model) - before, sum(counted))

@@ -21,10 +21,11 @@ from modelwright.core.event_log import EventLog
 from modelwright.core.seeds import derive_seed
 from modelwright.federated.accountant import epsilon
 from modelwright.federated.aggregate import ClientUpdate, Combine, clipped, mean_of, mean_update, usable_updates
-from modelwright.federated.checkpoint import read_round, write_round
+from modelwright.federated.checkpoint import RoundState, read_round, write_round
 from modelwright.federated.config import FederatedConfig
 from modelwright.federated.fixed_point import decode
 from modelwright.federated.hub import Hub, Note
+from modelwright.federated.secure_bound import check_sum
 from modelwright.federated.secure_sum import secure_total
 from modelwright.federated.transport import PeerMessage
 
@@ -43,6 +44,8 @@ class RoundResult:
     clients: Sequence[str]
     refused: Sequence[str] = ()
     scaled: Sequence[str] = ()
+    median_norm: float | None = None
+    """`Aggregate.median_norm`; None where updates are bounded by `privacy.clip_norm` alone."""
 
 
 @dataclass(kw_only=True)
@@ -60,6 +63,8 @@ class FederatedServer:
     num_frozen: int = 0
     """Global weights, the first ones, that clients do not train."""
     combine: Combine = mean_of
+    median_norm: float | None = field(default=None, init=False)
+    """`Aggregate.median_norm` of the last round that changed the weights."""
     log: EventLog = field(init=False)
 
     def __post_init__(self) -> None:
@@ -69,21 +74,23 @@ class FederatedServer:
         """Run the rounds that are left; returns the global weights. Raises `ModelwrightError` after too many rounds in
         a row that gave no update.
         """
-        first, stored = read_round(self.folder)
-        self.weights = self.weights if stored is None else stored
+        state = read_round(self.folder, start=self.weights)
+        self.weights, self.median_norm = state.weights, state.median_norm
         failed = 0
-        for number in range(first, self.config.num_rounds):
+        for number in range(state.num_rounds, self.config.num_rounds):
             started = time.monotonic()
             self.hub.wait_for(self.config.min_clients, timeout_s=self.config.round_timeout_s)
             try:
                 result = self.round(number)
                 failed, text = 0, ""
                 self.weights = (self.weights.astype(np.float64) + result.change).astype(np.float32)
+                self.median_norm = result.median_norm
             except ModelwrightError as error:
                 result, text = RoundResult(change=np.zeros(0), clients=()), str(error)
                 failed += 1
             self._record(number, result, text, time.monotonic() - started)
-            write_round(self.folder, number + 1, self.weights)
+            done = RoundState(num_rounds=number + 1, weights=self.weights, median_norm=self.median_norm)
+            write_round(self.folder, done)
             if failed == MOST_FAILED_ROUNDS:
                 raise ModelwrightError(f"federated: {failed} rounds in a row gave no update; the last: {text}")
         self._say_goodbye()
@@ -137,10 +144,17 @@ class FederatedServer:
             size=size,
             most=self.config.privacy.clip_norm,
             max_norm_ratio=self.config.max_norm_ratio,
+            last_median_norm=self.median_norm,
             weights=self.weights,
             combine=self.combine,
         )
-        return RoundResult(change=mean.change, clients=sorted(usable), refused=mean.refused, scaled=mean.scaled)
+        return RoundResult(
+            change=mean.change,
+            clients=sorted(usable),
+            refused=mean.refused,
+            scaled=mean.scaled,
+            median_norm=mean.median_norm,
+        )
 
     def _private_mean(self, number: int, updates: dict[str, ClientUpdate], *, refused: Sequence[str]) -> RoundResult:
         """The sum of clipped updates with noise, over the expected number of clients: a count of those that came would
@@ -186,12 +200,11 @@ class FederatedServer:
             secure_total(masked, revealed, keys, list(shares), round_number=number, threshold=secure.threshold),
             fraction_bits=secure.fraction_bits,
         )
-        weight = float(total[-1])
-        if not weight > 0:
-            raise ModelwrightError("federated: the updates of the secure sum count for nothing")
+        change, weight = total[:-1], float(total[-1])
+        check_sum(change, self.config, clients=alive, weight=weight)
         if self.config.privacy.noise_multiplier:
             weight = self._expected
-        return RoundResult(change=total[:-1] / weight, clients=alive, refused=dropped)
+        return RoundResult(change=change / weight, clients=alive, refused=dropped)
 
     def _task(self, number: int, **more: object) -> PeerMessage:
         """What a client needs for its part of a round."""

@@ -80,6 +80,8 @@ class TrainJob:
     """Further techniques. They act after the built-in ones."""
     restart: bool = False
     """Start over at step 0 when all checkpoints are damaged, which is an error otherwise."""
+    is_resumable: bool = True
+    """Whether checkpoints are written. Without them whoever trains starts over after a kill."""
     measure_grad_norm: bool = True
     """Whether the gradient norm is measured; without, it counts as 1, as in a trace on fake tensors, which have none.
     """

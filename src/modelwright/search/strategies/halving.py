@@ -1,4 +1,8 @@
-"""Successive halving (Jamieson and Talwalkar 2016) of random candidates."""
+"""Successive halving (Jamieson and Talwalkar 2016) of random candidates.
+
+The better half of a few candidates seldom costs exactly what a rung may spend. What the rungs leave over pays for the
+full length of those that came next, so that the whole budget is spent as that of other strategies is.
+"""
 
 import random
 
@@ -12,9 +16,12 @@ scratch, so that losses within a rung compare; what the shorter rungs cost is ch
 
 
 def search_by_halving(bench: Workbench) -> None:
-    """Each rung may spend an equal part of the budget, and hands on its better half."""
+    """Each rung may spend an equal part of the budget, and hands on its better half. The rest of the budget goes to the
+    full length of the next best, those of the longer rung first.
+    """
     generator = random.Random(bench.seed)
     rung = _first_rung(bench, generator)
+    rungs = [rung]
     for number, share in enumerate(SHARES[1:], start=1):
         limit = bench.budget * (number + 1) / len(SHARES)
         ranked = sorted(rung, key=lambda trial: (trial.loss, trial.number))
@@ -25,6 +32,11 @@ def search_by_halving(bench: Workbench) -> None:
             tried = bench.try_out(trial.choices, share)
             if tried is not None and tried.loss is not None:  # None: dearer than what is left
                 rung.append(tried)
+        rungs.append(rung)
+    for shorter in reversed(rungs[:-1]):
+        for trial in sorted(shorter, key=lambda trial: (trial.loss, trial.number)):
+            if bench.find(trial.choices, 1.0) is None:
+                bench.try_out(trial.choices)  # None where it costs more than is left: another one may not
 
 
 def _first_rung(bench: Workbench, generator: random.Random) -> list[Trial]:

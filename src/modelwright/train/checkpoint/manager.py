@@ -63,7 +63,7 @@ class CheckpointManager:
         which training stood still, None if there was nothing to save.
         """
         self.saved_time = time.monotonic()
-        if self.saved == (self.state.step, self.state.evaluated_step):
+        if not self.job.is_resumable or self.saved == (self.state.step, self.state.evaluated_step):
             return None
         self.saved = (self.state.step, self.state.evaluated_step)
         started = time.perf_counter()
