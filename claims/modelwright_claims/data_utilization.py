@@ -4,6 +4,7 @@ steps.
 Prose of this machine's libraries is spoiled in labeled ways until 62% of the documents are usable. Three arms train on
 the corpus as it is, on what cleaning keeps of it, and on the texts as they were before: what perfect cleaning would
 give. Corpus, weights and order of rows belong to the seed; the step noise knows documents that are not in the corpus.
+Cleaning by default settings, without that step, is compared by its usable share alone.
 """
 
 import json
@@ -21,7 +22,7 @@ from modelwright.data.steps.format import normalize
 from modelwright.data.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
 from modelwright_claims import stability_bench as bench
 from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict
-from modelwright_claims.cleaning_scores import Result, Score, clean_entries, compare, document_of
+from modelwright_claims.cleaning_scores import Result, Score, clean_entries, compare, document_of, judge_cleaning
 from modelwright_claims.experiment import Runner, Tuning, best_rate, best_value, tune, with_value
 from modelwright_claims.judging import Judgment
 from modelwright_claims.spoiled_corpus import FORMS, spoil
@@ -30,6 +31,7 @@ from modelwright_claims.training_run import Outcome, Run
 from modelwright_claims.workbench import VOCAB_SIZE, Size, store_text
 
 RAW, CLEANED, UNSPOILED = ARMS = ("raw", "cleaned", "never spoiled")
+BY_DEFAULT = ", default settings"
 USABLE, GAIN = 89.0, 1.4
 BEFORE, BEFORE_MARGIN = 62.0, 2.0
 SHARE = 0.72
@@ -54,10 +56,11 @@ class Texts:
 
 @dataclass(frozen=True, kw_only=True)
 class Cleaned:
-    """A spoiled corpus: its texts by arm, and how cleaning did."""
+    """A spoiled corpus: its texts by arm, and how cleaning did, with the step noise and by default settings."""
 
     texts: Mapping[str, Sequence[str]]
     result: Result
+    by_default: Result
 
 
 def study_size(setting: Setting) -> Size:
@@ -84,7 +87,9 @@ def measure(setting: Setting) -> Measurement:
     (reference,) = runners[RAW, TUNING_SEED].all([replace(tuned[RAW], seed=TUNING_SEED)])
     target = bench.target_of(reference, size.num_steps)
     outcomes = {arm: [outcome_of(runners[arm, seed], tuned[arm], seed) for seed in seeds] for arm in ARMS}
-    return measurement(size, [cleaned[seed].result for seed in seeds], tried, outcomes, target)
+    results = [cleaned[seed].result for seed in seeds]
+    by_default = [cleaned[seed].by_default for seed in seeds]
+    return measurement(size, results, by_default, tried, outcomes, target)
 
 
 def outcome_of(runner: Runner, run: Run, seed: int) -> Outcome:
@@ -112,7 +117,7 @@ def read_texts(*, most: int, fraction: float) -> Texts:
 
 
 def spoil_and_clean(setting: Setting, texts: Texts, seed: int) -> Cleaned:
-    """Spoil the corpus by the seed and clean it, with the step noise and otherwise by default."""
+    """Spoil the corpus by the seed and clean it twice: with the step noise and otherwise by default, and by default."""
     setting.progress.note(f"spoiling and cleaning {len(texts.corpus):,} texts, seed {seed}")
     trusted = setting.folder / "trusted.jsonl"
     write_atomic(trusted, "".join(json.dumps({"text": text}) + "\n" for text in texts.trusted))
@@ -121,7 +126,11 @@ def spoil_and_clean(setting: Setting, texts: Texts, seed: int) -> Cleaned:
     config = CleanConfig(noise=NoiseConfig(trusted=(str(trusted),)))
     kept, dropped = clean_entries(entries, config)
     by_arm = {RAW: [document.text for document, _ in entries], CLEANED: list(kept.values()), UNSPOILED: texts.corpus}
-    return Cleaned(texts=by_arm, result=compare(entries, kept, dropped, config))
+    return Cleaned(
+        texts=by_arm,
+        result=compare(entries, kept, dropped, config),
+        by_default=judge_cleaning(entries, CleanConfig()),
+    )
 
 
 def with_text(setting: Setting, name: str, train: Sequence[str], texts: Texts, tokenizer: Tokenizer) -> Setting:
@@ -134,15 +143,20 @@ def with_text(setting: Setting, name: str, train: Sequence[str], texts: Texts, t
 def measurement(
     size: Size,
     results: Sequence[Result],
+    by_default: Sequence[Result],
     tried: Mapping[str, Mapping[float, float]],
     outcomes: Mapping[str, Sequence[Outcome]],
     target: float,
 ) -> Measurement:
-    """Return usable shares, scores of the steps, and the steps to the target by arm. results, outcomes: by seed."""
+    """Return usable shares, scores of the steps, and the steps to the target by arm. results, by_default, outcomes: by
+    seed.
+    """
     samples: dict[str, list[float]] = {
         "usable before": [100 * one.before / one.documents for one in results],
         "usable after": [100 * one.after / max(1, one.kept) for one in results],
         "documents kept": [100 * one.kept / one.documents for one in results],
+        f"usable after{BY_DEFAULT}": [100 * one.after / max(1, one.kept) for one in by_default],
+        f"documents kept{BY_DEFAULT}": [100 * one.kept / one.documents for one in by_default],
     }
     for step in dict.fromkeys(step for one in results for step in one.scores):
         scores = [one.scores.get(step, Score()) for one in results]
@@ -163,7 +177,8 @@ def measurement(
             "text": "prose of the interpreter's libraries, held out by module",
             "documents": results[0].documents,
             "spoiled": f"{SHARE:.0%} of the texts, in equal parts by form: {', '.join(FORMS)}",
-            "cleaning": f"default settings, and the step noise with {NUM_TRUSTED} trusted texts outside of the corpus",
+            "cleaning": f"default settings, and the step noise with {NUM_TRUSTED} trusted texts outside of the corpus; "
+            "beside it default settings alone, which leave that step off",
             "junk": "made by generators from which the step noise learns, too, on other texts",
             "target": round(target, 4),
             "schedule": "warmup over 5%, then constant",
@@ -193,6 +208,10 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
         most = ratios(samples[f"steps, {RAW}"], samples[f"steps, {UNSPOILED}"])
         judgment.figures["fewer steps on texts never spoiled"] = most.figure("x")
         judgment.said.append(f"{most.mean:.2f}x is what perfect cleaning would give")
+    with judgment.beside():
+        plain = estimate(samples[f"usable after{BY_DEFAULT}"])
+        judgment.figures[f"usable after{BY_DEFAULT}"] = plain.figure("%")
+        judgment.said.append(f"{plain.mean:.1f}% usable after default settings, without the step noise")
     for name in samples:
         if name.startswith(("precision, ", "recall, ", "documents kept")):
             judgment.figures[name] = estimate(samples[name]).figure("%")

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from modelwright.core.progress import SilentProgress
+from modelwright.data.clean_config import CleanConfig
 from modelwright.data.document import Document
 from modelwright.data.tokenizer import TokenizerConfig, train_tokenizer
 from modelwright.parallel.mesh import single
-from modelwright_claims import adaptive_augmentation, data_utilization, dynamic_batching, workbench
+from modelwright_claims import adaptive_augmentation, cleaning_scores, data_utilization, dynamic_batching, workbench
 from modelwright_claims.adaptive_augmentation import ADAPTIVE, AUGMENTATIONS, NONE
 from modelwright_claims.claim import Claim, Measurement, Setting
 from modelwright_claims.cleaning_scores import Result, Score
@@ -104,17 +105,44 @@ def test_verdict_on_cleaning() -> None:
 
     def found(raw: Outcome, cleaned: Outcome, results: Sequence[Result] = (result, result)) -> Measurement:
         outcomes = {RAW: [raw, raw], CLEANED: [cleaned, cleaned], UNSPOILED: [cleaned, cleaned]}
-        return data_utilization.measurement(size, results, tried, outcomes, 3.0)
+        by_default = [replace(result, kept=80, after=60)] * 2
+        return data_utilization.measurement(size, results, by_default, tried, outcomes, 3.0)
 
     claim = data_utilization.CLAIM
     verdict = judge(claim, found(slow, fast))
     assert verdict.kind == "met"
     assert set(claim.headline) <= set(verdict.figures)
     assert verdict.figures["recall, duplicates"].value == 90
+    assert verdict.figures["usable after, default settings"].value == 75
+    assert verdict.figures["documents kept, default settings"].value == 80
+    assert "75.0% usable after default settings" in verdict.reason
     assert verdict.figures["fewer steps"].value == pytest.approx(100 / 60)
     assert judge(claim, found(slow, slow)).kind == "short"
     assert judge(claim, found(slow, fast, [replace(result, after=60)] * 2)).kind == "short"
     assert judge(claim, found(slow, fast, [replace(result, before=50)] * 2)).kind == "short"
+    whole = found(slow, fast)
+    older = {name: values for name, values in whole.samples.items() if not name.endswith(data_utilization.BY_DEFAULT)}
+    assert judge(claim, replace(whole, samples=older)).kind == "met", "no target speaks of the default settings"
+
+
+def test_default_cleaning_is_compared_on_the_same_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[Any, CleanConfig]] = []
+
+    def keep_all(entries: Any, config: CleanConfig) -> tuple[dict[str, str], dict[str, str]]:
+        seen.append((entries, config))
+        return {document.id: document.text for document, _ in entries}, {}
+
+    monkeypatch.setattr(data_utilization, "clean_entries", keep_all)
+    monkeypatch.setattr(cleaning_scores, "clean_entries", keep_all)
+    texts = [" ".join(random.Random(number).choices(WORDS, k=90)) for number in range(40)]
+    corpus = data_utilization.Texts(corpus=texts[:30], trusted=texts[30:], validation=(), test=())
+    setting = Setting(quick=True, folder=tmp_path, progress=SilentProgress())
+    cleaned = data_utilization.spoil_and_clean(setting, corpus, 1)
+    (entries, with_noise), (same, default) = seen
+    assert same == entries
+    assert with_noise.noise.trusted
+    assert default == CleanConfig()
+    assert cleaned.by_default.before == cleaned.result.before < cleaned.by_default.documents
 
 
 def test_texts_of_the_corpus_are_neither_trusted_nor_held_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,7 @@
 """Methods with a model: back translation over HTTP and by Marian-type models, masked replacement, span infilling."""
 
-import json
-import threading
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from random import Random
 
@@ -13,18 +9,23 @@ import pytest
 import tokenizers
 import torch
 import transformers
-from tokenizers.models import WordLevel, WordPiece
-from tokenizers.pre_tokenizers import BertPreTokenizer, Whitespace
+import yaml
+from tokenizers.models import WordPiece
+from tokenizers.pre_tokenizers import BertPreTokenizer
 
 import augment_texts
+from marian_folders import write_marian
 from modelwright.core.errors import ConfigError, DataError
+from modelwright.data.augment import translators
 from modelwright.data.augment.back_translation import BackTranslationConfig, back_translation, problem_of
 from modelwright.data.augment.masked_replacement import MaskedModel, MaskedReplacementConfig, masked_replacement
 from modelwright.data.augment.span_infilling import SpanInfillingConfig, first_words, span_infilling
-from modelwright.data.augment.translators import EndpointConfig, MarianTranslator
+from modelwright.data.augment.translators import EndpointConfig, EndpointTranslator, MarianTranslator
 from modelwright.data.augment.word_spans import find_words
 from modelwright.data.document import Document
+from recorded_models import Endpoint, serve_translations, translations
 
+ANSWERS = yaml.safe_load((Path(__file__).parent / "golden" / "augment_answers.yaml").read_text(encoding="utf-8"))
 SENTENCE = "The committee rejected the proposal after a long debate."
 PARAPHRASE = "After a long debate, the committee turned the proposal down."
 
@@ -33,52 +34,10 @@ def document(text: str, name: str = "a") -> Document:
     return Document(id=name, text=text, kind="prose", split="train", source="test")
 
 
-@dataclass
-class Endpoint:
-    """A chat API that translates by a table, after a delay; it remembers the requests."""
-
-    answers: dict[str, str]
-    delay_s: float = 0.0
-    requests: list[str] = field(default_factory=list)
-    url: str = ""
-
-    def answer(self, text: str) -> str:
-        self.requests.append(text)
-        time.sleep(self.delay_s)
-        return self.answers.get(text, text)
-
-
 @pytest.fixture
 def endpoint() -> Iterator[Endpoint]:
-    serving = Endpoint({SENTENCE: "Der Ausschuss ...", "Der Ausschuss ...": PARAPHRASE})
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            text = serving.answer(request["messages"][-1]["content"])
-            choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
-            body = {"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
-            content = json.dumps(body).encode()
-            try:
-                self.send_response(200)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
-            except BrokenPipeError:
-                pass
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    serving.url = f"http://127.0.0.1:{server.server_port}/v1"
-    yield serving
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with serve_translations({SENTENCE: "Der Ausschuss ...", "Der Ausschuss ...": PARAPHRASE}) as serving:
+        yield serving
 
 
 def config(endpoint: Endpoint, cache: Path, **changes: object) -> BackTranslationConfig:
@@ -98,6 +57,30 @@ def test_an_endpoint_translates_once_and_copies_are_left_out(endpoint: Endpoint,
     again = back_translation(config(endpoint, tmp_path))([document(text)][0], Random(0))
     assert again == copy
     assert len(endpoint.requests) == num_requests, "the second run reads the cache"
+
+
+def test_an_endpoint_of_completions_gets_many_sentences_in_one_request(endpoint: Endpoint, tmp_path: Path) -> None:
+    recorded = ANSWERS["back_translation"]
+    endpoint.answers = translations(recorded)
+    sentences = [entry["en"] for entry in recorded[:20]]
+    method = back_translation(config(endpoint, tmp_path, api="completions"))
+    copy = method(document("\n\n".join(sentences)), Random(0))
+    assert copy is not None
+    backs = [entry["en"] if problem_of(entry["back"], entry["en"]) else entry["back"] for entry in recorded[:20]]
+    assert copy.text == "\n\n".join(backs)
+    assert sorted(map(len, endpoint.requests)) == [4, 4, 16, 16]
+    asked = len(endpoint.requests)
+    chat = back_translation(config(endpoint, tmp_path))(document(sentences[0]), Random(0))
+    assert chat is not None
+    assert len(endpoint.requests) == asked + 2, "what one API answered is not taken for the other's answer"
+
+
+def test_a_completion_that_does_not_end_is_no_translation(endpoint: Endpoint, tmp_path: Path) -> None:
+    endpoint.answers = {SENTENCE: "Der Ausschuss " * 100, "short": "kurz"}
+    translate = EndpointTranslator(
+        EndpointConfig(url=endpoint.url, model="m", api="completions"), source="English", target="German"
+    )
+    assert translate([SENTENCE, "short"]) == ["", "kurz"]
 
 
 def test_an_endpoint_that_times_out_is_one_error_or_a_counted_skip(endpoint: Endpoint, tmp_path: Path) -> None:
@@ -135,6 +118,21 @@ def test_guards(paraphrase: str, problem: str) -> None:
     assert problem_of(paraphrase, SENTENCE) == problem
 
 
+@pytest.mark.parametrize(
+    ("part", "other"),
+    [
+        ("`--dry-run`", "`--dry run`"),
+        ("https://example.org/shop", "https://example.org/laden"),
+        ("info@example.org", "info@beispiel.org"),
+    ],
+)
+def test_a_paraphrase_keeps_code_and_addresses(part: str, other: str) -> None:
+    original = "Use `--dry-run` (https://example.org/shop), or ask info@example.org."
+    paraphrase = "Try `--dry-run`, see https://example.org/shop or write to info@example.org."
+    assert problem_of(paraphrase, original) == ""
+    assert problem_of(paraphrase.replace(part, other), original) == "other code or addresses"
+
+
 def test_wrong_settings_of_back_translation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="names no translator"):
         back_translation(BackTranslationConfig())
@@ -151,35 +149,49 @@ def words_of_texts() -> list[str]:
     return sorted({word.text.lower() for text in augment_texts.PROSE for word in find_words(text)})
 
 
+BY_HEART = [entry for entry in ANSWERS["back_translation"] if entry["en"].split()[1] in ("chairman", "vast", "final")]
+
+
 @pytest.fixture(scope="module")
-def marian(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Marian model with random weights."""
-    folder = tmp_path_factory.mktemp("marian")
-    names = ["<pad>", "</s>", "<unk>", *words_of_texts()]
-    library = tokenizers.Tokenizer(WordLevel({name: place for place, name in enumerate(names)}, unk_token="<unk>"))
-    library.pre_tokenizer = Whitespace()
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=library, eos_token="</s>", unk_token="<unk>", pad_token="<pad>", model_max_length=64
-    ).save_pretrained(folder)
-    torch.manual_seed(0)
-    shape = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
-    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_position_embeddings": 64}
-    special = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0, "forced_eos_token_id": None}
-    settings = transformers.MarianConfig(vocab_size=len(names), init_std=0.5, **shape, **heads, **special)
-    transformers.MarianMTModel(settings).save_pretrained(folder)
-    return folder
+def marians(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Folders of two Marian models that translate some sentences into German and back."""
+    folders = tmp_path_factory.mktemp("marian")
+    there, back = folders / "en-de", folders / "de-en"
+    recorded = ANSWERS["back_translation"]
+    write_marian(there, {one["en"]: one["de"] for one in BY_HEART}, [(one["en"], one["de"]) for one in recorded])
+    write_marian(back, {one["de"]: one["back"] for one in BY_HEART}, [(one["de"], one["back"]) for one in recorded])
+    return there, back
 
 
-def test_marian_models_translate_the_same_alone_and_together(marian: Path, tmp_path: Path) -> None:
-    translate = MarianTranslator(marian, setting="forward")
-    texts = [SENTENCE.lower(), "they breathe air", "the paper torn", "we spent the summers there"]
-    together = translate(texts)
-    assert all(together)
-    assert together == [translate([text])[0] for text in texts]
-    settings = BackTranslationConfig(forward=marian, backward=marian, cache=tmp_path, fraction=1.0)
+def test_marian_models_translate_the_same_alone_and_together(
+    marians: tuple[Path, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    translate = MarianTranslator(marians[0], setting="forward")
+    assert type(translate._tokenizer).__name__ == "MarianTokenizer"
+    known = [entry["en"] for entry in BY_HEART]
+    together = translate([*known, "They breathe air.", known[0]])
+    assert together[: len(known)] == [entry["de"] for entry in BY_HEART]
+    assert together[-1] == together[0]
+    assert together == [translate([text])[0] for text in [*known, "They breathe air.", known[0]]]
+    assert not caplog.records
+
+
+def test_two_marian_folders_write_paraphrases(marians: tuple[Path, Path], tmp_path: Path) -> None:
+    forward, backward = marians
+    settings = BackTranslationConfig(forward=forward, backward=backward, cache=tmp_path, fraction=1.0)
     method = back_translation(settings)
-    copy = method(document(" ".join(augment_texts.PROSE[:3])), Random(0))
-    assert copy is not None or sum(method.counts().values()) >= 3, "what random weights write fails the guards"
+    copy = method(document(" ".join(entry["en"] for entry in BY_HEART)), Random(0))
+    assert copy is not None
+    assert copy.text == " ".join(entry["back"] for entry in BY_HEART)
+    assert method.counts() == {}
+
+
+def test_a_tokenizer_without_its_package_says_what_to_install(
+    marians: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(translators, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"sentencepiece is not installed; .*pip install 'modelwright\[augment\]'"):
+        MarianTranslator(marians[0], setting="forward")
 
 
 @pytest.fixture(scope="module")
@@ -236,7 +248,7 @@ def test_predictions_are_those_of_the_model_for_each_place_alone(bert: Path) -> 
             assert fill.probability == pytest.approx(float(expected), rel=1e-4)
 
 
-def test_a_masked_model_must_be_one(marian: Path, tmp_path: Path) -> None:
+def test_a_masked_model_must_be_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"masked_replacement.model: is not set"):
         MaskedModel(Path())
     with pytest.raises(ConfigError, match=r"holds no config\.json"):

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from global_batches import rows_read
 from modelwright.core.config import parse
 from modelwright.core.errors import ArtifactError, ConfigError
 from modelwright.data.augment.augmenter import Augmenter
@@ -112,19 +113,6 @@ def update_of(step: int) -> Update:
     """A loss that falls through both thresholds, with an interruption."""
     loss = math.nan if step == 7 else 4.0 * math.exp(-step / 20)
     return Update(step=step, num_steps=STEPS, gradients=[], losses={"loss": loss}, weights={"loss": 1.0})
-
-
-def rows_read(shares: Sequence[TokenBatch], *, by_tokens: bool) -> list[tuple[Any, ...]]:
-    """The tokens, labels and documents of the rows of a global batch, in its order."""
-    read: dict[Any, tuple[Any, ...]] = {}
-    for rank, share in enumerate(shares):
-        for place in range(share.num_rows):
-            used = share.segments_BT[place] >= 0
-            if used.any():
-                parts = (share.input_ids_BT, share.labels_BT, share.positions_BT, share.segments_BT)
-                key = (place, rank) if by_tokens else (rank, place)
-                read[key] = tuple(tuple(part[place][used].tolist()) for part in parts)
-    return [read[key] for key in sorted(read)]
 
 
 @pytest.mark.parametrize("by_tokens", [False, True], ids=["whole_rows", "token_budget"])

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from modelwright.core.config import parse, unused_settings
 from modelwright.core.errors import ConfigError, DataError
 from modelwright.data.batch import IGNORED
 from modelwright.data.document import Document
@@ -76,11 +77,23 @@ def test_every_target_counts_once_unless_asked(tmp_path: Path, mode, masked: boo
 
 
 def test_settings_of_chunks_are_checked() -> None:
+    chunked = {"long_documents": "chunk"}
     with pytest.raises(ConfigError, match=r"chunk_overlap: must be from 1 to 511 \(pack\.seq_len - 1\), got 512"):
-        PackConfig(long_documents="chunk", chunk_overlap=512)
-    with pytest.raises(ConfigError, match=r"min_chunk_tokens: must be above chunk_overlap \(50\) and at most"):
-        PackConfig(long_documents="chunk", min_chunk_tokens=50)
+        parse(PackConfig, {**chunked, "chunk_overlap": 512})
+    with pytest.raises(ConfigError, match=r"min_chunk_tokens: must be above chunk_overlap \(50\), got 50"):
+        parse(PackConfig, {**chunked, "min_chunk_tokens": 50})
     PackConfig(seq_len=32)  # the settings of chunks do not matter to a run without them
+    unused = unused_settings(PackConfig(chunk_overlap=9, min_chunk_tokens=10, count_overlap=True))
+    assert len(unused) == 3
+    assert all(one.endswith("(needs long_documents chunk)") for one in unused)
+
+
+def test_rows_shorter_than_the_shortest_chunk_have_whole_chunks(tmp_path: Path) -> None:
+    config = parse(PackConfig, {"long_documents": "chunk", "seq_len": 128, "mode": "one_per_row"})
+    pack([(np.arange(2, 302), None)], tmp_path, config, vocab_size=400, eos_id=EOS)
+    rows = PackedRows(tmp_path)
+    assert rows.group_lengths().tolist() == [128, 128, 128, 128]
+    assert rows.gather(np.arange(4)).input_ids_BT[:, 0].tolist() == [2, 80, 158, 175]
 
 
 @pytest.mark.parametrize("mode", ["best_fit", "one_per_row"])

@@ -13,7 +13,7 @@ import yaml
 from modelwright.core.errors import ConfigError
 from modelwright.core.records import column, read_records
 from modelwright.core.rundir import RunDir
-from modelwright.data.loader import PackedRows
+from modelwright.data.loader import PackedRows, read_index
 from modelwright.pipeline.stages.pack import with_labels
 from modelwright.pipeline.stages.pretrain import PRETRAIN
 from modelwright.recipes.load import load
@@ -57,7 +57,8 @@ def test_sources_with_scores_train_from_records_to_a_model(
     run = inside(
         *small_words[:place], str(tmp_path / "*.jsonl"), *small_words[place + 1 :], "--run-dir", str(tmp_path / "run"),
         "--stages", "clean,tokenize,pack,pretrain", "--data.keep_fields", "level", "--data.validation_fraction=0.2",
-        "--pack.mode", "length_buckets", "--pack.long_documents", "chunk", "--pack.seq_len", "256",
+        "--pack.mode", "length_buckets", "--pack.long_documents", "chunk", "--pack.seq_len", "128",
+        "--pack.count_overlap", "true",
         "--model.max_seq_len", "256", "--pretrain.batch_tokens", "1024", "--pretrain.batching.curriculum.by", "level",
         "--pretrain.batching.mixture.update", "heldout_loss", "--pretrain.eval_every_steps", "2",
         "--clean.quality.limits.max_top_ngram_fraction", "1", "--clean.quality.limits.min_stop_word_fraction", "0",
@@ -69,6 +70,9 @@ def test_sources_with_scores_train_from_records_to_a_model(
     rows = PackedRows(tmp_path / "run" / "pack" / "artifact" / "pretrain" / "train")
     assert [name.rpartition("/")[2] for name in rows.sources] == ["a.jsonl", "b.jsonl"]
     assert rows.group_scores().max() == 119
+    packing = read_index(rows.folder)
+    assert packing["num_cut"] > 50
+    assert packing["num_targets"] == packing["num_tokens"] - packing["num_pieces"], "repeated tokens count, too"
     losses = [value for _, value in column(read_records(tmp_path / "run" / "pretrain" / "metrics.jsonl"), "loss")]
     assert losses[-1] < losses[0]
     strengths = column(read_records(tmp_path / "run" / "pretrain" / "metrics.jsonl"), "augmentation_strength")

@@ -35,7 +35,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 import numpy as np
 
 from modelwright.core.artifacts import write_atomic
-from modelwright.core.config import constant
+from modelwright.core.config import constant, only_for
 from modelwright.core.errors import ConfigError, DataError, writing
 from modelwright.data.cache.blocks import CHECKSUMS, block_checksums, rows_of_block
 from modelwright.data.chat import ChatLoss
@@ -86,11 +86,12 @@ class PackConfig:
     """Tokens of a conversation that fine-tuning learns: `assistant` those of all answers, `last_answer` those of the
     last one (completion only), `all` also those of prompts, up to the last answer. Where a chat template marks what
     the assistant generates, answers are what it marks."""
-    chunk_overlap: int = constant(50)
+    chunk_overlap: int = field(default=50, metadata=only_for("long_documents", "chunk"))
     """`chunk`: tokens that a chunk repeats from the one before it, as context."""
-    min_chunk_tokens: int = constant(256)
-    """`chunk`: shortest chunk. If less is left of a document, its last chunk begins earlier and repeats more."""
-    count_overlap: bool = constant(False)
+    min_chunk_tokens: int = field(default=256, metadata=only_for("long_documents", "chunk"))
+    """`chunk`: shortest chunk, at most a row. If less is left of a document, its last chunk begins earlier and repeats
+    more."""
+    count_overlap: bool = field(default=False, metadata=only_for("long_documents", "chunk"))
     """`chunk`: whether repeated tokens count in the loss again."""
     group_by: Literal["none", "kind", "source"] = constant("none")
     """Whether only documents of the same kind, or of the same source, share a row; `batching.mixture` asks for it."""
@@ -116,12 +117,13 @@ class PackConfig:
     def _check_chunks(self) -> None:
         if not 1 <= self.chunk_overlap < self.seq_len:
             raise ConfigError(
-                f"chunk_overlap: must be from 1 to {self.seq_len - 1} (pack.seq_len - 1), got {self.chunk_overlap}"
+                f"chunk_overlap: must be from 1 to {self.seq_len - 1} (pack.seq_len - 1), got {self.chunk_overlap}; "
+                "a tenth of pack.seq_len is usual"
             )
-        if not self.chunk_overlap < self.min_chunk_tokens <= self.seq_len:
+        if self.min_chunk_tokens <= self.chunk_overlap:
             raise ConfigError(
-                f"min_chunk_tokens: must be above chunk_overlap ({self.chunk_overlap}) and at most pack.seq_len "
-                f"({self.seq_len}), got {self.min_chunk_tokens}; chunks of 512 tokens are usual"
+                f"min_chunk_tokens: must be above chunk_overlap ({self.chunk_overlap}), got {self.min_chunk_tokens}; "
+                "half of pack.seq_len is usual"
             )
 
 
@@ -336,7 +338,8 @@ def with_end(tokens: np.ndarray, eos_id: int) -> np.ndarray:
 def _cuts(length: int, config: PackConfig) -> Iterator[tuple[int, int, int]]:
     """`[start, end)` of each piece, and how many of its first tokens the pieces before it have."""
     if config.long_documents == "chunk":
-        cuts = chunks(length, config.seq_len, overlap=config.chunk_overlap, min_tokens=config.min_chunk_tokens)
+        min_tokens = min(config.min_chunk_tokens, config.seq_len)
+        cuts = chunks(length, config.seq_len, overlap=config.chunk_overlap, min_tokens=min_tokens)
     else:
         cuts = pieces(length, config.seq_len)
     before = 0

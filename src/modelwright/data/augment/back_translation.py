@@ -18,6 +18,8 @@ from modelwright.data.document import Document
 _LENGTHS = (0.5, 2.0)
 """Length of a translation back, relative to the original; outside of it the model lost something or ran on."""
 _MIN_WORDS = 3
+_FIXED = re.compile(r"`[^`\n]*`|https?://\S*\w|\S+@\S+\.\w+")
+"""What a paraphrase must repeat: code and addresses."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +31,7 @@ class BackTranslationConfig:
     backward: Path = Path()
     """Folder of the model that translates back."""
     endpoint: EndpointConfig = field(default_factory=EndpointConfig)
-    """A chat model that translates both ways, instead of the two folders."""
+    """A language model that translates both ways, instead of the two folders."""
     language: str = "English"
     """Language of the documents, for the endpoint."""
     pivot: str = "German"
@@ -50,9 +52,8 @@ def back_translation(config: BackTranslationConfig) -> Augmentation:
     if config.endpoint.url:
         there = EndpointTranslator(config.endpoint, source=config.language, target=config.pivot)
         back = EndpointTranslator(config.endpoint, source=config.pivot, target=config.language)
-        names = [
-            digest([config.endpoint.url, config.endpoint.model, config.language, config.pivot, way]) for way in "tb"
-        ]
+        model = [config.endpoint.url, config.endpoint.model, config.endpoint.api]
+        names = [digest([*model, config.language, config.pivot, way]) for way in "tb"]
         return translate_and_back(
             TranslationCache(there, name=names[0], folder=config.cache.expanduser()),
             TranslationCache(back, name=names[1], folder=config.cache.expanduser()),
@@ -135,6 +136,8 @@ def problem_of(paraphrase: str, original: str) -> str:
         return "copies"
     if sorted(re.findall(r"\d+", paraphrase)) != sorted(re.findall(r"\d+", original)):
         return "other figures"
+    if not all(part in paraphrase for part in _FIXED.findall(original)):
+        return "other code or addresses"
     if paraphrase[-1] != original[-1] and not (paraphrase[-1] in ".!?" and original[-1] in ".!?"):
         return "another end"
     return ""

@@ -1,6 +1,7 @@
 """Contextual replacement: words by what a masked language model finds likely in their place
 (Kobayashi 2018, https://arxiv.org/abs/1805.06201; Wu et al. 2019, https://arxiv.org/abs/1812.06705)."""
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +17,7 @@ from modelwright.data.augment.word_spans import (
     draw,
     find_words,
     match_case,
+    missing_extra,
     repair_articles,
     replace_spans,
     stands_free,
@@ -154,10 +156,12 @@ def load_transformers(folder: Path, auto_class: str, setting: str) -> tuple[Any,
     try:
         import transformers
     except ImportError:
-        raise ConfigError(f"{setting}: needs the package transformers: pip install 'modelwright[hf]'") from None
+        raise missing_extra("transformers") from None
     options = {"local_files_only": True, "trust_remote_code": False}
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **options)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Recommended: pip install sacremoses")  # MarianTokenizer never calls it
+            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **options)
         model = getattr(transformers, auto_class).from_pretrained(folder, use_safetensors=True, **options)
     except (OSError, ValueError, ImportError, KeyError) as error:
         first_line = str(error).strip().partition("\n")[0]

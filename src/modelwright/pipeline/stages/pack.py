@@ -93,7 +93,10 @@ def with_labels(config: RunConfig) -> PackConfig:
 
 def _settings(config: PackConfig) -> dict[str, Any]:
     """The settings for the digest; without those that have the value that there always was."""
-    always = {"chat_loss": "assistant", "text_kinds": list(TEXT_KINDS)}
+    always = {
+        "chat_loss": "assistant", "text_kinds": list(TEXT_KINDS), "chunk_overlap": 50, "min_chunk_tokens": 256,
+        "count_overlap": False,
+    }  # fmt: skip
     return {name: value for name, value in dump(config).items() if name not in always or always[name] != value}
 
 
