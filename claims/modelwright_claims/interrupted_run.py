@@ -3,7 +3,8 @@
 `modelwright run` trains in a process that is interrupted by a script: killed by SIGKILL at once, or told by SIGTERM 30
 seconds before. What a checkpoint and a recovery cost is measured first, on a run without and on one with a single
 interruption, as `modelwright plan spot --run` takes it; the planner's simulation then gets the script's periods, and
-its wall time is compared with the measured one.
+its wall time is compared with the measured one. Notices that are waited out and absences are as long in both, so the
+error without them stands beside it.
 """
 
 import random
@@ -37,6 +38,8 @@ from modelwright_claims.statistics import estimate, exact
 MOST_OFF = 15.0
 """Percent of the measured wall time."""
 PREDICTED, MEASURED, SAME, INTERRUPTIONS = "predicted s", "measured s", "same weights", "interruptions"
+FIXED = "notices and absences s"
+"""What the script itself adds to both times."""
 DATA_STAGES, STAGE = ("clean", "tokenize", "pack"), "pretrain"
 DOWN_S = 2.0
 PATIENCE_S = 1800.0
@@ -67,20 +70,21 @@ def measure(setting: Setting) -> Measurement:
     prepared = prepare(setting, course)
     whole = _copy(prepared, setting.folder / "whole")
     setting.progress.note("a run without interruptions")
-    whole_s = run_through(whole, [])
+    whole_s, _ = run_through(whole, [])
     once = _copy(prepared, setting.folder / "once")
     setting.progress.note("a run with one interruption")
     run_through(once, [Presence(0.5 * whole_s, 0.0)])
     costs = CheckpointCosts(stall_s=measured_stall_s(RunDir(whole)), recovery_s=measured_recovery_s(RunDir(once)))
     stalls = column(read_records(RunDir(whole).stage(STAGE).metrics), "checkpoint_stall_s")
     work_s = whole_s - len(stalls) * costs.stall_s
-    samples: dict[str, list[float]] = {PREDICTED: [], MEASURED: [], SAME: [], INTERRUPTIONS: []}
+    samples: dict[str, list[float]] = {PREDICTED: [], MEASURED: [], FIXED: [], SAME: [], INTERRUPTIONS: []}
     for number in range(course.num_scripts):
         periods = script(number, course, whole_s, costs.recovery_s)
         endless = [*periods, Presence(float("inf"), 0.0)]
         planned = simulate(work_s, interval_s=course.interval_s, costs=costs, periods=endless)
         folder = _copy(prepared, setting.folder / f"script-{number}")
-        measured_s = run_through(folder, periods)
+        measured_s, num_interruptions = run_through(folder, periods)
+        samples[FIXED].append(fixed_s(periods[: min(num_interruptions, planned.num_interruptions)]))
         samples[PREDICTED].append(planned.wall_s)
         samples[MEASURED].append(measured_s)
         samples[SAME].append(float(_weights(folder) == _weights(whole)))
@@ -116,14 +120,21 @@ def script(number: int, course: Course, whole_s: float, recovery_s: float) -> li
     return periods
 
 
-def run_through(folder: Path, periods: Sequence[Presence]) -> float:
-    """Seconds from the first start to the end of a run that is interrupted as the periods say."""
+def fixed_s(periods: Sequence[Presence]) -> float:
+    """Seconds of notices and absences."""
+    return sum(period.notice_s + period.down_s for period in periods)
+
+
+def run_through(folder: Path, periods: Sequence[Presence]) -> tuple[float, int]:
+    """Seconds from the first start to the end of a run that is interrupted as the periods say, and the interruptions
+    until then.
+    """
     started = time.monotonic()
-    for period in periods:
+    for number, period in enumerate(periods):
         with _started(folder) as process:
             begun = time.monotonic()
             if _ends(process, begun + period.up_s - period.notice_s):
-                return time.monotonic() - started
+                return time.monotonic() - started, number
             if period.notice_s:
                 process.send_signal(signal.SIGTERM)
                 _ends(process, begun + period.up_s)
@@ -132,7 +143,7 @@ def run_through(folder: Path, periods: Sequence[Presence]) -> float:
     with _started(folder) as process:
         if not _ends(process, time.monotonic() + PATIENCE_S):
             raise ModelwrightError(f"{folder}: the run has not ended after {PATIENCE_S:.0f} s")
-    return time.monotonic() - started
+    return time.monotonic() - started, len(periods)
 
 
 @contextmanager
@@ -197,6 +208,12 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
         judgment.said.append(
             ", ".join(f"{error:+.1f}%" for error in errors) + " beside the measured wall time of interrupted runs"
         )
+    with judgment.beside():
+        own = list(_errors(samples, without=samples[FIXED]))
+        judgment.figures["largest error without notices and absences"] = exact(max(map(abs, own))).figure("%")
+        judgment.said.append(
+            ", ".join(f"{error:+.1f}%" for error in own) + " without the notices and absences that both times contain"
+        )
     with judgment.part():
         judgment.require(all(samples[SAME]), "an interrupted run ended with other weights")
         judgment.said.append(f"{sum(samples[INTERRUPTIONS]):.0f} interruptions, same weights")
@@ -206,9 +223,11 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
     return judgment.verdict()
 
 
-def _errors(samples: Samples) -> Iterator[float]:
-    for predicted, measured in zip(samples[PREDICTED], samples[MEASURED], strict=True):
-        yield 100 * (predicted / measured - 1)
+def _errors(samples: Samples, without: Sequence[float] = ()) -> Iterator[float]:
+    """Percent of the measured times. without: seconds of each run that are left out of both of its times."""
+    left_out = without or [0.0] * len(samples[MEASURED])
+    for predicted, measured, fixed in zip(samples[PREDICTED], samples[MEASURED], left_out, strict=True):
+        yield 100 * ((predicted - fixed) / (measured - fixed) - 1)
 
 
 CLAIM = Claim(

@@ -256,6 +256,25 @@ def test_each_predicted_time_is_judged() -> None:
     assert "other weights" in verdict(interrupted_run.CLAIM, {**samples, interrupted_run.SAME: [1.0, 0.0]}).reason
 
 
+def test_what_the_script_adds_to_both_times_does_not_thin_the_error_beside_the_target() -> None:
+    samples = {
+        interrupted_run.PREDICTED: [178.0, 172.0], interrupted_run.MEASURED: [168.0, 168.0],
+        interrupted_run.SAME: [1.0, 1.0], interrupted_run.INTERRUPTIONS: [4.0, 4.0],
+    }  # fmt: skip
+    assert "without notices" not in verdict(interrupted_run.CLAIM, samples).reason
+    fixed = interrupted_run.fixed_s([Presence(50.0, 2.0), Presence(50.0, 2.0, 30.0)] * 2)
+    assert fixed == 68.0
+    found = verdict(interrupted_run.CLAIM, {**samples, interrupted_run.FIXED: [fixed, fixed]})
+    assert found.kind == "met"
+    assert found.figures["largest error of the predicted wall time"].value == pytest.approx(100 * 10 / 168)
+    assert found.figures["largest error without notices and absences"].value == pytest.approx(10.0)
+    assert "+10.0%, +4.0% without the notices and absences that both times contain" in found.reason
+    worse = {**samples, interrupted_run.PREDICTED: [188.0, 172.0], interrupted_run.FIXED: [fixed, fixed]}
+    found = verdict(interrupted_run.CLAIM, worse)
+    assert found.figures["largest error without notices and absences"].value == pytest.approx(20.0)
+    assert found.kind == "met", "the target is about the whole time"
+
+
 def test_an_update_that_is_not_promoted_is_short() -> None:
     conditions = {"ended": "refused"}
     samples = {update_time.FAILED: [0.0], update_time.ENDED: [1.0], update_time.HANDSOFF: [600.0]}

@@ -10,6 +10,7 @@ import pytest
 
 from modelwright.cli.config import setting_names
 from modelwright.core.errors import ConfigError
+from modelwright.data.cache.config import RowCacheConfig
 from modelwright.memory.config import ActivationCheckpointingConfig
 from modelwright.model.config import ModelConfig
 from modelwright.parallel.config import ParallelConfig
@@ -24,6 +25,7 @@ from modelwright.plan.probes.probe import ProbeResult
 from modelwright.plan.probes.survey import MachineProbes
 from modelwright.precision.policy import PrecisionConfig
 from modelwright.train.config import TrainConfig
+from modelwright_claims.ledger import CLAIMS
 
 ROOT = Path(__file__).parents[2]
 SAMPLE = Path(__file__).parent / "sample_ledger"
@@ -42,7 +44,8 @@ TRAINING = TrainConfig(
 )
 FIGURES = {
     "memory": {"all_threads_bytes_per_s": 1e10},
-    "disk": {"write_bytes_per_s": 1e8, "read_bytes_per_s": 2e8, "fsync_p50_s": 0.01},
+    "disk": {"write_bytes_per_s": 1e8, "read_bytes_per_s": 2e8, "reads_per_s": 1e4, "fsync_p50_s": 0.01},
+    "loopback": {"latency_s": 2e-5, "bytes_per_s": 2e9},
     "gloo": {"latency_s": 1e-4, "bytes_per_s": 5e8},
 }
 RATES = {"fp32": 1e9, "bf16": 0.9e9}
@@ -67,6 +70,8 @@ def situation_of(
     available_bytes: float = 1e12,
     num_processes: int = 2,
     transport: Transport = "gloo",
+    cache: RowCacheConfig | None = None,
+    rows_at: str = "",
     **changes: Any,
 ) -> Situation:
     needs = replace(needs_of(training, num_processes=num_processes), **changes)
@@ -74,6 +79,8 @@ def situation_of(
     return Situation(
         training=training,
         parallel=ParallelConfig(),
+        cache=cache or RowCacheConfig(),
+        rows_at=rows_at,
         needs=needs,
         times=step_times(needs, probes, flops_per_s=rates["fp32"], transport=transport),
         rates=rates,
@@ -94,7 +101,7 @@ def test_needs_are_their_formulas() -> None:
     assert needs.optimizer_bytes == 7 * WEIGHTS * 4
     assert needs.link_bytes == pytest.approx(1.5 * WEIGHTS)
     assert needs.link_messages == 6
-    assert needs.row_bytes == 2 * 512
+    assert (needs.row_bytes, needs.row_reads) == (2 * 512, 512 / 64)
     assert needs.checkpoint_bytes == 3 * WEIGHTS
     twice = needs_of(replace(TRAINING, gradient_accumulation_steps=2))
     assert twice.weight_bytes == 2 * needs_of().weight_bytes
@@ -130,14 +137,46 @@ def test_times_are_needs_over_rates() -> None:
     assert times.seconds["communication"] == pytest.approx(WEIGHTS / 5e8 + 1e-4)
     assert times.seconds["memory"] == pytest.approx(needs.memory_bytes / 1e10)
     assert times.checkpoint_s == pytest.approx(3 * WEIGHTS / 1e8 + 0.01)
-    assert times.seconds["disk"] == pytest.approx(times.checkpoint_s / 100 + 1024 / 2e8)
+    assert times.row_s == pytest.approx(8 / 1e4)  # rows of 128 bytes: one read of a block each
+    assert times.seconds["disk"] == pytest.approx(times.checkpoint_s / 100 + times.row_s)
     assert times.bottleneck == "compute"
     assert sum(times.share(one) for one in times.seconds) == pytest.approx(1)
     shared = step_times(needs, probes_of(FIGURES), flops_per_s=1e9, transport="shared memory")
     assert shared.seconds["communication"] == pytest.approx(4 * WEIGHTS / 1e10)
     by_time = replace(needs, checkpoint_every_steps=0, checkpoint_every_s=50.0)
     disk = step_times(by_time, probes_of(FIGURES), flops_per_s=1e9, transport="gloo").seconds["disk"]
-    assert disk == pytest.approx(times.checkpoint_s * times.seconds["compute"] / 50 + 1024 / 2e8)
+    assert disk == pytest.approx(times.checkpoint_s * times.seconds["compute"] / 50 + times.row_s)
+    long = replace(needs, row_bytes=8 * 20_000.0)
+    long_s = step_times(long, probes_of(FIGURES), flops_per_s=1e9, transport="gloo").row_s
+    assert long_s == pytest.approx(8 / 1e4 + 8 * (20_000 - 4096) / 2e8)
+
+
+def test_shuffled_rows_cost_reads_and_not_bytes() -> None:
+    """A disk whose heads move: fast in sequence, slow from place to place."""
+    slow = {**FIGURES, "disk": {**FIGURES["disk"], "read_bytes_per_s": 1e12, "reads_per_s": 100.0}}
+    times = step_times(needs_of(), probes_of(slow), flops_per_s=1e9, transport="gloo")
+    assert times.row_s == pytest.approx(8 / 100)
+    assert times.share("disk") > 10 * step_times(
+        needs_of(), probes_of(FIGURES), flops_per_s=1e9, transport="gloo"
+    ).share("disk")
+    unknown = {**FIGURES, "disk": {name: FIGURES["disk"][name] for name in ("write_bytes_per_s", "fsync_p50_s")}}
+    assert step_times(needs_of(), probes_of(unknown), flops_per_s=1e9, transport="gloo").row_s == 0.0
+
+
+def test_bare_tcp_stands_beside_gloo_and_in_its_place_where_it_was_not_measured() -> None:
+    needs = needs_of()
+    tcp_s = needs.link_bytes / 2e9 + needs.link_messages * 2e-5
+    times = step_times(needs, probes_of(FIGURES), flops_per_s=1e9, transport="gloo")
+    assert times.tcp_s == pytest.approx(tcp_s)
+    assert times.seconds["communication"] > times.tcp_s
+    (line,) = (line for line in limit_lines(needs, times) if line.strip().startswith("communication"))
+    assert line.endswith(f", through gloo; bare TCP over loopback would take {tcp_s:.4f} s")
+    alone = {name: values for name, values in FIGURES.items() if name != "gloo"}
+    bare = step_times(needs, probes_of(alone), flops_per_s=1e9, transport="gloo")
+    assert bare.seconds["communication"] == pytest.approx(tcp_s)
+    assert bare.latency_s == pytest.approx(needs.link_messages * 2e-5)
+    for transport in ("none", "shared memory", "NCCL"):
+        assert step_times(needs, probes_of(FIGURES), flops_per_s=1e9, transport=transport).tcp_s == 0.0
 
 
 def test_what_was_not_measured_is_not_judged() -> None:
@@ -154,6 +193,7 @@ MEASURED = {
     ("gloo", "bytes_per_s"): {"communication"},
     ("disk", "write_bytes_per_s"): {"disk"},
     ("disk", "read_bytes_per_s"): {"disk"},
+    ("disk", "reads_per_s"): {"disk"},
     ("disk", "fsync_p50_s"): {"disk"},
 }
 
@@ -165,7 +205,13 @@ def test_one_figure_changes_its_own_lines_and_no_other(probe: str, figure: str) 
     other = {name: dict(values) for name, values in figures.items()}
     other[probe][figure] *= 1 / 3 if figure.endswith("_per_s") else 3
     needs = replace(
-        needs_of(), checkpoint_bytes=1e9, row_bytes=1e7, link_messages=1e3, link_bytes=3e7, weight_bytes=1e9
+        needs_of(),
+        checkpoint_bytes=1e9,
+        row_bytes=1e9,
+        row_reads=1e4,
+        link_messages=1e3,
+        link_bytes=3e7,
+        weight_bytes=1e9,
     )
     before, after = (
         limit_lines(needs, step_times(needs, probes_of(one), flops_per_s=1e8, transport="gloo"))
@@ -204,6 +250,11 @@ def test_advice_follows_what_limits() -> None:
         "activation checkpointing": "switch on", "step arena": "switch on", "ZeRO": "switch on",
     }  # fmt: skip
     assert "ZeRO" not in actions(situation_of(available_bytes=1.0, num_processes=1))
+    heads = {**FIGURES, "disk": {**FIGURES["disk"], "reads_per_s": 100.0}}
+    assert actions(situation_of(figures=heads)) == {"row cache": "switch on"}
+    assert actions(situation_of(figures=heads, cache=RowCacheConfig(enabled=True))) == {"row cache": "keep"}
+    assert actions(situation_of(cache=RowCacheConfig(enabled=True))) == {"row cache": "keep"}
+    assert actions(situation_of(rows_at="s3://bucket/run")) == {"row cache": "switch on"}
 
 
 def test_what_nothing_asks_for_is_switched_off() -> None:
@@ -225,7 +276,7 @@ def test_what_nothing_asks_for_is_switched_off() -> None:
 def test_options_are_exact_and_exist() -> None:
     everything = situation_of(
         rates={"fp32": 1e9, "bf16": 3e9}, available_bytes=1.0, optimizer_bytes=2e9, link_bytes=5e7,
-        link_messages=4e3, num_processes=4,
+        link_messages=4e3, num_processes=4, row_reads=3e3,
     )  # fmt: skip
     advice = advise(everything, SWITCHES, lambda settings: "", stage="pretrain")
     assert [one.action for one in advice] == ["switch on"] * len(SWITCHES)
@@ -301,10 +352,13 @@ def test_gains_are_quoted_from_the_ledger_only() -> None:
 def test_every_figure_that_is_named_is_in_the_results() -> None:
     rows = read_ledger(ROOT / "benchmarks" / "results")
     assert rows
+    measured = {row.claim for row in rows}
+    assert {claim for switch in SWITCHES for claim, _ in switch.evidence} <= {claim.name for claim in CLAIMS}
     missing = [
         (claim, name)
         for switch in SWITCHES
         for claim, names in switch.evidence
+        if claim in measured
         for name in names
         if not any(row.claim == claim and name in row.figures for row in rows)
     ]

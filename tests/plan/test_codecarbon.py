@@ -1,4 +1,6 @@
-"""codecarbon's offline estimate, by the real library: its arithmetic, no network, and what is refused."""
+"""codecarbon's offline estimate of a job, by the real library: its arithmetic, no network, and what is refused. A run's
+is tested in `tests/train/test_codecarbon_run.py`.
+"""
 
 import json
 import socket

@@ -255,8 +255,8 @@ def test_each_guard_fires_for_its_own_reason():
         arm = (CONTROL, TREATMENT)[number % 2]
         state.take_request(RequestEvent(arm=arm, share=0.5, is_error=False, latency_s=0.9 + 0.1 * (arm == "B")), 0)
     assert state.events["slow"].of_arm(TREATMENT) == 150
-    assert GUARDS["latency"](state, LIMITS)
-    assert not GUARDS["errors"](state, LIMITS)
+    assert GUARDS["latency"].fires(state, LIMITS)
+    assert not GUARDS["errors"].fires(state, LIMITS)
 
     state = ExperimentState()
     for number in range(400):

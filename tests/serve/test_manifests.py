@@ -20,13 +20,13 @@ from jsonschema import ValidationError
 from jsonschema.protocols import Validator
 from jsonschema.validators import validator_for
 
+import modelwright
 from modelwright.cli.main import main
 from modelwright.core.errors import ConfigError
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.load import ModelSource
-from modelwright.serve.manifests import image
 from modelwright.serve.manifests.deployment import PORT, Needs, deployment_of
-from modelwright.serve.manifests.kinds import write_manifests
+from modelwright.serve.manifests.kinds import KINDS, write_manifests
 from modelwright.serve.requests_config import RequestsConfig
 from serve.conftest import write_model
 from serve.test_keys import write_keys
@@ -174,18 +174,27 @@ def check_dockerfile(path: Path, contexts: dict[str, Path], *, extras: set[str])
     assert copied == set(contexts), "a context that nothing uses"
     (entry,) = (json.loads(rest) for name, rest in instructions if name == "ENTRYPOINT")
     assert entry[:2] == ["modelwright", "serve"]
-    (named,) = re.findall(r'"(?:/source|modelwright)\[([\w,-]+)\]', path.read_text())
+    (named,) = re.findall(r'"/source\[([\w,-]+)\]', path.read_text())
     known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert set(named.split(",")) == extras <= set(known)
 
 
-def test_an_installed_package_is_named_by_its_version(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(image, "checkout", lambda: None)
-    words = [str(folder), "--for", "compose", "--requests.traces", "http://collector:4318"]
-    (service,) = write(tmp_path, *words)["services"].values()
-    contexts = {name: Path(path) for name, path in service["build"]["additional_contexts"].items()}
-    assert set(contexts) == {"model"}
-    check_dockerfile(tmp_path / "Dockerfile", contexts, extras={"structured", "otel"})
+@pytest.mark.parametrize("kind", ["compose", "kubernetes"])
+def test_an_image_is_refused_without_a_source_tree(kind, folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(
+        modelwright, "__file__", str(tmp_path / "lib" / "site-packages" / "modelwright" / "__init__.py")
+    )
+    assert main(["manifests", str(folder), "--for", kind, "--out", str(tmp_path / "out")]) == 2
+    assert "--for: needs the source tree of this package" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_file_installs_the_package_by_its_name(kind, folder, tmp_path):
+    assert main(["manifests", str(folder), "--for", kind, "--out", str(tmp_path)]) == 0
+    texts = [path.read_text() for path in tmp_path.iterdir()]
+    assert texts
+    assert not [line for text in texts for line in text.splitlines() if re.search(r"install.*[\s\"']modelwright", line)]
 
 
 def test_the_command_of_a_container_serves_and_stops(folder, keys_file, tmp_path, free_port):

@@ -4,18 +4,23 @@ import argparse
 import json
 import math
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from modelwright.cli.plan_cost import add_price_options
 from modelwright.core.errors import ConfigError, writing
+
+if TYPE_CHECKING:
+    from modelwright.plan.spot.measured import MeasuredRate
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--work-hours", type=float, required=True, metavar="H", help="hours of the job without interruptions")
-    add("--run", metavar="RUN", default="", help="take stall and recovery from what was measured in this run")
+    add("--run", metavar="RUN", default="",
+        help="take stall, recovery and rate of interruptions from what was measured in this run")  # fmt: skip
     add("--stall-s", type=float, metavar="S", help="seconds that training stands still for a checkpoint")
     add("--recovery-s", type=float, metavar="S", help="seconds from an interruption until training goes on")
-    rate = parser.add_mutually_exclusive_group(required=True)
+    rate = parser.add_mutually_exclusive_group()
     rate.add_argument("--interruptions-per-hour", type=float, metavar="N", help="of all instances together")
     rate.add_argument("--trace", type=Path, metavar="FILE", help="a spot trace in SkyPilot's JSON format")
     add("--bursts", type=float, nargs=3, metavar=("N", "CALM_H", "BURST_H"),
@@ -31,6 +36,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--skypilot", type=Path, metavar="FILE", help="write the plan as a SkyPilot task")
     add("--target", metavar="RECIPE|CONFIG.yaml", default="", help="what the task runs")
     add("--bucket", metavar="NAME", default="", help="bucket for the task's run directory")
+    add("--extras", nargs="+", metavar="NAME", default=(), help="extras of the package that the task needs, as images")
     add("--html", type=Path, metavar="FILE", help="write the plan as a page with a tornado chart, too")
     add("--json", action="store_true", help="print everything as JSON")
 
@@ -47,20 +53,38 @@ def show(options: argparse.Namespace) -> int:
         raise ConfigError(f"--factor: must be above 1, got {options.factor}; 2 is half to double")
     if options.skypilot and not (options.target and options.bucket):
         raise ConfigError("--skypilot: needs --target, what to run, and --bucket, where to keep its run directory")
-    plan = plan_spot(_job(options), num_samples=options.samples)
+    measured = _measured_rate(options)
+    task_name = _task_name(options.target) if options.skypilot else ""
+    plan = plan_spot(_job(options, measured), num_samples=options.samples)
     swings = spot_tornado(plan, factor=options.factor, num_samples=options.samples)
-    text = spot_text(plan, swings)
-    print(json.dumps(spot_data(plan, swings), indent=1) if options.json else text)
+    text = spot_text(plan, swings, measured)
+    print(json.dumps(spot_data(plan, swings, measured), indent=1) if options.json else text)
     if options.html:
         from modelwright.pipeline.report.cost_page import write_cost_page
 
         write_cost_page(options.html, "the job on spot instances", text, swings, plan.mean_usd)
     if options.skypilot:
-        _write_task(options, plan.interval_s)
+        _write_task(options, task_name, plan.interval_s)
     return 0
 
 
-def _job(options: argparse.Namespace):
+def _measured_rate(options: argparse.Namespace) -> "MeasuredRate | None":
+    """The rate of the run, None where the options say when instances are there."""
+    if options.trace or options.interruptions_per_hour is not None:
+        return None
+    if not options.run:
+        raise ConfigError("--interruptions-per-hour: give it, --trace, or --run with a run that has trained")
+    if options.bursts:
+        raise ConfigError(
+            "--bursts: needs --interruptions-per-hour, the rate between bursts; a run shows only the mean"
+        )
+    from modelwright.pipeline.cost import measured_rate
+    from modelwright.recipes.load import find_run
+
+    return measured_rate(find_run(options.run))
+
+
+def _job(options: argparse.Namespace, measured: "MeasuredRate | None"):
     from modelwright.plan.cost.prices import load_prices
     from modelwright.plan.spot.plan import SpotJob
 
@@ -70,7 +94,7 @@ def _job(options: argparse.Namespace):
     return SpotJob(
         work_s=options.work_hours * 3600,
         costs=_costs(options),
-        availability=_availability(options),
+        availability=_availability(options, measured),
         spot_usd=options.nodes * float(prices.price("compute", *place, "spot").dollars),
         on_demand_usd=options.nodes * float(prices.price("compute", *place, "on_demand").dollars),
         deadline_s=options.deadline_hours * 3600,
@@ -94,18 +118,18 @@ def _costs(options: argparse.Namespace):
     return CheckpointCosts(stall_s=stall_s, recovery_s=recovery_s)
 
 
-def _availability(options: argparse.Namespace):
+def _availability(options: argparse.Namespace, measured: "MeasuredRate | None"):
     from modelwright.plan.spot.availability import WithNotice
 
     if not 0 <= options.notice_s < math.inf:
         raise ConfigError(f"--notice-s: must not be negative, got {options.notice_s}")
     if options.notice_s and not math.isinf(options.deadline_hours):
         raise ConfigError("--notice-s: the plan for a deadline makes no use of notices; leave one of them out")
-    silent = _unannounced(options)
+    silent = _unannounced(options, measured)
     return WithNotice(inner=silent, notice_s=options.notice_s) if options.notice_s else silent
 
 
-def _unannounced(options: argparse.Namespace):
+def _unannounced(options: argparse.Namespace, measured: "MeasuredRate | None"):
     """When instances are there, without notices."""
     from modelwright.plan.spot.availability import BurstyInterruptions, PoissonInterruptions, check_rate, read_trace
 
@@ -115,7 +139,7 @@ def _unannounced(options: argparse.Namespace):
         if options.bursts or options.down_s:
             raise ConfigError("--trace: says itself when instances are missing; leave out --bursts and --down-s")
         return read_trace(options.trace, needed=options.nodes)
-    mtbf_s = check_rate(options.interruptions_per_hour)
+    mtbf_s = check_rate(measured.per_hour if measured else options.interruptions_per_hour)
     if not options.bursts:
         return PoissonInterruptions(mtbf_s=mtbf_s, down_s=options.down_s)
     burst_rate, calm_h, burst_h = options.bursts
@@ -130,15 +154,34 @@ def _unannounced(options: argparse.Namespace):
     )
 
 
-def _write_task(options: argparse.Namespace, interval_s: float) -> None:
+def _task_name(target: str) -> str:
+    """The name of the run that the task is for. Raises `ConfigError` for a target that other machines cannot run."""
+    from modelwright.pipeline.resolve import local_inputs
+    from modelwright.recipes.load import load
+
+    if Path(target).is_dir():
+        raise ConfigError(f"--target: {target} is a folder; name a recipe or a YAML file, such as its config.yaml")
+    config = load(target, {}).config
+    for setting, path in local_inputs(config).items():
+        raise ConfigError(
+            f"--target: {setting}: {path} is on this machine and not on those of the task; name an address, such as "
+            "s3://bucket/texts"
+        )
+    return config.name
+
+
+def _write_task(options: argparse.Namespace, name: str, interval_s: float) -> None:
     import yaml
 
     from modelwright.core.artifacts import write_atomic
     from modelwright.plan.spot.skypilot import SkyTask
+    from modelwright.recipes.load import RECIPES
 
     task = SkyTask(
-        name=Path(options.target).stem,
+        name=name,
         target=options.target,
+        is_file=options.target not in RECIPES,
+        extras=options.extras,
         provider=options.provider,
         region=options.region,
         instance=options.instance,

@@ -11,7 +11,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
 
@@ -183,6 +183,15 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
         both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
         merged[key] = merge(merged[key], cast(Mapping[str, Any], value)) if both else value
     return merged
+
+
+def flatten(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The dotted name and the value of everything in a plain form that is no mapping."""
+    for name, value in data.items():
+        if isinstance(value, Mapping):
+            yield from flatten(cast(Mapping[str, Any], value), f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
 
 
 def difference(config: Mapping[str, Any], base: Mapping[str, Any], *, without: Sequence[str] = ()) -> dict[str, Any]:

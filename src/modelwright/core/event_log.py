@@ -3,6 +3,7 @@ records.py.
 """
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,18 @@ from modelwright.core.errors import writing
 from modelwright.core.records import json_line, read_records
 
 MAX_EVENTS = 1000
+
+
+@dataclass(frozen=True)
+class EventKind:
+    """What people should know of a kind of event; docs/troubleshooting.md lists them all."""
+
+    name: str
+    """What is seen."""
+    advice: str
+    """Its likely cause and the remedy; settings and commands in it are shown to the reader as such."""
+    is_ordinary: bool = False
+    """Whether it also happens where nothing is wrong."""
 
 
 class EventLog:

@@ -1,6 +1,7 @@
 """What a run would have cost on rented instances: a workload from its time and its artifacts."""
 
 import statistics
+from typing import Any
 
 from modelwright.core.errors import ConfigError
 from modelwright.core.records import column, read_records
@@ -9,6 +10,9 @@ from modelwright.pipeline.run import previous_config
 from modelwright.pipeline.stage_log import read_attempts
 from modelwright.plan.cost.prices import Purchase
 from modelwright.plan.cost.workload import StorageUse, TrainingUse, Workload
+from modelwright.plan.spot.measured import MeasuredRate
+from modelwright.train.monitors.energy import ENERGY_FILE, read_energy, total_energy
+from modelwright.train.monitors.recovery_time import ANNOUNCED, FAULT, RECOVERIES_FILE
 
 HOUR_S = 3600
 
@@ -50,9 +54,30 @@ def measured_stall_s(run: RunDir) -> float:
 
 
 def measured_recovery_s(run: RunDir) -> float:
-    """Mean seconds from an interruption to the first step after it. Raises `ConfigError` if none was survived."""
-    files = sorted(run.path.glob("*/recoveries.jsonl"))
-    down = [record["down_s"] for path in files for record in read_records(path)]
+    """Mean seconds from an interruption to the first step after it, without those that were announced: a run that is
+    told to stop also waits. Raises `ConfigError` if none was survived.
+    """
+    down = [record["down_s"] for record in _recoveries(run) if _kind(record) == FAULT]
     if not down:
-        raise ConfigError(f"--run: {run.path} was never interrupted and resumed; give --recovery-s")
+        raise ConfigError(f"--run: {run.path} was never interrupted without notice and resumed; give --recovery-s")
     return statistics.fmean(down)
+
+
+def measured_rate(run: RunDir) -> MeasuredRate:
+    """How often the run's trainings were interrupted. Raises `ConfigError` if it has not trained."""
+    entries = [entry for path in sorted(run.path.glob(f"*/{ENERGY_FILE}")) for entry in read_energy(path)]
+    seconds = total_energy(entries).seconds
+    if not seconds:
+        raise ConfigError(f"--run: {run.path} has trained nothing; give --interruptions-per-hour or --trace")
+    kinds = [_kind(record) for record in _recoveries(run)]
+    num_announced = kinds.count(ANNOUNCED)
+    return MeasuredRate(num_faults=len(kinds) - num_announced, num_announced=num_announced, hours=seconds / HOUR_S)
+
+
+def _recoveries(run: RunDir) -> list[dict[str, Any]]:
+    return [record for path in sorted(run.path.glob(f"*/{RECOVERIES_FILE}")) for record in read_records(path)]
+
+
+def _kind(record: dict[str, Any]) -> str:
+    """Runs of earlier versions recorded faults only."""
+    return record.get("kind", FAULT)

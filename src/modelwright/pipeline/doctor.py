@@ -134,6 +134,8 @@ def _advise(
     situation = Situation(
         training=training,
         parallel=config.parallel,
+        cache=config.cache,
+        rows_at=config.rows_from if "://" in config.rows_from else "",
         needs=needs,
         times=times,
         rates=rates,

@@ -19,6 +19,7 @@ from modelwright.pipeline.stage import StageSpec
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.stage_inputs import model_before
 from modelwright.train.config import TrainConfig, check_layout
+from modelwright.train.monitors.codecarbon_tracker import known_country
 
 
 @contextmanager
@@ -87,6 +88,8 @@ def _check_stage(stage: StageSpec, layout: ParallelConfig, config: RunConfig, ax
         )
     if training.step_arena:
         check_machine(on_cpu=on_cpu)
+    if training.energy.country:
+        known_country(training.energy.country, "energy.country")
     with prefix_errors("activation_checkpointing"):
         check_tier(kept, on_cpu=on_cpu)
     zero_bubble = layout.pipeline > 1 and layout.schedule == "zero_bubble"

@@ -16,7 +16,7 @@ import torch
 from modelwright.compress.int8 import backend_seconds
 from modelwright.compress.int8_linear import Backend, quantize_rows, usable_backends
 from modelwright.core.busy import OtherProcesses
-from modelwright.core.config import dump
+from modelwright.core.config import dump, flatten
 from modelwright.core.errors import ConfigError
 from modelwright.core.progress import Progress
 from modelwright.core.resources import hardware, num_usable_cores
@@ -124,6 +124,21 @@ def resolve_paths(config: RunConfig) -> RunConfig:
     urls = replace(clean.urls, blocked=tuple(map(_absolute_path, clean.urls.blocked)))
     clean = replace(clean, noise=noise, duplicates=duplicates, decontamination=evaluation_sets, urls=urls)
     return config.with_sections({CLEAN.name: replace(clean, steps=tuple(map(_absolute_path, clean.steps)))})
+
+
+def local_inputs(config: RunConfig) -> dict[str, str]:
+    """By setting, a file or folder of this machine that a run reads, and which other machines do not have."""
+    inputs: dict[str, str] = {}
+    for name, value in flatten(dump(resolve_paths(config))):
+        for path in value if isinstance(value, list) else [value]:
+            if isinstance(path, str) and _is_here(path) and not name.startswith("cache."):  # which a run makes itself
+                inputs.setdefault(name, path)
+    return inputs
+
+
+def _is_here(path: str) -> bool:
+    """Whether a text is a path or a glob of paths that exist."""
+    return os.sep in path and any(glob.iglob(os.path.expanduser(path), recursive=True))
 
 
 def matrix_shapes(model: ModelConfig) -> list[tuple[int, int]]:

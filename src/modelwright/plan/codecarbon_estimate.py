@@ -1,19 +1,12 @@
-"""codecarbon's figure for a job on this machine, offline: an estimate beside our own (optional extra `carbon`).
+"""codecarbon's figure for a job on this machine: a few seconds under load, extended over the job."""
 
-codecarbon models the power of processor and memory where it cannot read it, and takes one mean intensity for a country.
-"""
-
-import importlib
-import logging
 import time
-import warnings
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from modelwright.core.errors import ConfigError
-from modelwright.core.suggest import did_you_mean
+from modelwright.train.monitors.codecarbon_tracker import CodecarbonReading, CodecarbonTracker
 
 LOAD_S = 3.0
 """Seconds of matrix products on all threads under the tracker, as long as several of its readings."""
@@ -43,75 +36,30 @@ def codecarbon_estimate(country: str, *, hours: float, load_s: float = LOAD_S) -
     country: ISO 3166 code of three letters, as FRA. Raises `ConfigError` if codecarbon is not installed, does not know
     the country or cannot track this machine.
     """
-    package = _codecarbon()
-    code = _known_country(package, country)
-    logging.getLogger("codecarbon").setLevel(logging.CRITICAL)  # it logs before it reads its own level
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        tracker = package.OfflineEmissionsTracker(
-            country_iso_code=code,
-            output_methods=[],  # neither files nor its API
-            emissions_endpoint=None,
-            electricitymaps_api_token=None,
-            force_carbon_intensity_g_co2e_kwh=None,
-            allow_multiple_runs=True,
-            tracking_mode="machine",
-            measure_power_secs=_READ_EVERY_S,
-            pue=1.0,
-            log_level="critical",
-        )
-        tracker.start()
-        try:
-            _compute(load_s)
-        finally:
-            tracker.stop()
-    data = getattr(tracker, "final_emissions_data", None)
-    if data is None or not data.energy_consumed or not data.duration:
+    tracker = CodecarbonTracker(country, setting="--country", pue=1.0, read_every_s=_READ_EVERY_S)
+    try:
+        _compute(load_s)
+    finally:
+        reading = tracker.stop()
+    if reading is None:
         raise ConfigError("--country: codecarbon cannot track this machine; leave the option out")
-    return _estimate(data, code, hours)
+    return _estimate(reading, hours)
 
 
-def _estimate(data: Any, country: str, hours: float) -> CodecarbonEstimate:
-    """codecarbon counts kWh and kg."""
-    seconds = data.duration
-    watts = {part: getattr(data, f"{part}_energy") * 3.6e6 / seconds for part in ("cpu", "ram", "gpu")}
-    total = data.energy_consumed * 3.6e6 / seconds
-    g_per_kwh = 1000 * data.emissions / data.energy_consumed
-    kwh = total * hours / 1000
+def _estimate(reading: CodecarbonReading, hours: float) -> CodecarbonEstimate:
+    watts, g_per_kwh = reading.watts(reading.kwh), reading.co2_g / reading.kwh
+    kwh = watts * hours / 1000
     return CodecarbonEstimate(
-        version=data.codecarbon_version,
-        country=country,
-        watts=total,
-        cpu_watts=watts["cpu"],
-        ram_watts=watts["ram"],
-        gpu_watts=watts["gpu"],
+        version=reading.version,
+        country=reading.country,
+        watts=watts,
+        cpu_watts=reading.watts(reading.cpu_kwh),
+        ram_watts=reading.watts(reading.ram_kwh),
+        gpu_watts=reading.watts(reading.gpu_kwh),
         g_per_kwh=g_per_kwh,
         kwh=kwh,
         co2_g=kwh * g_per_kwh,
     )
-
-
-def _codecarbon() -> Any:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return importlib.import_module("codecarbon")
-    except ImportError:
-        raise ConfigError(
-            "--country: needs codecarbon, which is not installed; install it: pip install 'modelwright[carbon]'"
-        ) from None
-
-
-def _known_country(package: Any, country: str) -> str:
-    """The code in capitals. codecarbon itself takes the mean of the world for a country that it does not know."""
-    known = importlib.import_module(f"{package.__name__}.input").DataSource().get_global_energy_mix_data()
-    code = country.upper()
-    if code not in known:
-        raise ConfigError(
-            f"--country: codecarbon knows no country {country!r}; write its ISO 3166 code of three letters, such as "
-            f"FRA{did_you_mean(code, list(known))}"
-        )
-    return code
 
 
 def _compute(seconds: float) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from modelwright.core.event_log import EventKind
 from modelwright.infer.engine import Engine, EngineStats, StepOutput
 from modelwright.model.vision.image_prefix import image_prefix
 from modelwright.serve.engine_health import EjectionReason
@@ -17,6 +18,26 @@ from modelwright.serve.jobs import Job
 EngineEnd = Literal["stopped", "died", "wedged", "outdated"]
 """On purpose; the process has ended; it gave no sign of life for too long; adapters were loaded or unloaded while it
 started."""
+
+ENGINE_LOSSES: Mapping[EngineEnd, EventKind] = {
+    "died": EventKind(
+        "an engine's process has ended",
+        "Most often the system has killed it for lack of memory; another process takes its place. Lower "
+        "serve.engine.kv_cache_tokens or serve.engines.",
+    ),
+    "wedged": EventKind(
+        "an engine gave no sign of life and was replaced",
+        "A step takes much longer than those measured at the start: the machine swaps, or other processes take its "
+        "cores. Look at memory and load (modelwright doctor), and lower serve.engine.prefill_chunk_size.",
+    ),
+    "outdated": EventKind(
+        "an engine was started anew, because adapters were loaded or unloaded while it started",
+        "Nothing needs to be done. To load adapters before the first request, name them when the server is started "
+        "(modelwright serve).",
+        is_ordinary=True,
+    ),
+}
+"""Those that are not on purpose; the log and the metric modelwright_engine_failures name them."""
 
 MoveOutcome = Literal["continued", "retried", "lost"]
 """With the same tokens; from its beginning, of which the client has seen nothing; not at all."""

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from modelwright.core.event_log import EventKind
+
 FAILURES_TO_OPEN = 5
 """Failed answers in a row that open a breaker (Envoy: consecutive_5xx)."""
 
@@ -31,6 +33,19 @@ reads long prompts."""
 Clock = Callable[[], float]
 BreakerState = Literal["closed", "open", "half_open"]
 EjectionReason = Literal["failures", "slow"]
+EJECTIONS: Mapping[EjectionReason, EventKind] = {
+    "failures": EventKind(
+        "an engine gets no new answers for a while, because its last ones have failed",
+        "Its process meets an error that others do not, most often for lack of memory: it is in the server's log. "
+        "Lower serve.engine.kv_cache_tokens or serve.engine.max_num_seqs.",
+    ),
+    "slow": EventKind(
+        "an engine gets no new answers for a while, because it is much slower than the others",
+        "Other processes take its cores: look at the load (modelwright doctor), and give the server at most as many "
+        "engines as cores (serve.engines).",
+    ),
+}
+"""The log and the metric modelwright_engine_ejections name them."""
 
 
 class Breaker:

@@ -108,8 +108,8 @@ class GrammarCompiler:
     async def compile(self, source: GrammarSource) -> CompiledGrammar:
         """Raises `ApiError` 400 for a grammar that is malformed or takes too long, and if llguidance is absent."""
         if importlib.util.find_spec("llguidance") is None:
-            text = "constrained output needs llguidance, which the server lacks; its operator can install modelwright"
-            raise _bad(source.param, f"{text}[structured]")
+            text = "constrained output needs llguidance, which the server lacks; its operator can install"
+            raise _bad(source.param, f"{text} modelwright[structured]")
         try:
             async with asyncio.timeout(COMPILE_TIMEOUT_S), self._places:
                 return await asyncio.to_thread(self.compile_now, source)

@@ -1,10 +1,11 @@
 """What is compared of requests besides their embeddings. `FEATURES` is the only list; a feature is one entry."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from modelwright.continual.drift.requests import RequestRecord
+from modelwright.core.event_log import EventKind
 
 Value = float | str | None
 """A number, a category, or None where a record has no value."""
@@ -21,6 +22,8 @@ class RequestFeature:
     """What its numbers count, for people."""
     values: Callable[[Sequence[RequestRecord], "TextScores"], Sequence[Value]]
     """Takes records and what the model says of their prompts."""
+    alarm: EventKind
+    """What it means that the distribution has moved."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +54,69 @@ def _feedback_scores(records: Sequence[RequestRecord], scores: TextScores) -> li
 
 
 FEATURES = (
-    RequestFeature("prompt_length", "number", "characters", _length_of("prompt")),
-    RequestFeature("answer_length", "number", "characters", _length_of("answer")),
-    RequestFeature("prompt_perplexity", "number", "nats per token", _prompt_nats),
-    RequestFeature("feedback_label", "category", "", _labels),
-    RequestFeature("feedback_score", "number", "points", _feedback_scores),
+    RequestFeature(
+        "prompt_length",
+        "number",
+        "characters",
+        _length_of("prompt"),
+        EventKind(
+            "prompts have other lengths",
+            "Another client, template or task: compare the examples (modelwright drift check). If it stays, train on "
+            "such requests (modelwright continual run).",
+        ),
+    ),
+    RequestFeature(
+        "answer_length",
+        "number",
+        "characters",
+        _length_of("answer"),
+        EventKind(
+            "answers have other lengths",
+            "Other prompts, another version of the model or another limit of tokens: compare the examples (modelwright "
+            "drift check), and both versions on the same records (modelwright compare).",
+        ),
+    ),
+    RequestFeature(
+        "prompt_perplexity",
+        "number",
+        "nats per token",
+        _prompt_nats,
+        EventKind(
+            "prompts are less or more likely to the model",
+            "Texts of another kind or language than those it knows: train on such texts (modelwright continual run).",
+        ),
+    ),
+    RequestFeature(
+        "feedback_label",
+        "category",
+        "",
+        _labels,
+        EventKind(
+            "users label answers otherwise, or begin or cease to",
+            "Worse answers, or another form for labels: read the examples (modelwright drift check), and judge the "
+            "model on the frozen benchmark (modelwright continual gate).",
+        ),
+    ),
+    RequestFeature(
+        "feedback_score",
+        "number",
+        "points",
+        _feedback_scores,
+        EventKind(
+            "users score answers otherwise",
+            "Worse answers, or another scale: read the examples (modelwright drift check), and judge the model on the "
+            "frozen benchmark (modelwright continual gate).",
+        ),
+    ),
 )
 EMBEDDING = "prompt_embedding"
 """The name of the classifier two-sample test among the features of a report."""
+ALARMS: Mapping[str, EventKind] = {
+    **{feature.name: feature.alarm for feature in FEATURES},
+    EMBEDDING: EventKind(
+        "prompts are about something else",
+        "New topics or users: read the examples that were told apart best (modelwright drift check), and train on such "
+        "requests (modelwright continual run).",
+    ),
+}
+"""By the name of what has moved."""

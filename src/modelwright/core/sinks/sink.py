@@ -3,7 +3,9 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
+
+from modelwright.core.config import flatten
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +43,6 @@ class SinkSpec:
     extra: str = ""
 
 
-def flat(settings: Mapping[str, Any], path: str = "") -> dict[str, str]:
+def flat(settings: Mapping[str, Any]) -> dict[str, str]:
     """Nested settings by dotted names, each value as text."""
-    result: dict[str, str] = {}
-    for key, value in settings.items():
-        name = f"{path}.{key}" if path else key
-        result |= flat(cast(Mapping[str, Any], value), name) if isinstance(value, Mapping) else {name: str(value)}
-    return result
+    return {name: str(value) for name, value in flatten(settings)}

@@ -1,6 +1,6 @@
 """The report's section on energy: joules, joules per token and carbon dioxide of each training stage."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from modelwright.pipeline.report.blocks import Fact, Note, Section, Table
 from modelwright.pipeline.report.format import number, percent
@@ -24,10 +24,11 @@ def energy_section(stages: Sequence[StageData]) -> Section | None:
     if not totals:
         return None
     header = ["stage", "energy", "per token", "CO₂", "mean power", "measured", "sources"]
-    rows = [[name, *_cells(total)] for name, total in totals.items()]
+    rows = [row for name, total in totals.items() for row in _rows(name, total)]
     last = [of_stage[-1] for of_stage in entries.values() if of_stage][-1]
     table = Table(header, rows, "Energy of training", numeric=range(1, 6))
-    return Section("energy", "Energy and carbon dioxide", [table, Note(_terms(last))])
+    notes = [Note(_terms(last)), *(Note(text) for text in _codecarbon_terms(totals))]
+    return Section("energy", "Energy and carbon dioxide", [table, *notes])
 
 
 def energy_facts(stages: Sequence[StageData]) -> Sequence[Fact]:
@@ -41,6 +42,36 @@ def energy_facts(stages: Sequence[StageData]) -> Sequence[Fact]:
         f"{number(sum(total.co2_g for total in totals), 3)} g CO₂; {percent(measured, 0)} measured, the rest estimated"
     )
     return (Fact("Energy of training", joules(used), hint),)
+
+
+def _rows(name: str, total: EnergyTotal) -> list[list[str]]:
+    """The stage, and below it codecarbon's estimate of the same training if there is one."""
+    rows = [[name, *_cells(total)]]
+    if other := total.codecarbon:
+        cells = [
+            joules(other.joules),
+            f"{number(other.joules / max(1, other.num_tokens), 3)} J",
+            f"{number(other.co2_g, 3)} g",
+            f"{number(other.joules / max(1e-9, other.seconds), 3)} W",
+            "–",
+            f"whole machine, {other.country}",
+        ]
+        rows.append(["codecarbon, an estimate", *cells])
+    return rows
+
+
+def _codecarbon_terms(totals: Mapping[str, EnergyTotal]) -> list[str]:
+    """One note about all of its rows."""
+    others = {name: total.codecarbon for name, total in totals.items() if total.codecarbon}
+    if not others:
+        return []
+    versions = ", ".join(dict.fromkeys(other.version for other in others.values()))
+    processes = ", ".join(f"{other.num_processes} of {name}" for name, other in others.items())
+    return [
+        f"codecarbon {versions} follows the whole first host, other processes included, models what it cannot read, "
+        "and takes the country's mean intensity; the PUE is in its figures, too. They are of the process starts "
+        f"with energy.country: {processes}."
+    ]
 
 
 def _cells(total: EnergyTotal) -> list[str]:
@@ -67,7 +98,7 @@ def joules(value: float) -> str:
 def _terms(entry: dict[str, float]) -> str:
     return (
         f"Energy is what the sources say times {entry['pue']:g} (PUE: cooling and losses of the data center), carbon "
-        f"dioxide {entry['carbon_g_per_kwh']:g} g per kWh; both are settings (training.energy). RAPL and NVML are "
+        f"dioxide {entry['carbon_g_per_kwh']:g} g per kWh; both are settings (energy). RAPL and NVML are "
         "readings of a whole host or GPU, other processes included. Estimated: the process's CPU time times "
         f"{entry['watts_per_core']:g} W per core, its resident memory times {MEMORY_WATTS_PER_GB:g} W per GB "
         "(Lannelongue et al. 2021); idle parts, disks, network and fans do not count. Work that an interruption undid "

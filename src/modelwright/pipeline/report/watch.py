@@ -1,22 +1,13 @@
 """The report's watch list: steps that stand out, and what to do about each kind."""
 
 from collections import Counter
-from dataclasses import dataclass
 
+from modelwright.core.event_log import EventKind
 from modelwright.pipeline.report.blocks import Block, Excerpt, Fold, Note
 from modelwright.pipeline.report.format import count, first_lines
 from modelwright.pipeline.report.run_data import StageData
 
 _EVENTS_SHOWN = 40
-
-
-@dataclass(frozen=True)
-class EventKind:
-    """How a kind of event is called and what to do about it. `is_ordinary`: a healthy run has such events, too."""
-
-    name: str
-    advice: str
-    is_ordinary: bool = False
 
 
 EVENT_KINDS = {
@@ -36,16 +27,27 @@ EVENT_KINDS = {
         "These updates were skipped. If there are many, lower learning_rate or use a wider number format "
         "(precision.policy).",
     ),
-    "empty_step": EventKind("steps without anything to learn", "Look at the examples of packed rows."),
-    "skipped_spike": EventKind("spikes skipped", "Look at the batches that were skipped, in loss_spikes.jsonl."),
+    "empty_step": EventKind(
+        "steps without anything to learn", "Look at the examples of packed rows (modelwright report RUN)."
+    ),
+    "skipped_spike": EventKind(
+        "spikes skipped",
+        "Look at the batches that were skipped, in loss_spikes.jsonl; skip fewer with a higher loss_spikes.num_sigmas.",
+    ),
     "rollback": EventKind("rollbacks to earlier weights", "If they recur, lower learning_rate."),
-    "straggler": EventKind("slow ranks", "Look at the load and the network of the hosts that are named."),
-    "data_stall": EventKind("data stalls", "Training waited for data: look at the disk and at other processes."),
+    "straggler": EventKind(
+        "slow ranks", "Look at the load and the network of the hosts that are named (modelwright doctor)."
+    ),
+    "data_stall": EventKind(
+        "data stalls",
+        "Training waited for data: look at the disk and at other processes (modelwright doctor), or read rows ahead "
+        "(cache.enabled).",
+    ),
     "out_of_memory": EventKind(
         "steps out of memory", "Raise gradient_accumulation_steps, so that no step is made twice."
     ),
 }
-"""By the kind that a monitor reports; docs/troubleshooting.md lists them, too."""
+"""By the kind that a monitor reports."""
 
 
 def watch_blocks(stage: StageData) -> list[Block]:

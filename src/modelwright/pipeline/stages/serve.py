@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from modelwright.core.artifacts import write_atomic
-from modelwright.core.config import constant, dump
+from modelwright.core.config import constant, dump, flatten
 from modelwright.core.errors import ConfigError, ModelwrightError, Stopped
 from modelwright.core.rundir import RunDir
 from modelwright.data.clean import read_kept
@@ -196,8 +196,7 @@ def start_server(
     folder: Path, server: ServeConfig, log_folder: Path, timeout_s: float, requests: RequestsConfig = NOTHING_KEPT
 ) -> Iterator[Server]:
     """`modelwright serve folder` as a process; on exit it receives SIGTERM and its exit code is recorded."""
-    settings = [f"--{name}={value}" for name, value in _flat(dump(server)) if value != ""]
-    settings += [f"--requests.{name}={value}" for name, value in _flat(dump(requests)) if value != ""]
+    settings = [*_options(dump(server)), *_options(dump(requests), "requests.")]
     command = [sys.executable, "-m", "modelwright.cli.main", "serve", str(folder), "--exit-with-parent", *settings]
     log = log_folder / "server.log"
     started = time.monotonic()
@@ -292,14 +291,10 @@ def _heldout_pairs(clean: Path) -> list[tuple[str, str]]:
     return [(str(d.meta["question"]), str(d.meta["answer"])) for d in documents if "question" in d.meta]
 
 
-def _flat(data: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    result: list[tuple[str, Any]] = []
-    for name, value in data.items():
-        if isinstance(value, dict):
-            result += _flat(value, f"{prefix}{name}.")
-        else:
-            result.append((prefix + name, str(value).lower() if isinstance(value, bool) else value))
-    return result
+def _options(plain: dict[str, Any], prefix: str = "") -> list[str]:
+    """Settings as options of the command line, without empty ones."""
+    words = {name: str(value).lower() if isinstance(value, bool) else value for name, value in flatten(plain)}
+    return [f"--{prefix}{name}={word}" for name, word in words.items() if word != ""]
 
 
 def _get(url: str) -> str:

@@ -44,6 +44,8 @@ class StepNeeds:
     """Messages that one rank sends one after the other."""
     row_bytes: float
     """Token ids read from the packed rows."""
+    row_reads: float
+    """Reads of them: rows are shuffled, so each is at a place of its own."""
     checkpoint_bytes: float
     """One checkpoint: trained weights and optimizer states."""
     checkpoint_every_steps: int
@@ -112,6 +114,7 @@ def step_needs(
         link_bytes=sum(one.num_messages * one.num_bytes for one in traffic),
         link_messages=sum(one.num_messages for one in traffic),
         row_bytes=training.batch_tokens * (2.0 if model.vocab_size <= NARROW_VOCABULARY else 4.0),
+        row_reads=float(num_rows),
         checkpoint_bytes=trained * (FP32_BYTES + states),
         checkpoint_every_steps=training.checkpoint_every_steps,
         checkpoint_every_s=60 * training.checkpoint_every_minutes,

@@ -22,12 +22,15 @@ def limit_lines(needs: StepNeeds, times: StepTimes) -> list[str]:
             f"{size(needs.memory_bytes)}: weights and gradients {size(needs.weight_bytes)}, activations "
             f"{size(needs.activation_bytes)}, optimizer {size(needs.optimizer_bytes)}"
         ),
-        "disk": f"{size(needs.row_bytes)} of rows, checkpoints of {size(needs.checkpoint_bytes)} {_cadence(needs)}",
+        "disk": (
+            f"{size(needs.row_bytes)} of rows in {needs.row_reads:.0f} reads, checkpoints of "
+            f"{size(needs.checkpoint_bytes)} {_cadence(needs)}"
+        ),
     }
     lines = [f"a step with {processes} here ({_layout(needs)}):"]
     for one in RESOURCES:
         seconds = f"{times.seconds[one]:>10.4f} s" if one in times.seconds else f"{'not measured':>12}"
-        via = f", through {times.transport}" if one == "communication" and times.transport != "none" else ""
+        via = _via(times) if one == "communication" else ""
         lines.append(f"  {one:<15}{seconds}  {amounts[one]}{via}")
     return [
         *lines,
@@ -118,6 +121,8 @@ def advice_data(
         "times": {
             "seconds": dict(times.seconds),
             "checkpoint_s": times.checkpoint_s,
+            "row_s": times.row_s,
+            "tcp_s": times.tcp_s,
             "transport": times.transport,
             "ratio": times.ratio,
             "bottleneck": times.bottleneck,
@@ -134,6 +139,14 @@ def advice_data(
             for one in advice
         ],
     }
+
+
+def _via(times: StepTimes) -> str:
+    """What messages go through, and how long bare TCP would take for them."""
+    if times.transport == "none":
+        return ""
+    bare = f"; bare TCP over loopback would take {times.tcp_s:.4f} s" if times.tcp_s else ""
+    return f", through {times.transport}{bare}"
 
 
 def _layout(needs: StepNeeds) -> str:

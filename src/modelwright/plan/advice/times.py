@@ -10,6 +10,7 @@ from typing import Literal
 
 from modelwright.plan.advice.needs import StepNeeds
 from modelwright.plan.estimate import ASSUMED_TRAIN_MFU
+from modelwright.plan.probes.disk import BLOCK_BYTES
 from modelwright.plan.probes.survey import MachineProbes
 
 Resource = Literal["compute", "communication", "memory", "disk"]
@@ -25,8 +26,13 @@ class StepTimes:
     seconds: Mapping[Resource, float]
     checkpoint_s: float
     """Seconds until one checkpoint is on disk; 0 where the disk was not measured."""
+    row_s: float
+    """Seconds in which the rows of a step are read, each at its own place; 0 where reads were not measured."""
     latency_s: float
     """The part of the communication that messages wait for each other, whatever their size."""
+    tcp_s: float
+    """Seconds that the same messages would take over bare TCP; 0 where they do not go over it or loopback was not
+    measured."""
     transport: Transport
 
     @property
@@ -56,7 +62,9 @@ def step_times(
     on_device = probed.figure("accelerator", "memory_bytes_per_s")
     memory_rate = num_devices * (on_device or probed.figure("memory", "all_threads_bytes_per_s"))
     seconds: dict[Resource, float] = {"compute": needs.flops / (flops_per_s * num_devices * ASSUMED_TRAIN_MFU)}
-    latency_s = 0.0
+    latency_s = tcp_s = 0.0
+    if transport == "gloo" and (tcp_rate := probed.figure("loopback", "bytes_per_s")):
+        tcp_s = needs.link_bytes / tcp_rate + needs.link_messages * probed.figure("loopback", "latency_s")
     if transport == "none":
         seconds["communication"] = 0.0
     elif transport == "shared memory" and memory_rate:  # one writes what another reads
@@ -67,15 +75,32 @@ def step_times(
             # The probe's all-reduce sends as many bytes per rank as its tensor has, in two messages.
             latency_s = needs.link_messages * probed.figure(kind, f"{prefix}latency_s") / 2
             seconds["communication"] = needs.link_bytes / rate + latency_s
+        elif tcp_s:  # gloo, which itself was not measured: at least the time of its connections
+            latency_s = needs.link_messages * probed.figure("loopback", "latency_s")
+            seconds["communication"] = tcp_s
     if memory_rate:
         seconds["memory"] = needs.memory_bytes / memory_rate
-    write, read = (probed.figure("disk", f"{name}_bytes_per_s") for name in ("write", "read"))
+    write, row_s = probed.figure("disk", "write_bytes_per_s"), _row_seconds(needs, probed)
     saving_s = needs.checkpoint_bytes / write + probed.figure("disk", "fsync_p50_s") if write else 0.0
     if write:
-        share = saving_s * _checkpoints_per_step(needs, max(seconds.values()))
-        seconds["disk"] = share + (needs.row_bytes / read if read else 0.0)
+        seconds["disk"] = saving_s * _checkpoints_per_step(needs, max(seconds.values())) + row_s
     ordered: dict[Resource, float] = {one: seconds[one] for one in RESOURCES if one in seconds}
-    return StepTimes(seconds=ordered, checkpoint_s=saving_s, latency_s=latency_s, transport=transport)
+    return StepTimes(
+        seconds=ordered,
+        checkpoint_s=saving_s,
+        row_s=row_s,
+        latency_s=latency_s,
+        tcp_s=tcp_s,
+        transport=transport,
+    )
+
+
+def _row_seconds(needs: StepNeeds, probed: MachineProbes) -> float:
+    """Each row takes one random read; what it has beyond the block of the probe follows in sequence."""
+    reads, rate = probed.figure("disk", "reads_per_s"), probed.figure("disk", "read_bytes_per_s")
+    if not reads or not rate:
+        return 0.0
+    return needs.row_reads / reads + max(0.0, needs.row_bytes - BLOCK_BYTES * needs.row_reads) / rate
 
 
 def _checkpoints_per_step(needs: StepNeeds, step_s: float) -> float:

@@ -7,11 +7,12 @@ from typing import Any
 from modelwright.core.records import summarize
 from modelwright.plan.cost.sensitivity import Swing, tornado_lines
 from modelwright.plan.estimate import duration
+from modelwright.plan.spot.measured import MeasuredRate
 from modelwright.plan.spot.plan import SpotPlan
 
 
-def spot_text(plan: SpotPlan, swings: Sequence[Swing]) -> str:
-    """Intervals, times, costs and the tornado."""
+def spot_text(plan: SpotPlan, swings: Sequence[Swing], measured: MeasuredRate | None = None) -> str:
+    """Intervals, times, costs and the tornado. measured: where the rate of interruptions comes from."""
     job, costs = plan.job, plan.job.costs
     walls = summarize([outcome.wall_s for outcome in plan.outcomes])
     dollars = summarize([job.cost(outcome) for outcome in plan.outcomes])
@@ -21,6 +22,7 @@ def spot_text(plan: SpotPlan, swings: Sequence[Swing]) -> str:
         f"work             {duration(job.work_s)}; a checkpoint stalls it {costs.stall_s:g} s, a recovery takes "
         f"{costs.recovery_s:g} s",
         f"interruptions    {often} on average",
+        *([f"                 {measured.text}"] if measured else []),
         f"save every       {duration(plan.interval_s)} of work (Young {_interval(plan.young_s)}, Daly "
         f"{_interval(plan.daly_s)})",
         f"expected time    {_interval(plan.expected_wall_s)} by Daly's model, without absence, notice and deadline",
@@ -39,7 +41,7 @@ def spot_text(plan: SpotPlan, swings: Sequence[Swing]) -> str:
     return "\n".join([*lines, *tornado_lines(swings, plan.mean_usd, top=len(swings))])
 
 
-def spot_data(plan: SpotPlan, swings: Sequence[Swing]) -> dict[str, Any]:
+def spot_data(plan: SpotPlan, swings: Sequence[Swing], measured: MeasuredRate | None = None) -> dict[str, Any]:
     """The same as plain data: seconds and dollars."""
     return {
         "young_interval_s": plan.young_s,
@@ -51,6 +53,16 @@ def spot_data(plan: SpotPlan, swings: Sequence[Swing]) -> dict[str, Any]:
         "on_demand_usd": plan.on_demand_usd,
         "share_changed_to_on_demand": sum(o.on_demand_s > 0 for o in plan.outcomes) / len(plan.outcomes),
         "sensitivity": [vars(swing) for swing in swings],
+        **({"measured_rate": _rate_data(measured)} if measured else {}),
+    }
+
+
+def _rate_data(measured: MeasuredRate) -> dict[str, Any]:
+    return {
+        **vars(measured),
+        "per_hour": measured.per_hour,
+        "interval_per_hour": measured.interval,
+        "is_upper_bound": not measured.count,
     }
 
 

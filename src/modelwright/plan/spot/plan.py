@@ -1,21 +1,27 @@
 """The plan of a job on spot instances: how often to save, how long it takes, what it costs, and how sure that is."""
 
+import itertools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from modelwright.core.errors import ConfigError
 from modelwright.plan.cost.sensitivity import Swing, tornado
-from modelwright.plan.spot.availability import Availability, PoissonInterruptions
+from modelwright.plan.spot.availability import Availability, PoissonInterruptions, Presence
 from modelwright.plan.spot.intervals import CheckpointCosts, daly_interval_s, expected_wall_s, young_interval_s
 from modelwright.plan.spot.simulate import (
     SpotOutcome,
-    best_interval_s,
     interval_grid,
+    num_checkpoints,
     simulate,
     simulate_with_deadline,
 )
+
+CHOOSING_INTERRUPTIONS = 4000
+"""In all courses together by which an interval is chosen, where that takes no more than `MOST_COURSES`: a short job has
+few in each course, and of few courses chance chooses the interval."""
+FEWEST_COURSES, MOST_COURSES = 40, 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +43,11 @@ class SpotJob:
 
     def outcome(self, interval_s: float, seed: int) -> SpotOutcome:
         """One simulated course of the job."""
+        return self.course(interval_s, self.availability.periods(seed))
+
+    def course(self, interval_s: float, periods: Iterable[Presence]) -> SpotOutcome:
+        """The job while instances are there and missing as the periods say."""
         interval_s = min(interval_s, self.work_s)
-        periods = self.availability.periods(seed)
         if math.isinf(self.deadline_s):
             return simulate(self.work_s, interval_s=interval_s, costs=self.costs, periods=periods)
         return simulate_with_deadline(
@@ -50,6 +59,10 @@ class SpotJob:
 
     def cost(self, outcome: SpotOutcome) -> float:
         return outcome.cost(spot_usd=self.spot_usd, on_demand_usd=self.on_demand_usd)
+
+    def objective(self, outcome: SpotOutcome) -> float:
+        """What the plan makes small: seconds, or with a deadline, which is met in any case, dollars."""
+        return outcome.wall_s if math.isinf(self.deadline_s) else self.cost(outcome)
 
     @property
     def on_demand_wall_s(self) -> float:
@@ -65,7 +78,7 @@ class SpotPlan:
     young_s: float
     daly_s: float
     interval_s: float
-    """Chosen: Daly's for Poisson interruptions, else the best of the simulated grid."""
+    """Chosen: Daly's for Poisson interruptions without a deadline, else the best of the simulated grid."""
     expected_wall_s: float
     """By Daly's model, which knows no absence, notice or deadline."""
     outcomes: Sequence[SpotOutcome]
@@ -88,13 +101,8 @@ def plan_spot(job: SpotJob, *, num_samples: int) -> SpotPlan:
     mtbf_s, stall_s = job.availability.mtbf_s, job.costs.stall_s
     daly_s = min(job.work_s, daly_interval_s(stall_s, mtbf_s))
     interval_s = daly_s
-    if not isinstance(job.availability, PoissonInterruptions):  # Daly's assumption does not hold
-        alone = replace(job, deadline_s=math.inf)
-        grid = interval_grid(daly_s, work_s=job.work_s)
-        seeds = range(min(num_samples, 40))
-        interval_s = best_interval_s(
-            grid, lambda one: statistics.fmean(alone.outcome(one, seed).wall_s for seed in seeds)
-        )
+    if not isinstance(job.availability, PoissonInterruptions) or not math.isinf(job.deadline_s):
+        interval_s = best_interval_s(job, interval_grid(daly_s, work_s=job.work_s), seeds=range(_num_courses(job)))
     return SpotPlan(
         job=job,
         young_s=young_interval_s(stall_s, mtbf_s),
@@ -103,6 +111,31 @@ def plan_spot(job: SpotJob, *, num_samples: int) -> SpotPlan:
         expected_wall_s=expected_wall_s(job.work_s, interval_s, job.costs, mtbf_s),
         outcomes=job.outcomes(interval_s, num_samples),
     )
+
+
+def _num_courses(job: SpotJob) -> int:
+    """Courses that are enough to choose by."""
+    wanted = math.ceil(min(MOST_COURSES, CHOOSING_INTERRUPTIONS * job.availability.mtbf_s / job.work_s))
+    return max(FEWEST_COURSES, wanted)
+
+
+def best_interval_s(job: SpotJob, intervals: Sequence[float], *, seeds: Sequence[int]) -> float:
+    """The interval with the least `SpotJob.objective` on average, over the same courses for all. One with which the job
+    never ends, or misses its deadline, is passed over; raises its `ConfigError` if none is left.
+    """
+    totals = dict.fromkeys(intervals, 0.0)
+    refusals: dict[float, ConfigError] = {}
+    for seed in seeds:
+        copies = itertools.tee(job.availability.periods(seed), len(totals))
+        for interval_s, periods in zip(list(totals), copies, strict=True):
+            try:
+                totals[interval_s] += job.objective(job.course(interval_s, periods))
+            except ConfigError as error:
+                refusals[interval_s] = error
+                del totals[interval_s]
+    if not totals:  # of the interval that asks for the least: a short one ends soonest, a long one saves least often
+        raise refusals[min(refusals) if math.isinf(job.deadline_s) else max(refusals)]
+    return min(totals, key=totals.__getitem__)
 
 
 def spot_tornado(plan: SpotPlan, *, factor: float, num_samples: int) -> list[Swing]:
@@ -125,12 +158,29 @@ def spot_tornado(plan: SpotPlan, *, factor: float, num_samples: int) -> list[Swi
         changed = _changed(job, name, value)
         return statistics.fmean(map(changed.cost, changed.outcomes(plan.interval_s, num_samples)))
 
-    ranges = {name: (value / factor, value * factor) for name, value in values.items() if value}
-    if not math.isinf(job.deadline_s):  # more work than fits is no cost but a failure
-        most = (job.deadline_s - job.costs.recovery_s) / (1 + job.costs.stall_s / plan.interval_s) - plan.interval_s
-        low, high = ranges["hours of work"]
-        ranges["hours of work"] = (low, max(job.work_s / 3600, min(high, most / 3600)))
+    most = _most_that_fits(job, plan.interval_s)
+    ranges = {
+        name: (value / factor, max(value, min(value * factor, most.get(name, math.inf))))
+        for name, value in values.items()
+        if value
+    }
     return tornado(ranges, evaluate)
+
+
+def _most_that_fits(job: SpotJob, interval_s: float) -> dict[str, float]:
+    """The largest values with which a deadline can be met, on demand at least: beyond them there is no cost but a
+    failure.
+    """
+    if math.isinf(job.deadline_s):
+        return {}
+    costs, number = job.costs, num_checkpoints(job.work_s, interval_s)
+    spare_s = 0.999 * (job.deadline_s - costs.recovery_s - job.work_s - number * costs.stall_s)  # rounding aside
+    work_s = (job.deadline_s - costs.recovery_s) / (1 + costs.stall_s / interval_s) - interval_s
+    return {
+        "hours of work": work_s / 3600,
+        "stall of a checkpoint, s": costs.stall_s + spare_s / number,
+        "recovery, s": costs.recovery_s + spare_s,
+    }
 
 
 def _changed(job: SpotJob, name: str, value: float) -> SpotJob:

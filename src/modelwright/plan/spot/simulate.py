@@ -5,7 +5,7 @@ that is left demands it.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 
@@ -13,8 +13,8 @@ from modelwright.core.errors import ConfigError
 from modelwright.plan.spot.availability import Presence
 from modelwright.plan.spot.intervals import CheckpointCosts
 
-MOST_PERIODS = 10_000_000
-"""A job that needs more periods of presence never ends."""
+MOST_PERIODS = 200_000
+"""A job that needs more periods of presence never ends: with one in an hour they are 23 years."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,18 +182,6 @@ class _Deadline:
         self.spot_s += seconds
         self.lost_s += lost_s
         self.num_interruptions += interrupted
-
-
-def best_interval_s(intervals: Sequence[float], mean_wall_s: Callable[[float], float]) -> float:
-    """The interval of a grid with the shortest mean wall time; one with which a job never ends is passed over."""
-
-    def wall_s(interval_s: float) -> float:
-        try:
-            return mean_wall_s(interval_s)
-        except ConfigError:
-            return math.inf
-
-    return min(intervals, key=wall_s)
 
 
 def interval_grid(center_s: float, *, work_s: float, num: int = 25, span: float = 8.0) -> list[float]:

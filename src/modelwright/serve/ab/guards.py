@@ -1,9 +1,10 @@
 """When B goes: guards that hold at every moment, and a check of the experiment itself before any of them."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from modelwright.core.event_log import EventKind
 from modelwright.serve.ab.assignment import CONTROL, TREATMENT
 from modelwright.serve.ab.sequential import ALL_RATIOS, WORSE_RATIOS, difference_interval, log_e_rate, log_e_value
 from modelwright.serve.ab.state import ExperimentState
@@ -23,7 +24,12 @@ class GuardLimits:
     max_error_rate: float
 
 
-Guard = Callable[[ExperimentState, GuardLimits], bool]
+@dataclass(frozen=True)
+class Guard:
+    """One reason for which B goes."""
+
+    fires: Callable[[ExperimentState, GuardLimits], bool]
+    kind: EventKind
 
 
 def mismatch(state: ExperimentState) -> bool:
@@ -49,20 +55,58 @@ def _rated_worse(state: ExperimentState, limits: GuardLimits) -> bool:
     return difference_interval(state.scores[CONTROL], state.scores[TREATMENT], GUARD_ALPHA)[1] < 0
 
 
+SAMPLE_RATIO = "sample_ratio"
 GUARDS: dict[str, Guard] = {
-    "error_limit": _too_many_errors,
-    "errors": _more_errors,
-    "latency": _slower,
-    "quality": _rated_worse,
+    "error_limit": Guard(
+        _too_many_errors,
+        EventKind(
+            "more requests of B end with an error than the test allows",
+            "B fails by itself, whatever A does: its errors are in the server's log. Judge it on the frozen benchmark "
+            "before another test (modelwright continual gate).",
+        ),
+    ),
+    "errors": Guard(
+        _more_errors,
+        EventKind(
+            "more requests of B than of A end with an error",
+            "Requests that A answers are too long or too many for B, or B is damaged: its errors are in the server's "
+            "log. Compare both on the same records (modelwright compare).",
+        ),
+    ),
+    "latency": Guard(
+        _slower,
+        EventKind(
+            "B answers more slowly than A",
+            "B is larger or in a slower format, or two models are too much for the machine: see what it can do "
+            "(modelwright doctor), and quantize B (modelwright export).",
+        ),
+    ),
+    "quality": Guard(
+        _rated_worse,
+        EventKind(
+            "users rate B's answers lower than A's",
+            "Compare both on the same records (modelwright compare), and train on examples of what was rated lower "
+            "(modelwright continual run).",
+        ),
+    ),
 }
 """Each by the name that the status gives as the reason for a rollback."""
+REASONS: Mapping[str, EventKind] = {
+    SAMPLE_RATIO: EventKind(
+        "the arms have other shares of units than the test gives them",
+        "Requests of one arm get lost, by a proxy, a cache or a client that tries again, so that no figure of the test "
+        "can be trusted: see which are missing (modelwright requests export), and begin another test.",
+    ),
+    **{name: guard.kind for name, guard in GUARDS.items()},
+}
+"""All reasons for which a test ends by itself."""
 
 
 def verdict(state: ExperimentState, limits: GuardLimits) -> str:
-    """Why B has to go: "sample_ratio" or the name of a guard; "" if it may stay."""
+    """Why B has to go, one of `REASONS`; "" if it may stay."""
     if mismatch(state):
-        return "sample_ratio"
-    return next((name for name, guard in GUARDS.items() if guard(state, limits)), "")
+        return SAMPLE_RATIO
+    return next((name for name, guard in GUARDS.items() if guard.fires(state, limits)), "")
 
 
 def _exceeds(log_e: float) -> bool:

@@ -4,10 +4,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from modelwright.compress.int8 import is_int8_folder
-from modelwright.core.config import dump
+from modelwright.core.config import dump, flatten
 from modelwright.core.errors import ConfigError
 from modelwright.model.hf import load_config
 from modelwright.serve.config import OWN_BACKEND, ServeConfig
@@ -188,8 +187,8 @@ def _secret_files(config: ServeConfig) -> Iterator[SecretFile]:
 def _words(config: ServeConfig, paths: Mapping[str, str]) -> Iterator[str]:
     """The settings that are not the defaults, as options. paths: of secrets in the container, by their settings."""
     elsewhere = {"host": "0.0.0.0", "port": PORT, **paths}  # who may connect is for the platform to decide
-    usual = dict(_flat(dump(ServeConfig())))
-    for name, value in _flat({**dump(config), **elsewhere}):
+    usual = dict(flatten(dump(ServeConfig())))
+    for name, value in flatten({**dump(config), **elsewhere}):
         if name in elsewhere or value != usual[name]:
             if isinstance(value, list):
                 yield from (f"--{name}", *map(str, value))
@@ -221,11 +220,3 @@ def _request_words(requests: RequestsConfig) -> Iterator[str]:
         )
     usual = dump(RequestsConfig())
     yield from (f"--requests.{name}={value}" for name, value in dump(requests).items() if value != usual[name])
-
-
-def _flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in data.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value

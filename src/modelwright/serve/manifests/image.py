@@ -1,34 +1,26 @@
 """The Dockerfile: the package, and the model and adapters as they are now."""
 
 import shlex
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-import modelwright
+from modelwright.core.checkout import CHECKOUT_FILES, PINNED_PYTHON, source_checkout
 from modelwright.serve.manifests.deployment import HEADER, MODEL_PATH, PORT, Deployment
 
 USER_ID = 10_001
 """Who the server is in the container; no user of the machine's."""
 
-PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
-"""For which the pinned versions of the packages are known to exist."""
-CHECKOUT_FILES = ("pyproject.toml", "README.md", "LICENSE", "constraints.txt")
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 """Where PyTorch without CUDA is."""
 
 
-def checkout() -> Path | None:
-    """The source tree that this package is run from, None if it is installed without one."""
-    root = Path(modelwright.__file__).resolve().parents[2]
-    return root if all((root / name).is_file() for name in CHECKOUT_FILES) else None
-
-
 def contexts(deployment: Deployment) -> dict[str, Path]:
-    """BuildKit's named contexts: folders that the Dockerfile copies from, so that no model is copied beside it."""
-    source = checkout()
+    """BuildKit's named contexts: folders that the Dockerfile copies from, so that no model is copied beside it.
+
+    Raises `ConfigError` where this package has no source tree to install from.
+    """
     named = {context_name(path): folder for path, folder in deployment.folders.items()}
-    return named | ({"source": source} if source else {})
+    return named | {"source": source_checkout("--for")}
 
 
 def context_name(path: str) -> str:
@@ -37,24 +29,19 @@ def context_name(path: str) -> str:
 
 
 def dockerfile(deployment: Deployment) -> str:
+    """Its text. Raises `ConfigError` where this package has no source tree to install from."""
     extras = f"[{','.join(deployment.extras)}]" if deployment.extras else ""
     install = 'pip install --no-cache-dir --extra-index-url "$TORCH_INDEX"'
-    if checkout():
-        package = [
-            f"COPY --from=source {' '.join(CHECKOUT_FILES)} /source/",
-            "COPY --from=source src /source/src",
-            f'RUN {install} -c /source/constraints.txt "/source{extras}" && rm -rf /source',
-        ]
-    else:
-        package = [f'RUN {install} "modelwright{extras}=={modelwright.__version__}"']
     copies = [f"COPY --from={context_name(path)} --chmod=755 . {path}" for path in deployment.folders]
     lines = [
         "# syntax=docker/dockerfile:1",
         HEADER.rstrip("\n"),
         f"# Build with the named contexts {', '.join(contexts(deployment))}.",
-        f"FROM python:{PYTHON}-slim",
+        f"FROM python:{PINNED_PYTHON}-slim",
         f"ARG TORCH_INDEX={TORCH_INDEX}",
-        *package,
+        f"COPY --from=source {' '.join(CHECKOUT_FILES)} /source/",
+        "COPY --from=source src /source/src",
+        f'RUN {install} -c /source/constraints.txt "/source{extras}" && rm -rf /source',
         f"RUN useradd --uid {USER_ID} --no-create-home --shell /usr/sbin/nologin modelwright",
         *copies,
         "ENV PYTHONUNBUFFERED=1",

@@ -8,7 +8,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +16,7 @@ import torch
 
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.errors import ConfigError
+from modelwright.train.monitors.codecarbon_tracker import CodecarbonTracker
 from modelwright.train.monitors.power_meters import CoreTimeModel, MemoryModel, PowerMeter, nvml_meters, rapl_meters
 from modelwright.train.runtime import Runtime
 from modelwright.train.technique import StepInfo, Technique
@@ -40,6 +41,9 @@ class EnergyConfig:
     carbon_g_per_kwh: float = 445.0
     """Carbon dioxide per energy, in grams per kWh. The default is the mean of the world's electricity in 2024 (IEA,
     Electricity 2025)."""
+    country: str = ""
+    """Country of codecarbon's estimate beside ours, as its ISO 3166 code of three letters, such as FRA (needs the extra
+    `carbon`); "" for none."""
 
     def __post_init__(self) -> None:
         for name in ("watts_per_core", "carbon_g_per_kwh"):
@@ -62,9 +66,10 @@ class EnergyMonitor:
         note: Callable[[str], None],
         sum_every: int,
         last_step: int,
+        codecarbon: CodecarbonTracker | None = None,
     ) -> None:
         self.meters, self.config, self.path, self.sums, self.note = list(meters), config, path, sums, note
-        self.sum_every, self.last_step = sum_every, last_step
+        self.sum_every, self.last_step, self.codecarbon = sum_every, last_step, codecarbon
         self.earlier = read_energy(path) if path else []
         self.joules: dict[str, float] = {}
         self.num_tokens = self._new_tokens = 0
@@ -93,9 +98,17 @@ class EnergyMonitor:
         except OSError as error:
             self.note(f"energy: {self.path} cannot be written ({error})")
 
+    def close(self) -> None:
+        """Write the sum of the run, with codecarbon's last reading."""
+        if self.codecarbon is not None and self.codecarbon.stop() is None:
+            self.note("energy: codecarbon cannot track this machine; its estimate is left out")
+        self.write()
+
     def entry(self) -> dict[str, Any]:
         """This process's entry of the file."""
+        reading = self.codecarbon.read() if self.codecarbon is not None else None
         return {
+            **({"codecarbon": asdict(reading)} if reading else {}),
             "joules": self.joules,
             "seconds": time.monotonic() - self._started_s,
             "num_tokens": self.num_tokens,
@@ -123,6 +136,11 @@ def energy_monitor(config: EnergyConfig, run: Runtime) -> Technique | None:
     if run.mesh.world.size < run.world.size or (run.anomalies is None and run.world.size == 1):
         return None
     is_host_first = int(os.environ.get("LOCAL_RANK", run.world.rank)) == 0
+    codecarbon = None
+    if config.country and run.anomalies is not None:
+        codecarbon = CodecarbonTracker(
+            config.country, setting="energy.country", pue=config.pue, read_every_s=WRITE_EVERY_S
+        )
     monitor = EnergyMonitor(
         meters_of_rank(config, run.world.device, is_host_first=is_host_first),
         config,
@@ -131,8 +149,9 @@ def energy_monitor(config: EnergyConfig, run: Runtime) -> Technique | None:
         note=run.note,
         sum_every=1 if run.world.size == 1 else SUM_EVERY_STEPS,
         last_step=run.num_steps,
+        codecarbon=codecarbon,
     )
-    run.on_exit.callback(monitor.write)
+    run.on_exit.callback(monitor.close)
     return Technique(name="energy", on_step_end=monitor.observe)
 
 
@@ -165,6 +184,20 @@ def read_energy(path: Path) -> list[dict[str, Any]]:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CodecarbonTotal:
+    """codecarbon's estimate of a stage, over the processes that had one."""
+
+    version: str
+    country: str
+    joules: float
+    """With the data center's overhead."""
+    co2_g: float
+    num_tokens: int
+    seconds: float
+    num_processes: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class EnergyTotal:
     """The energy of a stage, over all processes that trained it."""
 
@@ -175,6 +208,7 @@ class EnergyTotal:
     co2_g: float
     num_tokens: int
     seconds: float
+    codecarbon: "CodecarbonTotal | None" = None
 
     @property
     def joules_per_token(self) -> float:
@@ -203,4 +237,20 @@ def total_energy(entries: Sequence[dict[str, Any]]) -> EnergyTotal:
         co2_g=co2_g,
         num_tokens=sum(entry["num_tokens"] for entry in entries),
         seconds=sum(entry["seconds"] for entry in entries),
+        codecarbon=_codecarbon_total([entry for entry in entries if "codecarbon" in entry]),
+    )
+
+
+def _codecarbon_total(entries: Sequence[dict[str, Any]]) -> CodecarbonTotal | None:
+    readings = [entry["codecarbon"] for entry in entries]
+    if not readings:
+        return None
+    return CodecarbonTotal(
+        version=readings[-1]["version"],
+        country=", ".join(dict.fromkeys(reading["country"] for reading in readings)),
+        joules=JOULES_PER_KWH * sum(reading["kwh"] for reading in readings),
+        co2_g=sum(reading["co2_g"] for reading in readings),
+        num_tokens=sum(entry["num_tokens"] for entry in entries),
+        seconds=sum(reading["seconds"] for reading in readings),
+        num_processes=len(readings),
     )

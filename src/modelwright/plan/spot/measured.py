@@ -1,0 +1,52 @@
+"""How often a run was interrupted, as a rate to plan with."""
+
+from dataclasses import dataclass
+
+from scipy.stats import chi2
+
+NONE_SEEN = 3.0
+"""Without interruptions the rate is, with 95% confidence, at most that of so many (the rule of three, Hanley and
+Lippman-Hand, JAMA 1983)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredRate:
+    """Interruptions of a run while it trained."""
+
+    num_faults: int
+    """Interruptions without a word."""
+    num_announced: int
+    """Interruptions that SIGTERM announced."""
+    hours: float
+    """Time of training processes, repeated work included; above 0."""
+
+    @property
+    def count(self) -> int:
+        return self.num_faults + self.num_announced
+
+    @property
+    def per_hour(self) -> float:
+        """The rate to plan with: the mean, or where nothing happened the highest that is likely."""
+        return (self.count or NONE_SEEN) / self.hours
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The exact 95% interval of a Poisson rate, per hour (Garwood 1936)."""
+        low = float(chi2.ppf(0.025, 2 * self.count)) / 2 if self.count else 0.0
+        return low / self.hours, float(chi2.ppf(0.975, 2 * self.count + 2)) / 2 / self.hours
+
+    @property
+    def text(self) -> str:
+        """Where the rate comes from and how sure it is."""
+        if not self.count:
+            return (
+                f"assumed: the run had none in {self.hours:.3g} h of training, so {self.per_hour:.2g} an hour are the "
+                "most that is likely (95%, rule of three); give --interruptions-per-hour for what is known of the "
+                "instances"
+            )
+        low, high = self.interval
+        announced = f", {self.num_announced} of them announced (--notice-s)" if self.num_announced else ""
+        return (
+            f"measured: {self.count} in {self.hours:.3g} h of training{announced}; 95% confidence: {low:.2g} to "
+            f"{high:.2g} an hour"
+        )
