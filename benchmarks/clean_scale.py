@@ -162,7 +162,7 @@ class Memory:
     def watch(self, pid: int, ended: threading.Event) -> None:
         reads = 0
         while not ended.wait(_READ_EVERY_S):
-            processes = list(_descendants(pid))
+            processes = list(descendants(pid))
             rss = sum(_rss(one) for one in processes)
             has_grown = rss > 1.05 * self.rss
             self.rss = max(self.rss, rss)
@@ -172,14 +172,14 @@ class Memory:
             reads += 1
 
 
-def _descendants(pid: int) -> Iterator[int]:
+def descendants(pid: int) -> Iterator[int]:
     yield pid
     try:
         children = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/children")]
     except OSError:
         return
     for child in (int(name) for names in children for name in names):
-        yield from _descendants(child)
+        yield from descendants(child)
 
 
 def _rss(pid: int) -> int:

@@ -1,5 +1,6 @@
 """What the decisions of cleaning keep in memory for each document, by what is really allocated."""
 
+import gc
 import json
 import tracemalloc
 from pathlib import Path
@@ -9,10 +10,11 @@ import pytest
 from numpy.typing import NDArray
 
 from modelwright.core.progress import SilentProgress
-from modelwright.data import clean, containment, duplicate_corpus, near_duplicates
+from modelwright.data import band_groups, clean, containment, duplicate_corpus, duplicate_index, near_duplicates
+from modelwright.data.band_groups import GroupJob, group_band
 from modelwright.data.clean_config import CleanConfig, build_steps
 from modelwright.data.clean_shards import measured
-from modelwright.data.duplicate_corpus import DuplicatesConfig
+from modelwright.data.duplicate_corpus import BandFiles, DuplicatesConfig
 from modelwright.data.features import FEATURES
 from modelwright.data.shard_files import ShardFiles, as_array, numbered
 from modelwright.data.steps.duplicates import quality_score
@@ -42,10 +44,14 @@ def texts(rng: np.random.Generator, count: int) -> list[NDArray[np.uint32]]:
     return rows
 
 
-def write_measured(work: Path, count: int) -> None:
-    """The columns of `count` documents that a quarter of the limits of the step quality drops."""
+def write_measured(work: Path, count: int, num_changed: int) -> None:
+    """The columns of `count` documents that a quarter of the limits of the step quality drops. num_changed: 5-grams of
+    each that differ from those of any other call.
+    """
     rng = np.random.default_rng(count)
     rows = texts(rng, count)
+    if num_changed:
+        rows = [np.concatenate([rng.integers(0, 2**32, num_changed, np.uint32), row[num_changed:]]) for row in rows]
     features = rng.uniform(0.1, 0.2, (count, len(FEATURES))).astype(np.float32)
     features[:, FEATURES.index("num_chars")] = 1000
     features[:, FEATURES.index("num_words")] = 200
@@ -70,37 +76,69 @@ def write_measured(work: Path, count: int) -> None:
         ShardFiles(work, number).write_arrays(measured(0), columns, {"documents": SHARD})
 
 
-def peak_of_decisions(work: Path, count: int, config: CleanConfig) -> tuple[int, int]:
+def peak_of_decisions(work: Path, count: int, config: CleanConfig, num_changed: int = 0) -> tuple[int, int]:
     """The most bytes allocated at one time while it is decided which documents are dropped, and how many are."""
-    work.mkdir()
-    write_measured(work, count)
+    work.mkdir(parents=True)
+    write_measured(work, count, num_changed)
     run = clean._Run(divide(build_steps(config)), work, InProcess(), SilentProgress())
     read = clean._Read(count // SHARD, count, 0, {})
+    gc.collect()
+    gc.freeze()  # otherwise cycles wait the longer to be collected the more modules and tests ran in this process
+    gc.collect()
     tracemalloc.start()
     try:
         run.decide(0, read)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
+        gc.unfreeze()
     drops = [files.finished("decided0")["drops"] for files in numbered(work, count // SHARD)]
     return peak, sum(map(len, drops))
 
 
-def test_bytes_per_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def small_constants(monkeypatch: pytest.MonkeyPatch) -> None:
     """What does not grow with the corpus is made small, so that it hides nothing that does."""
     monkeypatch.setattr(containment, "_FILTER_BITS", 20)
     monkeypatch.setattr(near_duplicates, "_REMEMBERED_BITS", 10)
-    monkeypatch.setattr(near_duplicates, "_READ_AT_ONCE", 256)
+    monkeypatch.setattr(band_groups, "_READ_AT_ONCE", 256)
     monkeypatch.setattr(duplicate_corpus, "_CACHED_BYTES", 2**16)
     monkeypatch.setattr(duplicate_corpus, "_READ_AT_ONCE", 2**16)
-    config = CleanConfig(
-        quality=QualityConfig(thresholds="auto"),
-        duplicates=DuplicatesConfig(index=str(tmp_path / "index")),
-    )
-    few, many = 10_000, 50_000
-    (small, _), (large, num_dropped) = (
-        peak_of_decisions(tmp_path / f"{count}", count, config) for count in (few, many)
-    )  # fmt: skip
-    assert num_dropped > 0.4 * many
-    per_document = (large - small) / (many - few)
+    monkeypatch.setattr(duplicate_index, "_AT_ONCE", 128)
+
+
+@pytest.mark.usefixtures("small_constants")
+@pytest.mark.parametrize("earlier", ["no run", "a run with equal documents", "a run with near-duplicates"])
+def test_bytes_per_document(tmp_path: Path, earlier: str) -> None:
+    """Documents of the index that are related to one of the run count as well: all of them are, in the latter cases."""
+    peaks, num_documents = list[int](), list[int]()
+    for count in (10_000, 50_000):
+        duplicates = DuplicatesConfig(index=str(tmp_path / f"index-{count}"))
+        config = CleanConfig(quality=QualityConfig(thresholds="auto"), duplicates=duplicates)
+        num_indexed = 0
+        if earlier != "no run":
+            num_indexed = count - peak_of_decisions(tmp_path / f"{count}" / "earlier", count, config)[1]
+        num_changed = 2 * (earlier == "a run with near-duplicates")
+        peak, num_dropped = peak_of_decisions(tmp_path / f"{count}" / "now", count, config, num_changed)
+        assert num_dropped > 0.4 * (count + num_indexed)
+        peaks.append(peak)
+        num_documents.append(count + num_indexed)
+    per_document = (peaks[1] - peaks[0]) / (num_documents[1] - num_documents[0])
     assert per_document <= MOST_BYTES, f"{per_document:.0f} bytes a document"
+
+
+def test_bytes_of_a_document_in_one_band(tmp_path: Path) -> None:
+    """The part that may be done in other processes, all documents being in groups."""
+
+    def peak(count: int) -> int:
+        rng, bands = np.random.default_rng(1), BandFiles(tmp_path)
+        rng.integers(1, count // 3, count).astype(np.uint64).tofile(bands.path(0))
+        rng.permutation(count).astype(np.uint32).tofile(tmp_path / "order.bin")
+        tracemalloc.start()
+        group_band(GroupJob(bands, 0, 200))
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return most
+
+    few, many = 10_000, 100_000
+    assert (peak(many) - peak(few)) / (many - few) < 50

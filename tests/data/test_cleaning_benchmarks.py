@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from clean_engines import COMMAND_KILLED, FILES, RUNS, WORKER_KILLED
+from clean_engines import verdicts as engine_verdicts
 from clean_scale import clean, documents, found_duplicates, marginal_costs, verdicts, write_documents
 from cleaning_peers import FEWEST, MIN_JACCARD, OURS, true_pairs, word_5_grams
 from cleaning_peers import verdicts as peer_verdicts
@@ -62,6 +64,17 @@ def test_verdict_on_scale() -> None:
     for change in ({"rss": 3 * 2**30}, {"cpu_s": 200.0}, {"found": 90}, {"false": 9}, {"wall_s": 1600}):
         lines = list(verdicts({"runs": [*runs[:2], runs[2] | change]}))
         assert sum(line.startswith("short") for line in lines) == 1, change
+
+
+def test_verdict_on_engines() -> None:
+    def short(name: str, **changes: object) -> int:
+        runs = {one: {"sha256": dict.fromkeys(FILES, "a"), "shards_before": 12, "done_again": 0} for one in RUNS}
+        runs[name] |= changes
+        return sum(line.startswith("short") for line in engine_verdicts({"runs": runs}))
+
+    assert short(WORKER_KILLED) == 0
+    assert short(WORKER_KILLED, sha256=dict.fromkeys(FILES, "b")) == 1
+    assert short(COMMAND_KILLED, done_again=1) == short(COMMAND_KILLED, shards_before=0) == 1
 
 
 def test_all_true_pairs_are_known() -> None:

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 
 from modelwright.core.errors import ArtifactError
 from modelwright.core.progress import SilentProgress
-from modelwright.data import duplicate_index, near_duplicates
+from modelwright.data import band_groups, duplicate_index, near_duplicates
 from modelwright.data.clean import clean_documents, read_dropped, read_kept
 from modelwright.data.clean_config import CleanConfig, build_steps
 from modelwright.data.document import Document
@@ -25,6 +25,8 @@ from modelwright.data.steps.privacy import PrivacyConfig
 from modelwright.data.steps.quality import QualityConfig
 from modelwright.data.steps.shingles import NUM_BANDS, SHINGLE_WORDS, fingerprints, jaccard, shingles
 from modelwright.data.words import split_words
+from modelwright.data.workers import InProcess, LocalProcesses, ShardEngine
+from watched_engine import WatchedEngine
 
 WORDS = [
     f"{first}{second}" for first in ("ba", "ko", "lu", "mi", "ne") for second in ("dra", "fin", "gos", "tul", "vex")
@@ -48,14 +50,17 @@ def changed(rng: random.Random, words: list[str], share: float) -> list[str]:
 
 
 def clean(
-    folder: Path, documents: Iterable[Document], *, key: str = "", **settings
+    folder: Path, documents: Iterable[Document], *, key: str = "", engine: ShardEngine | None = None, **settings
 ) -> tuple[list[str], dict[str, tuple[str, str]]]:
     config = CleanConfig(
         duplicates=DuplicatesConfig(**settings),
         quality=QualityConfig(limits={"min_num_chars": 0, "min_stop_word_fraction": 0}),
         privacy=PrivacyConfig(replace=()),
     )
-    clean_documents(iter(documents), build_steps(config), folder, SilentProgress(), key=key, shard_documents=37)
+    clean_documents(
+        iter(documents), build_steps(config), folder, SilentProgress(), key=key, engine=engine or InProcess(),
+        shard_documents=37,
+    )  # fmt: skip
     dropped = {entry.document.id: (entry.reason, entry.detail) for entry in read_dropped(folder)}
     return [entry.id for entry in read_kept(folder)], dropped
 
@@ -248,9 +253,10 @@ def test_a_large_index_is_read_in_part(tmp_path: Path) -> None:
     for band in range(NUM_BANDS):
         prints.bands[:, band].tofile(bands.path(band))
     index = DuplicateIndex(folder)
-    found = index.related(prints.own, bands, np.ones(2, np.bool_))
+    (found,) = index.related(prints.own, bands, np.ones(2, np.bool_))
     assert found.own.tolist() == [prints.own[0]]
-    np.testing.assert_array_equal(found.shingles[0], shingles(old[1234].text))
+    np.testing.assert_array_equal(found.shingles, shingles(old[1234].text))
+    assert found.lengths.tolist() == [len(found.shingles)]
     np.testing.assert_array_equal(found.bands[0], prints.bands[0])
     (file,) = index.files
     assert file.file.num_read < path.stat().st_size / 10
@@ -344,9 +350,9 @@ def test_candidates_through_a_band_are_few_and_the_kept_set_is_that_of_all(
     fills: list[int] = []
     add_all = near_duplicates.NearDuplicates.add_all
 
-    def watched(self: Any, groups: Any) -> None:
-        add_all(self, groups)
-        slots = [pair for _, places in groups for pair in zip(groups.slots, places, strict=True)]
+    def watched(self: Any, members: Any) -> None:
+        add_all(self, members)
+        slots = [pair for _, places in self._groups for pair in zip(self._groups.slots, places, strict=True)]
         fills.append(max(band[place] & 0xFFFF for band, place in slots if place != NO_NUMBER))
 
     monkeypatch.setattr(near_duplicates.NearDuplicates, "add_all", watched)
@@ -359,6 +365,21 @@ def test_candidates_through_a_band_are_few_and_the_kept_set_is_that_of_all(
     assert len(results[5]) == 500
     assert fills[0] > 20, "pages of a template share bands"
     assert fills[-1] == 5
+
+
+def test_groups_that_processes_make_drop_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(4)
+    texts = [sentence(rng, 120) for _ in range(60)]
+    texts += [changed(rng, words, 0.02) for words in texts[:40]]
+    documents = [document(" ".join(words), number) for number, words in enumerate(texts)]
+    alone, in_processes = WatchedEngine(InProcess()), WatchedEngine(LocalProcesses(2))
+    expected = clean(tmp_path / "here", documents, engine=alone)
+    assert sum(reason == "near-duplicate" for reason, _ in expected[1].values()) > 30
+    assert "group_band" not in alone.processes, "for so few documents no engine is asked"
+    monkeypatch.setattr(band_groups, "_FEWEST_IN_WORKERS", 1)
+    assert clean(tmp_path / "two", documents, engine=in_processes) == expected
+    assert len(in_processes.processes["group_band"]) == NUM_BANDS
+    assert os.getpid() not in in_processes.processes["group_band"]
 
 
 def write_index_slowly(folder: str, started: Event, other: Event) -> None:

@@ -19,6 +19,7 @@ from PIL import Image
 
 from modelwright.core.errors import ArtifactError, ConfigError, DataError
 from modelwright.core.progress import SilentProgress
+from modelwright.data import band_groups
 from modelwright.data.clean import clean_documents, read_dropped, read_kept
 from modelwright.data.clean_config import CleanConfig, build_steps
 from modelwright.data.document import Document
@@ -40,6 +41,7 @@ from modelwright.data.images.stored import StoredImage, perceptual_hash, store_i
 from modelwright.data.sources import SourceConfig, SourceReport, read_documents
 from modelwright.data.steps.images import NEAR, TOO_LONG, TOO_SMALL, near_duplicates
 from modelwright.data.steps.quality import QualityConfig
+from modelwright.data.workers import InProcess, LocalProcesses
 
 
 def picture(seed: int, width: int = 64, height: int = 48) -> np.ndarray:
@@ -405,7 +407,8 @@ def test_many_images_may_share_a_caption(tmp_path: Path) -> None:
     assert len(kept) == 1
 
 
-def test_near_duplicates_are_those_of_every_pair_compared(tmp_path: Path) -> None:
+def test_near_duplicates_are_those_of_every_pair_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(band_groups, "_FEWEST_IN_WORKERS", 1)
     random = np.random.default_rng(1)
     bases = random.integers(0, 2**63, 12, dtype=np.uint64)
     flips = [
@@ -418,7 +421,8 @@ def test_near_duplicates_are_those_of_every_pair_compared(tmp_path: Path) -> Non
         for number in range(len(hashes)):
             near = any((int(hashes[number]) ^ int(hashes[other])).bit_count() <= most for other in kept)
             (dropped.add if near else kept.append)(number)
-        found = near_duplicates(np.arange(len(hashes), dtype=np.uint32), hashes, most, tmp_path).tolist()
+        engine = LocalProcesses(2) if most == 3 else InProcess()
+        found = near_duplicates(np.arange(len(hashes), dtype=np.uint32), hashes, most, tmp_path, engine).tolist()
         assert {number for number, _, _ in found} == dropped
         assert not list(tmp_path.iterdir())
         assert all((int(hashes[a]) ^ int(hashes[b])).bit_count() == bits <= most for a, b, bits in found)
@@ -429,7 +433,7 @@ def test_near_duplicates_take_few_bytes_an_image(tmp_path: Path) -> None:
         hashes = np.random.default_rng(2).integers(0, 2**63, count, dtype=np.uint64)
         order = np.arange(count, dtype=np.uint32)
         tracemalloc.start()
-        assert len(near_duplicates(order, hashes, 4, tmp_path)) < count // 100
+        assert len(near_duplicates(order, hashes, 4, tmp_path, InProcess())) < count // 100
         most = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         return most

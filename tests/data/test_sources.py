@@ -14,6 +14,7 @@ import pytest
 import zstandard
 
 from modelwright.core.errors import ConfigError, DataError
+from modelwright.data import readers
 from modelwright.data.document import Document
 from modelwright.data.sources import SourceConfig, SourceReport, read_documents
 
@@ -392,6 +393,61 @@ def test_a_directory_without_permission_is_named(tmp_path: Path, monkeypatch: py
     assert report.passed_over == {reason: 1}
     assert report.summary() == [f"not read: 1 {reason} ({tmp_path}/closed)"]
     fails(r"closed: the directory holds no file .*cannot be read \(Permission denied\)", tmp_path / "closed")
+
+
+LONG = "x" * 150
+
+
+@pytest.mark.parametrize(("name", "content", "line", "kept"), [
+    ("t.txt", f"first\n{LONG}\nlast\n", ":2", ["first\n", "last\n"]),
+    ("t.txt", f"first\n{LONG}", ":2", ["first\n"]),
+    ("t.jsonl", f'{{"text": "one"}}\n{{"text": "{LONG}"}}\n{{"text": "two"}}\n', ":2", ["one", "two"]),
+    ("t.csv", f"id,text\n1,one\n2,{LONG}\n3,two\n", ":3", ["one", "two"]),
+    ("t.csv", f"id,text,{LONG}\n1,one,1\n", ":1", []),
+    ("t.json", f'{{"text": "one"}}\n{{"text": "{LONG}"}}\n{{"text": "two"}}\n', ":2", ["one", "two"]),
+    ("t.json", f'[{{"text": "one"}},\n{{"text": "{LONG}"}},\n{{"text": "two"}}]', ":2", ["one", "two"]),
+    ("t.json", f'{{"text": "{LONG}"}}', ":1", []),
+    ("t.html", f"<p>{LONG}</p>", "", []),
+    ("t.py", "print(0)\n" * 20, "", []),
+])  # fmt: skip
+def test_what_is_longer_than_a_record_may_be(
+    tmp_path: Path, name: str, content: str, line: str, kept: list[str]
+) -> None:  # fmt: skip
+    (tmp_path / name).write_text(content)
+    (tmp_path / "good.txt").write_text("good")
+    kind = {".json": "record|line", ".html": "file", ".py": "file"}.get(Path(name).suffix, "line")
+    way_out = r"raise --data\.max_record_bytes, or pass --data\.on_bad_record skip"
+    message = rf"/{name}{line}: the ({kind}) .*(longer|more) than 100 bytes; .*{way_out}"
+    fails(message, tmp_path / name, max_record_bytes=100)
+    sources = tmp_path / name, tmp_path / "good.txt"
+    documents, report = read(*sources, max_record_bytes=100, on_bad_record="skip", validation_fraction=0.0)
+    assert [document.text for document in documents] == [*kept, "good"]
+    ((reason, count),) = report.skipped.items()
+    assert count == 1
+    assert reason in ("line too long", "record too long", "file too long")
+    assert not read(*sources, max_record_bytes=200, on_bad_record="skip")[1].skipped
+
+
+def test_lines_behind_one_that_is_left_out_keep_their_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "t.txt"
+    path.write_bytes(b"first\n" + LONG.encode() + b"\nthird\nsch\xf6n\n")
+    _, report = read(path, max_record_bytes=100, on_bad_record="skip")
+    assert report.examples == {"line too long": [f"{path}:2"], "not UTF-8": [f"{path}:4"]}
+
+
+def test_cells_and_files_have_a_limit_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pyarrow.parquet.write_table(pa.table({"text": ["one", LONG, "two"]}), tmp_path / "t.parquet")
+    fails(r"t\.parquet: row 2: the record is longer than 100 bytes", tmp_path / "t.parquet", max_record_bytes=100)
+    (tmp_path / "t.csv").write_text('text\none\n"' + "some words\n" * 20 + '"\n')
+    fails(r"t\.csv:\d+: .*field larger .*--data\.max_record_bytes", tmp_path / "t.csv", max_record_bytes=100)
+    monkeypatch.setattr(readers, "MAX_JSON_BYTES", 200)
+    (tmp_path / "t.json").write_text("[" + ", ".join(['{"text": "one"}'] * 20) + "]")
+    fails(
+        r"t\.json: the file is read as a whole and has more than 200 bytes; write one record a line",
+        tmp_path / "t.json",
+    )
+    (tmp_path / "t.json").write_text('{"text": "one"}\n' * 20)
+    assert len(texts(tmp_path / "t.json")) == 20, "which is not read as a whole"
 
 
 def test_truncated_compression(tmp_path: Path) -> None:

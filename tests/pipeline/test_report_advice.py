@@ -53,9 +53,13 @@ def test_no_line_breaks_inside_a_small_number():
 def test_the_cleaning_table_has_no_column_of_text_that_lies_off_a_phones_screen():
     clean = {
         "num_documents": 10, "num_bytes": 1000, "kept": {"prose": {"train": {"documents": 8, "bytes": 700}}},
-        "dropped": {}, "replaced": {"email": 4, "phone": 2},
+        "steps": ["format", "quality", "privacy"], "replaced": {"email": 4, "phone": 2},
+        "dropped": {"quality": {"too short": {"documents": 2, "bytes": 300}}},
     }  # fmt: skip
     table = _funnel(clean)
+    assert [row[:3] for row in table.rows] == [
+        ["format", "10", "0"], ["quality", "10", "2"], ["privacy", "8", "0"], ["kept", "8", ""]
+    ], "a step that is switched off is not listed"  # fmt: skip
     assert table.header[-1] == "bytes"
     assert "70.0% of the bytes read" in table.caption
     assert "replaced 4 email, 2 phone" in table.caption

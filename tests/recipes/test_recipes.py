@@ -8,6 +8,7 @@ import yaml
 
 from modelwright.core.config import dump
 from modelwright.core.errors import ConfigError
+from modelwright.data.clean_config import build_steps
 from modelwright.pipeline.run_config import parse_run
 from modelwright.recipes.load import RECIPES, load, recipe
 
@@ -36,6 +37,12 @@ def test_a_printed_config_is_the_same_config(name: str) -> None:
 
 def test_quickstart_has_the_promised_size() -> None:
     assert 4_000_000 <= recipe("quickstart").model.num_parameters <= 6_000_000
+
+
+def test_quickstart_cleans_with_all_five_steps() -> None:
+    steps = [step.name for step in build_steps(recipe("quickstart").section("clean"))]
+    assert [name for name in steps if name != "images"] == ["format", "quality", "noise", "duplicates", "privacy"]
+    assert "noise" not in [step.name for step in build_steps(recipe("tiny").section("clean"))]
 
 
 def test_yaml_file_over_a_recipe(tmp_path: Path) -> None:

@@ -211,8 +211,8 @@ class _Run:
             facts[result.number] = result.facts
         for entry in facts:  # in order, so that the report is the same however the shards were finished
             report.count(entry)
-        names = [step.name for phase in self.phases for step in (*phase.steps, *phase.corpus_steps)]
-        report.dropped = {name: report.dropped[name] for name in names if name in report.dropped}
+        report.steps = [step.name for phase in self.phases for step in (*phase.steps, *phase.corpus_steps)]
+        report.dropped = {name: report.dropped[name] for name in report.steps if name in report.dropped}
         return report
 
     def _map(self, name: str, function: Callable[[StepJob], StepResult], phase: int, read: _Read) -> list[StepResult]:

@@ -1,6 +1,5 @@
 """Settings of cleaning, and the list of its steps."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -58,13 +57,3 @@ def build_steps(config: CleanConfig, *, seed: int = 1) -> list[Step | CorpusStep
         known.add(step.name)
     first, *others = (step for spec in STEPS if (step := spec.build(spec.settings_of(config), seed)) is not None)
     return [first, *own, *others]
-
-
-def step_names(dropped: Iterable[str]) -> list[str]:
-    """The names of all steps in their order, those that are switched off included.
-
-    dropped: steps that dropped documents, of which a user's own are known by these alone.
-    """
-    known = [spec.name for spec in STEPS]
-    own = [name for name in dropped if name not in known]
-    return [known[0], *own, *known[1:]]

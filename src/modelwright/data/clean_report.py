@@ -20,6 +20,8 @@ class CleanReport:
     num_documents: int = 0
     num_bytes: int = 0
     """UTF-8 bytes."""
+    steps: list[str] = field(default_factory=list)
+    """The steps that ran, in their order."""
     kept: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
     """`kept[kind][split]`: `{"documents": n, "bytes": UTF-8 bytes}`."""
     dropped: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)

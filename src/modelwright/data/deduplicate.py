@@ -7,7 +7,7 @@ any kind. A held-out document wins over its near-duplicates in training; one tha
 itself, because the longer text has more to teach. It then costs no other training document: if some were dropped for
 it, all is decided again without it.
 
-Memory: less than 100 bytes a document, most of them for near-duplicates (`data/near_duplicates.py`); the 5-grams and
+Memory: less than 100 bytes a document, most of them for near-duplicates (`data/band_groups.py`); the 5-grams and
 the band hashes of all documents stay on disk.
 """
 
@@ -27,12 +27,16 @@ from modelwright.data.duplicate_corpus import (
     exact,
     no_numbers,
 )
-from modelwright.data.near_duplicates import BandGroups, NearDuplicates, Similarities
+from modelwright.data.near_duplicates import NearDuplicates, Similarities
+from modelwright.data.workers import ShardEngine
 
 
-def find_duplicates(corpus: Corpus, config: DuplicatesConfig, *, num_indexed: int = 0) -> list[Duplicate]:
+def find_duplicates(
+    corpus: Corpus, config: DuplicatesConfig, engine: ShardEngine, *, num_indexed: int = 0
+) -> list[Duplicate]:
     """Find all duplicates and mark them in `corpus.alive`.
 
+    engine: where the documents of each MinHash band are grouped.
     num_indexed: the last so many documents come from the index of earlier runs; they are never dropped, and only
     compared as exact and near-duplicates.
     """
@@ -42,7 +46,7 @@ def find_duplicates(corpus: Corpus, config: DuplicatesConfig, *, num_indexed: in
     containments, similarities = Containments(corpus, config, num_new), Similarities(corpus, config.min_jaccard)
     while True:
         given_away = _given_away(corpus, gives_away)
-        near = NearDuplicates(corpus, config, num_new, similarities)
+        near = NearDuplicates(corpus, config, num_new, similarities, engine)
         result = [given_away, *_find(given_away, corpus, config, num_new, containments, near)]
         del near
         lost = given_away.instead[~corpus.alive[given_away.instead]]
@@ -71,7 +75,7 @@ def _find(
         for found in inside:
             corpus.alive[found.numbers] = False
     if config.near:
-        near.add_all(BandGroups.of(corpus, config, num_new, members=before))
+        near.add_all(before)
         inside = [*_still_inside(inside, corpus, near), near.found()]
     for found in inside:
         corpus.alive[found.numbers] = False

@@ -104,8 +104,8 @@ class ShingleStore:
 
 @dataclass(frozen=True)
 class BandFiles:
-    """The MinHash band hashes of all documents, a file of uint64 for each of the 16 bands; 0 for documents without
-    5-grams.
+    """The hashes of all documents, a file of uint64 for each band: the 16 of MinHash, which are 0 for documents without
+    5-grams, or the parts of perceptual hashes.
     """
 
     folder: Path
@@ -118,7 +118,7 @@ class BandFiles:
         return np.fromfile(self.path(band), np.uint64)
 
     def rows(self, first: int, last: int) -> NDArray[np.uint64]:
-        """All bands of the documents from `first` to below `last` [last - first, 16]."""
+        """All bands of MinHash of the documents from `first` to below `last` [last - first, 16]."""
         columns = [
             np.fromfile(self.path(band), np.uint64, count=last - first, offset=8 * first) for band in range(NUM_BANDS)
         ]
@@ -191,9 +191,15 @@ def exact(corpus: Corpus, num_new: int) -> Duplicate:
     is_alive = corpus.alive[corpus.equal.numbers]
     numbers, values = corpus.equal.numbers[is_alive], corpus.equal.values[is_alive]
     num_own = int(np.searchsorted(numbers, num_new))
-    numbers = np.concatenate([numbers[num_own:], numbers[:num_own]])
-    values = np.concatenate([values[num_own:], values[:num_own]])
-    _, first, inverse = np.unique(values, return_index=True, return_inverse=True)
-    kept = numbers[first][inverse]
+    order = np.argsort(np.roll(values, -num_own), kind="stable")
+    order += num_own
+    order[order >= len(numbers)] -= len(numbers)
+    numbers, values = numbers[order], values[order]
+    del order
+    firsts = np.flatnonzero(np.concatenate([[True], values[1:] != values[:-1]])[: len(values)])
+    del values
+    kept = np.repeat(numbers[firsts], np.diff(firsts, append=len(numbers)))
     repeated = (kept != numbers) & (numbers < num_new)
-    return Duplicate(numbers[repeated], "duplicate", kept[repeated], np.ones(int(repeated.sum()), np.float32))
+    numbers, kept = numbers[repeated], kept[repeated]
+    order = np.argsort(numbers)
+    return Duplicate(numbers[order], "duplicate", kept[order], np.ones(len(numbers), np.float32))

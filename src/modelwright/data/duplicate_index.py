@@ -3,7 +3,8 @@
 A folder with one file for each run, whose name is the digest of that run's input and settings: repeating a run replaces
 its own file. Files are in the format of safetensors and are never read whole. The digests and each MinHash band are a
 *table*: sorted keys, the document of each, and every 512th key as a fence. A lookup reads the fences of one table at
-a time, the blocks of keys that may have an equal one, and the documents found.
+a time and the blocks of keys that may have an equal one. It holds 4 bytes for each document found; the documents
+themselves are read some at a time.
 """
 
 import fcntl
@@ -31,24 +32,22 @@ _MOST_PER_KEY = 200
 """As many as there are candidates through one band (`data/near_duplicates.py`), at most a block."""
 _DTYPES: Mapping[str, Any] = {"U64": np.uint64, "U32": np.uint32, "U8": np.uint8}
 _AT_ONCE = 1024
+_SHINGLES_AT_ONCE = 2**19
+"""Documents are read until one of these numbers is reached."""
 _DIGESTS = "digest"
 
 
 @dataclass(frozen=True)
 class IndexedDocuments:
-    """Documents of earlier runs. kind [R], own [R], bands [R, 16]: as in `Fingerprints`; shingles: of each."""
+    """Some documents of earlier runs. kind [R], own [R], bands [R, 16]: as in `Fingerprints`; shingles: of one document
+    after another; lengths [R]: how many each has.
+    """
 
     kind: NDArray[np.int8]
     own: NDArray[np.uint64]
     bands: NDArray[np.uint64]
-    shingles: list[NDArray[np.uint32]]
-
-    def __len__(self) -> int:
-        return len(self.own)
-
-    @classmethod
-    def none(cls) -> "IndexedDocuments":
-        return cls(np.empty(0, np.int8), np.empty(0, np.uint64), np.empty((0, NUM_BANDS), np.uint64), [])
+    shingles: NDArray[np.uint32]
+    lengths: NDArray[np.int64]
 
 
 class DuplicateIndex:
@@ -61,25 +60,21 @@ class DuplicateIndex:
             raise ArtifactError(f"{text}; remove it and run the command that wrote it again")
         self.files = [_IndexFile(path) for path in sorted(folder.glob("*.safetensors")) if path.stem != without]
 
-    def related(self, own: NDArray[np.uint64], bands: BandFiles, members: NDArray[np.bool_]) -> IndexedDocuments:
+    def related(
+        self, own: NDArray[np.uint64], bands: BandFiles, members: NDArray[np.bool_]
+    ) -> Iterator[IndexedDocuments]:
         """The documents that have a digest of `own` [N], or a band in common with one of the `members` [N]; of those
-        with one value of a band, the longest 200 of each file.
+        with one value of a band, the longest 200 of each file. What is asked for is read before the first of them is
+        returned, so the caller may append them to the files of `bands`.
         """
-        matches: list[list[NDArray[np.uint32]]] = [[] for _ in self.files]
+        numbers = [np.empty(0, np.uint32) for _ in self.files]
         for table in (_DIGESTS, *map(_band, range(NUM_BANDS))) if self.files else ():
             queries = np.unique(own if table == _DIGESTS else bands.column(int(table[4:]))[members])
-            for file, found in zip(self.files, matches, strict=True):
-                found.append(file.find(table, queries))
-        parts = [
-            file.documents(np.unique(np.concatenate(found)))
-            for file, found in zip(self.files, matches, strict=True)
-        ]  # fmt: skip
-        return IndexedDocuments(
-            kind=np.concatenate([np.empty(0, np.int8), *(part.kind for part in parts)]),
-            own=np.concatenate([np.empty(0, np.uint64), *(part.own for part in parts)]),
-            bands=np.concatenate([np.empty((0, NUM_BANDS), np.uint64), *(part.bands for part in parts)]),
-            shingles=[row for part in parts for row in part.shingles],
-        )
+            for place, file in enumerate(self.files):
+                numbers[place] = np.union1d(numbers[place], file.find(table, queries))
+        return (
+            block for file, found in zip(self.files, numbers, strict=True) for block in file.documents(found)
+        )  # fmt: skip
 
 
 class _IndexFile:
@@ -114,27 +109,33 @@ class _IndexFile:
             keys = self._read(f"{table}_keys", first, last)
             lows = np.searchsorted(keys, queries[start:stop], side="left")
             highs = np.minimum(np.searchsorted(keys, queries[start:stop], side="right"), lows + _MOST_PER_KEY)
-            if (highs > lows).any():
-                documents = self._read(f"{table}_documents", first, last)
-                found += [documents[low:high] for low, high in zip(lows, highs, strict=True) if high > low]
+            counts = highs - lows
+            if counts.any():
+                places = np.repeat(lows - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
+                found.append(self._read(f"{table}_documents", first, last)[places])
         return np.concatenate([*found, np.empty(0, np.uint32)])
 
-    def documents(self, numbers: NDArray[np.uint32]) -> IndexedDocuments:
-        """Documents by their numbers. Raises `ArtifactError` for one that the file does not have."""
+    def documents(self, numbers: NDArray[np.uint32]) -> Iterator[IndexedDocuments]:
+        """Documents by their numbers, some at a time. Raises `ArtifactError` for one that the file does not have."""
         if len(numbers) and int(numbers[-1]) >= self.num_documents:
             text = f"it has {self.num_documents} documents and names number {numbers[-1]}"
             raise ArtifactError(f"{self._path}: is damaged ({text}); remove it, or restore a copy")
-        kind, own, bands, shingles = [], [], [], []
-        for number in map(int, numbers):
-            kind.append(self._read("kind", number, number + 1))
-            own.append(self._read("own", number, number + 1))
-            bands.append(self._read("bands", number * NUM_BANDS, (number + 1) * NUM_BANDS))
-            shingles.append(self._read("shingles", *map(int, self._read("offsets", number, number + 2))))
+        first, size, rows = 0, 0, list[NDArray[np.uint32]]()
+        for place, number in enumerate(map(int, numbers), start=1):
+            rows.append(self._read("shingles", *map(int, self._read("offsets", number, number + 2))))
+            size += len(rows[-1])
+            if place == len(numbers) or len(rows) == _AT_ONCE or size >= _SHINGLES_AT_ONCE:
+                yield self._with_shingles(numbers[first:place].tolist(), rows)
+                first, size, rows = place, 0, []
+
+    def _with_shingles(self, numbers: list[int], rows: list[NDArray[np.uint32]]) -> IndexedDocuments:
+        bands = [self._read("bands", number * NUM_BANDS, (number + 1) * NUM_BANDS) for number in numbers]
         return IndexedDocuments(
-            kind=np.concatenate([np.empty(0, np.uint8), *kind]).astype(np.int8),
-            own=np.concatenate([np.empty(0, np.uint64), *own]),
-            bands=np.concatenate([np.empty(0, np.uint64), *bands]).reshape(-1, NUM_BANDS),
-            shingles=shingles,
+            kind=np.concatenate([self._read("kind", number, number + 1) for number in numbers]).astype(np.int8),
+            own=np.concatenate([self._read("own", number, number + 1) for number in numbers]),
+            bands=np.stack(bands),
+            shingles=np.concatenate(rows),
+            lengths=np.array([len(row) for row in rows], np.int64),
         )
 
     def _len(self, name: str) -> int:

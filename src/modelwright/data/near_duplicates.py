@@ -1,23 +1,18 @@
 """Near-duplicates: documents are taken from the best to the worst, and one is dropped if its Jaccard similarity with
 one that was kept is at least the threshold. Candidates are kept documents that share a MinHash band
-(`steps/shingles.py`).
-
-The documents of one value of a band are a *group*. Its candidates stand in slots that are counted beforehand, one fewer
-than it has documents and at most 200. So a document takes at most 4 bytes for each band that it shares with another
-one; which groups it is in is read from files, in the order in which documents are taken.
+(`steps/shingles.py`), found by `data/band_groups.py`.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from modelwright.data.disk_file import DiskFile
+from modelwright.data.band_groups import BandGroups, keep_in, kept_in
 from modelwright.data.duplicate_corpus import HELDOUT, NO_NUMBER, Corpus, Duplicate, DuplicatesConfig, no_numbers
 from modelwright.data.steps.shingles import NUM_BANDS, SHINGLE_WORDS, jaccard
+from modelwright.data.workers import ShardEngine
 
 _MOST_CANDIDATES = 200
 """A document with more candidates is compared with those that have the most bands in common."""
@@ -25,61 +20,9 @@ _MOST_PER_BAND = 200
 """Kept documents that are candidates through one band. Pages of one template share bands without being near-duplicates,
 and comparing each with all others would take quadratic time; two that are near-duplicates also share bands that come
 from their own text."""
-_NO_GROUP = NO_NUMBER
-_FILL_BITS = 16
-_FILL = 2**_FILL_BITS - 1
-"""The first slot of a group counts its slots (upper bits) and how many of them hold a candidate."""
-_READ_AT_ONCE = 8192
 _REMEMBERED_BITS = 18
 """Bits of the number of pairs whose similarity is remembered."""
 _MULTIPLIER = 0x9E3779B97F4A7C15
-
-
-class BandGroups:
-    """The groups of each band, and the documents that are in any, from the best to the worst."""
-
-    def __init__(self, order: NDArray[np.uint32], folder: Path, slots: list[NDArray[np.uint32]]) -> None:
-        """order: the documents; folder: with the places of each one's groups in the slots of a band; slots: of the
-        groups of each band, one group after another.
-        """
-        self.order = order
-        self.slots = [one.data for one in slots]  # single values are read much faster than from an array
-        self._places = [DiskFile(_places_file(folder, band)) for band in range(len(slots))]
-
-    @classmethod
-    def of(
-        cls, corpus: Corpus, config: DuplicatesConfig, num_new: int, *, members: NDArray[np.bool_]
-    ) -> "BandGroups":  # fmt: skip
-        """The groups of those `members` that have enough words, band by band."""
-        order = _best_first(corpus, config, num_new, members)
-        columns = (corpus.bands.column(band)[order] for band in range(NUM_BANDS))
-        return cls.of_columns(order, columns, corpus.bands.folder, most=_MOST_PER_BAND)
-
-    @classmethod
-    def of_columns(
-        cls, order: NDArray[np.uint32], columns: Iterable[NDArray[Any]], folder: Path, *, most: int
-    ) -> "BandGroups":
-        """The groups of some documents, in the order in which they are taken. columns: one band of all of them at a
-        time; folder: for files; most: candidates of a group, at most 65,535.
-        """
-        slots = [_group_band(hashes, folder, band, min(most, _FILL)) for band, hashes in enumerate(columns)]
-        return cls(order, folder, slots)
-
-    def __iter__(self) -> Iterator[tuple[int, list[int]]]:
-        """Each document with the places of its groups, in order."""
-        for start in range(0, len(self.order), _READ_AT_ONCE):
-            stop = min(len(self.order), start + _READ_AT_ONCE)
-            rows = np.stack([places.read(np.uint32, start, stop) for places in self._places], axis=1)
-            in_group = np.flatnonzero((rows != NO_NUMBER).any(axis=1))
-            yield from zip(self.order[start + in_group].tolist(), rows[in_group].tolist(), strict=True)
-
-    def at(self, position: int) -> list[int]:
-        """The places of the groups of one document, by its position in the order."""
-        return [int(places.read(np.uint32, position, position + 1)[0]) for places in self._places]
-
-    def groups(self, places: Sequence[int]) -> list[tuple[memoryview, int]]:
-        """The slots of each band in which a document shares a group, with the place of the group."""
-        return [(self.slots[band], place) for band, place in enumerate(places) if place != _NO_GROUP]
 
 
 def _best_first(
@@ -93,62 +36,28 @@ def _best_first(
     return members[np.lexsort(keys)]
 
 
-def _places_file(folder: Path, band: int) -> Path:
-    return folder / f"places{band:02d}.bin"
-
-
-def _group_band(hashes: NDArray[Any], folder: Path, band: int, most: int) -> NDArray[np.uint32]:
-    """The empty slots of the groups of a band, at most so many of each. The place of each document's group, by its
-    position, goes into a file.
-    """
-    places, ranked = no_numbers(len(hashes)), np.argsort(hashes, kind="stable")
-    hashes = hashes[ranked]
-    is_shared = np.zeros(len(hashes), np.bool_)
-    is_shared[1:] = hashes[1:] == hashes[:-1]
-    is_first = ~is_shared
-    is_shared[:-1] |= is_shared[1:]
-    starts = np.flatnonzero(is_first[is_shared])
-    sizes = np.diff(starts, append=int(is_shared.sum()))
-    capacities = np.minimum(sizes - 1, most)
-    firsts = np.cumsum(capacities + 1) - capacities - 1
-    slots = np.zeros(int((capacities + 1).sum()), np.uint32)
-    slots[firsts] = capacities << _FILL_BITS
-    places[ranked[is_shared]] = np.repeat(firsts.astype(np.uint32), sizes)
-    places.tofile(_places_file(folder, band))
-    return slots
-
-
-def kept_in(band: memoryview, place: int) -> memoryview:
-    """The documents of a group that are kept, as far as there was room for them."""
-    return band[place + 1 : place + 1 + (band[place] & _FILL)]
-
-
-def keep_in(groups: Sequence[tuple[memoryview, int]], number: int) -> None:
-    """Put a document that is kept into its groups, where there is room."""
-    for band, place in groups:
-        head = band[place]
-        if head & _FILL < head >> _FILL_BITS:
-            band[place + 1 + (head & _FILL)] = number
-            band[place] = head + 1
-
-
 class NearDuplicates:
     """Adds documents from the best to the worst, and marks near-duplicates of those that were kept before as dropped
-    in the corpus. similarities: of pairs that were compared before.
+    in the corpus. similarities: of pairs that were compared before; engine: where documents are grouped by band.
     """
 
-    def __init__(self, corpus: Corpus, config: DuplicatesConfig, num_new: int, similarities: "Similarities") -> None:
-        self._corpus, self._similarities, self._min_jaccard = corpus, similarities, config.min_jaccard
-        self._num_new = num_new
+    def __init__(
+        self, corpus: Corpus, config: DuplicatesConfig, num_new: int, similarities: "Similarities", engine: ShardEngine
+    ) -> None:
+        self._corpus, self._config, self._num_new = corpus, config, num_new
+        self._similarities, self._engine = similarities, engine
         self._groups: BandGroups | None = None
         self._instead = no_numbers(len(corpus))
         self._similarity = np.zeros(len(corpus), np.float32)
         self._late = np.empty(0, np.uint32), np.empty(0, np.int64)
 
-    def add_all(self, groups: BandGroups) -> None:
-        """Add all documents that are alive."""
-        self._groups = groups
-        for number, places in groups:
+    def add_all(self, members: NDArray[np.bool_]) -> None:
+        """Add all documents that are alive. members [N]: which may be added, late ones included."""
+        order = _best_first(self._corpus, self._config, self._num_new, members)
+        self._groups = BandGroups.of(
+            order, self._corpus.bands, self._engine, num_bands=NUM_BANDS, most=_MOST_PER_BAND
+        )  # fmt: skip
+        for number, places in self._groups:
             if self._corpus.alive[number]:
                 self._add(number, places)
 
@@ -168,7 +77,7 @@ class NearDuplicates:
     def kept_instead(self, number: int) -> int:
         """The document that was kept instead of one that was dropped; any other itself."""
         instead = int(self._instead[number])
-        return number if instead == _NO_GROUP else instead
+        return number if instead == NO_NUMBER else instead
 
     def found(self) -> Duplicate:
         numbers = np.flatnonzero(self._instead != NO_NUMBER)
@@ -191,7 +100,7 @@ class NearDuplicates:
             if self._corpus.kind[candidate] != self._corpus.kind[number]:
                 continue
             similarity = self._similarities.of(number, candidate)
-            if similarity >= self._min_jaccard:
+            if similarity >= self._config.min_jaccard:
                 self._instead[number], self._similarity[number] = candidate, similarity
                 self._corpus.alive[number] = False
                 return True

@@ -69,7 +69,7 @@ def _connected(num_workers: int) -> Any:
         local = {} if address else {"num_cpus": num_workers, "include_dashboard": False}
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING, **local)
-        except (ConnectionError, ValueError, RuntimeError) as error:
+        except Exception as error:  # which Ray raises itself where the machine is too busy to start it in time
             text = f"RAY_ADDRESS: no Ray cluster at {address}" if address else "Ray could not start on this machine"
             raise ConfigError(f"{text} ({error}); clean.engine local needs none") from None
     return ray

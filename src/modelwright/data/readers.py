@@ -10,7 +10,7 @@ import io
 import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +24,12 @@ from resiliparse.extract.html2text import extract_plain_text  # pyright: ignore[
 from modelwright.core.errors import DataError
 
 CHUNK_BYTES = 2**20
+MAX_JSON_BYTES = 2**30
+"""Largest `.json` file: it is held in memory as bytes and as text."""
 UTF8_BOM = b"\xef\xbb\xbf"
 _UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
+_ZSTD_BYTES = 2**12
+"""Compressed data that is decompressed at a time: a few bytes may stand for a block of 128 KiB."""
 
 Record = dict[str, Any]
 Complaint = Callable[[str, str, str, str], None]
@@ -50,20 +54,44 @@ class File:
     is_named: bool = False
 
 
-def read_lines(file: File, complain: Complaint) -> Iterator[tuple[int, bytes]]:
-    """`(line number from 1, line)` with its line end; a byte order mark at the start is removed."""
-    number, parts = 1, [b""]
+@dataclass(frozen=True)
+class Limit:
+    """The most bytes of a line, of a record and of a file that is one text; way_out: what else to do with longer ones
+    than to divide them.
+    """
+
+    max_bytes: int
+    way_out: str
+
+    def record_problem(self) -> tuple[str, str]:
+        """What is wrong with a record that is longer, and the way out, for a complaint."""
+        return f"the record is longer than {self.max_bytes:,} bytes", f"divide it, or {self.way_out}"
+
+
+def read_lines(file: File, complain: Complaint, limit: Limit) -> Iterator[tuple[int, bytes]]:
+    """`(line number from 1, line)` with its line end; a byte order mark at the start is removed.
+
+    A line beyond the limit is a complaint, and the rest of it is read without being held.
+    """
+    number, parts, size = 1, list[bytes](), 0
 
     def current_line() -> int:
         return number
 
     with opened(file) as raw:
         for chunk in _chunks(raw, file, complain, current_line):
-            rest, *begun = chunk.split(b"\n")
-            parts.append(rest)
-            for rest in begun:
-                yield number, _line(parts, number) + b"\n"
-                number, parts = number + 1, [rest]
+            for place, part in enumerate(chunk.split(b"\n")):
+                if place:
+                    if size <= limit.max_bytes:
+                        yield number, _line(parts, number) + b"\n"
+                    number, parts, size = number + 1, [], 0
+                before, size = size, size + len(part)
+                if size <= limit.max_bytes:
+                    parts.append(part)
+                elif before <= limit.max_bytes:
+                    parts, where = [], f"{file.name}:{number}"
+                    problem = f"the line is longer than {limit.max_bytes:,} bytes"
+                    complain("line too long", where, problem, f"break it, or {limit.way_out}")
         if last := _line(parts, number):
             yield number, last
 
@@ -73,44 +101,71 @@ def _line(parts: Sequence[bytes], number: int) -> bytes:
     return line.removeprefix(UTF8_BOM) if number == 1 else line
 
 
-def read_sections(file: File, complain: Complaint, section_chars: int) -> Iterator[tuple[str, str]]:
-    """`(where, text)` of a text file, cut at the first blank line past `max_document_chars`; 0 leaves it whole.
+def read_sections(file: File, complain: Complaint, limit: Limit, section_chars: int) -> Iterator[tuple[str, str]]:
+    """`(where, text)` of a text file, cut at the first blank line past `section_chars`.
 
-    A paragraph longer than `max_document_chars` is cut at a line end.
+    A paragraph longer than `section_chars` is cut at a line end.
     """
-    for first, section in _sections(read_lines(file, complain), section_chars):
+    for first, section in _sections(read_lines(file, complain, limit), section_chars):
         yield from _decoded(file, first, section, complain)
 
 
-def read_html(file: File, complain: Complaint, section_chars: int) -> Iterator[tuple[str, str]]:
+def read_whole(file: File, complain: Complaint, limit: Limit) -> Iterator[tuple[str, str]]:
+    """`(where, text)` of a file that is one text, such as source code. One beyond the limit is a complaint."""
+    for content in _whole(file, complain, limit.max_bytes, f"divide it, or {limit.way_out}"):
+        yield from _decoded(file, 1, content, complain)
+
+
+def read_html(file: File, complain: Complaint, limit: Limit, section_chars: int) -> Iterator[tuple[str, str]]:
     """`(where, text)` of a web page: what a browser shows of it, without scripts, styles, menus and page footers.
 
     Cut as `read_sections` cuts; `where` counts the lines of the text, not those of the page.
     """
-    page = b"".join(line for _, line in read_lines(file, complain))
-    for _, markup in _decoded(file, 1, page, complain):
+    for _, markup in read_whole(file, complain, limit):
         text = extract_plain_text(markup, alt_texts=False, skip_elements=["nav", "footer"])
         lines = enumerate(text.encode("utf-8", "replace").splitlines(keepends=True), start=1)
         for first, section in _sections(lines, section_chars):
             yield f"{file.name}: text line {first}", section.decode("utf-8")
 
 
+def _whole(file: File, complain: Complaint, max_bytes: int, way_out: str) -> Iterator[bytes]:
+    """The content of a file without a byte order mark; none if it has more than `max_bytes`, which is a complaint."""
+    chunks, size = list[bytes](), 0
+
+    def current_line() -> int:
+        return 1 + sum(chunk.count(b"\n") for chunk in chunks)
+
+    with opened(file) as raw:
+        for chunk in _chunks(raw, file, complain, current_line):
+            size += len(chunk)
+            if size > max_bytes:
+                problem = f"the file is read as a whole and has more than {max_bytes:,} bytes"
+                return complain("file too long", file.name, problem, way_out)
+            chunks.append(chunk)
+    yield b"".join(chunks).removeprefix(UTF8_BOM)
+    return None
+
+
 def _sections(lines: Iterable[tuple[int, bytes]], section_chars: int) -> Iterator[tuple[int, bytes]]:
-    """`(number of the first line, lines)` of each section."""
-    first, held, size = 1, [], 0
+    """`(number of the first line, lines)` of each section, whose lines follow one another."""
+    first, held, size = 1, list[bytes](), 0
     for number, line in lines:
+        if held and number != first + len(held):
+            yield first, b"".join(held)
+            held, size = [], 0
+        first = first if held else number
         held.append(line)
         size += len(line)
-        if section_chars and size >= section_chars and (not line.strip() or size >= 2 * section_chars):
+        if size >= section_chars and (not line.strip() or size >= 2 * section_chars):
             yield first, b"".join(held)
-            first, held, size = number + 1, [], 0
+            held, size = [], 0
     if held:
         yield first, b"".join(held)
 
 
-def read_jsonl(file: File, complain: Complaint) -> Iterator[tuple[str, Record]]:
+def read_jsonl(file: File, complain: Complaint, limit: Limit) -> Iterator[tuple[str, Record]]:
     """`(where, record)` of a JSON Lines file; blank lines are skipped."""
-    for number, line in read_lines(file, complain):
+    for number, line in read_lines(file, complain, limit):
         for where, text in _decoded(file, number, line, complain):
             if not text.strip():
                 continue
@@ -123,20 +178,23 @@ def read_jsonl(file: File, complain: Complaint) -> Iterator[tuple[str, Record]]:
             yield from _objects(where, record, complain)
 
 
-def read_json(file: File, complain: Complaint) -> Iterator[tuple[str, Record]]:
+def read_json(file: File, complain: Complaint, limit: Limit) -> Iterator[tuple[str, Record]]:
     """`(where, record)` of a JSON file: a list of records, one record, or JSON Lines named `.json`. The whole file is
     held in memory, except for JSON Lines.
     """
-    content = b"".join(line for _, line in read_lines(file, complain))
-    for _, text in _decoded(file, 1, content, complain):
-        start = text.lstrip()
-        if start.startswith("{") and _is_json(start.partition("\n")[0]):
-            yield from read_jsonl(file, complain)
-        elif start:
-            yield from _json_items(file, text, complain)
+    with closing(read_lines(file, lambda *problem: None, limit)) as lines:
+        first = next((line for _, line in lines if line.strip()), b"")
+    if first.lstrip().startswith(b"{") and _is_json(first):
+        yield from read_jsonl(file, complain, limit)
+        return
+    way_out = "write one record a line (jq -c '.[]' FILE.json > FILE.jsonl)"
+    for content in _whole(file, complain, MAX_JSON_BYTES, way_out):
+        for _, text in _decoded(file, 1, content, complain):
+            if text.strip():
+                yield from _json_items(file, text, complain, limit)
 
 
-def _json_items(file: File, text: str, complain: Complaint) -> Iterator[tuple[str, Record]]:
+def _json_items(file: File, text: str, complain: Complaint, limit: Limit) -> Iterator[tuple[str, Record]]:
     """The items of a list, or the only value. Whatever precedes damage is yielded first."""
     at, line, counted = _next(text, 0), 1, 0
     is_list = text[at] == "["
@@ -150,7 +208,10 @@ def _json_items(file: File, text: str, complain: Complaint) -> Iterator[tuple[st
             where = f"{file.name}:{getattr(error, 'lineno', line)}"
             problem = f"is not valid JSON ({getattr(error, 'msg', error)}, column {getattr(error, 'colno', 1)})"
             return complain("not JSON", where, problem, "correct the file")
-        yield from _objects(where, record, complain)
+        if at - counted > limit.max_bytes:
+            complain("record too long", where, *limit.record_problem())
+        else:
+            yield from _objects(where, record, complain)
     return None
 
 
@@ -172,7 +233,7 @@ def _next(text: str, at: int) -> int:
     return at
 
 
-def _is_json(text: str) -> bool:
+def _is_json(text: bytes) -> bool:
     try:
         json.loads(text)
     except (ValueError, RecursionError):
@@ -188,24 +249,32 @@ def _objects(where: str, record: Any, complain: Complaint) -> Iterator[tuple[str
     complain("not a JSON object", where, problem, 'write {"text": ...} for each record')
 
 
-def read_csv(file: File, complain: Complaint) -> Iterator[tuple[str, Record]]:
-    """`(where, record)` of a table in text: the first row names the columns; an empty cell is None.
+def read_csv(file: File, complain: Complaint, limit: Limit) -> Iterator[tuple[str, Record]]:
+    """`(where, record)` of a table in text: the first row names the columns; an empty cell is None. The limit is also
+    that of a cell.
 
     Columns of `.tsv` are separated by tabs, those of `.csv` by the most frequent in the first line: commas, semicolons
     or tabs. Cells with separators, quotes or line ends are quoted as in RFC 4180.
     """
-    last = 0
+    last, has_complained = 0, False
+
+    def complain_of_line(reason: str, where: str, problem: str, way_out: str) -> None:
+        nonlocal has_complained
+        has_complained = True
+        complain(reason, where, problem, way_out)
 
     def lines() -> Iterator[str]:
         nonlocal last
-        for number, line in read_lines(file, complain):
-            for _, text in _decoded(file, number, line, complain):
+        for number, line in read_lines(file, complain_of_line, limit):
+            for _, text in _decoded(file, number, line, complain_of_line):
                 last = number
                 yield text
 
-    csv.field_size_limit(2**31 - 1)  # of the module: 131,072 characters unless told otherwise
+    csv.field_size_limit(min(limit.max_bytes, 2**31 - 1))  # of the module: 131,072 characters unless told otherwise
     rows = lines()
     header = next((line for line in rows if line.strip()), "")
+    if has_complained:
+        return  # the next row is none of names
     separator = "\t" if file.extension == ".tsv" else max(",;\t", key=header.count)
     names = next(csv.reader([header], delimiter=separator), [])
     table, first = csv.reader(rows, delimiter=separator, strict=True), last + 1
@@ -213,9 +282,8 @@ def read_csv(file: File, complain: Complaint) -> Iterator[tuple[str, Record]]:
         try:
             row = next(table, None)
         except csv.Error as error:
-            complain(
-                "not CSV", f"{file.name}:{last}", f"is no row of a table ({error})", "correct the quotes in the file"
-            )
+            way_out = f"correct the quotes in the file, or {limit.way_out} if a cell is that long"
+            complain("not CSV", f"{file.name}:{last}", f"is no row of a table ({error})", way_out)
             return
         if row is None:
             return
@@ -295,7 +363,7 @@ def _zstd_chunks(raw: Any) -> Iterator[bytes]:
     """Raises `EOFError` if the file ends within a frame, which zstandard's own stream reader does not notice."""
     frames = zstandard.ZstdDecompressor(max_window_size=2**31)
     frame, inside = frames.decompressobj(), False
-    while data := raw.read(CHUNK_BYTES):
+    while data := raw.read(_ZSTD_BYTES):
         while data:
             inside = True
             yield frame.decompress(data)

@@ -3,8 +3,8 @@
 Prose comes from text files, web pages, web archives and records with a text field, code from source files by their
 extension, questions and answers from records in the forms of `data.conversations`, images with captions from
 `data.images`. The word `stdlib` stands for the machine's own libraries. What cannot be read raises one `DataError` with
-file and line, or is left out and counted. Streams: memory holds one document at a time, and the whole file of `.json`
-and `.html`. Cleaning is `data.clean`.
+file and line, or is left out and counted. Streams: memory holds one document at a time, and the whole file of `.json`.
+Cleaning is `data.clean`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -113,6 +113,9 @@ class SourceConfig:
     """`error` stops at the first unreadable record; `skip` drops and counts it."""
     max_document_chars: int = 10_000
     """Longer text files are split into several documents at blank lines."""
+    max_record_bytes: int = 16 * 2**20
+    """Longest line, record, web page and source file; a longer one is a bad record, and a longer line is not held in
+    memory."""
     stdlib_fraction: float = 1.0
     """Fraction of the modules of `stdlib`, for small runs."""
 
@@ -125,6 +128,8 @@ class SourceConfig:
             raise ConfigError(f"stdlib_fraction: {self.stdlib_fraction} is not in (0, 1]")
         if self.max_document_chars < 1:
             raise ConfigError(f"max_document_chars: {self.max_document_chars} is not positive")
+        if self.max_record_bytes < 1:
+            raise ConfigError(f"max_record_bytes: {self.max_record_bytes} is not positive")
 
 
 @dataclass(kw_only=True)
@@ -291,18 +296,30 @@ def _read_file(
             yield from (replace(one, split=given) if given else Unsplit(one) for one in pairs)
             continue
         result = _document(where, record, file.name, config, report, complain)
-        if isinstance(result, Unsplit) and given:
-            result = replace(result.document, split=given)
-        if result is not None:
-            yield result
+        if result is None:
+            continue
+        document = result.document if isinstance(result, Unsplit) else result
+        if len(document.text) > config.max_record_bytes:  # a cell of a table, or a page of a web archive
+            complain("record too long", where, *_limit(config).record_problem())
+            continue
+        yield replace(document, split=given) if given and isinstance(result, Unsplit) else result
+
+
+def _limit(config: SourceConfig) -> readers.Limit:
+    return readers.Limit(config.max_record_bytes, "raise --data.max_record_bytes")
 
 
 def _texts(
     file: readers.File, config: SourceConfig, report: SourceReport, complain: readers.Complaint
 ) -> Iterator[Unsplit]:
-    is_code = file.extension in CODE_EXTENSIONS
-    read = readers.read_html if file.extension in MARKUP_EXTENSIONS else readers.read_sections
-    for where, text in read(file, complain, 0 if is_code else config.max_document_chars):
+    is_code, limit = file.extension in CODE_EXTENSIONS, _limit(config)
+    if is_code:
+        texts = readers.read_whole(file, complain, limit)
+    elif file.extension in MARKUP_EXTENSIONS:
+        texts = readers.read_html(file, complain, limit, config.max_document_chars)
+    else:
+        texts = readers.read_sections(file, complain, limit, config.max_document_chars)
+    for where, text in texts:
         if text.strip():
             kind: Kind = "code" if is_code else "prose"
             yield Unsplit(Document(id=where, text=text, kind=kind, split="open", source=file.name))
@@ -334,7 +351,7 @@ def _records(
 
     match file.extension:
         case ".jsonl":
-            return readers.read_jsonl(file, complain)
+            return readers.read_jsonl(file, complain, _limit(config))
         case ".parquet":
             return readers.read_parquet(file, complain, choose)
         case ".arrow":
@@ -364,7 +381,7 @@ def _loose_records(
 
     read = readers.read_json if file.extension == ".json" else readers.read_csv
     try:
-        for where, record in read(file, complain_of_text):
+        for where, record in read(file, complain_of_text, _limit(config)):
             is_text = is_text or config.text_field in record or is_image_record(record)
             is_text = is_text or num_hints(record) >= ENOUGH_HINTS
             if not is_text:

@@ -200,14 +200,14 @@ def _names(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def _funnel(report: CleanReport) -> Iterator[str]:
-    """A line for each stage: what went in, and what it dropped."""
+    """A line for each step that ran: what went in, and what it dropped."""
     left = report.num_documents
-    yield f"{'stage':<12}{'documents':>12}{'dropped':>12}"
-    for step, reasons in report.dropped.items():
-        dropped = sum(entry["documents"] for entry in reasons.values())
-        yield f"{step:<12}{left:>12,}{dropped:>12,}"
+    yield f"{'step':<16}{'documents':>12}{'dropped':>12}"
+    for step in report.steps:
+        dropped = sum(entry["documents"] for entry in report.dropped.get(step, {}).values())
+        yield f"{step:<16}{left:>12,}{dropped:>12,}"
         left -= dropped
-    yield f"{'kept':<12}{left:>12,}"
+    yield f"{'kept':<16}{left:>12,}"
     if report.replaced:
         yield "replaced: " + ", ".join(f"{count:,} {kind}" for kind, count in sorted(report.replaced.items()))
 

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from modelwright.core.errors import DataError
 from modelwright.data.find_files import locate
-from modelwright.data.readers import File, read_jsonl, read_parquet
+from modelwright.data.readers import File, Limit, read_jsonl, read_parquet
 
 RequestRecord = Mapping[str, Any]
 """One exported request. Read are `id`, `time` (Unix seconds), `session`, `user`, `version`, `prompt`, `answer`,
@@ -16,6 +16,7 @@ RequestRecord = Mapping[str, Any]
 _TEXTS = ("session", "user", "version", "prompt", "answer", "feedback_label")
 _NUMBERS = ("prompt_tokens", "completion_tokens", "feedback_score")
 _REQUIRED = ("id", "time", "session", "prompt")
+_LIMIT = Limit(16 * 2**20, "leave the request out")
 _END_OF_TIME = 32_503_680_000
 """Unix seconds of the year 3000; times in milliseconds lie beyond it."""
 COLUMNS = ("id", "time", *_TEXTS, *_NUMBERS)
@@ -80,7 +81,7 @@ def _records(file: File) -> Iterator[tuple[str, RequestRecord]]:
     if file.extension == ".parquet":
         return read_parquet(file, complain, lambda names: [name for name in COLUMNS if name in names])
     if file.extension in (".jsonl", ".json"):
-        return read_jsonl(file, complain)
+        return read_jsonl(file, complain, _LIMIT)
     raise DataError(f"{file.name}: is neither JSON Lines (.jsonl) nor Parquet (.parquet)")
 
 

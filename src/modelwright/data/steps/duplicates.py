@@ -25,7 +25,7 @@ from modelwright.data.duplicate_corpus import (
     InCommon,
     ShingleStore,
 )
-from modelwright.data.duplicate_index import DuplicateIndex, IndexedDocuments, save_index
+from modelwright.data.duplicate_index import DuplicateIndex, save_index
 from modelwright.data.features import FEATURES
 from modelwright.data.measured_corpus import MeasuredCorpus
 from modelwright.data.steps.shingles import NUM_BANDS, SHINGLE_WORDS, fingerprints
@@ -53,7 +53,7 @@ class Duplicates:
         folder = corpus.folder / "fingerprints"
         folder.mkdir(exist_ok=True)
         documents, num_indexed = _read(corpus, self.config, folder)
-        found = find_duplicates(documents, self.config, num_indexed=num_indexed)
+        found = find_duplicates(documents, self.config, corpus.engine, num_indexed=num_indexed)
         if self.config.index:
             save_index(
                 Path(self.config.index), corpus.key, np.flatnonzero(documents.alive[: len(corpus)]),
@@ -85,28 +85,32 @@ def _read(corpus: MeasuredCorpus, config: DuplicatesConfig, folder: Path) -> tup
     of fingerprints.
     """
     bands, shingles = BandFiles(folder), folder / "shingles.bin"
-    lengths, own = corpus.column("num_shingles"), corpus.column("own")
-    indexed = IndexedDocuments.none()
+    kinds, owns, lengths = [corpus.column("kind")], [corpus.column("own")], [corpus.column("num_shingles")]
     with _fingerprint_files(bands, shingles) as add:
         for hashes, flat in zip(corpus.parts("bands"), corpus.parts("shingles"), strict=True):
             add(hashes, flat)
         if config.index:
-            is_member = corpus.alive & (lengths > config.min_near_words - SHINGLE_WORDS)
+            is_member = corpus.alive & (lengths[0] > config.min_near_words - SHINGLE_WORDS)
             index = DuplicateIndex(Path(config.index), without=corpus.key)
-            indexed = index.related(own[corpus.alive], bands, is_member)
-            add(indexed.bands, np.concatenate([np.empty(0, np.uint32), *indexed.shingles]))
-    equal = InCommon.of(np.concatenate([own, indexed.own]))
+            for block in index.related(owns[0][corpus.alive], bands, is_member):
+                add(block.bands, block.shingles)
+                kinds.append(block.kind)
+                owns.append(block.own)
+                lengths.append(block.lengths)
+    kind = np.concatenate(kinds)
+    num_indexed = len(kind) - len(corpus)
+    own, offsets = np.concatenate(owns), np.concatenate([np.zeros(1, np.int64), *lengths])
+    del owns, lengths
+    equal = InCommon.of(own)
     del own
-    lengths = np.concatenate([[0], lengths, [len(row) for row in indexed.shingles]])
-    num_indexed = len(indexed)
     return Corpus(
-        kind=np.concatenate([corpus.column("kind"), indexed.kind]),
+        kind=kind,
         split=np.concatenate([corpus.column("split"), np.zeros(num_indexed, np.int8)]),
         quality=np.concatenate([corpus.column("quality"), np.zeros(num_indexed, np.float32)]),
         alive=np.concatenate([corpus.alive, np.ones(num_indexed, np.bool_)]),
         equal=equal,
         shared=_shared_with_heldout(corpus),
-        shingles=ShingleStore(shingles, np.cumsum(lengths, dtype=np.int64)),
+        shingles=ShingleStore(shingles, np.cumsum(offsets, out=offsets)),
         bands=bands,
     ), num_indexed
 

@@ -3,21 +3,22 @@
 import itertools
 import tempfile
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from modelwright.core.errors import ConfigError
+from modelwright.data.band_groups import BandGroups, keep_in, kept_in
 from modelwright.data.document import KINDS, Document
+from modelwright.data.duplicate_corpus import BandFiles
 from modelwright.data.images.stored import HASH_BITS, KEY
 from modelwright.data.measured_corpus import MeasuredCorpus
-from modelwright.data.near_duplicates import BandGroups, keep_in, kept_in
 from modelwright.data.steps.quality import IMAGE_LIMITS, QualityConfig
 from modelwright.data.steps.step import Columns, Decisions, Drop, Drops, StepSpec
+from modelwright.data.workers import ShardEngine
 
 TOO_SMALL, TOO_LONG, NEAR = "image too small", "image too elongated", "near-duplicate image"
 _MOST_IN_GROUP = 65_535
@@ -69,7 +70,8 @@ class Images:
         near = np.empty((0, 3), np.int64)
         if self.config.max_hash_distance >= 0:
             order = _best_first(np.flatnonzero(is_image & ~is_small & ~is_long), width, height, corpus.column("split"))
-            near = near_duplicates(order, corpus.column("image_hash"), self.config.max_hash_distance, corpus.folder)
+            hashes, most = corpus.column("image_hash"), self.config.max_hash_distance
+            near = near_duplicates(order, hashes, most, corpus.folder, corpus.engine)
             near = near[np.argsort(near[:, 0])]
         numbers = np.sort(np.concatenate([np.flatnonzero(is_small | is_long), near[:, 0]]))
 
@@ -120,16 +122,19 @@ def _best_first(
 
 
 def near_duplicates(
-    order: NDArray[np.uint32], hashes: NDArray[np.uint64], most: int, folder: Path
+    order: NDArray[np.uint32], hashes: NDArray[np.uint64], most: int, folder: Path, engine: ShardEngine
 ) -> NDArray[np.int64]:
     """`(number, the one kept instead, bits between them)` [D, 3] of each image that differs in at most `most` bits from
-    one that was kept before it. order: the numbers of the images, the best first; folder: for files that go then.
+    one that was kept before it. order: the numbers of the images, the best first; hashes [N]: of all documents; folder:
+    for files that go then; engine: where images are grouped by band.
 
     Hashes are cut into `most` + 1 bands: two that differ in `most` bits agree in one of them at least. The images of
     one value of a band are a group, as for texts; of those that are kept the first 65,535 are candidates.
     """
     with tempfile.TemporaryDirectory(dir=folder) as files:
-        groups = BandGroups.of_columns(order, _bands(hashes[order], most + 1), Path(files), most=_MOST_IN_GROUP)
+        bands = BandFiles(Path(files))
+        _write_bands(hashes, most + 1, bands)
+        groups = BandGroups.of(order, bands, engine, num_bands=most + 1, most=_MOST_IN_GROUP)
         found = array("q")
         for number, places in groups:
             own = groups.groups(places)
@@ -142,9 +147,9 @@ def near_duplicates(
     return np.array(found, np.int64).reshape(-1, 3)
 
 
-def _bands(values: NDArray[np.uint64], count: int) -> Iterator[NDArray[Any]]:
-    """The bits of hashes in `count` parts of nearly equal width, one part of all hashes at a time."""
-    dtype = np.uint64 if count == 1 else np.uint32
+def _write_bands(values: NDArray[np.uint64], count: int, files: BandFiles) -> None:
+    """The bits of hashes in `count` parts of nearly equal width, each of all hashes in a file."""
     edges = [HASH_BITS * place // count for place in range(count + 1)]
-    for low, high in itertools.pairwise(edges):
-        yield ((values >> np.uint64(low)) & np.uint64((1 << (high - low)) - 1)).astype(dtype)
+    for band, (low, high) in enumerate(itertools.pairwise(edges)):
+        part = (values >> np.uint64(low)) & np.uint64((1 << (high - low)) - 1)
+        part.tofile(files.path(band))

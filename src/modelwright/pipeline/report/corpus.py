@@ -5,7 +5,6 @@ from typing import Any
 
 from modelwright.core.redact import redact_text
 from modelwright.data.clean import read_dropped
-from modelwright.data.clean_config import step_names
 from modelwright.data.noise_cascade import low_recall
 from modelwright.data.sources import BUILTIN
 from modelwright.data.steps.decontamination import DECONTAMINATION, PASSAGE_WORDS
@@ -94,11 +93,11 @@ def _kinds_table(sources: Mapping[str, Any], clean: Mapping[str, Any]) -> Table:
 
 
 def _funnel(clean: Mapping[str, Any]) -> Table:
-    """What each stage of cleaning left of the documents and their bytes."""
+    """What each step of cleaning that ran left of the documents and their bytes."""
     left = {"documents": clean["num_documents"], "bytes": clean["num_bytes"]}
     kept = {unit: sum(e[unit] for splits in clean["kept"].values() for e in splits.values()) for unit in left}
     rows: list[list[str]] = []
-    for stage in step_names(clean["dropped"]):
+    for stage in clean.get("steps", clean["dropped"]):
         dropped = {unit: sum(entry[unit] for entry in clean["dropped"].get(stage, {}).values()) for unit in left}
         before = left
         left = {unit: left[unit] - dropped[unit] for unit in left}
