@@ -7,7 +7,6 @@ name.
 import sys
 from pathlib import Path
 
-import modelwright
 from modelwright.core.errors import ConfigError
 
 CHECKOUT_FILES = ("pyproject.toml", "README.md", "LICENSE", "constraints.txt")
@@ -20,7 +19,7 @@ def source_checkout(setting: str) -> Path:
     """The root of the source tree. setting: what needs it, for the error. Raises `ConfigError` if this package was
     installed without one.
     """
-    root = Path(modelwright.__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[3]
     missing = [name for name in CHECKOUT_FILES if not (root / name).is_file()]
     if missing:
         raise ConfigError(
