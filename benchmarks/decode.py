@@ -1,6 +1,7 @@
 """Tokens per second of decoding streams, by one operator per step and by PyTorch's operators.
 
     python benchmarks/decode.py [--shapes quickstart,95m] [--formats fp32,int8,int4] [--streams 1,8,32] [--threads 1]
+    python benchmarks/decode.py --profile    # what the operator's steps spend their time on, to benchmarks/results
     export MODELWRIGHT_ISA=avx2    # as on a processor with AVX2 alone
     env $(python -m modelwright.core.print_environment) python benchmarks/decode.py
 
@@ -12,16 +13,21 @@ operator with FP32 weights.
 
 import argparse
 import copy
+import json
 import os
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
+import decode_profile
 from modelwright.compress.grid_linear import ActivationGrid
 from modelwright.compress.grid_model import TrainedGrid, quantize_to_grid
 from modelwright.compress.int8 import Int8WeightsConfig, quantize_model
+from modelwright.core.artifacts import write_atomic
 from modelwright.core.resources import hardware
 from modelwright.infer.engine import Engine, EngineConfig
 from modelwright.infer.sequence import SamplingParams
@@ -32,6 +38,7 @@ from modelwright.ops.int_grid import WeightGrid
 from modelwright.ops.kernel_speed import Kernel
 from modelwright.ops.microbenchmark import own_clock, seconds_of
 from modelwright.recipes.load import recipe
+from modelwright_claims.results import circumstances, machine_slug
 
 KERNEL: Kernel = "decode_step"
 SHAPES = {
@@ -57,6 +64,13 @@ class Side:
 
     def run(self, num_streams: int, num_steps: int) -> None:
         """Decode, and keep the times of the steps."""
+        with self.decoding(num_streams) as engine:
+            for _ in range(num_steps):
+                self.times.append(seconds_of(engine.step, "cpu", clock=own_clock("cpu")))
+
+    @contextmanager
+    def decoding(self, num_streams: int) -> Iterator[Engine]:
+        """Within the block the engine decodes so many streams, whose prompts and first steps are behind it."""
         os.environ[cpu_kernels.SWITCH] = self.setting
         engine, params = self.engine, SamplingParams(max_tokens=self.engine.max_seq_len, temperature=0.0)
         for stream in range(num_streams):
@@ -64,10 +78,9 @@ class Side:
             engine.add(str(stream), prompt, params)
         while len(engine.step()) < num_streams:
             pass  # prompts, in chunks
-        for step in range(WARMUP_STEPS + num_steps):
-            seconds = seconds_of(engine.step, "cpu", clock=own_clock("cpu"))
-            if step >= WARMUP_STEPS:
-                self.times.append(seconds)
+        for _ in range(WARMUP_STEPS):
+            engine.step()
+        yield engine
         for stream in range(num_streams):
             engine.abort(str(stream))
 
@@ -110,26 +123,60 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=16, help="timed in each round")
+    parser.add_argument("--profile", action="store_true", help="print and record what the parts of a step take")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    around, profiles = circumstances(), dict[str, Any]()
     counts = [int(one) for one in options.streams.split(",")]
     processor = f"{cpu_kernels.instruction_set()}, {hardware()['processor']}"
     print(f"{processor}, torch {torch.__version__}, {options.threads} threads")
     for shape in options.shapes.split(","):
         pairs = {name: sides(model, max(counts)) for name, model in models(SHAPES[shape], options.formats.split(","))}
-        print(f"\n{shape}, {SHAPES[shape].num_parameters / 1e6:.0f} million parameters; tokens per second")
-        print(f"{'streams':>7}  {'weights':<11}{'operator':>10}{'PyTorch':>10}{'ratio':>8}{'to FP32':>9}")
-        for count in counts:
-            for one in (side for pair in pairs.values() for side in pair):
-                one.times.clear()
+        print(f"\n{shape}, {SHAPES[shape].num_parameters / 1e6:.0f} million parameters")
+        if options.profile:
+            profiles[shape] = profile(pairs, counts, options)
+        else:
+            compare(pairs, counts, options)
+    if options.profile:
+        settings = {"benchmark": "decode_profile", "prompt_tokens": PROMPT_LEN, "steps": options.rounds * options.steps}
+        path = decode_profile.RESULTS / f"decode_profile-{machine_slug(around['machine'])}.json"
+        write_atomic(path, json.dumps({**settings, **around, "microseconds": profiles}, indent=1) + "\n")
+        print(path)
+
+
+def profile(pairs: Mapping[str, list[Side]], counts: list[int], options: argparse.Namespace) -> dict[str, Any]:
+    """What the parts of a step take, by streams and format of the weights, microseconds."""
+    print(f"microseconds of a step, share of it\n{decode_profile.header()}")
+    found: dict[str, Any] = {}
+    for count in counts:
+        for name, (side, _) in pairs.items():
+            side.run(count, options.steps)  # warms up
+            steps: list[dict[str, float]] = []
             for _ in range(options.rounds):
-                for pair in pairs.values():
-                    for side in pair:
-                        side.run(count, options.steps)
-            paces = {name: [count / statistics.median(side.times) for side in pair] for name, pair in pairs.items()}
-            for name, (own, other) in paces.items():
-                relative = f"{own / paces['fp32'][0]:>9.2f}" if "fp32" in paces else ""
-                print(f"{count:>7}  {name:<11}{own:>10.0f}{other:>10.0f}{own / other:>8.2f}{relative}")
+                with side.decoding(count) as engine, decode_profile.profiled(engine) as step:
+                    steps += [step() for _ in range(options.steps)]
+            figures = decode_profile.row(side.engine, steps)
+            found.setdefault(str(count), {})[name] = {part: round(value, 2) for part, value in figures.items()}
+            print(decode_profile.line(count, name, figures), flush=True)
+    return found
+
+
+def compare(pairs: Mapping[str, list[Side]], counts: list[int], options: argparse.Namespace) -> None:
+    """Print tokens per second with the operator and without it."""
+    print(
+        f"tokens per second\n{'streams':>7}  {'weights':<11}{'operator':>10}{'PyTorch':>10}{'ratio':>8}{'to FP32':>9}"
+    )
+    for count in counts:
+        for one in (side for pair in pairs.values() for side in pair):
+            one.times.clear()
+        for _ in range(options.rounds):
+            for pair in pairs.values():
+                for side in pair:
+                    side.run(count, options.steps)
+        paces = {name: [count / statistics.median(side.times) for side in pair] for name, pair in pairs.items()}
+        for name, (own, other) in paces.items():
+            relative = f"{own / paces['fp32'][0]:>9.2f}" if "fp32" in paces else ""
+            print(f"{count:>7}  {name:<11}{own:>10.0f}{other:>10.0f}{own / other:>8.2f}{relative}")
 
 
 if __name__ == "__main__":

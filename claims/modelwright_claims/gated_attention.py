@@ -12,6 +12,7 @@ from modelwright_claims.head_arms import (
     BUDGET,
     CHANGED,
     CLOSED,
+    GATED,
     METHOD,
     NUM_HEADS,
     NUM_ROUNDS,
@@ -84,8 +85,9 @@ def measurement(found: Comparison, size: Size) -> Measurement:
             "rates": "; ".join(f"{name}: {rate:g}" for name, rate in found.rates.items()),
             "tuning": "each arm in a run of full length on a seed and a held-out split of their own; for pruned heads "
             "the rate of their second half",
-            "FLOPs": "scores, sums of values and routers of a forward pass over held-out rows, by what heads were open "
-            "and what tokens see; projections, which no arm but those with fewer heads saves, are left out",
+            "gate": f"{GATED}, at the rate of {PLAIN}, with a sigmoid for each head's output; no target speaks of it",
+            "FLOPs": "scores, sums of values, routers and gates of a forward pass over held-out rows, by what heads "
+            "were open and what tokens see; projections, which no arm but those with fewer heads saves, are left out",
             "time in training": "attention and routers of all layers, forward and backward, on held-out rows, without "
             f"projections; one thread's own time, the least of {NUM_ROUNDS} alternated rounds",
             "time in decoding": f"steps of {STREAMS} streams with contexts of {size.seq_len - 1} held-out tokens; "

@@ -39,6 +39,8 @@ from modelwright_claims.workbench import Size, packed_rows, prepare_text
 PLAIN, METHOD = "all heads", "dynamic heads"
 FEWER, PRUNED, WINDOW = "fewer heads", "pruned heads", "sliding window"
 RIVALS = (FEWER, PRUNED, WINDOW)
+GATED = "all heads, gated"
+"""A gate on each head's output, which saves nothing. It is no rival: it has the rate of `PLAIN`, and no target."""
 TARGET_COMPUTE = 0.65
 SIZE = Size(model_dim=128, num_layers=4, seq_len=1024, batch_rows=2, num_steps=600)
 """Rows as long as they are so that documents are, too: with short ones attention is mostly copying keys and values."""
@@ -88,6 +90,7 @@ class Bench:
             FEWER: replace(plain, model=static),
             PRUNED: replace(half, model=static, start_from=half),
             WINDOW: replace(plain, model={**SHAPE, "attention": windows}),
+            GATED: replace(plain, model={**SHAPE, "attention_gate": "head"}),
         }
 
     def window(self) -> int:
@@ -107,10 +110,12 @@ class Bench:
         return [layer for layer in range(self.size.num_layers) if (layer + 1) % 4]
 
     def compare(self) -> "Comparison":
-        """Tune each arm, then run it for each seed at its best rate and measure its attention."""
+        """Tune each arm but the gate, then run it for each seed at its best rate and measure its attention."""
         runner, arms = Runner(self.setting, execute_arm), self.arms()
-        tuned = tune(runner, arms, Tuning(values=self.rates, seeds=(TUNING_SEED,)), at_once=self.at_once)
+        own_rate = {name: run for name, run in arms.items() if name != GATED}
+        tuned = tune(runner, own_rate, Tuning(values=self.rates, seeds=(TUNING_SEED,)), at_once=self.at_once)
         rates = {name: best_value(losses) for name, losses in tuned.items()}
+        rates[GATED] = rates[PLAIN]
         final = {
             name: [of_seed(with_value(run, "learning_rate", rates[name]), seed) for seed in self.seeds]
             for name, run in arms.items()
@@ -212,7 +217,7 @@ def _contexts(batch: TokenBatch) -> Tensor:
 
 @torch.no_grad()
 def attention_flops(model: Decoder, batches: Sequence[TokenBatch]) -> float:
-    """FLOPs of scores, sums of values and routers that a forward pass executes, 2 per multiply-add."""
+    """FLOPs of scores, sums of values, routers and gates that a forward pass executes, 2 per multiply-add."""
     config, total = model.config, 0.0
     for batch in batches:
         for layer, weight_N in heads_of_tokens(model, batch).items():
@@ -220,7 +225,7 @@ def attention_flops(model: Decoder, batches: Sequence[TokenBatch]) -> float:
             window = config.window_of(layer)
             seen_N = contexts_N.clamp(max=window) if window else contexts_N
             total += 4.0 * config.head_dim * float((weight_N * seen_N).sum())
-            total += 2.0 * config.model_dim * config.router_dim * len(contexts_N)
+            total += 2.0 * config.model_dim * (config.router_dim + config.gate_dim) * len(contexts_N)
     return total
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from modelwright.compress.agreement import Agreement
+from modelwright.core.resources import versions as versions_of
 from modelwright.ops import cpu_kernels
 from modelwright.recipes.load import recipe
 from modelwright_claims import workbench
@@ -27,7 +28,7 @@ from modelwright_claims.inference_arms import (
     running,
     write_models,
 )
-from modelwright_claims.integer_quality import GPTQ, NEAREST, SERVED, TRAINED, VARIANTS, measure_quality
+from modelwright_claims.integer_quality import GPTQ, NEAREST, SERVED, TORCHAO, TRAINED, VARIANTS, measure_quality
 from modelwright_claims.judging import Judgment, Lacks
 from modelwright_claims.statistics import Estimate, differences, estimate, exact, ratios
 
@@ -76,6 +77,7 @@ def measure(setting: Setting) -> Measurement:
         **{f"quality: {key}": value for key, value in size.describe().items()},
         "quality: more steps": size.num_steps // 2,
         "quality: 4 bits": f"activations per token, embedding and head as they are; {SERVED} has all in INT8",
+        "quality: torchao": versions_of("torchao")["torchao"] if TORCHAO in quality[0] else "not at hand",
     }
     return measurement(quality, rounds[1:], num_bytes, conditions)
 

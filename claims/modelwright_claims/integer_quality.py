@@ -4,20 +4,27 @@ Each seed trains a model, and then trains it on, once plainly and once on the gr
 training; both ends have seen the same rows.
 """
 
+import copy
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
+import torch
 from safetensors.torch import load_model
 
 from modelwright.compress.agreement import Agreement, measure_agreement
 from modelwright.compress.gptq import gptq
 from modelwright.compress.grid_model import TrainedGrid, quantize_to_grid
 from modelwright.compress.int8 import Int8WeightsConfig, quantize_model
-from modelwright.model.decoder import Decoder
+from modelwright.compress.smooth import smoothed
+from modelwright.data.batch import TokenBatch
+from modelwright.model.decoder import Decoder, Linear
 from modelwright.ops.int_grid import Codes, WeightGrid
 from modelwright.parallel.mesh import single
 from modelwright.precision.quantization_aware import QuantizationAwareConfig
@@ -29,8 +36,10 @@ from modelwright_claims.training_run import Run, train_once
 GRIDS = {"8 bits": WeightGrid(), "4 bits": WeightGrid(bits=4, granularity="group_32")}
 """Grids of quantization-aware training; activations are rounded per token."""
 SERVED, NEAREST, GPTQ = "INT8 as served", "4 bits, nearest", "4 bits, GPTQ"
+SMOOTH, TORCHAO = "INT8 after SmoothQuant", "4 bits, torchao"
 TRAINED = {bits: f"{bits}, trained on the grid" for bits in GRIDS}
-VARIANTS = (SERVED, TRAINED["8 bits"], NEAREST, GPTQ, TRAINED["4 bits"])
+VARIANTS = (SERVED, SMOOTH, TRAINED["8 bits"], NEAREST, GPTQ, TORCHAO, TRAINED["4 bits"])
+"""No target speaks of `SMOOTH` and `TORCHAO`; the latter is measured where the package is installed."""
 HELDOUT_ROWS = 128
 CALIBRATION_BATCHES, CALIBRATION_ROWS = 8, 8
 
@@ -76,18 +85,32 @@ def _train(setting: Setting, size: workbench.Size, seed: int) -> Trained:
 def _variants(setting: Setting, size: workbench.Size, trained: Trained) -> dict[str, Callable[[], Decoder]]:
     """How each model is made. All but the served one keep embedding and head as they are."""
 
-    def calibrated() -> dict[str, Codes]:
+    def calibration() -> list[TokenBatch]:
         rows = workbench.packed_rows(setting, seq_len=size.seq_len, mode="best_fit", split="train")
-        batches = list(islice(rows.batches(CALIBRATION_ROWS), CALIBRATION_BATCHES))
-        return gptq(trained.plain, batches, GRIDS["4 bits"])
+        return list(islice(rows.batches(CALIBRATION_ROWS), CALIBRATION_BATCHES))
 
+    served, four_bits = Int8WeightsConfig(backend="int_mm"), GRIDS["4 bits"]
     makers: dict[str, Callable[[], Decoder]] = {
-        SERVED: lambda: quantize_model(trained.plain, Int8WeightsConfig(backend="int_mm")),
-        NEAREST: lambda: _rounded(trained.plain, GRIDS["4 bits"]),
-        GPTQ: lambda: _rounded(trained.plain, GRIDS["4 bits"], calibrated()),
+        SERVED: lambda: quantize_model(trained.plain, served),
+        SMOOTH: lambda: quantize_model(smoothed(trained.plain, calibration()), served),
+        NEAREST: lambda: _rounded(trained.plain, four_bits),
+        GPTQ: lambda: _rounded(trained.plain, four_bits, gptq(trained.plain, calibration(), four_bits)),
     }
+    if find_spec("torchao") is not None:
+        makers[TORCHAO] = lambda: _by_torchao(trained.plain)
     makers |= {TRAINED[bits]: partial(_rounded, model, GRIDS[bits]) for bits, model in trained.on_grid.items()}
     return makers
+
+
+def _by_torchao(model: Decoder) -> Decoder:
+    """4-bit weights of the projections in groups of 32, activations in 8 bits per token, by PyTorch's own package."""
+    torchao: Any = import_module("torchao.quantization")
+    config = torchao.Int8DynamicActivationIntxWeightConfig(
+        weight_dtype=torch.int4, weight_granularity=torchao.PerGroup(32)
+    )
+    result = copy.deepcopy(model)
+    torchao.quantize_(result.blocks, config, filter_fn=lambda module, _: isinstance(module, Linear))
+    return result
 
 
 def _rounded(model: Decoder, grid: WeightGrid, codes: Mapping[str, Codes] | None = None) -> Decoder:

@@ -1,5 +1,7 @@
 """Decoding by one operator against the model's own forward, and that neighbors change no bit of a request."""
 
+import time
+from array import array
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +25,7 @@ from modelwright.model.config import AttentionConfig
 from modelwright.model.decoder import Decoder, Linear
 from modelwright.model.hf import load_model
 from modelwright.ops import cpu_kernels
+from modelwright.ops.decode_step import PARTS, DecodeStep
 from modelwright.ops.int_grid import Bits, WeightGrid
 from modelwright.ops.kernel_speed import KERNELS
 from modelwright.precision.apply import ModelPrecision
@@ -121,6 +124,30 @@ def test_closed_heads_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(cpu_kernels.SWITCH, WITHOUT)
     broken, _, _ = answers(model, prompts)
     assert broken != expected, "PyTorch's operators decode all heads"
+
+
+def test_a_step_that_is_timed_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parts of its time are all there, and none of it is counted twice."""
+    model = make_model(attention_gate="head")
+    prompts = [tokens(n, n) for n in PROMPT_LENS]
+    expected = answers(model, prompts)
+    seconds, wall, plain = array("d", [0.0] * len(PARTS)), 0.0, DecodeStep.__call__
+
+    def timed(step: DecodeStep, *arguments: Any) -> torch.Tensor:
+        nonlocal wall
+        step.seconds = seconds
+        started = time.perf_counter()
+        try:
+            return plain(step, *arguments)
+        finally:
+            wall += time.perf_counter() - started
+
+    monkeypatch.setattr(DecodeStep, "__call__", timed)
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        assert answers(model, prompts) == expected
+        assert min(seconds) > 0
+        assert sum(seconds) < wall
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -6,7 +6,6 @@ import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ from modelwright.data.images.store import ImageStore, image_layout, write_images
 from modelwright.data.images.stored import encode
 from modelwright.data.loader import PackedLoader, PackedRows, row_layout
 from modelwright.data.pack import PackConfig, TokenSequence, pack
-from modelwright.model.vision.batch_norm import BatchNorm
 from modelwright.model.vision.config import VisionConfig
 from modelwright.model.vision.folders import save_vision_tower
 from modelwright.model.vision.vit import VisionTower
@@ -42,14 +40,15 @@ from modelwright.objectives.image_classification import (
     ImageTrainConfig,
     carrier,
 )
+from modelwright.objectives.image_quantization import ImageQuantization, quantization_of
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, single
-from modelwright.precision.quantization_aware import QuantizationAwareConfig
 from modelwright.train.evaluation import HeldoutBatches
 from modelwright.train.objective import forward
 from modelwright.train.own_modules import attach_modules
+from modelwright.train.runtime import TechniqueBuilder
 from modelwright.train.technique import StepInfo, Technique
-from modelwright.train.techniques.fake_quantization import fake_quantization
+from modelwright.train.techniques.fake_quantization import RANGES, fake_quantization
 from own_tiers import wait_for_expected
 
 NUM_IMAGES, NUM_HELDOUT, NUM_CLASSES, SIDE, BATCH = 40, 10, 4, 8, 8
@@ -269,18 +268,46 @@ def test_precision_policies_reach_the_layers_and_keep_the_norms_in_fp32(
         assert one.dtype == (torch.float64 if "," in name else torch.float32)
 
 
-def test_rounding_to_integers_in_training_reaches_convolutions(folder: Path, tmp_path: Path) -> None:
-    rounding = partial(fake_quantization, QuantizationAwareConfig())
-    exact = trained(folder, tmp_path / "fp32", dtype=torch.float32, num_steps=2)
-    found = trained(folder, tmp_path / "own", dtype=torch.float32, num_steps=2, techniques=[rounding])
+def rounded(name: ImageQuantization) -> TechniqueBuilder:
+    """As the stage vision builds it."""
+    return lambda run: fake_quantization(quantization_of(name, run.num_steps), run)
+
+
+@pytest.mark.parametrize("shape", [RESNET, VIT], ids=["resnet", "vit"])
+def test_rounding_to_integers_in_training_reaches_the_layers(
+    shape: dict[str, Any], folder: Path, tmp_path: Path
+) -> None:
+    exact = trained(folder, tmp_path / "fp32", dtype=torch.float32, num_steps=2, **shape)
+    grid = [rounded("int8")]
+    found = trained(folder, tmp_path / "own", dtype=torch.float32, num_steps=2, techniques=grid, **shape)
     assert found["1, loss"] != exact["1, loss"]
     torch.testing.assert_close(found["1, loss"], exact["1, loss"], rtol=0.1, atol=0)
-    for name in ("classifier.tower.norm.running_mean", "classifier.tower.norm.running_var"):
-        torch.testing.assert_close(found[name], exact[name], rtol=0.05, atol=0.05)
-    assert (
-        objective_of(folder).own_modules(carrier().config)[CLASSIFIER].get_submodule("tower.norm").__class__
-        is BatchNorm
-    )
+    for name in ("running_mean", "running_var"):
+        for key in (key for key in exact if key.endswith(name)):
+            torch.testing.assert_close(found[key], exact[key], rtol=0.05, atol=0.05)
+
+
+def rounded_over_two_ranks(world: World, data: Path, out: Path, grid: ImageQuantization) -> dict[str, Any]:
+    layouts = {"copies": {"shared_memory": False}, "zero 3": {"zero_stage": 3}}
+    return {
+        name: trained(data, out / name, world=world, parallel=layout, techniques=[rounded(grid)])
+        for name, layout in layouts.items()
+    }
+
+
+def test_two_data_ranks_round_as_one_process(folder: Path, tmp_path: Path) -> None:
+    """Ranges are observed over both, in the first step of six."""
+    alone = trained(folder, tmp_path / "alone", techniques=[rounded("int8_static")])
+    plain = trained(folder, tmp_path / "plain")
+    torch.testing.assert_close(alone["1, loss"], plain["1, loss"], rtol=1e-9, atol=0)
+    assert abs(float(alone["2, loss"] - plain["2, loss"])) > 1e-5
+    found = run_distributed(rounded_over_two_ranks, 2, folder, tmp_path / "two", "int8_static")[0]
+    for one in found.values():
+        assert_close(one, alone, 1e-7)
+    ranges = [json.loads((tmp_path / place / RANGES).read_text()) for place in ("alone", "two/copies", "two/zero 3")]
+    assert ranges[1] == ranges[2]
+    for name, ends in ranges[0].items():
+        np.testing.assert_allclose(ends, ranges[1][name], rtol=1e-9)
 
 
 @pytest.mark.parametrize("layout", [{"tensor": 2}, {"pipeline": 2}, {"context": 2}])

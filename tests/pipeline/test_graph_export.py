@@ -1,11 +1,15 @@
 """Graphs for ONNX Runtime and OpenVINO: logits of our model types, integers in the file, the same chosen answers."""
 
+import copy
 import json
+import random
 import subprocess
+import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,11 +17,13 @@ import torch
 
 from finetune_files import write_model
 from hf_folders import VOCAB_SIZE, write_folder
+from modelwright.compress.fold import fold_norms
 from modelwright.compress.grid_model import TrainedGrid, quantize_to_grid, save_grid_model
 from modelwright.compress.int8 import Int8WeightsConfig, choose_backend, load_int8, quantize_model, save_int8
 from modelwright.compress.onnx.export import write_onnx
 from modelwright.core.errors import ConfigError, ModelError
 from modelwright.core.progress import SilentProgress
+from modelwright.data.document import Document
 from modelwright.data.sources import SourceConfig, SourceReport, read_documents
 from modelwright.data.tokenizer import Tokenizer
 from modelwright.evaluate.config import EvaluateConfig
@@ -46,6 +52,8 @@ GRIDS: dict[str, TrainedGrid] = {
     "tensor": TrainedGrid(weights=WeightGrid(symmetric=False, granularity="tensor"), activations="tensor"),
     "four": TrainedGrid(weights=WeightGrid(bits=4, granularity="group_32", symmetric=False)),
 }
+NUM_QUESTIONS = 500
+NUM_STEPS, BATCH = 40, 16
 
 
 def in_onnxruntime(path: Path) -> Run:
@@ -95,12 +103,33 @@ def test_closed_heads_and_gates_are_in_the_graph(tmp_path: Path) -> None:
     assert np.abs(own_logits(model, ids) - logits).max() > 0.01, "no head was closed"
 
 
+@pytest.mark.parametrize("name", ["llama-llama3", "gemma2"])
+def test_a_graph_of_folded_norms_gives_the_logits_from_before(name: str, tmp_path: Path) -> None:
+    write_folder(name, tmp_path / "model", num_hidden_layers=2)
+    plain, draw = load_model(tmp_path / "model").float().eval(), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.5 * torch.randn(parameter.shape, generator=draw))
+    folded = copy.deepcopy(plain)
+    fold_norms(folded)
+    ids = np.random.default_rng(0).integers(0, VOCAB_SIZE, (3, 41))
+    path = write_onnx(folded, tmp_path, source=name, notes={})
+    for run in (in_onnxruntime(path), in_openvino(path)):
+        assert np.abs(run(ids) - own_logits(plain, ids)).max() < 1e-4
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model folder, its INT8 folder, those of several grids, and questions with choices."""
     folder = tmp_path_factory.mktemp("graphs")
     write_model(folder / "model", init_std=0.15, tie_embeddings=True)
-    model = load_model(folder / "model")
+    records = [
+        {"question": f"Box {number}?", "choices": [f"{3**number % (89 + n)} is it" for n in range(4)], "answer": "B"}
+        for number in range(NUM_QUESTIONS)
+    ]
+    (folder / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    model = learned(load_model(folder / "model"), Tokenizer.load(folder / "model"), records)
     save_int8(quantize_model(model, KERNELS), folder / "int8")
     for name, grid in GRIDS.items():
         ranges = dict.fromkeys(model.projections(), (-2.5, 3.0)) if grid.activations == "tensor" else {}
@@ -109,34 +138,62 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         save_grid_model(quantized, grid, folder / name)
     for name in ("int8", *GRIDS):
         Tokenizer.load(folder / "model").save(folder / name)
-    records = [
-        {"question": f"Box {number}?", "choices": [f"{3**number % (89 + n)} is it" for n in range(4)], "answer": "B"}
-        for number in range(12)
-    ]
-    (folder / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return folder
 
 
-def chosen(folder: Path, name: str, run: Run) -> tuple[list[int], list[int]]:
-    """Choices by likelihood per byte: those of our own code, and those from a graph's logits."""
+def learned(model: Decoder, tokenizer: Tokenizer, records: list[dict[str, Any]]) -> Decoder:
+    """The model after some steps on right answers, so that its choices are not those of random weights."""
+    optimizer, draw = torch.optim.AdamW(model.parameters(), lr=3e-3), random.Random(0)
+    for _ in range(NUM_STEPS):
+        loss = torch.zeros(())
+        for record in draw.sample(records, BATCH):
+            prompt = tokenizer.encode_prompt([{"role": "user", "content": record["question"]}])
+            ids = torch.tensor([[*prompt, *tokenizer.encode(record["choices"][1])]])
+            hidden = model(ids, torch.arange(ids.shape[1])[None], causal_attend())
+            logits = model.logits(hidden)[0, len(prompt) - 1 : -1]
+            loss = loss + torch.nn.functional.cross_entropy(logits, ids[0, len(prompt) :])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model.eval()
+
+
+def asked(folder: Path) -> list[Document]:
     config = SourceConfig(sources=(str(folder / "records.jsonl"),), validation_fraction=0.0)
-    documents = list(read_documents(config, report=SourceReport()))
-    tokenizer = Tokenizer.load(folder / name)
-    model = load_int8(folder / name, KERNELS)
+    return list(read_documents(config, report=SourceReport()))
+
+
+def own_choices(folder: Path, name: str, documents: list[Document]) -> list[int]:
+    """By likelihood per byte."""
+    tokenizer, model = Tokenizer.load(folder / name), load_int8(folder / name, KERNELS)
     rows = score_choices(model, tokenizer, documents, EvaluateConfig(), progress=SilentProgress())
-    choices = []
+    return [row["choice"] for row in rows]
+
+
+def graph_choices(run: Run, tokenizer: Tokenizer, documents: list[Document]) -> list[int]:
+    """The same from a graph's logits, the choices of a question side by side and filled up at the end."""
+    found = []
     for document in documents:
         prompt = tokenizer.encode_prompt(document.messages[:1])
-        nats = [_nats(run, prompt, tokenizer.encode(text)) for text in document.meta["choices"]]
-        sizes = [len(text.encode()) for text in document.meta["choices"]]
-        choices.append(int(np.argmin(np.array(nats) / sizes)))
-    return [row["choice"] for row in rows], choices
+        answers = [tokenizer.encode(text) for text in document.meta["choices"]]
+        length = len(prompt) + max(map(len, answers))
+        ids = np.array([[*prompt, *answer, *[0] * (length - len(prompt) - len(answer))] for answer in answers])
+        logits = torch.from_numpy(run(ids))[:, len(prompt) - 1 :]
+        nats = [
+            float(torch.nn.functional.cross_entropy(row[: len(answer)], torch.tensor(answer), reduction="sum"))
+            for row, answer in zip(logits, answers, strict=True)
+        ]
+        found.append(int(np.argmin(np.array(nats) / [len(text.encode()) for text in document.meta["choices"]])))
+    return found
 
 
-def _nats(run: Run, prompt: Sequence[int], answer: Sequence[int]) -> float:
-    ids = np.array([[*prompt, *answer]])
-    logits = torch.from_numpy(run(ids))[0, len(prompt) - 1 : -1]
-    return float(torch.nn.functional.cross_entropy(logits, torch.tensor(answer), reduction="sum"))
+def by_card(folder: Path, ids: np.ndarray) -> np.ndarray:
+    """The logits of ids [rows, tokens] by the code in a folder's card, in a process of its own."""
+    code = (folder / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    code = code.replace("numpy.array([ids])", "numpy.load('ids.npy')") + "numpy.save('logits.npy', logits)\n"
+    np.save(folder / "ids.npy", ids)
+    subprocess.run([sys.executable, "-c", code], cwd=folder, check=True)
+    return np.load(folder / "logits.npy")
 
 
 @pytest.mark.parametrize("name", ["int8", *GRIDS])
@@ -149,13 +206,16 @@ def test_integers_give_the_same_answers_and_stay_integers(name: str, trained: Pa
     runs = {"onnx": in_onnxruntime(path), "openvino": in_openvino(path)}
     errors = {runtime: np.abs(run(ids) - expected).max(axis=2) for runtime, run in runs.items()}
     assert errors["onnx"].max() < 1e-4
-    # OpenVINO's kernels for static ranges give some tokens another code
-    assert (errors["openvino"] < 1e-4).mean() > (0.7 if name == "tensor" else 0.99)
+    # OpenVINO's kernels for static ranges give some tokens another code, and the other kernels do at a rounding edge; a
+    # token with another code changes those that see it
+    assert (errors["openvino"] < 1e-4).mean() > (0.7 if name == "tensor" else 0.9)
     assert errors["openvino"].max() < 0.02 * np.abs(expected).max()
-    for run in runs.values():
-        own, theirs = chosen(trained, name, run)
-        assert own == theirs
-    assert len(set(own)) > 1
+    documents, tokenizer = asked(trained), Tokenizer.load(trained / name)
+    own = own_choices(trained, name, documents)
+    assert len(own) == NUM_QUESTIONS
+    assert own.count(1) > NUM_QUESTIONS / 2  # the right one, twice as often as by chance
+    for runtime, run in runs.items():
+        assert graph_choices(run, tokenizer, documents) == own, runtime
     graph = onnx.load(path).graph
     integer = onnx.TensorProto.INT4 if name == "four" else onnx.TensorProto.INT8
     num_matrices = 7 * 2 + (name == "int8")
@@ -180,9 +240,9 @@ def test_the_command_writes_graph_tokenizer_and_card(inside: Command, trained: P
     ours = (trained / "int8" / "model.safetensors").stat().st_size
     assert (target / "openvino_model.bin").stat().st_size < 1.02 * ours
     assert "chat_template" in json.loads((target / "tokenizer_config.json").read_text())
-    assert 'compile_model("openvino_model.xml"' in (target / "README.md").read_text()
-    own, theirs = chosen(trained, "int8", in_openvino(target / "openvino_model.xml"))
-    assert own == theirs
+    ids = np.random.default_rng(1).integers(0, 380, (2, 50))
+    difference = np.abs(by_card(target, ids) - own_logits(load_int8(trained / "int8", KERNELS), ids)).max(axis=2)
+    assert (difference < 1e-4).mean() > 0.9
     again = inside(*words)
     assert again.returncode != 0
     assert "add --overwrite" in again.stderr

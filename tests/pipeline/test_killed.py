@@ -13,14 +13,22 @@ from pathlib import Path
 
 import pytest
 
+from modelwright.compress.grid_model import GRID
+from modelwright.compress.grid_model import STEPS as STEPS_FILE
 from modelwright.pipeline.runner import RunDir
 from modelwright.pipeline.stage_log import read_attempts
 from rank_processes import Started, start_process
 
 NUM_RUNS = int(os.environ.get("MODELWRIGHT_KILLS", "0"))
-STAGES = "clean,tokenize,pack,pretrain,sft,evaluate,quantize"
-PRETRAIN_STEPS, SFT_STEPS = 40, 20
-LONGER = (f"--pretrain.num_steps={PRETRAIN_STEPS}", f"--sft.num_steps={SFT_STEPS}")
+STAGES = "clean,tokenize,pack,pretrain,sft,student,distill,qat,evaluate,quantize"
+STEPS = {"pretrain": 40, "sft": 20, "distill": 20, "qat": 20}
+LONGER = (
+    *(f"--{stage}.num_steps={steps}" for stage, steps in STEPS.items()),
+    "--student.num_layers=1", "--distill.batch_tokens=512", "--qat.batch_tokens=512", "--qat.start_step=6",
+    "--qat.activations=tensor_moving_average", "--distill.checkpoint_every_steps=3", "--qat.checkpoint_every_steps=3",
+    "--model.attention_gate=head", "--model.head_budget=0.6",
+)  # fmt: skip
+MODELS = ("pretrain", "sft", "student", "distill", "qat", "quantize")
 
 
 def start(words: Sequence[str], run: Path) -> Started:
@@ -29,7 +37,8 @@ def start(words: Sequence[str], run: Path) -> Started:
 
 def weights(run: Path) -> dict[str, str]:
     """Hashes of everything that a later stage builds on."""
-    files = [f"{stage}/artifact/model.safetensors" for stage in ("pretrain", "sft", "quantize")]
+    files = [f"{stage}/artifact/model.safetensors" for stage in MODELS]
+    files += [f"qat/artifact/{name}" for name in (GRID, STEPS_FILE)]
     files += ["tokenize/artifact/tokenizer.json", "pack/artifact/pretrain/train/tokens-00000.bin"]
     return {name: hashlib.sha256((run / name).read_bytes()).hexdigest() for name in files}
 
@@ -77,8 +86,8 @@ def test_killed_thrice(tmp_path: Path, undisturbed: tuple[Path, float], words: t
         kill_at(words, tmp_path / "run", moment)
     finish(words, tmp_path / "run")
     assert weights(tmp_path / "run") == weights(whole), f"killed after {moments} s"
-    assert steps(tmp_path / "run", "pretrain") == steps(whole, "pretrain") == list(range(1, PRETRAIN_STEPS + 1))
-    assert steps(tmp_path / "run", "sft") == list(range(1, SFT_STEPS + 1))
+    for stage, num_steps in STEPS.items():
+        assert steps(tmp_path / "run", stage) == steps(whole, stage) == list(range(1, num_steps + 1)), stage
 
 
 @pytest.mark.skipif(NUM_RUNS == 0, reason="set MODELWRIGHT_KILLS to the number of runs")
@@ -91,6 +100,24 @@ def test_killed_once(number: int, tmp_path: Path, undisturbed: tuple[Path, float
     reached = sorted(path.parent.name for path in (tmp_path / "run").glob("*/stage.json"))
     finish(words, tmp_path / "run")
     assert weights(tmp_path / "run") == weights(whole), f"killed after {moment:.1f} s in {reached}"
+
+
+@pytest.mark.parametrize("stage", ["distill", "qat"])
+def test_killed_in_a_stage_that_makes_a_model_smaller(
+    stage: str, tmp_path: Path, undisturbed: tuple[Path, float], words: tuple[str, ...]
+) -> None:
+    """After a checkpoint and before the end; of `qat` while ranges are observed, and while factors are rounded."""
+    run = tmp_path / "run"
+    metrics = run / stage / "metrics.jsonl"
+    for step in (4, 10):
+        code, errors = signal_when(
+            lambda step=step: metrics.exists() and steps(run, stage)[-1:] >= [step], start(words, run), signal.SIGKILL
+        )
+        assert code == -signal.SIGKILL, errors
+        assert not (run / stage / "artifact" / "manifest.json").exists()
+    finish(words, run)
+    assert weights(run) == weights(undisturbed[0])
+    assert steps(run, stage) == list(range(1, STEPS[stage] + 1))
 
 
 def test_asked_to_stop_in_training(tmp_path: Path, undisturbed: tuple[Path, float], words: tuple[str, ...]) -> None:

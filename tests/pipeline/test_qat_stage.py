@@ -16,6 +16,7 @@ from modelwright.core.rundir import RunDir
 from modelwright.data.loader import PackedRows
 from modelwright.infer.generate import generate
 from modelwright.infer.sequence import SamplingParams
+from modelwright.model.hf import load_model
 from modelwright.pipeline.stages.qat import QatConfig
 from modelwright.train.objective import forward
 
@@ -27,13 +28,16 @@ def test_quantize_takes_over_the_trained_grid(small_words: tuple[str, ...], tmp_
         *small_words, "--run-dir", str(run.path), "--stages=clean,tokenize,pack,pretrain,qat,quantize,report",
         "--qat.num_steps=6", "--qat.batch_tokens=512", "--qat.eval_every_steps=3", "--qat.start_step=2",
         "--qat.learned_steps=true", "--qat.activations=tensor_moving_average", "--training.keep_best=false",
-        "--validation_tokens=0",
+        "--validation_tokens=0", "--qat.fold_norms=true", "--qat.learning_rate=1e-4",
     ]  # fmt: skip
     assert main(words) == 0
     grid = TrainedGrid.load(run.stage("qat").artifact)
     assert grid is not None
     assert grid.activations == "tensor"
     assert len(grid.steps) == len(grid.ranges) > 0
+    before, after = (load_model(run.stage(stage).artifact) for stage in ("pretrain", "qat"))
+    distances = [float((model.blocks["0"].ffn_norm.weight - 1).abs().max()) for model in (before, after)]
+    assert distances[1] < 2e-3 < distances[0], "training went on from neutral norms"
     integers = load_int8(run.stage("quantize").artifact, Int8WeightsConfig())
     assert isinstance(integers.blocks["0"].ffn.up_proj, GridLinear)
     assert torch.equal(integers.blocks["0"].ffn.up_proj.scale, grid.steps["blocks.0.ffn.up_proj"])
@@ -63,6 +67,11 @@ def _quantize_without_training(run: RunDir, small_words: tuple[str, ...]) -> Non
     assert isinstance(packed.blocks["0"].ffn.up_proj, GridLinear)
     assert main([*words, "--serve.int8.weights=int8_smooth"]) == 0
     assert "SmoothQuant" in run.report.read_text()
+    assert main([*words, "--serve.int8.weights=int4_folded"]) == 0
+    assert "Norms before projections were multiplied into these" in run.report.read_text()
+    folded = load_int8(run.stage("quantize").artifact, Int8WeightsConfig())
+    assert all(torch.equal(one.ffn_norm.weight, torch.ones_like(one.ffn_norm.weight)) for one in folded.blocks.values())
+    assert not any((one.ffn_norm.weight == 1).all() for one in packed.blocks.values())
 
 
 @pytest.mark.parametrize(

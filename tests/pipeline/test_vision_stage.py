@@ -11,8 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import zstandard
 
+from modelwright.compress.grid_linear import GridLinear
 from modelwright.core.artifacts import read_manifest
 from modelwright.core.errors import ConfigError, DataError, ModelError
 from modelwright.data import clean
@@ -22,6 +24,7 @@ from modelwright.data.images.labeled import LabeledImages, class_of, write_label
 from modelwright.data.images.store import ImageStore, write_images
 from modelwright.data.images.stored import StoredImage, encode
 from modelwright.data.loader import PackedRows
+from modelwright.model.vision.batch_norm import BatchNorm
 from modelwright.objectives.image_classifier import load_classifier
 from modelwright.parallel.config import ParallelConfig
 from modelwright.pipeline.preflight import check_training
@@ -79,15 +82,25 @@ def start(config: Path, run: Path) -> Started:
     return start_process("modelwright.cli.entry", "run", config, "--run-dir", run)
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def run_of(folder: Path, quantization: str) -> tuple[Path, Path]:
     """The configuration, and the folder of a run that nothing disturbed."""
-    folder = tmp_path_factory.mktemp("images")
-    config = folder / "small.yaml"
-    config.write_text(json.dumps({"name": "small", **settings(folder)}))
+    config, words = folder / "small.yaml", settings(folder)
+    words["vision"]["quantization"] = quantization
+    config.write_text(json.dumps({"name": "small", **words}))
     code, _, errors = start(config, folder / "run").end()
     assert code == 0, errors
     return config, folder / "run"
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return run_of(tmp_path_factory.mktemp("images"), "none")
+
+
+@pytest.fixture(scope="module")
+def integers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A run that trains for integers; ranges of activations are observed in its first steps."""
+    return run_of(tmp_path_factory.mktemp("integers"), "int8_static")
 
 
 def test_rows_hold_every_image_once_with_its_class(finished: tuple[Path, Path]) -> None:
@@ -111,7 +124,9 @@ def test_damaged_images_are_counted(finished: tuple[Path, Path]) -> None:
     assert "empty image file" in facts
 
 
-def test_the_artifact_classifies_as_the_stage_did(finished: tuple[Path, Path]) -> None:
+@pytest.mark.parametrize("name", ["finished", "integers"])
+def test_the_artifact_classifies_as_the_stage_did(name: str, request: pytest.FixtureRequest) -> None:
+    finished: tuple[Path, Path] = request.getfixturevalue(name)
     facts = read_manifest(finished[1] / "vision" / "artifact").facts["heldout_images"]
     classifier = load_classifier(finished[1] / "vision" / "artifact")
     images = open_labeled(finished[1] / "pack" / "artifact" / LABELED_ROWS.name, "heldout")
@@ -139,23 +154,57 @@ def test_a_folder_of_another_kind_is_refused(finished: tuple[Path, Path], tmp_pa
 
 
 def digests(run: Path) -> dict[str, str]:
-    files = sorted((run / "vision" / "artifact").rglob("*.safetensors"))
+    artifact = run / "vision" / "artifact"
+    files = sorted([*artifact.rglob("*.safetensors"), *artifact.glob("quantization.json")])
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-def test_a_killed_run_ends_with_the_same_bits(finished: tuple[Path, Path]) -> None:
-    config, undisturbed = finished
+def last_checkpoint(run: Path) -> int:
+    names = [path.name for path in (run / "vision" / "checkpoints").glob("step-*") if not path.suffix]
+    return max((int(name.removeprefix("step-")) for name in names), default=0)
+
+
+@pytest.mark.parametrize(("name", "steps"), [("finished", [4]), ("integers", [2, 16])])
+def test_a_killed_run_ends_with_the_same_bits(name: str, steps: list[int], request: pytest.FixtureRequest) -> None:
+    """Of a run that trains for integers once while ranges are observed, and once while factors are rounded."""
+    config, undisturbed = request.getfixturevalue(name)
     run = config.parent / "cut"
-    process = start(config, run)
-    while process.is_alive and not any((run / "vision" / "checkpoints").glob("*4*")):
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    assert process.end()[0] == -signal.SIGKILL, "the run ended before it could be killed"
-    assert not (run / "vision" / "artifact" / "manifest.json").exists()
+    for step in steps:
+        process = start(config, run)
+        while process.is_alive and last_checkpoint(run) < step:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+        assert process.end()[0] == -signal.SIGKILL, "the run ended before it could be killed"
+        assert not (run / "vision" / "artifact" / "manifest.json").exists()
     code, _, errors = start(config, run).end()
     assert code == 0, errors
-    assert len(digests(run)) == 1
+    assert len(digests(run)) == (1 if name == "finished" else 3)
     assert digests(run) == digests(undisturbed)
+
+
+def test_the_integers_are_those_of_the_training(integers: tuple[Path, Path]) -> None:
+    """Batch norms are folded, every convolution but the first has codes, and images get the classes that they got from
+    rounded factors in the last evaluation of the training.
+    """
+    artifact = integers[1] / "vision" / "artifact"
+    classifier = load_classifier(artifact)
+    modules = dict(classifier.model.named_modules())
+    assert not any(isinstance(one, BatchNorm) for one in modules.values())
+    layers = {name: one for name, one in modules.items() if isinstance(one, GridLinear)}
+    assert len(layers) == 2 * 2 + 1  # two blocks, and the projection of the second
+    assert {one.inputs.kind for one in layers.values()} == {"tensor"}
+    assert all(one.inputs.least == 0 < one.inputs.most for one in layers.values())  # after a ReLU
+    assert all(one.quantized.dtype == torch.int8 and one.scale.shape == (8,) for one in layers.values())
+    facts = read_manifest(artifact).facts["quantization"]
+    assert facts["integer_bytes"] < 0.5 * facts["float_bytes"]
+    assert 0 <= facts["float_accuracy"] <= 1
+    assert "Convolutions and projections are integers" in (integers[1] / "report.html").read_text()
+    (artifact / "quantization.json").rename(artifact / "moved.json")
+    try:
+        with pytest.raises(ModelError, match=r"does not fit classifier\.json"):
+            load_classifier(artifact)
+    finally:
+        (artifact / "moved.json").rename(artifact / "quantization.json")
 
 
 @pytest.mark.parametrize("labels", [["one"] * 4, ["a", "b", "c", "d"]], ids=["one class", "a class for each image"])
@@ -208,3 +257,5 @@ def test_the_recipe_is_valid_and_names_a_setting_that_cannot_work() -> None:
     assert [spec.name for spec in load("vision", {}).config.trainings] == ["vision"]
     with pytest.raises(ConfigError, match=r"vision.*gradient_accumulation_steps"):
         load("vision", {"vision": {"gradient_accumulation_steps": 2}})
+    with pytest.raises(ConfigError, match=r"vision\.quantization"):
+        load("vision", {"vision": {"quantization": "int2"}})

@@ -154,6 +154,16 @@ def test_damaged_folders_are_refused(tmp_path: Path) -> None:
         load_int8(tmp_path, Int8WeightsConfig())
 
 
+def test_a_rank_without_rows_leaves_the_range_to_the_others() -> None:
+    model = tiny_run.tiny_model().train()
+    fake = FakeQuantization(config=CONFIGS["int4 asymmetric"], model=model, is_observing=True)
+    (name, projection), *_ = model.projections().items()
+    out = fake.wrap(name, projection.product)(torch.empty(0, projection.in_features), projection.weight)
+    assert out.shape == (0, projection.out_features)
+    fake.collect(lambda own: [max(pair) for pair in zip(own, (1.0, 2.5), strict=True)])
+    assert fake.state_dict() == {name: [-1.0, 2.5]}
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_stopped_run_goes_on_with_the_same_bits(name: str, tmp_path: Path) -> None:
     config = CONFIGS[name]

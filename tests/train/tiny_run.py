@@ -7,6 +7,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -243,19 +244,21 @@ def final_weights(folder: Path, step: int = 12) -> dict[str, torch.Tensor]:
     return writer.read_weights(folder / "checkpoints", step)
 
 
-def train_under_fire(folder: Path, seed: int, num_kills: int, **changes: Any) -> list[int]:
+def train_under_fire(
+    folder: Path, seed: int, num_kills: int, *, begin: Callable[..., object] = run, **changes: Any
+) -> list[int]:
     """Start the run again and again in forked processes; kill each at a random moment or amid a checkpoint.
 
-    changes: to the settings. Returns the signal that ended each of them, and the exit code of a last run, which is left
-    alone.
+    begin: as `run`; changes: to the settings. Returns the signal that ended each of them, and the exit code of a last
+    run, which is left alone.
     """
-    draw, signals = random.Random(seed), []
+    draw, signals, start = random.Random(seed), [], partial(_start, folder, settings(**changes), begin)
     for attempt in range(num_kills):
         if attempt % 2:
-            child = _start(folder, changes, die_in_file=draw.randint(1, 5))
+            child = start(die_in_file=draw.randint(1, 5))
         else:
             seen = _num_records(folder)
-            child = _start(folder, changes)
+            child = start()
             while (
                 _num_records(folder) == seen
                 and os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None
@@ -264,7 +267,7 @@ def train_under_fire(folder: Path, seed: int, num_kills: int, **changes: Any) ->
             time.sleep(draw.uniform(0.0, 0.05))
             os.kill(child, signal.SIGKILL)
         signals.append(-_exit_code(child))
-    return [*signals, _exit_code(_start(folder, changes))]
+    return [*signals, _exit_code(start())]
 
 
 def _exit_code(child: int) -> int:
@@ -277,14 +280,14 @@ def _num_records(folder: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def _start(folder: Path, changes: Mapping[str, Any], *, die_in_file: int = 0) -> int:
+def _start(folder: Path, config: TrainConfig, begin: Callable[..., object], *, die_in_file: int = 0) -> int:
     child = os.fork()
     if child == 0:
         code = 1
         try:
             if die_in_file:
                 _die_while_writing(die_in_file)
-            run(folder, settings(**changes))
+            begin(folder, config)
             code = 0
         except BaseException:
             traceback.print_exc()

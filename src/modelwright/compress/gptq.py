@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from modelwright.compress.fold import norm_readers
 from modelwright.core.errors import ModelError
 from modelwright.data.batch import TokenBatch
 from modelwright.model.attention import packed_attend
@@ -135,15 +136,8 @@ def _inverse_factor(hessian_II: Tensor, weight_OI: Tensor) -> Tensor:
 
 def _in_order(block: Block) -> list[list[str]]:
     """The projections of a block in groups that read the same inputs, in the order in which they are computed."""
-    attention, ffn = ["q_proj", "k_proj", "v_proj"], ("gate_proj", "up_proj")
-    attention += ["output_gate"] if block.attention.output_gate is not None else []
-    attention += ["head_router"] if block.attention.head_router is not None else []
-    return [
-        [f"attention.{name}" for name in attention],
-        ["attention.o_proj"],
-        [f"ffn.{name}" for name in ffn],
-        ["ffn.down_proj"],
-    ]
+    readers = norm_readers(block)
+    return [readers["attention_norm"], ["attention.o_proj"], readers["ffn_norm"], ["ffn.down_proj"]]
 
 
 class _Stream:

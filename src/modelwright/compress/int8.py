@@ -39,6 +39,8 @@ from modelwright.ops.int_grid import ACTIVATION_LEVELS, Granularity
 from modelwright.ops.microbenchmark import repeated, seconds_of
 
 FORMAT = "modelwright-int8"
+FOUR_BITS = ("int4_nearest", "int4_folded", "int4_gptq")
+"""What of `weights` has four bits."""
 MEASURED_ROWS = (8, 256)
 """Tokens that backends are measured with: decoding streams and a chunk of a prompt."""
 
@@ -47,12 +49,12 @@ MEASURED_ROWS = (8, 256)
 class Int8WeightsConfig:
     """Integer inference."""
 
-    weights: Literal["int8", "int8_smooth", "int4_nearest", "int4_gptq"] = "int8"
+    weights: Literal["int8", "int8_folded", "int8_smooth", "int4_nearest", "int4_folded", "int4_gptq"] = "int8"
     """What the stage quantize makes of a model that was not trained on a grid: INT8 weights and activations, as they
     are or with outliers of activations moved into the weights (SmoothQuant, Xiao et al. 2023); or 4-bit weights of the
     decoder's linear layers, rounded to the nearest code or by GPTQ (Frantar et al. 2023), with embedding and head in
-    INT8."""
-    granularity: Granularity = field(default="group_32", metadata=only_for("weights", "int4_nearest", "int4_gptq"))
+    INT8. The `folded` ones first multiply the weights of the norms before projections into these."""
+    granularity: Granularity = field(default="group_32", metadata=only_for("weights", *FOUR_BITS))
     """What shares a step of 4-bit weights."""
 
     backend: Literal["auto", "fbgemm", "int_mm", "kernel"] = "auto"

@@ -16,6 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from modelwright.compress.fold import norm_readers
 from modelwright.data.batch import TokenBatch
 from modelwright.model.attention import packed_attend
 from modelwright.model.decoder import Block, Decoder, Linear, RMSNorm
@@ -35,12 +36,10 @@ def smoothed(model: Decoder, batches: Iterable[TokenBatch], *, strength: float =
     maxima = _input_maxima(result, batches)
     for layer, block in result.blocks.items():
         assert isinstance(block, Block)
-        attention, ffn, place = block.attention, block.ffn, f"blocks.{layer}"
-        readers = [attention.q_proj, attention.k_proj, attention.v_proj]
-        readers += [attention.output_gate] if attention.output_gate is not None else []
-        readers += [attention.head_router] if attention.head_router is not None else []
-        _move_into_norm(block.attention_norm, readers, maxima[f"{place}.attention.q_proj"], strength)
-        _move_into_norm(block.ffn_norm, [ffn.gate_proj, ffn.up_proj], maxima[f"{place}.ffn.gate_proj"], strength)
+        ffn, place = block.ffn, f"blocks.{layer}"
+        for norm, readers in norm_readers(block).items():
+            linears = [block.get_submodule(name) for name in readers]
+            _move_into_norm(block.get_submodule(norm), linears, maxima[f"{place}.{readers[0]}"], strength)
         _move(ffn.up_proj, ffn.down_proj, _scales([ffn.down_proj], maxima[f"{place}.ffn.down_proj"], strength))
         _smooth_values(block, maxima[f"{place}.attention.o_proj"], strength)
     return result
@@ -72,7 +71,9 @@ def _scales(readers: Sequence[Linear], maxima_C: Tensor, strength: float) -> Ten
     return maxima_C.clamp_min(SMALLEST) ** strength / weights_C.clamp_min(SMALLEST) ** (1 - strength)
 
 
-def _move_into_norm(norm: RMSNorm, readers: Sequence[Linear], maxima_D: Tensor, strength: float) -> None:
+def _move_into_norm(norm: nn.Module, readers: Sequence[nn.Module], maxima_D: Tensor, strength: float) -> None:
+    assert isinstance(norm, RMSNorm)
+    readers = [one for one in readers if isinstance(one, Linear)]
     scales_D = _scales(readers, maxima_D, strength)
     offset = 1.0 if norm.one_plus_weight else 0.0
     norm.weight.copy_((offset + norm.weight) / scales_D - offset)

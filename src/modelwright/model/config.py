@@ -93,8 +93,9 @@ class ModelConfig:
     qk_norm: bool = True
     """RMSNorm on queries and keys."""
     attention_gate: AttentionGate = "none"
-    """Sigmoid gate on the output of attention, from the layer's input: one factor for each `head` or each `element`
-    (Qiu et al. 2025). `transformers` has no model type for it."""
+    """Sigmoid gate on the output of attention: one factor for each `head` or each `element` (Qiu et al. 2025). It is a
+    projection of the layer's input, of which queries and keys are projections, too: it can learn whatever these could
+    tell it of the token, without their norms and positions. `transformers` has no model type for it."""
     head_budget: float = 1.0
     """Mean share of the heads that attention computes for a token. Below 1 each layer learns which heads a token needs
     and skips the others (`model/head_selection.py`); those that share a key/value head are chosen together.

@@ -43,6 +43,7 @@ from modelwright.model.vision.folders import load_vision_tower
 from modelwright.model.vision.vit import VisionTower
 from modelwright.objectives.image_augmentation import Augmented, ImageAugmentation, ImageAugmentationConfig
 from modelwright.objectives.image_batches import image_batches
+from modelwright.objectives.image_quantization import ImageQuantization
 from modelwright.ops.image_augment import soft_target
 from modelwright.parallel.mesh import World, single
 from modelwright.parallel.ragged_gather import gather_rows
@@ -81,6 +82,10 @@ class ImageTrainConfig(TrainConfig):
     augment: ImageAugmentationConfig = field(default_factory=ImageAugmentationConfig)
     label_smoothing: float = 0.0
     """Share of a label that is spread over all classes (Szegedy et al. 2016); 0.1 is usual."""
+    quantization: ImageQuantization = "none"
+    """Train for integer weights of all layers but the first and the last one, and end with them. `int8` and `int4`
+    round activations by the largest magnitude of each patch, or each token, at run time; `int8_static` and
+    `int4_static` by one range for each layer, which is observed in the first tenth of the steps."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

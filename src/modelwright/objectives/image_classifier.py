@@ -1,14 +1,15 @@
 """`TrainedClassifier`: an image classifier by itself, from image files to probabilities of classes.
 
 Its folder has `classifier.safetensors` with weights and running statistics, and `classifier.json` with the shape and
-the names of the classes.
+the names of the classes. One with integer weights has its grid beside them, as `compress/grid_model.py` writes it, and
+no batch norms any more.
 
 Legend: N images, K classes, S pixels of a side.
 """
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -16,6 +17,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from modelwright.compress.grid_classifier import quantize_classifier
+from modelwright.compress.grid_model import TrainedGrid
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.config import dump, parse
 from modelwright.core.errors import ConfigError, ModelError
@@ -33,10 +36,15 @@ _SHAPES: dict[str, type[ResNetConfig] | type[VisionConfig]] = {"resnet": ResNetC
 
 @dataclass(frozen=True)
 class TrainedClassifier:
-    """A classifier with the names of its classes."""
+    """A classifier with the names of its classes. grid: of its integers, None for one in floating point."""
 
     model: ImageClassifier
     classes: Sequence[str]
+    grid: TrainedGrid | None = None
+
+    def quantized(self, grid: TrainedGrid) -> "TrainedClassifier":
+        """The same with integer weights, batch norms folded into them."""
+        return replace(self, model=quantize_classifier(self.model, grid), grid=grid)
 
     @property
     def fit(self) -> Literal["crop", "stretch"]:
@@ -67,6 +75,8 @@ def save_classifier(classifier: TrainedClassifier, folder: Path) -> None:
     kind = next(name for name, one in _SHAPES.items() if isinstance(shape, one))
     weights = {name: one.detach().cpu().contiguous() for name, one in classifier.model.state_dict().items()}
     save_tensors(folder / WEIGHTS, weights)
+    if classifier.grid is not None:
+        classifier.grid.save(folder)
     settings = {"architecture": kind, "shape": dump(shape, constants=True), "classes": list(classifier.classes)}
     write_atomic(folder / SETTINGS, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
 
@@ -82,9 +92,11 @@ def load_classifier(folder: Path) -> TrainedClassifier:
             f"{folder / SETTINGS}: is not that of an image classifier ({error}); copy the folder again"
         ) from None
     weights, _ = read_tensors(folder / WEIGHTS)
-    model = ImageClassifier(shape, len(classes))
+    grid, model = TrainedGrid.load(folder), ImageClassifier(shape, len(classes))
+    if grid is not None:
+        model = quantize_classifier(model, grid)  # of random weights, for the names and shapes of its tensors
     wanted = {name: one.shape for name, one in model.state_dict().items()}
     if wanted != {name: one.shape for name, one in weights.items()}:
         raise ModelError(f"{folder / WEIGHTS}: does not fit {SETTINGS} beside it; copy the folder again")
     model.load_state_dict(weights)
-    return TrainedClassifier(model.eval(), classes)
+    return TrainedClassifier(model.eval(), classes, grid)

@@ -33,6 +33,11 @@ ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 Rotation = Literal["none", "global", "window"]
 ROTATIONS: dict[Rotation, int] = {"none": 0, "global": 1, "window": 2}
 LARGEST_CODE = 127.0
+PARTS = ("projections", "heads", "attention", "feed-forward", "norms")
+"""What the time of a step goes to: products of attention; norms and rotations of queries and keys, and writing the
+cache; scores, softmax and sums of values; products of the feed-forward layer, with its activation; and the rest: norms,
+gates, sums of the residual stream, codes of activations.
+"""
 
 
 class _Matrix(ctypes.Structure):
@@ -239,6 +244,8 @@ class DecodeStep:
             **{name: getattr(shape, name) for name in (*SIZES, *FACTORS)},
         )
         self._scratch = torch.empty(0)
+        self.seconds: array[float] | None = None
+        """Where the seconds of all steps' `PARTS` are added up; None measures nothing and costs nothing."""
 
     def __call__(self, rows: DecodeRows, tables: Sequence[Tensor]) -> Tensor:
         """Hidden states [N, D] after the final norm, FP32; the cache gets the tokens' keys and values. tables: cosines
@@ -264,13 +271,18 @@ class DecodeStep:
         if needed > self._scratch.numel():
             self._scratch = torch.empty(needed)
         hidden_ND = torch.empty(num_rows, self._width)
-        library.decode_step(
+        arguments = (
             ctypes.byref(self._decoder),
             ctypes.byref(step),
             ctypes.c_void_p(self._scratch.data_ptr()),
             ctypes.c_void_p(hidden_ND.data_ptr()),
             threads,
         )
+        if self.seconds is None:
+            library.decode_step(*arguments)
+        else:
+            assert len(self.seconds) == len(PARTS)
+            library.decode_step_timed(*arguments, ctypes.c_void_p(self.seconds.buffer_info()[0]))
         return hidden_ND
 
     def _layer(self, layer: DecodeLayer) -> _Layer:

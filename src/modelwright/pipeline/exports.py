@@ -44,7 +44,9 @@ RUNTIMES: Mapping[str, tuple[str, tuple[str, ...]]] = {
         OPENVINO_FILE,
         (
             "import openvino",
-            'model = openvino.compile_model("openvino_model.xml", "CPU")',
+            "# computes in FP32, which is not the default of processors with BF16 instructions",
+            'settings = {"INFERENCE_PRECISION_HINT": "f32"}',
+            'model = openvino.compile_model("openvino_model.xml", "CPU", settings)',
             'logits = model({"input_ids": numpy.array([ids])})["logits"]',
         ),
     ),

@@ -5,6 +5,7 @@ grid of integer inference (Jacob et al. 2018). A model pass through `ModelPrecis
 Legend: N tokens, O outputs, I inputs, G groups of a weight.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -161,7 +162,8 @@ class FakeQuantization:
 
     def _see(self, name: str, x: Tensor) -> None:
         x = x.detach()
-        self.seen.setdefault(name, []).append(torch.stack([-x.amin(), x.amax()]).double())
+        extremes = torch.stack([-x.amin(), x.amax()]) if x.numel() else x.new_full((2,), -math.inf)
+        self.seen.setdefault(name, []).append(extremes.double())
 
     def begin_step(self) -> None:
         """Drop what a step has seen that is abandoned, or that was not one."""

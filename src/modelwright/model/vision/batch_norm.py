@@ -57,6 +57,11 @@ class BatchNorm(nn.Module):
         centered_NCHW = wide_NCHW - mean_C[:, None, None]
         return (centered_NCHW * scale_C[:, None, None] + self.bias[:, None, None]).to(x_NCHW.dtype)
 
+    def in_evaluation(self) -> tuple[Tensor, Tensor]:
+        """What a channel is multiplied by and what is added to it then, [C] each."""
+        factors_C = self.weight * (self.running_var + self.eps).rsqrt()
+        return factors_C, self.bias - self.running_mean * factors_C
+
     def _moments(self, wide_NCHW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Over all ranks: the mean, the sum of squared deviations from it, and how many values a channel has.
 

@@ -35,7 +35,7 @@ class VisionConfig:
     """Attention heads; a divisor of `model_dim`."""
     ffn_dim: int = 512
     """Width of the feed-forward layer."""
-    pooling: Pooling = "class_token"
+    pooling: Pooling = constant("class_token")
     """What stands for an image: the output of a `class_token`, with norms before and after the blocks (CLIP, Radford et
     al. 2021), or `attention` over all patches by a learned query (SigLIP, Zhai et al. 2023)."""
     activation: TowerActivation = constant("gelu")

@@ -11,6 +11,8 @@ width.
 # PyTorch leaves the types of unflatten and of a module's result open.
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 
+from typing import ClassVar
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -22,8 +24,8 @@ NUM_COLORS = 3
 
 
 class Convolution(nn.Module):
-    """A convolution without bias, as the product of patches with a `Linear`; in the format of the weights PyTorch's own
-    convolution computes the same without copying patches.
+    """A convolution as the product of patches with a `Linear`; in the format of the weights PyTorch's own convolution
+    computes the same without copying patches. It has a bias only once the batch norm after it is folded into it.
     """
 
     def __init__(self, num_inputs: int, num_outputs: int, *, size: int, stride: int) -> None:
@@ -33,9 +35,9 @@ class Convolution(nn.Module):
         nn.init.kaiming_normal_(self.kernel.weight, mode="fan_in", nonlinearity="relu")
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
-        if self.kernel.product is F.linear:
+        if type(self.kernel) is Linear and self.kernel.product is F.linear:
             weight_OCkk = self.kernel.own_weight().unflatten(1, (-1, self.size, self.size))
-            return F.conv2d(x_NCHW, weight_OCkk, stride=self.stride, padding=self.padding)
+            return F.conv2d(x_NCHW, weight_OCkk, self.kernel.bias, stride=self.stride, padding=self.padding)
         return self.by_patches(x_NCHW)
 
     def by_patches(self, x_NCHW: Tensor) -> Tensor:
@@ -48,6 +50,9 @@ class Convolution(nn.Module):
 
 class ResidualBlock(nn.Module):
     """Two convolutions with batch norms, added to the input; a projection takes the input to another shape."""
+
+    NORMS: ClassVar[dict[str, str]] = {"conv1": "norm1", "conv2": "norm2", "shortcut": "shortcut_norm"}
+    """The norm after each convolution."""
 
     def __init__(self, num_inputs: int, num_outputs: int, *, stride: int) -> None:
         super().__init__()
@@ -69,6 +74,9 @@ class ResidualBlock(nn.Module):
 
 class ResNet(nn.Module):
     """A first convolution, stages of residual blocks that halve the image, and the mean over what is left of it."""
+
+    NORMS: ClassVar[dict[str, str]] = {"stem": "norm"}
+    """As that of a block."""
 
     def __init__(self, config: ResNetConfig) -> None:
         super().__init__()
@@ -92,3 +100,14 @@ class ResNet(nn.Module):
         """One vector for each image [N, D]. pixels_NCSS: [N, 3, S, S], normalized."""
         out_NCHW = self.blocks(F.relu(self.norm(self.stem(pixels_NCSS))))
         return out_NCHW.to(pixels_NCSS.dtype).mean((2, 3))
+
+
+def normed_convolutions(module: nn.Module) -> dict[str, str]:
+    """The names of all convolutions of a module that a batch norm follows, and of these norms."""
+    found: dict[str, str] = {}
+    for name, one in module.named_modules():
+        if isinstance(one, ResNet | ResidualBlock):
+            place = f"{name}." if name else ""
+            norms = {own: norm for own, norm in one.NORMS.items() if isinstance(getattr(one, norm), BatchNorm)}
+            found |= {f"{place}{own}": f"{place}{norm}" for own, norm in norms.items()}
+    return found

@@ -6,6 +6,7 @@
 
 #pragma once
 
+#include <chrono>
 #include <initializer_list>
 
 #include "attention.h"
@@ -238,12 +239,42 @@ void attend(const Decoder& decoder, const Context<T>& context, const float* quer
   }
 }
 
+// What the time of a step goes to. kNorms: embedding, norms, sums of the residual stream, codes of activations, gates;
+// kHeads: norms and rotations of queries and keys, and writing the cache; kFeedForward: products and activation.
+enum class StepPart { kProjections, kHeads, kAttention, kFeedForward, kNorms };
+
+// Without a clock nothing is measured, and no instruction is there for it.
+struct NoClock {
+  void start() {}
+  void mark(StepPart) const {}
+};
+
+// Adds the time since the last mark to a part, as the first thread sees it: its own work, and waiting for the others.
+struct StepClock {
+  double* seconds;
+  mutable std::chrono::steady_clock::time_point last{};
+  bool is_first = false;
+
+  void start() {
+    is_first = omp_get_thread_num() == 0;
+    last = std::chrono::steady_clock::now();
+  }
+
+  void mark(StepPart part) const {
+    if (!is_first) return;
+    const auto now = std::chrono::steady_clock::now();
+    seconds[static_cast<int>(part)] += std::chrono::duration<double>(now - last).count();
+    last = now;
+  }
+};
+
 // One step's view of the decoder, as each thread has it.
-template <class T>
+template <class T, class Clock>
 struct Pass {
   const Decoder& decoder;
   const Step& step;
   const Memory& memory;
+  const Clock& clock;
 
   int64_t queries() const { return decoder.num_heads * decoder.head_dim; }
   int64_t pairs() const { return decoder.num_kv_heads * decoder.head_dim; }
@@ -336,26 +367,34 @@ struct Pass {
     const Rows in = rows(memory.normed, decoder.width), attended = rows(memory.attended, queries());
     multiply(in, {{layer.q, memory.q}, {layer.k, memory.k}, {layer.v, memory.v}, {layer.output_gate, memory.output_gate},
                   {layer.head_router, memory.head_router}});
+    clock.mark(StepPart::kProjections);
     each_row(step.num_rows, [&](int64_t row) {
       prepare(memory.q + row * queries(), decoder.num_heads, layer.q_norm, layer, row);
       prepare(memory.k + row * pairs(), decoder.num_kv_heads, layer.k_norm, layer, row);
       write(memory.k, layer.keys, row);
       write(memory.v, layer.values, row);
     });
+    clock.mark(StepPart::kHeads);
     attend_all(layer);
+    clock.mark(StepPart::kAttention);
     if (layer.output_gate.outputs || is_encoded(layer.o))
       each_row(step.num_rows, [&](int64_t row) {
         if (layer.output_gate.outputs) gate_output(row, layer.output_gate.outputs);
         if (is_encoded(layer.o)) encode(layer.o, attended, row);
       });
+    clock.mark(StepPart::kNorms);
     multiply(attended, {{layer.o, memory.out}});
+    clock.mark(StepPart::kProjections);
   }
 
   void feed_forward(const Layer& layer) const {
     const Rows activated = rows(memory.gate, decoder.ffn_width);
     multiply_gated(rows(memory.normed, decoder.width), layer.gate, layer.up, decoder.activation, memory.gate, memory.up);
+    clock.mark(StepPart::kFeedForward);
     if (is_encoded(layer.down)) each_row(step.num_rows, [&](int64_t row) { encode(layer.down, activated, row); });
+    clock.mark(StepPart::kNorms);
     multiply(activated, {{layer.down, memory.out}});
+    clock.mark(StepPart::kFeedForward);
   }
 
   // to: [N][D], after the final norm.
@@ -364,6 +403,7 @@ struct Pass {
       embed(row);
       norm(row, decoder.layers[0].attention_norm, decoder.layers[0].q);
     });
+    clock.mark(StepPart::kNorms);
     for (int64_t number = 0; number < decoder.num_layers; ++number) {
       const Layer& layer = decoder.layers[number];
       attention(layer);
@@ -371,6 +411,7 @@ struct Pass {
         add(row, layer.attention_post_norm);
         norm(row, layer.ffn_norm, layer.gate);
       });
+      clock.mark(StepPart::kNorms);
       feed_forward(layer);
       each_row(step.num_rows, [&](int64_t row) {
         add(row, layer.ffn_post_norm);
@@ -379,18 +420,22 @@ struct Pass {
         else
           norm(row, decoder.norm, to);
       });
+      clock.mark(StepPart::kNorms);
     }
   }
 };
 
-void decode_step(const Decoder& decoder, const Step& step, float* scratch, float* to, int threads) {
+template <class Clock>
+void decode_step(const Decoder& decoder, const Step& step, float* scratch, float* to, int threads, const Clock& clock) {
   const Memory memory = memory_of(decoder, step.num_rows, step.longest, threads, scratch);
 #pragma omp parallel num_threads(threads)
   {
+    Clock own = clock;
+    own.start();
     if (decoder.cache_format == kBf16)
-      Pass<Bf16>{decoder, step, memory}.run(to);
+      Pass<Bf16, Clock>{decoder, step, memory, own}.run(to);
     else
-      Pass<float>{decoder, step, memory}.run(to);
+      Pass<float, Clock>{decoder, step, memory, own}.run(to);
   }
 }
 

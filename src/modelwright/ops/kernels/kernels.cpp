@@ -75,7 +75,12 @@ extern "C" int64_t decode_scratch(const Decoder* decoder, int64_t num_rows, int6
 }
 
 extern "C" void decode_step(const Decoder* decoder, const Step* step, float* scratch, float* to, int threads) {
-  decode_step(*decoder, *step, scratch, to, threads);
+  decode_step(*decoder, *step, scratch, to, threads, NoClock{});
+}
+
+extern "C" void decode_step_timed(const Decoder* decoder, const Step* step, float* scratch, float* to, int threads,
+                                  double* seconds) {
+  decode_step(*decoder, *step, scratch, to, threads, StepClock{seconds});
 }
 
 extern "C" int64_t code_bytes(int64_t width, int64_t format) { return code_step(width, format); }

@@ -25,10 +25,7 @@ def measure_accuracy(classifier: TrainedClassifier, training: LabeledImages, hel
     """Accuracy with a 95% interval (Wilson), that of the rules, the p-value of a paired sign test against logistic
     regression, and which class was taken for which.
     """
-    labels = heldout.labels.astype(np.int64)
-    size = classifier.model.shape.image_size
-    squares = list(heldout.store.squares(range(len(heldout)), size=size, fit=classifier.fit))
-    predicted = classifier.probabilities(squares).argmax(axis=1)
+    labels, predicted = heldout.labels.astype(np.int64), _predicted(classifier, heldout)
     started = time.perf_counter()
     by_pixels = logistic_regression(training, heldout)
     most_frequent = int(np.bincount(training.labels).argmax())
@@ -48,6 +45,17 @@ def measure_accuracy(classifier: TrainedClassifier, training: LabeledImages, hel
         "classes": list(heldout.classes),
         "confusion": confusion(labels, predicted, len(heldout.classes)),
     }
+
+
+def share_right(classifier: TrainedClassifier, heldout: LabeledImages) -> float:
+    """The accuracy by itself."""
+    return float((_predicted(classifier, heldout) == heldout.labels).mean())
+
+
+def _predicted(classifier: TrainedClassifier, images: LabeledImages) -> NDArray[np.int64]:
+    size = classifier.model.shape.image_size
+    squares = list(images.store.squares(range(len(images)), size=size, fit=classifier.fit))
+    return classifier.probabilities(squares).argmax(axis=1)
 
 
 def baseline_hint(facts: Mapping[str, Any]) -> str:

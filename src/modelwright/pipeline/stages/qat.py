@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+from modelwright.compress.fold import fold_norms
 from modelwright.compress.grid_model import TrainedGrid
 from modelwright.core.errors import ConfigError
+from modelwright.model.decoder import Decoder
 from modelwright.objectives.next_token import NextToken
 from modelwright.objectives.step_sizes import WithStepSizes
 from modelwright.ops.int_grid import Granularity, WeightGrid
@@ -43,6 +45,9 @@ class QatConfig(TrainConfig):
     """Train the steps of the weights, too (LSQ, Esser et al. 2020); otherwise they span each group."""
     start_step: int = 0
     """Step from which weights and activations are rounded."""
+    fold_norms: bool = False
+    """Multiply the weights of the norms before projections into these first, and train on from neutral ones; the model
+    computes the same at the start."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -63,6 +68,12 @@ class QatConfig(TrainConfig):
 def _settings(config: RunConfig) -> QuantizationAwareConfig:
     section: QatConfig = config.section(QAT)
     return section.quantization()
+
+
+def _prepare(config: RunConfig, model: Decoder) -> None:
+    section: QatConfig = config.section(QAT)
+    if section.fold_norms:
+        fold_norms(model)
 
 
 def _objective(inputs: StageInputs) -> Objective:
@@ -107,4 +118,5 @@ QAT = training_spec(
     only_if_named=True,
     techniques=_techniques,
     save=_save,
+    prepare=_prepare,
 )

@@ -3,6 +3,7 @@ on a grid keeps exactly that; any other gets what `serve.int8.weights` says. Art
 tokenizer, `results.json`, and the evaluation's records.
 """
 
+import copy
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -14,9 +15,10 @@ from typing import Any
 import torch
 
 from modelwright.compress.agreement import Agreement, measure_agreement
+from modelwright.compress.fold import fold_norms
 from modelwright.compress.gptq import LayerError, gptq
 from modelwright.compress.grid_model import TrainedGrid, quantize_to_grid, save_grid_model
-from modelwright.compress.int8 import choose_backend, load_int8, quantize_model, save_int8, weight_bytes
+from modelwright.compress.int8 import FOUR_BITS, choose_backend, load_int8, quantize_model, save_int8, weight_bytes
 from modelwright.compress.smooth import smoothed
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.config import dump
@@ -44,6 +46,7 @@ from modelwright.plan.estimate import StageEstimate
 AGREEMENT_ROWS = 16
 CALIBRATION_ROWS = 64
 INT8_GRID = "Weights are quantized per output channel, activations per token at run time."
+FOLDED = "Norms before projections were multiplied into these. "
 INT8_SMOOTH = "Outliers of activations were moved into the weights (SmoothQuant). "
 SPEED_SHAPES = ((1, 1), (8, 1), (32, 1), (1, 256))
 """What speed is measured at: streams, and tokens of each."""
@@ -120,12 +123,15 @@ def _run(context: StageContext, config: RunConfig) -> None:
 def _quantize(context: StageContext, source: Path, reference: Decoder, config: RunConfig) -> tuple[str, dict[str, Any]]:
     """Write the quantized model; returns what its grid is, in words, and the errors of its layers if GPTQ made them."""
     settings, out = config.serve.int8, context.output.path
-    grid, codes, errors = TrainedGrid.load(source), None, dict[str, LayerError]()
-    if grid is None and settings.weights in ("int8", "int8_smooth"):
+    grid, codes, errors, first = TrainedGrid.load(source), None, dict[str, LayerError](), ""
+    if grid is None and settings.weights.endswith("folded"):
+        reference, first = copy.deepcopy(reference), FOLDED
+        fold_norms(reference)
+    if grid is None and settings.weights not in FOUR_BITS:
         is_smooth = settings.weights == "int8_smooth"
         plain = smoothed(reference, _calibration(context.parents[PACK.name])) if is_smooth else reference
         save_int8(quantize_model(plain, settings), out)
-        return f"{INT8_SMOOTH if is_smooth else ''}{INT8_GRID}", {}
+        return f"{first}{INT8_SMOOTH if is_smooth else ''}{INT8_GRID}", {}
     if grid is None:
         grid = TrainedGrid(weights=WeightGrid(bits=4, granularity=settings.granularity), int8_ends=True)
         if settings.weights == "int4_gptq":
@@ -133,7 +139,7 @@ def _quantize(context: StageContext, source: Path, reference: Decoder, config: R
             codes = gptq(reference, rows, grid.weights, show=errors.__setitem__)
     quantized = quantize_to_grid(reference, grid, codes=codes, choose=partial(choose_backend, settings))
     save_grid_model(quantized, grid, out)
-    return grid.describe(), {name: asdict(error) for name, error in errors.items()}
+    return f"{first}{grid.describe()}", {name: asdict(error) for name, error in errors.items()}
 
 
 def _calibration(pack: Path) -> list[TokenBatch]:

@@ -98,6 +98,10 @@ def save_language_model(trained: TrainedModel) -> Mapping[str, Any]:
     return {}
 
 
+def as_it_is(config: RunConfig, model: Decoder) -> None:
+    """`training_spec(prepare=...)` of a stage that trains on the weights that it finds."""
+
+
 def no_blocks(stage: StageData) -> Sequence[Block]:
     """`training_spec(blocks=...)` of a stage whose section has what all have."""
     return ()
@@ -121,6 +125,7 @@ class _Traits:
     row_use: RowUse
     save: Callable[[TrainedModel], Mapping[str, Any]]
     fresh: Callable[[RunConfig], Decoder]
+    prepare: Callable[[RunConfig, Decoder], None]
 
 
 def training_spec(
@@ -147,6 +152,7 @@ def training_spec(
     row_use: RowUse = USES_ROWS,
     save: Callable[[TrainedModel], Mapping[str, Any]] = save_language_model,
     fresh: Callable[[RunConfig], Decoder] | None = None,
+    prepare: Callable[[RunConfig, Decoder], None] = as_it_is,
 ) -> StageSpec:
     """A stage that trains the model of the stage before it, or random weights, on some rows of the stage pack.
 
@@ -160,12 +166,19 @@ def training_spec(
     row_use: what a stage does that generates what it learns from
     save: writes the artifact on the first rank and returns further facts
     fresh: makes the model with random weights, where it is not the one of the run's configuration
+    prepare: changes the model that training starts from, in place; its weights may still be on disk (`deferred_model`)
 
     For the rest see `StageSpec`.
     """
 
     traits = _Traits(
-        start=start, further=further, techniques=techniques, row_use=row_use, save=save, fresh=fresh or fresh_model
+        start=start,
+        further=further,
+        techniques=techniques,
+        row_use=row_use,
+        save=save,
+        fresh=fresh or fresh_model,
+        prepare=prepare,
     )
 
     def report(data: RunData, stage: StageData) -> Section:
@@ -246,6 +259,7 @@ def _run(context: StageContext, config: RunConfig, spec: StageSpec, traits: _Tra
     rows = context.parents[PACK.name] / spec.rows.name / "train"
     load = deferred_model if rows.is_dir() else load_model
     model = load(context.parents[before]) if before else traits.fresh(config)
+    traits.prepare(config, model)
     if rows.is_dir():
         with training_data(rows, config.cache, context) as data:
             facts = _learn(context, config, spec, model, data, traits)

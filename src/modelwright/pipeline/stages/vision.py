@@ -1,32 +1,45 @@
 """vision: a classifier of images, a ResNet or a vision transformer, by the training loop of all stages.
 
-Artifact: the classifier (`objectives/image_classifier.py`). Facts: `heldout_images`, its accuracy on held-out images
-beside logistic regression on pixels.
+Artifact: the classifier (`objectives/image_classifier.py`), with integer weights if it was trained for them. Facts:
+`heldout_images`, its accuracy on held-out images beside logistic regression on pixels; `quantization`, what integers
+save and cost.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from modelwright.compress.int8 import weight_bytes
 from modelwright.core.rundir import RunDir
 from modelwright.core.seeds import derive_seed
 from modelwright.data.images.labeled import LabeledImages
 from modelwright.model.vision.classifier import ImageClassifier, forward_flops
 from modelwright.objectives.image_classification import CLASSIFIER, ImageClassification, ImageTrainConfig, carrier
 from modelwright.objectives.image_classifier import TrainedClassifier, save_classifier
+from modelwright.objectives.image_quantization import quantization_of, trained_grid
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.report.blocks import Block, Fact, Table
-from modelwright.pipeline.report.format import count, percent
+from modelwright.pipeline.report.blocks import Block, Fact, Note, Table
+from modelwright.pipeline.report.format import count, percent, size
 from modelwright.pipeline.report.run_data import RunData, StageData
 from modelwright.pipeline.stage import Rates, StageInputs, StageSpec
 from modelwright.pipeline.stages.alignment import metric_charts
-from modelwright.pipeline.stages.image_accuracy import accuracy_table, baseline_hint, measure_accuracy
+from modelwright.pipeline.stages.image_accuracy import (
+    accuracy_table,
+    baseline_hint,
+    measure_accuracy,
+    share_right,
+)
 from modelwright.pipeline.stages.labeled_rows import LABELED_ROWS, open_labeled
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.row_use import RowUse
 from modelwright.pipeline.stages.training import FurtherModels, TrainedModel, training_spec
 from modelwright.plan.estimate import StageEstimate
+from modelwright.train.runtime import TechniqueBuilder
+from modelwright.train.techniques.fake_quantization import RANGES, fake_quantization
 
+PREFIX = f"heads.{CLASSIFIER}."
+"""Before the names of a classifier's layers in the model that is trained."""
 USUAL_CLASSES = 10
 """What an estimate assumes before the images are read."""
 
@@ -50,18 +63,43 @@ def _further(run: RunConfig, config: ImageTrainConfig) -> FurtherModels:
     return FurtherModels(folders={"vit.init_from": folder} if folder else {})
 
 
+def _techniques(inputs: StageInputs) -> list[TechniqueBuilder]:
+    config = inputs.training
+    assert isinstance(config, ImageTrainConfig)
+    kind = config.quantization
+    return [] if kind == "none" else [lambda run: fake_quantization(quantization_of(kind, run.num_steps), run)]
+
+
+def _integers(trained: TrainedModel, classifier: TrainedClassifier) -> TrainedClassifier:
+    """The classifier that was trained for."""
+    config = trained.config.section(VISION)
+    assert isinstance(config, ImageTrainConfig)
+    if config.quantization == "none":
+        return classifier
+    stored = json.loads((trained.context.folder.path / RANGES).read_text(encoding="utf-8"))
+    own = {name.removeprefix(PREFIX): ends for name, ends in stored.items() if name.startswith(PREFIX)}
+    ranges = {name: (float(least), float(most)) for name, (least, most) in own.items()}
+    return classifier.quantized(trained_grid(quantization_of(config.quantization, num_steps=1), ranges))
+
+
 def _save(trained: TrainedModel) -> Mapping[str, Any]:
     assert trained.data is not None
     assert trained.data.images is not None
     training, heldout = LabeledImages(trained.data.images), open_labeled(trained.heldout.parent, "heldout")
     model = trained.model.heads[CLASSIFIER]
     assert isinstance(model, ImageClassifier)
-    classifier = TrainedClassifier(model.eval(), training.classes)
+    before = TrainedClassifier(model.eval(), training.classes)
+    classifier = _integers(trained, before)
     save_classifier(classifier, trained.folder)
     facts: dict[str, Any] = {"num_parameters": sum(one.numel() for one in model.parameters())}
     if heldout is not None:
         trained.context.progress.note("vision: measuring accuracy on held-out images")
         facts["heldout_images"] = measure_accuracy(classifier, training, heldout)
+    if classifier.grid is not None:
+        sizes = (weight_bytes(one.model) for one in (before, classifier))
+        facts["quantization"] = dict(zip(("float_bytes", "integer_bytes"), sizes, strict=True))
+        if heldout is not None:
+            facts["quantization"]["float_accuracy"] = share_right(before, heldout)
     return facts
 
 
@@ -75,7 +113,20 @@ def _headline(data: RunData, stage: StageData) -> Sequence[Fact]:
 def _blocks(stage: StageData) -> Sequence[Block]:
     charts = metric_charts(stage, {"Share of images in the right class": {"accuracy": "accuracy"}})
     facts = stage.facts.get("heldout_images")
-    return [*_accuracy_blocks(facts), *charts] if facts else charts
+    notes = _quantization_notes(stage.facts)
+    return [*_accuracy_blocks(facts), *notes, *charts] if facts else [*notes, *charts]
+
+
+def _quantization_notes(facts: Mapping[str, Any]) -> list[Block]:
+    if not (found := facts.get("quantization")):
+        return []
+    text = (
+        f"Convolutions and projections are integers, with batch norms folded into them: "
+        f"{size(found['integer_bytes'])} instead of {size(found['float_bytes'])}."
+    )
+    if "float_accuracy" in found:
+        text += f" Without any rounding the same weights are right on {percent(found['float_accuracy'], 1)}."
+    return [Note(text)]
 
 
 def _accuracy_blocks(facts: Mapping[str, Any]) -> list[Block]:
@@ -114,6 +165,7 @@ _SPEC = training_spec(
     further=_further,
     start=lambda config, stage: "",
     row_use=RowUse(learns_by_heart=False),
+    techniques=_techniques,
     save=_save,
     fresh=lambda config: carrier(),
 )
