@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -53,6 +53,7 @@ from modelwright_claims.plain_training import train_plainly
 from modelwright_claims.wild_batches import Wild, WildBatches
 from modelwright_claims.workbench import KINDS, HeldOut, Mode, Size, TextKind, device, packed_rows, prepare_text
 
+AnyRun = TypeVar("AnyRun", bound="Run")
 NUM_UNTIMED_STEPS = 3
 HELDOUT_ROWS = 32
 """Rows of a held-out batch."""
@@ -212,15 +213,24 @@ def prepare(setting: Setting, run: Run) -> None:
         packed_rows(setting, seq_len=run.size.seq_len, mode="best_fit", split=run.heldout, kind=kind)
 
 
-def execute(setting: Setting, run: Run, *, begin: Path | None = None, keep: Path | None = None) -> Outcome:
-    """Make one run. begin: file of weights to start from; keep: where the last weights go.
+def execute(
+    setting: Setting,
+    run: Run,
+    *,
+    begin: Path | None = None,
+    keep: Path | None = None,
+    module: str = "modelwright_claims.training_run",
+    train: Callable[..., Outcome] | None = None,
+) -> Outcome:
+    """Make one run. begin: file of weights to start from; keep: where the last weights go; train: what trains as one
+    rank, `train_once` with None; module: the program of a process that does so, by `work_on_job`.
 
     Raises `ModelwrightError` when a process fails.
     """
     if not run.processes.threads:
         if run.processes.count != 1:
             raise ValueError("a run of several processes has to say how many threads each of them has")
-        return train_once(setting, run, single(device()), begin=begin, keep=keep)
+        return (train or train_once)(setting, run, single(device()), begin=begin, keep=keep)
     prepare(setting, run)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=setting.folder)))
@@ -229,7 +239,7 @@ def execute(setting: Setting, run: Run, *, begin: Path | None = None, keep: Path
         job = {"run": dump(run), "begin": str(begin or ""), "keep": str(keep or "")}
         (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
         run_ranks(
-            "modelwright_claims.training_run",
+            module,
             [str(setting.folder), str(folder)],
             num_ranks=run.processes.count,
             ranks_per_host=run.processes.per_host,
@@ -402,18 +412,23 @@ def _stage(setting: Setting, stage: Path | None) -> Iterator[Path]:
         yield Path(folder)
 
 
-def main() -> None:
-    """Train as one rank of the job in a folder: `python -m modelwright_claims.training_run TEXT_FOLDER JOB_FOLDER`."""
+def work_on_job(kind: type[AnyRun], train: Callable[..., Outcome]) -> None:
+    """Train as one rank of the job in a folder: `python -m MODULE TEXT_FOLDER JOB_FOLDER`."""
     text, folder = map(Path, sys.argv[1:])
     job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
-    run = parse(Run, job["run"])
+    run = parse(kind, job["run"])
     begin, keep = (Path(job[name]) if job[name] else None for name in ("begin", "keep"))
     torch.set_num_threads(run.processes.threads)
     setting = Setting(folder=text, quick=False, progress=SilentProgress())
     with join_world(torch.device("cpu") if run.processes.count > 1 else device()) as world:
-        outcome = train_once(setting, run, world, begin=begin, keep=keep, stage=folder / "stage")
+        outcome = train(setting, run, world, begin=begin, keep=keep, stage=folder / "stage")
         if world.is_first:
             write_atomic(folder / "outcome.json", json.dumps(asdict(outcome)))
+
+
+def main() -> None:
+    """See `work_on_job`."""
+    work_on_job(Run, train_once)
 
 
 if __name__ == "__main__":

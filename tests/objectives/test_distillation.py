@@ -1,4 +1,4 @@
-"""Distillation: its three parts against naive ones, schedules, layouts, the cache of a teacher, kills."""
+"""Distillation: its three parts against naive ones, teachers of other types, schedules, layouts, the cache, kills."""
 
 import os
 import signal
@@ -13,27 +13,31 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distributed import run_distributed, start_distributed
+from hf_folders import write_folder
 from modelwright.core.errors import ConfigError, Stopped
 from modelwright.model.attention import packed_attend
+from modelwright.model.config import AttentionConfig, ModelConfig
 from modelwright.model.decoder import Attend, Decoder
+from modelwright.model.hf import load_model
 from modelwright.objectives import teacher_cache
-from modelwright.objectives.distillation import (
-    Distillation,
-    DistillationSettings,
-    LossPart,
-    even_layer_map,
-    num_relation_heads,
-)
+from modelwright.objectives.attention_targets import num_relation_heads
+from modelwright.objectives.distillation import Distillation, DistillationSettings, LossPart, check_shapes
+from modelwright.objectives.layer_map import even_layer_map
 from modelwright.objectives.teacher import TeacherModel
 from modelwright.objectives.teacher_cache import LOG_PROBS, TeacherCache
+from modelwright.ops.attention_divergence import Scored, attention_divergence_naive
 from modelwright.ops.distillation_loss import distillation_loss_naive
+from modelwright.ops.divergences import DivergenceKind
 from modelwright.ops.relation_loss import relation_loss_naive
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, single
 from modelwright.train.objective import forward
 from modelwright.train.technique import Technique, Update
+from tolerances import TOLERANCES
 
 TEACHER = replace(tiny_run.SHAPE, num_layers=3, model_dim=48, num_heads=6, num_kv_heads=3, ffn_dim=96)
+EQUAL_HEADS = replace(TEACHER, num_heads=4, num_kv_heads=1, head_dim=16)
+"""A teacher with as many heads as the student, wider ones over fewer keys."""
 NUM_STEPS, TEMPERATURE, SHARE = 6, 2.5, 0.4
 PHASES = {
     "hidden": LossPart(2.0, 0.0, 0.34),
@@ -44,8 +48,10 @@ PHASES = {
 LOGITS_ONLY = {"logits": LossPart(1.0)}
 
 
-def teacher_of(world: World, dtype: torch.dtype, *, sharded: bool = False) -> TeacherModel:
-    model = Decoder(TEACHER)
+def teacher_of(
+    world: World, dtype: torch.dtype, *, sharded: bool = False, shape: ModelConfig = TEACHER
+) -> TeacherModel:
+    model = Decoder(shape)
     model.init_weights(7)
     with torch.no_grad():
         for parameter in model.parameters():  # as sharp as a trained one
@@ -54,16 +60,24 @@ def teacher_of(world: World, dtype: torch.dtype, *, sharded: bool = False) -> Te
 
 
 def make(
-    world: World, parts: Any = PHASES, *, dtype: torch.dtype = torch.float64, cache: Path | None = None, sharded=False
+    world: World,
+    parts: Any = PHASES,
+    *,
+    dtype: torch.dtype = torch.float64,
+    cache: Path | None = None,
+    sharded: bool = False,
+    shape: ModelConfig = TEACHER,
+    **settings: Any,
 ) -> Distillation:
-    teacher = teacher_of(world, dtype, sharded=sharded)
+    teacher = teacher_of(world, dtype, sharded=sharded, shape=shape)
     stored = None
     if cache is not None:
         stored = TeacherCache(teacher=teacher, folder=cache, temperature=TEMPERATURE, top_k=5, rank=world.rank)
+    chosen = {"parts": parts, "temperature": TEMPERATURE, "label_share": SHARE, "chunk_tokens": 50, **settings}
     return Distillation(
         source=tiny_run.Rows(),
         teacher=teacher,
-        settings=DistillationSettings(parts=parts, temperature=TEMPERATURE, label_share=SHARE, chunk_tokens=50),
+        settings=DistillationSettings(**chosen),
         num_steps=NUM_STEPS,
         cache=stored,
     )
@@ -76,13 +90,13 @@ def attach(model: Decoder, objective: Distillation) -> Decoder:
     return model
 
 
-def naive_forward(model: Decoder, batch: Any) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """Hidden states after the last norm, the outputs of all layers, and the last layer's queries, keys and values."""
-    seen: list[Tensor] = []
-    plain = packed_attend(batch.segments_BT)
+def naive_forward(model: Decoder, batch: Any) -> tuple[Tensor, list[Tensor], list[list[Tensor]]]:
+    """Hidden states after the last norm, and of every layer its output and its queries, keys and values."""
+    seen: list[list[Tensor]] = []
+    plain = packed_attend(batch.segments_BT, model.config.windows)
 
     def keep(*inputs: Any) -> Tensor:
-        seen[:] = [one.flatten(2) for one in inputs[1:]]
+        seen.append(list(inputs[1:]))
         return plain(*inputs)
 
     attend: Attend = keep
@@ -94,44 +108,64 @@ def naive_forward(model: Decoder, batch: Any) -> tuple[Tensor, list[Tensor], lis
     return model.norm(hidden), outputs, seen
 
 
+def naive_attention(
+    model: Decoder, objective: Distillation, own: list[list[Tensor]], its: list[list[Tensor]], batch: Any
+) -> Tensor:
+    """The sum over tokens, by the form of the settings."""
+    if objective.settings.attention_form == "relations":
+        number = num_relation_heads(model.config, objective.teacher.config)
+        pairs = zip(own[-1], its[-1], strict=True)
+        relations = [
+            relation_loss_naive(one.flatten(2), other.flatten(2), batch.segments_BT, num_heads=number)
+            for one, other in pairs
+        ]
+        return torch.stack(relations).sum() / (3 * number)
+    mapped = enumerate(objective.settings.layer_map or even_layer_map(2, objective.teacher.config.num_layers))
+    divergences = [
+        attention_divergence_naive(
+            Scored(*own[layer][:2]), Scored(*its[other][:2]), batch.segments_BT, window=model.config.window_of(layer)
+        )
+        for layer, other in mapped
+        if other >= 0
+    ]
+    return torch.stack(divergences).mean() / model.config.num_heads
+
+
 def naive_losses(model: Decoder, objective: Distillation, batch: Any, step: int) -> dict[str, Tensor]:
     """The normalized terms by their definitions."""
-    teacher = objective.teacher.frozen.executor.model
+    teacher, settings = objective.teacher.frozen.executor.model, objective.settings
     with torch.no_grad():
         their_last, their_outputs, their_heads = naive_forward(teacher, batch)
     last, outputs, heads = naive_forward(model, batch)
     real, progress = batch.segments_BT >= 0, step / NUM_STEPS
-    gaps = [
-        model.heads[f"distillation_{own}"](outputs[own]) - their_outputs[layer]
-        for own, layer in enumerate(even_layer_map(2, 3))
-    ]
-    hidden = torch.stack([gap[real].square().mean() for gap in gaps]).mean()
-    number = num_relation_heads(model.config, TEACHER)
-    relations = [
-        relation_loss_naive(own, theirs, batch.segments_BT, num_heads=number)
-        for own, theirs in zip(heads, their_heads, strict=True)
-    ]
-    logits = distillation_loss_naive(
-        last.flatten(0, 1),
-        model.head_weight,
-        teacher.logits(their_last).flatten(0, 1),
-        batch.labels_BT.flatten(),
-        temperature=TEMPERATURE,
-        label_share=SHARE,
-    )
-    values = {
-        "hidden": hidden,
-        "attention": torch.stack(relations).sum() / (3 * number) / real.sum(),
-        "logits": logits / (batch.labels_BT >= 0).sum(),
-    }
-    return {name: value * PHASES[name].at(progress) for name, value in values.items()}
+    values: dict[str, Tensor] = {}
+    if "hidden" in settings.parts:
+        gaps = [
+            model.heads[f"distillation_{own}"](outputs[own]) - their_outputs[layer]
+            for own, layer in enumerate(settings.layer_map or even_layer_map(2, 3))
+            if layer >= 0
+        ]
+        values["hidden"] = torch.stack([gap[real].square().mean() for gap in gaps]).mean()
+    if "attention" in settings.parts:
+        values["attention"] = naive_attention(model, objective, heads, their_heads, batch) / real.sum()
+    if "logits" in settings.parts:
+        logits = distillation_loss_naive(
+            last.flatten(0, 1),
+            model.head_weight,
+            teacher.logits(their_last).flatten(0, 1),
+            batch.labels_BT.flatten(),
+            temperature=TEMPERATURE,
+            label_share=SHARE,
+            kind=settings.divergence,
+        )
+        values["logits"] = logits / (batch.labels_BT >= 0).sum()
+    return {name: value * settings.parts[name].at(progress) for name, value in values.items()}
 
 
-@pytest.mark.parametrize("step", range(NUM_STEPS))
-def test_losses_and_gradients_equal_naive_ones(step: int) -> None:
-    objective = make(single())
+def assert_equals_naive(objective: Distillation, step: int) -> None:
+    """The terms of a batch, and all gradients."""
     model = attach(tiny_run.tiny_model(torch.float64), objective)
-    batches = objective.batches(model, first=step, rank=0, world_size=1)
+    batches = objective.batches(model, first=step, rank=0, world_size=1)  # whose end ends the reading of layers
     batch = next(batches)
     weights, found = objective.weights(batch), objective.losses(forward(model, batch), batch, model).losses
     ours = {name: loss / max(1, int(weights[name])) for name, loss in found.items()}
@@ -148,6 +182,49 @@ def test_losses_and_gradients_equal_naive_ones(step: int) -> None:
     for name, fast, slow in zip(names, *gradients, strict=True):
         torch.testing.assert_close(fast, slow, rtol=1e-9, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
     assert any(bool(gradient.any()) for gradient in gradients[0])
+
+
+@pytest.mark.parametrize("step", range(NUM_STEPS))
+def test_losses_and_gradients_equal_naive_ones(step: int) -> None:
+    assert_equals_naive(make(single()), step)
+
+
+@pytest.mark.parametrize("layer_map", [(), (0, 2), (1, 1), (2, -1)])
+def test_mapped_layers_and_distributions_of_heads_equal_naive_ones(layer_map: tuple[int, ...]) -> None:
+    """Steps of both parts, and of attention and logits."""
+    for step in (2, 3):
+        objective = make(single(), shape=EQUAL_HEADS, attention_form="distributions", layer_map=layer_map)
+        assert_equals_naive(objective, step)
+
+
+@pytest.mark.parametrize("name", ["reverse_kl", "jsd"])
+def test_other_divergences_equal_naive_ones(name: Any) -> None:
+    assert_equals_naive(make(single(), divergence=DivergenceKind(name=name, beta=0.3)), 4)
+
+
+HF_TEACHERS = ("gemma2", "gemma3", "phi3-window", "qwen3", "llama-biased", "mistral")
+
+
+@pytest.mark.parametrize("name", HF_TEACHERS)
+def test_a_teacher_from_a_folder_of_another_type_teaches_what_it_computes(name: str, tmp_path: Path) -> None:
+    """Its predictions are those of `transformers`, and all three parts are those of the definitions: soft caps, sliding
+    windows, biases, norms and scales of its own are its own affair.
+    """
+    theirs = write_folder(name, tmp_path, vocab_size=tiny_run.VOCABULARY)
+    teacher = TeacherModel.of(load_model(tmp_path).to(torch.float64), single())
+    batch = tiny_run.Rows().batch(0)
+    hidden_BTE = teacher.output(batch).hidden_BTE
+    targets = teacher.targets(hidden_BTE, DivergenceKind())
+    logits_NV = targets.hidden_NE @ targets.weight_VE.T
+    logits_NV = targets.soft_cap * (logits_NV / targets.soft_cap).tanh() if targets.soft_cap else logits_NV
+    row, document = 0, batch.segments_BT[0] == 0
+    with torch.no_grad():
+        expected_TV = theirs(batch.input_ids_BT[row, document][None]).logits[0]
+    torch.testing.assert_close(logits_NV[:32][document].float(), expected_TV, **TOLERANCES["fp32_logits"])
+    for step in (2, 4):
+        objective = make(single(), PHASES)
+        objective.teacher = teacher
+        assert_equals_naive(objective, step)
 
 
 def test_hooks_go_with_the_batches() -> None:
@@ -209,6 +286,22 @@ WITH_HIDDEN = {"hidden": LossPart(1.0), "logits": LossPart(1.0)}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "copies": {"changes": SHORT},
     "zero 3": {"parallel": {"zero_stage": 3}},
+    "zero 3, distributions": {
+        "parallel": {"zero_stage": 3},
+        "settings": {"shape": EQUAL_HEADS, "attention_form": "distributions", "layer_map": (0, 2)},
+    },
+    "tensor, reverse": {
+        "parallel": {"tensor": 2},
+        "parts": LOGITS_ONLY,
+        "changes": SHORT,
+        "settings": {"divergence": DivergenceKind(name="reverse_kl")},
+    },
+    "tensor, mixture": {
+        "parallel": {"tensor": 2},
+        "parts": LOGITS_ONLY,
+        "changes": SHORT,
+        "settings": {"divergence": DivergenceKind(name="jsd", beta=0.3)},
+    },
     "tensor": {"parallel": {"tensor": 2, "sequence_parallel": False}, "parts": WITH_HIDDEN, "changes": SHORT},
     "context": {"parallel": {"context": 2}, "parts": WITH_HIDDEN, "changes": SHORT},
     "tensor, cache": {"parallel": {"tensor": 2}, "parts": LOGITS_ONLY, "changes": SHORT, "caches": True},
@@ -225,7 +318,8 @@ def run_layout(world: World, folder: Path, name: str) -> dict[str, Tensor]:
     """One of `LAYOUTS`; a single process leaves the layout out."""
     layout, parallel = LAYOUTS[name], LAYOUTS[name].get("parallel", {}) if world.size > 1 else {}
     cache = folder / f"cache-{name}" if layout.get("caches") else None
-    objective = make(world, layout.get("parts", PHASES), cache=cache, sharded="zero_stage" in parallel)
+    settings = layout.get("settings", {})
+    objective = make(world, layout.get("parts", PHASES), cache=cache, sharded="zero_stage" in parallel, **settings)
     return train(world, folder / name, objective, parallel=parallel, changes=layout.get("changes"))
 
 
@@ -286,6 +380,61 @@ def test_a_stopped_run_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     resumed = train(single(), tmp_path / "cut", objective("cut"), dtype=torch.float32)
     assert "3/logits" not in resumed
     assert all(torch.equal(value, whole[name]) for name, value in resumed.items())
+
+
+DEFAULTS = {
+    "hidden": LossPart(1.0, 0.0, 0.25),
+    "attention": LossPart(1.0, 0.25, 0.5),
+    "logits": LossPart(1.0, 0.5, 1.0),
+}
+NUM_PHASED = 12
+"""Steps of a run in which each phase lasts three at least: hidden from 0, attention from 3, logits from 6."""
+
+
+def train_phases(world: World, folder: Path, form: str, die_at: int = -1) -> dict[str, Tensor]:
+    """die_at: the step, from 0, in whose forward pass the process dies by SIGKILL."""
+    shape = EQUAL_HEADS if form == "distributions" else TEACHER
+    objective = make(world, DEFAULTS, dtype=torch.float32, shape=shape, attention_form=form)
+    objective.num_steps, losses, num_seen = NUM_PHASED, objective.losses, 0
+
+    def count(output: Tensor, batch: Any, model: Decoder) -> Any:
+        nonlocal num_seen
+        num_seen += output.requires_grad
+        if num_seen == die_at + 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return losses(output, batch, model)
+
+    objective.losses = count if die_at >= 0 else losses
+    return train(world, folder, objective, changes={"num_steps": NUM_PHASED}, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tensor]]:
+    forms = ("relations", "distributions")
+    return {form: train_phases(single(), tmp_path_factory.mktemp(form), form) for form in forms}
+
+
+@pytest.mark.parametrize(
+    ("phase", "form", "step"),
+    [
+        ("hidden", "relations", 2),
+        ("attention", "relations", 4),
+        ("attention", "distributions", 5),
+        ("logits", "relations", 8),
+    ],
+)
+def test_a_run_that_is_killed_in_a_phase_goes_on_with_the_same_bits(
+    phase: str, form: str, step: int, uninterrupted: dict[str, dict[str, Tensor]], tmp_path: Path
+) -> None:
+    whole = uninterrupted[form]
+    assert [name for name in DEFAULTS if whole[f"{step}/{name}"] > 0] == [phase]
+    (ended,) = start_distributed(train_phases, 1, tmp_path, form, step).wait()
+    assert ended.code == -signal.SIGKILL
+    resumed = train_phases(single(), tmp_path, form)
+    assert f"{step}/{phase}" in resumed
+    assert f"0/{phase}" not in resumed
+    assert all(torch.equal(value, whole[name]) for name, value in resumed.items())
+    assert "norm.weight" in resumed
 
 
 def die_while_caching(world: World, folder: Path) -> None:
@@ -363,6 +512,23 @@ def test_maps_heads_and_schedules() -> None:
         objective.own_modules(tiny_run.SHAPE)
     objective.settings = replace(objective.settings, layer_map=(-1, 2))
     assert list(objective.own_modules(tiny_run.SHAPE)) == ["distillation_1"]
+    objective.settings = replace(objective.settings, layer_map=(-1, -1))
+    with pytest.raises(ConfigError, match="layer_map: maps no layer"):
+        objective.own_modules(tiny_run.SHAPE)
+
+
+def test_distributions_that_cannot_be_compared_are_refused() -> None:
+    settings = DistillationSettings(parts=DEFAULTS, attention_form="distributions")
+    with pytest.raises(ConfigError, match="the student has 4 heads, the teacher 6; choose relations"):
+        check_shapes(settings, tiny_run.SHAPE, TEACHER)
+    windowed = replace(EQUAL_HEADS, attention=AttentionConfig(window=8, window_layers=(0, 2)))
+    with pytest.raises(
+        ConfigError, match="layer 1 of the student sees all earlier tokens, layer 2 of the teacher 8 tokens; map"
+    ):
+        check_shapes(settings, tiny_run.SHAPE, windowed)
+    check_shapes(replace(settings, layer_map=(-1, 1)), tiny_run.SHAPE, windowed)
+    check_shapes(replace(settings, attention_form="relations"), tiny_run.SHAPE, TEACHER)
+    check_shapes(replace(settings, parts=LOGITS_ONLY, layer_map=(7,)), tiny_run.SHAPE, TEACHER)
 
 
 def test_projections_between_equal_widths_start_as_the_identity() -> None:

@@ -1,5 +1,7 @@
 """The distillation loss of a linear head against the definition with all logits: values, gradients, memory."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from modelwright.ops.distillation_loss import (
     distillation_loss,
     distillation_loss_naive,
 )
+from modelwright.ops.divergences import DivergenceKind
 from modelwright.ops.token_log_probs import LinearHead
 from tolerances import TOLERANCES
 
@@ -55,6 +58,52 @@ def test_equals_naive_twin(chunk, soft_cap, top_k, temperature, share):
     ours = torch.autograd.grad(1.7 * fast.loss, (hidden, weight))
     reference = torch.autograd.grad(1.7 * naive, (hidden, weight))
     torch.testing.assert_close(ours, reference, rtol=1e-9, atol=1e-9)
+
+
+KINDS = [DivergenceKind(name="reverse_kl")] + [DivergenceKind(name="jsd", beta=share) for share in (0.1, 0.5, 0.9)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("soft_cap", [0.0, 3.0])
+@pytest.mark.parametrize(("temperature", "share"), [(2.5, 0.5), (1.0, 0.0)])
+def test_other_divergences_equal_their_naive_twins(kind, soft_cap, temperature, share):
+    hidden, weight, teacher, labels = inputs()
+    settings = {"temperature": temperature, "label_share": share}
+    head = LinearHead(weight_UD=weight, soft_cap=soft_cap)
+    fast = distillation_loss(hidden, head, replace(teacher, kind=kind), labels, chunk_tokens=7, **settings)
+    naive = distillation_loss_naive(
+        hidden, weight, teacher_logits(teacher), labels, soft_cap=soft_cap, kind=kind, **settings
+    )
+    torch.testing.assert_close(fast.loss, naive, rtol=1e-10, atol=1e-10)
+    ours, reference = (torch.autograd.grad(1.7 * loss, (hidden, weight)) for loss in (fast.loss, naive))
+    torch.testing.assert_close(ours, reference, rtol=1e-9, atol=1e-9)
+
+
+def divergence(kind: DivergenceKind, *, swapped: bool = False) -> float:
+    """Of one random distribution from another."""
+    log_probs = torch.randn(2, 50, 9, generator=torch.Generator().manual_seed(1), dtype=torch.float64).log_softmax(-1)
+    one, other = log_probs.flip(0) if swapped else log_probs
+    return float(kind.of(one, other.clone(), lambda values: values[None]).values_C.sum())
+
+
+def test_limits_of_the_mixture_are_the_two_directions():
+    """Agarwal et al. 2024, section 2; and it is symmetric at a half and bounded by log 2."""
+    tiny, forward, reverse = 1e-6, DivergenceKind(), DivergenceKind(name="reverse_kl")
+    low, high, half = (DivergenceKind(name="jsd", beta=share) for share in (tiny, 1 - tiny, 0.5))
+    assert divergence(low) / tiny == pytest.approx(divergence(forward), rel=1e-3)
+    assert divergence(high) / tiny == pytest.approx(divergence(reverse), rel=1e-3)
+    assert divergence(reverse) == pytest.approx(divergence(forward, swapped=True))
+    assert divergence(reverse) != pytest.approx(divergence(forward), rel=0.01)
+    assert divergence(half) == pytest.approx(divergence(half, swapped=True))
+    assert divergence(half) < 50 * 0.6931
+
+
+def test_probabilities_that_vanish_are_finite():
+    scores = torch.tensor([[0.0, 300.0, -300.0]], dtype=torch.float32)
+    for kind in (DivergenceKind(), *KINDS):
+        found = kind.of(scores.log_softmax(-1), (-scores).log_softmax(-1), lambda values: values[None])
+        assert found.values_C.isfinite().all()
+        assert found.grad_CU.isfinite().all()
 
 
 def test_stored_probabilities_bound_the_divergence_from_below():

@@ -1,4 +1,6 @@
-"""The stages student and distill: pruned and scratch students, teachers of the run and from folders, refusals."""
+"""The stages student and distill: pruned and scratch students, teachers of the run and from folders, completions of the
+student's own, refusals.
+"""
 
 import shutil
 import subprocess
@@ -8,14 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from hf_folders import WINDOW, write_folder
 from modelwright.cli.main import main
 from modelwright.core.artifacts import MANIFEST, read_manifest
 from modelwright.core.errors import ConfigError
 from modelwright.core.records import column, read_records
 from modelwright.core.rundir import RunDir
-from modelwright.data.tokenizer import TokenizerConfig, train_tokenizer
+from modelwright.data.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
 from modelwright.model.config import ModelConfig
 from modelwright.model.hf import load_config, load_model
+from modelwright.objectives.on_policy_distillation import OnPolicyConfig
 from modelwright.pipeline.stages.distill import DistillConfig
 from modelwright.pipeline.stages.student import StudentConfig
 
@@ -88,6 +92,100 @@ def test_another_run_takes_a_teacher_from_a_folder(
     assert "has another tokenizer than the run" in refused.stderr
 
 
+SECOND_STAGES = "--stages=clean,tokenize,pack,student,distill"
+
+
+@pytest.mark.parametrize(
+    ("name", "feature"),
+    [
+        ("gemma2", lambda shape: shape.attention.soft_cap > 0 and shape.norms.post_norms),
+        ("phi3-window", lambda shape: shape.window_of(0) == WINDOW),
+        ("qwen3", lambda shape: shape.qk_norm),
+    ],
+)
+def test_a_folder_of_another_type_is_a_teacher(
+    name: str,
+    feature: Callable[[ModelConfig], bool],
+    run: RunDir,
+    inside: Command,
+    small_words: tuple[str, ...],
+    tmp_path: Path,
+) -> None:
+    """A folder that `transformers` has written: its student is pruned from it and is of its type, and learns all three
+    parts, attention head by head from the layer that the map names.
+    """
+    tokenizer = Tokenizer.load(run.stage("tokenize").artifact)
+    write_folder(name, tmp_path, vocab_size=tokenizer.vocab_size)
+    tokenizer.save(tmp_path)
+    done = inside(
+        *small_words, "--run-dir", str(run.path), SECOND_STAGES, *SETTINGS, "--student.teacher", str(tmp_path),
+        "--student.num_layers=1", "--distill.attention_form=distributions", "--distill.layer_map=[2]",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    student = load_model(run.stage("distill").artifact).config
+    assert student.num_layers == 1
+    assert feature(student)
+    records = read_records(run.stage("distill").metrics)
+    for part, first, last in (("hidden", 1, 2), ("attention", 3, 4), ("logits", 5, 8)):
+        found = dict(column(records, f"loss/{part}"))
+        assert [step for step, value in found.items() if value > 0] == list(range(first, last + 1)), part
+
+
+ONLY_LOGITS = ("--distill.hidden=[0,0,1]", "--distill.attention=[0,0,1]", "--distill.logits=[1,0,1]")
+
+
+def test_a_student_learns_from_its_own_completions(run: RunDir, inside: Command, small_words: tuple[str, ...]) -> None:
+    done = inside(
+        *small_words, "--run-dir", str(run.path), "--stages=clean,tokenize,pack,pretrain,student,distill", *SETTINGS,
+        *ONLY_LOGITS, "--student.num_layers=1", "--distill.on_policy.share=0.5",
+        "--distill.on_policy.max_completion_length=12", "--distill.divergence=jsd",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    records = read_records(run.stage("distill").metrics)
+    lengths = dict(column(records, "completions/mean_length"))
+    assert 0 < len(lengths) < 8
+    assert all(1 <= length <= 12 for length in lengths.values())
+    assert dict(column(records, "on_policy/divergence")).keys() == lengths.keys()
+
+
+def test_a_cache_and_a_teacher_in_parts_are_refused(
+    run: RunDir, command: Command, small_words: tuple[str, ...]
+) -> None:
+    """On two processes, with ZeRO-3."""
+    done = command(
+        *small_words, "--run-dir", str(run.path), "--stages=clean,tokenize,pack,pretrain,student,distill", *SETTINGS,
+        *ONLY_LOGITS, "--student.num_layers=1", "--distill.cache_top_k=4", "--parallel.zero_stage=3", "--nproc", "2",
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert "distill.cache_top_k: rows that are not stored yet need the whole teacher on every process" in done.stderr
+    assert "choose a lower stage or no cache" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--distill.layer_map=[0,1]"], "distill.layer_map: needs a layer of the teacher (0 to 1, or -1 for none) for"),
+        (["--distill.layer_map=[5]"], "distill.layer_map: needs a layer of the teacher (0 to 1, or -1 for none) for"),
+        (["--distill.layer_map=[-1]"], "distill.layer_map: maps no layer"),
+        (
+            ["--distill.attention_form=distributions", "--student.num_heads=2"],
+            "distill.attention_form: distributions compare head by head",
+        ),
+        (["--student.ffn_dim=999"], "student.ffn_dim: 999 is more than the teacher's"),
+    ],
+)
+def test_shapes_that_do_not_go_together_are_refused_before_anything_is_made(
+    words: list[str], message: str, inside: Command, small_words: tuple[str, ...], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    done = inside(
+        *small_words, "--run-dir", str(folder), "--stages", STAGES, *SETTINGS, "--student.num_layers=1", *words
+    )
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert not (folder / "clean").exists()
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -122,8 +220,32 @@ def test_a_student_is_smaller_than_its_teacher() -> None:
         ({"hidden": (1.0, 0.5, 0.2)}, "hidden: must be a weight that is not negative"),
         ({"temperature": 0.0}, "temperature: must be above 0"),
         ({"label_share": 1.5}, "label_share"),
+        ({"divergence": "jsd", "jsd_beta": 1.0}, "jsd_beta: must be between 0 and 1"),
+        (
+            {"divergence": "reverse_kl", "cache_top_k": 8},
+            "cache_top_k: stored probabilities give the divergence",
+        ),
+        ({"on_policy": OnPolicyConfig(share=0.5), "cache_top_k": 8}, "cache_top_k: completions of the student are new"),
+        (
+            {"on_policy": OnPolicyConfig(share=0.5), "logits": (0.0, 0.0, 1.0), "hidden": (1.0, 0.0, 1.0)},
+            "on_policy.share: is the share of the part logits",
+        ),
     ],
 )
 def test_settings_of_distillation_are_checked(settings: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         DistillConfig(**settings)
+
+
+def test_a_distillation_that_an_earlier_version_has_finished_stays_finished() -> None:
+    """Settings that it did not know are no part of what identifies a training, unless they change it."""
+    known = DistillConfig(num_steps=1).identity()
+    assert {"attention_form", "divergence", "jsd_beta", "on_policy"} & known.keys() == set()
+    assert known["layer_map"] == []
+    for settings in (
+        {"attention_form": "distributions"},
+        {"divergence": "jsd"},
+        {"on_policy": OnPolicyConfig(share=0.5)},
+        {"layer_map": (1,)},
+    ):
+        assert DistillConfig(num_steps=1, **settings).identity() != known

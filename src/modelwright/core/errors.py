@@ -52,6 +52,15 @@ STOPPING = (Stopped, KeyboardInterrupt, SystemExit)
 
 
 @contextmanager
+def prefix_errors(section: str) -> Generator[None]:
+    """Convert a `ConfigError` about a field into one about that field of `section`."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{section}.{error}") from None
+
+
+@contextmanager
 def writing(path: Path | str) -> Generator[None]:
     """Turn an operating system error while writing `path` into one clear `StorageError`."""
     try:

@@ -1,16 +1,14 @@
-"""Distillation: a student learns a teacher's hidden states, attention relations and logits, each in its own phase.
+"""Distillation: a student learns a teacher's hidden states, attention and logits, each in its own phase.
 
-Sources: hidden states through learned projections (Jiao et al. 2020, TinyBERT), relations between queries, keys and
-values (Wang et al. 2021, MiniLMv2, arXiv 2012.15828), logits with a temperature beside hard labels (Hinton et al.
-2015). Relations stand in for attention distributions: those exist per head, which a student with other numbers or
-widths of heads cannot match, and a relation compares any two models.
+Sources: hidden states through learned projections (Jiao et al. 2020, TinyBERT), attention (`attention_targets.py`),
+logits with a temperature beside hard labels (Hinton et al. 2015). Rows that the student generates itself come from
+`on_policy_distillation.py`.
 
 Legend: B rows, T tokens, D width of the student, E width of the teacher.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import gcd
 from typing import Literal
 
 import torch
@@ -21,17 +19,22 @@ from modelwright.core.errors import ConfigError
 from modelwright.data.batch import TokenBatch
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
-from modelwright.model.layer_taps import HeadInputs, LayerTaps
+from modelwright.model.layer_taps import LayerTaps
+from modelwright.objectives.attention_targets import AttentionForm, AttentionTargets, attention_targets
+from modelwright.objectives.layer_map import layer_pairs
 from modelwright.objectives.next_token import num_targets, numbered_batches
 from modelwright.objectives.teacher import TeacherModel
 from modelwright.objectives.teacher_cache import LOG_PROBS, TOKENS, TeacherCache
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
-from modelwright.ops.distillation_loss import Teacher, TopTokens
-from modelwright.ops.relation_loss import relation_loss
+from modelwright.ops.distillation_loss import FORWARD, Teacher, TopTokens
+from modelwright.ops.divergences import DivergenceKind
 from modelwright.train.objective import BatchSource, Metric, Objective, Terms
 
 PartName = Literal["hidden", "attention", "logits"]
 PARTS: tuple[PartName, ...] = ("hidden", "attention", "logits")
+SAMPLED = "sampled_starts_BT"
+"""The extra of batches whose labels are tokens that the student has drawn, which are no truth to learn: 1 where a
+completion begins, 0 elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -57,31 +60,37 @@ class LossPart:
 
 @dataclass(frozen=True, kw_only=True)
 class DistillationSettings:
-    """What is learned of the teacher. layer_map: for each layer of the student, that of the teacher whose output it
-    learns, -1 for none; empty maps the layers evenly.
+    """What is learned of the teacher. layer_map: for each layer of the student, that of the teacher which it is
+    compared with, -1 for none; empty maps the layers evenly.
     """
 
     parts: Mapping[PartName, LossPart]
     temperature: float = 2.5
     label_share: float = 0.5
     """Share of the hard labels in the part `logits`."""
+    divergence: DivergenceKind = FORWARD
+    """From the teacher's distribution, in the part `logits`."""
+    attention_form: AttentionForm = "relations"
     layer_map: tuple[int, ...] = ()
     chunk_tokens: int = CHUNK_TOKENS
 
+    @property
+    def used(self) -> list[PartName]:
+        """The parts that have a weight at some time."""
+        return [name for name in PARTS if name in self.parts and self.parts[name].weight > 0]
 
-def even_layer_map(num_layers: int, num_teacher_layers: int) -> tuple[int, ...]:
-    """The teacher's layer for each of the student's: both end with their last, equally far apart (TinyBERT)."""
-    step = num_teacher_layers / num_layers
-    return tuple(max(0, round((layer + 1) * step) - 1) for layer in range(num_layers))
+    @property
+    def reads_layers(self) -> bool:
+        """Whether some part compares what layers compute."""
+        return bool({"hidden", "attention"} & set(self.used))
 
 
-def num_relation_heads(student: ModelConfig, teacher: ModelConfig) -> int:
-    """The largest number that divides the widths of queries and of keys of both, at most twice the teacher's heads:
-    more relation heads than attention heads carry finer relations (MiniLMv2, section 4.4).
-    """
-    widths = [heads * one.head_dim for one in (student, teacher) for heads in (one.num_heads, one.num_kv_heads)]
-    common = gcd(*widths)
-    return max(number for number in range(1, 2 * teacher.num_heads + 1) if common % number == 0)
+def check_shapes(settings: DistillationSettings, student: ModelConfig, teacher: ModelConfig) -> None:
+    """Raise `ConfigError` for a layer map or a form of attention that is impossible between models of these shapes."""
+    if settings.reads_layers:
+        pairs = layer_pairs(settings.layer_map, student.num_layers, teacher.num_layers)
+        if "attention" in settings.used:
+            attention_targets(settings.attention_form, student, teacher, pairs)
 
 
 @dataclass(kw_only=True)
@@ -115,20 +124,19 @@ class Distillation(Objective):
     @property
     def used(self) -> list[PartName]:
         """The parts that have a weight at some time."""
-        return [name for name in PARTS if name in self.settings.parts and self.settings.parts[name].weight > 0]
+        return self.settings.used
 
     def layer_pairs(self, student: ModelConfig) -> list[tuple[int, int]]:
         """The layers of student and teacher whose outputs are compared. Raises `ConfigError` for an impossible map."""
-        if "hidden" not in self.used:
-            return []
-        wanted, depth = self.settings.layer_map, self.teacher.config.num_layers
-        layers = wanted or even_layer_map(student.num_layers, depth)
-        if len(layers) != student.num_layers or not all(-1 <= layer < depth for layer in layers):
-            raise ConfigError(
-                f"layer_map: needs a layer of the teacher (0 to {depth - 1}, or -1 for none) for each of the student's "
-                f"{student.num_layers} layers, got {list(layers)}"
-            )
-        return [(own, layer) for own, layer in enumerate(layers) if layer >= 0]
+        return self._mapped(student) if "hidden" in self.used else []
+
+    def _mapped(self, student: ModelConfig) -> list[tuple[int, int]]:
+        return layer_pairs(self.settings.layer_map, student.num_layers, self.teacher.config.num_layers)
+
+    def attention_targets(self, student: ModelConfig) -> AttentionTargets:
+        """What is compared of attention. Raises `ConfigError` for models of which it cannot be."""
+        form = self.settings.attention_form
+        return attention_targets(form, student, self.teacher.config, self._mapped(student))
 
     def own_modules(self, config: ModelConfig) -> Mapping[str, nn.Module]:
         """A projection from the student's width to the teacher's for each pair of layers; the identity at first where
@@ -145,12 +153,12 @@ class Distillation(Objective):
         batches = numbered_batches(self.source, first=first, rank=rank, world_size=world_size)
         try:
             for step, batch in enumerate(batches, start=first):
-                yield self._with_teacher(batch, model, step / self.num_steps)
+                yield self.with_teacher(batch, model, step / self.num_steps)
         finally:
-            self._unwatch(model)
+            self.unwatch(model)
 
     def prepare(self, batch: TokenBatch, model: Decoder) -> TokenBatch:
-        return self._with_teacher(batch, model, 1.0)
+        return self.with_teacher(batch, model, 1.0)
 
     def weights(self, batch: TokenBatch) -> Mapping[str, Tensor]:
         num_tokens = (batch.segments_BT >= 0).sum()
@@ -158,7 +166,7 @@ class Distillation(Objective):
         return {name: counts[name] * (_factor(name) in batch.extras) for name in self.used}
 
     def losses(self, output: Tensor, batch: TokenBatch, model: Decoder) -> Terms:
-        outputs, heads = self._watch(model).take() if self._reads_layers else ([], [])
+        outputs, heads = self._watch(model).take() if self.settings.reads_layers else ([], [])
         # FSDP gathers a layer's weights for backward when the gradient of its output arrives: each must get one, though
         # it be zero, also where what is learned branches off inside of the layer.
         nothing = 0.0 * output.sum(dtype=torch.promote_types(output.dtype, torch.float32))
@@ -167,14 +175,15 @@ class Distillation(Objective):
         if _factor("hidden") in batch.extras:
             losses["hidden"] = nothing + _scaled(self._hidden_loss(outputs, batch, model), "hidden", batch)
         if _factor("attention") in batch.extras:
-            losses["attention"] = nothing + _scaled(self._attention_loss(heads[0], batch, model), "attention", batch)
+            attention_loss = self.attention_targets(model.config).loss(heads, batch)
+            losses["attention"] = nothing + _scaled(attention_loss, "attention", batch)
         if _factor("logits") in batch.extras:
             loss, divergence, label_loss = model.distillation_loss(
                 output,
                 batch.labels_BT,
                 self._targets(batch),
                 temperature=self.settings.temperature,
-                label_share=self.settings.label_share,
+                label_share=0.0 if SAMPLED in batch.extras else self.settings.label_share,
                 chunk_tokens=self.settings.chunk_tokens,
             )
             losses["logits"] = _scaled(loss, "logits", batch)
@@ -187,35 +196,31 @@ class Distillation(Objective):
         losses: list[Tensor] = []
         for (own, _), hidden_BTD in zip(pairs, outputs, strict=True):
             wide_BTD = hidden_BTD.to(torch.promote_types(hidden_BTD.dtype, torch.float32))
-            gap_BTE = model.head_output(_projection(own), wide_BTD) - batch.extras[_extra("output", own)]
+            gap_BTE = model.head_output(_projection(own), wide_BTD) - batch.extras[_output(own)]
             losses.append((gap_BTE.square().mean(dim=-1) * real_BT).sum())
         return torch.stack(losses).sum() / len(losses)
 
-    def _attention_loss(self, heads: HeadInputs, batch: TokenBatch, model: Decoder) -> Tensor:
-        """Sum over tokens of the mean divergence of relations, over heads and the three kinds."""
-        num_heads = num_relation_heads(model.config, self.teacher.config)
-        losses = [
-            relation_loss(own, batch.extras[_extra("relation", kind)], batch.segments_BT, num_heads=num_heads)
-            for kind, own in enumerate(heads)
-        ]
-        return torch.stack(losses).sum() / (num_heads * len(losses))
-
     def _targets(self, batch: TokenBatch) -> Teacher:
         if self.cache is None:
-            return self.teacher.targets(batch.extras["teacher_hidden_BTE"])
+            return self.teacher.targets(batch.extras["teacher_hidden_BTE"], self.settings.divergence)
         log_probs_BTK, tokens_BTK = batch.extras[LOG_PROBS], batch.extras[TOKENS]
         return TopTokens(log_probs_NK=log_probs_BTK.flatten(0, 1), tokens_NK=tokens_BTK.flatten(0, 1))
 
-    def _with_teacher(self, batch: TokenBatch, model: Decoder, progress: float) -> TokenBatch:
-        """The rows with what the parts in force at this share of the training need."""
+    def in_force(self, progress: float) -> dict[PartName, float]:
+        """The parts that are learned at this share of the training, with their weights."""
         factors = {name: self.settings.parts[name].at(progress) for name in self.used}
-        active: list[PartName] = [name for name in self.used if factors[name] > 0]
+        return {name: factor for name, factor in factors.items() if factor > 0}
+
+    def with_teacher(self, batch: TokenBatch, model: Decoder, progress: float) -> TokenBatch:
+        """The rows with what the parts in force at this share of the training need."""
+        factors = self.in_force(progress)
+        active = list(factors)
         device = batch.input_ids_BT.device
         extras: dict[str, Tensor] = {
             _factor(name): torch.full((batch.num_rows,), factors[name], dtype=torch.float64, device=device)
             for name in active
         }
-        if self._reads_layers:
+        if self.settings.reads_layers:
             self._watch(model)
         if "logits" in active and self.cache is not None:
             extras |= self.cache.extras(batch)
@@ -227,32 +232,29 @@ class Distillation(Objective):
         self, batch: TokenBatch, student: ModelConfig, active: Sequence[PartName]
     ) -> Mapping[str, Tensor]:
         pairs = self.layer_pairs(student) if "hidden" in active else []
-        heads = [self.teacher.config.num_layers - 1] if "attention" in active else []
         layers = list(dict.fromkeys(layer for _, layer in pairs))
+        targets = self.attention_targets(student) if "attention" in active else None
+        heads = list(dict.fromkeys(targets.teacher_layers)) if targets else []
         found = self.teacher.output(batch, outputs=layers, heads=heads)
-        device = batch.input_ids_BT.device
-        extras = {_extra("output", own): found.outputs[layers.index(layer)].to(device) for own, layer in pairs}
-        for attended in found.heads:
-            extras |= {_extra("relation", kind): channels.to(device) for kind, channels in enumerate(attended)}
+        extras = {_output(own): found.outputs[layers.index(layer)] for own, layer in pairs}
+        if targets:
+            extras |= targets.extras(dict(zip(heads, found.heads, strict=True)))
         if "logits" in active and self.cache is None:
-            extras["teacher_hidden_BTE"] = found.hidden_BTE.to(device)
-        return extras
-
-    @property
-    def _reads_layers(self) -> bool:
-        return bool({"hidden", "attention"} & set(self.used))
+            extras["teacher_hidden_BTE"] = found.hidden_BTE
+        return {name: values.to(batch.input_ids_BT.device) for name, values in extras.items()}
 
     def _watch(self, model: Decoder) -> LayerTaps:
         """How this model's layers are read; hooks are set once."""
         for watched, taps in self.watched:
             if watched is model:
                 return taps
-        heads = [model.config.num_layers - 1] if "attention" in self.used else []
+        heads = self.attention_targets(model.config).student_layers if "attention" in self.used else []
         taps = LayerTaps(model, outputs=[own for own, _ in self.layer_pairs(model.config)], heads=heads)
         self.watched.append((model, taps))
         return taps
 
-    def _unwatch(self, model: Decoder) -> None:
+    def unwatch(self, model: Decoder) -> None:
+        """Read this model's layers no longer."""
         for watched, taps in self.watched:
             if watched is model:
                 taps.remove()
@@ -267,8 +269,8 @@ def _factor(name: str) -> str:
     return f"{name}_factor_B"
 
 
-def _extra(kind: str, number: int) -> str:
-    return f"{kind}_{number}_BTE"
+def _output(layer: int) -> str:
+    return f"output_{layer}_BTE"
 
 
 def _scaled(loss: Tensor, name: str, batch: TokenBatch) -> Tensor:

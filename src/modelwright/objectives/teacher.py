@@ -16,6 +16,7 @@ from modelwright.model.decoder import Decoder
 from modelwright.model.layer_taps import HeadInputs, LayerTaps
 from modelwright.ops.cross_entropy import CHUNK_TOKENS, soft_cap_logits
 from modelwright.ops.distillation_loss import TeacherHead
+from modelwright.ops.divergences import DivergenceKind
 from modelwright.parallel.mesh import World
 from modelwright.train.frozen_model import FrozenModel
 
@@ -73,10 +74,13 @@ class TeacherModel:
         layers = [HeadInputs(*flat[3 * place : 3 * place + 3]) for place in range(len(heads))]
         return TeacherOutput(hidden_BTE=hidden_BTE, outputs=inner, heads=layers)
 
-    def targets(self, hidden_BTE: Tensor) -> TeacherHead:
-        """The distributions of all tokens."""
+    def targets(self, hidden_BTE: Tensor, divergence: DivergenceKind) -> TeacherHead:
+        """The distributions of all tokens, and what is learned of them."""
         return TeacherHead(
-            hidden_NE=hidden_BTE.flatten(0, 1), weight_VE=self.head_VE, soft_cap=self.config.logit_soft_cap
+            hidden_NE=hidden_BTE.flatten(0, 1),
+            weight_VE=self.head_VE,
+            soft_cap=self.config.logit_soft_cap,
+            kind=divergence,
         )
 
     @torch.no_grad()

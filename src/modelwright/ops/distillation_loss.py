@@ -5,43 +5,37 @@ Network"):
 
     (1 - a) * t^2 * KL(softmax(z_teacher / t) || softmax(z_student / t)) - a * log softmax(z_student)[label]
 
-Logits of student and teacher exist for one chunk of tokens at a time, and the gradient is computed while the chunk is
-at hand, as in `cross_entropy.py`. The teacher is a head over its hidden states, or the logarithms of its K largest
-probabilities; what the others have together is then one more outcome, so that the divergence stays a proper one: it is
-a lower bound of the full divergence, and zero only where the student agrees on every stored probability.
+Other divergences than KL(teacher || student) are in `divergences.py`. Logits of student and teacher exist for one chunk
+of tokens at a time, and the gradient is computed while the chunk is at hand, as in `cross_entropy.py`. The teacher is a
+head over its hidden states, or the logarithms of its K largest probabilities; what the others have together is then one
+more outcome, so that the divergence stays a proper one: it is a lower bound of the full divergence, and zero only where
+the student agrees on every stored probability.
 
 Legend: N flattened tokens, D student's width, E teacher's width, V vocabulary, U the rows of it on this rank, C tokens
 of one chunk, K stored tokens.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from modelwright.ops.cross_entropy import CHUNK_TOKENS, add_product, kept_chunks, soft_cap_logits
+from modelwright.ops.divergences import Divergence, DivergenceKind, Gather, sum_over_ranks
 from modelwright.ops.lowp_emulation import product
 from modelwright.ops.token_log_probs import LinearHead
 
-Gather = Callable[[Tensor], Tensor]
-
-
-class Divergence(NamedTuple):
-    """The divergence of each token [C], and its gradient in the student's scores on this rank [C, U]."""
-
-    values_C: Tensor
-    grad_CU: Tensor
+FORWARD = DivergenceKind()
 
 
 class Teacher(Protocol):
     """The distribution that is learned, for all N tokens."""
 
     def divergence(self, kept_C: slice | Tensor, scores_CU: Tensor, temperature: float, head: LinearHead) -> Divergence:
-        """KL(teacher || student) of the tokens `kept_C`. scores_CU: the student's logits over the temperature. head:
-        the student's, which says which rows of the vocabulary this rank has.
+        """The divergence of the student from the teacher at the tokens `kept_C`. scores_CU: the student's logits over
+        the temperature. head: the student's, which says which rows of the vocabulary this rank has.
         """
         ...
 
@@ -53,6 +47,7 @@ class TeacherHead:
     hidden_NE: Tensor
     weight_VE: Tensor
     soft_cap: float = 0.0
+    kind: DivergenceKind = FORWARD
 
     def divergence(self, kept_C: slice | Tensor, scores_CU: Tensor, temperature: float, head: LinearHead) -> Divergence:
         """See `Teacher`."""
@@ -61,16 +56,13 @@ class TeacherHead:
         logits_CU = product(self.hidden_NE[kept_C].to(dtype), self.weight_VE[rows].to(dtype).T).to(scores_CU.dtype)
         capped_CU = soft_cap_logits(logits_CU, self.soft_cap) if self.soft_cap else logits_CU
         log_teacher_CU = log_softmax_over_ranks(capped_CU / temperature, head.gather)
-        log_student_CU = log_softmax_over_ranks(scores_CU, head.gather)
-        teacher_CU = log_teacher_CU.exp()
-        own_C = (teacher_CU * (log_teacher_CU - log_student_CU)).sum(dim=-1)
-        return Divergence(sum_over_ranks(own_C, head.gather), log_student_CU.exp_().sub_(teacher_CU))
+        return self.kind.of(log_teacher_CU, log_softmax_over_ranks(scores_CU, head.gather), head.gather)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TopTokens:
     """The K likeliest tokens of a teacher at the temperature of the loss: their log-probabilities [N, K] and their
-    numbers [N, K], int64.
+    numbers [N, K], int64. The divergence is KL(teacher || student).
     """
 
     log_probs_NK: Tensor
@@ -109,10 +101,6 @@ def log_sum_over_ranks(scores_CU: Tensor, gather: Gather) -> Tensor:
 def log_softmax_over_ranks(scores_CU: Tensor, gather: Gather) -> Tensor:
     """This rank's part of the log-probabilities [C, U]."""
     return scores_CU - log_sum_over_ranks(scores_CU, gather)[:, None]
-
-
-def sum_over_ranks(values_C: Tensor, gather: Gather) -> Tensor:
-    return gather(values_C).sum(dim=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +143,7 @@ def distillation_loss_naive(
     temperature: float,
     label_share: float,
     soft_cap: float = 0.0,
+    kind: DivergenceKind = FORWARD,
     top_k: int = 0,
     ignore_index: int = -100,
 ) -> Tensor:
@@ -172,9 +161,9 @@ def distillation_loss_naive(
         teacher_NV = torch.cat([teacher_NK, (teacher_NV * (1 - stored_NV)).sum(-1, keepdim=True)], dim=-1)
         student_NV = torch.cat([student_NK, (student_NV * (1 - stored_NV)).sum(-1, keepdim=True)], dim=-1)
     counts_N = labels_N != ignore_index
-    kl = ((teacher_NV * (teacher_NV.log() - student_NV.log())).sum(dim=-1) * counts_N).sum()
+    divergence = (kind.naive(teacher_NV, student_NV) * counts_N).sum()
     nll = F.cross_entropy(logits_NV, labels_N, ignore_index=ignore_index, reduction="sum")
-    return (1 - label_share) * temperature**2 * kl + label_share * nll
+    return (1 - label_share) * temperature**2 * divergence + label_share * nll
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,9 @@ message starts with the full path of the field to change. Reads and writes no fi
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.errors import ConfigError, prefix_errors
 from modelwright.memory.offload import check_tier
 from modelwright.memory.step_arena_build import check_machine
 from modelwright.parallel.config import ParallelConfig
@@ -20,15 +19,6 @@ from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.stage_inputs import model_before
 from modelwright.train.config import TrainConfig, check_layout
 from modelwright.train.monitors.codecarbon_tracker import known_country
-
-
-@contextmanager
-def prefix_errors(section: str) -> Iterator[None]:
-    """Convert a `ConfigError` about a field into one about that field of `section`."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(f"{section}.{error}") from None
 
 
 def check_training(config: RunConfig, layout: ParallelConfig, *, num_processes: int, stages: Sequence[str]) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from modelwright.core.errors import ConfigError, ModelwrightError
+from modelwright.core.errors import ConfigError, ModelwrightError, prefix_errors
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.elastic import join_as_fits
 from modelwright.parallel.heartbeat import Heartbeat
@@ -26,7 +26,6 @@ from modelwright.parallel.topology.link_costs import LinksConfig
 from modelwright.parallel.topology.rank_mapping import DEFAULT_TRAFFIC, AxisTraffic, Placement, find_places, take_places
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.plan_inputs import planned
-from modelwright.pipeline.preflight import prefix_errors
 from modelwright.pipeline.resolve import check_device, resolve_model, resolved_device
 from modelwright.pipeline.stage import StageSpec
 from modelwright.pipeline.stages.pack import PACK

@@ -13,7 +13,14 @@ from modelwright import __version__
 from modelwright.core.artifacts import Manifest
 from modelwright.core.busy import OtherProcesses, busy_machine
 from modelwright.core.config import save_yaml
-from modelwright.core.errors import STOPPING, ArtifactError, ConfigError, ModelwrightError, StorageError
+from modelwright.core.errors import (
+    STOPPING,
+    ArtifactError,
+    ConfigError,
+    ModelwrightError,
+    StorageError,
+    prefix_errors,
+)
 from modelwright.core.progress import Progress, SilentProgress
 from modelwright.core.redact import redact_words
 from modelwright.core.resources import git_commit, hardware, versions
@@ -22,7 +29,7 @@ from modelwright.parallel.elastic import fit, num_restarts, num_used
 from modelwright.parallel.topology.rank_mapping import Placement
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.kernel_choice import kernels_of_run
-from modelwright.pipeline.preflight import check_training, prefix_errors
+from modelwright.pipeline.preflight import check_training
 from modelwright.pipeline.process_group import RunGroup, as_lost_peer, join_ranks, shared_rows, use_threads
 from modelwright.pipeline.report.closing import closing_lines
 from modelwright.pipeline.resolve import check_device, resolve, resolve_model, resolve_paths, resolved_device

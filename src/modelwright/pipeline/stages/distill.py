@@ -3,14 +3,15 @@ its tokenizer in the Hugging Face layout.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from modelwright.core.artifacts import read_manifest
-from modelwright.core.config import constant, digest
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import digest, dump, only_for
+from modelwright.core.errors import ConfigError, prefix_errors
 from modelwright.core.rundir import RunDir
+from modelwright.core.seeds import derive_seed
 from modelwright.data.clean import read_kept
 from modelwright.data.document import Document
 from modelwright.data.tokenizer import Tokenizer
@@ -18,9 +19,12 @@ from modelwright.evaluate.bits_per_byte import score_documents, select_documents
 from modelwright.evaluate.config import EvaluateConfig
 from modelwright.infer.speed import measure_speed
 from modelwright.model.decoder import Decoder
-from modelwright.objectives.distillation import Distillation, DistillationSettings, LossPart, PartName
+from modelwright.objectives.attention_targets import AttentionForm
+from modelwright.objectives.distillation import Distillation, DistillationSettings, LossPart, PartName, check_shapes
+from modelwright.objectives.on_policy_distillation import OnPolicyConfig, OnPolicyDistillation
 from modelwright.objectives.teacher import TeacherModel
 from modelwright.objectives.teacher_cache import TeacherCache
+from modelwright.ops.divergences import DivergenceKind, DivergenceName
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.report.blocks import Fact, Section, Table
 from modelwright.pipeline.report.format import count, kind_title, number
@@ -36,11 +40,13 @@ from modelwright.pipeline.stages.student import (
     student_shape,
     teacher_parents,
     teacher_settings,
+    teacher_shape,
     teacher_stage,
 )
 from modelwright.pipeline.stages.training import TrainedModel, save_language_model, training_spec
 from modelwright.plan.estimate import StageEstimate
 from modelwright.train.config import TrainConfig
+from modelwright.train.objective import Objective
 
 FP32_BYTES = 4
 COMPARED_BYTES = 200_000
@@ -58,11 +64,11 @@ class DistillConfig(TrainConfig):
     """
 
     hidden: Window = (1.0, 0.0, 0.25)
-    """Hidden states of evenly mapped layers: mean squared error after a learned projection (TinyBERT)."""
+    """Hidden states of mapped layers: mean squared error after a learned projection (TinyBERT)."""
     attention: Window = (1.0, 0.25, 0.5)
-    """Attention: divergence of the relations between the last layer's queries, keys and values (MiniLMv2)."""
+    """Attention: divergence of what `attention_form` says."""
     logits: Window = (1.0, 0.5, 1.0)
-    """Logits: divergence from the teacher, mixed with the cross-entropy of the labels."""
+    """Logits: `divergence` from the teacher, mixed with the cross-entropy of the labels."""
     temperature: float = 2.5
     """Temperature of both models' logits; the divergence is multiplied by its square."""
     label_share: float = 0.5
@@ -70,8 +76,20 @@ class DistillConfig(TrainConfig):
     cache_top_k: int = 0
     """The teacher's likeliest tokens that are stored on disk for each token, so that later epochs need no teacher; 0
     computes all logits anew. The rest of the probability counts as one more outcome."""
-    layer_map: tuple[int, ...] = constant(())
-    """For each layer of the student that of the teacher, -1 for none; empty maps evenly."""
+    layer_map: tuple[int, ...] = ()
+    """For each layer of the student, from its first, the layer of the teacher that it is compared with, from 0, or -1
+    for none: [2, 5] or [-1, 5]. Empty maps evenly, the last to the last."""
+    attention_form: AttentionForm = "relations"
+    """What of attention is compared: `relations` between queries, keys and values of the last layers (MiniLMv2), of any
+    two models, or `distributions`, the softmax of queries times keys in every head of the mapped layers (MiniLM), of a
+    student with as many heads as the teacher."""
+    divergence: DivergenceName = "forward_kl"
+    """Divergence of the logits: `forward_kl` KL(teacher || student), `reverse_kl` KL(student || teacher), or `jsd`, a
+    generalized Jensen-Shannon divergence between the two (GKD, Agarwal et al. 2024)."""
+    jsd_beta: float = field(default=0.5, metadata=only_for("divergence", "jsd"))
+    """Share of the teacher in the mixture that both models are compared with, between 0 and 1: small values act like
+    `forward_kl`, large ones like `reverse_kl`."""
+    on_policy: OnPolicyConfig = field(default_factory=OnPolicyConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -84,6 +102,23 @@ class DistillConfig(TrainConfig):
             raise ConfigError(f"label_share: must be in [0, 1], got {self.label_share}")
         if self.cache_top_k < 0:
             raise ConfigError(f"cache_top_k: must be 0 (no cache) or more, got {self.cache_top_k}")
+        if not 0 < self.jsd_beta < 1:
+            raise ConfigError(
+                f"jsd_beta: must be between 0 and 1, got {self.jsd_beta}; the ends are divergence forward_kl and "
+                "reverse_kl"
+            )
+        if self.cache_top_k and self.divergence != "forward_kl":
+            raise ConfigError(
+                f"cache_top_k: stored probabilities give the divergence forward_kl alone, not {self.divergence}; set "
+                "it to 0"
+            )
+        if self.cache_top_k and self.on_policy.share:
+            raise ConfigError(
+                "cache_top_k: completions of the student are new in every step, so nothing stored is read again; set "
+                "it or on_policy.share to 0"
+            )
+        if self.on_policy.share and not parts["logits"].weight:
+            raise ConfigError("on_policy.share: is the share of the part logits, whose weight is 0; give it a weight")
 
     def parts(self) -> dict[PartName, LossPart]:
         """The parts of the loss by name. Raises `ConfigError` that names the part."""
@@ -96,23 +131,45 @@ class DistillConfig(TrainConfig):
                 raise ConfigError(f"{name}: {error}") from None
         return result
 
+    def settings(self) -> DistillationSettings:
+        """What the objective is told of these settings."""
+        return DistillationSettings(
+            parts=self.parts(),
+            temperature=self.temperature,
+            label_share=self.label_share,
+            divergence=DivergenceKind(name=self.divergence, beta=self.jsd_beta),
+            attention_form=self.attention_form,
+            layer_map=self.layer_map,
+        )
 
-def _objective(inputs: StageInputs) -> Distillation:
+    def identity(self) -> dict[str, Any]:
+        """Without settings that have the value that there always was."""
+        always = {"attention_form": "relations", "divergence": "forward_kl", "on_policy": dump(OnPolicyConfig())}
+        result = super().identity()
+        without = {name for name, value in always.items() if result[name] == value}
+        without |= {"jsd_beta"} if self.divergence != "jsd" else set()
+        return {name: value for name, value in result.items() if name not in without}
+
+
+def _objective(inputs: StageInputs) -> Objective:
     training, config = inputs.training, inputs.config
     assert isinstance(training, DistillConfig)
     sharded = config.parallel.zero_stage == 3 and inputs.world.size > 1
     teacher = TeacherModel.of(load_teacher(config, inputs.parents), inputs.world, sharded=sharded)
-    return Distillation(
+    distillation = Distillation(
         source=inputs.loader,
         teacher=teacher,
-        settings=DistillationSettings(
-            parts=training.parts(),
-            temperature=training.temperature,
-            label_share=training.label_share,
-            layer_map=training.layer_map,
-        ),
+        settings=training.settings(),
         num_steps=training.resolve_num_steps(inputs.loader.num_batches_per_epoch),
         cache=_cache(inputs, training, teacher, sharded=sharded) if training.cache_top_k else None,
+    )
+    if not training.on_policy.share:
+        return distillation
+    return OnPolicyDistillation(
+        distillation=distillation,
+        config=training.on_policy,
+        stop_ids=Tokenizer.load(inputs.parents[tokenizer_stage(config)]).stop_ids,
+        seed=derive_seed(config.seed, DISTILL.name, "on policy"),
     )
 
 
@@ -141,7 +198,12 @@ def _cache(inputs: StageInputs, training: DistillConfig, teacher: TeacherModel, 
 
 
 def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
-    """The training, which reads the teacher and the held-out documents besides."""
+    """The training, which reads the teacher and the held-out documents besides. Raises `ConfigError` for settings that
+    do not go with the shapes of teacher and student.
+    """
+    training: DistillConfig = config.section(DISTILL)
+    with prefix_errors(DISTILL.name):
+        check_shapes(training.settings(), student_shape(config), teacher_shape(config))
     stage = _TRAINING.build(config, run, present)
     return replace(
         stage,
@@ -220,13 +282,17 @@ def _facts(data: RunData, stage: StageData) -> Sequence[Fact]:
 
 
 def _estimate(config: RunConfig, run: RunDir, rates: Rates) -> StageEstimate:
-    """The student's training, and a forward pass of the teacher, which is a third of a training step, for each row."""
+    """The student's training, and a forward pass, which is a third of a training step, of the teacher for each row, and
+    of the student for each row that it generates.
+    """
     student = _TRAINING.estimate(replace(config, model=student_shape(config)), run, rates)
     teacher = _TRAINING.estimate(config, run, rates)
+    training: DistillConfig = config.section(DISTILL)
+    sampled = training.on_policy.share * (training.logits[2] - training.logits[1])
     return replace(
         student,
-        flops=student.flops + teacher.flops / 3,
-        seconds=student.seconds + teacher.seconds / 3,
+        flops=student.flops * (1 + sampled / 3) + teacher.flops / 3,
+        seconds=student.seconds * (1 + sampled / 3) + teacher.seconds / 3,
         peak_bytes=student.peak_bytes + FP32_BYTES * config.model.num_parameters,
     )
 

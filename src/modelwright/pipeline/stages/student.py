@@ -11,7 +11,7 @@ from typing import Literal
 from modelwright.compress.prune import check_part, even_layers, input_moments, prune, pruned_config
 from modelwright.core.artifacts import verify_if_artifact
 from modelwright.core.config import constant, dump
-from modelwright.core.errors import ConfigError
+from modelwright.core.errors import ConfigError, prefix_errors
 from modelwright.core.rundir import RunDir
 from modelwright.core.seeds import derive_seed
 from modelwright.data.loader import PackedRows
@@ -85,11 +85,19 @@ class StudentConfig:
         return smaller
 
 
-def student_shape(config: RunConfig) -> ModelConfig:
-    """The student's configuration, for estimates before the run."""
+def teacher_shape(config: RunConfig) -> ModelConfig:
+    """The teacher's configuration, before the run."""
     settings: StudentConfig = config.section(STUDENT)
-    teacher = load_config(Path(settings.teacher)) if settings.teacher else config.model
-    return config.model if settings.init == "continue" else settings.shape(teacher)
+    return load_config(Path(settings.teacher)) if settings.teacher else config.model
+
+
+def student_shape(config: RunConfig) -> ModelConfig:
+    """The student's configuration, before the run. Raises `ConfigError` for a shape that no such student can have."""
+    settings: StudentConfig = config.section(STUDENT)
+    if settings.init == "continue":
+        return config.model
+    with prefix_errors(STUDENT.name):
+        return settings.shape(teacher_shape(config))
 
 
 def teacher_stage(config: RunConfig) -> str:
@@ -177,10 +185,8 @@ def _student(context: StageContext, config: RunConfig, settings: StudentConfig, 
                 f"{student.config.vocab_size}; choose a teacher with as many"
             )
         return student
-    try:
+    with prefix_errors(STUDENT.name):
         shape = settings.shape(teacher.config)
-    except ConfigError as error:
-        raise ConfigError(f"{STUDENT.name}.{error}") from None
     if settings.init == "scratch":
         student = Decoder(shape)
         student.init_weights(derive_seed(config.seed, STUDENT.name))
