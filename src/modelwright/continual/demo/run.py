@@ -23,8 +23,9 @@ from modelwright.continual.demo.traffic import DemoTraffic
 from modelwright.continual.drift.config import DriftConfig
 from modelwright.continual.drift.reference import freeze_reference
 from modelwright.continual.drift.requests import read_requests
+from modelwright.continual.drift_trigger import DriftTrigger
 from modelwright.continual.floor import Floor, measure_floor
-from modelwright.continual.loop import PROMOTION, AbTest, DriftTrigger, LoopRequest, LoopResult, move_link, run_loop
+from modelwright.continual.loop import PROMOTION, AbTest, LoopRequest, LoopResult, move_link, run_loop
 from modelwright.continual.update import UpdateRequest, quantized_folder
 from modelwright.core.artifacts import is_finished
 from modelwright.core.config import dump
