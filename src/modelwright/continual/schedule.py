@@ -103,8 +103,8 @@ class UpdateScheduler:
             )
         if self.request.floor:
             raise ConfigError(
-                "--floor: only the first of scheduled updates begins with a model whose texts are all known; leave it "
-                "out, or make a single update without --schedule"
+                "--floor: only the first of scheduled updates begins with a model that was trained from scratch; leave "
+                "it out, or make a single update without --schedule"
             )
 
     @property

@@ -89,8 +89,8 @@ class ScheduledDrift:
         if later and not any(versions):
             raise ConfigError(
                 f"--requests: {', '.join(self.trigger.requests)} do not say which version answered, so it is not known "
-                "since when the new model has; freeze a reference of its requests (modelwright drift freeze) and name it "
-                "with --drift-reference"
+                "since when the new model has; freeze a reference of its requests (modelwright drift freeze), and name "
+                "it with --drift-reference"
             )
         return version in versions
 

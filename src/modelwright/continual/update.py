@@ -41,11 +41,13 @@ TRAININGS: Mapping[Form, str] = {"text": PRETRAIN.name, "conversations": SFT.nam
 """The stage that learns each form of text."""
 TEXT_ROW_LEN, TEXT_BATCH_ROWS = 1024, 8
 _SCHEDULE = {"kind": "warmup_cosine", "warmup_fraction": 0.05, "final_lr_fraction": 0.1}
-_CLEAN: Mapping[str, Any] = {
+_CLEAN_CONVERSATIONS: Mapping[str, Any] = {
     "quality": {"limits": {"qa.max_duplicate_line_fraction": 1.0}},
     "duplicates": {"contained": "heldout", "near": False, "pairs_by": "conversation"},
 }
-"""Answers that many questions have in common, such as labels, stay; all steps are on otherwise."""
+"""Answers that many questions have in common, such as labels, stay, and so do conversations with one long prompt and
+different questions, which are near-duplicates. Texts are cleaned as in any run.
+"""
 _TRAINING: Mapping[Form, Mapping[str, Any]] = {
     "text": {"num_epochs": 1.0, "learning_rate": 1e-4, "schedule": _SCHEDULE},
     "conversations": {"num_epochs": 2.0, "learning_rate": 2e-5, "weight_decay": 0.01, "schedule": _SCHEDULE},
@@ -138,7 +140,7 @@ def update_config(request: UpdateRequest, data: UpdateData, benchmark: Benchmark
         "init_from": str(folder),
         "stages": [*names, QUANTIZE.name, REPORT.name],
         "data": {"sources": list(data.sources)} | ({"own_answers": "train"} if request.self_replay else {}),
-        CLEAN.name: dict(_CLEAN) | {"decontamination": {"sources": [data.heldout]}},
+        CLEAN.name: _cleaning(data),
         **{TRAININGS[form]: _training(form, request) for form in data.forms},
         "ewc": {"source": OLD},
         EVALUATE.name: {"domains": [], "multiple_choice": {"num_questions": 0}},
@@ -177,6 +179,12 @@ def _whole_number(section: Mapping[str, Any], name: str, default: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise ConfigError(f"{name}: must be a whole number, got {value!r}")
     return value
+
+
+def _cleaning(data: UpdateData) -> dict[str, Any]:
+    """The step noise is off: its classifier would learn from old texts what is no noise, and new ones are different."""
+    of_forms = _CLEAN_CONVERSATIONS if "conversations" in data.forms else {}
+    return {**of_forms, "decontamination": {"sources": [data.heldout]}}
 
 
 def _training(form: Form, request: UpdateRequest) -> Mapping[str, Any]:

@@ -31,6 +31,7 @@ def write_page(demo: Demo, result: DemoResult) -> Path:
     figures = {
         "ending": result.loop.ending,
         "handsoff_s": result.handsoff_s,
+        "total_s": result.total_s,
         "requests": {"answered": result.num_answered, "failed": len(result.failures)},
         "models": [
             {"model": row.model, "flops": row.flops, "bits_per_byte": dict(row.bits)}
