@@ -2,7 +2,8 @@
 half of its compute at most.
 
 A model learns the documentation of the standard library; then three updates bring that of NumPy, that of PyTorch, and
-code, each by the product's own update (`continual.update`) with a share of replayed rows. Beside them stands one model
+code, each by the product's own update (`continual.update`) with a share of rows that it replays by itself from all runs
+before: the update after the first has texts of two bodies to draw from, the next of three. Beside them stands one model
 of the same size that learned all four bodies from random weights with the compute of the first model and its updates
 together: the capacity floor. Losses are bits per byte of held-out modules; the share of replay is chosen on one half of
 these documents and reported on the other.
@@ -15,7 +16,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from modelwright.continual.benchmark import TASKS, Benchmark, Half, freeze_benchmark, load_benchmark
+from modelwright.continual.benchmark import (
+    HALVES,
+    TASKS,
+    Benchmark,
+    Half,
+    Task,
+    freeze_benchmark,
+    load_benchmark,
+)
 from modelwright.continual.update import UpdateRequest, run_update
 from modelwright.core.artifacts import is_finished
 from modelwright.core.progress import SilentProgress
@@ -39,6 +48,8 @@ MOST_COMPUTE = 0.5
 """The largest share of the compute of training from scratch on everything."""
 AT_ONCE = 2
 SCRATCH, FIRST = "from scratch on everything", "first model"
+GROUPS: tuple[tuple[Half, Task], ...] = tuple((half, task) for half in HALVES for task in TASKS)
+"""Held-out documents that are measured by themselves."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +98,8 @@ class ChainJob:
 
 @dataclass(frozen=True, kw_only=True)
 class Chain:
-    """flops, steps: of all its trainings; bits: bits per byte at the end by `half/task`; after: of old texts on the
-    test half after each training.
+    """flops, num_steps: of all its trainings; bits: bits per byte at the end by `half/task`; after: of old texts on the
+    test half after each update.
     """
 
     flops: float
@@ -106,7 +117,7 @@ def scale_of(setting: Setting) -> Scale:
         )  # fmt: skip
     model = {"num_layers": 2, "model_dim": 128, "num_heads": 4, "num_kv_heads": 4, "ffn_dim": 352}
     return Scale(
-        seeds=(0, 1, 2, 3), fraction=1.0, most_old=3000, most_new=400, most_heldout=160, num_steps=400,
+        seeds=(0, 1, 2, 3, 4), fraction=1.0, most_old=3000, most_new=400, most_heldout=160, num_steps=400,
         model={"vocab_size": 1024, **model},
     )  # fmt: skip
 
@@ -162,28 +173,26 @@ def run_chain(job: ChainJob) -> Chain:
     place = job.folder / f"seed-{job.seed}"
     if job.name == FIRST:
         run = _from_scratch(job, [texts.train(OLD)], job.scale.num_steps, place / "first", benchmark)
-        return _chain([run], [_bits(run, benchmark)])
+        return _chain([run], _bits(run, benchmark))
     if job.name == SCRATCH:
         sources = [texts.train(body) for body in (OLD, *UPDATES)]
         run = _from_scratch(job, sources, job.num_steps, place / "scratch", benchmark)
-        return _chain([run], [_bits(run, benchmark)])
+        return _chain([run], _bits(run, benchmark))
     arm = next(arm for arm in ARMS if arm.name == job.name)
-    runs = [RunDir(place / "first")]
-    measured = [_bits(runs[0], benchmark)]
-    for number, body in enumerate(UPDATES):
+    runs, after = [RunDir(place / "first")], list[float]()
+    for body in UPDATES:
         run = RunDir(place / arm.name.replace(" ", "-") / body)
         request = UpdateRequest(
             model=runs[-1].path,
             new=(texts.train(body),),
-            old=tuple(texts.train(before) for before in (OLD, *UPDATES[:number])),
             replay=arm.replay,
             average=arm.average,
             settings=_update_settings(job, arm),
         )
         run_update(request, benchmark, run, words=["continual", str(runs[-1].path)], progress=SilentProgress())
         runs.append(run)
-        measured.append(_bits(run, benchmark))
-    return _chain(runs, measured)
+        after.append(_bits(run, benchmark, groups=[("test", OLD)])["test/old"])
+    return _chain(runs, _bits(runs[-1], benchmark), after)
 
 
 def _from_scratch(job: ChainJob, sources: Sequence[str], num_steps: int, folder: Path, benchmark: Benchmark) -> RunDir:
@@ -223,28 +232,26 @@ def _benchmark(folder: Path) -> Benchmark:
     return freeze_benchmark([texts.heldout(OLD)], [texts.heldout(body) for body in UPDATES], place)
 
 
-def _bits(run: RunDir, benchmark: Benchmark) -> dict[str, float]:
+def _bits(run: RunDir, benchmark: Benchmark, groups: Sequence[tuple[Half, Task]] = GROUPS) -> dict[str, float]:
     """Bits per byte of the run's last model, by `half/task`."""
     folder = find_model(run.path).source.folder
     model, tokenizer = load_model(folder).eval(), Tokenizer.load(folder)
-    halves: tuple[Half, ...] = ("validation", "test")
     bits: dict[str, float] = {}
-    for half in halves:
-        for task in TASKS:
-            documents = benchmark.read(task, half)
-            costs = record_costs(model, tokenizer, documents, EvaluateConfig(), progress=SilentProgress())
-            rows = [row for of_form in costs.values() for row in of_form]
-            bits[f"{half}/{task}"] = sum(row["nats"] for row in rows) / math.log(2) / sum(r["num_bytes"] for r in rows)
+    for half, task in groups:
+        documents = benchmark.read(task, half)
+        costs = record_costs(model, tokenizer, documents, EvaluateConfig(), progress=SilentProgress())
+        rows = [row for of_form in costs.values() for row in of_form]
+        bits[f"{half}/{task}"] = sum(row["nats"] for row in rows) / math.log(2) / sum(r["num_bytes"] for r in rows)
     return bits
 
 
-def _chain(runs: Sequence[RunDir], measured: Sequence[Mapping[str, float]]) -> Chain:
+def _chain(runs: Sequence[RunDir], bits: Mapping[str, float], after: Sequence[float] = ()) -> Chain:
     facts = [facts_of(run, "pretrain") for run in runs]
     return Chain(
         flops=sum(float(one["model_flops"]) for one in facts),
         num_steps=sum(int(one["num_steps"]) for one in facts),
-        bits=measured[-1],
-        after=[bits["test/old"] for bits in measured],
+        bits=bits,
+        after=after,
     )
 
 
@@ -255,20 +262,20 @@ def _samples(name: str, chains: Sequence[Chain]) -> dict[str, list[float]]:
     samples[f"FLOPs: {name}"] = [chain.flops for chain in chains]
     if name not in (FIRST, SCRATCH):
         for number in range(1, len(UPDATES) + 1):
-            samples[f"old after update {number}: {name}"] = [chain.after[number] for chain in chains]
+            samples[f"old after update {number}: {name}"] = [chain.after[number - 1] for chain in chains]
     return samples
 
 
 def _conditions(scale: Scale) -> Conditions:
     return {
         "seeds": len(scale.seeds),
-        "why so many": "as many as half an hour on two cores allows",
         "updates": len(UPDATES),
         "steps of the first model": scale.num_steps,
         "model": f"{scale.model['num_layers']} layers of width {scale.model['model_dim']}",
         "rate": "4e-3 from scratch and 2e-3 in updates, warmup and decay each time, as in the recipe continual-demo",
         "texts": "documentation of the standard library, then of NumPy, of PyTorch, then the standard library's code",
         "from scratch": "all texts together, as many steps as the first model and its updates with the most of them",
+        "replayed": "by the product itself: drawn from all bodies before, each by its size",
         "compute of the updates": "FLOPs of the three updates, without those of the first model, which exists",
     }
 

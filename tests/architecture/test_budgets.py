@@ -1,17 +1,20 @@
 """Size and coupling of the training core: what keeps a new technique or objective from touching it."""
 
 import ast
+import inspect
 from pathlib import Path
 
 import pytest
 
 import modelwright
+from modelwright.core.sinks.sink_list import SINKS
 from modelwright.pipeline.stages.specs import known_stages
 
 PACKAGE = Path(modelwright.__file__).parent
 MOST_STEP_LINES = 120
 MOST_CLASS_LINES = 250
 MOST_FUNCTION_LINES = 80
+MOST_SINK_LINES = 50
 
 
 def tree_of(path: Path) -> ast.Module:
@@ -40,6 +43,14 @@ def test_no_class_is_long() -> None:
         if isinstance(node, ast.ClassDef)
     }
     assert not {name: lines for name, lines in lengths.items() if lines > MOST_CLASS_LINES}
+
+
+def test_a_sink_of_another_tracker_is_short() -> None:
+    """What it takes to add one: everything else is in `core/sinks/queued.py`."""
+    paths = {spec.name: Path(inspect.getfile(spec.open)) for spec in SINKS}
+    lengths = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in paths.items()}
+    assert {"mlflow", "wandb"} <= lengths.keys()
+    assert not {name: lines for name, lines in lengths.items() if lines > MOST_SINK_LINES}
 
 
 def test_techniques_are_listed_once() -> None:

@@ -283,6 +283,9 @@ def test_an_update_that_is_not_promoted_is_short() -> None:
     met = verdict(update_time.CLAIM, samples, conditions)
     assert met.kind == "met", met.reason
     assert met.figures["shorter than a week"].value == pytest.approx(7 * 24 * 6)
+    assert "whole demonstration" not in met.figures
+    timed = verdict(update_time.CLAIM, {**samples, update_time.WHOLE: [780.0]}, conditions)
+    assert timed.figures["whole demonstration"].value == pytest.approx(13.0)
     assert verdict(update_time.CLAIM, {**samples, update_time.ENDED: [0.0]}, conditions).kind == "short"
     worse = {**samples, f"change of {update_time.OLD}": [1.5, 1.0, 2.5]}
     assert "change of old texts" in verdict(update_time.CLAIM, worse, conditions).reason

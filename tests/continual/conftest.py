@@ -1,5 +1,6 @@
-"""A first model, trained once for all tests of this package, and the benchmark of its updates."""
+"""A first model, trained once for all tests of this package, the benchmark of its updates, and a server of it."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,7 +9,18 @@ import pytest
 from continual_update import QUICK, write_world
 from modelwright.cli.main import main
 from modelwright.continual.benchmark import Benchmark, load_benchmark
+from modelwright.infer.engine import EngineConfig
+from modelwright.serve.config import ServeConfig
+from modelwright.serve.engines import load_engines
+from modelwright.serve.load import ModelSource
+from modelwright.serve.requests_config import RequestsConfig
+from modelwright.serve.server import ServerThread
+from serve.test_keys import write_keys
 
+ADMIN = {"Authorization": "Bearer root"}
+LOG = "requests.sqlite"
+"""The server's log, in the folder of the test."""
+KILLER = Path(__file__).parent / "killed_loop.py"
 BASE = ("--sft.num_steps=20", "--sft.learning_rate=5e-3", "--sft.gradient_accumulation_steps=1")
 
 
@@ -48,3 +60,18 @@ def released(world: World) -> Path:
     run = world.folder / "runs" / "next"
     assert main(words_of(world, run)) == 0
     return run
+
+
+@pytest.fixture
+def server(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerThread]:
+    """Serves the first model, quantized."""
+    monkeypatch.setenv("MODELWRIGHT_ADMIN_KEY", "root")
+    keys = write_keys(tmp_path / "keys.yaml", root={"scopes": ["infer", "admin", "metrics", "feedback"]})
+    config = ServeConfig(port=0, engine=EngineConfig(max_num_seqs=4), keys_file=keys)
+    source = ModelSource(name="tiny", folder=world.base / "quantize/artifact")
+    client, codec = load_engines(source, config)
+    requests = RequestsConfig(ab_state=str(tmp_path / "ab.sqlite"), log=str(tmp_path / LOG))
+    running = ServerThread(client, codec, config, model_name="tiny", source=source, requests=requests).start()
+    yield running
+    running.stop_soon(at_once=True)
+    assert running.join(120)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from modelwright.cli.main import main
-from modelwright.continual import loop, self_replay
+from modelwright.continual import drift_trigger, loop, self_replay
 from modelwright.core import artifacts
 
 PATTERN, WHEN = os.environ["KILL_AT"], os.environ["KILL_WHEN"]
@@ -33,6 +33,7 @@ def deadly(publish: Callable[..., None], place: int) -> Callable[..., None]:
 
 
 artifacts._replace_folder = deadly(artifacts._replace_folder, 1)
+drift_trigger.write_atomic = deadly(drift_trigger.write_atomic, 0)
 loop.write_atomic = deadly(loop.write_atomic, 0)
 self_replay.write_atomic = deadly(self_replay.write_atomic, 0)
 sys.exit(main(sys.argv[1:]))

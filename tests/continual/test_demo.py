@@ -68,7 +68,8 @@ def test_the_new_model_is_in_service_or_the_gate_says_why_not(shown: Shown) -> N
     assert (result.handsoff_s is not None) == is_promoted
     moments = list(demo.timeline.read())
     assert moments.index("drift reference frozen") < moments.index("users ask about new libraries")
-    assert moments[-1] == "capacity floor measured"
+    assert (moments[0], moments[-1]) == ("demonstration begun", "capacity floor measured")
+    assert result.total_s == demo.timeline.span_s > (result.handsoff_s or 0.0)
     assert demo.timeline.figures(f"loop ended: {result.loop.ending}")["num_answered"] == result.num_answered
 
 

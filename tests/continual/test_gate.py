@@ -12,6 +12,7 @@ from scipy.stats import norm, t
 from continual.conftest import World
 from continual_update import QUICK, Record, flipped, garbage, new_records, old_records, write_records
 from modelwright.cli.overrides import read_overrides, split_words
+from modelwright.continual import update_data
 from modelwright.continual.benchmark import freeze_benchmark
 from modelwright.continual.gate.judge import VERDICT, GateConfig, Verdict, drawn_texts, judge
 from modelwright.continual.gate.measures import PairedComparison
@@ -31,11 +32,12 @@ NEW = new_records(range(1000, 1150))
 COMPARISON = PairedComparison(level=0.025, margin=0.02, resamples=2000, seed=0)
 
 
-def updated(world: World, tmp_path: Path, *parts: Sequence[Record]) -> tuple[RunDir, Verdict]:
+def updated(world: World, tmp_path: Path, *parts: Sequence[Record], old: str = "") -> tuple[RunDir, Verdict]:
     run = RunDir(tmp_path / "run")
     request = UpdateRequest(
         model=world.base,
         new=(str(write_records(tmp_path / "new.jsonl", *parts)),),
+        old=(old,) if old else (),
         replay=0.25,
         settings=read_overrides(run_schema(), split_words(QUICK)[1]),
     )
@@ -82,7 +84,7 @@ def test_garbage_is_refused(world: World, tmp_path: Path) -> None:
     before = world.benchmark.uses
     _, verdict = updated(world, tmp_path, NEW, garbage(40))
     assert not verdict.passed
-    assert failed_checks(verdict) == ["garbage, after"]
+    assert failed_checks(verdict) == ["garbage in new texts, after"]
     assert world.benchmark.uses == before
     assert verdict.use == 0
 
@@ -90,7 +92,21 @@ def test_garbage_is_refused(world: World, tmp_path: Path) -> None:
 def test_flipped_labels_are_refused(world: World, tmp_path: Path) -> None:
     _, verdict = updated(world, tmp_path, NEW[:75], flipped(NEW[75:]))
     assert not verdict.passed
-    assert failed_checks(verdict) == ["labels"]
+    assert failed_checks(verdict) == ["labels of new texts"]
+
+
+def test_what_is_replayed_is_checked_as_well(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Old texts with garbage, and with held-out questions that came past the filter."""
+    monkeypatch.setattr(update_data, "_screened", lambda documents, heldout, dropped: iter(documents))
+    leaks = [
+        {"question": one.messages[0]["content"], "answer": one.messages[1]["content"]}
+        for one in world.benchmark.read("old", "test")
+    ]
+    before = world.benchmark.uses
+    old = str(write_records(tmp_path / "old.jsonl", leaks, garbage(100)))
+    _, verdict = updated(world, tmp_path, NEW, old=old)
+    assert failed_checks(verdict) == ["held-out texts", "garbage in old texts, after"]
+    assert world.benchmark.uses == before
 
 
 def test_held_out_questions_and_leaks_are_filtered_and_what_was_not_is_refused(world: World, tmp_path: Path) -> None:
@@ -126,19 +142,21 @@ def test_an_update_that_forgets_is_refused(world: World, tmp_path: Path) -> None
 def test_garbage_check_passes_texts_like_the_trusted_ones() -> None:
     """About `ERROR` of corpora without a fault are refused, and a few odd texts in a small one are no garbage."""
     draw = np.random.default_rng(0)
-    for was_learned in (False, True):
+    for when in ("before", "after"):
         refused = 0
         for _ in range(400):
             new, trusted = draw.gamma(3.0, size=300), draw.gamma(3.0, size=60)
-            refused += not check_garbage(new, trusted, was_learned=was_learned).passed
+            refused += not check_garbage(new, trusted, when=when).passed
         assert refused <= 12
     trusted, clean = draw.gamma(3.0, size=60), draw.gamma(3.0, size=80)
     random, repeated = np.concatenate([clean, np.full(20, 30.0)]), np.concatenate([clean, np.zeros(20)])
-    assert not check_garbage(random, trusted, was_learned=False).passed
-    assert not check_garbage(random, trusted, was_learned=True).passed
-    assert not check_garbage(repeated, trusted, was_learned=False).passed
-    assert check_garbage(repeated, trusted, was_learned=True).passed  # learned by heart
-    assert check_garbage([30.0], trusted, was_learned=False).passed
+    assert not check_garbage(random, trusted, when="before").passed
+    assert not check_garbage(random, trusted, when="after").passed
+    assert not check_garbage(random, trusted, of="old", when="before").passed
+    assert not check_garbage(repeated, trusted, when="before").passed
+    assert check_garbage(repeated, trusted, when="after").passed  # learned by heart
+    assert check_garbage(repeated, trusted, of="old", when="before").passed
+    assert check_garbage([30.0], trusted, when="before").passed
 
 
 def test_label_check_needs_labels_that_questions_tell() -> None:

@@ -1,10 +1,12 @@
 """The whole loop against a real server: promotion, rollback, `kill -9` at each boundary, lineage to the first data."""
 
 import hashlib
+import itertools
 import json
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -12,74 +14,81 @@ from pathlib import Path
 import httpx
 import pytest
 
-from continual.conftest import World, words_of
-from continual_update import new_records, write_records
+from continual.conftest import ADMIN, KILLER, LOG, World, words_of
+from continual_update import new_records, old_records, write_records
 from modelwright.cli.main import main
 from modelwright.continual.lineage import trace
 from modelwright.continual.model_files import model_digest
 from modelwright.core.artifacts import read_manifest
 from modelwright.core.errors import ArtifactError, ModelwrightError
 from modelwright.core.records import read_records
-from modelwright.infer.engine import EngineConfig
 from modelwright.serve.ab.client import AbClient, ServerUnreachable
-from modelwright.serve.config import ServeConfig
-from modelwright.serve.engines import load_engines
 from modelwright.serve.errors import ApiError
-from modelwright.serve.load import ModelSource
-from modelwright.serve.requests_config import RequestsConfig
 from modelwright.serve.server import ServerThread
 from rank_processes import start_process
-from serve.test_keys import write_keys
 
-ADMIN = {"Authorization": "Bearer root"}
-KILLER = Path(__file__).parent / "killed_loop.py"
+WINDOW = 50
 WEIGHTS = (
     "sft/artifact/model.safetensors", "average/artifact/model.safetensors", "quantize/artifact/model.safetensors",
     "release/model.safetensors",
 )  # fmt: skip
 BOUNDARIES = (
-    ("/data$", "before"), ("/data$", "after"), ("init/artifact$", "after"), ("clean/artifact$", "after"),
-    ("pack/artifact$", "after"), ("sft/checkpoints/", "after"), ("sft/artifact$", "before"),
-    ("sft/artifact$", "after"), ("average/artifact$", "after"), ("quantize/artifact$", "after"), ("/gate$", "before"),
-    ("/gate$", "after"), ("/release$", "after"),
+    (r"/drift\.json$", "before"), (r"/drift\.json$", "after"), ("/data$", "before"), ("/data$", "after"),
+    ("init/artifact$", "after"), ("clean/artifact$", "after"), ("pack/artifact$", "after"),
+    ("sft/checkpoints/", "after"), ("sft/artifact$", "before"), ("sft/artifact$", "after"),
+    ("average/artifact$", "after"), ("quantize/artifact$", "after"), ("/gate$", "before"), ("/gate$", "after"),
+    ("/release$", "after"),
 )  # fmt: skip
 
 
-@pytest.fixture
-def server(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerThread]:
-    """Serves the first model, quantized."""
-    monkeypatch.setenv("MODELWRIGHT_ADMIN_KEY", "root")
-    keys = write_keys(tmp_path / "keys.yaml", root={"scopes": ["infer", "admin", "metrics", "feedback"]})
-    config = ServeConfig(port=0, engine=EngineConfig(max_num_seqs=4), keys_file=keys)
-    source = ModelSource(name="tiny", folder=world.base / "quantize/artifact")
-    client, codec = load_engines(source, config)
-    requests = RequestsConfig(ab_state=str(tmp_path / "ab.sqlite"))
-    running = ServerThread(client, codec, config, model_name="tiny", source=source, requests=requests).start()
-    yield running
-    running.stop_soon(at_once=True)
-    assert running.join(120)
+def old_question(number: int) -> str:
+    return old_records([number])[0]["question"]
+
+
+def new_question(number: int) -> str:
+    return new_records([number])[0]["question"]
 
 
 @contextmanager
-def users(server: ServerThread) -> Iterator[None]:
-    """Sessions that ask one thing each while the block lasts."""
-    over = threading.Event()
+def users(
+    server: ServerThread, question: Callable[[int], str] = old_question, pause_s: float = 0.01
+) -> Iterator[list[int]]:
+    """Sessions that ask one thing each while the block lasts. Yields the statuses of the answers so far, 0 for none."""
+    over, statuses = threading.Event(), list[int]()
 
     def ask() -> None:
         with httpx.Client(base_url=server.url, headers=ADMIN, timeout=60) as client:
-            number = 0
-            while not over.wait(0.01):
-                number += 1
-                body = {"model": "tiny", "prompt": "Box", "max_tokens": 1, "metadata": {"session_id": str(number)}}
-                client.post("/v1/completions", json=body)
+            for number in itertools.count():
+                if over.wait(pause_s):
+                    return
+                session = {"session_id": f"{question.__name__}-{number}"}
+                body = {"model": "tiny", "prompt": question(number), "max_tokens": 1, "metadata": session}
+                try:
+                    statuses.append(client.post("/v1/completions", json=body).status_code)
+                except httpx.HTTPError:
+                    statuses.append(0)
 
     thread = threading.Thread(target=ask)
     thread.start()
     try:
-        yield
+        yield statuses
     finally:
         over.set()
         thread.join()
+
+
+def exported(server: ServerThread, folder: Path, question: Callable[[int], str], count: int) -> Path:
+    """The records of the next `count` requests or more, from the server's log."""
+    path, since = folder / f"{question.__name__}.jsonl", time.time()
+    with users(server, question, 0.0) as statuses:
+        while len(statuses) < count:
+            time.sleep(0.05)
+    assert set(statuses) == {200}
+    deadline = time.monotonic() + 60
+    while not path.exists() or path.read_text().count("\n") < count:  # the log is written behind the answers
+        assert time.monotonic() < deadline
+        assert main(["requests", "export", str(folder / LOG), str(path), "--since", str(since)]) == 0
+    return path
 
 
 def hashes(run: Path) -> dict[str, str]:
@@ -90,32 +99,45 @@ def newest_test(server: ServerThread) -> dict:
     return httpx.get(f"{server.url}/ab.json", headers=ADMIN, timeout=60).json()["tests"][0]
 
 
-def test_killed_at_each_boundary_and_promoted(
+def test_from_drift_to_promotion_killed_at_each_boundary(
     world: World, released: Path, server: ServerThread, tmp_path: Path
 ) -> None:
-    """One loop, killed 16 times, ends with the weights and the verdict of one that nobody disturbed. The champion is
-    named by the link that moves at promotion: once more, the command finds the promotion done.
+    """One command on a live server, which answers every request meanwhile. Killed 18 times it ends with the weights and
+    the verdict of a loop that nobody disturbed. The champion is named by the link that moves at promotion: once more,
+    the command finds the promotion done.
     """
-    run, link = tmp_path / "killed" / "next", tmp_path / "current"
+    run, link, reference = tmp_path / "killed" / "next", tmp_path / "current", tmp_path / "reference"
+    usual = exported(server, tmp_path, old_question, 5 * WINDOW)
+    small = ("--window", str(WINDOW), "--run-length", "5")
+    assert main(["drift", "freeze", str(usual), "--reference", str(reference), *small]) == 0
+    changed = exported(server, tmp_path, new_question, WINDOW)
     link.symlink_to(world.base / "quantize/artifact")
+    drift = ("--drift-reference", reference, "--requests", changed)
     served = ("--server", server.url, "--share", "0.5", "--min-units", "8", "--poll", "0.05", "--current", link)
-    words = words_of(world, run, "--champion", link, *served)
-    for pattern, when in BOUNDARIES:
-        ended = start_process(KILLER, *words, environment={"KILL_AT": pattern, "KILL_WHEN": when})
-        code, _, errors = ended.end()
-        assert code == -signal.SIGKILL, (pattern, when, errors)
+    words = words_of(world, run, "--champion", link, *drift, *served)
+    with users(server, new_question, 0.05) as answered:
+        for pattern, when in BOUNDARIES:
+            ended = start_process(KILLER, *words, environment={"KILL_AT": pattern, "KILL_WHEN": when})
+            code, _, errors = ended.end()
+            assert code == -signal.SIGKILL, (pattern, when, errors)
     assert not (run / "promotion.json").exists()
     waiting = start_process(KILLER, *words, environment={"KILL_AT": "nothing", "KILL_WHEN": "before"})
     while not httpx.get(f"{server.url}/ab.json", headers=ADMIN, timeout=60).json()["tests"]:
         assert waiting.is_alive, waiting.end()
     waiting.send_signal(signal.SIGKILL)
     waiting.end()
-    with users(server):
+    with users(server, new_question) as tested:
         for when in ("before", "after"):
             environment = {"KILL_AT": r"promotion\.json$", "KILL_WHEN": when}
             code, _, errors = start_process(KILLER, *words, environment=environment).end()
             assert code == -signal.SIGKILL, errors
         assert main(words) == 0
+        num_before = len(tested)
+        while len(tested) < num_before + 20:
+            time.sleep(0.05)
+    assert len(answered) > 100
+    assert {*answered, *tested} == {200}
+    assert any(report["alarm"] for report in json.loads((run / "drift.json").read_text()))
     uses = world.benchmark.uses
     assert main(words) == 0
     assert world.benchmark.uses == uses

@@ -1,87 +1,26 @@
-"""The schedule: what is due when, each text in one update, one scheduler at a time, and `kill -9` amid an update."""
+"""The schedule: what is due when, each text in one update, one scheduler at a time. drift/test_scheduled_drift.py has
+what requests decide, and `kill -9`.
+"""
 
-import hashlib
-import json
 import shutil
-import signal
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 
-from continual.conftest import World, words_of
-from continual_update import new_records, write_records
-from modelwright.cli.main import main
+from continual_schedule import DAY_S, Scheduled, scheduler_of, write_texts
 from modelwright.continual import schedule
 from modelwright.continual.loop import LoopRequest, LoopResult
-from modelwright.continual.schedule import STATE, ScheduleState, UpdateSchedule, UpdateScheduler
-from modelwright.continual.update import UpdateRequest
+from modelwright.continual.schedule import STATE, ScheduleState
 from modelwright.core.errors import ArtifactError, ConfigError, DataError, ModelwrightError
-from modelwright.core.progress import SilentProgress
-from modelwright.core.rundir import RunDir, lock_folder
-from rank_processes import start_process
-
-KILLER = Path(__file__).parent / "killed_loop.py"
-DAY_S = 86_400.0
-
-
-@dataclass
-class Clock:
-    """Time that passes by sleeping alone."""
-
-    now: float = 1_000_000.0
-    slept: list[float] = field(default_factory=list)
-
-    def sleep(self, seconds: float) -> None:
-        self.slept.append(seconds)
-        self.now += seconds
-
-
-@dataclass
-class Loops:
-    """Stands in for the loop, which has tests of its own: what it is asked, and how it ends."""
-
-    endings: list[Any]
-    asked: list[LoopRequest] = field(default_factory=list)
-
-    def __call__(self, request: LoopRequest, **more: Any) -> LoopResult:
-        self.asked.append(request)
-        ending = self.endings.pop(0)
-        if isinstance(ending, BaseException):
-            raise ending
-        return LoopResult(ending=ending, text="")
-
-    def texts(self, number: int) -> list[str]:
-        return [json.loads(line)["text"] for line in Path(self.asked[number].update.new[0]).read_text().splitlines()]
+from modelwright.core.rundir import lock_folder
 
 
 @pytest.fixture
-def scheduled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[UpdateScheduler, Loops, Clock]]:
-    def make(*endings: Any, clock: Clock | None = None, **config: Any) -> tuple[UpdateScheduler, Loops, Clock]:
-        loops, clock = Loops(list(endings)), clock or Clock()
-        monkeypatch.setattr(schedule, "run_loop", loops)
-        monkeypatch.setattr(schedule, "_NAP_S", DAY_S)
-        update = UpdateRequest(model=tmp_path / "model", new=(str(tmp_path / "new.jsonl"),), replay=0.0)
-        request = LoopRequest(update=update, benchmark=tmp_path / "bench", run=RunDir(tmp_path / "plan"))
-        settings = UpdateSchedule(**{"every_s": DAY_S, "checks": len(endings), **config})
-        made = UpdateScheduler(
-            request=request,
-            config=settings,
-            words=[],
-            progress=SilentProgress(),
-            clock=lambda: clock.now,
-            sleep=clock.sleep,
-        )
-        return made, loops, clock
-
-    return make
-
-
-def write_texts(folder: Path, *texts: str) -> None:
-    (folder / "new.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+def scheduled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scheduled:
+    return scheduler_of(tmp_path, monkeypatch)
 
 
 def test_each_text_goes_to_one_update_and_the_next_model_follows_the_last(scheduled, tmp_path: Path) -> None:
@@ -205,30 +144,3 @@ def test_a_second_scheduler_and_a_damaged_state_are_refused(scheduled, tmp_path:
     (folder / STATE).write_text("{")
     with pytest.raises(ArtifactError, match="is damaged"):
         scheduler.run()
-
-
-def hashes(folder: Path) -> dict[str, str]:
-    names = ("0001/release/model.safetensors", "0001/sft/artifact/model.safetensors", "0001/new-texts/new.jsonl")
-    return {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names}
-
-
-def test_killed_amid_an_update_it_ends_with_the_same_weights(world: World, tmp_path: Path) -> None:
-    """The command itself, on real updates: killed at two places and started again, beside one that nobody disturbs."""
-    new = write_records(tmp_path / "new.jsonl", new_records(range(7000, 7150)))
-
-    def words(name: str, *more: str) -> list[str]:
-        return words_of(
-            world, tmp_path / name, "--schedule", "0.0001", "--checks", "2", "--margin", "0.5", *more, new=new
-        )
-
-    assert main(words("quiet")) == 0
-    places = ((r"/0001/new-texts$", "after"), (r"sft/checkpoints/", "after"))
-    for pattern, when in places:
-        environment = {"KILL_AT": pattern, "KILL_WHEN": when}
-        code, _, errors = start_process(KILLER, *words("killed"), environment=environment).end()
-        assert code == -signal.SIGKILL, (pattern, errors)
-    assert main(words("killed")) == 0
-    assert hashes(tmp_path / "killed") == hashes(tmp_path / "quiet")
-    for name in ("quiet", "killed"):
-        state = json.loads((tmp_path / name / STATE).read_text())
-        assert [one["ending"] for one in state["history"]] == ["released", "nothing_new"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from continual.conftest import BASE, World, words_of
+from continual.conftest import BASE, KILLER, World, words_of
 from continual_update import QUICK
 from modelwright.cli.continual import continual
 from modelwright.cli.main import main
@@ -27,7 +27,6 @@ from modelwright.model.attention import packed_attend
 from modelwright.model.hf import load_model
 from rank_processes import start_process
 
-KILLER = Path(__file__).parent / "killed_loop.py"
 SILENT = SilentProgress()
 WANTED = 1500
 """Bytes."""

@@ -1,6 +1,7 @@
 """Updates: what they learn from, how much of it is old, what an average is chosen by."""
 
 import json
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,17 +13,22 @@ import torch
 from continual.conftest import World
 from continual_update import QUICK, new_records, old_records, write_records
 from modelwright.cli.overrides import read_overrides, split_words
+from modelwright.continual.ancestry import ancestry_of
 from modelwright.continual.benchmark import freeze_benchmark, level_of_use, load_benchmark
 from modelwright.continual.heldout import HeldoutTexts
+from modelwright.continual.old_texts import ReplaySample, num_bytes
 from modelwright.continual.update import UpdateRequest, update_config
-from modelwright.continual.update_data import NEW, OLD, prepare_data
+from modelwright.continual.update_data import prepare_data
+from modelwright.continual.update_files import NEW, OLD
 from modelwright.core.artifacts import read_manifest
 from modelwright.core.errors import ArtifactError, ConfigError, DataError
 from modelwright.core.progress import SilentProgress
 from modelwright.core.records import read_records
 from modelwright.core.rundir import RunDir
+from modelwright.core.seeds import derive_seed
 from modelwright.data.batching.loader import PlannedLoader, build_loader
 from modelwright.data.clean import read_kept
+from modelwright.data.document import Document
 from modelwright.data.loader import PackedRows
 from modelwright.pipeline.run import execute
 from modelwright.pipeline.run_config import run_schema
@@ -87,6 +93,96 @@ def test_replay_is_taken_from_the_texts_that_the_model_was_trained_on(world: Wor
     assert set(texts[OLD]) <= known
     sizes = [sum(map(len, texts[name])) for name in (OLD, NEW)]
     assert sizes[0] / sum(sizes) == pytest.approx(0.25, abs=0.01)
+
+
+def learned(run: Path, source: str | None = None) -> set[str]:
+    kept = read_kept(run / "clean/artifact", split="train")
+    return {document.text for document in kept if source in (None, document.source)}
+
+
+def test_a_second_update_replays_every_body_by_its_size(world: World, released: Path, tmp_path: Path) -> None:
+    """The first model's texts, all of which the first update had not replayed, and the first update's new ones."""
+    source = write_records(tmp_path / "new.jsonl", new_records(range(5000, 5300)))
+    request = request_of(world, source, model=released, replay=0.25)
+    data = prepare_data(request.data, world.benchmark, tmp_path / "data", SILENT)
+    bodies = (learned(world.base), learned(released, NEW))
+    drawn = texts_in(data.folder / "old.jsonl")
+    assert len(drawn) == len(set(drawn))
+    assert set(drawn) <= bodies[0] | bodies[1]
+    assert set(drawn) & bodies[0] - learned(released, OLD)
+    size_of = [sum(map(len, body)) for body in bodies]
+    size_drawn = [sum(map(len, body & set(drawn))) for body in bodies]
+    assert size_drawn[0] / sum(size_drawn) == pytest.approx(size_of[0] / sum(size_of), abs=0.12)
+    assert data.facts["old_runs"] == [str(released.resolve()), str(world.base.resolve())]
+    ways = (released / "release", released / "average/artifact", released / "quantize/artifact")
+    assert all(ancestry_of(way) == ancestry_of(released) for way in ways)
+
+
+def test_a_sample_is_the_texts_of_lowest_rank_in_whatever_order_they_come() -> None:
+    texts = [f"text {number} " + "x" * (number * 7 % 50) for number in range(300)]
+    every = [Document(id=text, text=text, kind="prose", split="train", source="a") for text in [*texts, *texts[:40]]]
+    ranked = sorted(every[:300], key=lambda document: derive_seed(3, "replay", document.text))
+    expected: list[Document] = []
+    while sum(map(num_bytes, expected)) < 2000:
+        expected.append(ranked[len(expected)])
+    for order in range(3):
+        sample, most = ReplaySample(3, 2000), 0
+        for document in random.Random(order).sample(every, len(every)):
+            sample.add(document)
+            most = max(most, sample.num_bytes)
+        assert sample.texts() == expected
+        assert most < 2000 + 2 * max(map(num_bytes, every))
+    alone = ReplaySample(3, 1e9)
+    for document in every:
+        alone.add(document)
+    assert sorted(document.text for document in alone.texts()) == sorted(texts)
+
+
+def as_records(documents) -> list[dict[str, str]]:
+    return [{"question": d.messages[0]["content"], "answer": d.messages[1]["content"]} for d in documents]
+
+
+def test_what_any_run_before_held_out_is_left_alone(world: World, released: Path, tmp_path: Path) -> None:
+    """By the second update, and by one that is told what to replay."""
+    heldout = as_records(read_kept(world.base / "clean/artifact", split="heldout"))
+    assert len(heldout) > 3
+    source = write_records(tmp_path / "new.jsonl", new_records(range(5000, 5040)), heldout)
+    texts = str(write_records(tmp_path / "old.jsonl", old_records(range(700, 900))))
+    requests = (request_of(world, source, model=released), request_of(world, source, old=(texts,)))
+    for number, request in enumerate(requests):
+        data = prepare_data(request.data, world.benchmark, tmp_path / f"data-{number}", SILENT)
+        assert data.facts["dropped"] == {"held-out question": len(heldout)}
+        known = {json.loads(line)["text"] for line in (data.folder / "heldout.jsonl").read_text().splitlines()}
+        assert {f"{one['question']}\n\n{one['answer']}" for one in heldout} <= known
+
+
+def test_old_texts_are_screened_and_drawn_beside_those_of_the_runs(world: World, tmp_path: Path) -> None:
+    leaks = as_records(world.benchmark.read("old", "test")[:20])
+    wrong = [{**one, "answer": "Its color is wrong."} for one in leaks]
+    old = str(write_records(tmp_path / "old.jsonl", old_records(range(700, 900)), leaks, wrong))
+    request = request_of(world, world.file("new"), old=(old,), replay=0.5)
+    data = prepare_data(request.data, world.benchmark, tmp_path / "data", SILENT)
+    assert data.facts["old_dropped"] == {"held-out question": 40}
+    drawn = set(texts_in(data.folder / "old.jsonl"))
+    assert drawn & learned(world.base)
+    assert drawn - learned(world.base)
+    assert not {f"{one['question']}\n\n{one['answer']}" for one in [*leaks, *wrong]} & drawn
+
+
+def test_old_texts_that_no_run_has_are_asked_for(world: World, tmp_path: Path) -> None:
+    """What an update replayed from files has to be named again, and a run that is gone is missed."""
+    run, old = RunDir(tmp_path / "run"), (str(world.file("old")),)
+    packed(world, run, model=world.folder / "model", old=old)
+    with pytest.raises(ConfigError, match=r"--old: .*replayed texts that no run has cleaned .*old\.jsonl.*--replay 0"):
+        _ = request_of(world, world.file("new"), model=run.path).data
+    assert request_of(world, world.file("new"), model=run.path, old=old).data.old == old
+    second = RunDir(tmp_path / "second")
+    packed(world, second)
+    gone = tmp_path / "gone/sft/artifact"
+    second.config.write_text(second.config.read_text().replace(str(world.base / "sft/artifact"), str(gone)))
+    assert ancestry_of(second.path).lost == str(gone)
+    with pytest.raises(ConfigError, match=r"--old: .*gone/sft/artifact is gone, and with it the texts of its run"):
+        _ = request_of(world, world.file("new"), model=second.path).data
 
 
 def test_held_out_questions_are_filtered_whatever_their_answer(world: World, tmp_path: Path) -> None:
@@ -196,6 +292,21 @@ def test_a_benchmark_is_frozen_and_its_uses_are_counted(world: World, tmp_path: 
     path.write_text(path.read_text().replace("tool", "fool"))
     with pytest.raises(ArtifactError, match=r"new-test\.jsonl"):
         load_benchmark(tmp_path / "bench")
+
+
+def test_an_update_keeps_its_lengths_whatever_processes_go_on_with_it(world: World, tmp_path: Path) -> None:
+    """A new one has whole rows for each process."""
+    own = {name: value for name, value in SETTINGS["sft"].items() if name != "batch_tokens"}
+    settings = {**SETTINGS, "pack": {}, "sft": own}
+    run = RunDir(tmp_path / "run")
+    first = packed(world, run, settings=settings)
+    request = request_of(world, world.file("new"), settings=settings, num_processes=4)
+    data = prepare_data(request.data, world.benchmark, run.path / "data", SILENT)
+    lengths = []
+    for config in (first, *(update_config(request, data, world.benchmark, one) for one in (run, RunDir(tmp_path)))):
+        lengths.append((config.section("pack").seq_len, config.section("sft").batch_tokens))
+    assert lengths[0] == lengths[1] != lengths[2]
+    assert lengths[2][1] // lengths[2][0] % 4 == 0
 
 
 def test_averages_are_exact_at_both_ends_and_linear_between() -> None:

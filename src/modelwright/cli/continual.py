@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from modelwright.cli.display import choose_display
+from modelwright.cli.launch import is_started
+from modelwright.cli.launched_runs import LaunchedRuns
 from modelwright.cli.overrides import read_overrides, split_settings
 from modelwright.cli.parsers import new_parser
+from modelwright.cli.run import LAUNCH_FLAGS, add_launch_options, launch_config
 from modelwright.core.errors import ConfigError
 
 KEY_VARIABLE = "MODELWRIGHT_ADMIN_KEY"
@@ -18,7 +21,7 @@ REFUSED = 5
 _RUN_FLAGS = (
     "benchmark", "run-dir", "old", "replay", "self-replay", "no-average", "lora", "champion", "margin", "alpha",
     "max-uses", "drift-reference", "requests", "drift-model", "server", "share", "unit", "min-units", "poll", "current",
-    "floor", "schedule", "min-new", "checks", "help",
+    "floor", "schedule", "min-new", "checks", *LAUNCH_FLAGS, "help",
 )  # fmt: skip
 
 
@@ -32,6 +35,7 @@ def parser() -> argparse.ArgumentParser:
         notes=(
             "Settings of the update's run are options of `run`: --sft.learning_rate 1e-5 --sft.num_epochs 3\n"
             f"The key of the server's administrator is read from {KEY_VARIABLE}.\n"
+            "With --nproc N the training of `run` is that of modelwright launch: lost processes begin again.\n"
         ),
     )
     commands = parser.add_subparsers(dest="command", metavar="freeze|run|gate|demo", required=True)
@@ -45,6 +49,7 @@ def parser() -> argparse.ArgumentParser:
     _add_update_options(run)
     _add_test_options(run)
     _add_schedule_options(run)
+    add_launch_options(run)
     gate = commands.add_parser("gate", help="judge the finished update in a run", allow_abbrev=False)
     gate.add_argument("run", metavar="RUN_DIR", type=Path, help="the update's run")
     gate.add_argument("--json", action="store_true", help="print everything as JSON")
@@ -62,7 +67,7 @@ def parser() -> argparse.ArgumentParser:
 def _add_update_options(run: argparse.ArgumentParser) -> None:
     add = run.add_argument
     add("--run-dir", metavar="DIR", type=Path, required=True, help="where the update's run lies")
-    add("--old", nargs="+", default=[], metavar="DATA", help="texts to replay (default: those of MODEL's run)")
+    add("--old", nargs="+", default=[], metavar="DATA", help="texts to replay beside those of MODEL's runs")
     add("--replay", type=float, default=0.05, metavar="SHARE", help="of old rows among all (0.05)")
     add("--self-replay", action="store_true", help="replay texts that MODEL writes itself, where its own are gone")
     add("--no-average", action="store_true", help="do not average the weights with those of MODEL")
@@ -116,6 +121,9 @@ def _run(options: argparse.Namespace, settings: Mapping[str, Any], line: Sequenc
     from modelwright.core.rundir import RunDir
     from modelwright.recipes.load import find_target
 
+    if is_started():
+        raise ConfigError("continual: is one process, which starts those that train; run it alone, with --nproc N")
+    start = launch_config(options)
     update = UpdateRequest(
         model=find_target(options.model),
         new=tuple(options.sources),
@@ -124,6 +132,7 @@ def _run(options: argparse.Namespace, settings: Mapping[str, Any], line: Sequenc
         self_replay=options.self_replay,
         average=not options.no_average,
         lora=options.lora,
+        num_processes=start.processes,
         settings=settings,
     )
     request = LoopRequest(
@@ -136,6 +145,7 @@ def _run(options: argparse.Namespace, settings: Mapping[str, Any], line: Sequenc
         test=_test_of(options),
         current=options.current,
         floor=options.floor,
+        carry_out=_carry_out(start, line),
     )
     display = choose_display(sys.stderr)
     if options.schedule is not None:
@@ -146,6 +156,15 @@ def _run(options: argparse.Namespace, settings: Mapping[str, Any], line: Sequenc
         display.end()
     print(result.text)
     return REFUSED if result.ending in ("refused", "rolled_back") else 0
+
+
+def _carry_out(start: Any, line: Sequence[str]) -> Any:
+    """How runs are carried out by the processes of a `LaunchConfig`; in this one if there are no others."""
+    from modelwright.continual.update import in_this_process
+
+    if start.processes * start.max_hosts == 1:
+        return in_this_process
+    return LaunchedRuns(start, split_settings(line, LAUNCH_FLAGS)[1])
 
 
 def _schedule(request: Any, options: argparse.Namespace, line: Sequence[str], display: Any) -> int:
@@ -208,7 +227,7 @@ def _gate_config(options: argparse.Namespace) -> Any:
 
 
 def _drift_of(options: argparse.Namespace) -> Any:
-    from modelwright.continual.loop import DriftTrigger
+    from modelwright.continual.drift_trigger import DriftTrigger
 
     if bool(options.drift_reference) != bool(options.requests):
         raise ConfigError("--drift-reference: goes with --requests, the requests to compare with it; give both")

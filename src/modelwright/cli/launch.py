@@ -25,6 +25,8 @@ EXIT_REPORT_DIR = "MODELWRIGHT_LAST_WORDS"
 BUG, USER, LOST, INTERRUPTED, STOPPED = 1, ModelwrightError.exit_code, 3, 130, Stopped.exit_code
 """Exit codes; LOST is `pipeline.ranks.PeerLost`'s."""
 GOES_ON = "what was finished stays, the same command goes on from there"
+Say = Callable[[str, int], int]
+"""Takes what is to be said and the exit code, 0 for a remark; returns the exit code."""
 _TELLING = (USER, BUG, STOPPED, INTERRUPTED, LOST)
 """Exit codes in the order in which they tell the cause of an ending."""
 
@@ -77,11 +79,19 @@ def _order(words: ExitReport) -> float:
     return words.time_s if words.exit_code in (USER, BUG) else words.rank
 
 
-def supervise(config: Any, line: Sequence[str], *, threads: int, is_done: Callable[[], bool]) -> int:
+def print_ending(text: str, exit_code: int) -> int:
+    """The usual `Say`: print to the terminal."""
+    print(text.rstrip() if exit_code == BUG else f"modelwright: {text}", file=sys.stderr, flush=True)
+    return exit_code
+
+
+def supervise(
+    config: Any, line: Sequence[str], *, threads: int, is_done: Callable[[], bool], say: Say = print_ending
+) -> int:
     """Run the command line `modelwright LINE...` in the processes of a `parallel.elastic.LaunchConfig`.
 
-    threads: of each; is_done: whether the run has finished, which another host may know first. Returns the exit code
-    that one process would have left with; shows what it would have said.
+    threads: of each; is_done: whether the run has finished, which another host may know first; say: told what one
+    process would have said. Returns the exit code that it would have left with.
     """
     from torch.distributed.elastic.rendezvous import RendezvousError
 
@@ -97,24 +107,24 @@ def supervise(config: Any, line: Sequence[str], *, threads: int, is_done: Callab
                     "modelwright.cli.main",
                     line,
                     logs=folder / "logs",
-                    before_restart=lambda: _before_restart(folder),
+                    before_restart=lambda: _before_restart(folder, say),
                 )
             except Refused as error:
-                return _say(str(error), USER)
+                return say(str(error), USER)
             except RendezvousError as error:
                 where = config.rendezvous or "this host"
-                return _say(f"the hosts did not find each other at {where} ({type(error).__name__}: {error})", USER)
+                return say(f"the hosts did not find each other at {where} ({type(error).__name__}: {error})", USER)
         if ending.closed:
             closed = (
                 "was ended by another host, whose own message says why, or is an earlier run's; choose another --name"
             )
-            return 0 if is_done() else _say(f"the run {config.name!r} {closed}", USER)
+            return 0 if is_done() else say(f"the run {config.name!r} {closed}", USER)
         if not ending.failed and not ending.asked:
             return 0
-        return _tell(folder, ending.killed, ending.asked)
+        return _tell(folder, ending.killed, ending.asked, say)
 
 
-def _before_restart(folder: Path) -> None:
+def _before_restart(folder: Path, say: Say) -> None:
     """Report why the processes are restarted. Raises `Refused` if they must not be."""
     words = read_exit_reports(folder)
     for path in folder.glob("*.json"):
@@ -122,31 +132,26 @@ def _before_restart(folder: Path) -> None:
     if words and words[0].exit_code == USER:
         raise Refused(words[0].text)
     reason = words[0].text.strip().splitlines()[-1] if words and words[0].exit_code == BUG else ""
-    _say(f"a process was lost, or the hosts have changed{f' ({reason})' if reason else ''}; starting again", 0)
+    say(f"a process was lost, or the hosts have changed{f' ({reason})' if reason else ''}; starting again", 0)
 
 
-def _tell(folder: Path, killed: Mapping[int, int], asked: int) -> int:
+def _tell(folder: Path, killed: Mapping[int, int], asked: int, say: Say) -> int:
     """Show how the run ended and return the exit code."""
     words = read_exit_reports(folder)
     cause = words[0] if words else None
     if cause and cause.exit_code == USER:
-        return _say(cause.text, USER)
+        return say(cause.text, USER)
     if killed:
         rank, number = next(iter(killed.items()))
         reason = f"process {rank} was ended by {signal.Signals(number).name}"
         hint = " (was there too little memory?)" if number == signal.SIGKILL else ""
-        return _say(f"{reason}{hint}; {GOES_ON}", 128 + number)
+        return say(f"{reason}{hint}; {GOES_ON}", 128 + number)
     is_stop = cause is None or cause.exit_code in (STOPPED, INTERRUPTED)
     if cause and cause.exit_code != BUG and asked:
-        return _say(cause.text if is_stop else f"stopped; {GOES_ON}", 128 + asked)
+        return say(cause.text if is_stop else f"stopped; {GOES_ON}", 128 + asked)
     if cause:
-        return _say(cause.text, cause.exit_code)
-    return _say(f"stopped; {GOES_ON}", 128 + (asked or signal.SIGTERM))
-
-
-def _say(text: str, exit_code: int) -> int:
-    print(text.rstrip() if exit_code == BUG else f"modelwright: {text}", file=sys.stderr, flush=True)
-    return exit_code
+        return say(cause.text, cause.exit_code)
+    return say(f"stopped; {GOES_ON}", 128 + (asked or signal.SIGTERM))
 
 
 @contextmanager

@@ -10,12 +10,16 @@ from dataclasses import fields
 from typing import Any
 
 from modelwright.cli.display import choose_display, duration
-from modelwright.cli.launch import is_first, is_started, supervise
+from modelwright.cli.launch import Say, is_first, is_started, print_ending, supervise
 from modelwright.cli.overrides import read_overrides, split_settings
 from modelwright.cli.parsers import new_parser
 from modelwright.core.errors import ConfigError
 
 _FLAGS = ("run-dir", "dry-run", "restart", "stages", "nproc", "help")
+LAUNCH_FLAGS = (
+    "nproc", "nnodes", "rdzv-endpoint", "external-store", "local-addr", "run-id", "max-restarts", "join-timeout-s",
+    "last-call-timeout-s", "keep-alive-timeout-s",
+)  # fmt: skip
 
 
 def parser() -> argparse.ArgumentParser:
@@ -85,6 +89,15 @@ def launch_parser() -> argparse.ArgumentParser:
         example="modelwright launch --nnodes 1:2 --rdzv-endpoint HOST:29400 run quickstart",
         usage="modelwright launch [OPTIONS] run RECIPE ...   or   modelwright launch --serve-rendezvous PORT",
     )
+    add_launch_options(parser)
+    add = parser.add_argument
+    add("--serve-rendezvous", type=int, metavar="PORT", help="only answer to hosts that look for each other")
+    add("command", nargs=argparse.REMAINDER, metavar="run RECIPE ...", help="see modelwright run --help")
+    return parser
+
+
+def add_launch_options(parser: argparse.ArgumentParser) -> None:
+    """Add what `launch_config` reads, the options `LAUNCH_FLAGS`."""
     add = parser.add_argument
     add("--nproc", dest="processes", type=int, metavar="N", help="processes on each host (default: 1)")
     add("--nnodes", default="1", metavar="MIN:MAX", help="how many hosts, or from how many to how many (default: 1)")
@@ -96,9 +109,6 @@ def launch_parser() -> argparse.ArgumentParser:
     add("--join-timeout-s", type=int, metavar="S", help="how long to wait for MIN hosts (default: 600)")
     add("--last-call-timeout-s", type=int, metavar="S", help="how long more may join then (default: 5)")
     add("--keep-alive-timeout-s", type=int, metavar="S", help="an unheard host is gone after this (default: 15)")
-    add("--serve-rendezvous", type=int, metavar="PORT", help="only answer to hosts that look for each other")
-    add("command", nargs=argparse.REMAINDER, metavar="run RECIPE ...", help="see modelwright run --help")
-    return parser
 
 
 def run(words: Sequence[str]) -> int:
@@ -109,25 +119,31 @@ def run(words: Sequence[str]) -> int:
 def launch(words: Sequence[str]) -> int:
     """`modelwright launch ...`"""
     options = launch_parser().parse_args(words)
-    from modelwright.parallel.elastic import LaunchConfig, serve_rendezvous
+    from modelwright.parallel.elastic import serve_rendezvous
 
     if options.serve_rendezvous is not None:
         print(f"hosts may look for each other at port {options.serve_rendezvous} of this machine", file=sys.stderr)
         serve_rendezvous(options.serve_rendezvous)
     if options.command[:1] != ["run"]:
         raise ConfigError("launch: ends with a run command: modelwright launch --nproc 2 run RECIPE ...")
+    return _run(options.command[1:], ["launch", *words], launch_config(options))
+
+
+def launch_config(options: argparse.Namespace) -> Any:
+    """The `LaunchConfig` of the options that `add_launch_options` adds. Raises `ConfigError` that names the option."""
+    from modelwright.parallel.elastic import LaunchConfig
+
     least, _, most = options.nnodes.partition(":")
     if not least.isdecimal() or not (most or least).isdecimal():
         raise ConfigError(f"--nnodes: {options.nnodes!r} is not a number of hosts; write 2, or 1:4 for one to four")
     given = {field.name: getattr(options, field.name, None) for field in fields(LaunchConfig)}
     given |= {"min_hosts": int(least), "max_hosts": int(most or least)}
     try:
-        config = LaunchConfig(**{name: value for name, value in given.items() if value is not None})
+        return LaunchConfig(**{name: value for name, value in given.items() if value is not None})
     except ConfigError as error:
         name, _, rest = str(error).partition(":")
         option = {"processes": "nproc", "min_hosts": "nnodes", "max_hosts": "nnodes"}.get(name, name.replace("_", "-"))
         raise ConfigError(f"--{option}:{rest}") from None
-    return _run(options.command[1:], ["launch", *words], config)
 
 
 def _run(words: Sequence[str], line: Sequence[str], hosts: Any) -> int:
@@ -178,7 +194,7 @@ def carry_out(
             print("\n".join([plan, *request.notes]))
             return 0
         if hosts or num_processes > 1:
-            return _start(start, line, request, only)
+            return start_processes(start, line, request.config, request.run, only)
     started = time.monotonic()
     display = choose_display(sys.stderr)
     try:
@@ -218,16 +234,23 @@ def _local(num_processes: int) -> Any:
     return LaunchConfig(processes=num_processes, max_restarts=0)
 
 
-def _start(start: Any, line: Sequence[str], request: Any, only: Sequence[str]) -> int:
+def start_processes(
+    start: Any, line: Sequence[str], config: Any, run: Any, only: Sequence[str] = (), say: Say = print_ending
+) -> int:
+    """Run the command line in the processes of a `LaunchConfig`, which share this machine's cores, as `supervise` does.
+
+    config, run, only: what the command line asks for.
+    """
     from modelwright.core.resources import num_usable_cores
     from modelwright.pipeline.run import is_finished
 
-    num_threads = request.config.hardware.num_threads or num_usable_cores()
+    num_threads = config.hardware.num_threads or num_usable_cores()
     return supervise(
         start,
         line,
         threads=max(1, num_threads // start.processes),
-        is_done=lambda: is_finished(request.config, request.run, only),
+        is_done=lambda: is_finished(config, run, only),
+        say=say,
     )
 
 

@@ -16,8 +16,8 @@ from typing import Any
 from modelwright.continual.benchmark import TASKS, Benchmark, Task
 from modelwright.continual.gate.judge import JudgedModel, load_judged
 from modelwright.continual.served import served_folder
-from modelwright.continual.update import DATA_FOLDER, quantized_folder
-from modelwright.continual.update_data import HELDOUT_FILE, NEW
+from modelwright.continual.update import CarryOut, in_this_process, quantized_folder
+from modelwright.continual.update_files import HELDOUT_FILE, NEW, data_folder
 from modelwright.core.artifacts import is_finished, read_manifest, write_artifact, write_atomic
 from modelwright.core.config import digest, merge
 from modelwright.core.errors import ConfigError
@@ -28,7 +28,6 @@ from modelwright.data.document import Document
 from modelwright.evaluate.config import EvaluateConfig
 from modelwright.evaluate.record_costs import record_costs
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.run import execute
 from modelwright.pipeline.run_config import parse_run, read_run_config
 from modelwright.pipeline.stages.clean import CLEAN
 from modelwright.pipeline.stages.pack import PACK
@@ -89,7 +88,13 @@ def require_from_scratch(model: Path) -> None:
 
 
 def measure_floor(
-    update: RunDir, model: Path, benchmark: Benchmark, *, words: Sequence[str], progress: Progress
+    update: RunDir,
+    model: Path,
+    benchmark: Benchmark,
+    *,
+    words: Sequence[str],
+    progress: Progress,
+    carry_out: CarryOut = in_this_process,
 ) -> Floor:
     """Train the floor of a finished update in its folder `floor`, or what is left of it, and compare the three models
     as they are served.
@@ -101,7 +106,7 @@ def measure_floor(
     base, run = RunDir(model), RunDir(update.path / FOLDER)
     texts = _write_texts(update, base, run.create().path / "texts")
     config = floor_config(update, base, texts)
-    execute(config, run, only=(), origin=f"capacity floor of {update.path}", words=words, progress=progress)
+    carry_out(config, run, origin=f"capacity floor of {update.path}", words=words, progress=progress)
     folders = {"old model": served_folder(model), "updated": quantized_folder(update), "scratch": quantized_folder(run)}
     kernels = read_run_config(update.config).serve.int8
     flops = {"old model": _flops(base), "updated": _flops(base) + _flops(update), "scratch": _flops(run)}
@@ -139,7 +144,7 @@ def floor_config(update: RunDir, base: RunDir, texts: Path) -> RunConfig:
         "minutes": 0.0,
         "stages": [CLEAN.name, TOKENIZE.name, PACK.name, *trainings, QUANTIZE.name, REPORT.name],
         "data": {"sources": [str((texts / TEXTS_FILE).resolve())], "own_answers": "train"},
-        CLEAN.name: {"decontamination": {"sources": [str((update.path / DATA_FOLDER / HELDOUT_FILE).resolve())]}},
+        CLEAN.name: {"decontamination": {"sources": [str((data_folder(update) / HELDOUT_FILE).resolve())]}},
         **lengths,
     }
     return parse_run(merge(plain, over))

@@ -7,10 +7,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from modelwright.continual.ancestry import run_of_artifact
 from modelwright.continual.gate.judge import FOLDER as GATE_FOLDER
 from modelwright.continual.gate.judge import Verdict
 from modelwright.continual.model_files import LINEAGE
-from modelwright.continual.update import DATA_FOLDER
+from modelwright.continual.update_files import data_folder
 from modelwright.core.artifacts import MANIFEST, is_finished, read_manifest
 from modelwright.core.errors import ArtifactError, ConfigError
 from modelwright.core.redact import redact_text
@@ -104,13 +105,6 @@ def trace(path: Path) -> ModelLineage:
     return _of_folder(path)
 
 
-def run_of_artifact(folder: Path) -> RunDir | None:
-    """The run that a folder is the artifact of a stage of, None if it is not one."""
-    stage = folder.resolve().parent
-    is_artifact = folder.resolve().name == "artifact" and (stage.parent / "run.json").is_file()
-    return RunDir(stage.parent) if is_artifact else None
-
-
 def _recorded(folder: Path) -> ModelLineage:
     read_manifest(folder, verify=True)
     try:
@@ -140,11 +134,11 @@ def _of_stage(run: RunDir, stage: str) -> ModelLineage:
 
 
 def _data(run: RunDir, sources: tuple[str, ...]) -> dict[str, Any]:
-    folder = run.path / DATA_FOLDER
+    folder = data_folder(run)
     if not is_finished(folder):
         return {"sources": [{"name": redact_text(source)} for source in sources]}
     facts = read_manifest(folder).facts
-    replayed = [*facts["old_sources"], *([{"name": facts["old_run"]}] if facts["old_run"] else [])]
+    replayed = [*({"name": run} for run in facts["old_runs"]), *facts["old_sources"]]
     if own := facts.get("own_texts"):
         replayed = [{"name": "texts that the model wrote itself", "sha256": own}]
     return {"sources": facts["sources"], "replayed": replayed if facts["old"] else [], "replay": facts["replay"]}

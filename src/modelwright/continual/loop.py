@@ -17,15 +17,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from modelwright.continual.benchmark import load_benchmark
-from modelwright.continual.drift.check import check_windows
-from modelwright.continual.drift.reference import load_reference
-from modelwright.continual.drift.requests import read_requests
+from modelwright.continual.drift_trigger import DriftTrigger, check_requests, write_reports
 from modelwright.continual.floor import measure_floor, require_from_scratch
 from modelwright.continual.gate.judge import FOLDER, VERDICT, GateConfig, Verdict, judge
 from modelwright.continual.lineage import RELEASE_FOLDER, trace
 from modelwright.continual.model_files import GATE_VERDICT, LINEAGE, NOT_OF_MODEL
 from modelwright.continual.served import served_folder
-from modelwright.continual.update import DATA_FOLDER, UpdateRequest, quantized_folder, run_update
+from modelwright.continual.update import CarryOut, UpdateRequest, in_this_process, quantized_folder, run_update
+from modelwright.continual.update_files import is_update
 from modelwright.core.artifacts import (
     fsync_folder,
     is_finished,
@@ -39,7 +38,6 @@ from modelwright.core.progress import Progress
 from modelwright.core.rundir import RunDir, lock_folder
 from modelwright.serve.ab.client import AbClient, ServerUnreachable
 
-DRIFT_FILE = "drift.json"
 PROMOTION = "promotion.json"
 LOCK_FOLDER = "loop"
 """Held while a process works on the update."""
@@ -47,15 +45,6 @@ _SLUG_CHARS, _DIGEST_CHARS = 22, 12
 _UNREACHABLE_S = 600.0
 """How long a server may be away while a test runs; a restart with a large model takes minutes."""
 Ending = Literal["no_drift", "refused", "released", "rolled_back", "promoted"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class DriftTrigger:
-    """Update only if requests have drifted from the reference."""
-
-    reference: Path
-    requests: tuple[str, ...]
-    model: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +69,8 @@ class AbTest:
 @dataclass(frozen=True, kw_only=True)
 class LoopRequest:
     """The whole loop. champion: the folder in service, None for that of the updated model's run; current: a link that
-    points to the release in service, moved at promotion; floor: train the capacity floor at the end.
+    points to the release in service, moved at promotion; floor: train the capacity floor at the end; carry_out: how
+    the runs of the update and of the floor are carried out, which may be in several processes.
     """
 
     update: UpdateRequest
@@ -92,15 +82,17 @@ class LoopRequest:
     test: AbTest | None = None
     current: Path | None = None
     floor: bool = False
+    carry_out: CarryOut = in_this_process
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoopResult:
-    """How the loop ended; text: for the terminal."""
+    """How the loop ended; text: for the terminal; version: what a server calls a release."""
 
     ending: Ending
     text: str
     release: Path | None = None
+    version: str = ""
 
 
 def run_loop(request: LoopRequest, *, words: Sequence[str], progress: Progress) -> LoopResult:
@@ -114,39 +106,47 @@ def run_loop(request: LoopRequest, *, words: Sequence[str], progress: Progress) 
         if not request.floor or result.ending == "no_drift":
             return result
         benchmark = load_benchmark(request.benchmark)
-        floor = measure_floor(request.run, request.update.model, benchmark, words=words, progress=progress)
+        floor = measure_floor(
+            request.run, request.update.model, benchmark, words=words, progress=progress, carry_out=request.carry_out
+        )
         return replace(result, text=f"{result.text}\n{floor.table()}")
 
 
 def _carried_out(request: LoopRequest, words: Sequence[str], progress: Progress) -> LoopResult:
     run = request.run
-    if request.drift and not is_finished(run.path / DATA_FOLDER):
-        alarmed = drifted_features(request.drift, run)
-        if not alarmed:
+    if request.drift and not is_update(run):
+        check = check_requests(request.drift)
+        write_reports(run, check)
+        if not check.alarmed:
             return LoopResult(ending="no_drift", text="no window drifted; nothing is updated")
-        progress.note(f"drift: {', '.join(alarmed)}")
+        progress.note(f"drift: {', '.join(check.alarmed)}")
     benchmark = load_benchmark(request.benchmark)
     champion = request.champion or served_folder(request.update.model)
     _check_promotion(request)
-    run_update(request.update, benchmark, run, words=words, progress=progress)
+    run_update(request.update, benchmark, run, words=words, progress=progress, carry_out=request.carry_out)
     if was_promoted(run):  # the champion that it was judged against may be out of service by now
         release = run.path / RELEASE_FOLDER
         if request.current is not None:
             move_link(request.current, release.resolve())
-        text = f"{Verdict.read(run.path / FOLDER).table()}\npromoted {release}"
-        return LoopResult(ending="promoted", text=text, release=release)
+        verdict = Verdict.read(run.path / FOLDER)
+        return _with_release("promoted", verdict, release)
     verdict = judge(run, champion, benchmark, request.gate, progress)
     if not verdict.passed:
         return LoopResult(ending="refused", text=verdict.table())
     release = write_release(run)
     if request.test is None:
-        return LoopResult(ending="released", text=f"{verdict.table()}\nrelease {release}", release=release)
+        return _with_release("released", verdict, release)
     report = ab_test(request.test, run, release, verdict, progress)
     if report["status"] != "promoted":
         text = f"A/B test {report['name']}: {report['status']} {report['reason']}".rstrip()
         return LoopResult(ending="rolled_back", text=f"{verdict.table()}\n{text}")
     record_promotion(run, release, report, request.current)
-    return LoopResult(ending="promoted", text=f"{verdict.table()}\npromoted {release}", release=release)
+    return _with_release("promoted", verdict, release)
+
+
+def _with_release(ending: Literal["released", "promoted"], verdict: Verdict, release: Path) -> LoopResult:
+    text = f"{verdict.table()}\n{ending} {release}"
+    return LoopResult(ending=ending, text=text, release=release, version=verdict.candidate_version)
 
 
 def _check_promotion(request: LoopRequest) -> None:
@@ -155,20 +155,6 @@ def _check_promotion(request: LoopRequest) -> None:
         request.test.client.find("")
     if request.current is not None:
         _require_link(request.current)
-
-
-def drifted_features(trigger: DriftTrigger, run: RunDir) -> list[str]:
-    """The features that drifted in any whole window; the reports are written into the run."""
-    reference = load_reference(trigger.reference, trigger.model)
-    records = read_requests(trigger.requests)
-    size = reference.config.window_requests
-    if len(records) < size:
-        raise ConfigError(
-            f"{', '.join(trigger.requests)}: {len(records):,} requests are no window of {size:,}; wait for more"
-        )
-    reports = list(check_windows(records, reference))
-    write_atomic(run.path / DRIFT_FILE, json.dumps([report.as_json() for report in reports], indent=1))
-    return list(dict.fromkeys(name for report in reports for name in report.alarmed))
 
 
 def write_release(run: RunDir) -> Path:

@@ -3,7 +3,8 @@ whenever it is due.
 
 State is one file. It says before anything else happens which update is under way, so a process that was killed goes on
 with it; a lock keeps a second scheduler out of the folder. Every text is given to one update: a copy of those that no
-earlier one had is kept in the update's folder, because sources may grow meanwhile.
+earlier one had is kept in the update's folder, because sources may grow meanwhile. Every window of requests is compared
+once (`schedule_drift.py`).
 """
 
 import hashlib
@@ -15,7 +16,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from modelwright.continual.loop import LoopRequest, drifted_features, run_loop
+from modelwright.continual.loop import LoopRequest, LoopResult, run_loop
+from modelwright.continual.schedule_drift import DriftState, ScheduledDrift
 from modelwright.core.artifacts import is_finished, make_folder, read_manifest, write_artifact, write_atomic
 from modelwright.core.errors import ArtifactError, ConfigError, ModelwrightError, Stopped
 from modelwright.core.progress import Progress
@@ -49,7 +51,8 @@ class UpdateSchedule:
 @dataclass(frozen=True, kw_only=True)
 class ScheduleState:
     """due: Unix time of the next check; checks: that have begun; update: the number of the newest update, of which
-    `is_open` says that it has not ended; model: what the next one begins with; history: how each check ended.
+    `is_open` says that it has not ended; model: what the next one begins with; drift: which requests were compared;
+    history: how each check ended.
     """
 
     due: float
@@ -57,6 +60,7 @@ class ScheduleState:
     checks: int = 0
     update: int = 1
     is_open: bool = False
+    drift: DriftState = field(default_factory=DriftState)
     history: Sequence[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
 
     def write(self, folder: Path) -> None:
@@ -69,8 +73,9 @@ class ScheduleState:
         if not path.exists():
             return None
         try:
-            return cls(**json.loads(path.read_text(encoding="utf-8")))
-        except (ValueError, TypeError) as error:
+            plain = json.loads(path.read_text(encoding="utf-8"))
+            return cls(**plain | {"drift": DriftState(**plain.get("drift", {}))})
+        except (ValueError, TypeError, AttributeError) as error:
             raise ArtifactError(f"{path}: is damaged ({error}); choose another --run-dir") from None
 
 
@@ -98,8 +103,8 @@ class UpdateScheduler:
             )
         if self.request.floor:
             raise ConfigError(
-                "--floor: only the first of scheduled updates begins with a model whose texts are all known; leave it "
-                "out, or make a single update without --schedule"
+                "--floor: only the first of scheduled updates begins with a model that was trained from scratch; leave "
+                "it out, or make a single update without --schedule"
             )
 
     @property
@@ -148,35 +153,49 @@ class UpdateScheduler:
         """
         run = RunDir(self.folder / f"{state.update:04d}")
         try:
-            ending = self._update(state, run)
+            if not is_finished(run.path / TEXTS):
+                state, outcome = self._watched(state, run)
+                if outcome == "drift" and not self._keep_new_texts(run.path / TEXTS, state.update):
+                    outcome = "nothing_new"
+                if outcome != "drift":
+                    return self._closed(state, {"ending": outcome})
+            result = self._update(state, run)
         except Stopped:
             raise
         except ModelwrightError as error:
             self.progress.note(f"schedule: update {state.update} failed: {error}")
             return self._closed(state, {"ending": "failed", "reason": str(error)})
-        self.progress.note(f"schedule: update {state.update}: {ending}")
-        state = self._closed(state, {"ending": ending})
-        if ending in ("no_drift", "nothing_new"):
-            return state
-        model = str(run.path.resolve()) if ending in ("released", "promoted") else state.model
-        return replace(state, update=state.update + 1, model=model)
+        self.progress.note(f"schedule: update {state.update}: {result.ending}")
+        state = self._closed(state, {"ending": result.ending})
+        drift = state.drift.updated()
+        if result.ending in ("released", "promoted"):
+            state = replace(state, model=str(run.path.resolve()))
+            drift = drift.released(result.version, run)
+        return replace(state, update=state.update + 1, drift=drift)
 
     def _closed(self, state: ScheduleState, outcome: dict[str, Any]) -> ScheduleState:
         entry = {"check": state.checks, "update": state.update, "time": self.clock(), **outcome}
         return replace(state, is_open=False, history=[*state.history, entry])
 
-    def _update(self, state: ScheduleState, run: RunDir) -> str:
-        texts = run.path / TEXTS
-        if not is_finished(texts):
-            if self.request.drift and not drifted_features(self.request.drift, run.create()):
-                return "no_drift"
-            if not self._keep_new_texts(texts, state.update):
-                return "nothing_new"
-        update = replace(self.request.update, model=Path(state.model), new=(str((texts / TEXTS_FILE).resolve()),))
+    def _watched(self, state: ScheduleState, run: RunDir) -> tuple[ScheduleState, str]:
+        """The state after requests were compared, and whether there is `drift`; without a reference there always is.
+        Whatever comes next, an alarm is not lost, and no window is compared again.
+        """
+        if self.request.drift is None:
+            return state, "drift"
+        watch = ScheduledDrift(trigger=self.request.drift, progress=self.progress)
+        drift, outcome = watch.check(state.drift, run)
+        state = replace(state, drift=drift)
+        state.write(self.folder)
+        return state, outcome
+
+    def _update(self, state: ScheduleState, run: RunDir) -> LoopResult:
+        new = (str((run.path / TEXTS / TEXTS_FILE).resolve()),)
+        update = replace(self.request.update, model=Path(state.model), new=new)
         request = replace(self.request, update=update, run=run, drift=None)
         result = run_loop(request, words=self.words, progress=self.progress)
         self.progress.note(result.text)
-        return result.ending
+        return result
 
     def _keep_new_texts(self, folder: Path, number: int) -> bool:
         """Copy the texts that no earlier update had; false, and nothing is kept, if there are too few."""

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from modelwright.continual.lineage import RELEASE_FOLDER, run_of_artifact
+from modelwright.continual.ancestry import run_of_artifact
+from modelwright.continual.lineage import RELEASE_FOLDER
 from modelwright.continual.update import quantized_folder
 from modelwright.core.artifacts import is_finished
 from modelwright.core.rundir import RunDir

@@ -1,39 +1,44 @@
 """The texts of an update: new ones, and a sample of old ones to replay, read once and kept as an artifact of the run.
 
 `new.jsonl` and `old.jsonl` are sources of the run, which cleans both; their documents have the sources `new` and `old`,
-by which batches are mixed. `heldout.jsonl` has every text that the run must not learn from.
+by which batches are mixed. `heldout.jsonl` has every text that the run must not learn from, and none of either has the
+question of one. Which texts are old is `old_texts.py`'s concern.
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, cast
 
 from modelwright.continual.benchmark import Benchmark
 from modelwright.continual.heldout import HeldoutTexts
+from modelwright.continual.old_texts import (
+    ReplaySample,
+    content_digests,
+    different_texts,
+    heldout_texts,
+    learned_texts,
+    num_bytes,
+)
 from modelwright.continual.self_replay import SelfReplay
+from modelwright.continual.update_files import HELDOUT_FILE, KIND, NEW, OLD
 from modelwright.core.artifacts import is_finished, read_manifest, write_artifact
 from modelwright.core.config import digest, dump
-from modelwright.core.errors import ArtifactError, ConfigError, DataError
+from modelwright.core.errors import ConfigError, DataError
 from modelwright.core.progress import Progress
 from modelwright.core.redact import redact_text
 from modelwright.core.rundir import RunDir
-from modelwright.core.seeds import derive_seed
-from modelwright.data.clean import read_kept
 from modelwright.data.clean_config import CleanConfig
 from modelwright.data.document import Document
 from modelwright.data.find_files import locate
-from modelwright.data.own_answers import is_own
 from modelwright.data.sources import WORDS, SourceConfig, SourceReport, read_documents
 from modelwright.pipeline.cleaning import fingerprint
-from modelwright.pipeline.stages.clean import CLEAN
 
-KIND = "update-data"
-OLD, NEW = "old", "new"
-"""The sources of an update's documents."""
 OWN_TEXTS = "self-replay"
-HELDOUT_FILE = "heldout.jsonl"
 Form = Literal["text", "conversations"]
 _PART_BYTES = 2**20
 
@@ -42,14 +47,16 @@ _PART_BYTES = 2**20
 class DataRequest:
     """What an update learns from.
 
-    new: sources of new texts; old: sources of old ones, or the one run whose cleaned texts are meant; own_model: the
-    folder of a model that writes the old ones itself, in the place of both; replay: share of old rows among all that
-    are trained on; data: how the sources are read.
+    new: sources of new texts; old: sources of old ones that no run has; old_runs: those that the model has learned in,
+    whose texts are replayed with `old` and whose held-out texts are left alone; unknown: why some old texts are not
+    known, if they are not; own_model: the folder of a model that writes the old ones itself, in the place of all;
+    replay: share of old rows among all that are trained on; data: how the sources are read.
     """
 
     new: tuple[str, ...]
     old: tuple[str, ...] = ()
-    old_run: RunDir | None = None
+    old_runs: tuple[RunDir, ...] = ()
+    unknown: str = ""
     own_model: Path | None = None
     replay: float = 0.05
     seed: int = 1
@@ -62,10 +69,10 @@ class DataRequest:
             raise ConfigError(f"--replay: must be at least 0 and below 1, got {self.replay:g}; 0.05 is usual")
         if self.old and self.own_model:
             raise ConfigError("--self-replay: the model writes the old texts; leave --old out, or this one")
-        if self.replay and not (self.old or self.old_run or self.own_model):
+        if self.replay and self.unknown and not (self.old or self.own_model):
             raise ConfigError(
-                "--old: the model is no run, so its texts are not known; name files to replay, let the model write "
-                "them with --self-replay, or set --replay 0"
+                f"--old: {self.unknown}; name files to replay, let the model write them with --self-replay, or set "
+                "--replay 0"
             )
 
 
@@ -93,7 +100,7 @@ class UpdateData:
 def prepare_data(request: DataRequest, benchmark: Benchmark, folder: Path, progress: Progress) -> UpdateData:
     """Read the texts into `folder`, or take what an earlier call with the same request has left there.
 
-    New texts with the question of a held-out one are dropped and counted; passages are left to decontamination. Raises
+    Texts with the question of a held-out one are dropped and counted; passages are left to decontamination. Raises
     `ConfigError` if `folder` has the texts of another update, `DataError` if no new text or no old one is left.
     """
     identity = _identity(request, benchmark)
@@ -106,12 +113,15 @@ def prepare_data(request: DataRequest, benchmark: Benchmark, folder: Path, progr
             )
         return UpdateData(folder, tuple(manifest.facts["forms"]), manifest.facts)
     progress.begin("update texts", 0, "documents")
-    heldout = [*benchmark.every_document(), *_heldout_of(request.old_run)]
-    new, dropped = _screened(_read(request.new, request), HeldoutTexts.of(heldout))
+    heldout = different_texts(chain(benchmark.every_document(), *map(heldout_texts, request.old_runs)))
+    known = HeldoutTexts.of(heldout)
+    dropped: dict[str, Counter[str]] = {NEW: Counter(), OLD: Counter()}
+    new = list(_screened(_read(request.new, request), known, dropped[NEW]))
     if not new:
-        raise DataError(f"{', '.join(request.new)}: no new text is left ({_counts(dropped)})")
-    old = _replayed(request, new, folder.with_name(OWN_TEXTS), progress)
-    forms = tuple(sorted({_form(document) for document in new}))
+        raise DataError(f"{', '.join(request.new)}: no new text is left ({_counts(dropped[NEW])})")
+    screened = partial(_screened, heldout=known, dropped=dropped[OLD])
+    old = _replayed(request, new, screened, folder.with_name(OWN_TEXTS), progress)
+    forms = _forms(new)
     with write_artifact(folder, kind=KIND, digest=identity) as draft:
         for name, documents in ((NEW, new), (OLD, old)):
             _write(draft.path / f"{name}.jsonl", (_renamed(document, name) for document in documents))
@@ -120,17 +130,19 @@ def prepare_data(request: DataRequest, benchmark: Benchmark, folder: Path, progr
             "forms": forms,
             "new": len(new),
             "old": len(old),
-            "dropped": dropped,
+            "dropped": dropped[NEW],
+            "old_dropped": dropped[OLD],
             "replay": request.replay,
             "sources": describe_sources(request.new),
             "old_sources": describe_sources(request.old),
             "own_texts": _own_identity(request),
-            "old_run": str(request.old_run.path.resolve()) if request.old_run else "",
+            "old_runs": [str(run.path.resolve()) for run in request.old_runs],
             "benchmark": benchmark.digest,
         }
     progress.end()
-    if dropped:
-        progress.note(f"update: {_counts(dropped)} left out of the new texts")
+    for name, counts in dropped.items():
+        if counts:
+            progress.note(f"update: {_counts(counts)} left out of the {name} texts")
     return prepare_data(request, benchmark, folder, progress)
 
 
@@ -149,8 +161,8 @@ def describe_sources(sources: Sequence[str]) -> list[dict[str, Any]]:
 
 def _identity(request: DataRequest, benchmark: Benchmark) -> str:
     named = replace(request.data, sources=(*request.new, *request.old))
-    old_run = read_manifest(request.old_run.stage(CLEAN.name).artifact).content_digest if request.old_run else ""
-    plain = {"new": request.new, "old": request.old, "replay": request.replay, "seed": request.seed, "old_run": old_run}
+    plain = {"new": request.new, "old": request.old, "replay": request.replay, "seed": request.seed}
+    plain["old_runs"] = content_digests(request.old_runs)
     read = {"data": dump(request.data), "files": fingerprint(named, CleanConfig()), "benchmark": benchmark.digest}
     own = {"own": own_texts} if (own_texts := _own_identity(request)) else {}
     return digest(plain | read | own)
@@ -166,67 +178,59 @@ def _read(sources: Sequence[str], request: DataRequest) -> Iterable[Document]:
     return read_documents(config, report=SourceReport(), leave_open=True)
 
 
-def _heldout_of(run: RunDir | None) -> list[Document]:
-    return list(read_kept(run.stage(CLEAN.name).artifact, split="heldout")) if run else []
-
-
-def _screened(documents: Iterable[Document], heldout: HeldoutTexts) -> tuple[list[Document], dict[str, int]]:
-    kept: list[Document] = []
-    dropped: dict[str, int] = {}
+def _screened(documents: Iterable[Document], heldout: HeldoutTexts, dropped: Counter[str]) -> Iterator[Document]:
+    """The documents that may be learned from; the others are counted by the reason."""
     for document in documents:
         reason = heldout.question_of(document) or ("bad answer" if document.is_undesirable else "")
         if reason:
-            dropped[reason] = dropped.get(reason, 0) + 1
+            dropped[reason] += 1
         else:
-            kept.append(document)
-    return kept, dropped
+            yield document
 
 
-def _replayed(request: DataRequest, new: Sequence[Document], folder: Path, progress: Progress) -> list[Document]:
+def _replayed(
+    request: DataRequest,
+    new: Sequence[Document],
+    screened: Callable[[Iterable[Document]], Iterator[Document]],
+    folder: Path,
+    progress: Progress,
+) -> list[Document]:
     """A random sample of the old documents, of each form as many bytes as its share asks for, or all that there are.
-    folder: where texts are kept that the model writes itself.
+    screened: takes those out that must not be learned from; folder: where texts are kept that the model writes itself.
     """
     if not request.replay:
         return []
-    every = [] if request.own_model else _old_documents(request)
-    ranked = sorted(every, key=lambda document: derive_seed(request.seed, "replay", document.id, document.text))
-    chosen: list[Document] = []
-    for form in sorted({_form(document) for document in new}):
-        wanted = request.replay / (1.0 - request.replay) * sum(_size(one) for one in new if _form(one) == form)
-        if request.own_model:
-            chosen += SelfReplay(request.own_model, folder, request.seed).texts(form, wanted, progress)
-            continue
-        taken = 0
-        own = [document for document in ranked if _form(document) == form]
-        if not own:
+    share = request.replay / (1.0 - request.replay)
+    wanted = {form: share * sum(num_bytes(one) for one in new if _form(one) == form) for form in _forms(new)}
+    if request.own_model:
+        own = SelfReplay(request.own_model, folder, request.seed)
+        return list(screened(chain.from_iterable(own.texts(form, wanted[form], progress) for form in wanted)))
+    samples = {form: ReplaySample(request.seed, wanted[form]) for form in wanted}
+    for document in screened(_old_documents(request)):
+        if (form := _form(document)) in samples:
+            samples[form].add(document)
+    for form, sample in samples.items():
+        if not sample.num_texts:
             raise DataError(f"--old: has no {form} to replay beside the new {form}; add some, or set --replay 0")
-        for document in own:
-            if taken >= wanted:
-                break
-            chosen.append(document)
-            taken += _size(document)
-        if taken < wanted:
-            progress.note(f"replay: all {len(own):,} old documents ({form}) are read about {wanted / taken:.1f} times")
-    return chosen
+        if sample.num_bytes < wanted[form]:
+            times = wanted[form] / sample.num_bytes
+            progress.note(f"replay: all {sample.num_texts:,} old documents ({form}) are read about {times:.1f} times")
+    return [document for sample in samples.values() for document in sample.texts()]
 
 
-def _old_documents(request: DataRequest) -> list[Document]:
+def _old_documents(request: DataRequest) -> Iterator[Document]:
+    """What the model's runs have learned from, then what the request names."""
+    yield from chain.from_iterable(map(learned_texts, request.old_runs))
     if request.old:
-        return [document for document in _read(request.old, request) if not document.is_undesirable]
-    assert request.old_run is not None
-    try:
-        kept = read_kept(request.old_run.stage(CLEAN.name).artifact, split="train")
-        return [document for document in kept if not is_own(document.meta)]
-    except ArtifactError as error:
-        raise ConfigError(f"--old: {error}; name files to replay") from None
+        yield from _read(request.old, request)
+
+
+def _forms(documents: Iterable[Document]) -> tuple[Form, ...]:
+    return tuple(sorted({_form(document) for document in documents}))
 
 
 def _form(document: Document) -> Form:
     return "conversations" if document.kind == "qa" else "text"
-
-
-def _size(document: Document) -> int:
-    return len(document.text.encode("utf-8"))
 
 
 def _renamed(document: Document, name: str) -> Document:

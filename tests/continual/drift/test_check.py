@@ -23,16 +23,29 @@ from modelwright.continual.drift.requests import read_requests
 from modelwright.core.errors import ArtifactError, ConfigError, DataError
 
 Records = list[dict[str, Any]]
+NUM_STATIONARY = 15
+"""Windows."""
 
 
 def reports(reference: DriftReference, records: Records) -> list[DriftReport]:
     return list(check_windows(records, reference))
 
 
+def looks_stationary(reports: list[DriftReport]) -> None:
+    """Assert that windows alarm no more often than the reference states, and that the p-values of each feature look
+    like uniform ones, whose mean over n is 0.5 with a deviation of 1 / sqrt(12 n), and more because windows share the
+    reference: that shows an inflation before it has led to alarms.
+    """
+    num_alarms = sum(report.alarm for report in reports)
+    assert num_alarms <= binom.ppf(0.99, len(reports), 1 / reports[0].run_length)
+    for features in zip(*(report.features for report in reports), strict=True):
+        mean = np.mean([feature.p_value for feature in features])
+        assert abs(mean - 0.5) < 4 / np.sqrt(12 * len(reports)), (features[0].name, mean)
+
+
 def test_stationary_traffic_alarms_as_often_as_stated(reference: DriftReference, traffic: Traffic) -> None:
-    """15 windows; the whole measurement is benchmarks/drift.py."""
-    num_alarms = sum(report.alarm for report in reports(reference, traffic.requests(15 * WINDOW, 2)))
-    assert num_alarms <= binom.ppf(0.999, 15, 1 / reference.calibration.low)
+    """The whole measurement is benchmarks/drift.py."""
+    looks_stationary(reports(reference, traffic.requests(NUM_STATIONARY * WINDOW, 2)))
     assert reference.calibration.low < 50 < reference.calibration.high
 
 
@@ -62,26 +75,31 @@ def test_a_shift_is_found_with_its_cause(
         longest = min(len(text.partition(" -> ")[0]) for text in alarm.window_examples)
         assert longest > max(len(text.partition(" -> ")[0]) for text in alarm.reference_examples)
     if shift.bad_feedback:
-        assert "'wrong'" in alarm.cause
+        assert alarm.category == "wrong"
+        assert "wrong" not in alarm.cause
     text = as_text(next(report for report in found if report.alarm))
     assert "ALARM" in text
     assert alarm.cause in text
 
 
 def test_more_traffic_and_another_order_are_no_drift(reference: DriftReference, traffic: Traffic) -> None:
-    doubled = reports(reference, traffic.requests(4 * WINDOW, 4, rate=2.0))
-    assert sum(report.alarm for report in doubled) <= 1
+    looks_stationary(reports(reference, traffic.requests(NUM_STATIONARY * WINDOW, 4, rate=2.0)))
     records = traffic.requests(2 * WINDOW, 5)
     shuffled = random.Random(0).sample(records, len(records))
     assert reports(reference, shuffled) == reports(reference, records)
 
 
 def test_times_that_are_shuffled_are_no_drift(reference: DriftReference, traffic: Traffic) -> None:
-    """Then a window has a request or two of each session."""
-    records = traffic.requests(3 * WINDOW, 6)
-    times = random.Random(0).sample([record["time"] for record in records], len(records))
-    shuffled = [record | {"time": time} for record, time in zip(records, times, strict=True)]
-    assert sum(report.alarm for report in reports(reference, shuffled)) <= 1
+    """Then a window has half of the requests of each session. Every window is of another log, because those of one log
+    would share its sessions.
+    """
+    windows: list[DriftReport] = []
+    for number in range(NUM_STATIONARY):
+        records = traffic.requests(2 * WINDOW, 200 + number)
+        times = random.Random(number).sample([record["time"] for record in records], len(records))
+        shuffled = [record | {"time": time} for record, time in zip(records, times, strict=True)]
+        windows.append(reports(reference, shuffled)[0])
+    looks_stationary(windows)
 
 
 def test_without_texts_a_smallest_effect_that_no_window_reaches_is_silent(traffic: Traffic, tmp_path: Path) -> None:

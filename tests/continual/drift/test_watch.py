@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -20,10 +20,12 @@ import pytest
 from continual_requests import WINDOW, write_requests
 from drift_traffic import Shift, Traffic
 from modelwright.cli.main import main
+from modelwright.continual.drift.check import check
 from modelwright.continual.drift.config import WatchConfig
 from modelwright.continual.drift.outbox import Outbox
 from modelwright.continual.drift.reference import DriftReference
-from modelwright.continual.drift.watch import fresh_features, read_window, watch
+from modelwright.continual.drift.report import as_text
+from modelwright.continual.drift.watch import fresh_features, message, read_window, watch
 from modelwright.core.errors import ArtifactError, ConfigError, DataError
 from modelwright.core.progress import SilentProgress
 from modelwright.serve.webhook import check_webhook, post_json
@@ -47,6 +49,21 @@ class Endpoint:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}/hook"
+
+
+class Notes(SilentProgress):
+    """What a user is told."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.texts.append(text)
+
+    @property
+    def pauses(self) -> list[float]:
+        """Seconds after each failed delivery."""
+        return [float(found[1]) for text in self.texts if (found := re.search(r"again in (.*) s", text))]
 
 
 def free_port() -> int:
@@ -142,18 +159,48 @@ def test_failed_answers_are_retried_and_redirects_are_failures(
 
 
 def test_retries_wait_longer_and_longer(tmp_path: Path, drifted, reference: DriftReference) -> None:
-    notes: list[str] = []
-
-    class Notes(SilentProgress):
-        def note(self, text: str) -> None:
-            notes.append(text)
-
+    notes = Notes()
     path = write_requests(tmp_path / "live.jsonl", drifted[:WINDOW])
     with listening(*[503] * 5) as endpoint:
-        watch(path, reference, tmp_path / "state", f"{endpoint.url}?token=secret", CONFIG, Notes(), once=True)
-    pauses = [float(found[1]) for note in notes if (found := re.search(r"again in (.*) s", note))]
-    assert pauses == [0.02, 0.04, 0.08, 0.1, 0.1]
-    assert not any("secret" in note for note in notes)
+        watch(path, reference, tmp_path / "state", f"{endpoint.url}?token=secret", CONFIG, notes, once=True)
+    assert notes.pauses == [0.02, 0.04, 0.08, 0.1, 0.1]
+    assert not any("secret" in text for text in notes.texts)
+
+
+def test_an_endpoint_that_is_down_for_a_minute_gets_the_alarm_once(
+    reference: DriftReference, drifted: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """With the settings that a user gets. The time is simulated, the connections are real."""
+    path, port, notes = write_requests(tmp_path / "live.jsonl", drifted[:WINDOW]), free_port(), Notes()
+    now, endpoints = 0.0, list[Endpoint]()
+    with ExitStack() as up:
+
+        def sleep(seconds: float) -> None:
+            nonlocal now
+            now += seconds
+            if now >= 60.0 and not endpoints:
+                endpoints.append(up.enter_context(listening(port=port)))
+
+        for _ in range(2):  # the second one finds nothing to deliver
+            watch(
+                path, reference, tmp_path / "state", f"http://127.0.0.1:{port}/hook", WatchConfig(), notes,
+                once=True, clock=lambda: now, sleep=sleep,
+            )  # fmt: skip
+    assert notes.pauses == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0]
+    assert now == pytest.approx(63.0)
+    assert len(endpoints[0].received) == 1
+
+
+def test_a_message_has_no_word_of_a_user(reference: DriftReference, traffic: Traffic, tmp_path: Path) -> None:
+    """A label is a text that users choose; the report on this machine shows it."""
+    report = check(traffic.requests(WINDOW, 24, shift=Shift(bad_feedback=0.9)), reference)
+    (drifted,) = [feature for feature in report.features if feature.name == "feedback_label"]
+    assert (drifted.alarm, drifted.category) == (True, "wrong")
+    assert "'wrong'" in as_text(report)
+    sent = json.dumps(message(report, "key", 1, tmp_path / "alarm.json"))
+    assert drifted.cause in sent
+    for label in ("wrong", "rude", "slow", "good"):
+        assert label not in sent
 
 
 def test_a_feature_is_reported_once_in_its_cool_down(

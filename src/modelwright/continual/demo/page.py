@@ -5,7 +5,8 @@ from pathlib import Path
 
 from modelwright.continual.benchmark import TASKS
 from modelwright.continual.demo.run import REPLAY, Demo, DemoResult
-from modelwright.continual.loop import DRIFT_FILE, PROMOTION
+from modelwright.continual.drift_trigger import DRIFT_FILE
+from modelwright.continual.loop import PROMOTION
 from modelwright.core.artifacts import write_atomic
 from modelwright.pipeline.report.blocks import Fact, Note, Page, Section, Table
 from modelwright.pipeline.report.render import render
@@ -30,6 +31,7 @@ def write_page(demo: Demo, result: DemoResult) -> Path:
     figures = {
         "ending": result.loop.ending,
         "handsoff_s": result.handsoff_s,
+        "total_s": result.total_s,
         "requests": {"answered": result.num_answered, "failed": len(result.failures)},
         "models": [
             {"model": row.model, "flops": row.flops, "bits_per_byte": dict(row.bits)}

@@ -23,8 +23,9 @@ from modelwright.continual.demo.traffic import DemoTraffic
 from modelwright.continual.drift.config import DriftConfig
 from modelwright.continual.drift.reference import freeze_reference
 from modelwright.continual.drift.requests import read_requests
+from modelwright.continual.drift_trigger import DriftTrigger
 from modelwright.continual.floor import Floor, measure_floor
-from modelwright.continual.loop import PROMOTION, AbTest, DriftTrigger, LoopRequest, LoopResult, move_link, run_loop
+from modelwright.continual.loop import PROMOTION, AbTest, LoopRequest, LoopResult, move_link, run_loop
 from modelwright.continual.update import UpdateRequest, quantized_folder
 from modelwright.core.artifacts import is_finished
 from modelwright.core.config import dump
@@ -88,13 +89,15 @@ class Demo:
 
 @dataclass(frozen=True, kw_only=True)
 class DemoResult:
-    """How it ended. handsoff_s: from the change of the traffic to the new model in service; num_answered, failures:
-    requests of the process in which the loop ended, and what the client was told of those that failed.
+    """How it ended. handsoff_s: from the change of the traffic to the new model in service; total_s: from the first
+    command to the end; num_answered, failures: requests of the process in which the loop ended, and what the client was
+    told of those that failed.
     """
 
     loop: LoopResult
     floor: Floor
     handsoff_s: float | None
+    total_s: float
     num_answered: int
     failures: Sequence[str]
 
@@ -103,6 +106,7 @@ def run_demo(demo: Demo) -> DemoResult:
     """Carry the demonstration out, or what is left of it. Raises what the steps raise."""
     RunDir(demo.folder).create()
     with lock_folder(demo.folder, "this demonstration; wait for it"):
+        demo.timeline.mark("demonstration begun")
         write_texts(demo.texts.folder, demo.size)
         execute(demo.config, demo.first, only=(), origin="continual demo", words=demo.words, progress=demo.progress)
         demo.timeline.mark("first model trained")
@@ -114,6 +118,7 @@ def run_demo(demo: Demo) -> DemoResult:
             loop=loop,
             floor=floor,
             handsoff_s=_handsoff_s(demo),
+            total_s=demo.timeline.span_s,
             **demo.timeline.figures(f"loop ended: {loop.ending}"),
         )
 

@@ -22,6 +22,12 @@ class Timeline:
         """The figures of a moment that was marked."""
         return {key: value for key, value in self.read()[name].items() if key != "time"}
 
+    @property
+    def span_s(self) -> float:
+        """Seconds from the first moment to the last one."""
+        times = [float(one["time"]) for one in self.read().values()]
+        return max(times) - min(times)
+
     def mark(self, name: str, **figures: Any) -> float:
         """Record that it happens now, unless it happened before; returns when that was."""
         moments = self.read()

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from modelwright.continual.drift.calibrate import null_p_values
 from modelwright.continual.drift.classifier_test import separation_test
-from modelwright.continual.drift.features import EMBEDDING, FEATURES
-from modelwright.continual.drift.marginal import LEAST_UNITS, Marginal
+from modelwright.continual.drift.features import EMBEDDING, FEATURES, NO_LABEL
+from modelwright.continual.drift.marginal import LEAST_UNITS, UNKNOWN, Marginal
 from modelwright.continual.drift.reference import DriftReference, example_texts
 from modelwright.continual.drift.requests import RequestRecord, checked, in_order
 from modelwright.continual.drift.sessions import Ints, Units, make_units, session_codes
@@ -22,6 +22,7 @@ from modelwright.core.seeds import derive_seed
 NUM_EXAMPLES = 3
 REFERENCE_UNITS = 4
 """Sessions of the reference for each session of the window in the classifier test."""
+_OWN_LABELS = {NO_LABEL: "have no label", UNKNOWN: "have a label that the reference has not"}
 _MOST_UNITS = 1000
 """Sessions of a window that the classifier test takes; from more it draws."""
 
@@ -32,8 +33,9 @@ class FeatureDrift:
 
     `statistic`: the effect in standard errors, or the classifier test's; `effect`: KS distance, total variation, or KS
     distance of the classifier's logits, each the least probability mass that has moved; `p_value`: before the
-    adjustment for several features; `adjusted_p`: by Benjamini and Yekutieli; `cause`: one sentence; examples: prompts
-    and answers typical for what the window has more of, and for what the reference has more of.
+    adjustment for several features; `adjusted_p`: by Benjamini and Yekutieli; `cause`: one sentence without a word of a
+    user; `category`: what the cause speaks of where that is a label, in the users' words, "" otherwise; examples:
+    prompts and answers typical for what the window has more of, and for what the reference has more of.
     """
 
     name: str
@@ -44,6 +46,7 @@ class FeatureDrift:
     psi: float
     alarm: bool
     cause: str
+    category: str
     window_examples: tuple[str, ...]
     reference_examples: tuple[str, ...]
 
@@ -87,6 +90,7 @@ class _Finding:
     effect: float
     psi: float
     cause: str
+    category: str
     window_scores: Floats
     reference_scores: Floats
     """Higher: more typical for what the window has more of [n]; for what the reference has more of [examples]."""
@@ -166,6 +170,7 @@ def _judged(
                 psi=finding.psi,
                 alarm=alarm,
                 cause=finding.cause,
+                category=finding.category,
                 window_examples=_shown([example_texts(one) for one in records], finding.window_scores) if alarm else (),
                 reference_examples=_shown(
                     [(one.session, one.prompt, one.answer) for one in reference.examples], finding.reference_scores
@@ -207,7 +212,7 @@ def _compare(
         p_value,
         distance.effect,
         distance.psi,
-        _cause(marginal, shares, unit),
+        *_cause(marginal, shares, unit),
         _scores_by_bin(values, marginal.edges, gains),
         _scores_by_bin(marginal.values[numbers], marginal.edges, -gains),
     )
@@ -220,18 +225,21 @@ def _scores_by_bin(values: Floats, edges: Floats, gains: Floats) -> Floats:
     return np.where(np.isnan(values) | (scores <= 0), -np.inf, scores)
 
 
-def _cause(marginal: Marginal, shares: Floats, unit: str) -> str:
-    """Where the window has gained most, in words."""
+def _cause(marginal: Marginal, shares: Floats, unit: str) -> tuple[str, str]:
+    """Where the window has gained most, in words, and the label if it is one of the users'."""
     gains = shares - marginal.reference_shares
     best = int(gains.argmax())
+    category = ""
     if marginal.kind == "category":
-        place = f"are {marginal.categories[best]!r}"
+        label = marginal.categories[best]
+        place = _OWN_LABELS.get(label, "have the label that gained most")
+        category = "" if label in _OWN_LABELS else label
     else:
         edges = marginal.edges
         low, high = (f"{edges[best - 1]:.4g}" if best else ""), (f"{edges[best]:.4g}" if best < len(edges) else "")
         words = f"{low} to {high}" if low and high else (f"above {low}" if low else f"at most {high}")
         place = f"have {words} {unit}"
-    return f"{shares[best]:.1%} {place}, {marginal.reference_shares[best]:.1%} in the reference"
+    return f"{shares[best]:.1%} {place}, {marginal.reference_shares[best]:.1%} in the reference", category
 
 
 def _classify(
@@ -271,6 +279,7 @@ def _classify(
         result.effect,
         psi(bin_shares(theirs, their_weights, edges), bin_shares(mine, mine_weights, edges)),
         cause,
+        "",
         window_scores,
         reference_scores,
     )

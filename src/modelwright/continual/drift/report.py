@@ -21,7 +21,8 @@ def as_text(report: DriftReport) -> str:
     ]
     for feature in report.features:
         if feature.alarm:
-            lines.append(f"  {feature.name}: {feature.cause}")
+            category = f" ({_shortened(feature.category)!r})" if feature.category else ""
+            lines.append(f"  {feature.name}: {feature.cause}{category}")
             lines += [f"    window:    {_shortened(text)}" for text in feature.window_examples]
             lines += [f"    reference: {_shortened(text)}" for text in feature.reference_examples]
     return "\n".join(lines)

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,16 +37,19 @@ def watch(
     progress: Progress,
     *,
     once: bool = False,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
 ) -> None:
     """Check windows of the JSON Lines file `path` as it grows, until the process is stopped.
 
-    webhook: the address, "" for none; once: end when all whole windows are checked and all alarms delivered. Raises
-    `DataError` with file and line for a record that is no request, `ConfigError` if the state is of another watch.
+    webhook: the address, "" for none; once: end when all whole windows are checked and all alarms delivered; clock,
+    sleep: in seconds, for tests. Raises `DataError` with file and line for a record that is no request, `ConfigError`
+    if the state is of another watch.
     """
     outbox = Outbox(state_folder)
     try:
         _claim(outbox, path, reference)
-        courier = _Courier(outbox, webhook, config, progress)
+        courier = _Courier(outbox, webhook, config, progress, clock)
         while True:
             window = read_window(path, outbox.state.offset, outbox.state.line, reference.config.window_requests)
             if window is not None:
@@ -56,7 +59,7 @@ def watch(
                 continue
             if once and not (webhook and outbox.state.pending):
                 return
-            time.sleep(min(config.poll_s, courier.wait_s()))
+            sleep(min(config.poll_s, courier.wait_s()))
     finally:
         outbox.close()
 
@@ -169,16 +172,19 @@ class _Courier:
     up: what cannot be delivered stays in the outbox.
     """
 
-    def __init__(self, outbox: Outbox, webhook: str, config: WatchConfig, progress: Progress) -> None:
+    def __init__(
+        self, outbox: Outbox, webhook: str, config: WatchConfig, progress: Progress, clock: Callable[[], float]
+    ) -> None:
         self._outbox, self._webhook, self._config, self._progress = outbox, webhook, config, progress
+        self._clock = clock
         self._pause_s, self._due = config.first_retry_s, 0.0
 
     def deliver_due(self) -> None:
-        while self._webhook and self._outbox.state.pending and time.monotonic() >= self._due:
+        while self._webhook and self._outbox.state.pending and self._clock() >= self._due:
             key, content = next(iter(self._outbox.state.pending.items()))
             problem = post_json(self._webhook, content, idempotency_key=key, timeout_s=self._config.timeout_s)
             if problem:
-                self._due = time.monotonic() + self._pause_s
+                self._due = self._clock() + self._pause_s
                 self._progress.note(
                     f"{shown_host(self._webhook)} did not take alarm {key} ({problem}); again in {self._pause_s:.3g} s"
                 )
@@ -192,4 +198,4 @@ class _Courier:
         """Seconds until the next attempt, if there is something to deliver."""
         if not (self._webhook and self._outbox.state.pending):
             return self._config.poll_s
-        return max(0.0, self._due - time.monotonic())
+        return max(0.0, self._due - self._clock())

@@ -18,8 +18,8 @@ from modelwright.continual.gate.measures import GateMeasure, PairedComparison, R
 from modelwright.continual.gate.poison import PoisonCheck, check_garbage, check_heldout, check_labels
 from modelwright.continual.heldout import HeldoutTexts
 from modelwright.continual.model_files import model_digest
-from modelwright.continual.update import DATA_FOLDER, quantized_folder
-from modelwright.continual.update_data import HELDOUT_FILE, NEW
+from modelwright.continual.update import quantized_folder
+from modelwright.continual.update_files import HELDOUT_FILE, NEW, OLD, data_folder
 from modelwright.core.artifacts import is_finished, read_manifest, write_artifact, write_atomic
 from modelwright.core.config import digest, dump
 from modelwright.core.errors import ConfigError, DataError
@@ -28,6 +28,7 @@ from modelwright.core.rundir import RunDir
 from modelwright.core.seeds import derive_seed
 from modelwright.data.clean import read_kept
 from modelwright.data.document import Document
+from modelwright.data.own_answers import is_own
 from modelwright.data.tokenizer import Tokenizer
 from modelwright.evaluate.config import EvaluateConfig
 from modelwright.evaluate.record_costs import record_costs, text_costs
@@ -43,7 +44,7 @@ KIND = "gate"
 FOLDER = "gate"
 VERDICT = "verdict.json"
 MOST_CHECKED = 2000
-"""New texts whose costs are measured; from more, so many are drawn."""
+"""New texts, and old ones, whose costs are measured; from more, so many are drawn."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,23 +177,32 @@ def load_judged(folder: Path, kernels: Int8WeightsConfig) -> JudgedModel:
 def check_texts(
     run: RunDir, champion: JudgedModel, candidate: JudgedModel, benchmark: Benchmark, progress: Progress
 ) -> list[PoisonCheck]:
-    """The checks of the texts that the run has learned from, as they were after cleaning."""
+    """The checks of the texts that the run has learned from, as they were after cleaning. A replay that the model wrote
+    itself is compared with held-out texts alone: how predictable it is to its own author says nothing.
+    """
     trained = list(read_kept(run.stage(CLEAN.name).artifact, split="train"))
-    new = [document for document in trained if document.source == NEW]
-    if not new:
+    bodies = {
+        NEW: [one for one in trained if one.source == NEW],
+        OLD: [one for one in trained if one.source == OLD and not is_own(one.meta)],
+    }
+    if not bodies[NEW]:
         raise DataError(f"{run.stage(CLEAN.name).artifact}: no new text is left after cleaning; see what was dropped")
     trusted = [document for task in TASKS for document in benchmark.read(task, "validation")]
-    with open(run.path / DATA_FOLDER / HELDOUT_FILE, encoding="utf-8") as file:
+    with open(data_folder(run) / HELDOUT_FILE, encoding="utf-8") as file:
         heldout = HeldoutTexts.of(Document.from_json(line) for line in file)
-    texts = (drawn_texts(new), trusted)
-    before, before_trusted = (_text_bits(champion, documents, progress) for documents in texts)
-    after, after_trusted = (_learned_bits(candidate, documents, progress) for documents in texts)
-    return [
-        check_heldout(new, heldout),
-        check_garbage(before, before_trusted, was_learned=False),
-        check_garbage(after, after_trusted, was_learned=True),
-        check_labels(new, benchmark.read("new", "validation")),
-    ]
+    usual_before = _text_bits(champion, trusted, progress)
+    usual_after = _learned_bits(candidate, trusted, progress)
+    checks = [check_heldout(trained, heldout)]
+    for task in TASKS:
+        if documents := bodies[task]:
+            drawn = drawn_texts(documents)
+            before, after = _text_bits(champion, drawn, progress), _learned_bits(candidate, drawn, progress)
+            checks += [
+                check_garbage(before, usual_before, of=task, when="before"),
+                check_garbage(after, usual_after, of=task, when="after"),
+                check_labels(documents, benchmark.read(task, "validation"), of=task),
+            ]
+    return checks
 
 
 def drawn_texts(documents: Sequence[Document]) -> list[Document]:

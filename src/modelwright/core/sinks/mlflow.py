@@ -1,6 +1,5 @@
-"""MLflow: the server that MLFLOW_TRACKING_URI names, else `mlflow.db`, a SQLite file in the stage's folder.
-
-It uses MLflow's client alone: the global "active run" would also record the command line, which may have secrets.
+"""MLflow: the server that MLFLOW_TRACKING_URI names, else `mlflow.db`, a SQLite file in the stage's folder. Its client
+alone is used, because the global "active run" would also record the command line, which may have secrets.
 """
 
 import os
@@ -10,9 +9,7 @@ from collections.abc import Mapping
 
 from modelwright.core.sinks.sink import SinkSpec, SinkStart
 
-EXPERIMENT = "modelwright"
-_PARAMS_PER_CALL = 100
-"""The most that MLflow's API takes."""
+_PARAMS_PER_CALL = 100  # the most that MLflow's API takes
 _REFUSED = re.compile(r"[^\w.\- :/]|(?<=/)/|^/|/$|(?<![^/])\.+(?![^/])", re.ASCII)
 """What MLflow refuses in a name: other characters, and what a path would lose when it is normalized."""
 
@@ -22,18 +19,17 @@ class MlflowSink:
 
     def __init__(self, start: SinkStart) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # or it reports its use to its makers
-        from mlflow import MlflowClient
-        from mlflow.entities import Metric, Param
+        from mlflow import MlflowClient, entities
 
         local = f"sqlite:///{start.folder.resolve() / 'mlflow.db'}"
         self._client = MlflowClient(tracking_uri=os.environ.get("MLFLOW_TRACKING_URI") or local)
-        self._metric = Metric
-        name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT
+        self._metric = entities.Metric
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "modelwright"
         known = self._client.get_experiment_by_name(name)
         experiment = known.experiment_id if known else self._client.create_experiment(name)
         tags = {"run": start.run, "stage": start.name, "first_step": start.first_step}
         self._run = self._client.create_run(experiment, tags=tags, run_name=f"{start.run}/{start.name}").info.run_id
-        params = [Param(accepted(name), value) for name, value in start.settings.items()]
+        params = [entities.Param(accepted(name), value) for name, value in start.settings.items()]
         for place in range(0, len(params), _PARAMS_PER_CALL):
             self._client.log_batch(self._run, params=params[place : place + _PARAMS_PER_CALL])
 
@@ -47,9 +43,7 @@ class MlflowSink:
 
 
 def accepted(name: str) -> str:
-    """A name that MLflow takes: each character that it refuses is written as `_` and its code in hexadecimal. The names
-    of sources, layers and reward terms in it are the user's.
-    """
+    """The name, which may be a user's, with `_` and the hexadecimal code for each character that MLflow refuses."""
     return _REFUSED.sub(lambda found: "".join(f"_{ord(one):x}" for one in found[0]), name)
 
 
