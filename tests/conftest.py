@@ -57,6 +57,8 @@ SLOW_FILES = (
     "test_alignment.py",
     "test_damaged_checkpoints.py",
     "test_ray_tasks.py",
+    "test_ray_tune.py",
+    "test_killed_search.py",
     "test_measuring.py",
 )
 """Files that take longest, the longest first. They begin first, or the last of them would leave other cores idle."""
