@@ -71,7 +71,7 @@ def test_the_command_takes_everything_from_the_run(tmp_path: Path, capsys: pytes
     assert main([*words, *run]) == 0
     shown = capsys.readouterr().out
     assert "interruptions    one in 6 h 40 min of presence on average\n" in shown
-    assert "measured: 3 in 20 h of training, 1 of them announced (--notice-s); 95% confidence: 0.031 to" in shown
+    assert "measured: 3 in 20 h of training, 1 of them announced (--notice-s); 95% confidence: 0.0309 to" in shown
     assert main([*words, *run, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["measured_rate"]["per_hour"] == pytest.approx(0.15)
     calm = ["--run", str(run_of(tmp_path / "calm", hours=30.0, recoveries=[]).path), "--recovery-s", "60"]

@@ -18,7 +18,7 @@ class MeasuredRate:
     num_announced: int
     """Interruptions that SIGTERM announced."""
     hours: float
-    """Time of training processes, repeated work included; above 0."""
+    """Time of training processes, repeated work included, without the last seconds before a fault; above 0."""
 
     @property
     def count(self) -> int:
@@ -40,13 +40,13 @@ class MeasuredRate:
         """Where the rate comes from and how sure it is."""
         if not self.count:
             return (
-                f"assumed: the run had none in {self.hours:.3g} h of training, so {self.per_hour:.2g} an hour are the "
+                f"assumed: the run had none in {self.hours:.3g} h of training, so {self.per_hour:.3g} an hour are the "
                 "most that is likely (95%, rule of three); give --interruptions-per-hour for what is known of the "
                 "instances"
             )
         low, high = self.interval
         announced = f", {self.num_announced} of them announced (--notice-s)" if self.num_announced else ""
         return (
-            f"measured: {self.count} in {self.hours:.3g} h of training{announced}; 95% confidence: {low:.2g} to "
-            f"{high:.2g} an hour"
+            f"measured: {self.count} in {self.hours:.3g} h of training{announced}; 95% confidence: {low:.3g} to "
+            f"{high:.3g} an hour"
         )
