@@ -51,37 +51,44 @@ def measure(setting: Setting) -> Measurement:
     cache = open_cache(setting, federated_runs, training_run, workbench, name="federated")
 
     def losses(runs: Sequence[FederatedRun]) -> list[float]:
-        missing = [run for run in runs if run not in cache]
-        for run, loss in zip(missing, heldout_losses(folder, missing), strict=True):
+        for run, loss in heldout_losses(folder, [run for run in runs if run not in cache]):
             cache[run] = loss
             setting.progress.note(f"{WORDS[run.method]} at {run.learning_rate:g}, seed {run.seed}: {loss:.4f}")
         return [cache[run] for run in runs]
 
     seeds = range(1 if setting.quick else 3)
-    samples: dict[str, list[float]] = {}
-    rates: dict[str, float] = {}
-    for method in METHODS:
-        run = FederatedRun(plan=plan, method=method, learning_rate=0.0, seed=TUNING_SEED, heldout="validation")
-        rates[method] = RATES[method][1] if setting.quick else _best_rate(run, losses)
-        tuned = replace(run, learning_rate=rates[method], heldout="test")
-        samples[LOSS + method] = losses([replace(tuned, seed=seed) for seed in seeds])
+    rates = {method: RATES[method][1] for method in METHODS} if setting.quick else _best_rates(plan, losses)
+    tuned = [
+        FederatedRun(plan=plan, method=method, learning_rate=rates[method], seed=seed)
+        for method in METHODS
+        for seed in seeds
+    ]
+    samples: dict[str, list[float]] = {LOSS + method: [] for method in METHODS}
+    for run, loss in zip(tuned, losses(tuned), strict=True):
+        samples[LOSS + run.method].append(loss)
     untrained = FederatedRun(plan=replace(plan, num_rounds=0), method="sgd", learning_rate=0.0, seed=0)
     samples[LOSS + "first"] = [cache.get(untrained, lambda: federated_runs.first_loss(folder, untrained))]
     return Measurement(samples=samples, conditions=_conditions(plan, rates, sizes(folder), len(seeds)))
 
 
-def _best_rate(run: FederatedRun, losses: Callable[[Sequence[FederatedRun]], list[float]]) -> float:
-    """The rate with the lowest loss on the validation split; a grid whose best is at an edge is extended. losses:
-    makes runs.
+def _best_rates(plan: Plan, losses: Callable[[Sequence[FederatedRun]], list[float]]) -> dict[Method, float]:
+    """The rate of each method with the lowest loss on the validation split; a grid whose best is at an edge is
+    extended. losses: makes runs.
     """
-    by_rate: dict[float, float] = {}
-    missing = list(RATES[run.method])
+    by_rate: dict[Method, dict[float, float]] = {method: {} for method in METHODS}
+    missing: Mapping[Method, Sequence[float]] = {method: RATES[method] for method in METHODS}
     for _ in range(MAX_EXTENSIONS):
-        by_rate |= zip(missing, losses([replace(run, learning_rate=rate) for rate in missing]), strict=True)
-        missing = beyond(by_rate)
-        if not missing:
+        runs = [
+            FederatedRun(plan=plan, method=method, learning_rate=rate, seed=TUNING_SEED, heldout="validation")
+            for method, rates in missing.items()
+            for rate in rates
+        ]
+        for run, loss in zip(runs, losses(runs), strict=True):
+            by_rate[run.method][run.learning_rate] = loss
+        missing = {method: beyond(of_method) for method, of_method in by_rate.items()}
+        if not any(missing.values()):
             break
-    return best_value(by_rate)
+    return {method: best_value(of_method) for method, of_method in by_rate.items()}
 
 
 def _conditions(plan: Plan, rates: Mapping[str, float], rows: Mapping[str, int], num_seeds: int) -> Conditions:

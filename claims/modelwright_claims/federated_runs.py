@@ -128,18 +128,17 @@ def _pack(documents: Sequence[Document], folder: Path, tokenizer: Tokenizer, pla
     pack(sequences, folder, config, vocab_size=tokenizer.vocab_size, eos_id=tokenizer.eos_id)
 
 
-def heldout_losses(folder: Path, runs: Sequence[FederatedRun]) -> Iterator[float]:
-    """Make trainings of one method and return the held-out losses at their ends, in nats per token. folder: of
-    `prepare`.
+def heldout_losses(folder: Path, runs: Sequence[FederatedRun]) -> Iterator[tuple[FederatedRun, float]]:
+    """Make trainings; yields each with the held-out loss at its end, in nats per token. folder: of `prepare`.
 
-    Central ones are made side by side, each in a process of one thread, as clients are: a step of so small a model does
-    not keep several threads busy.
+    Central ones come first and are made side by side, each in a process of one thread, as clients are: a step of so
+    small a model does not keep several threads busy.
     """
-    if runs and runs[0].method in CENTRAL:
+    central = [run for run in runs if run.method in CENTRAL]
+    if central:
         with ProcessPoolExecutor(os.cpu_count(), mp_context=_forking(), initializer=_use_one_thread) as pool:
-            yield from pool.map(partial(_heldout_loss, folder), runs)
-    else:
-        yield from (_heldout_loss(folder, run) for run in runs)
+            yield from zip(central, pool.map(partial(_heldout_loss, folder), central), strict=True)
+    yield from ((run, _heldout_loss(folder, run)) for run in runs if run.method not in CENTRAL)
 
 
 def _heldout_loss(folder: Path, run: FederatedRun) -> float:

@@ -4,11 +4,14 @@ import itertools
 import math
 import random
 from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 from scipy import stats
 
+from modelwright.core.progress import SilentProgress
 from modelwright.data.document import Document
 from modelwright.plan.cost.prices import shipped_prices
 from modelwright.plan.spot.availability import Presence
@@ -33,7 +36,7 @@ from modelwright_claims import (
     update_time,
 )
 from modelwright_claims.binomial import share
-from modelwright_claims.claim import Claim, Measurement, Verdict
+from modelwright_claims.claim import Claim, Measurement, Setting, Verdict
 from modelwright_claims.inference_arms import FP32, INT8, decoding
 from modelwright_claims.judging import judge
 
@@ -174,6 +177,25 @@ def test_federated_loss_is_compared_with_the_better_central_training() -> None:
     samples |= {f"{loss}sgd": [2.2, 2.2, 2.2], f"{loss}adamw": [2.0, 2.01, 2.0]}
     assert verdict(federated.CLAIM, samples).kind == "met"
     assert verdict(federated.CLAIM, {**samples, f"{loss}module": [2.15, 2.16, 2.15]}).kind == "short"
+
+
+def test_each_method_of_averaging_is_tuned_until_its_best_rate_lies_inside() -> None:
+    best = {"iid": 0.3, "module": 3.0, "sgd": 1.0, "adamw": 1e-4}
+    made: list[federated_runs.FederatedRun] = []
+
+    def losses(runs: Sequence[federated_runs.FederatedRun]) -> list[float]:
+        made.extend(runs)
+        return [abs(math.log(run.learning_rate / best[run.method])) for run in runs]
+
+    plan = federated.plan_of(Setting(quick=False, folder=Path(), progress=SilentProgress()))
+    rates = federated._best_rates(plan, losses)
+    assert rates == pytest.approx(best, rel=0.15)
+    assert len(set(made)) == len(made)
+    assert {run.heldout for run in made} == {"validation"}
+    for method, rate in rates.items():
+        tried = [run.learning_rate for run in made if run.method == method]
+        assert min(tried) < rate < max(tried)
+    assert sum(run.method == "iid" for run in made) == 3
 
 
 def forgetting_samples(**changes: list[float]) -> dict[str, list[float]]:
