@@ -25,7 +25,7 @@ from modelwright.objectives.distillation import Distillation, DistillationSettin
 from modelwright.objectives.layer_map import even_layer_map
 from modelwright.objectives.teacher import TeacherModel
 from modelwright.objectives.teacher_cache import LOG_PROBS, TeacherCache
-from modelwright.ops.attention_divergence import Scored, attention_divergence_naive
+from modelwright.ops.attention_divergence import QueriesAndKeys, attention_divergence_naive
 from modelwright.ops.distillation_loss import distillation_loss_naive
 from modelwright.ops.divergences import DivergenceKind
 from modelwright.ops.relation_loss import relation_loss_naive
@@ -123,7 +123,10 @@ def naive_attention(
     mapped = enumerate(objective.settings.layer_map or even_layer_map(2, objective.teacher.config.num_layers))
     divergences = [
         attention_divergence_naive(
-            Scored(*own[layer][:2]), Scored(*its[other][:2]), batch.segments_BT, window=model.config.window_of(layer)
+            QueriesAndKeys(*own[layer][:2]),
+            QueriesAndKeys(*its[other][:2]),
+            batch.segments_BT,
+            window=model.config.window_of(layer),
         )
         for layer, other in mapped
         if other >= 0

@@ -5,16 +5,16 @@ import torch
 
 from modelwright.ops import attention_divergence as module
 from modelwright.ops.attention import document_mask, masked_attention_naive
-from modelwright.ops.attention_divergence import Scored, attention_divergence, attention_divergence_naive
+from modelwright.ops.attention_divergence import QueriesAndKeys, attention_divergence, attention_divergence_naive
 
 SEGMENTS = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, 2, -1], [0] * 10, [-1] * 10, [0, 1, 1, 1, 1, 1, 1, 1, 1, 1]])
 
 
-def scored(num_kv_heads: int, width: int, seed: int, soft_cap: float = 0.0, dtype=torch.float64) -> Scored:
+def scored(num_kv_heads: int, width: int, seed: int, soft_cap: float = 0.0, dtype=torch.float64) -> QueriesAndKeys:
     draw = torch.Generator().manual_seed(seed)
     shapes = [(4, 10, 6, width), (4, 10, num_kv_heads, width)]
     q, k = (torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype) for shape in shapes)
-    return Scored(q, k, soft_cap)
+    return QueriesAndKeys(q, k, soft_cap)
 
 
 @pytest.mark.parametrize("window", [0, 1, 3, 20])
@@ -52,7 +52,7 @@ def test_the_distributions_are_those_that_attention_mixes_values_with(window, so
 def test_equal_distributions_cost_nothing():
     student = scored(2, 5, 1, dtype=torch.float32)
     leaves = [one.requires_grad_() for one in student[:2]]
-    loss = attention_divergence(student, Scored(*(one.detach() for one in leaves)), SEGMENTS)
+    loss = attention_divergence(student, QueriesAndKeys(*(one.detach() for one in leaves)), SEGMENTS)
     assert loss.item() == pytest.approx(0.0, abs=1e-5)
     assert all(float(gradient.abs().max()) < 1e-6 for gradient in torch.autograd.grad(loss, leaves))
 

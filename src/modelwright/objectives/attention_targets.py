@@ -18,7 +18,7 @@ from modelwright.core.errors import ConfigError
 from modelwright.data.batch import TokenBatch
 from modelwright.model.config import ModelConfig
 from modelwright.model.layer_taps import HeadInputs
-from modelwright.ops.attention_divergence import Scored, attention_divergence
+from modelwright.ops.attention_divergence import QueriesAndKeys, attention_divergence
 from modelwright.ops.relation_loss import relation_loss
 
 AttentionForm = Literal["relations", "distributions"]
@@ -116,8 +116,8 @@ class AttentionDistributions(AttentionTargets):
         """The mean is over heads and pairs of layers."""
         losses = [
             attention_divergence(
-                _scored(inputs.q_BTC, inputs.k_BTE, self.student),
-                _scored(batch.extras[f"queries_{own}_BTE"], batch.extras[f"keys_{own}_BTE"], self.teacher),
+                _queries_and_keys(inputs.q_BTC, inputs.k_BTE, self.student),
+                _queries_and_keys(batch.extras[f"queries_{own}_BTE"], batch.extras[f"keys_{own}_BTE"], self.teacher),
                 batch.segments_BT,
                 window=self.student.window_of(own),
             )
@@ -144,7 +144,7 @@ def num_relation_heads(student: ModelConfig, teacher: ModelConfig) -> int:
     return max(number for number in range(1, 2 * teacher.num_heads + 1) if common % number == 0)
 
 
-def _scored(q_BTC: Tensor, k_BTE: Tensor, config: ModelConfig) -> Scored:
+def _queries_and_keys(q_BTC: Tensor, k_BTE: Tensor, config: ModelConfig) -> QueriesAndKeys:
     q_BTHd = q_BTC.unflatten(-1, (config.num_heads, config.head_dim))
     k_BTKd = k_BTE.unflatten(-1, (config.num_kv_heads, config.head_dim))
-    return Scored(q_BTHd, k_BTKd, config.attention.soft_cap)
+    return QueriesAndKeys(q_BTHd, k_BTKd, config.attention.soft_cap)

@@ -15,7 +15,7 @@ from torch import Tensor
 from modelwright.ops.relation_loss import LARGEST, documents
 
 
-class Scored(NamedTuple):
+class QueriesAndKeys(NamedTuple):
     """What a layer's scores are made of: queries [B, T, H, d] and keys [B, T, K, d] with their positions; query head h
     reads key head h // (H / K). soft_cap: scores s become soft_cap * tanh(s / soft_cap); 0 leaves them.
     """
@@ -30,7 +30,9 @@ class Scored(NamedTuple):
         return q_HLd, k_KLd.repeat_interleave(len(q_HLd) // len(k_KLd), dim=0)
 
 
-def attention_divergence(student: Scored, teacher: Scored, segments_BT: Tensor, *, window: int = 0) -> Tensor:
+def attention_divergence(
+    student: QueriesAndKeys, teacher: QueriesAndKeys, segments_BT: Tensor, *, window: int = 0
+) -> Tensor:
     """Sum over tokens and heads of KL(teacher's distribution || student's), a scalar in FP32 at least (nats).
 
     segments_BT: the document of each token, -1 for padding, which does not count. window: tokens that a token sees,
@@ -40,14 +42,16 @@ def attention_divergence(student: Scored, teacher: Scored, segments_BT: Tensor, 
     return _AttentionDivergence.apply(student.q_BTHd, student.k_BTKd, student.soft_cap, teacher, segments_BT, window)  # type: ignore[return-value]
 
 
-def attention_divergence_naive(student: Scored, teacher: Scored, segments_BT: Tensor, *, window: int = 0) -> Tensor:
+def attention_divergence_naive(
+    student: QueriesAndKeys, teacher: QueriesAndKeys, segments_BT: Tensor, *, window: int = 0
+) -> Tensor:
     """The definition, over whole rows with a mask: the reference for `attention_divergence`."""
     places_T = torch.arange(segments_BT.shape[1], device=segments_BT.device)
     distance_TT = places_T[:, None] - places_T
     seen_TT = (distance_TT >= 0) & (distance_TT < (window or len(places_T)))
     seen_B1TT = ((segments_BT[:, :, None] == segments_BT[:, None, :]) & seen_TT)[:, None]
 
-    def log_probs(of: Scored) -> Tensor:
+    def log_probs(of: QueriesAndKeys) -> Tensor:
         k_BTHd = of.k_BTKd.repeat_interleave(of.q_BTHd.shape[2] // of.k_BTKd.shape[2], dim=2)
         scores_BHTT = torch.einsum("bthd,bshd->bhts", of.q_BTHd, k_BTHd) / of.q_BTHd.shape[-1] ** 0.5
         if of.soft_cap:
@@ -66,7 +70,7 @@ class _AttentionDivergence(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q_BTHd, k_BTKd, soft_cap, teacher, segments_BT, window):
         wide = torch.promote_types(torch.promote_types(q_BTHd.dtype, k_BTKd.dtype), torch.float32)
-        student = Scored(q_BTHd, k_BTKd, soft_cap)
+        student = QueriesAndKeys(q_BTHd, k_BTKd, soft_cap)
         total = torch.zeros((), dtype=wide, device=q_BTHd.device)
         grad_q_BTHd, grad_k_BTKd = (torch.zeros_like(x, dtype=wide) for x in (q_BTHd, k_BTKd))
         for row, start, end in documents(segments_BT):
