@@ -57,20 +57,21 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Shown:
     return Shown(demo, run_demo(demo))
 
 
-def test_the_new_model_is_in_service_or_the_gate_says_why_not(shown: Shown) -> None:
+def test_the_new_model_is_in_service(shown: Shown) -> None:
+    """Old and new texts both get better by several times what the gate's bounds ask for, since the first model has
+    learned little.
+    """
     demo, result = shown.demo, shown.result
-    assert result.loop.ending in ("promoted", "refused")
+    assert result.loop.ending == "promoted", result.loop.text
     assert result.failures == []
     assert result.num_answered > 360
-    is_promoted = result.loop.ending == "promoted"
-    served = demo.update.path / "release" if is_promoted else demo.first.path / "quantize/artifact"
-    assert demo.current.resolve() == served.resolve()
-    assert (result.handsoff_s is not None) == is_promoted
+    assert demo.current.resolve() == (demo.update.path / "release").resolve()
     moments = list(demo.timeline.read())
     assert moments.index("drift reference frozen") < moments.index("users ask about new libraries")
     assert (moments[0], moments[-1]) == ("demonstration begun", "capacity floor measured")
-    assert result.total_s == demo.timeline.span_s > (result.handsoff_s or 0.0)
-    assert demo.timeline.figures(f"loop ended: {result.loop.ending}")["num_answered"] == result.num_answered
+    assert result.handsoff_s is not None
+    assert result.total_s == demo.timeline.span_s > result.handsoff_s
+    assert demo.timeline.figures("loop ended: promoted")["num_answered"] == result.num_answered
 
 
 def test_the_floor_has_the_texts_and_the_compute_of_both_trainings(shown: Shown) -> None:
