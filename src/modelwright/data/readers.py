@@ -9,7 +9,7 @@ import gzip
 import io
 import json
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -68,7 +68,7 @@ class Limit:
         return f"the record is longer than {self.max_bytes:,} bytes", f"divide it, or {self.way_out}"
 
 
-def read_lines(file: File, complain: Complaint, limit: Limit) -> Iterator[tuple[int, bytes]]:
+def read_lines(file: File, complain: Complaint, limit: Limit) -> Generator[tuple[int, bytes]]:
     """`(line number from 1, line)` with its line end; a byte order mark at the start is removed.
 
     A line beyond the limit is a complaint, and the rest of it is read without being held.
