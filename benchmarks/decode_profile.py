@@ -54,7 +54,7 @@ def step_of(engine: Engine) -> DecodeStep:
 def profiled(engine: Engine) -> Iterator[Callable[[], dict[str, float]]]:
     """Within the block a function that makes a step of the engine and returns its seconds by `COLUMNS`."""
     watch, kernel = Stopwatch(), step_of(engine)
-    hidden, logits, sample = DecodeOperator.hidden, DecodeOperator.logits, engine_module.sample
+    hidden, logits, sample = DecodeOperator.hidden, DecodeOperator.logits, engine_module.sample  # pyright: ignore[reportPrivateImportUsage]
 
     def step() -> dict[str, float]:
         watch.seconds.clear()

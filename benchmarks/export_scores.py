@@ -130,7 +130,7 @@ def compared(own: np.ndarray, theirs: np.ndarray, questions: Sequence[Question])
     ours, chosen = scores.argmin(axis=1), (theirs / sizes).argmin(axis=1)
     others = {
         questions[place].id: float(scores[place, chosen[place]] - scores[place, ours[place]])
-        for place in np.flatnonzero(chosen != ours)
+        for place in np.flatnonzero(chosen != ours).tolist()
     }
     return {
         "correct": int((chosen == answers).sum()),

@@ -106,7 +106,8 @@ def _by_torchao(model: Decoder) -> Decoder:
     """4-bit weights of the projections in groups of 32, activations in 8 bits per token, by PyTorch's own package."""
     torchao: Any = import_module("torchao.quantization")
     config = torchao.Int8DynamicActivationIntxWeightConfig(
-        weight_dtype=torch.int4, weight_granularity=torchao.PerGroup(32)
+        weight_dtype=getattr(torch, "int4"),  # noqa: B009 - PyTorch's stubs do not have it
+        weight_granularity=torchao.PerGroup(32),
     )
     result = copy.deepcopy(model)
     torchao.quantize_(result.blocks, config, filter_fn=lambda module, _: isinstance(module, Linear))

@@ -208,7 +208,7 @@ class Distillation(Objective):
 
     def in_force(self, progress: float) -> dict[PartName, float]:
         """The parts that are learned at this share of the training, with their weights."""
-        factors = {name: self.settings.parts[name].at(progress) for name in self.used}
+        factors: dict[PartName, float] = {name: self.settings.parts[name].at(progress) for name in self.used}
         return {name: factor for name, factor in factors.items() if factor > 0}
 
     def with_teacher(self, batch: TokenBatch, model: Decoder, progress: float) -> TokenBatch:

@@ -97,9 +97,10 @@ def _save(trained: TrainedModel) -> Mapping[str, Any]:
         facts["heldout_images"] = measure_accuracy(classifier, training, heldout)
     if classifier.grid is not None:
         sizes = (weight_bytes(one.model) for one in (before, classifier))
-        facts["quantization"] = dict(zip(("float_bytes", "integer_bytes"), sizes, strict=True))
+        quantization: dict[str, float] = dict(zip(("float_bytes", "integer_bytes"), sizes, strict=True))
+        facts["quantization"] = quantization
         if heldout is not None:
-            facts["quantization"]["float_accuracy"] = share_right(before, heldout)
+            quantization["float_accuracy"] = share_right(before, heldout)
     return facts
 
 

@@ -5,7 +5,6 @@ included, and takes one mean intensity for a country.
 """
 
 import importlib
-import importlib.util
 import logging
 import warnings
 from dataclasses import dataclass
