@@ -187,11 +187,6 @@ def training_spec(
         own = [*samples, *blocks(stage), *section.blocks]
         return replace(section, blocks=[*own, *head_blocks(stage), *cache_blocks(stage)])
 
-    def highlight(data: RunData, stage: StageData) -> Sequence[Block]:
-        if not _is_first(data, stage):
-            return ()
-        return [*loss_highlight(stage, loss_unit), *sample_block(stage.folder.path)]
-
     spec = StageSpec(
         name=name,
         title=title,
@@ -201,7 +196,7 @@ def training_spec(
         estimate=lambda run_config, run, rates: _estimate(run_config, run, rates, spec, traits),
         report=report,
         headline=headline,
-        highlight=highlight,
+        highlight=partial(_highlight, loss_unit=loss_unit),
         closing=closing,
         warnings=_warnings,
         model_title=model_title,
@@ -213,6 +208,12 @@ def training_spec(
         follows=follows,
     )
     return spec
+
+
+def _highlight(data: RunData, stage: StageData, loss_unit: str) -> Sequence[Block]:
+    if not _is_first(data, stage):
+        return ()
+    return [*loss_highlight(stage, loss_unit), *sample_block(stage.folder.path)]
 
 
 def _is_first(data: RunData, stage: StageData) -> bool:
