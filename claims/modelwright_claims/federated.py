@@ -57,7 +57,9 @@ def measure(setting: Setting) -> Measurement:
         return [cache[run] for run in runs]
 
     seeds = range(1 if setting.quick else 3)
-    rates = {method: RATES[method][1] for method in METHODS} if setting.quick else _best_rates(plan, losses)
+    rates: Mapping[Method, float] = (
+        {method: RATES[method][1] for method in METHODS} if setting.quick else _best_rates(plan, losses)
+    )
     tuned = [
         FederatedRun(plan=plan, method=method, learning_rate=rates[method], seed=seed)
         for method in METHODS
@@ -91,7 +93,7 @@ def _best_rates(plan: Plan, losses: Callable[[Sequence[FederatedRun]], list[floa
     return {method: best_value(of_method) for method, of_method in by_rate.items()}
 
 
-def _conditions(plan: Plan, rates: Mapping[str, float], rows: Mapping[str, int], num_seeds: int) -> Conditions:
+def _conditions(plan: Plan, rates: Mapping[Method, float], rows: Mapping[str, int], num_seeds: int) -> Conditions:
     return plan.model.describe() | {
         "clients": NUM_CLIENTS,
         "rounds": plan.num_rounds,
