@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from modelwright.cli.launch import Refused, _before_restart, _tell, write_exit_report
+from modelwright.cli.launch import Refused, _before_restart, _tell, print_ending, write_exit_report
 from modelwright.cli.main import main
 
 LOST = "another process of this run has ended"
@@ -42,20 +42,20 @@ def leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     ],
 )
 def test_the_cause_is_told(leave, capsys, said, killed, asked, exit_code, shown) -> None:
-    assert _tell(leave(*said), killed, asked) == exit_code
+    assert _tell(leave(*said), killed, asked, print_ending) == exit_code
     assert capsys.readouterr().err.startswith(shown)
 
 
 def test_a_users_error_is_not_tried_again(leave) -> None:
     with pytest.raises(Refused, match="x: is wrong"):
-        _before_restart(leave((3, LOST), (2, "x: is wrong")))
+        _before_restart(leave((3, LOST), (2, "x: is wrong")), print_ending)
 
 
 def test_a_bug_is_named_and_the_words_are_forgotten(leave, capsys) -> None:
     folder = leave((1, "Traceback\nOutOfMemoryError: too large"), (143, "stopped"))
-    _before_restart(folder)
+    _before_restart(folder, print_ending)
     assert "OutOfMemoryError: too large" in capsys.readouterr().err
-    _before_restart(folder)
+    _before_restart(folder, print_ending)
     assert "OutOfMemoryError" not in capsys.readouterr().err
 
 

@@ -119,7 +119,10 @@ def own_texts_are_taken_for_nobody_else_s(run: Path, world: World) -> None:
         list(read_documents(SourceConfig(sources=(str(old),)), report=SourceReport()))
     assert len(list(read_documents(SourceConfig(sources=(str(old),), own_answers="train"), report=SourceReport())))
     assert any(document.source == "old" for document in read_kept(run / "clean/artifact", split="train"))
-    following = UpdateRequest(model=run, new=(str(world.file("new")),), replay=0.5)
+    new, known = (str(world.file("new")),), (str(world.file("old")),)
+    with pytest.raises(ConfigError, match="replayed what its model wrote itself"):
+        _ = UpdateRequest(model=run, new=new, replay=0.5).data
+    following = UpdateRequest(model=run, new=new, old=known, replay=0.5)
     prepare_data(following.data, world.benchmark, run.parent / "next/data", SILENT)
     replayed = [json.loads(line) for line in (run.parent / "next/data/old.jsonl").read_text().splitlines()]
     assert replayed

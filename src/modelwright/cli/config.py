@@ -30,9 +30,7 @@ def config_parser() -> argparse.ArgumentParser:
 
 def config(words: Sequence[str]) -> int:
     """`modelwright config`"""
-    import yaml
-
-    from modelwright.core.config import difference, dump
+    from modelwright.core.config import compact_yaml, difference, dump
     from modelwright.core.config_docs import annotated_yaml, defaults_of
     from modelwright.pipeline.run_config import run_schema, training_names
     from modelwright.recipes.load import load
@@ -50,7 +48,7 @@ def config(words: Sequence[str]) -> int:
         changed = {**difference(plain, defaults, without=trainings), **own}
         plain = {name: changed[name] for name in plain if changed.get(name) not in (None, {})}
     if flags.plain or flags.diff:
-        print(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True), end="")
+        print(compact_yaml(plain), end="")
     else:
         print("\n".join(annotated_yaml(schema, plain)))
     return 0

@@ -241,6 +241,23 @@ def save_yaml(path: Path | str, config: Any) -> None:
     write_atomic(Path(path), yaml.safe_dump(dump(config), sort_keys=False, allow_unicode=True))
 
 
+class _ListsInLine(yaml.SafeDumper):
+    """Lists of plain values are written on one line."""
+
+
+def _represent_list(dumper: yaml.SafeDumper, values: list[Any]) -> yaml.Node:
+    is_plain = not any(isinstance(value, (dict, list)) for value in values)
+    return dumper.represent_sequence("tag:yaml.org,2002:seq", values, flow_style=is_plain)
+
+
+_ListsInLine.add_representer(list, _represent_list)
+
+
+def compact_yaml(plain: Mapping[str, Any]) -> str:
+    """A plain mapping as YAML for reading, with lists of plain values on one line."""
+    return yaml.dump(dict(plain), Dumper=_ListsInLine, sort_keys=False, allow_unicode=True, width=120)
+
+
 def digest(value: Any) -> str:
     """A stable SHA-256 of a config, constants included, or of plain data, as 64 hex digits."""
     text = json.dumps(dump(value, constants=True), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
