@@ -36,7 +36,7 @@ def test_quantize_takes_over_the_trained_grid(small_words: tuple[str, ...], tmp_
     assert grid.activations == "tensor"
     assert len(grid.steps) == len(grid.ranges) > 0
     before, after = (load_model(run.stage(stage).artifact) for stage in ("pretrain", "qat"))
-    distances = [float((model.blocks["0"].ffn_norm.weight - 1).abs().max()) for model in (before, after)]
+    distances = [float((model.blocks["0"].ffn_norm.weight.detach() - 1).abs().max()) for model in (before, after)]
     assert distances[1] < 2e-3 < distances[0], "training went on from neutral norms"
     integers = load_int8(run.stage("quantize").artifact, Int8WeightsConfig())
     assert isinstance(integers.blocks["0"].ffn.up_proj, GridLinear)

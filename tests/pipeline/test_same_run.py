@@ -62,7 +62,7 @@ def test_a_report_of_earlier_stages_is_not_named(inside: Command, small_words: t
     done = inside(*words, "--stages", "clean,tokenize")
     assert done.returncode == 0, done.stderr
     assert (run / "report.html").exists()
-    assert "report" not in done.stdout
+    assert "report.html" not in done.stdout
 
 
 def test_a_run_that_has_no_result_may_change(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import yaml
 
 import modelwright
 from modelwright.cli.main import main
+from modelwright.core import checkout
 from modelwright.core.errors import ConfigError
 from modelwright.plan.spot.skypilot import ENVIRONMENT, SkyTask, check_task
 
@@ -95,9 +96,7 @@ def test_what_other_machines_lack_is_refused(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_without_a_source_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        modelwright, "__file__", str(tmp_path / "lib" / "site-packages" / "modelwright" / "__init__.py")
-    )
+    monkeypatch.setattr(checkout, "__file__", str(tmp_path / "lib/site-packages/modelwright/core/checkout.py"))
     with pytest.raises(
         ConfigError, match=r"--skypilot: needs the source tree .* has no pyproject\.toml; run the command"
     ):

@@ -20,8 +20,8 @@ from jsonschema import ValidationError
 from jsonschema.protocols import Validator
 from jsonschema.validators import validator_for
 
-import modelwright
 from modelwright.cli.main import main
+from modelwright.core import checkout
 from modelwright.core.errors import ConfigError
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.load import ModelSource
@@ -181,9 +181,7 @@ def check_dockerfile(path: Path, contexts: dict[str, Path], *, extras: set[str])
 
 @pytest.mark.parametrize("kind", ["compose", "kubernetes"])
 def test_an_image_is_refused_without_a_source_tree(kind, folder, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(
-        modelwright, "__file__", str(tmp_path / "lib" / "site-packages" / "modelwright" / "__init__.py")
-    )
+    monkeypatch.setattr(checkout, "__file__", str(tmp_path / "lib/site-packages/modelwright/core/checkout.py"))
     assert main(["manifests", str(folder), "--for", kind, "--out", str(tmp_path / "out")]) == 2
     assert "--for: needs the source tree of this package" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
