@@ -104,7 +104,10 @@ def run(folder: Path, rows: Path, *, world: World | None = None, stop_after: int
 def run_on_rank(world: World, folder: Path, rows: Path, stop_after: int) -> Batches:
     # ranks of these tests are daemons, which Python lets have no processes of their own; other ranks are not
     multiprocessing.current_process()._config["daemon"] = False  # pyright: ignore[reportAttributeAccessIssue]
-    return run(folder, rows, world=world, stop_after=stop_after, num_workers=1)
+    read = run(folder, rows, world=world, stop_after=stop_after, num_workers=1)
+    for worker in multiprocessing.active_children():
+        worker.join()  # a process of `multiprocessing` closes its queues at once when it ends, and a worker would wait
+    return read
 
 
 def together(ranks: Sequence[Batches]) -> dict[int, list[tuple]]:
