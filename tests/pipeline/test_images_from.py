@@ -78,7 +78,7 @@ def settings(folder: Path) -> dict[str, Any]:
             "num_steps": 8, "batch_tokens": 384, "train_tower": True, "max_answer_tokens": 4, **steps,
         },
         "vision": {
-            "num_steps": 16, "batch_tokens": 16 * 96, "learning_rate": 1e-2,
+            "num_steps": 32, "batch_tokens": 4 * 96, "learning_rate": 1e-2,
             "resnet": {"image_size": 8, "widths": [8, 8]}, "vit": vision,
             "augment": {"crop_padding": 1, "mixup_alpha": 0.2, "cutmix_alpha": 1.0}, **steps,
         },
@@ -167,7 +167,7 @@ def test_own_images_through_the_cache(inside: Command, source: tuple[Path, Path]
         records = read_records(run / stage / "metrics.jsonl")
         assert sum(value for _, value in column(records, "cache/wait_s")) > 0
     facts = read_manifest(run / "vision" / "artifact").facts["row_cache"]
-    assert 16 * 16 < facts["num_rows"] <= 2 * 16 * 16, "rows and images"
+    assert 32 * 4 < facts["num_rows"] <= 2 * 32 * 4, "rows and images"
     assert facts["blocks"]["memory"] > 0
     assert not list((tmp_path / "disk").iterdir())
     assert not list(memory.iterdir())
