@@ -268,8 +268,8 @@ def train_once(
     model.init_weights(derive_seed(run.seed, "weights"))
     if begin is not None:
         load_model(model, begin)
-    own, techniques = _objective(setting, run)
-    objective = wrap(own)
+    own, of_batches = _objective(setting, run)
+    objective, techniques = wrap(own), (*of_batches, *techniques)
     heldout = heldout_batches(setting, run)
     if run.loop == "plain":
         batches = objective.batches(model, first=0, rank=world.rank, world_size=world.size)

@@ -49,7 +49,7 @@ class Size:
         return self.batch_rows * self.seq_len
 
     def model_config(self, vocab_size: int) -> ModelConfig:
-        """Heads of 32, two query heads to a key/value head, FFN of 8/3 the width."""
+        """Heads of 32, two query heads to a key/value head, FFN of 8/3 the width in multiples of 32."""
         num_heads = self.model_dim // 32
         return ModelConfig(
             vocab_size=vocab_size,
@@ -57,7 +57,7 @@ class Size:
             model_dim=self.model_dim,
             num_heads=num_heads,
             num_kv_heads=num_heads // 2,
-            ffn_dim=self.model_dim * 8 // 3 // 16 * 16,
+            ffn_dim=self.model_dim * 8 // 3 // 32 * 32,
             head_dim=32,
             max_seq_len=self.seq_len,
         )

@@ -11,11 +11,13 @@ from modelwright.core.progress import SilentProgress
 from modelwright.data.batch import IGNORED
 from modelwright.data.loader import PackedLoader
 from modelwright.objectives.next_token import NextToken
-from modelwright_claims import training_run
+from modelwright.parallel.mesh import single
+from modelwright.train.runtime import observer
+from modelwright_claims import training_run, workbench
 from modelwright_claims.claim import Setting
 from modelwright_claims.launch import run_ranks
 from modelwright_claims.mixed_text import CODE, PROSE, RANDOM, SHUFFLED, Mixture, mixed_stream
-from modelwright_claims.training_run import Outcome, Processes, Run, execute
+from modelwright_claims.training_run import Outcome, Processes, Run, execute, train_once
 from modelwright_claims.wild_batches import Wild, WildBatches
 from modelwright_claims.workbench import KINDS, Size, packed_rows
 
@@ -68,6 +70,13 @@ def test_weights_are_kept_and_started_from(setting, tmp_path):
     assert again.losses == pytest.approx(first.losses, abs=1e-3)
     assert first.losses["prose"] == pytest.approx(first.heldout_loss, rel=1e-5)
     assert first.losses["code"] != pytest.approx(first.losses["prose"], rel=1e-3)
+
+
+def test_a_technique_that_is_given_takes_part(setting):
+    seen: list[int] = []
+    watch = observer("watch", lambda info: seen.append(info.step))
+    train_once(setting, Run(size=SIZE), single(workbench.device()), techniques=[watch])
+    assert seen == [1, 2, 3, 4, 5, 6]
 
 
 def test_the_plain_loop_learns_as_much(setting):

@@ -11,7 +11,7 @@ from modelwright.compress.gptq import DAMPING, LayerError, gptq, quantize_layer
 from modelwright.compress.grid_model import TrainedGrid, quantize_to_grid, save_grid_model
 from modelwright.compress.int8 import Int8WeightsConfig, choose_backend, load_int8
 from modelwright.compress.int8_linear import Int8Embedding, Int8Linear, quantize_rows
-from modelwright.core.errors import ModelError
+from modelwright.core.errors import ConfigError, ModelError
 from modelwright.model.decoder import Decoder
 from modelwright.ops.int_grid import WeightGrid
 from modelwright.train.objective import forward
@@ -104,6 +104,15 @@ def test_a_model_keeps_its_outputs_better_than_by_rounding(grid: WeightGrid) -> 
             for own in (codes, None)
         ]
     assert gaps[0] < 0.8 * gaps[1]
+
+
+def test_groups_that_do_not_divide_the_inputs_are_refused() -> None:
+    model, grid = tiny_run.tiny_model(), WeightGrid(bits=4, granularity="group_128")
+    message = "inputs of blocks.0.attention.q_proj do not divide into groups of 128; choose a smaller group"
+    with pytest.raises(ConfigError, match=message):
+        gptq(model, [tiny_run.Rows().batch(0)], grid)
+    with pytest.raises(ConfigError, match=message):
+        quantize_to_grid(model, TrainedGrid(weights=grid), choose=_choose)
 
 
 def _choose(matrices):

@@ -48,6 +48,8 @@ def gptq(
     """The codes of every projection of a decoder on the CPU, by name; `model` is not changed. batches: of calibration
     rows. show: told of each layer when it is done.
     """
+    for name, one in model.projections().items():
+        grid.check(name, one.in_features)
     states = [_Stream(model, batch) for batch in batches]
     found: dict[str, Codes] = {}
     for layer, block in model.blocks.items():

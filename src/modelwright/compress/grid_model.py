@@ -115,7 +115,11 @@ def quantize_to_grid(
 ) -> Decoder:
     """A new decoder whose projections are integers on the grid. codes: of projections, in place of those to which the
     grid rounds, such as GPTQ's. `model` is not changed. The result is for inference.
+
+    Raises `ConfigError` if the inputs of a projection do not divide into the grid's groups.
     """
+    for name, one in model.projections().items():
+        grid.weights.check(name, one.in_features)
     found = {name: (codes or {}).get(name) or grid.codes(name, one.weight) for name, one in model.projections().items()}
     inputs = {name: grid.inputs(name) for name in found}
     rest = {name: one.detach().clone() for name, one in model.named_parameters() if not name.startswith("heads.")}
