@@ -12,19 +12,23 @@ from typing import Any
 import pytest
 
 import tiny_rollouts
-from modelwright.core.config import parse
 from modelwright.core.errors import ConfigError, DataError
+from modelwright.core.progress import SilentProgress
 from modelwright.core.records import read_records
 from modelwright.core.rundir import RunDir
 from modelwright.data import sentence_pairs
 from modelwright.data.arithmetic import arithmetic_problems
 from modelwright.data.prompts import read_prompts
-from modelwright.objectives.ppo import PpoConfig
 from modelwright.objectives.rollouts import RolloutConfig
+from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.mesh import single
 from modelwright.pipeline.config import RunConfig
+from modelwright.pipeline.lr_find import RangeConfig, range_test
+from modelwright.pipeline.process_group import RunGroup
 from modelwright.pipeline.stage import Rates
-from modelwright.pipeline.stages.ppo import PPO, value_model_start
-from modelwright.pipeline.stages.rollout_training import build_terms, fitting, keep_completions, rollout_parts
+from modelwright.pipeline.stages.ppo import value_model_start
+from modelwright.pipeline.stages.rollout_training import build_terms, fitting, keep_completions
+from modelwright.pipeline.time_budget import fit_to_minutes
 from modelwright.recipes.load import load, recipe
 
 SMALL = (
@@ -145,16 +149,20 @@ def test_the_first_and_the_newest_rollout_are_kept(tmp_path: Path) -> None:
     assert read_records(path) == []
 
 
-def test_a_learning_rate_cannot_be_swept_on_rollouts() -> None:
-    inputs: Any = SimpleNamespace(parents={})
-    with pytest.raises(ConfigError, match="grpo generates what it learns from, which lr-find does not"):
-        rollout_parts(inputs, "grpo", RolloutConfig())
-    inputs = SimpleNamespace(
-        parents={}, config=recipe("preference"), training=parse(PpoConfig, {"value_model": "reward"})
-    )
-    assert PPO.objective
-    with pytest.raises(ConfigError, match="ppo generates what it learns from, which lr-find does not"):
-        PPO.objective(inputs)
+@pytest.mark.parametrize("stage", ["grpo", "ppo"])
+def test_a_learning_rate_cannot_be_swept_on_rollouts(stage: str, tmp_path: Path) -> None:
+    config = load("arithmetic", {"stages": ["clean", "pack", stage], "init_from": str(tmp_path)}).config
+    with pytest.raises(ConfigError, match=f"stages: {stage} generates what it learns from, which lr-find does not"):
+        range_test(config, RunDir(tmp_path), tmp_path, RangeConfig(), words=["lr-find"], progress=SilentProgress())
+
+
+@pytest.mark.parametrize("stage", ["grpo", "ppo"])
+def test_updates_on_rollouts_are_not_timed_before_the_run(stage: str, tmp_path: Path) -> None:
+    config = load("arithmetic", {"stages": ["clean", "pack", stage], "init_from": str(tmp_path)}).config
+    ranks = RunGroup(world=single("cpu"), layout=ParallelConfig())
+    message = f"minutes: the updates of {stage} cannot be timed .* set minutes to 0, and {stage}.num_steps"
+    with pytest.raises(ConfigError, match=message):
+        fit_to_minutes(replace(config, minutes=5.0), RunDir(tmp_path), ranks, SilentProgress())
 
 
 def test_generated_arithmetic_is_right_or_forgets_the_carry() -> None:

@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+import math
 import signal
 import tarfile
 import time
@@ -116,6 +117,29 @@ def test_rows_hold_every_image_once_with_its_class(finished: tuple[Path, Path]) 
             assert images.classes[label] == labels[digest]
         found += len(images)
     assert found == NUM_IMAGES
+
+
+def test_a_learning_rate_is_swept_on_images(finished: tuple[Path, Path], tmp_path: Path) -> None:
+    config, run = finished
+    words = ("--run-dir", run, "--steps", "20", "--min-lr", "1e-5", "--out", tmp_path)
+    code, _, errors = start_process("modelwright.cli.entry", "lr-find", config, *words).end()
+    assert code == 0, errors
+    points = json.loads((tmp_path / "lr-find.json").read_text())["points"]
+    assert points[0] == [pytest.approx(1e-5), pytest.approx(math.log(10), abs=0.5)]
+    assert len(points) == 20
+
+
+def test_updates_on_images_are_neither_timed_before_the_run_nor_searched(
+    finished: tuple[Path, Path], tmp_path: Path
+) -> None:
+    for command, wish, words in (
+        ("run", ("--minutes", "5"), "minutes: the updates of vision cannot be timed before its rows are there"),
+        ("search", (), "stages: vision learns from images, and a search compares language models"),
+    ):
+        process = start_process("modelwright.cli.entry", command, finished[0], "--run-dir", tmp_path / command, *wish)
+        code, _, errors = process.end()
+        assert code == 2
+        assert words in errors
 
 
 def test_damaged_images_are_counted(finished: tuple[Path, Path]) -> None:

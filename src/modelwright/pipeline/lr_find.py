@@ -24,7 +24,7 @@ from modelwright.data.loader import PackedLoader, PackedRows
 from modelwright.model.hf import load_model
 from modelwright.optim.schedule import ScheduleConfig
 from modelwright.parallel.mesh import single
-from modelwright.pipeline.borrowed_rows import borrowed_rows
+from modelwright.pipeline.borrowed_rows import BorrowedRows, borrowed_rows
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.process_group import use_threads
 from modelwright.pipeline.report.blocks import Chart, Fact, Page, Section, Table
@@ -33,8 +33,6 @@ from modelwright.pipeline.report.format import number
 from modelwright.pipeline.report.render import render
 from modelwright.pipeline.run import resolve_config
 from modelwright.pipeline.stage import StageInputs
-from modelwright.pipeline.stages.init import INIT
-from modelwright.pipeline.stages.training import fresh_model
 from modelwright.train.build import train
 from modelwright.train.config import TrainConfig
 from modelwright.train.job import TrainJob
@@ -110,19 +108,26 @@ def range_test(
     """
     if not config.trainings:
         raise ConfigError("stages: none of them trains, so there is no learning rate to find; add one that does")
+    first = config.trainings[0]
+    assert first.rows is not None
+    if first.rows.learned == "completions":
+        raise ConfigError(
+            f"stages: {first.name} generates what it learns from, which lr-find does not; name an earlier stage"
+        )
     config = resolve_config(config, run, progress)
-    rows = borrowed_rows(config, run, folder, words, progress) / "train"
+    rows = borrowed_rows(config, run, folder, words, progress)
     use_threads(config.hardware.num_threads)
     result = sweep(config, rows, test, progress)
     write_sweep(result, config, test, folder)
     return result
 
 
-def sweep(config: RunConfig, rows: Path, test: RangeConfig, progress: Progress) -> Sweep:
+def sweep(config: RunConfig, rows: BorrowedRows, test: RangeConfig, progress: Progress) -> Sweep:
     """The run itself, on packed rows, in this process alone; leaves nothing behind."""
-    packed = PackedRows(rows)
+    packed = PackedRows(rows.folder / "train")
     stage = config.trainings[0]
     assert stage.objective is not None
+    assert stage.fresh is not None
     training = range_settings(config.first_training, test)
     loader = PackedLoader(
         packed,
@@ -130,7 +135,6 @@ def sweep(config: RunConfig, rows: Path, test: RangeConfig, progress: Progress) 
         seed=derive_seed(config.seed, stage.name, "order"),
     )
     world = single(config.hardware.device)
-    parents = {INIT.name: Path(config.init_from)} if config.init_from else {}
     follow, diverged = Follow(test.num_steps), False
     with tempfile.TemporaryDirectory(prefix="modelwright-lr-find-") as scratch:
         inputs = StageInputs(
@@ -138,8 +142,8 @@ def sweep(config: RunConfig, rows: Path, test: RangeConfig, progress: Progress) 
             training=training,
             loader=loader,
             plan=loader,
-            images=open_images(rows.parent, rows.name),
-            parents=parents,
+            images=open_images(rows.folder, "train"),
+            parents=rows.parents,
             world=world,
             folder=Path(scratch),
             note=progress.note,
@@ -147,7 +151,7 @@ def sweep(config: RunConfig, rows: Path, test: RangeConfig, progress: Progress) 
         try:
             train(
                 TrainJob(
-                    model=load_model(Path(config.init_from)) if config.init_from else fresh_model(config),
+                    model=load_model(Path(config.init_from)) if config.init_from else stage.fresh(config),
                     objective=stage.objective(inputs),
                     config=training,
                     num_steps=test.num_steps,

@@ -18,6 +18,7 @@ from modelwright.core.rundir import RunDir, StageDir
 if TYPE_CHECKING:
     from modelwright.data.batching.augmented import PlannedRows
     from modelwright.data.images.store import ImageStore
+    from modelwright.model.decoder import Decoder
     from modelwright.parallel.mesh import World
     from modelwright.pipeline.config import RunConfig
     from modelwright.pipeline.report.blocks import Block, Fact, Section
@@ -197,6 +198,8 @@ class StageSpec:
     """Whether its artifact is a reward model, which later stages may score answers with."""
     rows: "RowSet | None" = None
     """The rows of tokens that a training stage learns from."""
+    fresh: "Callable[[RunConfig], Decoder] | None" = None
+    """Makes the model with random weights that a training stage starts from if no stage before it has made one."""
     time_weight: float = 1.0
     """Share of the time budget (`--minutes`) that a training stage gets, relative to the other training stages."""
     follows: str = ""

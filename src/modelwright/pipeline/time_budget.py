@@ -58,6 +58,13 @@ def fit_to_minutes(config: RunConfig, run: RunDir, ranks: RunGroup, progress: Pr
         new = list(config.trainings)
     if not new:
         return config
+    for stage in new:
+        assert stage.rows is not None
+        if stage.rows.learned != "tokens":
+            raise ConfigError(
+                f"minutes: the updates of {stage.name} cannot be timed before its rows are there, because it learns "
+                f"from {stage.rows.learned}; set minutes to 0, and {stage.name}.num_steps"
+            )
     started = time.monotonic()
     folder = run.path / FOLDER
     if ranks.rank == 0:

@@ -81,6 +81,13 @@ def search(
     """
     if not config.trainings:
         raise ConfigError("stages: none of them trains, so there is nothing to search; add one that does")
+    first = config.trainings[0]
+    assert first.rows is not None
+    if first.rows.learned != "tokens":
+        raise ConfigError(
+            f"stages: {first.name} learns from {first.rows.learned}, and a search compares language models; name a "
+            "stage that learns from text before it"
+        )
     folder = run.path / "search"
     make_folder(folder)
     with lock_folder(folder, "this search; wait for it or choose another --run-dir"):
@@ -92,7 +99,7 @@ def search(
         if space.changes_shape and config.init_from:
             raise ConfigError("init_from: fixes the shape of the model; search hyperparameters (--space), or clear it")
         strategies = strategies_of(wish.strategies, shapes=space.changes_shape)
-        rows = borrowed_rows(config, run, folder, ["search", *words], progress)
+        rows = borrowed_rows(config, run, folder, ["search", *words], progress).folder
         journal = Journal(folder / FILE)
         journal.check_identity(identity(config, wish, space, rows), folder)
         use_threads(config.hardware.num_threads)

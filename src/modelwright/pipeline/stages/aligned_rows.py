@@ -102,6 +102,7 @@ ALIGNED_ROWS = RowSet(
     pack=_pack_aligned,
     documents="image with a caption and no described function",
     trained_rows=2,
+    learned="images",
     decides=lambda config: {"images": FORMAT},
     stdlib_bytes=6e6,
 )

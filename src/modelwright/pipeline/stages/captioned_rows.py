@@ -196,5 +196,6 @@ CAPTION_ROWS = RowSet(
     title="conversations about images",
     pack=_pack,
     documents="image with a caption or a conversation",
+    learned="images",
     decides=_decides,
 )

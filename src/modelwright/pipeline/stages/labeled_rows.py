@@ -90,5 +90,6 @@ LABELED_ROWS = RowSet(
     title="images with classes",
     pack=_pack_labeled,
     documents="image with a class",
+    learned="images",
     decides=lambda config: {"images": FORMAT},
 )

@@ -71,4 +71,4 @@ def heldout_prompts(folder: Path, config: RunConfig, *, batch_rows: int) -> Sequ
     return [heldout_batch(packed.gather(numbers[:1]), numbers.tolist())]
 
 
-PROMPT_ROWS = RowSet(name="prompts", title="prompts", pack=_pack_prompts, stdlib_bytes=4e6)
+PROMPT_ROWS = RowSet(name="prompts", title="prompts", pack=_pack_prompts, learned="completions", stdlib_bytes=4e6)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from modelwright.core.artifacts import write_atomic
-from modelwright.core.errors import ConfigError, DataError
+from modelwright.core.errors import DataError
 from modelwright.core.records import column, json_line, read_records
 from modelwright.core.seeds import derive_seed
 from modelwright.data.batch import TokenBatch
@@ -96,10 +96,6 @@ def rollout_parts(inputs: StageInputs, name: str, rollout: RolloutConfig) -> Rol
     """name: of the stage. Raises `ConfigError` for wrong rewards, and `DataError` if no prompt leaves room for a
     completion.
     """
-    if PACK.name not in inputs.parents:
-        raise ConfigError(
-            f"stages: {name} generates what it learns from, which lr-find does not; name an earlier stage"
-        )
     config, row_len = inputs.config, inputs.config.section(PACK).seq_len
     folder = inputs.parents[PACK.name] / PROMPT_ROWS.name
     worker = RolloutWorker(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -98,6 +98,9 @@ class RowSet:
     a model trains. None if documents of these rows cannot be augmented."""
     documents: str = "prose or code document"
     """What the rows are made from, for messages."""
+    learned: Literal["tokens", "images", "completions"] = "tokens"
+    """What a training learns from: the tokens of the rows, images that belong to them, or completions of them that it
+    generates. Only what learns from tokens can be tried before a run on rows of random ones."""
     trained_rows: int = 1
     """Rows of a group that a training learns from, which count in `batch_tokens`; 1 where rows are not grouped."""
     if_empty: str = ""

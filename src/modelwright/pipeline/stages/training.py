@@ -124,7 +124,6 @@ class _Traits:
     techniques: TechniquesOf
     row_use: RowUse
     save: Callable[[TrainedModel], Mapping[str, Any]]
-    fresh: Callable[[RunConfig], Decoder]
     prepare: Callable[[RunConfig, Decoder], None]
 
 
@@ -177,7 +176,6 @@ def training_spec(
         techniques=techniques,
         row_use=row_use,
         save=save,
-        fresh=fresh or fresh_model,
         prepare=prepare,
     )
 
@@ -202,6 +200,7 @@ def training_spec(
         model_title=model_title,
         objective=objective,
         rows=rows,
+        fresh=fresh or fresh_model,
         time_weight=time_weight,
         only_if_named=only_if_named,
         reads_images=reads_images,
@@ -259,7 +258,8 @@ def _run(context: StageContext, config: RunConfig, spec: StageSpec, traits: _Tra
     assert spec.rows is not None
     rows = context.parents[PACK.name] / spec.rows.name / "train"
     load = deferred_model if rows.is_dir() else load_model
-    model = load(context.parents[before]) if before else traits.fresh(config)
+    assert spec.fresh is not None
+    model = load(context.parents[before]) if before else spec.fresh(config)
     traits.prepare(config, model)
     if rows.is_dir():
         with training_data(rows, config.cache, context) as data:
