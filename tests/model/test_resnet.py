@@ -1,6 +1,7 @@
 """Batch norm and ResNet against PyTorch's own layers, alone and over ranks, and in the number formats of training."""
 
 from collections.abc import Mapping
+from functools import partial
 
 import pytest
 import torch
@@ -9,11 +10,12 @@ from torch import Tensor, nn
 
 from distributed import run_distributed
 from modelwright.core.errors import ConfigError
-from modelwright.model.vision.batch_norm import BatchNorm, statistics_over
+from modelwright.model.vision.batch_norm import BatchNorm, alone, statistics_over
 from modelwright.model.vision.classifier import ImageClassifier, forward_flops
 from modelwright.model.vision.config import ResNetConfig, VisionConfig
 from modelwright.model.vision.resnet import Convolution, ResNet
 from modelwright.model.vision.vit import VisionTower
+from modelwright.ops.lowp_linear import in_float
 from modelwright.parallel.mesh import World, single
 from modelwright.parallel.ragged_gather import gather_rows
 
@@ -99,6 +101,35 @@ def test_two_ranks_have_the_statistics_and_gradients_of_one(ends: list[int]) -> 
             )
     for name, _ in network().named_buffers():
         assert torch.equal(ranks[0][name], ranks[1][name])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-4), (torch.bfloat16, 0.02)]
+)
+def test_one_pass_equals_the_way_of_several_ranks(dtype: torch.dtype, tolerance: float) -> None:
+    found: list[list[Tensor]] = []
+    for gather in (alone, lambda own_E: own_E[None]):
+        norm = BatchNorm(3).to(torch.promote_types(dtype, torch.float32))
+        norm.weight.data = torch.tensor([0.5, 2.0, -1.0]).to(norm.weight)
+        x = images().to(dtype).requires_grad_()
+        with statistics_over(norm, gather):
+            out = norm(x)
+            (out * images().to(dtype)).sum().backward()
+        assert out.dtype == dtype
+        found.append([out, x.grad, norm.weight.grad, norm.bias.grad, norm.running_mean, norm.running_var])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+def test_a_convolution_in_a_format_that_is_only_cast_to_copies_no_patches(monkeypatch: pytest.MonkeyPatch) -> None:
+    convolution = Convolution(3, 5, size=3, stride=1)
+    convolution.kernel.product = partial(in_float, torch.bfloat16)
+    x = images(torch.float32)
+    expected = convolution.by_patches(x)
+    monkeypatch.setattr(F, "unfold", None)
+    found = convolution(x)
+    assert found.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
 
 
 @pytest.mark.parametrize(("size", "stride", "side"), [(3, 1, 7), (3, 2, 8), (3, 2, 7), (1, 2, 8), (1, 1, 5)])

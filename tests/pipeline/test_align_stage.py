@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import shutil
 import signal
 import textwrap
@@ -24,6 +25,7 @@ from modelwright.objectives.aligned_model import load_aligned
 from modelwright.parallel.config import ParallelConfig
 from modelwright.pipeline.preflight import check_training
 from modelwright.pipeline.stages.aligned_rows import read_pairs
+from modelwright.pipeline.stages.thumbnails import thumbnail
 from modelwright.recipes.load import load
 from rank_processes import Started, start_process
 
@@ -139,6 +141,13 @@ def test_the_artifact_embeds_as_the_stage_did_and_reports_retrieval(finished: tu
     page = (run / "report.html").read_text()
     assert "captions to images" in page
     assert "right one at place" in page
+    for one in facts["examples"]["image: text to image"]:
+        numbers = [int(re.match(r"\d\. image (\d+): ", line).group(1)) for line in one["found"]]
+        assert one["found_images"] == [thumbnail(store.data(number)) for number in numbers]
+        assert all(f'src="{image}"' in page for image in one["found_images"])
+    for one in facts["examples"]["image: image to text"]:
+        number = int(re.match(r"image (\d+): ", one["query"]).group(1))
+        assert one["query_image"] == thumbnail(store.data(number))
 
 
 def test_a_killed_stage_goes_on_with_the_same_bits(finished: tuple[Path, Path], tmp_path: Path) -> None:

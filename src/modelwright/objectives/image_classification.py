@@ -9,6 +9,7 @@ Legend: B rows, T tokens, N images of this rank, C colors, S pixels of a side, K
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -251,13 +252,19 @@ class ImageClassification(Objective):
             )
         is_image_B = _is_image(batch)
         pixels_NCSS, targets_NK = batch.extras[PIXELS][is_image_B], batch.extras[TARGETS][is_image_B]
-        with statistics_over(model.heads[CLASSIFIER], lambda own_E: gather_rows(own_E[None], self.data_ranks)[0]):
+        with self._statistics(model):
             logits_NK = model.head_output(CLASSIFIER, pixels_NCSS)
         is_right_N = logits_NK.argmax(dim=1) == targets_NK.argmax(dim=1)
         return Terms(
             {CROSS_ENTROPY: soft_cross_entropy(logits_NK, targets_NK)},
             {"accuracy": (is_right_N.sum(), is_image_B.sum())},
         )
+
+    def _statistics(self, model: Decoder) -> AbstractContextManager[None]:
+        """Has batch norms take the statistics of all ranks."""
+        if self.data_ranks.size == 1:
+            return nullcontext()
+        return statistics_over(model.heads[CLASSIFIER], lambda own_E: gather_rows(own_E[None], self.data_ranks)[0])
 
 
 def soft_cross_entropy(logits_NK: Tensor, targets_NK: Tensor) -> Tensor:

@@ -51,11 +51,24 @@ class BatchNorm(nn.Module):
             mean_C, var_C = self.running_mean, self.running_var
             out_NCHW = F.batch_norm(wide_NCHW, mean_C, var_C, self.weight, self.bias, training=False, eps=self.eps)
             return out_NCHW.to(x_NCHW.dtype)
+        if self.gather is alone and wide_NCHW.numel() > len(self.weight):
+            return self._in_one_pass(x_NCHW)
         mean_C, squares_C, count = self._moments(wide_NCHW)
         self._track(mean_C.detach(), squares_C.detach() / (count - 1).clamp(min=1))
         scale_C = self.weight * (squares_C / count + self.eps).rsqrt()
         centered_NCHW = wide_NCHW - mean_C[:, None, None]
         return (centered_NCHW * scale_C[:, None, None] + self.bias[:, None, None]).to(x_NCHW.dtype)
+
+    def _in_one_pass(self, x_NCHW: Tensor) -> Tensor:
+        """The same for one process, by PyTorch's own operator: it reads and writes `x` in its own format and sums in
+        FP32 at least, where the operators of the other way keep several wide copies.
+        """
+        mean_C, var_C = torch.zeros_like(self.running_mean), torch.ones_like(self.running_var)
+        out_NCHW = F.batch_norm(
+            x_NCHW, mean_C, var_C, self.weight, self.bias, training=True, momentum=1.0, eps=self.eps
+        )  # fmt: skip
+        self._track(mean_C, var_C)
+        return out_NCHW
 
     def in_evaluation(self) -> tuple[Tensor, Tensor]:
         """What a channel is multiplied by and what is added to it then, [C] each."""

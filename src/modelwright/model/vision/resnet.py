@@ -13,19 +13,22 @@ width.
 
 from typing import ClassVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from modelwright.model.decoder import Linear
 from modelwright.model.vision.batch_norm import BatchNorm
 from modelwright.model.vision.config import ResNetConfig
+from modelwright.ops.lowp_linear import plain_cast
 
 NUM_COLORS = 3
 
 
 class Convolution(nn.Module):
-    """A convolution as the product of patches with a `Linear`; in the format of the weights PyTorch's own convolution
-    computes the same without copying patches. It has a bias only once the batch norm after it is folded into it.
+    """A convolution as the product of patches with a `Linear`; in the format of the weights, or one that they are only
+    cast to, PyTorch's own convolution computes the same without copying patches. It has a bias only once the batch norm
+    after it is folded into it.
     """
 
     def __init__(self, num_inputs: int, num_outputs: int, *, size: int, stride: int) -> None:
@@ -35,10 +38,15 @@ class Convolution(nn.Module):
         nn.init.kaiming_normal_(self.kernel.weight, mode="fan_in", nonlinearity="relu")
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
-        if type(self.kernel) is Linear and self.kernel.product is F.linear:
-            weight_OCkk = self.kernel.own_weight().unflatten(1, (-1, self.size, self.size))
-            return F.conv2d(x_NCHW, weight_OCkk, self.kernel.bias, stride=self.stride, padding=self.padding)
-        return self.by_patches(x_NCHW)
+        if type(self.kernel) is not Linear:
+            return self.by_patches(x_NCHW)
+        weight_OI, product = self.kernel.own_weight(), self.kernel.product
+        cast = x_NCHW.dtype if product is F.linear else plain_cast(product)
+        if cast is None:
+            return self.by_patches(x_NCHW)
+        weight_OCkk = weight_OI.to(cast).unflatten(1, (-1, self.size, self.size))
+        bias_O = None if self.kernel.bias is None else self.kernel.bias.to(cast)
+        return F.conv2d(x_NCHW.to(cast), weight_OCkk, bias_O, stride=self.stride, padding=self.padding)
 
     def by_patches(self, x_NCHW: Tensor) -> Tensor:
         """The same by the product of patches, in the format that training has chosen."""
@@ -98,6 +106,7 @@ class ResNet(nn.Module):
 
     def forward(self, pixels_NCSS: Tensor) -> Tensor:
         """One vector for each image [N, D]. pixels_NCSS: [N, 3, S, S], normalized."""
+        pixels_NCSS = pixels_NCSS.contiguous(memory_format=torch.channels_last)  # in which convolutions are fastest
         out_NCHW = self.blocks(F.relu(self.norm(self.stem(pixels_NCSS))))
         return out_NCHW.to(pixels_NCSS.dtype).mean((2, 3))
 

@@ -52,12 +52,15 @@ class Note:
 
 @dataclass(frozen=True)
 class TextSample:
-    """A question and its answer, with a small line of details. image: what the question is about, as a `data:` URL."""
+    """A question and its answer, with a small line of details. image: what the question is about, answer_images: what
+    belongs to the answer, as `data:` URLs.
+    """
 
     question: str
     answer: str
     detail: str = ""
     image: str = ""
+    answer_images: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

@@ -96,8 +96,12 @@ def _retrieval_blocks(retrieval: Mapping[str, Any]) -> list[Block]:
     blocks: list[Block] = [Table(header, rows, "Retrieval", caption, numeric=tuple(range(1, 9)))]
     for name, examples in retrieval["examples"].items():
         items = [
-            TextSample(one["query"], "\n".join(one["found"]), f"right one at place {one['place']}") for one in examples
-        ]
+            TextSample(
+                one["query"], "\n".join(one["found"]), f"right one at place {one['place']}",
+                image=one.get("query_image", ""), answer_images=one.get("found_images", ()),
+            )
+            for one in examples
+        ]  # fmt: skip
         blocks.append(Samples(items, f"Examples, {_TITLES[name]}"))
     return blocks
 

@@ -1,7 +1,7 @@
 """What retrieval of held-out pairs finds, for the facts of the stage align."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from modelwright.evaluate.retrieval import bag_of_words, chance, recall
 from modelwright.objectives.aligned_model import AlignedModel
 from modelwright.pipeline.stages.aligned_rows import AlignedPair, read_pairs
 from modelwright.pipeline.stages.cached_rows import TrainingData
+from modelwright.pipeline.stages.thumbnails import thumbnail
 
 MOST_PAIRS = 1000
 """Held-out pairs of each kind that are searched among."""
@@ -69,8 +70,20 @@ def _image_tasks(
     is_right = _same(texts, captions)
     words = bag_of_words(texts, neighbors)
     names = [f"image {pair.image}: {pair.text}" for pair in pairs]
-    _add(result, "image: text to image", scores, words, is_right, texts, names)
-    _add(result, "image: image to text", scores.T, words.T, is_right.T, names, texts)
+    images = _Pictures(store, [pair.image for pair in pairs])
+    _add(result, "image: text to image", scores, words, is_right, texts, names, found=images)
+    _add(result, "image: image to text", scores.T, words.T, is_right.T, names, texts, asked=images)
+
+
+@dataclass(frozen=True)
+class _Pictures:
+    """Images of a store, by their places in a list of numbers."""
+
+    store: ImageStore
+    numbers: Sequence[int]
+
+    def at(self, place: int) -> str:
+        return thumbnail(self.store.data(self.numbers[place]))
 
 
 def _same(texts: Sequence[str], others: Sequence[str]) -> NDArray[np.bool_]:
@@ -79,8 +92,10 @@ def _same(texts: Sequence[str], others: Sequence[str]) -> NDArray[np.bool_]:
 
 def _add(
     result: dict[str, Any], name: str, scores: NDArray[Any], words: NDArray[Any], is_right: NDArray[np.bool_],
-    queries: Sequence[str], candidates: Sequence[str],
+    queries: Sequence[str], candidates: Sequence[str], *, asked: _Pictures | None = None,
+    found: _Pictures | None = None,
 ) -> None:  # fmt: skip
+    """asked, found: the pictures of queries and of candidates that are images."""
     result["recall"][name] = {
         "num_queries": len(queries),
         "num_candidates": len(candidates),
@@ -93,8 +108,13 @@ def _add(
     for query in shown:
         order: list[int] = np.argsort(-scores[query], kind="stable").tolist()
         place = int(np.flatnonzero(is_right[query][order])[0]) + 1
-        found = [f"{rank}. {_short(candidates[one])}" for rank, one in enumerate(order[:NUM_SHOWN], start=1)]
-        examples.append({"query": _short(queries[query]), "found": found, "place": place})
+        lines = [f"{rank}. {_short(candidates[one])}" for rank, one in enumerate(order[:NUM_SHOWN], start=1)]
+        example: dict[str, Any] = {"query": _short(queries[query]), "found": lines, "place": place}
+        if asked:
+            example["query_image"] = asked.at(query)
+        if found:
+            example["found_images"] = [found.at(one) for one in order[:NUM_SHOWN]]
+        examples.append(example)
     result["examples"][name] = examples
 
 

@@ -1,7 +1,5 @@
 """What a model writes about held-out images, for the facts of the stage caption."""
 
-import base64
-import io
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from modelwright.data.images.decode import decode, pillow
 from modelwright.data.images.labeled import LABELS, LabeledImages
 from modelwright.data.images.store import ImageStore, images_folder
 from modelwright.data.loader import PackedRows
@@ -24,11 +21,11 @@ from modelwright.model.vision.config import VisionConfig
 from modelwright.pipeline.stages.cached_rows import TrainingData
 from modelwright.pipeline.stages.captioned_rows import ImagePrompt, read_image_prompts
 from modelwright.pipeline.stages.image_accuracy import logistic_regression
+from modelwright.pipeline.stages.thumbnails import thumbnail
 
 MOST_IMAGES = 500
 """Held-out images that are described; longer lists take minutes."""
 NUM_SHOWN = 12
-SHOWN_SIDE = 64
 ENOUGH_NAMED = 0.95
 """Share of the held-out references that must name the right class for the accuracy of captions to mean anything."""
 _WORDS = re.compile(r"\w+")
@@ -122,11 +119,3 @@ def _named_classes(
         "num_worse": worse,
         "p_value": min(1.0, 10 ** log10_sign_test(better, worse)),
     }
-
-
-def thumbnail(data: bytes) -> str:
-    """An image file as a small PNG in a `data:` URL."""
-    image, file = pillow().fromarray(decode(data)), io.BytesIO()
-    image.thumbnail((SHOWN_SIDE, SHOWN_SIDE))
-    image.save(file, format="PNG")
-    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
