@@ -189,6 +189,17 @@ class OnnxRuntime:
         return stamps
 
 
+def survives(work: Callable[[], object]) -> bool:
+    """Whether a copy of this process does the work, and is not killed by it."""
+    child = os.fork()
+    if not child:
+        try:
+            work()
+        finally:
+            os._exit(0)
+    return not os.WIFSIGNALED(os.waitpid(child, 0)[1])
+
+
 class LlamaCpp:
     """llama.cpp through the C interface of llama-cpp-python, all streams in one batch."""
 
@@ -197,8 +208,17 @@ class LlamaCpp:
 
         self.version = version("llama-cpp-python")
         llama.llama_backend_init()
-        file = str(folder / f"{weights}.gguf").encode()
-        model = llama.llama_model_load_from_file(file, llama.llama_model_default_params())
+        file, loading = str(folder / f"{weights}.gguf").encode(), llama.llama_model_default_params()
+        if loading.use_extra_bufts and not survives(lambda: self._load(file, loading, threads).stamps([[3, 4]], 2)):
+            # Version 0.3.36 repacks weights for AMX and then ends with a segmentation fault on some processors.
+            loading.use_extra_bufts = False
+            self.version += ", without repacked weights, with which it crashes here"
+        self._load(file, loading, threads)
+
+    def _load(self, file: bytes, loading: Any, threads: int) -> "LlamaCpp":
+        llama = import_module("llama_cpp")
+
+        model = llama.llama_model_load_from_file(file, loading)
         settings = llama.llama_context_default_params()
         settings.n_ctx, settings.n_seq_max = MOST_STREAMS * MOST_TOKENS, MOST_STREAMS
         settings.n_batch, settings.n_ubatch = MOST_STREAMS * 64, BATCH_TOKENS
@@ -206,6 +226,7 @@ class LlamaCpp:
         self.context = llama.llama_init_from_model(model, settings)
         self.batch = llama.llama_batch_init(settings.n_batch, 0, 1)
         self.greedy = llama.llama_sampler_init_greedy()
+        return self
 
     def stamps(self, prompts: Ids, num_new: int) -> list[float]:
         llama = import_module("llama_cpp")

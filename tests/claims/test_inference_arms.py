@@ -1,5 +1,7 @@
 """The engines of the claim on integer inference: real processes on one small model."""
 
+import os
+import signal
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from modelwright.model.config import ModelConfig
 from modelwright.ops import cpu_kernels
 from modelwright_claims import inference_arms
 from modelwright_claims.inference_arms import ARMS, EAGER, INT4_CODES, INT8, PEERS_PYTHON, paces, running, write_models
+from modelwright_claims.inference_worker import survives
 
 SHAPE = ModelConfig(
     vocab_size=320, num_layers=1, model_dim=64, num_heads=2, num_kv_heads=1, head_dim=32, ffn_dim=96, max_seq_len=320,
@@ -52,3 +55,8 @@ def test_engines_take_turns_in_processes_of_their_own(folder: Path, monkeypatch:
         processes[INT8]._process.kill()  # pyright: ignore[reportPrivateUsage]
         with pytest.raises(ModelwrightError, match="the engine ended"):
             processes[INT8].seconds(1, 4, 1)
+
+
+def test_work_that_kills_its_process_is_found_out() -> None:
+    assert survives(lambda: None)
+    assert not survives(lambda: os.kill(os.getpid(), signal.SIGSEGV))
