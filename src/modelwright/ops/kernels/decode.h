@@ -12,6 +12,7 @@
 #include "attention.h"
 #include "linear.h"
 #include "rows.h"
+#include "team.h"
 
 namespace {
 
@@ -80,29 +81,21 @@ Memory memory_of(const Decoder& decoder, int64_t num_rows, int64_t longest, int 
   return memory;
 }
 
-template <class Body>
-void each_row(int64_t num_rows, Body body) {
-#pragma omp for schedule(static)
-  for (int64_t row = 0; row < num_rows; ++row) body(row);
-}
-
 struct Product {
   const Matrix& by;
   float* to;
 };
 
 // All products of the same rows.
-void multiply(const Rows& in, std::initializer_list<Product> products) {
+void multiply(const Member& member, const Rows& in, std::initializer_list<Product> products) {
   int64_t total = 0;
   for (const Product& one : products) total += num_pieces(one.by);
-#pragma omp for schedule(static)
-  for (int64_t number = 0; number < total; ++number) {
-    int64_t piece = number;
+  member.each(total, [&](int64_t piece) {
     const Product* one = products.begin();
     for (; piece >= num_pieces(one->by); ++one) piece -= num_pieces(one->by);
     const int64_t first = piece * kOutputs;
     multiply_outputs(one->by, first, std::min(first + kOutputs, one->by.outputs), in, one->to);
-  }
+  });
 }
 
 inline void activate(float* gate, const float* up, int64_t count, int64_t activation) {
@@ -119,17 +112,16 @@ inline void activate(float* gate, const float* up, int64_t count, int64_t activa
 }
 
 // Both products of the feed-forward layer and the activation, to `gate`.
-void multiply_gated(const Rows& in, const Matrix& gate_by, const Matrix& up_by, int64_t activation, float* gate,
-                    float* up) {
-  const int64_t total = num_pieces(gate_by), width = gate_by.outputs;
-#pragma omp for schedule(static)
-  for (int64_t piece = 0; piece < total; ++piece) {
+void multiply_gated(const Member& member, const Rows& in, const Matrix& gate_by, const Matrix& up_by, int64_t activation,
+                    float* gate, float* up) {
+  const int64_t width = gate_by.outputs;
+  member.each(num_pieces(gate_by), [&](int64_t piece) {
     const int64_t first = piece * kOutputs, end = std::min(first + kOutputs, width);
     multiply_outputs(gate_by, first, end, in, gate);
     multiply_outputs(up_by, first, end, in, up);
     for (int64_t row = 0; row < in.count; ++row)
       activate(gate + row * width + first, up + row * width + first, end - first, activation);
-  }
+  });
 }
 
 // Of a token's values so many vectors are summed at once, for up to four heads: half of the registers.
@@ -245,7 +237,7 @@ enum class StepPart { kProjections, kHeads, kAttention, kFeedForward, kNorms };
 
 // Without a clock nothing is measured, and no instruction is there for it.
 struct NoClock {
-  void start() {}
+  void start(const Member&) {}
   void mark(StepPart) const {}
 };
 
@@ -255,8 +247,8 @@ struct StepClock {
   mutable std::chrono::steady_clock::time_point last{};
   bool is_first = false;
 
-  void start() {
-    is_first = omp_get_thread_num() == 0;
+  void start(const Member& member) {
+    is_first = member.number == 0;
     last = std::chrono::steady_clock::now();
   }
 
@@ -274,6 +266,7 @@ struct Pass {
   const Decoder& decoder;
   const Step& step;
   const Memory& memory;
+  const Member& member;
   const Clock& clock;
 
   int64_t queries() const { return decoder.num_heads * decoder.head_dim; }
@@ -336,15 +329,14 @@ struct Pass {
 
   void attend_all(const Layer& layer) const {
     const int64_t num_tasks = step.num_rows * decoder.num_kv_heads, group = queries() / decoder.num_kv_heads;
-    float* const scores = memory.scores + omp_get_thread_num() * memory.scores_step;
-#pragma omp for schedule(dynamic)
-    for (int64_t task = 0; task < num_tasks; ++task) {
+    float* const scores = memory.scores + member.number * memory.scores_step;
+    member.each_as_it_comes(num_tasks, [&](int64_t task) {
       const int64_t row = task / decoder.num_kv_heads, head = task % decoder.num_kv_heads;
       const int64_t position = step.positions[row];
       float* const to = memory.attended + row * queries() + head * group;
       if (layer.head_router.outputs && memory.head_router[row * decoder.num_kv_heads + head] <= 0.0f) {
         std::fill(to, to + group, 0.0f);
-        continue;
+        return;
       }
       const int64_t first = layer.window ? std::max<int64_t>(0, position - layer.window + 1) : 0;
       const Context<T> context{static_cast<const T*>(layer.keys) + head * decoder.head_dim,
@@ -352,7 +344,7 @@ struct Pass {
                                step.blocks + step.first_block[row], first, position + 1 - first,
                                __builtin_ctzll(decoder.block_len), pairs()};
       attend(decoder, context, memory.q + row * queries() + head * group, scores, to);
-    }
+    });
   }
 
   // Attention's output times the sigmoids of the output gate, one for each head or for each number.
@@ -365,10 +357,10 @@ struct Pass {
 
   void attention(const Layer& layer) const {
     const Rows in = rows(memory.normed, decoder.width), attended = rows(memory.attended, queries());
-    multiply(in, {{layer.q, memory.q}, {layer.k, memory.k}, {layer.v, memory.v}, {layer.output_gate, memory.output_gate},
+    multiply(member, in, {{layer.q, memory.q}, {layer.k, memory.k}, {layer.v, memory.v}, {layer.output_gate, memory.output_gate},
                   {layer.head_router, memory.head_router}});
     clock.mark(StepPart::kProjections);
-    each_row(step.num_rows, [&](int64_t row) {
+    member.each(step.num_rows, [&](int64_t row) {
       prepare(memory.q + row * queries(), decoder.num_heads, layer.q_norm, layer, row);
       prepare(memory.k + row * pairs(), decoder.num_kv_heads, layer.k_norm, layer, row);
       write(memory.k, layer.keys, row);
@@ -378,28 +370,29 @@ struct Pass {
     attend_all(layer);
     clock.mark(StepPart::kAttention);
     if (layer.output_gate.outputs || is_encoded(layer.o))
-      each_row(step.num_rows, [&](int64_t row) {
+      member.each(step.num_rows, [&](int64_t row) {
         if (layer.output_gate.outputs) gate_output(row, layer.output_gate.outputs);
         if (is_encoded(layer.o)) encode(layer.o, attended, row);
       });
     clock.mark(StepPart::kNorms);
-    multiply(attended, {{layer.o, memory.out}});
+    multiply(member, attended, {{layer.o, memory.out}});
     clock.mark(StepPart::kProjections);
   }
 
   void feed_forward(const Layer& layer) const {
     const Rows activated = rows(memory.gate, decoder.ffn_width);
-    multiply_gated(rows(memory.normed, decoder.width), layer.gate, layer.up, decoder.activation, memory.gate, memory.up);
+    multiply_gated(member, rows(memory.normed, decoder.width), layer.gate, layer.up, decoder.activation, memory.gate,
+                   memory.up);
     clock.mark(StepPart::kFeedForward);
-    if (is_encoded(layer.down)) each_row(step.num_rows, [&](int64_t row) { encode(layer.down, activated, row); });
+    if (is_encoded(layer.down)) member.each(step.num_rows, [&](int64_t row) { encode(layer.down, activated, row); });
     clock.mark(StepPart::kNorms);
-    multiply(activated, {{layer.down, memory.out}});
+    multiply(member, activated, {{layer.down, memory.out}});
     clock.mark(StepPart::kFeedForward);
   }
 
   // to: [N][D], after the final norm.
   void run(float* to) const {
-    each_row(step.num_rows, [&](int64_t row) {
+    member.each(step.num_rows, [&](int64_t row) {
       embed(row);
       norm(row, decoder.layers[0].attention_norm, decoder.layers[0].q);
     });
@@ -407,13 +400,13 @@ struct Pass {
     for (int64_t number = 0; number < decoder.num_layers; ++number) {
       const Layer& layer = decoder.layers[number];
       attention(layer);
-      each_row(step.num_rows, [&](int64_t row) {
+      member.each(step.num_rows, [&](int64_t row) {
         add(row, layer.attention_post_norm);
         norm(row, layer.ffn_norm, layer.gate);
       });
       clock.mark(StepPart::kNorms);
       feed_forward(layer);
-      each_row(step.num_rows, [&](int64_t row) {
+      member.each(step.num_rows, [&](int64_t row) {
         add(row, layer.ffn_post_norm);
         if (number + 1 < decoder.num_layers)
           norm(row, decoder.layers[number + 1].attention_norm, decoder.layers[number + 1].q);
@@ -428,26 +421,24 @@ struct Pass {
 template <class Clock>
 void decode_step(const Decoder& decoder, const Step& step, float* scratch, float* to, int threads, const Clock& clock) {
   const Memory memory = memory_of(decoder, step.num_rows, step.longest, threads, scratch);
-#pragma omp parallel num_threads(threads)
-  {
+  Team::run(threads, [&](const Member& member) {
     Clock own = clock;
-    own.start();
+    own.start(member);
     if (decoder.cache_format == kBf16)
-      Pass<Bf16, Clock>{decoder, step, memory, own}.run(to);
+      Pass<Bf16, Clock>{decoder, step, memory, member, own}.run(to);
     else
-      Pass<float, Clock>{decoder, step, memory, own}.run(to);
-  }
+      Pass<float, Clock>{decoder, step, memory, member, own}.run(to);
+  });
 }
 
 // in [num_rows][inputs] times a matrix; peaks [num_rows] and codes are memory as `Rows` has it.
 void multiply_all(const Matrix& by, const float* in, int64_t num_rows, float* peaks, int8_t* codes, float* to,
                   int threads) {
   const Rows rows{in, codes, peaks, num_rows, by.inputs};
-#pragma omp parallel num_threads(threads)
-  {
-    if (is_encoded(by)) each_row(num_rows, [&](int64_t row) { encode(by, rows, row); });
-    multiply(rows, {{by, to}});
-  }
+  Team::run(threads, [&](const Member& member) {
+    if (is_encoded(by)) member.each(num_rows, [&](int64_t row) { encode(by, rows, row); });
+    multiply(member, rows, {{by, to}});
+  });
 }
 
 }  // namespace

@@ -1,0 +1,191 @@
+// Threads that work through the loops of a decode step together, in place of OpenMP's. A step has dozens of loops of a few
+// microseconds, and there is a step every few hundred. OpenMP's threads either wait actively and keep the core from the
+// thread that they wait for, where another program wants it, or sleep after so short a time that each step wakes them
+// again, which takes longer than the step on virtual machines. These wait actively, yield to whoever wants the core, and
+// sleep early for a while when one of them has lost it. docs/log.md has the figures.
+#pragma once
+
+#include <sched.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace {
+
+using Nanoseconds = int64_t;
+constexpr Nanoseconds kSpinTime = 5'000;     // without a call to the system
+constexpr Nanoseconds kPollTime = 500'000;    // yielding after each look, before a thread sleeps
+constexpr Nanoseconds kLostCore = 1'000'000;   // a yield that takes so long has given the core away
+constexpr Nanoseconds kBusyTime = 100'000'000;  // how long threads sleep at once after that
+
+inline Nanoseconds now() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+inline void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+inline std::atomic<Nanoseconds> busy_until{0};
+
+// A number that threads wait for to change.
+class Signal {
+ public:
+  void change() {
+    number.fetch_add(1);
+    if (!num_asleep.load()) return;
+    std::lock_guard<std::mutex> lock(mutex);
+    changed.notify_all();
+  }
+
+  uint32_t value() const { return number.load(); }
+
+  void wait(uint32_t old) {
+    if (has_changed(old)) return;
+    num_asleep.fetch_add(1);
+    std::unique_lock<std::mutex> lock(mutex);
+    changed.wait(lock, [&] { return number.load() != old; });
+    lock.unlock();
+    num_asleep.fetch_sub(1);
+  }
+
+ private:
+  // Whether it changes while the thread waits actively.
+  bool has_changed(uint32_t old) const {
+    const auto is_new = [&] { return number.load(std::memory_order_acquire) != old; };
+    const Nanoseconds start = now();
+    Nanoseconds last = start;
+    for (; last < start + kSpinTime; last = now())
+      for (int turn = 0; turn < 16; ++turn) {
+        if (is_new()) return true;
+        pause();
+      }
+    while (last < start + kPollTime && last >= busy_until.load(std::memory_order_relaxed)) {
+      sched_yield();
+      if (is_new()) return true;
+      const Nanoseconds after = now();
+      if (after > last + kLostCore) busy_until.store(after + kBusyTime, std::memory_order_relaxed);
+      last = after;
+    }
+    return is_new();
+  }
+
+  std::atomic<uint32_t> number{0};
+  std::atomic<int> num_asleep{0};
+  std::mutex mutex;
+  std::condition_variable changed;
+};
+
+class Team;
+
+// One of the `count` threads of a team, with what all of them do at the same places of a step.
+struct Member {
+  Team* team;  // null for a thread that works alone
+  int number, count;
+
+  void barrier() const;
+
+  // Each member takes the same share of a loop's turns, one after another.
+  template <class Body>
+  void each(int64_t total, Body body) const {
+    for (int64_t turn = total * number / count, end = total * (number + 1) / count; turn < end; ++turn) body(turn);
+    barrier();
+  }
+
+  // Members take turns as they come, which may differ in length.
+  template <class Body>
+  void each_as_it_comes(int64_t total, Body body) const;
+};
+
+class Team {
+ public:
+  // Calls `body(member)` on `count` threads, this one among them, and returns when all have.
+  template <class Body>
+  static void run(int count, const Body& body) {
+    if (count <= 1) return body(Member{nullptr, 0, 1});
+    Team& team = of_this_thread(count);
+    team.body = &body;
+    team.call = [](const void* given, const Member& member) { (*static_cast<const Body*>(given))(member); };
+    team.start.change();
+    const Member own{&team, 0, count};
+    body(own);
+    own.barrier();  // after which no thread reads what belongs to this call
+  }
+
+  explicit Team(int count) : count(count), process(getpid()), threads(new std::vector<std::thread>) {
+    for (int number = 1; number < count; ++number) threads->emplace_back([this, number] { work(number); });
+  }
+
+  ~Team() {
+    if (process != getpid()) return;  // a copy of the process has no threads; the handles of the original are left alone
+    is_over = true;
+    start.change();
+    for (std::thread& one : *threads) one.join();
+    delete threads;
+  }
+
+ private:
+  friend struct Member;
+
+  static Team& of_this_thread(int count) {
+    thread_local std::unique_ptr<Team> own;
+    if (!own || own->count != count || own->process != getpid()) {
+      if (own && own->process != getpid()) own.release();  // its locks may have been held when the process was copied
+      own = std::make_unique<Team>(count);
+    }
+    return *own;
+  }
+
+  void work(int number) {
+    for (uint32_t step = 0;; ++step) {
+      start.wait(step);
+      if (is_over) return;
+      const Member own{this, number, count};
+      call(body, own);
+      own.barrier();
+    }
+  }
+
+  const int count;
+  const pid_t process;
+  std::vector<std::thread>* threads;
+  const void* body = nullptr;
+  void (*call)(const void*, const Member&) = nullptr;
+  bool is_over = false;
+  Signal start, arrival;
+  std::atomic<int> num_arrived{0};
+  std::atomic<int64_t> next_turn{0};
+};
+
+inline void Member::barrier() const {
+  if (!team) return;
+  const uint32_t before = team->arrival.value();
+  if (team->num_arrived.fetch_add(1) + 1 < count) return team->arrival.wait(before);
+  team->num_arrived.store(0);
+  team->next_turn.store(0);
+  team->arrival.change();
+}
+
+template <class Body>
+void Member::each_as_it_comes(int64_t total, Body body) const {
+  if (!team) {
+    for (int64_t turn = 0; turn < total; ++turn) body(turn);
+    return;
+  }
+  for (int64_t turn; (turn = team->next_turn.fetch_add(1)) < total;) body(turn);
+  barrier();
+}
+
+}  // namespace

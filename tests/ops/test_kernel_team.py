@@ -1,0 +1,110 @@
+"""The threads of a decode step: they end, sleep, are made anew in a copy of the process, and keep callers apart."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from modelwright.ops import cpu_kernels
+from modelwright.ops.decode_step import RowProduct, Weight
+
+
+@pytest.fixture(autouse=True)
+def three_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not cpu_kernels.instruction_set():
+        pytest.skip("there are no kernels here")
+    monkeypatch.setenv(cpu_kernels.SWITCH, "decode_step")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+
+
+def made(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(scope="module")
+def weight() -> torch.Tensor:
+    return made(257, 130)
+
+
+def native_threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def test_many_steps_in_a_row_and_after_a_pause(weight: torch.Tensor) -> None:
+    product, inputs = RowProduct(Weight(weight)), [made(5, 130, seed=number) for number in range(200)]
+    expected = [x @ weight.T for x in inputs]
+    for pause in (0.0, 0.002):  # shorter and longer than a thread waits actively
+        for x, wanted in zip(inputs, expected, strict=True):
+            torch.testing.assert_close(product(x), wanted, rtol=1e-5, atol=1e-4)
+            time.sleep(pause)
+
+
+def test_callers_at_the_same_time_get_their_own_results(weight: torch.Tensor) -> None:
+    product = RowProduct(Weight(weight))
+    inputs = [made(3, 130, seed=number) for number in range(60)]
+    expected = [product(x) for x in inputs]
+    with ThreadPoolExecutor(4) as callers:
+        found = list(callers.map(product, inputs * 5))
+    assert all(torch.equal(one, other) for one, other in zip(found, expected * 5, strict=True))
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads in /proc")
+def test_the_threads_end_with_their_caller(weight: torch.Tensor) -> None:
+    product, before, seen = RowProduct(Weight(weight)), native_threads(), list[int]()
+
+    def call() -> None:
+        product(made(2, 130))
+        seen.append(native_threads())
+
+    caller = threading.Thread(target=call)
+    caller.start()
+    caller.join()
+    assert seen == [before + 3]
+    deadline = time.monotonic() + 10
+    while native_threads() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert native_threads() == before
+
+
+def test_another_number_of_threads(weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    product, x = RowProduct(Weight(weight)), made(4, 130)
+    whole = product(x)
+    for count in (2, 1, 4, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda number=count: number)
+        assert torch.equal(product(x), whole)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_copy_of_the_process_has_threads_of_its_own(weight: torch.Tensor) -> None:
+    product, x = RowProduct(Weight(weight)), made(4, 130)
+    whole = product(x)
+    child = os.fork()
+    if not child:
+        try:
+            os._exit(0 if torch.equal(product(x), whole) else 1)
+        finally:
+            os._exit(2)
+    deadline = time.monotonic() + 30
+    while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if not ended[0]:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+    assert ended[0], "the copy waits for threads that it does not have"
+    assert os.waitstatus_to_exitcode(ended[1]) == 0
+    assert torch.equal(product(x), whole)
+
+
+def test_a_program_ends_with_threads_that_wait() -> None:
+    program = (
+        "import torch; from modelwright.ops.decode_step import RowProduct, Weight; torch.set_num_threads(3); "
+        "RowProduct(Weight(torch.ones(64, 64)))(torch.ones(2, 64)); print('done')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "done\n"
