@@ -11,6 +11,7 @@ from modelwright.continual.drift.calibrate import null_p_values
 from modelwright.continual.drift.classifier_test import separation_test
 from modelwright.continual.drift.features import EMBEDDING, FEATURES, NO_LABEL
 from modelwright.continual.drift.marginal import LEAST_UNITS, UNKNOWN, Marginal
+from modelwright.continual.drift.recent import RecentWindows
 from modelwright.continual.drift.reference import DriftReference, example_texts
 from modelwright.continual.drift.requests import RequestRecord, checked, in_order
 from modelwright.continual.drift.sessions import Ints, Units, make_units, session_codes
@@ -99,16 +100,26 @@ class _Finding:
 def check_windows(
     records: Sequence[RequestRecord], reference: DriftReference, progress: Progress | None = None
 ) -> Iterator[DriftReport]:
-    """A report for each whole window of the records, in order of time; a rest that is no window is left out."""
+    """A report for each whole window of the records, in order of time; a rest that is no window is left out. Each one
+    is looked at by itself and together with those before it.
+    """
     ordered = in_order(checked((f"record {number}", record) for number, record in enumerate(records, start=1)))
-    size = reference.config.window_requests
+    size, recent = reference.config.window_requests, RecentWindows()
     for start in range(0, len(ordered) - size + 1, size):
-        yield check(ordered[start : start + size], reference, progress)
+        yield check(ordered[start : start + size], reference, progress, recent=recent)
 
 
-def check(records: Sequence[RequestRecord], reference: DriftReference, progress: Progress | None = None) -> DriftReport:
-    """Compare records, as one window, with the reference. Raises `DataError` for records that are no requests."""
-    progress = progress or SilentProgress()
+def check(
+    records: Sequence[RequestRecord],
+    reference: DriftReference,
+    progress: Progress | None = None,
+    *,
+    recent: RecentWindows | None = None,
+) -> DriftReport:
+    """Compare records, as one window, with the reference. recent: of the windows before, to which this one is added.
+    Raises `DataError` for records that are no requests.
+    """
+    progress, recent = progress or SilentProgress(), RecentWindows() if recent is None else recent
     records = in_order(checked((f"record {number}", record) for number, record in enumerate(records, start=1)))
     sessions, users = session_codes(records)
     if len(users) < LEAST_UNITS:
@@ -125,8 +136,11 @@ def check(records: Sequence[RequestRecord], reference: DriftReference, progress:
         findings.append(_compare(marginal, marginal.coded(values), units, reference, place, feature.unit))
     if reference.has_embedding:
         embeddings = reference.reader.embed(texts, progress, is_reference=False)
-        findings.append(_classify(reference.standard.apply(embeddings), units, records, reference))
+        findings.append(_classify(reference.standard.apply(embeddings), units, records, reference, recent))
     versions = tuple(sorted({str(record["version"]) for record in records if record.get("version")}))
+    judged = _judged(findings, records, reference)
+    if any(one.name == EMBEDDING and one.alarm for one in judged):
+        recent.forget()
     return DriftReport(
         reference=reference.digest,
         first_id=records[0]["id"],
@@ -137,7 +151,7 @@ def check(records: Sequence[RequestRecord], reference: DriftReference, progress:
         num_sessions=len(users),
         versions=versions,
         run_length=reference.calibration.run_length,
-        features=_judged(findings, records, reference),
+        features=judged,
         notes=_notes(versions, reference),
     )
 
@@ -243,9 +257,12 @@ def _cause(marginal: Marginal, shares: Floats, unit: str) -> tuple[str, str]:
 
 
 def _classify(
-    embeddings: NDArray[np.float32], units: Units, records: Sequence[RequestRecord], reference: DriftReference
-) -> _Finding:
-    """The classifier test between the window and a sample of the reference's sessions of like sizes."""
+    embeddings: NDArray[np.float32], units: Units, records: Sequence[RequestRecord], reference: DriftReference,
+    recent: RecentWindows,
+) -> _Finding:  # fmt: skip
+    """The classifier test between the window and a sample of the reference's sessions of like sizes. recent: the window
+    is added to it.
+    """
     rng = np.random.default_rng(derive_seed(reference.config.seed, reference.digest, records[0]["id"], len(records)))
     window = np.arange(len(records))
     if len(units.weights) > _MOST_UNITS:
@@ -272,10 +289,14 @@ def _classify(
     for place, example in enumerate(reference.examples):
         reference_scores[place] = -logit_of.get(example.number, np.inf)
     cause = f"a classifier tells at least {result.effect:.1%} of the prompts from those of the reference"
+    p_value, num_before = recent.p_value(result), len(recent.statistics)
+    if p_value < result.p_value:
+        cause += f", in {num_before + 1} windows together"
+    recent.add(result)
     return _Finding(
         EMBEDDING,
         result.statistic,
-        result.p_value,
+        p_value,
         result.effect,
         psi(bin_shares(theirs, their_weights, edges), bin_shares(mine, mine_weights, edges)),
         cause,

@@ -26,15 +26,16 @@ _TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class SeparationTest:
-    """`statistic`: difference of mean logits in standard errors; `effect`: KS distance between the logits of
-    the two samples, a lower bound of the probability mass that has moved; `logits` [N]: of each record, by the
-    classifier that has not seen it, higher where it looks like the window.
+    """`statistic`: difference of mean logits in standard errors; `permuted`: that of each permutation; `effect`: KS
+    distance between the logits of the two samples, a lower bound of the probability mass that has moved; `logits` [N]:
+    of each record, by the classifier that has not seen it, higher where it looks like the window.
     """
 
     statistic: float
     p_value: float
     effect: float
     logits: Floats
+    permuted: Floats
 
 
 def separation_test(
@@ -64,7 +65,8 @@ def separation_test(
         logits[~inside],
         weights[~inside] / weights[~inside].sum(),
     )
-    return SeparationTest(float(statistics[0]), resampling_p_value(statistics[0], statistics[1:]), effect, logits)
+    p_value = resampling_p_value(statistics[0], statistics[1:])
+    return SeparationTest(float(statistics[0]), p_value, effect, logits, statistics[1:])
 
 
 def fit_logistic(design: NDArray[np.float32], labels: Floats, weights: Floats) -> NDArray[np.float32]:

@@ -19,9 +19,10 @@ _REMEMBERED = 1000
 
 @dataclass
 class WatchState:
-    """`reference`: its digest; `file`, `offset`, `line`: where the next window begins; `windows`: how many there were;
-    `last_alarm`: for each feature, the window of its last alarm that was not held back; `pending`: messages by the id
-    of their alarm, the oldest first; `delivered`: ids.
+    """`reference`: its digest; `file`, `offset`, `line`: where the next window begins; `windows`: how many there
+    were; `recent`: their latest statistics, as `RecentWindows` has them; `last_alarm`: for each feature, the window
+    of its last alarm that was not held back; `pending`: messages by the id of their alarm, the oldest first;
+    `delivered`: ids.
     """
 
     reference: str = ""
@@ -29,6 +30,7 @@ class WatchState:
     offset: int = 0
     line: int = 1
     windows: int = 0
+    recent: list[list[float]] = field(default_factory=list[list[float]])
     last_alarm: dict[str, int] = field(default_factory=dict[str, int])
     pending: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
     delivered: list[str] = field(default_factory=list[str])

@@ -11,6 +11,7 @@ from typing import Any
 from modelwright.continual.drift.check import DriftReport, check
 from modelwright.continual.drift.config import WatchConfig
 from modelwright.continual.drift.outbox import Outbox
+from modelwright.continual.drift.recent import RecentWindows
 from modelwright.continual.drift.reference import DriftReference
 from modelwright.continual.drift.requests import RequestRecord, checked
 from modelwright.core.artifacts import make_folder, write_atomic
@@ -111,8 +112,9 @@ def _check_window(
     window: _Window, reference: DriftReference, outbox: Outbox, config: WatchConfig, progress: Progress
 ) -> None:
     """Check a window and save, in one step, that it was checked and what is to be delivered."""
-    report = check(window.records, reference)
-    state = outbox.state
+    state, recent = outbox.state, RecentWindows(outbox.state.recent)
+    report = check(window.records, reference, recent=recent)
+    state.recent = recent.statistics
     state.offset, state.line, state.windows = window.offset, window.line, state.windows + 1
     raised = fresh_features(report.alarmed, state.last_alarm, state.windows, config.cooldown_windows)
     if raised:
