@@ -28,7 +28,16 @@ from modelwright_claims.inference_arms import (
     running,
     write_models,
 )
-from modelwright_claims.integer_quality import GPTQ, NEAREST, SERVED, TORCHAO, TRAINED, VARIANTS, measure_quality
+from modelwright_claims.integer_quality import (
+    GPTQ,
+    MORE_RATE,
+    NEAREST,
+    SERVED,
+    TORCHAO,
+    TRAINED,
+    VARIANTS,
+    measure_quality,
+)
 from modelwright_claims.judging import Judgment, Lacks
 from modelwright_claims.statistics import Estimate, differences, estimate, exact, ratios
 
@@ -47,7 +56,7 @@ CASES = (*(decoding(count) for count in STREAMS), prefill(PROMPT))
 NUM_ROUNDS = 7
 NUM_STEPS = 24
 """Timed tokens of each stream in a round."""
-NUM_SEEDS = 3
+NUM_SEEDS = 5
 LOSS, ACCURACY, BYTES = "held-out loss, ", "accuracy, ", "bytes on disk, "
 ORIGINAL = "FP32"
 BESIDE = ("largest logit difference", "divergence", "likeliest token the same")
@@ -75,7 +84,7 @@ def measure(setting: Setting) -> Measurement:
         **{f"version of {name}": version for name, version in versions.items()},
         **{f"not at hand: {name}": why for name, why in missing.items()},
         **{f"quality: {key}": value for key, value in size.describe().items()},
-        "quality: more steps": size.num_steps // 2,
+        "quality: more steps": f"{size.num_steps // 2}, at {MORE_RATE:g} of the rate",
         "quality: 4 bits": f"activations per token, embedding and head as they are; {SERVED} has all in INT8",
         "quality: torchao": versions_of("torchao")["torchao"] if TORCHAO in quality[0] else "not at hand",
     }
