@@ -27,7 +27,7 @@ class RecentWindows:
         if not self.statistics:
             return own.p_value
         alone = np.array([own.statistic, *own.permuted])
-        largest = np.maximum(_standard(alone), _standard(np.sum([*self.statistics, alone], axis=0)))
+        largest = np.maximum(_standard(alone), _standard(np.array(self.statistics).sum(axis=0) + alone))
         return resampling_p_value(float(largest[0]), largest[1:])
 
     def add(self, own: SeparationTest) -> None:

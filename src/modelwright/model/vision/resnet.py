@@ -45,7 +45,7 @@ class Convolution(nn.Module):
         if cast is None:
             return self.by_patches(x_NCHW)
         weight_OCkk = weight_OI.to(cast).unflatten(1, (-1, self.size, self.size))
-        bias_O = None if self.kernel.bias is None else self.kernel.bias.to(cast)
+        bias_O = self.kernel.bias.to(cast) if self.kernel.has_bias else None
         return F.conv2d(x_NCHW.to(cast), weight_OCkk, bias_O, stride=self.stride, padding=self.padding)
 
     def by_patches(self, x_NCHW: Tensor) -> Tensor:
