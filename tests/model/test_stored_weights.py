@@ -1,5 +1,6 @@
 """Reading of model folders: memory, and folders that are damaged or incomplete."""
 
+import ctypes
 import json
 import struct
 from concurrent.futures import ProcessPoolExecutor
@@ -16,6 +17,9 @@ from modelwright.model.stored_weights import StoredWeights
 from tiny_decoder import make_decoder
 
 transformers = pytest.importorskip("transformers")
+
+PR_SET_THP_DISABLE = 41
+"""Huge pages would count twice what a tensor needs, where the system happens to have them."""
 
 
 @pytest.fixture
@@ -40,6 +44,7 @@ def resident_bytes() -> int:
 
 def memory_of_loading(folder: Path, first: Path) -> tuple[int, int]:
     """Bytes of the model's weights, and by how much this process was larger at most while it read them."""
+    ctypes.CDLL(None).prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)
     load_model(first)  # what is imported on first use
     moments: list[int] = []
     read = StoredWeights.read
