@@ -1,6 +1,5 @@
 """Reading of model folders: memory, and folders that are damaged or incomplete."""
 
-import ctypes
 import json
 import struct
 from concurrent.futures import ProcessPoolExecutor
@@ -18,9 +17,6 @@ from tiny_decoder import make_decoder
 
 transformers = pytest.importorskip("transformers")
 
-PR_SET_THP_DISABLE = 41
-"""Huge pages would count twice what a tensor needs, where the system happens to have them."""
-
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -29,22 +25,21 @@ def folder(tmp_path: Path) -> Path:
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process, mapped weights included; without libraries, whose pages come and go as other
-    processes need memory.
+    """Memory of this process, mapped weights included, resident or swapped; without libraries, whose pages come and go
+    as other processes need memory.
     """
     num_kib, counts = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         name, *values = line.split()
         if not name.endswith(":"):
             counts = not line.partition("/")[2] or line.endswith(".safetensors")
-        elif counts and name == "Rss:":
+        elif counts and name in ("Rss:", "Swap:"):
             num_kib += int(values[0])
     return 1024 * num_kib
 
 
 def memory_of_loading(folder: Path, first: Path) -> tuple[int, int]:
     """Bytes of the model's weights, and by how much this process was larger at most while it read them."""
-    ctypes.CDLL(None).prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)
     load_model(first)  # what is imported on first use
     moments: list[int] = []
     read = StoredWeights.read
@@ -61,14 +56,17 @@ def memory_of_loading(folder: Path, first: Path) -> tuple[int, int]:
 
 
 def test_memory_holds_the_model_and_one_tensor_more(tmp_path: Path) -> None:
-    """Measured at every tensor, while it is in memory in both formats, in a process that has done nothing else."""
+    """Measured at every tensor, while it is in memory in both formats, in processes that have done nothing else. The
+    system's own noise only adds, so the smallest of three figures counts.
+    """
     small, large = tmp_path / "small", tmp_path / "large"
     save_model(make_decoder().bfloat16(), small)
     shape = {"vocab_size": 4096, "num_layers": 10, "model_dim": 256, "ffn_dim": 2048, "tie_embeddings": False}
     model = make_decoder(**shape).bfloat16()
     save_model(model, large)
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-        wanted, added = process.submit(memory_of_loading, large, small).result()
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as process:
+        figures = [process.submit(memory_of_loading, large, small).result() for _ in range(3)]
+    wanted, added = min(figures)
     largest = max(4 * parameter.numel() for parameter in model.parameters())
     assert wanted > 60 * 2**20
     assert added < wanted + 2 * largest + 2**23, "whole files beside the model would be half as much more"
