@@ -123,7 +123,7 @@ def test_a_graph_of_folded_norms_gives_the_logits_from_before(name: str, tmp_pat
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model folder, its INT8 folder, those of several grids, and questions with choices."""
     folder = tmp_path_factory.mktemp("graphs")
-    write_model(folder / "model", init_std=0.15, tie_embeddings=True)
+    write_model(folder / "model", init_std=0.15, tie_embeddings=True, ffn_dim=64)
     records = [
         {"question": f"Box {number}?", "choices": [f"{3**number % (89 + n)} is it" for n in range(4)], "answer": "B"}
         for number in range(NUM_QUESTIONS)
