@@ -107,7 +107,8 @@ def test_a_second_update_replays_every_body_by_its_size(world: World, released: 
     data = prepare_data(request.data, world.benchmark, tmp_path / "data", SILENT)
     bodies = (learned(world.base), learned(released, NEW))
     drawn = texts_in(data.folder / "old.jsonl")
-    assert len(drawn) == len(set(drawn))
+    ids = [json.loads(line)["id"] for line in (data.folder / "old.jsonl").read_text().splitlines()]
+    assert len(drawn) == len(set(drawn)) == len(set(ids))
     assert set(drawn) <= bodies[0] | bodies[1]
     assert set(drawn) & bodies[0] - learned(released, OLD)
     size_of = [sum(map(len, body)) for body in bodies]

@@ -123,8 +123,8 @@ def prepare_data(request: DataRequest, benchmark: Benchmark, folder: Path, progr
     old = _replayed(request, new, screened, folder.with_name(OWN_TEXTS), progress)
     forms = _forms(new)
     with write_artifact(folder, kind=KIND, digest=identity) as draft:
-        for name, documents in ((NEW, new), (OLD, old)):
-            _write(draft.path / f"{name}.jsonl", (_renamed(document, name) for document in documents))
+        _write(draft.path / f"{NEW}.jsonl", map(_as_new, new))
+        _write(draft.path / f"{OLD}.jsonl", (_as_old(document, number) for number, document in enumerate(old)))
         _write(draft.path / HELDOUT_FILE, heldout)
         draft.facts |= {
             "forms": forms,
@@ -233,10 +233,14 @@ def _form(document: Document) -> Form:
     return "conversations" if document.kind == "qa" else "text"
 
 
-def _renamed(document: Document, name: str) -> Document:
-    """Old documents are all trained on; the run holds some of the new ones out."""
-    split = "train" if name == OLD else document.split
-    return replace(document, id=f"{name}/{document.id}", source=name, split=split)
+def _as_new(document: Document) -> Document:
+    """The run holds some of the new ones out."""
+    return replace(document, id=f"{NEW}/{document.id}", source=NEW)
+
+
+def _as_old(document: Document, number: int) -> Document:
+    """Old ones are all trained on. number: tells those of one name from several runs apart."""
+    return replace(document, id=f"{OLD}/{number}/{document.id}", source=OLD, split="train")
 
 
 def _write(path: Path, documents: Iterable[Document]) -> None:
