@@ -15,6 +15,7 @@ from modelwright.model.vision.classifier import ImageClassifier, forward_flops
 from modelwright.model.vision.config import ResNetConfig, VisionConfig
 from modelwright.model.vision.resnet import Convolution, ResNet
 from modelwright.model.vision.vit import VisionTower
+from modelwright.ops import lowp_emulation
 from modelwright.ops.lowp_linear import in_float
 from modelwright.parallel.mesh import World, single
 from modelwright.parallel.ragged_gather import gather_rows
@@ -121,15 +122,25 @@ def test_one_pass_equals_the_way_of_several_ranks(dtype: torch.dtype, tolerance:
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
-def test_a_convolution_in_a_format_that_is_only_cast_to_copies_no_patches(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("instructions", [lowp_emulation.CPU_MULTIPLIES, frozenset()], ids=["own", "none"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_convolution_in_a_format_that_is_only_cast_to_copies_no_patches(
+    dtype: torch.dtype, instructions: frozenset[torch.dtype], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lowp_emulation, "CPU_MULTIPLIES", instructions)
     convolution = Convolution(3, 5, size=3, stride=1)
-    convolution.kernel.product = partial(in_float, torch.bfloat16)
-    x = images(torch.float32)
-    expected = convolution.by_patches(x)
-    monkeypatch.setattr(F, "unfold", None)
-    found = convolution(x)
-    assert found.dtype == expected.dtype == torch.bfloat16
-    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+    convolution.kernel.product = partial(in_float, dtype)
+    found: list[list[Tensor]] = []
+    for run in (convolution.by_patches, convolution):
+        convolution.zero_grad()
+        x = images(torch.float32).requires_grad_()
+        out = run(x)
+        assert out.dtype == dtype
+        out.float().square().mean().backward()
+        found.append([out, x.grad, convolution.kernel.weight.grad])
+        monkeypatch.setattr(F, "unfold", None)
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.02, atol=0.02)
 
 
 @pytest.mark.parametrize(("size", "stride", "side"), [(3, 1, 7), (3, 2, 8), (3, 2, 7), (1, 2, 8), (1, 1, 5)])

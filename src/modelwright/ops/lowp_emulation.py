@@ -1,4 +1,4 @@
-"""Matrix products in formats that a processor may have no instructions for.
+"""Matrix products and convolutions in formats that a processor may have no instructions for.
 
 Without instructions PyTorch multiplies BF16 and FP16 at a tenth of FP32's speed and INT8 at a thirtieth (AVX2, one
 thread). FP32 products of widened factors give the same result: a product of two BF16, FP16 or INT8 numbers is exact in
@@ -7,6 +7,7 @@ while it runs; the model keeps the narrow format.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from modelwright.core.library_environment import lowered
@@ -43,6 +44,13 @@ def product(left: Tensor, right: Tensor) -> Tensor:
     if is_emulated(left.dtype, left.device):
         return (left.float() @ right.float()).to(left.dtype)
     return left @ right
+
+
+def convolution(x_NCHW: Tensor, weight_OCkk: Tensor, bias_O: Tensor | None, *, stride: int, padding: int) -> Tensor:
+    """The convolution of factors in one floating-point format, in that format; sums in FP32."""
+    x, weight = upcast(x_NCHW, weight_OCkk)
+    bias = None if bias_O is None else bias_O.to(x.dtype)
+    return F.conv2d(x, weight, bias, stride=stride, padding=padding).to(x_NCHW.dtype)
 
 
 def upcast(*factors: Tensor) -> tuple[Tensor, ...]:

@@ -29,7 +29,6 @@ from modelwright.pipeline.run_config import read_run_config
 from modelwright.pipeline.run_identity import is_same_run
 from modelwright.pipeline.stage import Rates, StageSpec
 from modelwright.pipeline.stages.pack import PACK
-from modelwright.pipeline.stages.training import fresh_model
 from modelwright.plan.estimate import duration
 from modelwright.train.build import train
 from modelwright.train.config import LENGTHS, TrainConfig
@@ -155,12 +154,13 @@ def num_steps_within(config: RunConfig, budget_s: float, seconds: Mapping[str, f
 
 def step_seconds(config: RunConfig, stage: StageSpec, folder: Path, ranks: RunGroup, progress: Progress) -> float:
     """Median seconds of an update of a training stage, on random tokens in full rows, as the layout trains it."""
-    name, training = stage.name, config.section(stage)
+    name, training, fresh = stage.name, config.section(stage), stage.fresh
+    assert fresh is not None
     timed = Timed()
     num_steps = NUM_WARMUP_STEPS + NUM_TIMED_STEPS
     train(
         TrainJob(
-            model=load_model(Path(config.init_from)) if config.init_from else fresh_model(config),
+            model=load_model(Path(config.init_from)) if config.init_from else fresh(config),
             objective=NextToken(RandomRows(config, training)),
             config=replace(
                 training,

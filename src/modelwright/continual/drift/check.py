@@ -32,11 +32,12 @@ _MOST_UNITS = 1000
 class FeatureDrift:
     """One feature of a window against the reference.
 
-    `statistic`: the effect in standard errors, or the classifier test's; `effect`: KS distance, total variation, or KS
-    distance of the classifier's logits, each the least probability mass that has moved; `p_value`: before the
-    adjustment for several features; `adjusted_p`: by Benjamini and Yekutieli; `cause`: one sentence without a word of a
-    user; `category`: what the cause speaks of where that is a label, in the users' words, "" otherwise; examples:
-    prompts and answers typical for what the window has more of, and for what the reference has more of.
+    `statistic`: the effect in standard errors, or the classifier test's; `effect`: KS distance, total variation, or
+    KS distance of the classifier's logits, each the least probability mass that has moved; `p_value`: before the
+    adjustment for several features, for prompts of this window and those before it (`RecentWindows`); `adjusted_p`:
+    by Benjamini and Yekutieli; `cause`: one sentence without a word of a user; `category`: what the cause speaks of
+    where that is a label, in the users' words, "" otherwise; examples: prompts and answers typical for what the
+    window has more of, and for what the reference has more of.
     """
 
     name: str
@@ -291,7 +292,7 @@ def _classify(
     cause = f"a classifier tells at least {result.effect:.1%} of the prompts from those of the reference"
     p_value, num_before = recent.p_value(result), len(recent.statistics)
     if p_value < result.p_value:
-        cause += f", in {num_before + 1} windows together"
+        cause += f", and {num_before + 1} windows together differ more than this one"
     recent.add(result)
     return _Finding(
         EMBEDDING,

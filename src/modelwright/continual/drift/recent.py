@@ -20,9 +20,9 @@ class RecentWindows:
     statistics: list[list[float]] = field(default_factory=list[list[float]])
 
     def p_value(self, own: SeparationTest) -> float:
-        """Of the larger one of a window's own statistic and of the sum with those before it, each in deviations of its
-        permutations. Windows are permuted independently, so sums of permuted statistics are what sums of true ones are
-        without drift.
+        """Return the p-value of the larger of two statistics: the window's own, and its sum with those of the windows
+        before it, each in standard deviations of its permutations. Windows are permuted independently, so sums of
+        permuted statistics are what sums of true ones are without drift. That windows share one reference is neglected.
         """
         if not self.statistics:
             return own.p_value

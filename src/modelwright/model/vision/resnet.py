@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from modelwright.model.decoder import Linear
 from modelwright.model.vision.batch_norm import BatchNorm
 from modelwright.model.vision.config import ResNetConfig
+from modelwright.ops.lowp_emulation import convolution
 from modelwright.ops.lowp_linear import plain_cast
 
 NUM_COLORS = 3
@@ -45,8 +46,8 @@ class Convolution(nn.Module):
         if cast is None:
             return self.by_patches(x_NCHW)
         weight_OCkk = weight_OI.to(cast).unflatten(1, (-1, self.size, self.size))
-        bias_O = self.kernel.bias.to(cast) if self.kernel.has_bias else None
-        return F.conv2d(x_NCHW.to(cast), weight_OCkk, bias_O, stride=self.stride, padding=self.padding)
+        bias_O = self.kernel.bias if self.kernel.has_bias else None
+        return convolution(x_NCHW.to(cast), weight_OCkk, bias_O, stride=self.stride, padding=self.padding)
 
     def by_patches(self, x_NCHW: Tensor) -> Tensor:
         """The same by the product of patches, in the format that training has chosen."""

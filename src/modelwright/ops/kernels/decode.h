@@ -112,8 +112,8 @@ inline void activate(float* gate, const float* up, int64_t count, int64_t activa
 }
 
 // Both products of the feed-forward layer and the activation, to `gate`.
-void multiply_gated(const Member& member, const Rows& in, const Matrix& gate_by, const Matrix& up_by, int64_t activation,
-                    float* gate, float* up) {
+void multiply_gated(const Member& member, const Rows& in, const Matrix& gate_by, const Matrix& up_by,
+                    int64_t activation, float* gate, float* up) {
   const int64_t width = gate_by.outputs;
   member.each(num_pieces(gate_by), [&](int64_t piece) {
     const int64_t first = piece * kOutputs, end = std::min(first + kOutputs, width);
@@ -357,8 +357,8 @@ struct Pass {
 
   void attention(const Layer& layer) const {
     const Rows in = rows(memory.normed, decoder.width), attended = rows(memory.attended, queries());
-    multiply(member, in, {{layer.q, memory.q}, {layer.k, memory.k}, {layer.v, memory.v}, {layer.output_gate, memory.output_gate},
-                  {layer.head_router, memory.head_router}});
+    multiply(member, in, {{layer.q, memory.q}, {layer.k, memory.k}, {layer.v, memory.v},
+                          {layer.output_gate, memory.output_gate}, {layer.head_router, memory.head_router}});
     clock.mark(StepPart::kProjections);
     member.each(step.num_rows, [&](int64_t row) {
       prepare(memory.q + row * queries(), decoder.num_heads, layer.q_norm, layer, row);

@@ -1,8 +1,8 @@
-// Threads that work through the loops of a decode step together, in place of OpenMP's. A step has dozens of loops of a few
-// microseconds, and there is a step every few hundred. OpenMP's threads either wait actively and keep the core from the
-// thread that they wait for, where another program wants it, or sleep after so short a time that each step wakes them
-// again, which takes longer than the step on virtual machines. These wait actively, yield to whoever wants the core, and
-// sleep early for a while when one of them has lost it. docs/log.md has the figures.
+// Threads that work through the loops of a decode step together, in place of OpenMP's. A step has dozens of loops of a
+// few microseconds, and there is a step every few hundred. OpenMP's threads either wait actively and keep the core from
+// the thread that they wait for, where another program wants it, or sleep after so short a time that each step has to
+// wake them, which takes longer than the step on virtual machines. These wait actively, yield to whoever wants the core,
+// and sleep early for a while when one of them has lost it. docs/log.md has the figures.
 #pragma once
 
 #include <sched.h>
@@ -21,13 +21,14 @@
 namespace {
 
 using Nanoseconds = int64_t;
-constexpr Nanoseconds kSpinTime = 5'000;     // without a call to the system
-constexpr Nanoseconds kPollTime = 500'000;    // yielding after each look, before a thread sleeps
-constexpr Nanoseconds kLostCore = 1'000'000;   // a yield that takes so long has given the core away
+constexpr Nanoseconds kSpinTime = 5'000;        // without a call to the system
+constexpr Nanoseconds kPollTime = 500'000;      // yielding after each look, before a thread sleeps
+constexpr Nanoseconds kLostCore = 1'000'000;    // a yield that takes so long has given the core away
 constexpr Nanoseconds kBusyTime = 100'000'000;  // how long threads sleep at once after that
 
 inline Nanoseconds now() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+  const auto time = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(time).count();
 }
 
 inline void pause() {
@@ -124,27 +125,30 @@ class Team {
     own.barrier();  // after which no thread reads what belongs to this call
   }
 
-  explicit Team(int count) : count(count), process(getpid()), threads(new std::vector<std::thread>) {
-    for (int number = 1; number < count; ++number) threads->emplace_back([this, number] { work(number); });
+  explicit Team(int count) : count(count), process(getpid()) {
+    for (int number = 1; number < count; ++number) threads.emplace_back([this, number] { work(number); });
   }
 
   ~Team() {
-    if (process != getpid()) return;  // a copy of the process has no threads; the handles of the original are left alone
     is_over = true;
     start.change();
-    for (std::thread& one : *threads) one.join();
-    delete threads;
+    for (std::thread& one : threads) one.join();
   }
 
  private:
   friend struct Member;
 
-  static Team& of_this_thread(int count) {
-    thread_local std::unique_ptr<Team> own;
-    if (!own || own->count != count || own->process != getpid()) {
-      if (own && own->process != getpid()) own.release();  // its locks may have been held when the process was copied
-      own = std::make_unique<Team>(count);
+  // A copy of the process has none of the threads, and would wait for them forever to destroy what they sleep on. There
+  // the team is left as it is.
+  struct Deleter {
+    void operator()(Team* team) const {
+      if (team->process == getpid()) delete team;
     }
+  };
+
+  static Team& of_this_thread(int count) {
+    thread_local std::unique_ptr<Team, Deleter> own;
+    if (!own || own->count != count || own->process != getpid()) own.reset(new Team(count));
     return *own;
   }
 
@@ -160,13 +164,13 @@ class Team {
 
   const int count;
   const pid_t process;
-  std::vector<std::thread>* threads;
   const void* body = nullptr;
   void (*call)(const void*, const Member&) = nullptr;
   bool is_over = false;
   Signal start, arrival;
   std::atomic<int> num_arrived{0};
   std::atomic<int64_t> next_turn{0};
+  std::vector<std::thread> threads;  // after what they use
 };
 
 inline void Member::barrier() const {
