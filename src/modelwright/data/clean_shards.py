@@ -13,14 +13,16 @@ from numpy.typing import NDArray
 from modelwright.core.errors import DataError
 from modelwright.data.document import KINDS, Document
 from modelwright.data.measured_corpus import DOCUMENTS, IDS
-from modelwright.data.shard_files import ShardFiles, as_array, pack_lines, unpack_documents, unpack_lines
+from modelwright.data.shard_files import ShardFiles, as_array, pack_lines, unpack_lines
 from modelwright.data.steps.quality import language_of
 from modelwright.data.steps.step import CorpusStep, CountingStep, Drop, DroppedDocument, Phase, Redactor, Step
 
 WRITTEN = "written"
 DROPPED, KEPT = "dropped", "kept"
 _LANGUAGE_OF_EVERY = 20
-"""Recognizing a language takes as long as all other steps of some documents."""
+_MOST_LANGUAGES = 25
+"""Of every twentieth document of a shard the language is recognized, of so many at most: it takes as long as all other
+steps of some documents."""
 _FEWEST_FOR_LANGUAGES = 500
 """Languages are recognized only in shards with at least this many documents: for fewer, loading the model is not worth
 100 MB of memory and half a second."""
@@ -70,7 +72,7 @@ def measure_shard(job: StepJob) -> StepResult:
     if facts is None:
         kept: list[Document] = []
         dropped: list[DroppedDocument] = []
-        for result in _results(job):
+        for result, _ in _results(job):
             if isinstance(result, DroppedDocument):
                 dropped.append(result)
             else:
@@ -97,11 +99,11 @@ def write_shard(job: StepJob) -> StepResult:
             job.files.verify(measured(phase))
             for line in unpack_lines(job.files.array(measured(phase), DROPPED).tobytes()):
                 tally.drop(DroppedDocument.from_json(line))
-        for result in _results(job):
+        for result, line in _results(job):
             if isinstance(result, DroppedDocument):
                 tally.drop(result)
             else:
-                tally.keep(result)
+                tally.keep(result, line)
         arrays = {KEPT: as_array(pack_lines(tally.kept)), DROPPED: as_array(pack_lines(tally.dropped))}
         earlier = [(job.files.facts(measured(phase)) or {}).get("counts", {}) for phase in range(job.phase)]
         counts = _sum([*earlier, _counts(steps), tally.counts()])
@@ -111,19 +113,21 @@ def write_shard(job: StepJob) -> StepResult:
     return StepResult(job.number, facts["documents"], facts)
 
 
-def _results(job: StepJob) -> Iterator[Document | DroppedDocument]:
+def _results(job: StepJob) -> Iterator[tuple[Document | DroppedDocument, str]]:
     """The documents that enter a phase, dropped as the corpus steps of the phase before decided, or after the steps of
-    this one.
+    this one; with the line of JSON that they were read from if they are still the same, "" otherwise.
     """
     steps = job.phases[job.phase].steps
     if job.phase == 0:
-        yield from (_through(document, steps) for document in job.documents)
+        yield from ((_through(document, steps), "") for document in job.documents)
         return
     before = job.phase - 1
     job.files.verify(measured(before))
     drops = {index: drop for index, *drop in job.files.finished(decided(before))["drops"]}
-    for index, document in enumerate(unpack_documents(job.files.array(measured(before), DOCUMENTS).tobytes())):
-        yield DroppedDocument(document, *drops[index]) if index in drops else _through(document, steps)
+    for index, line in enumerate(unpack_lines(job.files.array(measured(before), DOCUMENTS).tobytes())):
+        document = Document.from_json(line)
+        result = DroppedDocument(document, *drops[index]) if index in drops else _through(document, steps)
+        yield result, line if result is document else ""
 
 
 def _through(document: Document, steps: Sequence[Step]) -> Document | DroppedDocument:
@@ -173,13 +177,14 @@ class _Tally:
         self._sampled: list[Document] = []
         self._num_of_language = 0
 
-    def keep(self, document: Document) -> None:
+    def keep(self, document: Document, line: str) -> None:
+        """line: its JSON, if that is known."""
         self._add(KEPT, document.kind, document.split, document.text)
         if document.kind in ("prose", "qa"):
             if self._num_of_language % _LANGUAGE_OF_EVERY == 0:
                 self._sampled.append(document)
             self._num_of_language += 1
-        self.kept.append(document.to_json())
+        self.kept.append(line or document.to_json())
 
     def drop(self, entry: DroppedDocument) -> None:
         document = entry.document
@@ -195,7 +200,8 @@ class _Tally:
         """Lengths and languages, by field of `CleanReport`."""
         lengths = {f"{which}_lengths": dict(counter) for which, counter in self._lengths.items()}
         is_large = len(self.kept) + len(self.dropped) >= _FEWEST_FOR_LANGUAGES
-        return {**lengths, "languages": dict(Counter(map(language_of, self._sampled)) if is_large else {})}
+        sampled = self._sampled[:: -(-len(self._sampled) // _MOST_LANGUAGES) or 1] if is_large else []
+        return {**lengths, "languages": dict(Counter(map(language_of, sampled)))}
 
     def _add(self, which: str, first: str, second: str, text: str) -> None:
         self._lengths[which][str(1 << max(0, len(text).bit_length() - 1))] += 1
