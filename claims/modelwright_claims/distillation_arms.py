@@ -1,15 +1,18 @@
 """The students that the claim on distillation compares, their teacher, and what all are scored by.
 
-All students have one shape, a part of the teacher's, and read the same rows in the same order.
+All students have one shape, a part of the teacher's, and read the same rows in the same order. They learn from a small
+text, which is read several times, and from one of which nothing is read twice.
 """
 
+import json
 import math
+import random
 import statistics
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice, pairwise
+from itertools import accumulate, islice, pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +20,7 @@ import torch
 from safetensors.torch import load_model, save_model
 
 from modelwright.compress.prune import input_moments, prune
+from modelwright.core.artifacts import write_atomic
 from modelwright.core.config import parse
 from modelwright.data.batch import IGNORED, TokenBatch
 from modelwright.model.config import ModelConfig
@@ -50,16 +54,21 @@ TEACHER, METHOD, LOGITS, PRUNED, SCRATCH = (
     "from scratch",
 )
 RIVALS = (LOGITS, PRUNED, SCRATCH)
-IN_TIME = ", as much time"
-TEACHER_SIZE = Size(model_dim=128, num_layers=4, seq_len=128, batch_rows=8, num_steps=2500)
+IN_TIME, NEW_TEXT = ", as much time", ", new text"
+"""The same arm with as many steps as take the method's time, and on text of which nothing is read twice."""
+TEACHER_SIZE = Size(model_dim=128, num_layers=4, seq_len=128, batch_rows=8, num_steps=730)
+NEW_TEXT_STEPS = 2500
+"""Of the teacher on new text."""
+SMALL_TEXT, LONGEST = 150_000, 1500
+"""Tokens of the small text, which the teacher reads five times, and of its longest document."""
 STUDENT_SHAPE = {"num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "ffn_dim": 96}
 """A quarter of the teacher's parameters: half of the layers and heads, two sevenths of the feed-forward channels."""
-NUM_STEPS = 700
+NUM_STEPS = 730
 LOGITS_ALONE: dict[str, Any] = {"hidden": [0.0, 0.0, 1.0], "attention": [0.0, 0.0, 1.0], "logits": [1.0, 0.0, 1.0]}
 TEACHER_RATES, RATES = (2e-3, 4e-3, 8e-3), (2e-3, 4e-3, 8e-3)
 TUNING_SEED, TEACHER_SEED, SEEDS = 500, 510, (501, 502, 503, 504, 505)
 TEACHER_TUNING = 4
-"""The teacher's rate is tuned in runs that are shorter than its own by this factor."""
+"""The rate of the teacher on new text is tuned in runs that are shorter than its own by this factor."""
 TUNING_BATCHES = 4
 """Held-out batches that a loss for tuning is taken of; scores are taken of all."""
 ONE_THREAD = Processes(threads=1)
@@ -89,13 +98,12 @@ class Score:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Everything that was measured. teacher: its score; scores: of the students by arm, one for each seed; step_s:
+    """Everything that was measured. scores: of the teacher, and of the students by arm, one for each seed; step_s:
     seconds of a step by arm and round; guess: accuracy of the best constant guess.
     """
 
     rates: Mapping[str, float]
     num_steps: Mapping[str, int]
-    teacher: Score
     scores: Mapping[str, Sequence[Score]]
     step_s: Mapping[str, Sequence[float]]
     guess: float
@@ -111,6 +119,7 @@ class Bench:
     teacher: Size = TEACHER_SIZE
     shape: Mapping[str, int] = field(default_factory=lambda: STUDENT_SHAPE)
     num_steps: int = NUM_STEPS
+    new_text_steps: int = NEW_TEXT_STEPS
     teacher_rates: Sequence[float] = TEACHER_RATES
     rates: Sequence[float] = RATES
     seeds: Sequence[int] = SEEDS
@@ -160,15 +169,27 @@ class Bench:
         return {name + IN_TIME: with_steps(arms[name], round(shares[name] * self.num_steps)) for name in RIVALS}
 
     def compare(self) -> Comparison:
+        """On the small text all arms, on new text those of equal tokens; the seconds of a step are the same."""
+        step_s = self.times(Runner(self.setting, execute_student))
+        small = replace(self, setting=with_small_text(self.setting)).scored(step_s, in_time=True)
+        size = replace(self.teacher, num_steps=self.new_text_steps)
+        new = replace(self, teacher=size).scored(step_s, in_time=False, teacher_tuning=TEACHER_TUNING)
+        return replace(
+            small,
+            rates=dict(small.rates) | {name + NEW_TEXT: rate for name, rate in new.rates.items()},
+            num_steps=dict(small.num_steps) | {name + NEW_TEXT: steps for name, steps in new.num_steps.items()},
+            scores=dict(small.scores) | {name + NEW_TEXT: scores for name, scores in new.scores.items()},
+        )
+
+    def scored(self, step_s: Mapping[str, Sequence[float]], *, in_time: bool, teacher_tuning: int = 1) -> Comparison:
         """Make the teacher, tune the students, and make and score them for each seed; all at their best rates."""
         runner = Runner(self.setting, execute_student)
-        step_s = self.times(runner)
         teacher = self.teacher_run(self.teacher_rates[0])
-        shorter = with_steps(teacher, self.teacher.num_steps // TEACHER_TUNING)
+        shorter = with_steps(teacher, self.teacher.num_steps // teacher_tuning)
         rates = self.tuned(runner, {TEACHER: shorter}, self.teacher_rates)
         teacher = self.teacher_run(rates[TEACHER])
         arms = self.arms(teacher)
-        arms |= self.in_time(arms, step_s)
+        arms |= self.in_time(arms, step_s) if in_time else {}
         rates |= self.tuned(runner, arms, self.rates)
         final = {
             name: [replace(with_value(run, "learning_rate", rates[name]), seed=seed) for seed in self.seeds]
@@ -179,8 +200,8 @@ class Bench:
         return Comparison(
             rates=rates,
             num_steps={TEACHER: self.teacher.num_steps, **{name: run.size.num_steps for name, run in arms.items()}},
-            teacher=score(self.model(runner, teacher), batches),
-            scores={name: [score(self.model(runner, run), batches) for run in runs] for name, runs in final.items()},
+            scores={TEACHER: [score(self.model(runner, teacher), batches)]}
+            | {name: [score(self.model(runner, run), batches) for run in runs] for name, runs in final.items()},
             step_s=step_s,
             guess=constant_accuracy(batches),
             num_parameters=(self.shape_of(teacher).num_parameters, self.shape_of(arms[METHOD]).num_parameters),
@@ -202,6 +223,20 @@ class Bench:
 
     def model(self, runner: Runner, run: Run) -> Decoder:
         return loaded(self.shape_of(run), runner.weights(run))
+
+
+def with_small_text(setting: Setting) -> Setting:
+    """The setting with a part of its text to train on; what is held out stays."""
+    folder = setting.folder / "small_text"
+    if not folder.exists():
+        text = prepare_text(setting)
+        documents = [one for one in text.train if len(one) <= LONGEST]
+        random.Random(0).shuffle(documents)
+        lengths = accumulate(len(one) for one in documents)
+        chosen = [one for one, end in zip(documents, lengths, strict=True) if end <= SMALL_TEXT]
+        folder.mkdir()
+        write_atomic(folder / "prose.json", json.dumps(vars(replace(text, train=chosen))))
+    return replace(setting, folder=folder, kept=setting.kept / folder.name if setting.kept else None)
 
 
 def with_steps(run: Any, num_steps: int) -> Any:

@@ -35,6 +35,7 @@ def bench(folder: Path, **changes: Any) -> arms.Bench:
             "teacher": TINY,
             "shape": SMALLER,
             "num_steps": 4,
+            "new_text_steps": 8,
             "teacher_rates": (4e-3,),
             "rates": (4e-3,),
             "seeds": (501, 502),
@@ -57,13 +58,17 @@ def comparison(*, size: int = 250, **accuracies: float) -> arms.Comparison:
         "logits only, as much time": 0.49,
         "pruned, labels only, as much time": 0.485,
         "from scratch, as much time": 0.48,
+        "three phases, new text": 0.5,
     }
     means |= {name.replace("__", ", ").replace("_", " "): value for name, value in accuracies.items()}
     return arms.Comparison(
         rates=dict.fromkeys(means, 4e-3),
         num_steps=dict.fromkeys(means, 4),
-        teacher=arms.Score(accuracy=0.5, loss=1.9),
         scores={
+            arms.TEACHER: [arms.Score(accuracy=0.5, loss=1.9)],
+            arms.TEACHER + arms.NEW_TEXT: [arms.Score(accuracy=0.6, loss=1.7)],
+        }
+        | {
             name: [arms.Score(accuracy=mean + (1 + 0.1 * number) * one, loss=2.0) for one in NOISE]
             for number, (name, mean) in enumerate(means.items())
         },
@@ -82,6 +87,9 @@ def test_met_needs_the_share_and_every_rival(tmp_path: Path) -> None:
     assert met.kind == "met", met.reason
     assert set(claim.CLAIM.headline) <= set(met.figures)
     assert met.figures["share of the teacher's score, three phases"].value == pytest.approx(0.3958 / 0.4)
+    new = met.figures["share of the teacher's score, three phases, new text"]
+    assert new.value == pytest.approx(0.401 / 0.5, abs=0.001)
+    assert f"on new text three phases {new.value:.1%}" in met.reason
     for changes, reason in (
         ({"three_phases": 0.487}, "share of the teacher's score"),
         ({"from_scratch": 0.4953}, "accuracy above from scratch"),
@@ -155,7 +163,7 @@ def test_students_learn_what_the_product_would_teach_them(text_folder: Path) -> 
     assert isinstance(method, Distillation)
     assert isinstance(logits, Distillation)
     assert [method.used, logits.used] == [["hidden", "attention", "logits"], ["logits"]]
-    assert (method.num_steps, method.settings.temperature) == (4, 2.5)
+    assert (method.num_steps, method.settings.temperature, method.settings.label_share) == (4, 1.0, 0.2)
     assert arms.learned(every[arms.SCRATCH], teacher, single(), labels) is labels
 
 
@@ -185,10 +193,12 @@ def test_the_arms_are_made_and_scored(text_folder: Path) -> None:
     made = bench(text_folder)
     found = made.compare()
     in_time = [name + arms.IN_TIME for name in arms.RIVALS]
-    assert [*found.scores] == [arms.METHOD, *arms.RIVALS, *in_time]
-    assert [*found.rates] == [arms.TEACHER, *found.scores]
-    every = [found.teacher, *(one for scores in found.scores.values() for one in scores)]
-    assert all(len(scores) == 2 for scores in found.scores.values())
+    small = [arms.TEACHER, arms.METHOD, *arms.RIVALS, *in_time]
+    new = [name + arms.NEW_TEXT for name in (arms.TEACHER, arms.METHOD, *arms.RIVALS)]
+    assert [*found.scores] == [*found.rates] == [*small, *new]
+    assert [found.num_steps[name] for name in (arms.TEACHER, arms.TEACHER + arms.NEW_TEXT)] == [4, 8]
+    every = [one for scores in found.scores.values() for one in scores]
+    assert all(len(scores) == (1 if arms.TEACHER in name else 2) for name, scores in found.scores.items())
     assert all(math.isfinite(one.loss) and 0 <= one.accuracy <= 1 for one in every)
     assert [*found.step_s] == [arms.METHOD, *arms.RIVALS]
     assert found.num_parameters[1] < found.num_parameters[0]

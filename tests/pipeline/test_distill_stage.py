@@ -27,8 +27,10 @@ Command = Callable[..., subprocess.CompletedProcess[str]]
 STAGES = "clean,tokenize,pack,pretrain,student,distill,report"
 SETTINGS = (
     "--distill.num_steps=8", "--distill.batch_tokens=512", "--distill.eval_every_steps=4",
-    "--distill.checkpoint_every_steps=4",
+    "--distill.checkpoint_every_steps=4", "--distill.hidden=[1,0,0.25]", "--distill.attention=[1,0.25,0.5]",
+    "--distill.logits=[1,0.5,1]", "--distill.temperature=2.5", "--distill.label_share=0.5",
 )  # fmt: skip
+"""The published phases, one after the other."""
 
 
 @pytest.fixture(scope="module")

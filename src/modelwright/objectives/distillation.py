@@ -1,4 +1,4 @@
-"""Distillation: a student learns a teacher's hidden states, attention and logits, each in its own phase.
+"""Distillation: a student learns a teacher's hidden states, attention and logits, each in its own part of the training.
 
 Sources: hidden states through learned projections (Jiao et al. 2020, TinyBERT), attention (`attention_targets.py`),
 logits with a temperature beside hard labels (Hinton et al. 2015). Rows that the student generates itself come from
@@ -65,8 +65,8 @@ class DistillationSettings:
     """
 
     parts: Mapping[PartName, LossPart]
-    temperature: float = 2.5
-    label_share: float = 0.5
+    temperature: float = 1.0
+    label_share: float = 0.2
     """Share of the hard labels in the part `logits`."""
     divergence: DivergenceKind = FORWARD
     """From the teacher's distribution, in the part `logits`."""
