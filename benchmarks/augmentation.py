@@ -77,7 +77,7 @@ def rate(name: str, settings: Mapping[str, Any], documents: Mapping[str, Sequenc
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--documents", type=int, default=200, help="of each kind")
+    parser.add_argument("--documents", type=int, default=200, help="of each kind, at most")
     parser.add_argument("--width", type=int, default=128, help="of the models; a multiple of 32")
     parser.add_argument("--layers", type=int, default=2, help="of the models")
     parser.add_argument("--wordnet", type=Path, default=DEFAULT_FOLDER)
@@ -86,9 +86,10 @@ def main() -> None:
     corpus = [one for one in machine_corpus(fraction=1.0, skip=lambda reason, file: None) if len(one.text) in CHARS]
     documents: dict[str, list[Document]] = {}
     for kind in ("prose", "code"):
-        documents[kind] = Random(0).sample([one for one in corpus if one.kind == kind], given.documents + BATCH)
+        found = [one for one in corpus if one.kind == kind]
+        documents[kind] = Random(0).sample(found, min(len(found), given.documents + BATCH))
         mean = sum(len(one.text) for one in documents[kind]) / len(documents[kind])
-        print(f"{kind}: {given.documents} documents of {mean:,.0f} characters")
+        print(f"{kind}: {len(documents[kind]) - BATCH} documents of {mean:,.0f} characters")
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         write_models(folder, [one.text for one in corpus], given.width, given.layers)
