@@ -87,12 +87,14 @@ class BlockManager:
 
 
 class PagedCache:
-    """Keys and values of every layer, [L, S, K, d] each."""
+    """Keys and values of every layer, [L, K, S, d] each: a head's tokens of a block lie one after the other, so that
+    heads that are not computed are not read.
+    """
 
     def __init__(
         self, model: ModelConfig, num_blocks: int, block_len: int, *, dtype: torch.dtype, device: torch.device
     ):
-        shape = (model.num_layers, num_blocks + 1, block_len, model.num_kv_heads, model.head_dim)
+        shape = (model.num_layers, num_blocks + 1, model.num_kv_heads, block_len, model.head_dim)
         self._keys = torch.zeros(shape, dtype=dtype, device=device)
         self._values = torch.zeros(shape, dtype=dtype, device=device)
         self.block_len = block_len
@@ -102,15 +104,16 @@ class PagedCache:
         return self._keys.nbytes + self._values.nbytes
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer, [L, S, K, d] each, as they are stored."""
+        """Keys and values of a layer, [L, K, S, d] each, as they are stored."""
         return self._keys[layer], self._values[layer]
 
     def write(self, layer: int, slots_N: Tensor, k_NKd: Tensor, v_NKd: Tensor) -> None:
         """Store tokens at `slots_N` (block number x block length + offset). While a model trains in BF16 its layers
         compute in a narrower format than the weights, whose format the cache has; storing them loses nothing.
         """
-        self._keys[layer].flatten(0, 1).index_copy_(0, slots_N, k_NKd.to(self._keys.dtype))
-        self._values[layer].flatten(0, 1).index_copy_(0, slots_N, v_NKd.to(self._values.dtype))
+        blocks_N, places_N = slots_N // self.block_len, slots_N % self.block_len
+        self._keys[layer].transpose(1, 2)[blocks_N, places_N] = k_NKd.to(self._keys.dtype)
+        self._values[layer].transpose(1, 2)[blocks_N, places_N] = v_NKd.to(self._values.dtype)
 
     def copy(self, sources: list[int], targets: list[int]) -> None:
         """Copy whole blocks."""
@@ -119,10 +122,14 @@ class PagedCache:
 
     def read(self, layer: int, table: Tensor, num_sequences: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Keys and values [B, tokens, K, d] of sequences whose block tables, equally long, are concatenated, in the
-        format of the queries.
+        format of the queries. In memory heads come before tokens.
         """
-        keys = self._keys[layer].index_select(0, table).to(dtype)
-        values = self._values[layer].index_select(0, table).to(dtype)
-        _, _, num_heads, width = keys.shape
-        view = (num_sequences, -1, num_heads, width)
-        return keys.view(view), values.view(view)
+        num_heads = self._keys.shape[2]
+        heads_K1 = torch.arange(num_heads, device=table.device)[:, None]
+        places = (table.view(num_sequences, 1, -1) * num_heads + heads_K1).flatten()
+
+        def taken(stored: Tensor) -> Tensor:
+            heads = stored[layer].flatten(0, 1).index_select(0, places).to(dtype)
+            return heads.view(num_sequences, num_heads, -1, heads.shape[-1]).transpose(1, 2)
+
+        return taken(self._keys), taken(self._values)

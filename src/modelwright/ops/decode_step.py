@@ -166,7 +166,7 @@ NO_NORM = torch.empty(0)
 @dataclass(frozen=True, kw_only=True)
 class DecodeLayer:
     """The tensors of one layer. Weights that multiply the same activations have one format. Norms are FP32 factors;
-    `NO_NORM` and `NO_WEIGHT` stand for what a layer has not. keys, values: of the cache, [L, S, K, d] each.
+    `NO_NORM` and `NO_WEIGHT` stand for what a layer has not. keys, values: of the cache, [L, K, S, d] each.
     head_router: the query heads of a key/value head are computed where its output is positive. window: tokens that a
     query sees, the present one included; 0 is all earlier ones.
     """
@@ -240,7 +240,7 @@ class DecodeStep:
             ffn_width=layers[0].gate.shape[0],
             activation=ACTIVATIONS[shape.activation],
             cache_format=FORMATS[layers[0].keys.dtype],
-            block_len=layers[0].keys.shape[1],
+            block_len=layers[0].keys.shape[2],
             **{name: getattr(shape, name) for name in (*SIZES, *FACTORS)},
         )
         self._scratch = torch.empty(0)

@@ -19,7 +19,7 @@ namespace {
 enum Activation : int64_t { kSilu, kGelu, kGeluTanh };
 enum Rotation : int64_t { kNone, kGlobal, kWindow };
 
-// Products of the same activations have weights of one format. head_router: the query heads of a key/value head are computed where its output is positive; without outputs all are. norms: null for none. keys, values: of the cache, [slots][K][d]. window: tokens that a query sees, 0 for all.
+// Products of the same activations have weights of one format. head_router: the query heads of a key/value head are computed where its output is positive; without outputs all are. norms: null for none. keys, values: of the cache, [blocks][K][tokens of a block][d]. window: tokens that a query sees, 0 for all.
 struct Layer {
   Matrix q, k, v, output_gate, head_router, o, gate, up, down;
   const float *attention_norm, *attention_post_norm, *ffn_norm, *ffn_post_norm, *q_norm, *k_norm;
@@ -128,14 +128,19 @@ void multiply_gated(const Member& member, const Rows& in, const Matrix& gate_by,
 constexpr int kVectorsOfValues = kRows / 2;
 constexpr int64_t kTokensAhead = 8;  // that are read into the cache
 
+// What a head has in the cache of its row: within a block its tokens lie one after the other, so that heads that are not
+// computed are not read.
 template <class T>
 struct Context {
   const T *keys, *values;
   const int64_t* blocks;
-  int64_t first, count, shift, step;  // tokens; log2 of those of a block; numbers from one token to the next
+  int64_t first, count, shift, width, step;  // tokens; log2 of those of a block; numbers of a token, and of a block
   int64_t at(int64_t token) const {
     const int64_t position = first + token;
-    return ((blocks[position >> shift] << shift) | (position & ((int64_t{1} << shift) - 1))) * step;
+    return blocks[position >> shift] * step + (position & ((int64_t{1} << shift) - 1)) * width;
+  }
+  void read_ahead(const T* from, int64_t token) const {
+    if (token < count) __builtin_prefetch(from + at(token));
   }
 };
 
@@ -148,9 +153,12 @@ void score(const Decoder& decoder, const Context<T>& context, const float* queri
     rows[head] = queries + heads[std::min<int64_t>(head, num_heads - 1)] * decoder.head_dim;
   for (int64_t first = 0; first < context.count; first += outs) {
     const T* keys[outs];
-    for (int i = 0; i < outs; ++i) keys[i] = context.keys + context.at(std::min(first + i, context.count - 1));
+    for (int i = 0; i < outs; ++i) {
+      keys[i] = context.keys + context.at(std::min(first + i, context.count - 1));
+      context.read_ahead(context.keys, first + outs + i);
+    }
     float parts[kLanes];
-    store(parts, products<outs>(keys, rows, decoder.head_dim, outs * context.step) * decoder.score_scale);
+    store(parts, products<outs>(keys, rows, decoder.head_dim) * decoder.score_scale);
     for (int64_t head = 0; head < num_heads; ++head)
       for (int64_t i = 0; i < std::min<int64_t>(outs, context.count - first); ++i) {
         const float one = parts[head * outs + i];
@@ -181,7 +189,7 @@ inline void weigh_piece(const Context<T>& context, const float* weights, int64_t
   Vector sums[heads][vectors] = {};
   for (int64_t token = 0; token < context.count; ++token) {
     const T* const values = context.values + context.at(token) + at;
-    __builtin_prefetch(values + kTokensAhead * context.step);
+    context.read_ahead(context.values + at, token + kTokensAhead);
 #pragma GCC unroll 4
     for (int i = 0; i < vectors; ++i) {
       const Vector value = held(some(values + i * kLanes, size));
@@ -323,8 +331,11 @@ struct Pass {
 
   void write(const float* from, void* cache, int64_t row) const {
     const int64_t position = step.positions[row], block = step.blocks[step.first_block[row] + position / decoder.block_len];
-    T* const to = static_cast<T*>(cache) + (block * decoder.block_len + position % decoder.block_len) * pairs();
-    each_vector(pairs(), [&](int64_t at, int, auto size) { put(some(from + row * pairs() + at, size), to + at, size); });
+    const int64_t width = decoder.head_dim;
+    T* to = static_cast<T*>(cache) + block * decoder.block_len * pairs() + position % decoder.block_len * width;
+    from += row * pairs();
+    for (int64_t head = 0; head < decoder.num_kv_heads; ++head, from += width, to += decoder.block_len * width)
+      each_vector(width, [&](int64_t at, int, auto size) { put(some(from + at, size), to + at, size); });
   }
 
   void attend_all(const Layer& layer) const {
@@ -339,10 +350,11 @@ struct Pass {
         return;
       }
       const int64_t first = layer.window ? std::max<int64_t>(0, position - layer.window + 1) : 0;
-      const Context<T> context{static_cast<const T*>(layer.keys) + head * decoder.head_dim,
-                               static_cast<const T*>(layer.values) + head * decoder.head_dim,
+      const int64_t skipped = head * decoder.block_len * decoder.head_dim;
+      const Context<T> context{static_cast<const T*>(layer.keys) + skipped,
+                               static_cast<const T*>(layer.values) + skipped,
                                step.blocks + step.first_block[row], first, position + 1 - first,
-                               __builtin_ctzll(decoder.block_len), pairs()};
+                               __builtin_ctzll(decoder.block_len), decoder.head_dim, decoder.block_len * pairs()};
       attend(decoder, context, memory.q + row * queries() + head * group, scores, to);
     });
   }

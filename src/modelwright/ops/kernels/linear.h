@@ -159,7 +159,7 @@ inline __attribute__((always_inline)) void tile(const Matrix& by, int64_t first,
     else if constexpr (std::is_same_v<W, int8_t>)
       done(code_products<outs>(weights, rows, by.inputs));
     else
-      done(products<outs>(weights, rows, by.inputs, 0));
+      done(products<outs>(weights, rows, by.inputs));
   }
 }
 
@@ -199,7 +199,7 @@ void multiply_widened(const Matrix& by, int64_t first, int64_t end, const Rows& 
       const float* rows[4];
       for (int64_t r = 0; r < 4; ++r)
         rows[r] = reinterpret_cast<const float*>(in.codes) + (row + std::min(r, num_rows - 1)) * count;
-      finish<outs>(by, products<outs>(weights, rows, count, 0), Vector{}, first, num_outs, num_rows,
+      finish<outs>(by, products<outs>(weights, rows, count), Vector{}, first, num_outs, num_rows,
                    to + row * by.outputs);
     }
   }

@@ -68,8 +68,7 @@ inline bool is_read_by_output(int64_t count) {
 // of the result is that of a row and an output.
 template <int outs, class W>
 inline __attribute__((always_inline)) Vector products(const W* const (&weights)[outs],
-                                                      const float* const (&rows)[kLanes / outs], int64_t count,
-                                                      int64_t ahead) {
+                                                      const float* const (&rows)[kLanes / outs], int64_t count) {
   Vector sums[kLanes] = {};
   if (outs == kLanes && is_read_by_output<W>(count)) {
 #pragma GCC unroll 16
@@ -88,7 +87,6 @@ inline __attribute__((always_inline)) Vector products(const W* const (&weights)[
     for (int row = 0; row < kLanes / outs; ++row) numbers[row] = held(some(rows[row] + at, size));
 #pragma GCC unroll 16
     for (int out = 0; out < outs; ++out) {
-      __builtin_prefetch(weights[out] + ahead + at);
       const Vector weight = held(some(weights[out] + at, size));
 #pragma GCC unroll 16
       for (int row = 0; row < kLanes / outs; ++row)
