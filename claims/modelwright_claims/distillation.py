@@ -101,7 +101,8 @@ def measurement(found: Comparison, bench: Bench) -> Measurement:
             "published ones (hidden states, attention, logits from 0, 0.25 and 0.5 of the training; temperature 2.5; "
             "half labels) the method ended below labels alone there",
             "tuning": "each arm in a run of full length on a seed and a held-out split of their own, by the loss of "
-            f"the labels; the teacher in runs of 1/{TEACHER_TUNING} of its length",
+            "the labels; the teacher, one for all students, on its own seed and that split, on new text in runs of "
+            f"1/{TEACHER_TUNING} of its length",
         },
     )
 

@@ -186,7 +186,7 @@ class Bench:
         runner = Runner(self.setting, execute_student)
         teacher = self.teacher_run(self.teacher_rates[0])
         shorter = with_steps(teacher, self.teacher.num_steps // teacher_tuning)
-        rates = self.tuned(runner, {TEACHER: shorter}, self.teacher_rates)
+        rates = self.tuned(runner, {TEACHER: shorter}, self.teacher_rates, seed=TEACHER_SEED)
         teacher = self.teacher_run(rates[TEACHER])
         arms = self.arms(teacher)
         arms |= self.in_time(arms, step_s) if in_time else {}
@@ -207,9 +207,13 @@ class Bench:
             num_parameters=(self.shape_of(teacher).num_parameters, self.shape_of(arms[METHOD]).num_parameters),
         )
 
-    def tuned(self, runner: Runner, variants: Mapping[str, Run], rates: Sequence[float]) -> dict[str, float]:
-        """The best rate of each."""
-        tuning = Tuning(values=rates, seeds=(TUNING_SEED,))
+    def tuned(
+        self, runner: Runner, variants: Mapping[str, Run], rates: Sequence[float], *, seed: int = TUNING_SEED
+    ) -> dict[str, float]:
+        """The best rate of each. The teacher, of which there is one, is tuned on its own seed: students of a teacher
+        that happens to be weak would keep more of its score.
+        """
+        tuning = Tuning(values=rates, seeds=(seed,))
         found = tune(runner, variants, tuning, at_once=self.at_once)
         return {name: best_value(losses) for name, losses in found.items()}
 
