@@ -78,11 +78,12 @@ def measurement(found: Comparison, bench: Bench) -> Measurement:
             + ", ".join(f"{name} {value}" for name, value in bench.shape.items()),
             "batch": f"{size.batch_rows} rows of {size.seq_len} tokens",
             "steps": "; ".join(f"{name}: {steps}" for name, steps in found.num_steps.items()),
-            "text": f"documents of at most {LONGEST} tokens of the interpreter's libraries, {SMALL_TEXT} tokens, which "
-            "teacher and students read five times; held out by module",
+            "text": f"documents of at most {LONGEST} tokens of the interpreter's libraries, {SMALL_TEXT} tokens, "
+            f"each of which the teacher reads {size.batch_tokens * size.num_steps / SMALL_TEXT:.1f} times; held out by "
+            "module",
             "new text": "the same comparison on text of which nothing is read twice, for the teacher in "
             f"{bench.new_text_steps} steps; the target is asked of the small text, because data for a task is what "
-            "published students are short of; that was decided after a look at both on the validation split",
+            "published students are short of; this was decided after a look at both on the validation split",
             "score": "top-1 accuracy of the next token on held-out text above that of the best constant guess, the "
             "most frequent token there; the product's multiple-choice questions are at chance for models of this size",
             "method": "the stage distill with its defaults, in a student that the stage student prunes by activations: "

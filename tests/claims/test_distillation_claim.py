@@ -21,7 +21,7 @@ from modelwright_claims import distillation_arms as arms
 from modelwright_claims.claim import Setting, Verdict
 from modelwright_claims.judging import judge
 from modelwright_claims.training_run import Outcome, Processes
-from modelwright_claims.workbench import Size
+from modelwright_claims.workbench import VOCAB_SIZE, Size
 
 TINY = Size(model_dim=64, num_layers=2, seq_len=32, batch_rows=4, num_steps=4)
 SMALLER = {"num_layers": 1, "num_heads": 1, "num_kv_heads": 1, "ffn_dim": 16}
@@ -102,6 +102,13 @@ def test_met_needs_the_share_and_every_rival(tmp_path: Path) -> None:
         verdict = judged(tmp_path, **changes)
         assert verdict.kind == "short", changes
         assert reason in verdict.reason, changes
+
+
+def test_the_student_has_at_most_a_quarter_of_the_parameters(tmp_path: Path) -> None:
+    made = arms.Bench(Setting(folder=tmp_path, quick=False, progress=SilentProgress()))
+    teacher = made.teacher_run(4e-3)
+    shapes = [run.model_config(VOCAB_SIZE).num_parameters for run in (teacher, made.arms(teacher)[arms.METHOD])]
+    assert 0.23 < shapes[1] / shapes[0] <= claim.TARGET_SIZE
 
 
 def test_a_rival_that_is_as_good_is_no_obstacle_unless_it_is_from_scratch(tmp_path: Path) -> None:

@@ -4,11 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+import zstandard
 
 from modelwright.core.errors import ArtifactError, ConfigError, DataError
 from modelwright.core.progress import SilentProgress
 from modelwright.data.clean import clean_documents, read_dropped, read_kept
 from modelwright.data.clean_config import CleanConfig, build_steps
+from modelwright.data.clean_folder import KEPT
 from modelwright.data.clean_report import CleanReport
 from modelwright.data.document import Document
 from modelwright.data.duplicate_corpus import DuplicatesConfig
@@ -110,6 +112,24 @@ def test_two_runs_write_the_same_bytes(tmp_path: Path) -> None:
         clean(tmp_path / name, *documents)
     for name in ("kept.jsonl.zst", "dropped.jsonl.zst", "report.json"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+def test_a_line_that_is_kept_is_what_its_document_would_be_written_as(tmp_path: Path) -> None:
+    """Also of a document that no step after the first decisions changes, whose line is not written anew."""
+    meta = {"score": 0.1, "url": "https://example.com/\u2028ä", "nested": {"ids": [1, None, True]}}
+    clean(
+        tmp_path,
+        document("A sentence that is long enough \u2013 and has a dash.", 0, meta=meta),
+        document("A sentence with half a surrogate \ud800 pair in it.", 1),
+        document("A sentence about someone@example.com and others.", 2, split="heldout"),
+    )
+    content = zstandard.ZstdDecompressor().decompressobj().decompress((tmp_path / KEPT).read_bytes()).decode()
+    lines = content.split("\n")[:-1]
+    documents = [Document.from_json(line) for line in lines]
+    assert lines == [document.to_json() for document in documents]
+    assert [one.id for one in documents] == ["d0", "d1", "d2"]
+    assert documents[0].meta == meta
+    assert "someone@" not in documents[2].text
 
 
 def test_nothing_left_is_an_error_that_says_why(tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ WRITTEN = "written"
 DROPPED, KEPT = "dropped", "kept"
 _LANGUAGE_OF_EVERY = 20
 _MOST_LANGUAGES = 25
-"""Of every twentieth document of a shard the language is recognized, of so many at most: it takes as long as all other
-steps of some documents."""
+"""The language is recognized for every twentieth document of a shard, and for 25 at most, because it takes as long as
+all other steps of some documents."""
 _FEWEST_FOR_LANGUAGES = 500
 """Languages are recognized only in shards with at least this many documents: for fewer, loading the model is not worth
 100 MB of memory and half a second."""

@@ -82,7 +82,9 @@ class Step(Protocol):
         ...
 
     def __call__(self, document: Document) -> Document | Drop:
-        """The document, changed or not, or why it is dropped."""
+        """The document, a changed copy of it, or why it is dropped. Nothing is changed in place: a document that comes
+        back itself is written as it was read.
+        """
         ...
 
 

@@ -139,7 +139,7 @@ struct Context {
     const int64_t position = first + token;
     return blocks[position >> shift] * step + (position & ((int64_t{1} << shift) - 1)) * width;
   }
-  void read_ahead(const T* from, int64_t token) const {
+  void prefetch(const T* from, int64_t token) const {
     if (token < count) __builtin_prefetch(from + at(token));
   }
 };
@@ -155,7 +155,7 @@ void score(const Decoder& decoder, const Context<T>& context, const float* queri
     const T* keys[outs];
     for (int i = 0; i < outs; ++i) {
       keys[i] = context.keys + context.at(std::min(first + i, context.count - 1));
-      context.read_ahead(context.keys, first + outs + i);
+      context.prefetch(context.keys, first + outs + i);
     }
     float parts[kLanes];
     store(parts, products<outs>(keys, rows, decoder.head_dim) * decoder.score_scale);
@@ -189,7 +189,7 @@ inline void weigh_piece(const Context<T>& context, const float* weights, int64_t
   Vector sums[heads][vectors] = {};
   for (int64_t token = 0; token < context.count; ++token) {
     const T* const values = context.values + context.at(token) + at;
-    context.read_ahead(context.values + at, token + kTokensAhead);
+    context.prefetch(context.values + at, token + kTokensAhead);
 #pragma GCC unroll 4
     for (int i = 0; i < vectors; ++i) {
       const Vector value = held(some(values + i * kLanes, size));
