@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 import types
 from concurrent.futures import ThreadPoolExecutor
@@ -104,27 +105,48 @@ def main() -> int:
         return 2
     stand_in_for_tensorboard()
     around = circumstances()
-    tests = {"skipped": True} if options.no_tests else run_tests()
+    path = options.results / f"gpu-check-{machine_slug(around['machine'])}.json"
+    record: dict[str, Any] = {"benchmark": "gpu-check", **around}
+    for name in options.parts:
+        started = time.perf_counter()
+        record |= PARTS[name](options) | {"parts_done": [*record.get("parts_done", ()), name]}
+        write_atomic(path, json.dumps(record, indent=1, default=float) + "\n")
+        print(f"gpu-check: {name} took {time.perf_counter() - started:.0f} s, written to {path}", flush=True)
+    errors = [*record.get("errors_of_recipes", {}).values(), *record.get("errors_of_training", {}).values()]
+    return int(record.get("tests", {}).get("rc", 0)) or int(any(errors))
+
+
+def recipes_part(options: argparse.Namespace) -> dict[str, Any]:
+    """Every recipe that needs no model, side by side."""
     with ThreadPoolExecutor(len(WHOLE_RUNS)) as pool:
         errors = dict(zip(WHOLE_RUNS, pool.map(lambda name: run_recipe(name, options.device), WHOLE_RUNS), strict=True))
+    print("recipes:", {name: error or "whole" for name, error in errors.items()})
+    return {"errors_of_recipes": errors}
+
+
+def speed_part(options: argparse.Namespace) -> dict[str, Any]:
+    """The loop's speed in every format, beside bare products and layers."""
     rates = product_rates(options.device)
     speeds, failures = measure(options, rates)
-    products = product_speeds(options)
-    record = {"benchmark": "gpu-check", "tests": tests, "product_flops": rates, "training": speeds, **around}
-    record |= {"layer_products_over_fp32": products, "fp8_kernels": fp8_kernels(options.device)}
-    record |= {"errors_of_recipes": errors, "errors_of_training": failures}
-    options.results.mkdir(parents=True, exist_ok=True)
-    path = options.results / f"gpu-check-{machine_slug(around['machine'])}.json"
-    write_atomic(path, json.dumps(record, indent=1, default=float) + "\n")
-    for name, of in speeds.items():
-        print(f"{name:16} {of['tokens_per_s']:12,.0f} tokens/s  {of['mfu']:6.1%} of the product rate  "
-              f"{of['peak_bytes'] / 2**30:.1f} GiB  loss {of['last_loss']:.3f}")  # fmt: skip
+    products, kernels = product_speeds(options), fp8_kernels(options.device)
     print("layers over FP32, casts included:", {name: round(ratio, 2) for name, ratio in products.items()})
-    print("own FP8 kernels:", record["fp8_kernels"])
+    print("own FP8 kernels:", kernels)
     print("errors of training:", failures)
-    print("recipes:", {name: error or "whole" for name, error in errors.items()})
-    print(f"tests: {tests.get('closing_line', 'not run')}\nwritten to {path}")
-    return int(tests.get("rc", 0)) or int(any(errors.values()) or bool(failures))
+    return {
+        "product_flops": rates,
+        "training": speeds,
+        "errors_of_training": failures,
+        "layer_products_over_fp32": products,
+        "fp8_kernels": kernels,
+    }
+
+
+def tests_part(_options: argparse.Namespace) -> dict[str, Any]:
+    """The tests that a GPU changes."""
+    return {"tests": run_tests()}
+
+
+PARTS = {"recipes": recipes_part, "speed": speed_part, "tests": tests_part}
 
 
 def parse() -> argparse.Namespace:
@@ -136,7 +158,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dim", type=int, default=768)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--vocab", type=int, default=32_768)
-    parser.add_argument("--no-tests", action="store_true")
+    parser.add_argument(
+        "--parts",
+        nargs="+",
+        choices=PARTS,
+        default=list(PARTS),
+        help="what to run, in this order; the record is written after each part and says which are done",
+    )
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
     return parser.parse_args()
 
@@ -158,10 +186,12 @@ def run_tests() -> dict[str, Any]:
     )
     command = [sys.executable, "-m", "pytest", *side_by_side, *(path for path in paths if Path(path).exists())]
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=one_thread)
-    print(done.stdout[-6000:], done.stderr[-2000:], sep="")
-    lines = [line for line in done.stdout.splitlines() if line.strip()]
-    return {"rc": done.returncode, "closing_line": lines[-1] if lines else ""}
+    closing_line = ""
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=one_thread) as tests:
+        for line in tests.stdout or ():
+            print(line, end="", flush=True)
+            closing_line = line.strip() or closing_line
+    return {"rc": tests.returncode, "closing_line": closing_line}
 
 
 def run_recipe(name: str, device: str) -> str:
@@ -172,11 +202,17 @@ def run_recipe(name: str, device: str) -> str:
         if "stdlib" in load.recipe(name).data.sources:
             words.append("--data.stdlib_fraction=0.05")
         command = [sys.executable, "-m", "modelwright.cli.main", *words]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=with_absolute_imports())
     if not done.returncode:
         return ""
     print(f"{name}:", done.stderr[-3000:])
     return done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}"
+
+
+def with_absolute_imports() -> dict[str, str]:
+    """The environment for a command in another folder, where relative entries of PYTHONPATH lead nowhere."""
+    entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(str(Path(entry).absolute()) for entry in entries if entry)}
 
 
 def product_rates(device: str) -> dict[str, float]:
@@ -219,7 +255,10 @@ def measure(options: argparse.Namespace, rates: dict[str, float]) -> tuple[dict[
     failures: dict[str, str] = {}
     for name, config in ways.items():
         try:
-            speeds[name] = train_once(shape, config, options, rates["fp32" if name == "fp32" else "bf16"])
+            of = train_once(shape, config, options, rates["fp32" if name == "fp32" else "bf16"])
+            speeds[name] = of
+            print(f"{name:22} {of['tokens_per_s']:12,.0f} tokens/s  {of['mfu']:6.1%} of the product rate  "
+                  f"{of['peak_bytes'] / 2**30:.1f} GiB  loss {of['last_loss']:.3f}", flush=True)  # fmt: skip
         except Exception as error:
             traceback.print_exc()
             failures[name] = repr(error)
