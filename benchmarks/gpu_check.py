@@ -106,6 +106,7 @@ def main() -> int:
     stand_in_for_tensorboard()
     around = circumstances()
     path = options.results / f"gpu-check-{machine_slug(around['machine'])}.json"
+    options.results.mkdir(parents=True, exist_ok=True)
     record: dict[str, Any] = {"benchmark": "gpu-check", **around}
     for name in options.parts:
         started = time.perf_counter()
