@@ -122,7 +122,8 @@ def _run(folder: Path, settings: Mapping[str, Any]) -> RunDir:
     folder.mkdir(parents=True, exist_ok=True)
     file = folder.with_name(folder.name + ".yaml")
     save_yaml(file, {"recipe": "quickstart", "name": folder.name, **settings})
-    command = [sys.executable, "-m", "modelwright.cli.main", "run", str(file), "--run-dir", str(folder)]
+    # The folder may hold what a run of another model prepared; stages whose settings are the same stay.
+    command = [sys.executable, "-m", "modelwright.cli.main", "run", str(file), "--run-dir", str(folder), "--restart"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise ModelwrightError(f"{' '.join(command)}\n{done.stderr[-2000:]}")
