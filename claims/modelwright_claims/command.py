@@ -8,6 +8,8 @@ from pathlib import Path
 from modelwright.cli.display import choose_display
 from modelwright.core.errors import ConfigError
 
+RESULTS, PAGE = Path("benchmarks/results"), Path("docs/claims.md")
+
 
 def parser() -> argparse.ArgumentParser:
     """The options of `modelwright prove`."""
@@ -21,14 +23,17 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--all", action="store_true", help="measure all of them")
     parser.add_argument("--quick", action="store_true", help="a smaller measurement, for a smoke test")
-    parser.add_argument("--results", type=Path, default=Path("benchmarks/results"), help="folder of the result files")
-    parser.add_argument("--page", type=Path, default=Path("docs/claims.md"), help="the page to renew")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result files")
+    parser.add_argument(
+        "--page", type=Path, help=f"the page to renew; default {PAGE}, or {PAGE.name} in the folder of other results"
+    )
     return parser
 
 
 def prove(words: Sequence[str]) -> int:
     """Run `modelwright prove WORDS` and return its exit code; the product finds this function by its entry point."""
     options = parser().parse_args(words)
+    page = options.page or (PAGE if options.results == RESULTS else options.results / PAGE.name)
     from modelwright_claims import ledger, results  # PyTorch takes seconds to load
 
     if options.list:
@@ -38,7 +43,7 @@ def prove(words: Sequence[str]) -> int:
     if options.judge:
         if options.all or options.quick:
             raise ConfigError("prove: --judge measures nothing; leave out --all and --quick")
-        for claim, before, after in ledger.rejudge(options.names, results=options.results, page=options.page):
+        for claim, before, after in ledger.rejudge(options.names, results=options.results, page=page):
             machine = results.machine_slug(after["machine"])
             change = describe_change(*(results.shown_kind(claim, record) for record in (before, after)))
             print(f"{claim.name:<24} {machine}: {change}: {after['reason']}")
@@ -48,7 +53,7 @@ def prove(words: Sequence[str]) -> int:
     display = choose_display(sys.stderr)
     try:
         outcomes = ledger.prove(
-            options.names, quick=options.quick, results=options.results, page=options.page, progress=display
+            options.names, quick=options.quick, results=options.results, page=page, progress=display
         )
     finally:
         display.end()

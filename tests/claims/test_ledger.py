@@ -296,6 +296,13 @@ def test_the_command_judges_and_says_what_changed(tmp_path, small_ledger, capsys
         prove(["--judge", "nonsense", *folders])
 
 
+def test_results_elsewhere_leave_the_project_s_page_alone(tmp_path, small_ledger, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert prove(["doubling", "--results", "other"]) == 0
+    assert "doubling" in (tmp_path / "other" / "claims.md").read_text()
+    assert not (tmp_path / "docs").exists()
+
+
 def test_the_command_measures_and_judges(tmp_path, small_ledger, capsys):
     assert prove(["doubling", "--results", str(tmp_path), "--page", str(tmp_path / "claims.md")]) == 0
     assert "short: speed 1.5x" in capsys.readouterr().out
