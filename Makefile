@@ -78,7 +78,7 @@ parity: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/parity.py --page docs/parallel.md $(ARGS)
 
 gpu-check:
-	PYTHONPATH=$(CURDIR)/src:$(CURDIR)/claims$${PYTHONPATH:+:$$PYTHONPATH} python3 benchmarks/gpu_check.py $(ARGS)
+	PYTHONPATH=src:claims$${PYTHONPATH:+:$$PYTHONPATH} python3 benchmarks/gpu_check.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) .venv-trl .venv-trl-ppo .venv-flower .venv-loading build dist src/*.egg-info claims/build claims/*.egg-info .pytest_cache .ruff_cache .coverage .import_linter_cache

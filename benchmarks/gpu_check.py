@@ -4,8 +4,8 @@ Needs torch and pytest as they are installed; nothing is downloaded. Runs every 
 steps, from its data to the report. Times training of a GPT-2-sized decoder (124 M parameters) on random tokens in FP32,
 BF16, FP8 by each recipe of scaling and INT8, some with compiled blocks, and measures the bare matrix products beside
 it, so that utilization is of what the card does and not of a data sheet; says for each FP8 recipe whether the card has
-a kernel that agrees with the definition. Writes `benchmarks/results/gpu-check-<card>.json`. Without a GPU it says so
-and stops, unless asked for `--device cpu`.
+a kernel that agrees with the definition. Writes `benchmarks/results/gpu-check-<card>.json` after each part, with the
+names of those that are done. Without a GPU it says so and stops, unless asked for `--device cpu`.
 """
 
 import argparse
@@ -256,10 +256,10 @@ def measure(options: argparse.Namespace, rates: dict[str, float]) -> tuple[dict[
     failures: dict[str, str] = {}
     for name, config in ways.items():
         try:
-            of = train_once(shape, config, options, rates["fp32" if name == "fp32" else "bf16"])
-            speeds[name] = of
-            print(f"{name:22} {of['tokens_per_s']:12,.0f} tokens/s  {of['mfu']:6.1%} of the product rate  "
-                  f"{of['peak_bytes'] / 2**30:.1f} GiB  loss {of['last_loss']:.3f}", flush=True)  # fmt: skip
+            found = train_once(shape, config, options, rates["fp32" if name == "fp32" else "bf16"])
+            speeds[name] = found
+            print(f"{name:22} {found['tokens_per_s']:12,.0f} tokens/s  {found['mfu']:6.1%} of the product rate  "
+                  f"{found['peak_bytes'] / 2**30:.1f} GiB  loss {found['last_loss']:.3f}", flush=True)  # fmt: skip
         except Exception as error:
             traceback.print_exc()
             failures[name] = repr(error)
