@@ -1,9 +1,11 @@
 """Claim: in the time of the demo, the recipe learns more than the recipe before it and than nanoGPT.
 
 All sides train on the same machine for the same time with all cores, on the rows that the recipe quickstart packs (the
-recipe before it packed no conversations), and are scored on the same held-out documents. A training's number of steps
-is its time over the median of timed steps. nanoGPT (`nano_gpt.py`) has a model of the same width and layers, trains at
-the best of several rates, and reads the same tokens as one stream; its loss and ours are over the same targets.
+recipe before it packed no conversations), and are scored on the same held-out documents. A seed is that of everything
+random, the choice of held-out documents among it, so that each seed has a text of its own, on which all sides are
+compared. A training's number of steps is its time over the median of timed steps. nanoGPT (`nano_gpt.py`) has a model
+of the same width and layers, trains at the best of several rates, and reads the same tokens as one stream; its loss and
+ours are over the same targets.
 """
 
 import json
@@ -91,30 +93,39 @@ def scale_of(setting: Setting) -> Scale:
         }
         return Scale(seconds=2.0, demo_seconds=2.0, tuning_seconds=1.0, num_seeds=1, timed_steps=6, settings=settings)
     return Scale(
-        seconds=SECONDS, demo_seconds=DEMO_SECONDS, tuning_seconds=SECONDS / 3, num_seeds=3, timed_steps=30, settings={}
+        seconds=SECONDS,
+        demo_seconds=DEMO_SECONDS,
+        tuning_seconds=SECONDS / 3,
+        num_seeds=3,
+        timed_steps=120,
+        settings={},
     )
 
 
 def measure(setting: Setting) -> Measurement:
     scale, folder = scale_of(setting), setting.folder / "demo_recipe"
-    prepared = _run(folder / "prepared", merge(scale.settings, {"stages": STAGES[:3]}))
+    seeds = range(1, scale.num_seeds + 1)
+    texts = {
+        seed: _run(folder / f"text-{seed}", merge(scale.settings, {"stages": STAGES[:3], "seed": seed}))
+        for seed in seeds
+    }
+    first = texts[seeds[0]]
     recipes = {TODAY: scale.settings, BEFORE: merge(RECIPE_BEFORE, scale.settings)}
-    pace = {name: _step_s(setting, prepared, recipe, scale, name) for name, recipe in recipes.items()}
+    pace = {name: _step_s(setting, first, recipe, scale, name) for name, recipe in recipes.items()}
     steps = {name: max(1, round(scale.seconds / pace[name])) for name in recipes}
     trained = {name: facts_of(RunDir(folder / f"{name}-timed"), STAGE) for name in recipes}
     tokens = {name: trained[name]["num_tokens"] / trained[name]["num_steps"] for name in recipes}
     arms = {TODAY: (recipes[TODAY], steps[TODAY]), BEFORE: (recipes[BEFORE], steps[BEFORE])}
     arms[EQUAL] = (recipes[TODAY], max(1, round(steps[BEFORE] * tokens[BEFORE] / tokens[TODAY])))
     samples: dict[str, list[float]] = {}
-    for seed in range(scale.num_seeds):
+    for seed, text in texts.items():
         for name, (recipe, num_steps) in arms.items():
-            run = _trained(prepared, folder / f"{name}-{seed}".replace(" ", "-"), recipe, num_steps, seed)
-            _take(setting, samples, name, run, prepared)
+            run = _trained(text, folder / f"{name}-{seed}".replace(" ", "-"), recipe, num_steps)
+            _take(setting, samples, name, run, text)
     num_steps = max(1, round(scale.demo_seconds / pace[TODAY]))
-    whole = _trained(prepared, folder / "whole", recipes[TODAY], num_steps, 0)
-    _take(setting, samples, WHOLE, whole, prepared)
-    best, rates = _nano(setting, scale, prepared, samples)
-    return Measurement(samples=samples, conditions=_conditions(scale, arms, best, rates, prepared))
+    _take(setting, samples, WHOLE, _trained(first, folder / "whole", recipes[TODAY], num_steps), first)
+    best, rates = _nano(setting, scale, texts, samples)
+    return Measurement(samples=samples, conditions=_conditions(scale, arms, best, rates, first))
 
 
 def _run(folder: Path, settings: Mapping[str, Any]) -> RunDir:
@@ -130,29 +141,34 @@ def _run(folder: Path, settings: Mapping[str, Any]) -> RunDir:
     return RunDir(folder)
 
 
-def _trained(prepared: RunDir, folder: Path, recipe: Mapping[str, Any], num_steps: int, seed: int) -> RunDir:
-    """A run that trains for some steps on what is prepared, as far as its settings agree with it."""
-    shutil.copytree(prepared.path, folder, symlinks=True)
+def _trained(text: RunDir, folder: Path, recipe: Mapping[str, Any], num_steps: int) -> RunDir:
+    """A run that trains for some steps on what is prepared, as far as its settings agree with it, with its seed."""
+    shutil.copytree(text.path, folder, symlinks=True)
     lengths = {"num_steps": num_steps, "eval_every_steps": num_steps}
+    seed = read_run_config(text.config).seed
     asked = {"stages": STAGES, "seed": seed, STAGE: lengths, "evaluate": {"multiple_choice": {"num_questions": 0}}}
     return _run(folder, merge(recipe, asked))
 
 
-def _step_s(setting: Setting, prepared: RunDir, recipe: Mapping[str, Any], scale: Scale, name: str) -> float:
-    folder = prepared.path.with_name(f"{name}-timed")
-    run = _trained(prepared, folder, recipe, scale.timed_steps, 0)
+def _step_s(setting: Setting, text: RunDir, recipe: Mapping[str, Any], scale: Scale, name: str) -> float:
+    run = _trained(text, text.path.with_name(f"{name}-timed"), recipe, scale.timed_steps)
     times = [value for _, value in column(read_records(run.stage(STAGE).metrics), "step_time_s")]
     step_s = statistics.median(times[len(times) // 3 :])
     setting.progress.note(f"{name}: {step_s:.3f} s a step")
     return step_s
 
 
-def _take(setting: Setting, samples: dict[str, list[float]], name: str, run: RunDir, prepared: RunDir) -> None:
+def _take(setting: Setting, samples: dict[str, list[float]], name: str, run: RunDir, text: RunDir) -> None:
+    """Add what a run reached to the samples. Its loss is that on the held-out rows of `text`, so that it needs the
+    tokenizer of them.
+    """
+    if _tokenizer(run) != _tokenizer(text):
+        raise ModelwrightError(f"{run.path} has another tokenizer than {text.path}: their losses cannot be compared")
     facts = facts_of(run, STAGE)
     results = json.loads((run.stage("evaluate").artifact / "results.json").read_text(encoding="utf-8"))
     bits = results["models"][STAGE]["bits_per_byte"]
     model = load_model(run.stage(STAGE).artifact)
-    heldout = PackedRows(_rows(prepared) / "heldout")
+    heldout = PackedRows(_rows(text) / "heldout")
     found = {kind: bits[kind]["bits_per_byte"] for kind in KINDS}
     found |= {"nats": loss_on(model.eval(), list(heldout.batches(HELDOUT_ROWS))), "seconds": facts["train_time_s"]}
     found["tokens"] = facts["num_tokens"]
@@ -162,18 +178,23 @@ def _take(setting: Setting, samples: dict[str, list[float]], name: str, run: Run
     shutil.rmtree(run.path)
 
 
-def _rows(prepared: RunDir) -> Path:
+def _rows(text: RunDir) -> Path:
     """The folder of the rows on which the recipe pretrains."""
-    return prepared.stage("pack").artifact / TEXT_ROWS.name
+    return text.stage("pack").artifact / TEXT_ROWS.name
+
+
+def _tokenizer(run: RunDir) -> bytes:
+    return (run.stage("tokenize").artifact / "tokenizer.json").read_bytes()
 
 
 def _nano(
-    setting: Setting, scale: Scale, prepared: RunDir, samples: dict[str, list[float]]
+    setting: Setting, scale: Scale, texts: Mapping[int, RunDir], samples: dict[str, list[float]]
 ) -> tuple[float, Mapping[float, float]]:
     """Train nanoGPT at its best rate on every seed; that rate, and the losses of all."""
-    model = read_run_config(prepared.config).model
+    first = next(iter(texts.values()))
+    model = read_run_config(first.config).model
     job = NanoJob(
-        rows=str(_rows(prepared)),
+        rows=str(_rows(first)),
         vocab_size=model.vocab_size,
         num_layers=model.num_layers,
         num_heads=model.num_heads,
@@ -194,8 +215,10 @@ def _nano(
         if not missing:
             break
     best = best_value(losses)
-    for seed in range(scale.num_seeds):
-        found = _nano_run(setting, replace(job, learning_rate=best, seconds=scale.seconds, seed=seed))
+    for seed, text in texts.items():
+        found = _nano_run(
+            setting, replace(job, rows=str(_rows(text)), learning_rate=best, seconds=scale.seconds, seed=seed)
+        )
         for figure, name in (
             ("loss", "nats"),
             ("seconds", "seconds"),
@@ -228,9 +251,9 @@ def _conditions(
     arms: Mapping[str, tuple[Mapping[str, Any], int]],
     best: float,
     rates: Mapping[float, float],
-    prepared: RunDir,
+    text: RunDir,
 ) -> Conditions:
-    rows = PackedRows(_rows(prepared) / "train")
+    rows = PackedRows(_rows(text) / "train")
     return {
         "seconds of a training": f"{scale.seconds:g}; as in the demo {scale.demo_seconds:g}, one run",
         **{f"steps, {name}": num_steps for name, (_, num_steps) in arms.items()},
@@ -242,7 +265,7 @@ def _conditions(
         "text": "what the recipe quickstart reads; the recipe before it packs no conversations",
         "recipe before": "8.6 million parameters, AdamW at 2e-3 with a cosine, 1,024 tokens a step",
         "BF16 instructions": _has_bf16(),
-        "seeds": scale.num_seeds,
+        "seeds": f"{scale.num_seeds}, each with held-out documents and a tokenizer of its own",
     }
 
 
