@@ -1,8 +1,8 @@
 """The size and shape of the code, measured from its syntax trees: `python tests/architecture/codebase.py [FOLDER]`.
 
-FOLDER is the root of a checkout (default: this one), so that two commits can be compared. `test_codebase.py` holds these
-figures to limits that may only be lowered. Nothing of the project is imported except, for the number of settings, its
-own list of them.
+FOLDER is the root of a checkout (default: this one), so that two commits can be compared. `test_codebase.py` holds
+these figures to limits that may only be lowered. Nothing of the project is imported except, for the number of settings,
+its own list of them.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -106,7 +107,9 @@ def num_settings(root: Path) -> int:
 
 def layer_levels(root: Path) -> dict[str, int]:
     """The level of each package of the main package, 1 for the lowest, by the contract of import-linter."""
-    contracts = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
+    contracts = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
+        "contracts"
+    ]
     layers = next(one["layers"] for one in contracts if one["type"] == LAYERS_CONTRACT)
     return {name.strip(): len(layers) - number for number, layer in enumerate(layers) for name in layer.split("|")}
 
@@ -142,7 +145,7 @@ class Walker:
     def walk(self, module: str, function: str, parameter: str) -> Journey:
         self._enter(module, function, {parameter})
         levels = [self._levels[name.split(".")[1]] for name in self._stays]
-        climbs = sum(after > before for before, after in zip(levels, levels[1:], strict=False))
+        climbs = sum(after > before for before, after in pairwise(levels))
         return Journey(len(self._stays), len(set(self._stays)), climbs)
 
     def _enter(self, module: str, function: str, carried: set[str]) -> None:
@@ -162,9 +165,7 @@ class Walker:
         ):
             self._follow(module, call, carried, imported)
 
-    def _follow(
-        self, module: str, call: ast.Call, carried: set[str], imported: Mapping[str, tuple[str, str]]
-    ) -> None:
+    def _follow(self, module: str, call: ast.Call, carried: set[str], imported: Mapping[str, tuple[str, str]]) -> None:
         values = [*call.args, *(keyword.value for keyword in call.keywords)]
         names = [None] * len(call.args) + [keyword.arg for keyword in call.keywords]
         taken = [number for number, value in enumerate(values) if _mentions(value, carried)]
