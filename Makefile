@@ -18,6 +18,12 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 VENV ?= .venv
 BIN := $(VENV)/bin
+# The packages built onto this one, in editable form: claims, and every folder of packages/.
+PROJECTS := claims/pyproject.toml $(sort $(wildcard packages/*/pyproject.toml))
+PACKAGES := $(PROJECTS:/pyproject.toml=)
+EDITABLE := $(PACKAGES:%=-e %)
+empty :=
+space := $(empty) $(empty)
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -qq
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 RECIPE ?= quickstart
@@ -27,7 +33,7 @@ ISA ?=
 STARTED := $(shell date +%s)
 TORCH_INDEX ?=
 TEST_PROCESSES ?= auto
-# A file stays on one process, because its tests share fixtures; tests/conftest.py has the slowest files begin first.
+# A file stays on one process, because its tests share fixtures; conftest.py has the slowest files begin first.
 # Bytecode is kept whatever the environment says, because many tests start interpreters: each takes 0.5 s less of a core.
 PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest \
 	--numprocesses $(TEST_PROCESSES) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
@@ -78,10 +84,10 @@ parity: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/parity.py --page docs/parallel.md $(ARGS)
 
 gpu-check:
-	PYTHONPATH=src:claims$${PYTHONPATH:+:$$PYTHONPATH} python3 benchmarks/gpu_check.py $(ARGS)
+	PYTHONPATH=src:$(subst $(space),:,$(PACKAGES))$${PYTHONPATH:+:$$PYTHONPATH} python3 benchmarks/gpu_check.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) .venv-trl .venv-trl-ppo .venv-flower .venv-loading build dist src/*.egg-info claims/build claims/*.egg-info .pytest_cache .ruff_cache .coverage .import_linter_cache
+	rm -rf $(VENV) .venv-trl .venv-trl-ppo .venv-flower .venv-loading build dist src/*.egg-info $(PACKAGES:%=%/build) $(PACKAGES:%=%/*.egg-info) .pytest_cache .ruff_cache .coverage .import_linter_cache
 
 # A CPU-only Linux machine wants the CPU build of torch: the default one brings gigabytes of CUDA libraries with it.
 # Where pip knows no "+cpu" build, TORCH_INDEX names the package index that has it; without one the default is taken.
@@ -96,20 +102,20 @@ $(VENV)/.torch: constraints.txt
 	fi
 	@touch $@
 
-$(VENV)/.installed: $(VENV)/.torch pyproject.toml claims/pyproject.toml
-	$(PIP) -c constraints.txt -e . -e claims
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml $(PROJECTS)
+	$(PIP) -c constraints.txt -e . $(EDITABLE)
 	@touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.torch pyproject.toml claims/pyproject.toml
-	$(PIP) -c constraints.txt -e '.[dev]' -e claims
+$(VENV)/.installed-dev: $(VENV)/.torch pyproject.toml $(PROJECTS)
+	$(PIP) -c constraints.txt -e '.[dev]' $(EDITABLE)
 	@touch $@ $(VENV)/.installed
 
-$(VENV)/.installed-peers: $(VENV)/.torch pyproject.toml claims/pyproject.toml
-	$(PIP) -c constraints.txt -e '.[peers]' -e claims
+$(VENV)/.installed-peers: $(VENV)/.torch pyproject.toml $(PROJECTS)
+	$(PIP) -c constraints.txt -e '.[peers]' $(EDITABLE)
 	@touch $@ $(VENV)/.installed
 
-$(VENV)/.installed-flower: $(VENV)/.torch pyproject.toml claims/pyproject.toml
-	$(PIP) -c constraints.txt -e '.[federated,flower]' -e claims pytest pytest-timeout
+$(VENV)/.installed-flower: $(VENV)/.torch pyproject.toml $(PROJECTS)
+	$(PIP) -c constraints.txt -e '.[federated,flower]' $(EDITABLE) pytest pytest-timeout
 	@touch $@ $(VENV)/.installed
 
 # TRL 1.12 is the last that has PPO. Both get the torch of constraints.txt.

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from modelwright.cli.display import choose_display
+from modelwright.cli.parsers import Command
 from modelwright.core.errors import ConfigError
 
 RESULTS, PAGE = Path("benchmarks/results"), Path("docs/claims.md")
@@ -31,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def prove(words: Sequence[str]) -> int:
-    """Run `modelwright prove WORDS` and return its exit code; the product finds this function by its entry point."""
+    """`modelwright prove`"""
     options = parser().parse_args(words)
     page = options.page or (PAGE if options.results == RESULTS else options.results / PAGE.name)
     from modelwright_claims import ledger, results  # PyTorch takes seconds to load
@@ -65,3 +66,6 @@ def prove(words: Sequence[str]) -> int:
 def describe_change(before: str, after: str) -> str:
     """Name a verdict, and the one before where it was another."""
     return after if before == after else f"{before} -> {after}"
+
+
+COMMAND = Command(name="prove", run=prove, parser=parser, summary="measure the claims of the ledger on this machine")

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import modelwright
-from modelwright.cli.main import COMMANDS
+from modelwright.cli.main import COMMANDS, DISTRIBUTIONS
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(modelwright.__file__).parent
@@ -165,4 +165,4 @@ def test_commands_and_targets_of_a_page_exist(page: str) -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
     assert set(re.findall(r"(?:`|^\s*)make ([a-z][\w-]*)", text, flags=re.MULTILINE)) <= targets
     named = set(re.findall(r"(?:`|^)modelwright ([a-z][\w-]*)", text, flags=re.MULTILINE))
-    assert named <= set(COMMANDS), f"{page} names commands that do not exist"
+    assert named <= COMMANDS.keys() | DISTRIBUTIONS.keys(), f"{page} names commands that do not exist"

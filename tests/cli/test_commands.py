@@ -1,18 +1,23 @@
 """Every command says what it takes, and the small ones do what they say."""
 
-import importlib.metadata
 import os
+import re
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 import yaml
 
-from modelwright.cli.main import COMMANDS, main
+from modelwright.cli.main import DISTRIBUTIONS, main, usable_commands
+from modelwright.core import extensions
 from modelwright_claims.ledger import listing
 
+ROOT = Path(__file__).parents[2]
 
-@pytest.mark.parametrize("name", sorted(COMMANDS))
+
+@pytest.mark.parametrize("name", sorted(usable_commands()))
 def test_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as leaving:
         main([name, "--help"])
@@ -23,7 +28,7 @@ def test_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_overview(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     shown = capsys.readouterr().out
-    assert all(f"\n  {name} " in shown for name in COMMANDS)
+    assert all(f"\n  {name} " in shown for name in usable_commands())
     assert max(map(len, shown.splitlines())) <= 120
     assert main([]) == 2
     assert main(["--version"]) == 0
@@ -52,9 +57,93 @@ def test_claims_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_without_the_claims_package_the_error_says_what_to_install(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **selected: ())
+    monkeypatch.setattr(extensions, "entry_points", lambda **selected: ())
     assert main(["prove", "--list"]) == 2
-    assert "modelwright-claims, which is not installed; in a checkout: pip install -e claims" in capsys.readouterr().err
+    assert capsys.readouterr().err == (
+        "modelwright: prove: is a command of modelwright-claims, which is not installed; "
+        "pip install 'modelwright[claims]'\n"
+    )
+    assert main(["--help"]) == 0
+    assert "\n  prove       not installed: pip install 'modelwright[claims]'\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_the_extra_that_an_error_names_exists_and_brings_the_distribution(name: str) -> None:
+    distribution, extra = DISTRIBUTIONS[name]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert any(re.match(rf"{distribution}(\[|$)", wanted) for wanted in extras[extra])
+
+
+GREETING = """
+from modelwright.cli.parsers import Command, new_parser
+def parser():
+    return new_parser("greet", "Greet.", example="modelwright greet")
+def run(words):
+    parser().parse_args(words)
+    print("good day")
+    return 7
+COMMAND = Command(name="greet", summary="greet whoever is there", run=run, parser=parser)
+"""
+
+
+def install(folder: Path, monkeypatch: pytest.MonkeyPatch, module: str, source: str, *entries: str) -> None:
+    info = folder / f"{module}-1.0.dist-info"
+    info.mkdir(parents=True)
+    (folder / f"{module}.py").write_text(source)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[modelwright.commands]\n" + "\n".join(entries) + "\n")
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, module, raising=False)
+
+
+def test_another_package_adds_a_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install(tmp_path, monkeypatch, "greeting_words", GREETING, "greet = greeting_words:COMMAND")
+    assert main(["greet"]) == 7
+    assert capsys.readouterr().out == "good day\n"
+    assert main(["gret"]) == 2
+    assert "did you mean 'greet'?" in capsys.readouterr().err
+    assert main(["--help"]) == 0
+    assert "\n  greet       greet whoever is there\n" in capsys.readouterr().out
+    assert main(["completion", "fish"]) == 0
+    assert "greet" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("source", "entry", "problem"),
+    [
+        ("1 / 0", "greet = bad_words:COMMAND", "(ZeroDivisionError: division by zero); reinstall or remove bad_words"),
+        ("COMMAND = 3", "greet = bad_words:COMMAND", "must be a Command, got 3"),
+        (GREETING, "recipes = bad_words:COMMAND", "the name 'recipes' is taken"),
+    ],
+)
+def test_only_help_and_a_broken_command_itself_name_its_problem(
+    source: str,
+    entry: str,
+    problem: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    install(tmp_path, monkeypatch, "bad_words", source, entry)
+    assert main(["recipes"]) == 0
+    assert main(["completion", "bash"]) == 0
+    assert problem not in "".join(capsys.readouterr())
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert len([line for line in shown if problem in line]) == 1
+    assert [line for line in shown if line.startswith("  run ")]
+    if entry.startswith("greet"):
+        assert main(["greet"]) == 2
+        assert problem in capsys.readouterr().err
+
+
+def test_own_commands_import_no_other_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, monkeypatch, "far_words", GREETING, "greet = far_words:COMMAND", "wave = other_words:COMMAND")
+    assert main(["recipes"]) == 0
+    assert "far_words" not in sys.modules
+    assert main(["greet"]) == 7, "the broken one of the same distribution does not matter"
 
 
 def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:

@@ -79,7 +79,7 @@ def test_ctrl_c_while_the_program_is_imported_prints_no_traceback():
         "import os, signal, sys, importlib.abc\n"
         "class Interrupting(importlib.abc.MetaPathFinder):\n"
         "    def find_spec(self, fullname, path, target=None):\n"
-        "        if fullname == 'modelwright.cli.commands': os.kill(os.getpid(), signal.SIGINT)\n"
+        "        if fullname == 'modelwright.cli.compare': os.kill(os.getpid(), signal.SIGINT)\n"
         "sys.meta_path.insert(0, Interrupting())\n"
         f"from {module} import {name}\n"
         f"sys.exit({name}())\n"

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from modelwright.cli.launch import Refused, _before_restart, _tell, print_ending, write_exit_report
 from modelwright.cli.main import main
+from modelwright.cli.supervise import Refused, _before_restart, _tell, print_ending, write_exit_report
 
 LOST = "another process of this run has ended"
 

@@ -23,7 +23,7 @@ from modelwright.model.decoder import Decoder, Linear
 from modelwright.model.hf import load_model, save_model
 from modelwright.ops.int_grid import WeightGrid
 from modelwright.parallel.mesh import World, single
-from modelwright.pipeline.exports import export_hf
+from modelwright.pipeline.exports.hf import export_hf
 from modelwright.pipeline.models import FoundModel
 from modelwright.precision.apply import names_of_projections
 from modelwright.serve.load import ModelSource

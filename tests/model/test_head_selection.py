@@ -29,7 +29,8 @@ from modelwright.model.hf import deferred_model, load_model, save_model
 from modelwright.ops.attention import document_mask, masked_attention_naive
 from modelwright.ops.int_grid import WeightGrid
 from modelwright.parallel.mesh import World, single
-from modelwright.pipeline.exports import export_gguf_file, export_hf
+from modelwright.pipeline.exports.gguf import export_gguf_file
+from modelwright.pipeline.exports.hf import export_hf
 from modelwright.pipeline.models import FoundModel
 from modelwright.precision.apply import names_of_projections
 from modelwright.search.subnetwork import containing_shape

@@ -29,7 +29,7 @@ from modelwright.model.vision.image_prefix import PIXELS, image_prefix, inserted
 from modelwright.model.vision.llava import load_llava
 from modelwright.objectives.captioning import CaptionConfig, image_numbers
 from modelwright.parallel.config import ParallelConfig
-from modelwright.pipeline.exports import export_hf
+from modelwright.pipeline.exports.hf import export_hf
 from modelwright.pipeline.models import find_model
 from modelwright.pipeline.preflight import check_training
 from modelwright.pipeline.stages.caption_quality import class_words

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -24,6 +25,7 @@ from modelwright.cli.main import main
 from modelwright.core import checkout
 from modelwright.core.errors import ConfigError
 from modelwright.serve.config import ServeConfig
+from modelwright.serve.engines import BACKENDS
 from modelwright.serve.load import ModelSource
 from modelwright.serve.manifests.deployment import PORT, Needs, deployment_of
 from modelwright.serve.manifests.kinds import KINDS, write_manifests
@@ -286,7 +288,7 @@ def test_another_back_end_is_installed_and_named(folder, tmp_path):
     check_dockerfile(tmp_path / "Dockerfile", contexts, extras={"structured", "openvino"})
 
 
-def test_what_a_container_cannot_keep_is_refused(folder, tmp_path):
+def test_what_a_container_cannot_keep_is_refused(folder, tmp_path, monkeypatch):
     source = ModelSource(name="tiny", folder=folder)
 
     def attempt(kind: str, needs: Needs, requests: RequestsConfig, config: ServeConfig) -> None:
@@ -311,7 +313,8 @@ def test_what_a_container_cannot_keep_is_refused(folder, tmp_path):
     assert refused(backend="nope").startswith("--backend: 'nope' is unknown")
     assert refused(backend="openvino:int3").startswith("--backend: 'openvino:int3': choose weights from f16")
     assert refused(backend="modelwright:f16").endswith("write modelwright")
-    assert refused(backend="vllm").startswith("--backend: vllm needs a GPU")
+    monkeypatch.setitem(BACKENDS, "cards", replace(BACKENDS["openvino"], needs_gpu=True))
+    assert refused(backend="cards").startswith("--backend: cards needs a GPU")
     assert refused(needs=Needs(replicas=2)).startswith("--replicas: Compose runs one server")
     with pytest.raises(ConfigError, match="--replicas: must be at least 1"):
         Needs(replicas=0)

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from modelwright.cli.display import choose_display
 from modelwright.cli.overrides import all_paths, read_overrides, split_settings
-from modelwright.cli.parsers import new_parser
+from modelwright.cli.parsers import Command, new_parser
 from modelwright.core.config import dump, merge, parse
 from modelwright.core.errors import ConfigError
 from modelwright.data.augment.augment_config import AugmentConfig
@@ -97,3 +97,12 @@ def show_pairs(pairs: Sequence[tuple[Document, Document]], console: Console) -> 
         console.print(table)
     if not pairs:
         console.print("no document changes; check --augment.methods and the kinds of the documents")
+
+
+COMMAND = Command(
+    name="augment",
+    run=augment,
+    parser=parser,
+    settings=setting_names,
+    summary="make changed copies of documents for training, or look at some",
+)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from modelwright.cli.display import choose_display
 from modelwright.cli.overrides import read_overrides, split_settings
-from modelwright.cli.parsers import new_parser
+from modelwright.cli.parsers import Command, new_parser
 from modelwright.core.config import merge, parse
 from modelwright.core.errors import ConfigError
 from modelwright.data.clean_config import CleanConfig
@@ -87,3 +87,12 @@ def clean(words: Sequence[str]) -> int:
         display.end()
     print("\n".join(lines))
     return 0
+
+
+COMMAND = Command(
+    name="clean",
+    run=clean,
+    parser=parser,
+    settings=setting_names,
+    summary="clean text into a folder, or explain what happened to a document",
+)

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from modelwright.cli.display import choose_display
-from modelwright.cli.parsers import new_parser
+from modelwright.cli.parsers import Command, new_parser
 
 
 def parser() -> argparse.ArgumentParser:
@@ -46,3 +46,6 @@ def compare(words: Sequence[str]) -> int:
         display.end()
     print(result.as_json() if options.json else result.table())
     return 0
+
+
+COMMAND = Command(name="compare", run=compare, parser=parser, summary="compare two models on the same records")

@@ -2,7 +2,7 @@
 
 import argparse
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import shtab
@@ -12,7 +12,17 @@ from modelwright.cli.parsers import Command, new_parser
 SHELLS = ("bash", "zsh", "fish")
 
 
-def completion_parser() -> argparse.ArgumentParser:
+def completion(commands: Callable[[], Mapping[str, Command]]) -> Command:
+    """The command. commands: all of them, itself included, by name."""
+
+    def run(words: Sequence[str]) -> int:
+        print(completion_script(commands(), parser().parse_args(words).shell))
+        return 0
+
+    return Command(name="completion", run=run, parser=parser, summary="print shell completion for bash, zsh or fish")
+
+
+def parser() -> argparse.ArgumentParser:
     parser = new_parser(
         "completion",
         "Print a script that completes commands, options and settings in a shell.",
@@ -27,13 +37,13 @@ def completion_script(commands: Mapping[str, Command], shell: str) -> str:
     program = argparse.ArgumentParser(prog="modelwright")
     subparsers = program.add_subparsers()
     for name, command in commands.items():
-        parser = subparsers.add_parser(
+        added = subparsers.add_parser(
             name, help=command.summary, parents=[command.parser()], add_help=False, conflict_handler="resolve"
         )
         for setting in command.settings():
-            parser.add_argument(f"--{setting}", help="")
+            added.add_argument(f"--{setting}", help="")
         if targets := " ".join(command.targets()):
-            first = next(action for action in parser._actions if not action.option_strings)  # pyright: ignore[reportPrivateUsage]
+            first = next(action for action in added._actions if not action.option_strings)  # pyright: ignore[reportPrivateUsage]
             first.complete = _names_and_files(targets)  # type: ignore[attr-defined]
     return shtab.complete(program, shell=shell)
 

@@ -1,13 +1,13 @@
-"""`modelwright config` and `modelwright explain`: a run's settings and what they mean."""
+"""`modelwright config`: a run's settings and what they mean; the page docs/config.md."""
 
 import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from modelwright.cli.overrides import read_overrides, split_settings
-from modelwright.cli.parsers import new_parser
+from modelwright.cli.parsers import Command, new_parser
+from modelwright.cli.recipes import recipe_names
 from modelwright.core.errors import ConfigError
-from modelwright.core.suggest import nearest
 
 if TYPE_CHECKING:  # PyTorch takes seconds to load
     from modelwright.core.config_docs import Setting
@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # PyTorch takes seconds to load
 _TABLE = ("| key | default | allowed | meaning |", "| --- | --- | --- | --- |")
 
 
-def config_parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
     parser = new_parser(
         "config",
         "Print a configuration as YAML, overrides applied, each setting under its documentation. It runs as it is.",
@@ -36,7 +36,7 @@ def config(words: Sequence[str]) -> int:
     from modelwright.recipes.load import load
 
     leading, own, settings = split_settings(words, ("diff", "plain", "help"))
-    flags = config_parser().parse_args([*leading, *own])
+    flags = parser().parse_args([*leading, *own])
     if len(flags.target) != 1:
         raise ConfigError("config: name one recipe, YAML file or run directory (modelwright recipes lists the recipes)")
     schema = run_schema()
@@ -51,31 +51,6 @@ def config(words: Sequence[str]) -> int:
         print(compact_yaml(plain), end="")
     else:
         print("\n".join(annotated_yaml(schema, plain)))
-    return 0
-
-
-def explain_parser() -> argparse.ArgumentParser:
-    parser = new_parser(
-        "explain",
-        "Explain one setting, or all whose keys begin or end with KEY.",
-        example="modelwright explain precision.policy",
-    )
-    parser.add_argument("key", metavar="KEY", help="a setting, such as pretrain.learning_rate or precision.policy")
-    return parser
-
-
-def explain(words: Sequence[str]) -> int:
-    """`modelwright explain`"""
-    key = explain_parser().parse_args(words).key.lstrip("-")
-    known = run_settings()
-    result = [one for one in known if f".{one.key}".endswith(f".{key}") or f"{one.key}.".startswith(f"{key}.")]
-    result = result or [one for one in known if f".{key}." in f".{one.key}."]
-    if not result:
-        tails = {one.key.rpartition(".")[2]: one.key for one in reversed(known)}
-        near = nearest(key.rpartition(".")[2], tails)
-        hint = f"; did you mean {tails[near]}?" if near else " (modelwright config RECIPE lists them)"
-        raise ConfigError(f"{key}: unknown setting{hint}")
-    print("\n\n".join("\n".join(described(one)) for one in result))
     return 0
 
 
@@ -109,15 +84,6 @@ def setting_names() -> list[str]:
     from modelwright.pipeline.run_config import run_schema
 
     return [setting.key for setting in settings_of(run_schema())]
-
-
-def described(setting: "Setting") -> list[str]:
-    """Lines about one setting, for a terminal."""
-    facts = {"default": setting.default, "allowed": setting.allowed, "unit": setting.unit}
-    is_inherited = setting.key.startswith(("training.", "lora.", "energy."))
-    inherits = "training stages inherit it and may set their own" if is_inherited else ""
-    lines = [setting.key, f"  {setting.doc}"]
-    return lines + [f"  {name}: {value}" for name, value in {**facts, "scope": inherits}.items() if value]
 
 
 def markdown() -> str:
@@ -159,6 +125,15 @@ def _title(section: str) -> str:
         return f"{section}: what it has beside {first}'s settings"
     return f"{section}, and every other training stage" if section == first else section
 
+
+COMMAND = Command(
+    name="config",
+    run=config,
+    parser=parser,
+    settings=setting_names,
+    targets=recipe_names,
+    summary="print the configuration of a recipe or a YAML file, with documentation",
+)
 
 if __name__ == "__main__":
     print(markdown(), end="")

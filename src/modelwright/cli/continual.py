@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from modelwright.cli.config import setting_names
 from modelwright.cli.display import choose_display
-from modelwright.cli.launch import is_started
+from modelwright.cli.launch import LAUNCH_FLAGS, add_launch_options, launch_config
 from modelwright.cli.launched_runs import LaunchedRuns
 from modelwright.cli.overrides import read_overrides, split_settings
-from modelwright.cli.parsers import new_parser
-from modelwright.cli.run import LAUNCH_FLAGS, add_launch_options, launch_config
+from modelwright.cli.parsers import Command, new_parser
+from modelwright.cli.supervise import is_started
 from modelwright.core.errors import ConfigError
 
 KEY_VARIABLE = "MODELWRIGHT_ADMIN_KEY"
@@ -259,3 +260,13 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "gate": _gate,
     "demo": _demo,
 }
+
+
+COMMAND = Command(
+    name="continual",
+    run=continual,
+    parser=parser,
+    settings=setting_names,
+    summary="update a served model: train on new texts, judge, test beside the old one, promote",
+    is_resumable=True,
+)

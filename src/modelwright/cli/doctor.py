@@ -8,7 +8,8 @@ from pathlib import Path
 
 from modelwright.cli.display import choose_display
 from modelwright.cli.overrides import read_overrides
-from modelwright.cli.parsers import new_parser
+from modelwright.cli.parsers import Command, new_parser
+from modelwright.cli.recipes import recipe_names
 from modelwright.core.errors import ConfigError
 
 
@@ -79,3 +80,12 @@ def _refusal(target: str, settings: Sequence[str], num_processes: int) -> str:
     except ConfigError as error:
         return str(error)
     return ""
+
+
+COMMAND = Command(
+    name="doctor",
+    run=doctor,
+    parser=parser,
+    targets=recipe_names,
+    summary="survey this machine, and say what limits a training on it",
+)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from modelwright.cli.display import choose_display
-from modelwright.cli.parsers import new_parser
+from modelwright.cli.parsers import Command, new_parser
 from modelwright.core.errors import ConfigError
 
 WEBHOOK_VARIABLE = "MODELWRIGHT_DRIFT_WEBHOOK"
@@ -124,3 +124,11 @@ def _watch(options: argparse.Namespace) -> int:
 
 
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {"freeze": _freeze, "check": _check, "watch": _watch}
+
+
+COMMAND = Command(
+    name="drift",
+    run=drift,
+    parser=parser,
+    summary="watch whether requests still look as they did when the model was released",
+)

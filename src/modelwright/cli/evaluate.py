@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from modelwright.cli.display import choose_display
-from modelwright.cli.parsers import new_parser
+from modelwright.cli.parsers import Command, new_parser
 
 
 def parser() -> argparse.ArgumentParser:
@@ -59,3 +59,11 @@ def evaluate(words: Sequence[str]) -> int:
     print(as_json(results) if options.json else table(results))
     print(f"Model: {found.source.describe()}\nResults: {written}", file=sys.stderr)
     return 0
+
+
+COMMAND = Command(
+    name="evaluate",
+    run=evaluate,
+    parser=parser,
+    summary="evaluate a model on lm-eval's local task files",
+)

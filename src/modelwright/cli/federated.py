@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from modelwright.cli.parsers import new_parser
+from modelwright.cli.parsers import Command, new_parser
 from modelwright.core.errors import ConfigError
 
 
@@ -107,3 +107,11 @@ def _find(word: str) -> Path:
     from modelwright.recipes.load import find_target
 
     return find_target(word)
+
+
+COMMAND = Command(
+    name="federated",
+    run=federated,
+    parser=parser,
+    summary="fine-tune a model over clients that keep their data",
+)

@@ -3,8 +3,9 @@
 import argparse
 from collections.abc import Sequence
 
+from modelwright.cli.config import setting_names
 from modelwright.cli.overrides import read_overrides, split_settings
-from modelwright.cli.parsers import new_parser
+from modelwright.cli.parsers import Command, new_parser
 from modelwright.cli.run import add_run_options, carry_out
 from modelwright.core.errors import ConfigError
 
@@ -55,3 +56,13 @@ def finetune(words: Sequence[str]) -> int:
         num_processes=options.nproc,
     )
     return carry_out(request, options, line=["finetune", *words])
+
+
+COMMAND = Command(
+    name="finetune",
+    run=finetune,
+    parser=parser,
+    settings=setting_names,
+    summary="fine-tune a model folder on your own examples",
+    is_resumable=True,
+)

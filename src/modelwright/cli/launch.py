@@ -1,177 +1,89 @@
-"""Several processes that look like one from outside: one message, one exit code, one display.
+"""`modelwright launch`: a run on several hosts, or with processes that may come and go."""
 
-A process started here writes its exit report (message, exit code) to a folder instead of the terminal. When all have
-ended, or before they are restarted, the reports that tell the cause are shown. An error that a person must fix ends the
-run on all hosts; after any other failure the processes are restarted as often as the configuration allows.
-"""
-
-import json
-import logging
-import os
-import signal
+import argparse
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
-from modelwright.core.errors import ModelwrightError, Stopped
+from modelwright.cli.parsers import Command, new_parser
+from modelwright.cli.run import run_words
+from modelwright.core.errors import ConfigError
 
-EXIT_REPORT_DIR = "MODELWRIGHT_LAST_WORDS"
-"""Environment variable: the folder for last words; whoever finds it was started by `supervise`."""
-BUG, USER, LOST, INTERRUPTED, STOPPED = 1, ModelwrightError.exit_code, 3, 130, Stopped.exit_code
-"""Exit codes; LOST is `pipeline.ranks.PeerLost`'s."""
-GOES_ON = "what was finished stays, the same command goes on from there"
-Say = Callable[[str, int], int]
-"""Takes what is to be said and the exit code, 0 for a remark; returns the exit code."""
-_TELLING = (USER, BUG, STOPPED, INTERRUPTED, LOST)
-"""Exit codes in the order in which they tell the cause of an ending."""
+LAUNCH_FLAGS = (
+    "nproc", "nnodes", "rdzv-endpoint", "external-store", "local-addr", "run-id", "max-restarts", "join-timeout-s",
+    "last-call-timeout-s", "keep-alive-timeout-s",
+)  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExitReport:
-    """How one process ended."""
-
-    rank: int
-    time_s: float
-    exit_code: int
-    text: str
-
-
-class Refused(ModelwrightError):
-    """A process met an error that would occur again after a restart."""
-
-
-def is_started() -> bool:
-    """Whether this process is already one of several, whoever started them."""
-    return "WORLD_SIZE" in os.environ
-
-
-def is_first() -> bool:
-    """Whether this process is alone or the first of several."""
-    return os.environ.get("RANK", "0") == "0"
+def parser() -> argparse.ArgumentParser:
+    parser = new_parser(
+        "launch",
+        "Run on several hosts that may come and go. Start the same line on every host; the run directory must lie on a "
+        "file system that all of them see. When a process or a host is lost, or one comes (back), the processes begin "
+        "again from the last checkpoint, with as many copies of the model as there is room for. A host that is asked "
+        "to stop (SIGTERM, Ctrl-C) saves and leaves; the others go on without it as long as there are MIN of them. "
+        "Hosts find each other at HOST:PORT, on one of them or, so that any of them may go, on a machine that stays: "
+        "modelwright launch --serve-rendezvous PORT.",
+        example="modelwright launch --nnodes 1:2 --rdzv-endpoint HOST:29400 run quickstart",
+        usage="modelwright launch [OPTIONS] run RECIPE ...   or   modelwright launch --serve-rendezvous PORT",
+    )
+    add_launch_options(parser)
+    add = parser.add_argument
+    add("--serve-rendezvous", type=int, metavar="PORT", help="only answer to hosts that look for each other")
+    add("command", nargs=argparse.REMAINDER, metavar="run RECIPE ...", help="see modelwright run --help")
+    return parser
 
 
-def write_exit_report(folder: str, text: str, exit_code: int) -> int:
-    """Write this process's exit report unless the processes that would read it are gone; returns the exit code."""
-    words = ExitReport(rank=int(os.environ.get("RANK", "0")), time_s=time.time(), exit_code=exit_code, text=text)
-    temporary = Path(folder) / f"{os.getpid()}.tmp"
-    with suppress(FileNotFoundError):
-        temporary.write_text(json.dumps(asdict(words)), encoding="utf-8")
-        temporary.rename(temporary.with_suffix(".json"))
-    return exit_code
+def add_launch_options(parser: argparse.ArgumentParser) -> None:
+    """Add what `launch_config` reads, the options `LAUNCH_FLAGS`."""
+    add = parser.add_argument
+    add("--nproc", dest="processes", type=int, metavar="N", help="processes on each host (default: 1)")
+    add("--nnodes", default="1", metavar="MIN:MAX", help="how many hosts, or from how many to how many (default: 1)")
+    add("--rdzv-endpoint", metavar="HOST:PORT", help="where the hosts find each other")
+    add("--external-store", action="store_true", help="none of the hosts answers there: --serve-rendezvous does")
+    add("--local-addr", help="where the others reach this host (default: its network name)")
+    add("--run-id", help="of the run, equal on all hosts (default: modelwright)")
+    add("--max-restarts", type=int, metavar="N", help="after so many it gives up (default: 100)")
+    add("--join-timeout-s", type=int, metavar="S", help="how long to wait for MIN hosts (default: 600)")
+    add("--last-call-timeout-s", type=int, metavar="S", help="how long more may join then (default: 5)")
+    add("--keep-alive-timeout-s", type=int, metavar="S", help="an unheard host is gone after this (default: 15)")
 
 
-def read_exit_reports(folder: Path) -> list[ExitReport]:
-    """The exit reports, those that tell the cause first."""
-    result = [ExitReport(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("*.json")]
-    ranked = {code: place for place, code in enumerate(_TELLING)}
-    return sorted(result, key=lambda one: (ranked.get(one.exit_code, len(ranked)), _order(one)))
+def launch(words: Sequence[str]) -> int:
+    """`modelwright launch ...`"""
+    options = parser().parse_args(words)
+    from modelwright.parallel.elastic import serve_rendezvous
+
+    if options.serve_rendezvous is not None:
+        print(f"hosts may look for each other at port {options.serve_rendezvous} of this machine", file=sys.stderr)
+        serve_rendezvous(options.serve_rendezvous)
+    if options.command[:1] != ["run"]:
+        raise ConfigError("launch: ends with a run command: modelwright launch --nproc 2 run RECIPE ...")
+    return run_words(options.command[1:], ["launch", *words], launch_config(options))
 
 
-def _order(words: ExitReport) -> float:
-    """Order of exit reports: later errors follow from the first one; of the processes that were asked to stop, the
-    first rank speaks.
-    """
-    return words.time_s if words.exit_code in (USER, BUG) else words.rank
+def launch_config(options: argparse.Namespace) -> Any:
+    """The `LaunchConfig` of the options that `add_launch_options` adds. Raises `ConfigError` that names the option."""
+    from modelwright.parallel.elastic import LaunchConfig
 
-
-def print_ending(text: str, exit_code: int) -> int:
-    """The usual `Say`: print to the terminal."""
-    print(text.rstrip() if exit_code == BUG else f"modelwright: {text}", file=sys.stderr, flush=True)
-    return exit_code
-
-
-def supervise(
-    config: Any, line: Sequence[str], *, threads: int, is_done: Callable[[], bool], say: Say = print_ending
-) -> int:
-    """Run the command line `modelwright LINE...` in the processes of a `parallel.elastic.LaunchConfig`.
-
-    threads: of each; is_done: whether the run has finished, which another host may know first; say: told what one
-    process would have said. Returns the exit code that it would have left with.
-    """
-    from torch.distributed.elastic.rendezvous import RendezvousError
-
-    from modelwright.parallel.elastic import launch, torchrun_environment
-
-    with tempfile.TemporaryDirectory(prefix="modelwright-") as name:
-        folder = Path(name)
-        changes = torchrun_environment({EXIT_REPORT_DIR: name}, threads=threads)
-        with _environment(changes), _silent_library():
-            try:
-                ending = launch(
-                    config,
-                    "modelwright.cli.main",
-                    line,
-                    logs=folder / "logs",
-                    before_restart=lambda: _before_restart(folder, say),
-                )
-            except Refused as error:
-                return say(str(error), USER)
-            except RendezvousError as error:
-                where = config.rendezvous or "this host"
-                return say(f"the hosts did not find each other at {where} ({type(error).__name__}: {error})", USER)
-        if ending.closed:
-            closed = (
-                "was ended by another host, whose own message says why, or is an earlier run's; choose another --name"
-            )
-            return 0 if is_done() else say(f"the run {config.name!r} {closed}", USER)
-        if not ending.failed and not ending.asked:
-            return 0
-        return _tell(folder, ending.killed, ending.asked, say)
-
-
-def _before_restart(folder: Path, say: Say) -> None:
-    """Report why the processes are restarted. Raises `Refused` if they must not be."""
-    words = read_exit_reports(folder)
-    for path in folder.glob("*.json"):
-        path.unlink()
-    if words and words[0].exit_code == USER:
-        raise Refused(words[0].text)
-    reason = words[0].text.strip().splitlines()[-1] if words and words[0].exit_code == BUG else ""
-    say(f"a process was lost, or the hosts have changed{f' ({reason})' if reason else ''}; starting again", 0)
-
-
-def _tell(folder: Path, killed: Mapping[int, int], asked: int, say: Say) -> int:
-    """Show how the run ended and return the exit code."""
-    words = read_exit_reports(folder)
-    cause = words[0] if words else None
-    if cause and cause.exit_code == USER:
-        return say(cause.text, USER)
-    if killed:
-        rank, number = next(iter(killed.items()))
-        reason = f"process {rank} was ended by {signal.Signals(number).name}"
-        hint = " (was there too little memory?)" if number == signal.SIGKILL else ""
-        return say(f"{reason}{hint}; {GOES_ON}", 128 + number)
-    is_stop = cause is None or cause.exit_code in (STOPPED, INTERRUPTED)
-    if cause and cause.exit_code != BUG and asked:
-        return say(cause.text if is_stop else f"stopped; {GOES_ON}", 128 + asked)
-    if cause:
-        return say(cause.text, cause.exit_code)
-    return say(f"stopped; {GOES_ON}", 128 + (asked or signal.SIGTERM))
-
-
-@contextmanager
-def _environment(changes: Mapping[str, str]) -> Iterator[None]:
-    """The environment that torch passes on to the processes it starts."""
-    before = dict(os.environ)
-    os.environ.update(changes)
+    least, _, most = options.nnodes.partition(":")
+    if not least.isdecimal() or not (most or least).isdecimal():
+        raise ConfigError(f"--nnodes: {options.nnodes!r} is not a number of hosts; write 2, or 1:4 for one to four")
+    given = {field.name: getattr(options, field.name, None) for field in fields(LaunchConfig)}
+    given |= {"min_hosts": int(least), "max_hosts": int(most or least)}
     try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+        return LaunchConfig(**{name: value for name, value in given.items() if value is not None})
+    except ConfigError as error:
+        name, _, rest = str(error).partition(":")
+        option = {"processes": "nproc", "min_hosts": "nnodes", "max_hosts": "nnodes"}.get(name, name.replace("_", "-"))
+        raise ConfigError(f"--{option}:{rest}") from None
 
 
-@contextmanager
-def _silent_library() -> Iterator[None]:
-    """Silence torchrun's own reports of failed processes."""
-    before = logging.root.manager.disable
-    logging.disable(logging.ERROR)
-    try:
-        yield
-    finally:
-        logging.disable(before)
+COMMAND = Command(
+    name="launch",
+    run=launch,
+    parser=parser,
+    summary="run on several hosts, or with processes that may come and go",
+    is_resumable=True,
+)

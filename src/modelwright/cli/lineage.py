@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from modelwright.cli.parsers import new_parser
+from modelwright.cli.parsers import Command, new_parser
 
 
 def parser() -> argparse.ArgumentParser:
@@ -28,3 +28,11 @@ def lineage(words: Sequence[str]) -> int:
     found = trace(Path(options.target) if Path(options.target).is_dir() else find_target(options.target))
     print(found.as_json() if options.json else found.as_text())
     return 0
+
+
+COMMAND = Command(
+    name="lineage",
+    run=lineage,
+    parser=parser,
+    summary="say which data, configuration, commits and models a model comes from",
+)

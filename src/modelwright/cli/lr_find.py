@@ -5,9 +5,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from modelwright.cli.config import setting_names
 from modelwright.cli.display import choose_display
 from modelwright.cli.overrides import read_overrides, split_settings
-from modelwright.cli.parsers import new_parser
+from modelwright.cli.parsers import Command, new_parser
+from modelwright.cli.recipes import recipe_names
 from modelwright.core.errors import ConfigError
 
 _FLAGS = ("min-lr", "max-lr", "steps", "run-dir", "out", "help")
@@ -65,3 +67,13 @@ def _read(words: Sequence[str]) -> tuple[argparse.Namespace, Sequence[tuple[str,
     if not leading and "--help" not in own:
         raise ConfigError("lr-find: name a recipe, a YAML file or a run directory first")
     return parser().parse_args([*leading, *own]), settings
+
+
+COMMAND = Command(
+    name="lr-find",
+    run=lr_find,
+    parser=parser,
+    settings=setting_names,
+    targets=recipe_names,
+    summary="propose a peak learning rate by a short sweep over rates",
+)

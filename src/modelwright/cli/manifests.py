@@ -1,13 +1,12 @@
 """`modelwright manifests`: files by which Docker Compose, Kubernetes or Ray Serve runs the server of a model."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from modelwright.cli.overrides import split_settings
-from modelwright.cli.parsers import new_parser
-from modelwright.cli.serving import MODEL_OPTIONS, add_model_options, read_serving
+from modelwright.cli.parsers import Command, new_parser
+from modelwright.cli.serving import MODEL_OPTIONS, add_model_options, read_serving, setting_names, show_remark
 from modelwright.core.errors import ConfigError
 from modelwright.core.quantities import parse_quantity
 
@@ -52,8 +51,7 @@ def manifests(words: Sequence[str]) -> int:
         raise ConfigError(f"--for: {parsed.kind!r} is unknown; choose from {', '.join(KINDS)}")
     needs = Needs(replicas=parsed.replicas, cpus=parsed.cpus, memory_bytes=_memory(parsed.memory), image=parsed.image)
     serving = read_serving(parsed, rest, _OWN)
-    if serving.remark:
-        print(f"modelwright: {serving.remark}", file=sys.stderr)
+    show_remark(serving.remark)
     deployment = deployment_of(
         serving.source, serving.settings, serving.requests, model_name=serving.model_name, needs=needs
     )
@@ -68,3 +66,12 @@ def _memory(word: str) -> int:
     if word and (quantity is None or quantity.unit not in ("", "b") or quantity.value < 1):
         raise ConfigError(f"--memory: {word!r} is no size; write 4GiB")
     return int(quantity.value) if quantity else 0
+
+
+COMMAND = Command(
+    name="manifests",
+    run=manifests,
+    parser=parser,
+    settings=setting_names,
+    summary="write files by which Docker Compose, Kubernetes or Ray Serve runs a server",
+)

@@ -13,8 +13,10 @@ def no_names() -> Iterable[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """One command of `modelwright`."""
+    """One command of `modelwright`: the object `COMMAND` of its file, or of another package's entry point."""
 
+    name: str
+    """Its word on the command line. For a command of another package the name of its entry point counts."""
     run: Callable[[Sequence[str]], int]
     """Takes the words after the command's name and returns the exit code."""
     summary: str
@@ -25,6 +27,10 @@ class Command:
     """Dotted names that it takes as options besides."""
     targets: Callable[[], Iterable[str]] = no_names
     """Names that its first argument may have, beside those of files."""
+    is_resumable: bool = False
+    """Whether the same command line continues what a signal has stopped."""
+    spared: tuple[int, ...] = ()
+    """Signals that it handles itself and may survive."""
 
 
 def new_parser(name: str, description: str, *, example: str, notes: str = "", **more: Any) -> argparse.ArgumentParser:

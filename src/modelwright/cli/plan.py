@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from modelwright.cli import plan_cost, plan_energy, plan_memory, plan_spot
-from modelwright.cli.parsers import new_parser
+from modelwright.cli.parsers import Command, new_parser
 from modelwright.core.errors import ConfigError
 from modelwright.core.quantities import parse_quantity
 
@@ -304,3 +304,11 @@ def _compute_rate(options: argparse.Namespace, job: "TrainingJob", peak: float) 
     if options.efficiency is None:
         return rate
     return replace(rate, efficiency=options.efficiency, source="given with --efficiency")
+
+
+COMMAND = Command(
+    name="plan",
+    run=plan,
+    parser=parser,
+    summary="plan a parallel layout, the memory of a training step, or what a project costs",
+)

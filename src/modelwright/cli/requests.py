@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from modelwright.cli.display import choose_display
-from modelwright.cli.parsers import new_parser
+from modelwright.cli.parsers import Command, new_parser
 from modelwright.core.errors import ConfigError
 
 DAY_S = 86_400.0
@@ -99,3 +99,11 @@ def _moment(word: str) -> float:
 
 
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {"export": _export, "prune": _prune}
+
+
+COMMAND = Command(
+    name="requests",
+    run=requests,
+    parser=parser,
+    summary="export the log of what a server was asked and has answered, or delete old records",
+)

@@ -1,25 +1,22 @@
-"""`modelwright run` and `modelwright launch`: parse the arguments into a request, pass it to the pipeline in this
-process or in several started here, and show the outcome.
+"""`modelwright run`: parse the arguments into a request, pass it to the pipeline in this process or in several started
+here, and show the outcome.
 """
 
 import argparse
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import Any
 
+from modelwright.cli.config import setting_names
 from modelwright.cli.display import choose_display, duration
-from modelwright.cli.launch import Say, is_first, is_started, print_ending, supervise
 from modelwright.cli.overrides import read_overrides, split_settings
-from modelwright.cli.parsers import new_parser
+from modelwright.cli.parsers import Command, new_parser
+from modelwright.cli.recipes import recipe_names
+from modelwright.cli.supervise import Say, is_first, is_started, print_ending, supervise
 from modelwright.core.errors import ConfigError
 
 _FLAGS = ("run-dir", "dry-run", "restart", "stages", "nproc", "help")
-LAUNCH_FLAGS = (
-    "nproc", "nnodes", "rdzv-endpoint", "external-store", "local-addr", "run-id", "max-restarts", "join-timeout-s",
-    "last-call-timeout-s", "keep-alive-timeout-s",
-)  # fmt: skip
 
 
 def parser() -> argparse.ArgumentParser:
@@ -77,76 +74,12 @@ def add_run_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-def launch_parser() -> argparse.ArgumentParser:
-    parser = new_parser(
-        "launch",
-        "Run on several hosts that may come and go. Start the same line on every host; the run directory must lie on a "
-        "file system that all of them see. When a process or a host is lost, or one comes (back), the processes begin "
-        "again from the last checkpoint, with as many copies of the model as there is room for. A host that is asked "
-        "to stop (SIGTERM, Ctrl-C) saves and leaves; the others go on without it as long as there are MIN of them. "
-        "Hosts find each other at HOST:PORT, on one of them or, so that any of them may go, on a machine that stays: "
-        "modelwright launch --serve-rendezvous PORT.",
-        example="modelwright launch --nnodes 1:2 --rdzv-endpoint HOST:29400 run quickstart",
-        usage="modelwright launch [OPTIONS] run RECIPE ...   or   modelwright launch --serve-rendezvous PORT",
-    )
-    add_launch_options(parser)
-    add = parser.add_argument
-    add("--serve-rendezvous", type=int, metavar="PORT", help="only answer to hosts that look for each other")
-    add("command", nargs=argparse.REMAINDER, metavar="run RECIPE ...", help="see modelwright run --help")
-    return parser
-
-
-def add_launch_options(parser: argparse.ArgumentParser) -> None:
-    """Add what `launch_config` reads, the options `LAUNCH_FLAGS`."""
-    add = parser.add_argument
-    add("--nproc", dest="processes", type=int, metavar="N", help="processes on each host (default: 1)")
-    add("--nnodes", default="1", metavar="MIN:MAX", help="how many hosts, or from how many to how many (default: 1)")
-    add("--rdzv-endpoint", metavar="HOST:PORT", help="where the hosts find each other")
-    add("--external-store", action="store_true", help="none of the hosts answers there: --serve-rendezvous does")
-    add("--local-addr", help="where the others reach this host (default: its network name)")
-    add("--run-id", help="of the run, equal on all hosts (default: modelwright)")
-    add("--max-restarts", type=int, metavar="N", help="after so many it gives up (default: 100)")
-    add("--join-timeout-s", type=int, metavar="S", help="how long to wait for MIN hosts (default: 600)")
-    add("--last-call-timeout-s", type=int, metavar="S", help="how long more may join then (default: 5)")
-    add("--keep-alive-timeout-s", type=int, metavar="S", help="an unheard host is gone after this (default: 15)")
-
-
 def run(words: Sequence[str]) -> int:
     """`modelwright run ...`"""
-    return _run(words, ["run", *words], None)
+    return run_words(words, ["run", *words], None)
 
 
-def launch(words: Sequence[str]) -> int:
-    """`modelwright launch ...`"""
-    options = launch_parser().parse_args(words)
-    from modelwright.parallel.elastic import serve_rendezvous
-
-    if options.serve_rendezvous is not None:
-        print(f"hosts may look for each other at port {options.serve_rendezvous} of this machine", file=sys.stderr)
-        serve_rendezvous(options.serve_rendezvous)
-    if options.command[:1] != ["run"]:
-        raise ConfigError("launch: ends with a run command: modelwright launch --nproc 2 run RECIPE ...")
-    return _run(options.command[1:], ["launch", *words], launch_config(options))
-
-
-def launch_config(options: argparse.Namespace) -> Any:
-    """The `LaunchConfig` of the options that `add_launch_options` adds. Raises `ConfigError` that names the option."""
-    from modelwright.parallel.elastic import LaunchConfig
-
-    least, _, most = options.nnodes.partition(":")
-    if not least.isdecimal() or not (most or least).isdecimal():
-        raise ConfigError(f"--nnodes: {options.nnodes!r} is not a number of hosts; write 2, or 1:4 for one to four")
-    given = {field.name: getattr(options, field.name, None) for field in fields(LaunchConfig)}
-    given |= {"min_hosts": int(least), "max_hosts": int(most or least)}
-    try:
-        return LaunchConfig(**{name: value for name, value in given.items() if value is not None})
-    except ConfigError as error:
-        name, _, rest = str(error).partition(":")
-        option = {"processes": "nproc", "min_hosts": "nnodes", "max_hosts": "nnodes"}.get(name, name.replace("_", "-"))
-        raise ConfigError(f"--{option}:{rest}") from None
-
-
-def _run(words: Sequence[str], line: Sequence[str], hosts: Any) -> int:
+def run_words(words: Sequence[str], line: Sequence[str], hosts: Any) -> int:
     """Run the request in this process or start others that do. line: the whole command line; hosts: the `LaunchConfig`,
     None for processes on this machine only.
     """
@@ -167,7 +100,7 @@ def carry_out(
     """Run a `Request` in this process, or start others that do; returns the exit code.
 
     options: those of `add_run_options`; line: the whole command line, for the processes that are started; only, hosts:
-    as in `_run`.
+    as in `run_words`.
     """
     from modelwright.pipeline.plan import describe_plan
     from modelwright.pipeline.run import check_request, execute
@@ -283,3 +216,14 @@ def _summary(done: Any, request: Any, wall_s: float) -> str:
     if done.model and request.config.text_sources == ("stdlib",):
         lines.append("  next     modelwright run quickstart --name mine --data.sources FOLDER    trains on your text")
     return "\n".join(lines)
+
+
+COMMAND = Command(
+    name="run",
+    run=run,
+    parser=parser,
+    settings=setting_names,
+    targets=recipe_names,
+    summary="run a recipe, a YAML file, or a run directory again; resumes what was cut off",
+    is_resumable=True,
+)

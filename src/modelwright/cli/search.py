@@ -4,9 +4,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from modelwright.cli.config import setting_names
 from modelwright.cli.display import choose_display
 from modelwright.cli.overrides import read_overrides, split_settings
-from modelwright.cli.parsers import new_parser
+from modelwright.cli.parsers import Command, new_parser
+from modelwright.cli.recipes import recipe_names
 from modelwright.core.errors import ConfigError
 
 _FLAGS = (
@@ -90,3 +92,14 @@ def search(words: Sequence[str]) -> int:
         display.end()
     print(as_text(result, request.run.path / "search"), end="")
     return 0
+
+
+COMMAND = Command(
+    name="search",
+    run=search,
+    parser=parser,
+    settings=setting_names,
+    targets=recipe_names,
+    summary="search a model's shape, or hyperparameters, under budgets",
+    is_resumable=True,
+)

@@ -1,6 +1,7 @@
 """What `modelwright serve` and `modelwright manifests` have in common: a model, and the settings of its server."""
 
 import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -44,8 +45,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--backend",
         default="modelwright",
         metavar="NAME",
-        help="what computes the answers: modelwright, openvino[:f16|q8_0|q4_0], or vllm[:bfloat16|float16|float32], "
-        "whose program and options the variable MODELWRIGHT_VLLM may name (default: modelwright)",
+        help="what computes the answers, with a format of its weights after a colon, as in openvino:q8_0; an unknown "
+        "name or format lists those that exist (default: modelwright)",
     )
 
 
@@ -92,3 +93,9 @@ def _adapters(words: Sequence[str]) -> dict[str, str]:
     if len(folders) < len(pairs):
         raise ConfigError(f"--adapters: each needs a name of its own, got {', '.join(name for name, *_ in pairs)}")
     return folders
+
+
+def show_remark(text: str) -> None:
+    """Tell the user something about the model that was found; nothing for ""."""
+    if text:
+        print(f"modelwright: {text}", file=sys.stderr, flush=True)

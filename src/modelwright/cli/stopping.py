@@ -5,12 +5,17 @@ command, the end of the process. Training and the server have handlers of their 
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, Self
 
+from modelwright.core.errors import Stopped
+
 GRACE_S = 5.0
 """A call into a library may take so long before it returns to Python, which alone can raise an exception."""
+LEAVING_S = 120
+"""How long a process whose parent has gone may take to save or to finish answers."""
 
 
 class StopSignals:
@@ -77,3 +82,17 @@ class StopSignals:
                 self._give_up(came[0])
             finally:
                 os._exit(128 + came[0])
+
+
+def leave_with_parent() -> None:
+    """Send SIGTERM to this process once its parent has changed, because a killed parent cannot notify anyone."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(LEAVING_S)
+        os._exit(Stopped.exit_code)  # it waits for other processes in a call that no signal interrupts
+
+    threading.Thread(target=watch, daemon=True).start()

@@ -33,9 +33,10 @@ from modelwright.core.progress import Progress
 from modelwright.core.redact import redact_text
 from modelwright.core.rundir import RunDir
 from modelwright.data.clean_config import CleanConfig
+from modelwright.data.corpora import without_corpora
 from modelwright.data.document import Document
 from modelwright.data.find_files import locate
-from modelwright.data.sources import WORDS, SourceConfig, SourceReport, read_documents
+from modelwright.data.sources import SourceConfig, SourceReport, read_documents
 from modelwright.pipeline.cleaning import fingerprint
 
 OWN_TEXTS = "self-replay"
@@ -148,9 +149,9 @@ def prepare_data(request: DataRequest, benchmark: Benchmark, folder: Path, progr
 
 def describe_sources(sources: Sequence[str]) -> list[dict[str, Any]]:
     """Name, size and SHA-256 of every file; the name alone of a source that is none."""
-    described: list[dict[str, Any]] = [{"name": word} for word in sources if word in WORDS]
-    files = locate(tuple(source for source in sources if source not in WORDS), lambda reason, name: None)
-    for file in files:
+    named = without_corpora(sources)
+    described: list[dict[str, Any]] = [{"name": word} for word in sources if word not in named]
+    for file in locate(named, lambda reason, name: None):
         content = hashlib.sha256()
         with file.filesystem.open(file.path, "rb") as opened:
             while part := opened.read(_PART_BYTES):

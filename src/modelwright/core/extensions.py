@@ -1,10 +1,12 @@
 """What other installed packages add to this one: the objects behind their entry points.
 
 Each list of the package (commands, stages, techniques, ...) has one entry-point group, named at the list, and asks
-`installed` for what other distributions add to it.
+`installed` for what other distributions add to it, or `offered` where one broken package must not disturb the others.
 """
 
-from importlib.metadata import entry_points
+from collections.abc import Callable
+from functools import partial
+from importlib.metadata import EntryPoint, entry_points
 from typing import TypeVar
 
 from modelwright.core.errors import ConfigError
@@ -18,21 +20,35 @@ def installed(group: str, kind: type[T], *, taken: tuple[str, ...] = ()) -> dict
     taken: names of the package's own entries. Raises `ConfigError`, which names the distribution, for an entry point
     that cannot be imported, is of another type, or has a name that is taken.
     """
-    added: dict[str, T] = {}
+    return {name: load() for name, load in offered(group, kind, taken=taken).items()}
+
+
+def offered(group: str, kind: type[T], *, taken: tuple[str, ...] = ()) -> dict[str, Callable[[], T]]:
+    """Functions that load what `installed` returns, by the same names; each raises its own entry point's error.
+
+    Nothing of another distribution is imported before its function is called.
+    """
+    by_name: dict[str, list[EntryPoint]] = {}
     # `entry_points` takes the first of several distributions of one name, so an installed package and its checkout on
     # the path are one.
     for entry_point in sorted(entry_points(group=group), key=lambda one: (one.name, one.value)):
-        distribution = entry_point.dist.name if entry_point.dist else "an unnamed distribution"
-        where = f"entry point {entry_point.name} of {group} ({entry_point.value}, from {distribution})"
-        try:
-            value = entry_point.load()
-        except Exception as error:  # the code of the other package runs when it is imported
-            raise ConfigError(
-                f"{where}: cannot be imported ({type(error).__name__}: {error}); reinstall or remove {distribution}"
-            ) from error
-        if not isinstance(value, kind):
-            raise ConfigError(f"{where}: must be a {kind.__name__}, got {value!r}")
-        if entry_point.name in taken or entry_point.name in added:
-            raise ConfigError(f"{where}: the name {entry_point.name!r} is taken; the package must choose another one")
-        added[entry_point.name] = value
-    return added
+        by_name.setdefault(entry_point.name, []).append(entry_point)
+    return {name: partial(_load, group, kind, found, name in taken) for name, found in by_name.items()}
+
+
+def _load(group: str, kind: type[T], found: list[EntryPoint], is_taken: bool) -> T:
+    """The object of the entry points of one name, of which there must be one."""
+    entry_point = found[-1]
+    distribution = entry_point.dist.name if entry_point.dist else "an unnamed distribution"
+    where = f"entry point {entry_point.name} of {group} ({entry_point.value}, from {distribution})"
+    if is_taken or len(found) > 1:
+        raise ConfigError(f"{where}: the name {entry_point.name!r} is taken; the package must choose another one")
+    try:
+        value = entry_point.load()
+    except Exception as error:  # the code of the other package runs when it is imported
+        raise ConfigError(
+            f"{where}: cannot be imported ({type(error).__name__}: {error}); reinstall or remove {distribution}"
+        ) from error
+    if not isinstance(value, kind):
+        raise ConfigError(f"{where}: must be a {kind.__name__}, got {value!r}")
+    return value

@@ -2,9 +2,8 @@
 
 Prose comes from text files, web pages, web archives and records with a text field, code from source files by their
 extension, questions and answers from records in the forms of `data.conversations`, images with captions from
-`data.images`. The word `stdlib` stands for the machine's own libraries. What cannot be read raises one `DataError` with
-file and line, or is left out and counted. Streams: memory holds one document at a time, and the whole file of `.json`.
-Cleaning is `data.clean`.
+`data.images`, and corpora (`stdlib`, ...) from `data.corpora`. What cannot be read raises one `DataError` with file and
+line, or is left out and counted. Streams: memory holds one document at a time, and the whole file of `.json`. Cleaning is `data.clean`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +14,6 @@ from typing import Any, Literal
 
 from modelwright.core.errors import ConfigError, DataError
 from modelwright.data import readers
-from modelwright.data.arithmetic import arithmetic_problems
 from modelwright.data.conversations import (
     FIELDS,
     FORMS,
@@ -32,7 +30,7 @@ from modelwright.data.conversations import (
     record_type,
     type_of_record,
 )
-from modelwright.data.digits import digit_images
+from modelwright.data.corpora import BUILTIN, corpus_words, find_corpus, without_corpora
 from modelwright.data.document import Document, Kind, Split
 from modelwright.data.document_records import has_types_of_document, is_document, with_meta
 from modelwright.data.find_files import (
@@ -56,21 +54,9 @@ from modelwright.data.images.read import (
 )
 from modelwright.data.own_answers import ANSWER_FIELD, AUTHOR_FIELD, OWN_AUTHOR, REMEDY, REMEDY_TEXT, is_own
 from modelwright.data.record_schema import RecordSchema
-from modelwright.data.sentence_pairs import NAME as SENTENCE_PAIRS
-from modelwright.data.sentence_pairs import sentence_pairs
-from modelwright.data.stdlib_corpus import machine_corpus
 from modelwright.data.warc import read_warc
 from modelwright.data.workers import InProcess, ShardEngine
 
-BUILTIN = "stdlib"
-GENERATED: Mapping[str, Callable[[], Iterator[Document]]] = {
-    "arithmetic": arithmetic_problems,
-    SENTENCE_PAIRS: sentence_pairs,
-    "digits": digit_images,
-}
-"""Sources that a program makes, by the word that names them."""
-WORDS = (BUILTIN, *GENERATED)
-"""Sources that are no files."""
 DEFAULT_TEXT_FIELD = "text"
 _IN_PROCESS = InProcess()
 MAX_EXAMPLES = 5
@@ -230,14 +216,11 @@ def read_documents(
 
 
 def _read(config: SourceConfig, report: SourceReport, sample: int, engine: ShardEngine) -> Iterator[Document | Unsplit]:
-    if BUILTIN in config.sources:
-        documents = machine_corpus(fraction=config.stdlib_fraction, skip=report.pass_over, engine=engine)
-        yield from islice(documents, sample or None)
-    for name, generate in GENERATED.items():
-        if name in config.sources:
-            yield from islice(generate(), sample or None)
-    named = tuple(source for source in config.sources if source not in WORDS)
-    files: Iterable[readers.File] = locate(named, report.pass_over)
+    for word in corpus_words():
+        if word in config.sources:
+            documents = find_corpus(word).read(fraction=config.stdlib_fraction, skip=report.pass_over, engine=engine)
+            yield from islice(documents, sample or None)
+    files: Iterable[readers.File] = locate(without_corpora(config.sources), report.pass_over)
     if sample:
         yield from _sample(list(files), config, report, sample)
         return

@@ -18,6 +18,7 @@ from modelwright.data.clean import clean_documents, read_dropped
 from modelwright.data.clean_config import CleanConfig, build_steps
 from modelwright.data.clean_folder import DROPPED, KEPT, REPORT
 from modelwright.data.clean_report import CleanReport, describe_drops
+from modelwright.data.corpora import without_corpora
 from modelwright.data.explain import explain
 from modelwright.data.find_files import locate
 from modelwright.data.kept_parquet import (
@@ -28,7 +29,7 @@ from modelwright.data.kept_parquet import (
     remove_parquet,
     write_parquet,
 )
-from modelwright.data.sources import WORDS, SourceConfig, SourceReport, read_documents
+from modelwright.data.sources import SourceConfig, SourceReport, read_documents
 from modelwright.pipeline.cleaning import QUARANTINE, SOURCES, clean_into, engine_of, fingerprint, noise_warnings
 from modelwright.pipeline.result_store import ResultStore, is_store, local_path
 
@@ -166,8 +167,8 @@ def _checked(out: str, sources: tuple[str, ...]) -> Path:
     folder = Path(out)
     check_folder(folder, "--out")
     place = folder.resolve()
-    inside = [source for source in sources if source not in WORDS and "://" not in source and _covers(source, place)]
-    named = tuple(source for source in sources if source not in WORDS)
+    named = without_corpora(sources)
+    inside = [source for source in named if "://" not in source and _covers(source, place)]
     files = [file.name for file in locate(named, lambda reason, where: None) if place in Path(file.path).parents]
     if inside or files:
         text = f"--out: {out} lies in the source {inside[0]}" if inside else f"--out: {out} holds the source {files[0]}"

@@ -6,7 +6,6 @@ Beside the files of `data.clean` the folder holds `sources.json`, what was read 
 
 import json
 import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,15 +15,16 @@ from modelwright.core.artifacts import write_atomic
 from modelwright.core.errors import DataError, writing
 from modelwright.core.progress import Progress
 from modelwright.core.redact import redact_text
-from modelwright.core.resources import num_usable_cores, versions
+from modelwright.core.resources import num_usable_cores
 from modelwright.data.clean import clean_documents
 from modelwright.data.clean_config import STEPS, CleanConfig, build_steps
 from modelwright.data.clean_report import CleanReport
+from modelwright.data.corpora import corpus_words, find_corpus, without_corpora
 from modelwright.data.find_files import locate
 from modelwright.data.images.pairs import companions
 from modelwright.data.noise_cascade import low_recall
 from modelwright.data.ray_tasks import RayTasks
-from modelwright.data.sources import BUILTIN, WORDS, SourceConfig, SourceReport, read_documents
+from modelwright.data.sources import SourceConfig, SourceReport, read_documents
 from modelwright.data.workers import LocalProcesses, ShardEngine
 
 QUARANTINE, SOURCES = "quarantine.jsonl", "sources.json"
@@ -37,9 +37,9 @@ def fingerprint(data: SourceConfig, clean: CleanConfig) -> list[list[str | int |
     result: list[list[str | int | float]] = []
     read_by_steps = [spec.sources(spec.settings_of(clean)) for spec in STEPS]
     sources = (*data.sources, *(source for step in read_by_steps for source in step))
-    if BUILTIN in sources:
-        libraries = versions("torch", "numpy")
-        result.append([BUILTIN, sys.version, *libraries.values()])
+    for word in corpus_words():
+        if word in sources and (decided_by := find_corpus(word).decided_by):
+            result.append([word, *decided_by()])
     folders = [Path(clean.noise.model)] if clean.noise.model else []
     of_steps = [Path(reference.rpartition(":")[0]) for reference in clean.steps]
     of_steps += [Path(name) for spec in STEPS for name in spec.files(spec.settings_of(clean))]
@@ -48,8 +48,7 @@ def fingerprint(data: SourceConfig, clean: CleanConfig) -> list[list[str | int |
         if path.is_file():
             facts = path.stat()
             result.append([str(path), facts.st_size, facts.st_mtime])
-    named = tuple(source for source in sources if source not in WORDS)
-    for file in locate(named, lambda reason, where: None):
+    for file in locate(without_corpora(sources), lambda reason, where: None):
         for path, name in [(file.path, file.name), *((path, path) for path in companions(file))]:
             facts = file.filesystem.info(path)
             changed = facts.get("mtime") or facts.get("LastModified") or facts.get("ETag") or ""

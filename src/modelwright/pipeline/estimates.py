@@ -2,13 +2,14 @@
 
 from dataclasses import replace
 
+from modelwright.data.corpora import BUILTIN, without_corpora
 from modelwright.data.find_files import locate
-from modelwright.data.sources import BUILTIN, WORDS, SourceConfig
+from modelwright.data.sources import SourceConfig
 from modelwright.evaluate.config import EvaluateConfig
 from modelwright.evaluate.questions import NUM_CANDIDATES
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.stage import Rates
-from modelwright.pipeline.stages.rows import CHAT_ROWS, TEXT_ROWS, RowSet
+from modelwright.pipeline.stage import Rates, RowSet
+from modelwright.pipeline.stages.rows import CHAT_ROWS, TEXT_ROWS
 from modelwright.plan.estimate import StageEstimate, data_stage, scoring_stage
 
 BYTES_PER_TOKEN = 3.7
@@ -65,5 +66,5 @@ def _builtin_bytes(data: SourceConfig, rows: RowSet) -> float:
 
 
 def _own_bytes(data: SourceConfig) -> float:
-    named = tuple(source for source in data.sources if source not in WORDS)
+    named = without_corpora(data.sources)
     return sum(file.filesystem.info(file.path).get("size") or 0 for file in locate(named, lambda reason, where: None))

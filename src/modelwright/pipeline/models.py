@@ -1,4 +1,4 @@
-"""Selects a model of a run, or the one in a folder; `exports.py` writes it for other programs."""
+"""Selects a model of a run, or the one in a folder; `exports` writes it for other programs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -9,6 +9,7 @@ import torch
 
 from modelwright.compress.gguf.export import GgufFormat
 from modelwright.core.errors import ConfigError
+from modelwright.core.extensions import offered
 from modelwright.infer.engine import Engine
 from modelwright.infer.lm_head import HEAD_KINDS
 from modelwright.model.adapter_bank import load_adapters
@@ -22,7 +23,6 @@ from modelwright.serve.fingerprint import weights_fingerprint
 from modelwright.serve.load import ModelSource
 from modelwright.serve.openvino_engine import openvino_engine
 from modelwright.serve.tokenizer import Codec
-from modelwright.serve.vllm.backend import DTYPES, vllm_engine
 
 Loader = Callable[[ModelSource, ServeConfig], tuple[EngineClient, Codec]]
 
@@ -47,15 +47,24 @@ def load_engines(source: ModelSource, config: ServeConfig) -> tuple[EngineClient
 
 
 def backend_of(config: ServeConfig) -> Backend:
-    """What computes the answers. Raises `ConfigError` for a name or a format of weights that does not exist."""
+    """What computes the answers. Raises `ConfigError` for a name or a format of weights that does not exist, and for a
+    back-end whose package is not installed or broken.
+    """
     name, colon, weights = config.backend.partition(":")
-    if name not in BACKENDS:
-        raise ConfigError(f"--backend: {name!r} is unknown; choose from {', '.join(BACKENDS)}")
-    formats = BACKENDS[name].weights
+    if name in BACKENDS:
+        backend = BACKENDS[name]
+    else:
+        added = offered(BACKENDS_GROUP, Backend, taken=tuple(BACKENDS))
+        if name in PACKAGED and name not in added:
+            raise ConfigError(f"--backend: {name} is a package of its own; pip install 'modelwright[{name}]'")
+        if name not in added:
+            raise ConfigError(f"--backend: {name!r} is unknown; choose from {', '.join([*BACKENDS, *added])}")
+        backend = added[name]()
+    formats = backend.weights
     if colon and weights not in formats:
         remedy = f"choose weights from {', '.join(formats)}" if formats else f"write {name}"
         raise ConfigError(f"--backend: {config.backend!r}: {remedy}")
-    return BACKENDS[name]
+    return backend
 
 
 def _own_engines(source: ModelSource, config: ServeConfig) -> tuple[EngineClient, Codec]:
@@ -83,6 +92,11 @@ def engine_in_thread(model: Decoder, config: ServeConfig) -> EngineThread:
 BACKENDS: Mapping[str, Backend] = {
     OWN_BACKEND: Backend(_own_engines),
     "openvino": Backend(openvino_engine, weights=get_args(GgufFormat), extra="openvino"),
-    "vllm": Backend(vllm_engine, weights=DTYPES, extra="vllm", needs_gpu=True),
 }
-"""The only list."""
+"""The only list of the package's own back-ends."""
+
+BACKENDS_GROUP = "modelwright.backends"
+"""Entry points of other packages: each a `Backend`."""
+
+PACKAGED = ("vllm",)
+"""Back-ends of this project's other packages; the extra that installs one has its name."""

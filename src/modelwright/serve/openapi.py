@@ -3,17 +3,17 @@ that are OpenAI's have the schemas of OpenAI's own client.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
+from starlette.requests import Request
+from starlette.responses import Response
 
 from modelwright.serve import replies
-
-if TYPE_CHECKING:
-    from modelwright.serve.operations import Operation
 
 REFERENCE = "#/components/schemas/{model}"
 
@@ -40,7 +40,28 @@ REASONS = {
 }
 
 
-def describe(operations: Sequence["Operation"]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Operation:
+    """A route. body: None for one without a body; reply: the name of its schema or, with a slash, its
+    media type; errors: the statuses that a client has to expect besides 200.
+    """
+
+    method: str
+    path: str
+    handler: Callable[[Request], Awaitable[Response]]
+    summary: str
+    reply: str
+    body: type[BaseModel] | None = None
+    errors: tuple[int, ...] = ()
+    event: str = ""
+    """The name of the schema of a stream's events, if the route can stream."""
+
+    @property
+    def name(self) -> str:
+        return self.handler.__name__
+
+
+def describe(operations: Sequence[Operation]) -> dict[str, Any]:
     """The whole document."""
     bodies = {operation.body for operation in operations if operation.body}
     modes: list[Any] = [(model, "validation") for model in sorted(bodies, key=lambda model: model.__name__)]
@@ -94,7 +115,7 @@ def _complete(schemas: dict[str, Any]) -> None:
     choice["finish_reason"] = {"anyOf": [choice["finish_reason"], {"type": "null"}]}
 
 
-def _operation(operation: "Operation") -> dict[str, Any]:
+def _operation(operation: Operation) -> dict[str, Any]:
     entry: dict[str, Any] = {
         "operationId": operation.name,
         "summary": operation.summary,
@@ -110,7 +131,7 @@ def _operation(operation: "Operation") -> dict[str, Any]:
     return entry
 
 
-def _success(operation: "Operation") -> dict[str, Any]:
+def _success(operation: Operation) -> dict[str, Any]:
     if "/" in operation.reply:
         return {"description": operation.summary, "content": {operation.reply: {}}}
     content: dict[str, Any] = {"application/json": {"schema": _reference(operation.reply)}}

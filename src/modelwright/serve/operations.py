@@ -1,15 +1,9 @@
 """The list of all routes; the application and /openapi.json are made from it."""
 
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-
-from pydantic import BaseModel
-from starlette.requests import Request
-from starlette.responses import Response
-
 from modelwright.serve import adapter_routes, admin, embeddings, endpoints, feedback, pages, scores
 from modelwright.serve.ab import routes
 from modelwright.serve.ab.requests import EndRequest, ExperimentRequest, ShareRequest
+from modelwright.serve.openapi import Operation
 from modelwright.serve.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -23,8 +17,6 @@ from modelwright.serve.protocol import (
     TokenizeRequest,
     UnloadAdapterRequest,
 )
-
-Handler = Callable[[Request], Awaitable[Response]]
 
 GENERATES = (400, 401, 403, 404, 408, 413, 429, 500, 503)
 """Statuses of errors of routes that need the engine."""
@@ -42,27 +34,6 @@ NEEDS_KEY = (401, 403, 429)
 
 TESTS = (400, 401, 403, 404, 408, 409, 413, 429, 503)
 """Statuses of errors of routes that change A/B tests."""
-
-
-@dataclass(frozen=True)
-class Operation:
-    """A route. body: None for one without a body; reply: the name of its schema (see `openapi`) or, with a slash, its
-    media type; errors: the statuses that a client has to expect besides 200.
-    """
-
-    method: str
-    path: str
-    handler: Handler
-    summary: str
-    reply: str
-    body: type[BaseModel] | None = None
-    errors: tuple[int, ...] = ()
-    event: str = ""
-    """The name of the schema of a stream's events, if the route can stream."""
-
-    @property
-    def name(self) -> str:
-        return self.handler.__name__
 
 
 OPERATIONS = (

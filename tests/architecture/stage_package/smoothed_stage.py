@@ -16,9 +16,9 @@ from modelwright.objectives.next_token import numbered_batches
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.report.blocks import Fact, Note, Section
 from modelwright.pipeline.report.run_data import RunData, StageData
-from modelwright.pipeline.stage import Rates
+from modelwright.pipeline.stage import Rates, RowSet
 from modelwright.pipeline.stages.pack import PACK
-from modelwright.pipeline.stages.rows import PackJob, RowSet
+from modelwright.pipeline.stages.rows import PackJob
 from modelwright.pipeline.stages.stage_inputs import needed_start
 from modelwright.pipeline.stages.training import training_spec
 from modelwright.plan.estimate import StageEstimate

@@ -5,8 +5,8 @@ from typing import Any
 
 from modelwright.core.redact import redact_text
 from modelwright.data.clean import read_dropped
+from modelwright.data.corpora import CORPORA
 from modelwright.data.noise_cascade import low_recall
-from modelwright.data.sources import BUILTIN
 from modelwright.data.steps.decontamination import DECONTAMINATION, PASSAGE_WORDS
 from modelwright.pipeline.report.blocks import Block, Excerpt, Fold, Note, Section, Table
 from modelwright.pipeline.report.corpus_charts import corpus_charts
@@ -26,10 +26,7 @@ def corpus_section(data: RunData, stage: StageData) -> Section:
     blocks += [*corpus_charts(clean), *_evaluation_sets(clean), *_noise_blocks(clean)]
     blocks += _dropped_blocks(stage, NUM_DROPPED_EXAMPLES)
     blocks += _skipped_blocks(sources)
-    places = ", ".join(
-        "Python's standard library, torch and NumPy" if s == BUILTIN else redact_text(s)
-        for s in data.config.text_sources
-    )
+    places = ", ".join((CORPORA[s].title if s in CORPORA else "") or redact_text(s) for s in data.config.text_sources)
     kept = sum(entry["documents"] for splits in clean["kept"].values() for entry in splits.values())
     lead = (
         f"From {places}: {count(clean['num_documents'])} documents, {size(clean['num_bytes'])}; "

@@ -21,7 +21,8 @@ from modelwright.data.loader import PackedRows
 from modelwright.data.pack import TokenSequence
 from modelwright.data.row_labels import row_source
 from modelwright.data.tokenizer import Tokenizer
-from modelwright.pipeline.stages.rows import PackJob, RowSet, Sequences
+from modelwright.pipeline.stage import RowSet
+from modelwright.pipeline.stages.rows import PackJob, Sequences
 
 MOST_IMAGES = 2**24 - 2
 """Numbers of images travel as FP32."""

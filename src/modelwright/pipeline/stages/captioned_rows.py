@@ -31,9 +31,10 @@ from modelwright.model.vision.config import VisionConfig
 from modelwright.model.vision.folders import vision_config
 from modelwright.objectives.captioning import CaptionConfig
 from modelwright.pipeline.config import RunConfig
+from modelwright.pipeline.stage import RowSet
 from modelwright.pipeline.stages.align import ALIGN
 from modelwright.pipeline.stages.aligned_rows import MOST_IMAGES, ROWS_READ_AT_ONCE
-from modelwright.pipeline.stages.rows import PackJob, RowSet, Sequences, suggest_row_len
+from modelwright.pipeline.stages.rows import PackJob, Sequences, suggest_row_len
 
 CAPTION = "caption"
 """The stage whose settings decide the rows."""

@@ -22,8 +22,7 @@ from modelwright.data.pack import INDEX
 from modelwright.data.tokenizer import Tokenizer, tokenizer_difference
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimates import BYTES_PER_TOKEN, text_bytes
-from modelwright.pipeline.stage import Stage, StageContext, StageSpec
-from modelwright.pipeline.stages.rows import RowSet
+from modelwright.pipeline.stage import RowSet, Stage, StageContext, StageSpec
 
 TRAIN = "train"
 IMAGES = images_folder(Path(), TRAIN).name

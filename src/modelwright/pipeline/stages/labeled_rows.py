@@ -18,8 +18,9 @@ from modelwright.data.images.labeled import LabeledImages, class_of, write_label
 from modelwright.data.images.store import images_folder, open_images, write_images
 from modelwright.data.images.stored import KEY, StoredImage
 from modelwright.data.pack import TokenSequence
+from modelwright.pipeline.stage import RowSet
 from modelwright.pipeline.stages.aligned_rows import MOST_IMAGES
-from modelwright.pipeline.stages.rows import PackJob, RowSet, Sequences
+from modelwright.pipeline.stages.rows import PackJob, Sequences
 
 UNKNOWN = "class without a training image"
 """Why a held-out image is left out."""

@@ -9,7 +9,8 @@ from modelwright.data.document import Document, Split
 from modelwright.data.fit import ConversationFit
 from modelwright.data.pack import TokenSequence
 from modelwright.data.preferences import PreferenceFit, PromptedAnswer, with_mismatched_answers
-from modelwright.pipeline.stages.rows import PackJob, RowSet, Sequences, suggest_row_len
+from modelwright.pipeline.stage import RowSet
+from modelwright.pipeline.stages.rows import PackJob, Sequences, suggest_row_len
 
 
 def _pack_pairs(job: PackJob, split: Split) -> None:

@@ -18,7 +18,8 @@ from modelwright.data.pack import TokenSequence
 from modelwright.data.prompts import PromptRecord, write_prompts
 from modelwright.objectives.heldout_rewards import heldout_batch
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.stages.rows import PackJob, RowSet, Sequences
+from modelwright.pipeline.stage import RowSet
+from modelwright.pipeline.stages.rows import PackJob, Sequences
 
 
 def _pack_prompts(job: PackJob, split: Split) -> None:

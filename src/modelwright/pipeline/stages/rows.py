@@ -5,16 +5,16 @@ its artifact with the rows of each split; a split without documents has no folde
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from modelwright.core.errors import ConfigError, DataError
-from modelwright.data.augment.row_copies import Encode, RowEncoder
+from modelwright.data.augment.row_copies import Encode
 from modelwright.data.chat import ChatLoss
 from modelwright.data.clean import read_kept
 from modelwright.data.document import Document, Kind, Split
@@ -24,7 +24,7 @@ from modelwright.data.row_labels import row_score, row_source
 from modelwright.data.row_origins import Origin
 from modelwright.data.tokenizer import Tokenizer
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.stage import StageContext
+from modelwright.pipeline.stage import RowSet, StageContext
 
 Sequences = Iterator[TokenSequence]
 SHOWN_EVERY = 256
@@ -76,39 +76,6 @@ class PackJob:
     def labels(self, document: Document) -> tuple[str, float | None]:
         """What is stored with the rows of a document: its source and its score."""
         return row_source(document, self.settings.group_by), row_score(document, self.settings.score)
-
-
-def nothing_else(config: RunConfig) -> Mapping[str, Any]:
-    """`RowSet.decides` of rows that only the settings of packing decide."""
-    return {}
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class RowSet:
-    """Rows of one kind."""
-
-    name: str
-    """Folder in the artifact of the stage pack."""
-    title: str
-    """What the rows are for, for tables."""
-    pack: Callable[[PackJob, Split], None]
-    """Packs the documents of one split with `PackJob.pack`, under the name `<name>/<split>`."""
-    encoder: Callable[[PackConfig, Path], RowEncoder] | None = None
-    """From the settings of packing and the tokenizer's folder: encodes a document as `pack` did, for augmentation while
-    a model trains. None if documents of these rows cannot be augmented."""
-    documents: str = "prose or code document"
-    """What the rows are made from, for messages."""
-    learned: Literal["tokens", "images", "completions"] = "tokens"
-    """What a training learns from: the tokens of the rows, images that belong to them, or completions of them that it
-    generates. Only what learns from tokens can be tried before a run on rows of random ones."""
-    trained_rows: int = 1
-    """Rows of a group that a training learns from, which count in `batch_tokens`; 1 where rows are not grouped."""
-    if_empty: str = ""
-    """Why a training without rows passes its model on unchanged; "" if that is an error."""
-    stdlib_bytes: float = 0.0
-    """Size of the built-in corpus as these rows."""
-    decides: Callable[[RunConfig], Mapping[str, Any]] = nothing_else
-    """What decides these rows besides the settings of packing: settings of the stage that learns from them."""
 
 
 def _pack_text(job: PackJob, split: Split) -> None:

@@ -3,9 +3,9 @@ line here, or an entry point of another package.
 """
 
 import functools
-from importlib.metadata import entry_points
 
 from modelwright.core.errors import ConfigError
+from modelwright.core.extensions import installed
 from modelwright.pipeline.stage import StageSpec
 from modelwright.pipeline.stages.align import ALIGN
 from modelwright.pipeline.stages.average import AVERAGE
@@ -49,17 +49,15 @@ def stage_names() -> tuple[str, ...]:
 def known_stages() -> tuple[StageSpec, ...]:
     """The stages of this package and of all installed ones, in the pipeline's order.
 
-    Raises `ConfigError` for an entry point that is no `StageSpec`, has a name that is taken, or follows no stage.
+    Raises `ConfigError` as `installed` does, and for a stage whose name is not its entry point's or that follows no
+    stage.
     """
     known = list(STAGES)
-    for entry_point in entry_points(group=STAGES_GROUP):
-        where = f"entry point {entry_point.name} of {STAGES_GROUP} ({entry_point.value})"
-        spec = entry_point.load()
+    for name, spec in installed(STAGES_GROUP, StageSpec, taken=tuple(stage.name for stage in STAGES)).items():
+        where = f"entry point {name} of {STAGES_GROUP}"
         names = [stage.name for stage in known]
-        if not isinstance(spec, StageSpec):
-            raise ConfigError(f"{where}: is no StageSpec")
-        if spec.name in names:
-            raise ConfigError(f"{where}: there is a stage {spec.name!r} already; the package must choose another name")
+        if spec.name != name:
+            raise ConfigError(f"{where}: is the stage {spec.name!r}; both must have one name")
         if spec.follows not in names:
             raise ConfigError(f"{where}: follows {spec.follows!r}, which is not one of {', '.join(names)}")
         known.insert(names.index(spec.follows) + 1, spec)

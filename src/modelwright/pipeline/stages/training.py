@@ -32,7 +32,7 @@ from modelwright.pipeline.report.blocks import Block, Fact, Section
 from modelwright.pipeline.report.format import plural
 from modelwright.pipeline.report.learning import NATS_PER_TOKEN, loss_highlight, training_section
 from modelwright.pipeline.report.run_data import RunData, StageData
-from modelwright.pipeline.stage import Rates, Stage, StageContext, StageInputs, StageSpec, no_facts, no_lines
+from modelwright.pipeline.stage import Rates, RowSet, Stage, StageContext, StageInputs, StageSpec, no_facts, no_lines
 from modelwright.pipeline.stages.augmented_rows import augmentation_digest, augmented, is_augmented, tell_cost
 from modelwright.pipeline.stages.cached_rows import ROW_CACHE, TrainingData, cache_blocks, read_ahead, training_data
 from modelwright.pipeline.stages.head_shares import head_blocks, head_shares
@@ -44,7 +44,7 @@ from modelwright.pipeline.stages.old_rows import old_rows
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.peak_rate import peak_flops, peaks_after, utilization
 from modelwright.pipeline.stages.row_use import RowUse
-from modelwright.pipeline.stages.rows import TEXT_ROWS, RowSet
+from modelwright.pipeline.stages.rows import TEXT_ROWS
 from modelwright.pipeline.stages.stage_inputs import model_before, tokenizer_stage
 from modelwright.pipeline.text_samples import first_prompt, sample_block, text_samples
 from modelwright.plan.estimate import StageEstimate, training_stage

@@ -29,9 +29,9 @@ from modelwright.serve.engine_pool import FIRST_PAUSE_S, LONGEST_PAUSE_S, STABLE
 from modelwright.serve.errors import ApiError, engine_lost
 from modelwright.serve.jobs import Job, refusing
 from modelwright.serve.metrics import NO_LOAD
-from modelwright.serve.vllm.figures import VllmFigures, read_figures
-from modelwright.serve.vllm.process import BASE_URL, VllmLaunch, VllmProcess
-from modelwright.serve.vllm.wire import AnswerReader, body_of, refusal
+from modelwright_vllm.figures import VllmFigures, read_figures
+from modelwright_vllm.process import BASE_URL, VllmLaunch, VllmProcess
+from modelwright_vllm.wire import AnswerReader, body_of, refusal
 
 log = logging.getLogger("modelwright.serve")
 

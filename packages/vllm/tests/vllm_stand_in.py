@@ -18,7 +18,7 @@ from modelwright.serve.engines import load_engines
 from modelwright.serve.load import ModelSource
 
 REASON = "ValueError: No available memory for the cache blocks."
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).parent
 
 
 def install(folder: Path) -> Path:
@@ -26,8 +26,7 @@ def install(folder: Path) -> Path:
     program = folder / "vllm"
     paths = [str(TESTS), *sys.path]
     program.write_text(
-        f"#!{sys.executable}\nimport sys\nsys.path[:0] = {paths!r}\n"
-        "from serve.vllm_stand_in import main\nsys.exit(main())\n"
+        f"#!{sys.executable}\nimport sys\nsys.path[:0] = {paths!r}\nfrom vllm_stand_in import main\nsys.exit(main())\n"
     )
     program.chmod(0o755)
     return program

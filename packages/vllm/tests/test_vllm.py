@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+from vllm_stand_in import REASON, install
 
 from modelwright.compress.int8 import Int8WeightsConfig, quantize_model, save_int8
 from modelwright.core.errors import ConfigError, ModelError
@@ -25,15 +26,14 @@ from modelwright.serve.errors import ApiError
 from modelwright.serve.jobs import GenerationJob
 from modelwright.serve.load import ModelSource
 from modelwright.serve.server import ServerThread
-from modelwright.serve.vllm import client as vllm_client
-from modelwright.serve.vllm.command import VARIABLE
-from modelwright.serve.vllm.figures import read_figures
-from modelwright.serve.vllm.process import BASE_URL
-from modelwright.serve.vllm.wire import AnswerReader, body_of
+from modelwright_vllm import client as vllm_client
+from modelwright_vllm.command import VARIABLE
+from modelwright_vllm.figures import read_figures
+from modelwright_vllm.process import BASE_URL
+from modelwright_vllm.wire import AnswerReader, body_of
 from serve.conftest import make_model, make_tokenizer, write_model
 from serve.patience import wait_until
 from serve.test_monitoring import samples
-from serve.vllm_stand_in import REASON, install
 
 PROMPTS = ["the quick brown fox jumps", "what does this do? " * 12, "größer", "a"]
 ENGINE = EngineConfig(max_num_seqs=4, prefill_chunk_size=16)

@@ -11,10 +11,11 @@ from modelwright.model.hf import is_sequence_classifier, load_config
 from modelwright.model.vision.llava import is_llava_folder
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.engine_client import EngineClient, EngineInfo
+from modelwright.serve.engines import Backend
 from modelwright.serve.fingerprint import FINGERPRINT_LEN
 from modelwright.serve.load import ModelSource, require_folder
 from modelwright.serve.tokenizer import Codec
-from modelwright.serve.vllm.command import VARIABLE, vllm_command
+from modelwright_vllm.command import VARIABLE, vllm_command
 
 DTYPES = ("bfloat16", "float16", "float32")
 MOST_LOGPROBS = 20
@@ -29,8 +30,8 @@ def vllm_engine(source: ModelSource, config: ServeConfig) -> tuple[EngineClient,
     folder = source.folder
     _require_model(folder)
     command = vllm_command()
-    from modelwright.serve.vllm.client import VllmClient  # needs an HTTP client, which other back-ends do not
-    from modelwright.serve.vllm.process import VllmLaunch, VllmProcess
+    from modelwright_vllm.client import VllmClient  # needs an HTTP client, which other back-ends do not
+    from modelwright_vllm.process import VllmLaunch, VllmProcess
 
     model, codec = load_config(folder), Codec.load(folder)
     dtype = config.backend.partition(":")[2] or "auto"
@@ -69,7 +70,7 @@ def weights_of_files(folder: Path, dtype: str) -> str:
 
 
 def _options(config: ServeConfig, dtype: str, context: int) -> tuple[str, ...]:
-    from modelwright.serve.vllm.wire import SERVED_NAME
+    from modelwright_vllm.wire import SERVED_NAME
 
     caching = "enable-prefix-caching" if config.engine.enable_prefix_caching else "no-enable-prefix-caching"
     return (
@@ -110,3 +111,6 @@ def _require_model(folder: Path) -> None:
         raise ModelError(f"{folder}: the back-end vllm generates texts and scores none")
     if is_llava_folder(folder):
         raise ModelError(f"{folder}: the back-end vllm gets token ids and no images; serve it without --backend")
+
+
+BACKEND = Backend(vllm_engine, weights=DTYPES, extra="vllm", needs_gpu=True)

@@ -1,6 +1,6 @@
 """Runs a command for as long as whoever asked for it lives:
 
-    python -m modelwright.serve.vllm.guard FOLDER COMMAND ...
+    python -m modelwright_vllm.guard FOLDER COMMAND ...
 
 Standard input is a pipe whose other end the asker keeps open. When it closes, on purpose or because the asker was
 killed, the command gets SIGTERM and a time to end. Whatever is left of its process group is killed then, and FOLDER,
@@ -9,6 +9,7 @@ thread that started the child ends, and the server starts children in threads. T
 child has that signal, for the case that the guard is killed.
 """
 
+import ctypes
 import os
 import select
 import shutil
@@ -19,10 +20,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from modelwright.reward.sandbox import linux
-
 GRACE_S = 10.0
 """From SIGTERM to SIGKILL."""
+PR_SET_PDEATHSIG = 1
+"""Of the kernel's prctl.h: the signal that a process gets when its parent has ended."""
 
 
 def guard(folder: Path, command: Sequence[str]) -> int:
@@ -48,7 +49,7 @@ def _run(command: Sequence[str]) -> int:
 
 
 def _end_with_parent() -> None:
-    linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _wait_for_either(pipe: int, exited: int) -> None:

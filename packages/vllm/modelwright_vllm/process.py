@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx
 
 from modelwright.core.errors import ModelError
-from modelwright.serve.vllm.guard import GRACE_S
+from modelwright_vllm.guard import GRACE_S
 
 log = logging.getLogger("modelwright.serve")
 
@@ -55,7 +55,7 @@ class VllmProcess:
         self.socket = self._folder / SOCKET
         self._last_lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
         self._guard = subprocess.Popen(
-            [sys.executable, "-m", "modelwright.serve.vllm.guard", str(self._folder), *launch.command(self.socket)],
+            [sys.executable, "-m", "modelwright_vllm.guard", str(self._folder), *launch.command(self.socket)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -1,0 +1,48 @@
+"""`modelwright chat`: a model in the terminal."""
+
+import argparse
+import signal
+from collections.abc import Sequence
+
+from modelwright.cli.parsers import Command, new_parser
+from modelwright.cli.serving import STAGE_HELP, show_remark
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = new_parser("chat", "Talk to a model in the terminal.", example="modelwright chat runs/quickstart")
+    parser.add_argument("target", metavar="RUN|MODEL_FOLDER", help="a run directory, its name, or a model folder")
+    parser.add_argument("--stage", default="", help=STAGE_HELP)
+    parser.add_argument("--int8", action="store_true", help="take the run's INT8 model")
+    parser.add_argument("--temperature", type=float, default=0.7, help="0 (the likeliest token) to 2; default: 0.7")
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=0.95,
+        help="sample from the likeliest tokens of this weight, at most 1; default: 0.95",
+    )
+    return parser
+
+
+def chat(words: Sequence[str]) -> int:
+    """`modelwright chat`"""
+    options = parser().parse_args(words)
+    from modelwright.infer.sequence import SamplingParams
+    from modelwright.pipeline.models import find_model
+    from modelwright.recipes.load import find_target
+    from modelwright.serve.terminal import chat as talk
+
+    params = SamplingParams(temperature=options.temperature, top_p=options.top_p)
+    result = find_model(find_target(options.target), stage=options.stage, int8=options.int8)
+    show_remark(result.remark)
+    print(f"Model: {result.source.describe()}", flush=True)
+    talk(result.source.folder, params)
+    return 0
+
+
+COMMAND = Command(
+    name="chat",
+    run=chat,
+    parser=parser,
+    summary="talk to a run's model in the terminal",
+    spared=(signal.SIGINT,),  # Ctrl-C ends an answer, not the conversation
+)

@@ -1,0 +1,31 @@
+"""`modelwright recipes`: the named runs of the package."""
+
+import argparse
+from collections.abc import Sequence
+
+from modelwright.cli.parsers import Command, new_parser
+
+
+def recipe_names() -> tuple[str, ...]:
+    """The recipes, as targets of a command."""
+    from modelwright.recipes.load import RECIPES
+
+    return RECIPES
+
+
+def parser() -> argparse.ArgumentParser:
+    return new_parser("recipes", "List the recipes that `modelwright run` knows.", example="modelwright recipes")
+
+
+def recipes(words: Sequence[str]) -> int:
+    """`modelwright recipes`"""
+    parser().parse_args(words)
+    from modelwright.recipes.load import RECIPES, recipe_file
+
+    for name in RECIPES:
+        summary = recipe_file(name).read_text(encoding="utf-8").partition("\n#\n")[0].partition("\nname:")[0]
+        print(f"{name:<12} {' '.join(line.removeprefix('#').strip() for line in summary.splitlines())}")
+    return 0
+
+
+COMMAND = Command(name="recipes", run=recipes, parser=parser, summary="list the recipes")

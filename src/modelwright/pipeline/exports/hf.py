@@ -1,0 +1,34 @@
+"""A Hugging Face folder, which `transformers` loads."""
+
+import shutil
+from pathlib import Path
+
+from modelwright.core.artifacts import MANIFEST
+from modelwright.pipeline.exports.export import Export, replaced, require_exportable
+from modelwright.pipeline.model_card import CARD, model_card
+from modelwright.pipeline.models import FoundModel
+from modelwright.pipeline.report.run_data import read_run
+from modelwright.pipeline.run_config import read_run_config
+
+
+def export_hf(found: FoundModel, target: Path, *, overwrite: bool) -> Path:
+    """Copy a model to `target`, atomically, with a model card if it is that of a run. Returns `target`."""
+    source = found.source.folder
+    require_exportable(source)
+    with replaced(target, holds="config.json", overwrite=overwrite) as draft:
+        for path in sorted(source.iterdir()):
+            if path.is_file() and path.name != MANIFEST:
+                shutil.copyfile(path, draft.path / path.name)
+        if found.run is not None:
+            data = read_run(read_run_config(found.run.config), found.run)
+            (draft.path / CARD).write_text(model_card(data, found.source.stage), encoding="utf-8")
+    return target
+
+
+EXPORT = Export(
+    name="hf",
+    summary="a folder that `transformers` loads",
+    write=lambda found, target, options: export_hf(found, target, overwrite=options.overwrite),
+    target=lambda found, _: found.run.path / "hf" if found.run else Path("hf"),
+    needs_run=True,
+)

@@ -1,1 +1,0 @@
-"""vLLM as the engine, on GPUs: `modelwright serve RUN --backend vllm`."""
