@@ -3,7 +3,8 @@
 Prose comes from text files, web pages, web archives and records with a text field, code from source files by their
 extension, questions and answers from records in the forms of `data.conversations`, images with captions from
 `data.images`, and corpora (`stdlib`, ...) from `data.corpora`. What cannot be read raises one `DataError` with file and
-line, or is left out and counted. Streams: memory holds one document at a time, and the whole file of `.json`. Cleaning is `data.clean`.
+line, or is left out and counted. Streams: memory holds one document at a time, and the whole file of `.json`. Cleaning
+is `data.clean`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
