@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from modelwright.cli.main import main
+from modelwright.cli.main import COMMANDS, main
 
 ROOT = Path(__file__).parents[2]
 
@@ -70,6 +70,49 @@ def test_a_place_that_cannot_be_written_is_not_blamed_on_an_option_that_is_missi
         raise PermissionError(13, "Permission denied")
     assert "--run-dir" not in str(caught.value)
     assert re.search("write elsewhere", str(caught.value))
+
+
+def test_a_folder_that_cannot_be_made_is_no_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog.")
+    assert main(["clean", str(tmp_path / "text.txt"), "--out", "/proc/foo/bar"]) == 2
+    assert "/proc/foo/bar: cannot be created" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["serve", "chat", "report"])
+def test_a_name_that_nothing_has_is_not_called_a_folder(command: str, capsys: pytest.CaptureFixture[str]):
+    assert "mine: no such folder, here or as runs/mine" in complaint(capsys, command, "mine")
+
+
+def test_a_folder_that_is_no_run_is_said_to_be_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert "is not a run directory" in complaint(capsys, "serve", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (("--to", "hf", "--dtype", "f16"), "--dtype: hf has no number format 'f16'; leave it out"),
+        (("--to", "gguf", "--dtype", "f17"), "--dtype: gguf has no number format 'f17'; choose from f16, q8_0, q4_0"),
+        (("--to", "gguf", "--int8"), "--int8: gguf has no form for these weights; export to one of onnx, openvino"),
+        (("--to", "bin"), "write one of hf, gguf, onnx, openvino, with or without DEST"),
+    ],
+)
+def test_what_a_form_of_a_model_lacks_is_refused(words, problem: str, capsys: pytest.CaptureFixture[str]):
+    assert problem in complaint(capsys, "export", "mine", *words)
+
+
+@pytest.mark.parametrize("command", ["serve", "manifests"])
+def test_help_names_the_settings_of_a_server(command: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    shown = capsys.readouterr().out
+    assert "--port (8000)" in shown
+    assert "--host (127.0.0.1)" in shown
+    assert max(map(len, shown.splitlines())) <= 120
+
+
+@pytest.mark.parametrize("name", ["run", "finetune", "clean", "augment", "search", "continual", "launch"])
+def test_what_says_that_it_resumes_says_so_when_it_is_stopped(name: str):
+    assert COMMANDS[name].is_resumable
 
 
 def test_ctrl_c_while_the_program_is_imported_prints_no_traceback():

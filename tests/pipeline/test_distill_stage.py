@@ -201,6 +201,12 @@ def test_students_that_cannot_be_are_refused(settings: dict, message: str) -> No
         StudentConfig(**settings)
 
 
+def test_an_error_about_the_student_names_its_section(capsys: pytest.CaptureFixture[str]) -> None:
+    stages = "clean,tokenize,pack,pretrain,student,distill"
+    assert main(["run", "tiny", "--stages", stages, "--student.num_layers", "99", "--dry-run"]) == 2
+    assert capsys.readouterr().err.startswith("modelwright: student.num_layers: 99 is more than the teacher's")
+
+
 def test_a_student_is_smaller_than_its_teacher() -> None:
     teacher = ModelConfig(
         vocab_size=64, num_layers=4, model_dim=32, num_heads=4, num_kv_heads=2, ffn_dim=64, head_dim=8, max_seq_len=32

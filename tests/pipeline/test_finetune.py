@@ -98,6 +98,15 @@ def test_other_tokens_can_be_learned(
     assert share[0] <= batch.num_targets / num_predictable <= share[1]
 
 
+def test_a_part_of_the_stages_keeps_the_lengths_of_all(model: Path, examples: Path, tmp_path: Path) -> None:
+    """As in `run`; the training that is added later finds rows that fit it."""
+    words = (str(model), [str(examples)], {}, str(tmp_path / "run"))
+    part, whole = finetune_request(*words, only=("clean", "pack")), finetune_request(*words)
+    assert part.config.stage_names == ["clean", "pack"]
+    assert part.config.section("pack") == whole.config.section("pack")
+    assert "sft" in part.config.further_sections
+
+
 def test_lengths_follow_the_records(model: Path, examples: Path) -> None:
     tokenizer, max_len = Tokenizer.load(model), load_config(model).max_seq_len
     measured = measure_records(SourceConfig(sources=(str(examples),)), tokenizer, max_seq_len=max_len)

@@ -161,6 +161,7 @@ def test_the_command_prints_the_table_and_writes_results(
     words = ("evaluate", str(folder / "model"), "--tasks", str(folder / "tasks"), "--limit", "3")
     done = inside(*words)
     assert done.returncode == 0, done.stderr
+    assert "not a git repository" not in done.stderr
     assert "|choices" in done.stdout.replace("| ", "|")
     written = json.loads((tmp_path / "model-lm-eval-tasks.json").read_text(encoding="utf-8"))
     assert len(written["config"]["model_digest"]) == 64

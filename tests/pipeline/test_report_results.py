@@ -9,7 +9,13 @@ import pytest
 from modelwright.core.rundir import RunDir
 from modelwright.pipeline.report.blocks import Chart, Note, Samples, Section, Table
 from modelwright.pipeline.report.format import percent
-from modelwright.pipeline.report.results import evaluation_facts, evaluation_section, int8_section, serving_section
+from modelwright.pipeline.report.results import (
+    evaluation_facts,
+    evaluation_section,
+    int8_facts,
+    int8_section,
+    serving_section,
+)
 from modelwright.pipeline.report.run_data import RunData, StageData
 from modelwright.recipes.load import recipe
 
@@ -17,6 +23,7 @@ SPEEDS = [(1, 1, 2431.0, 1343.3), (8, 1, 18006.5, 11016.2), (32, 1, 58786.6, 439
 CHOICE = {"questions": 15, "accuracy": 0.2}
 QUANTIZED = {
     "backend": "int_mm",
+    "bits": 8,
     "grid": "Weights are quantized per output channel, activations per token at run time.",
     "layer_errors": {},
     "comparison": {
@@ -61,6 +68,15 @@ def int8(tmp_path: Path) -> Section:
     section = int8_section(*run_data(tmp_path, "quantize", {"results.json": QUANTIZED}))
     assert section is not None
     return section
+
+
+def test_weights_of_four_bits_are_not_called_int8(tmp_path: Path) -> None:
+    data, stage = run_data(tmp_path, "quantize", {"results.json": {**QUANTIZED, "bits": 4}})
+    section = int8_section(data, stage)
+    assert section is not None
+    assert section.title == "INT4 beside FP32"
+    assert only_table(section).header[2] == "INT4"
+    assert [fact.name for fact in int8_facts(data, stage)] == ["INT4"]
 
 
 def test_rows_of_the_int8_table_name_sequences_and_tokens(int8: Section) -> None:

@@ -51,6 +51,19 @@ def test_a_budget_that_is_too_small_says_how_much_is_needed() -> None:
         num_steps_within(replace(recipe("tiny"), minutes=0.5), 6.0, {"pretrain": 0.01, "sft": 1.0})
 
 
+@pytest.mark.parametrize("step_s", [4.9, 4.95, 5.0, 5.07])
+def test_what_an_error_asks_for_is_enough(step_s: float) -> None:
+    """Rounded to two digits, 2 minutes were too few and 2 the remedy."""
+    config = replace(recipe("tiny"), minutes=2.0)
+    rest_s = config.minutes * 60 - 80.0
+    with pytest.raises(ConfigError) as raised:
+        num_steps_within(config, 80.0, {"pretrain": step_s, "sft": 0.1})
+    least = float(str(raised.value).partition("give at least ")[2].partition(",")[0])
+    assert least > config.minutes
+    enough = replace(config, minutes=least)
+    assert num_steps_within(enough, least * 60 - rest_s, {"pretrain": step_s, "sft": 0.1})["pretrain"] >= 10
+
+
 def test_what_is_fitted_takes_the_time_that_the_plan_names() -> None:
     """Updates with their validations; one update more would take more than there is."""
     config = replace(recipe("tiny"), validation_tokens=6144)

@@ -392,14 +392,18 @@ def test_wrong_exports_are_refused(tmp_path: Path, capsys):
         (["export", str(tmp_path / "other.sqlite"), str(tmp_path / "out.jsonl")], "check that it is the right one"),
         (["prune", str(tmp_path / "other.sqlite"), "--older-than-days", "0"], "check that it is the right one"),
         (["export", str(tmp_path / "log.sqlite"), "out.csv"], "give a file name that does"),
-        (["export", str(tmp_path / "absent"), "out.jsonl"], "is not a run directory"),
+        (["export", str(tmp_path / "absent"), "out.jsonl"], "no such folder"),
         (["export", str(tmp_path / "log.sqlite"), str(tmp_path / "folder.jsonl")], "is a folder"),
         (["export", str(tmp_path / "log.sqlite"), str(tmp_path / "log.sqlite" / "out.jsonl")], "log.sqlite"),
         (["prune", str(tmp_path / "log.sqlite"), "--older-than-days", "-1"], "must be 0 or more"),
     ):
         assert main(["requests", *words]) == 2
         assert problem in capsys.readouterr().err
-    assert main(["requests", "export", str(tmp_path / "log.sqlite"), str(tmp_path / "new" / "out.jsonl")]) == 0
+    target = tmp_path / "new" / "out.jsonl"
+    for _ in range(2):  # also over an earlier file that others could read
+        assert main(["requests", "export", str(tmp_path / "log.sqlite"), str(target)]) == 0
+        assert target.stat().st_mode & 0o777 == 0o600, "as the log itself"
+        target.chmod(0o644)
     with pytest.raises(SystemExit):
         main(["requests", "export", str(tmp_path / "log.sqlite"), "out.jsonl", "--since", "nan"])
     assert "is no date" in capsys.readouterr().err

@@ -105,4 +105,5 @@ COMMAND = Command(
     parser=parser,
     settings=setting_names,
     summary="make changed copies of documents for training, or look at some",
+    is_resumable=True,
 )

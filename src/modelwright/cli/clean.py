@@ -95,4 +95,5 @@ COMMAND = Command(
     parser=parser,
     settings=setting_names,
     summary="clean text into a folder, or explain what happened to a document",
+    is_resumable=True,
 )

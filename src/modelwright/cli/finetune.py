@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from modelwright.cli.config import setting_names
 from modelwright.cli.overrides import read_overrides, split_settings
 from modelwright.cli.parsers import Command, new_parser
-from modelwright.cli.run import add_run_options, carry_out
+from modelwright.cli.run import add_run_options, carry_out, named_stages
 from modelwright.core.errors import ConfigError
 
-_FLAGS = ("lora", "run-dir", "dry-run", "restart", "nproc", "help")
+_FLAGS = ("lora", "stages", "run-dir", "dry-run", "restart", "nproc", "help")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -19,8 +19,8 @@ def parser() -> argparse.ArgumentParser:
         "and after on what was held out, and write a report. The result is a folder that `transformers` loads and "
         "`modelwright chat` and `modelwright serve` take. The same command resumes what was cut off.",
         example="modelwright finetune models/SmolLM2-135M-Instruct support.jsonl --minutes 5 --sft.learning_rate 3e-4",
-        usage="modelwright finetune MODEL DATA [DATA ...] [--lora] [--run-dir DIR] [--minutes N] [--dry-run] "
-        "[--restart] [--nproc N] [--a.b VALUE ...]",
+        usage="modelwright finetune MODEL DATA [DATA ...] [--lora] [--stages A,B] [--run-dir DIR] [--minutes N] "
+        "[--dry-run] [--restart] [--nproc N] [--a.b VALUE ...]",
         notes=(
             "MODEL is a Hugging Face folder or a run; DATA are files, folders or globs with records in any form of\n"
             "docs/data.md. Settings are those of the recipe `finetune` (modelwright run finetune --init-from MODEL):\n"
@@ -46,6 +46,7 @@ def finetune(words: Sequence[str]) -> int:
     from modelwright.pipeline.run_config import run_schema
     from modelwright.recipes.finetune import finetune_request
 
+    only = named_stages(options.stages)
     overrides = read_overrides(run_schema(), settings, _FLAGS)
     request = finetune_request(
         options.target,
@@ -53,9 +54,10 @@ def finetune(words: Sequence[str]) -> int:
         overrides,
         options.run_dir,
         lora=options.lora,
+        only=only,
         num_processes=options.nproc,
     )
-    return carry_out(request, options, line=["finetune", *words])
+    return carry_out(request, options, line=["finetune", *words], only=only)
 
 
 COMMAND = Command(

@@ -6,7 +6,14 @@ from pathlib import Path
 
 from modelwright.cli.overrides import split_settings
 from modelwright.cli.parsers import Command, new_parser
-from modelwright.cli.serving import MODEL_OPTIONS, add_model_options, read_serving, setting_names, show_remark
+from modelwright.cli.serving import (
+    MODEL_OPTIONS,
+    add_model_options,
+    read_serving,
+    setting_names,
+    settings_help,
+    show_remark,
+)
 from modelwright.core.errors import ConfigError
 from modelwright.core.quantities import parse_quantity
 
@@ -19,6 +26,7 @@ def parser() -> argparse.ArgumentParser:
         "Write the files by which Docker Compose, Kubernetes or Ray Serve runs the server of a model, and print the "
         "commands that follow. Settings of the server are given as to `modelwright serve`; files and variables with "
         "secrets are only named.",
+        notes=settings_help(),
         example="modelwright manifests runs/quickstart --for kubernetes --out deploy --replicas 3",
         usage="modelwright manifests RUN|MODEL_FOLDER --for compose|kubernetes|ray --out DIR [--replicas N] [--cpus N] "
         "[--memory SIZE] [--image NAME] [--stage NAME] [--int8] [--adapters NAME=FOLDER ...] [--a.b VALUE ...]",

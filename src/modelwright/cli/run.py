@@ -49,13 +49,13 @@ def parser() -> argparse.ArgumentParser:
         ),
     )
     parser.add_argument("target", metavar="RECIPE|CONFIG.yaml|RUN_DIR", help="what to run")
-    parser.add_argument("--stages", metavar="A,B", help="work on these stages only")
     parser.add_argument("--init-from", metavar="PATH", help="start training from a Hugging Face folder")
     return add_run_options(parser)
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add what `carry_out` reads; returns the parser."""
+    parser.add_argument("--stages", metavar="A,B", help="work on these stages only")
     parser.add_argument("--run-dir", metavar="DIR", default="", help="where the run lies (default: runs/<name>)")
     parser.add_argument("--dry-run", action="store_true", help="print the plan with its estimates and do nothing")
     parser.add_argument(
@@ -89,7 +89,7 @@ def run_words(words: Sequence[str], line: Sequence[str], hosts: Any) -> int:
     from modelwright.pipeline.run_config import run_schema
     from modelwright.recipes.load import load
 
-    only = _stages(options.stages)
+    only = named_stages(options.stages)
     request = load(options.target, read_overrides(run_schema(), settings, _FLAGS), options.run_dir, only)
     return carry_out(request, options, line=line, only=only, hosts=hosts)
 
@@ -150,7 +150,7 @@ def carry_out(
     return 0
 
 
-def _stages(text: str | None) -> tuple[str, ...]:
+def named_stages(text: str | None) -> tuple[str, ...]:
     """The names in `--stages A,B`; empty if the option was not given."""
     names = tuple(name.strip() for name in (text or "").split(",") if name.strip())
     if text is not None and not names:

@@ -5,7 +5,14 @@ from collections.abc import Sequence
 
 from modelwright.cli.overrides import split_settings
 from modelwright.cli.parsers import Command, new_parser
-from modelwright.cli.serving import MODEL_OPTIONS, add_model_options, read_serving, setting_names, show_remark
+from modelwright.cli.serving import (
+    MODEL_OPTIONS,
+    add_model_options,
+    read_serving,
+    setting_names,
+    settings_help,
+    show_remark,
+)
 from modelwright.cli.stopping import leave_with_parent
 
 
@@ -13,7 +20,8 @@ def parser() -> argparse.ArgumentParser:
     parser = new_parser(
         "serve",
         "Serve a model over HTTP as the OpenAI API does; SIGTERM or Ctrl-C drains and stops. Every setting of the "
-        "server can be given by its name (docs/config.md, section serve; those of section requests as --requests.log).",
+        "server can be given by its name.",
+        notes=settings_help(),
         example="modelwright serve runs/quickstart --port 8000 --engine.max_num_seqs 64",
         usage="modelwright serve RUN|MODEL_FOLDER [--stage NAME] [--int8] [--port N] [--host H] "
         "[--adapters NAME=FOLDER ...] [--a.b VALUE ...]",

@@ -2,12 +2,16 @@
 
 import argparse
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from modelwright.cli.overrides import read_overrides, split_section
 from modelwright.core.errors import ConfigError
+
+if TYPE_CHECKING:  # PyTorch takes seconds to load
+    from modelwright.core.config_docs import Setting
 
 STAGE_HELP = "the model of this training stage of the run (default: the last that has finished)"
 
@@ -52,15 +56,26 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 def setting_names() -> list[str]:
     """The settings of a server, as options."""
+    return [setting.key for setting in _settings()]
+
+
+def settings_help() -> str:
+    """The settings of a server for the end of a command's help: each with its default."""
+    lines = textwrap.wrap(", ".join(f"--{one.key} ({one.default})" for one in _settings()), 116)
+    return "\n".join(
+        [
+            "settings of the server, with their defaults (docs/config.md, sections serve and requests):",
+            *(f"  {line}" for line in lines),
+        ]
+    )
+
+
+def _settings() -> "list[Setting]":
     from modelwright.core.config_docs import settings_of
     from modelwright.serve.config import ServeConfig
     from modelwright.serve.requests_config import RequestsConfig
 
-    return [
-        setting.key
-        for one, path in ((ServeConfig, ""), (RequestsConfig, "requests"))
-        for setting in settings_of(one, path)
-    ]
+    return [*settings_of(ServeConfig), *settings_of(RequestsConfig, "requests")]
 
 
 def read_serving(

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from modelwright.core.artifacts import write_atomic
+from modelwright.core.artifacts import make_folder, write_atomic
 from modelwright.core.config import difference, digest, dump
 from modelwright.core.errors import ConfigError, DataError, writing
 from modelwright.core.progress import Progress
@@ -85,8 +85,7 @@ def _clean_into_folder(
     data: SourceConfig, clean: CleanConfig, folder: Path, out: str, progress: Progress, parquet: bool
 ) -> list[str]:  # fmt: skip
     """out: what the user called the folder, for messages."""
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     if parquet:
         check_parquet(folder)
     with lock_folder(folder, "this folder; wait for it or choose another --out"):
@@ -112,7 +111,7 @@ def _clean_into_folder(
         files = {name: f"{base}/{FOLDER}/{name}-*.parquet" for name in names_of_splits(tables)}
         words = f'"parquet", data_files={files}' if is_store(out) else repr(base)
         lines.append(f"as Parquet: {base}/{FOLDER}; in Python: datasets.load_dataset({words})")
-    return [*lines, f"train on it: modelwright run quickstart --data.sources {shlex.quote(out)}"]
+    return [*lines, f"train on it: modelwright run quickstart --name mine --data.sources {shlex.quote(out)}"]
 
 
 def explain_document(out: str, identifier: str) -> str:

@@ -19,6 +19,7 @@ from modelwright.compress.int8 import Int8WeightsConfig
 from modelwright.core.artifacts import Manifest, describe_file, write_atomic
 from modelwright.core.errors import ConfigError
 from modelwright.core.progress import Progress
+from modelwright.core.resources import git_commit
 from modelwright.data.tokenizer import Tokenizer
 from modelwright.infer.engine import Engine, EngineConfig
 from modelwright.pipeline.models import FoundModel
@@ -109,7 +110,10 @@ def evaluate_tasks(
         info={"model": found.source.describe(), "model_digest": found.source.digest or folder_digest(folder)},
         progress=progress,
     )
-    results = import_module("lm_eval").simple_evaluate(
+    evaluator = import_module("lm_eval.evaluator")
+    # Its own way to the working folder's commit lets git print "fatal: not a git repository".
+    evaluator.get_git_commit_hash = lambda: git_commit(Path.cwd()) or None
+    results = evaluator.simple_evaluate(
         model=lm,
         tasks=list(tasks.names),
         task_manager=tasks.manager,

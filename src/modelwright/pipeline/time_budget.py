@@ -5,6 +5,7 @@ What the other stages are expected to take comes off first. The lengths are writ
 command keeps them.
 """
 
+import math
 import shutil
 import statistics
 import time
@@ -145,9 +146,10 @@ def num_steps_within(config: RunConfig, budget_s: float, seconds: Mapping[str, f
         lengths[name] = int((fraction * budget_s - validation_s) / each_s)
         if lengths[name] < FEWEST_STEPS:
             needed_s = (FEWEST_STEPS * each_s + validation_s) / fraction - budget_s
+            least = math.ceil(10 * (config.minutes + needed_s / 60)) / 10  # rounded up, or it would be too few again
             raise ConfigError(
                 f"minutes: {config.minutes:g} are too few for {FEWEST_STEPS} steps of {name} beside the other stages; "
-                f"give at least {config.minutes + needed_s / 60:.2g}, or a smaller model or batch"
+                f"give at least {least:g}, or a smaller model or batch"
             )
     return lengths
 

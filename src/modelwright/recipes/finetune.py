@@ -27,12 +27,13 @@ def finetune_request(
     *,
     lora: bool = False,
     num_processes: int = 1,
+    only: Sequence[str] = (),
 ) -> Request:
     """The request to fine-tune `model`, a Hugging Face folder or a run, on `sources`.
 
-    lora: train low-rank adapters, which are merged into the model at the end. A run that exists keeps the lengths that
-    it was created with. Raises `ConfigError` and `DataError` as `load` does, and if the sources hold nothing to
-    fine-tune on.
+    lora: train low-rank adapters, which are merged into the model at the end; only: the stages named by `--stages`, as
+    in `load`. A run that exists keeps the lengths that it was created with. Raises `ConfigError` and `DataError` as
+    `load` does, and if the sources hold nothing to fine-tune on.
     """
     if not sources:
         raise ConfigError("finetune: name the files with the examples after the model: modelwright finetune MODEL DATA")
@@ -57,7 +58,7 @@ def finetune_request(
             num_microbatches=request.config.section(SFT).gradient_accumulation_steps,
             num_processes=num_processes,
         )
-    request = load(RECIPE, merge(lengths, settings), run_dir)
+    request = load(RECIPE, merge(lengths, settings), run_dir, only)
     return replace(request, origin=f"{request.origin}, model {model}")
 
 

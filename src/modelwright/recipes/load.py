@@ -102,6 +102,8 @@ def find_run(word: str) -> RunDir:
     for path in (Path(word), RUNS / word):
         if os.path.isfile(path / "run.json"):
             return RunDir(path)
+    if not any(os.path.isdir(path) for path in (Path(word), RUNS / word)):
+        raise ConfigError(f"{word}: no such folder, here or as {RUNS / word}{hub_hint(word)}")
     raise ConfigError(f"{word}: is not a run directory (no run.json in it or in {RUNS / word}){hub_hint(word)}")
 
 

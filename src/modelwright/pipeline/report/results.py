@@ -132,23 +132,24 @@ def best_baseline(
 
 
 def int8_facts(data: RunData, stage: StageData) -> Sequence[Fact]:
-    """How much smaller and faster the INT8 model is."""
+    """How much smaller and faster the quantized model is."""
     comparison = stage.json("results.json")["comparison"]
     ratio = comparison["reference_bytes"] / comparison["int8_bytes"]
     speeds = [pair["int8_tokens_per_s"] / pair["reference_tokens_per_s"] for pair in comparison["speed"]]
-    return [Fact("INT8", f"{ratio:.1f}x smaller", f"{min(speeds):.1f} to {max(speeds):.1f}x as fast")]
+    return [Fact(_integers(stage), f"{ratio:.1f}x smaller", f"{min(speeds):.1f} to {max(speeds):.1f}x as fast")]
 
 
 def int8_section(data: RunData, stage: StageData) -> Section:
-    """Size, speed and accuracy of the INT8 model."""
+    """Size, speed and accuracy of the quantized model."""
     results = stage.json("results.json")
     comparison = results["comparison"]
     agreement = comparison["agreement"]
     rows = [*_int8_size_and_speed_rows(comparison), *_int8_accuracy_rows(results)]
     before, after = agreement["reference_loss"], agreement["int8_loss"]
     rows.append(["loss, nats per token", number(before), number(after), f"{after - before:+.4f}", ""])
-    header = ["measure", "FP32", "INT8", "change", "95% interval"]
-    table = Table(header, rows, "FP32 and INT8 in numbers", numeric=range(1, 5))
+    name = _integers(stage)
+    header = ["measure", "FP32", name, "change", "95% interval"]
+    table = Table(header, rows, f"FP32 and {name} in numbers", numeric=range(1, 5))
     words = (
         f"Both models predict the same next token at {percent(agreement['same_first'])} of "
         f"{count(agreement['num_tokens'])} positions. The mean KL divergence is "
@@ -165,7 +166,12 @@ def int8_section(data: RunData, stage: StageData) -> Section:
                 f"rounding to the nearest code {percent(mean['nearest'], 2)} (means over layers)."
             )
         )
-    return Section("int8", "INT8 beside FP32", blocks, lead)
+    return Section("int8", f"{name} beside FP32", blocks, lead)
+
+
+def _integers(stage: StageData) -> str:
+    """The weights' number format: INT8, INT4."""
+    return f"INT{stage.json('results.json')['bits']}"
 
 
 NUM_SHOWN_ANSWERS = 3

@@ -203,8 +203,9 @@ def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
     do not go with the shapes of teacher and student.
     """
     training: DistillConfig = config.section(DISTILL)
+    shapes = student_shape(config), teacher_shape(config)  # errors about them name the section student
     with prefix_errors(DISTILL.name):
-        check_shapes(training.settings(), student_shape(config), teacher_shape(config))
+        check_shapes(training.settings(), *shapes)
     stage = _TRAINING.build(config, run, present)
     return replace(
         stage,

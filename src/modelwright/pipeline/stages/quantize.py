@@ -87,6 +87,7 @@ def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
         settings={"quantize": dump(config.serve.int8), "evaluate": dump(config.section(EVALUATE))},
         parents=(CLEAN.name, PACK.name, final_model(config), *evaluated),
         run=lambda context: _run(context, config),
+        version=2,  # results.json names the bits of the weights
     )
 
 
@@ -95,7 +96,7 @@ def _run(context: StageContext, config: RunConfig) -> None:
     source = context.parents[name]
     reference, tokenizer = load_model(source), Tokenizer.load(source)
     context.progress.begin("quantize", 0, "tensors")
-    described, errors = _quantize(context, source, reference, config)
+    bits, described, errors = _quantize(context, source, reference, config)
     tokenizer.save(out, max_length=config.model.max_seq_len)
     int8 = load_int8(out, config.serve.int8)
     comparison = compare(reference, int8, _sample(context.parents[PACK.name]))
@@ -103,6 +104,7 @@ def _run(context: StageContext, config: RunConfig) -> None:
     results: dict[str, Any] = {
         "model": name,
         "backend": config.serve.int8.backend,
+        "bits": bits,
         "grid": described,
         "layer_errors": errors,
         "comparison": asdict(comparison),
@@ -117,11 +119,15 @@ def _run(context: StageContext, config: RunConfig) -> None:
     results["change"] = compare_evaluations(out / "int8", before, config.section(EVALUATE))
     write_atomic(out / RESULTS, json.dumps(results, indent=1))
     ratio = comparison.reference_bytes / comparison.int8_bytes
-    context.progress.note(f"INT8: {ratio:.1f}x smaller; {headline(results['int8'])}")
+    context.progress.note(f"INT{bits}: {ratio:.1f}x smaller; {headline(results['int8'])}")
 
 
-def _quantize(context: StageContext, source: Path, reference: Decoder, config: RunConfig) -> tuple[str, dict[str, Any]]:
-    """Write the quantized model; returns what its grid is, in words, and the errors of its layers if GPTQ made them."""
+def _quantize(
+    context: StageContext, source: Path, reference: Decoder, config: RunConfig
+) -> tuple[int, str, dict[str, Any]]:
+    """Write the quantized model; returns the bits of its weights, what its grid is, in words, and the errors of its
+    layers if GPTQ made them.
+    """
     settings, out = config.serve.int8, context.output.path
     grid, codes, errors, first = TrainedGrid.load(source), None, dict[str, LayerError](), ""
     if grid is None and settings.weights.endswith("folded"):
@@ -131,7 +137,7 @@ def _quantize(context: StageContext, source: Path, reference: Decoder, config: R
         is_smooth = settings.weights == "int8_smooth"
         plain = smoothed(reference, _calibration(context.parents[PACK.name])) if is_smooth else reference
         save_int8(quantize_model(plain, settings), out)
-        return f"{first}{INT8_SMOOTH if is_smooth else ''}{INT8_GRID}", {}
+        return 8, f"{first}{INT8_SMOOTH if is_smooth else ''}{INT8_GRID}", {}
     if grid is None:
         grid = TrainedGrid(weights=WeightGrid(bits=4, granularity=settings.granularity), int8_ends=True)
         if settings.weights == "int4_gptq":
@@ -139,7 +145,7 @@ def _quantize(context: StageContext, source: Path, reference: Decoder, config: R
             codes = gptq(reference, rows, grid.weights, show=errors.__setitem__)
     quantized = quantize_to_grid(reference, grid, codes=codes, choose=partial(choose_backend, settings))
     save_grid_model(quantized, grid, out)
-    return f"{first}{grid.describe()}", {name: asdict(error) for name, error in errors.items()}
+    return grid.weights.bits, f"{first}{grid.describe()}", {name: asdict(error) for name, error in errors.items()}
 
 
 def _calibration(pack: Path) -> list[TokenBatch]:
@@ -178,7 +184,7 @@ def _estimate(config: RunConfig, run: RunDir, rates: Rates) -> StageEstimate:
 
 QUANTIZE = StageSpec(
     name="quantize",
-    title="Quantizing to INT8",
+    title="Quantizing to integers",
     reads=(EVALUATE,),
     needs=lambda config: (PACK.name, *needed_model(config), CLEAN.name),
     build=_build,

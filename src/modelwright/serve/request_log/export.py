@@ -59,7 +59,9 @@ def export_records(database: Database, target: Path, *, since: float, until: flo
     try:
         make_folder(target.absolute().parent)
         with writing(target):
-            with open(partial, "wb") as file:
+            partial.unlink(missing_ok=True)
+            # as the log itself: what people asked is for the owner alone, whatever the umask and an earlier file say
+            with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                 _WRITERS[target.suffix](file, groups())
                 file.flush()
                 os.fsync(file.fileno())
