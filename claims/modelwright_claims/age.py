@@ -1,7 +1,8 @@
 """How old a record is, and whether the code that it measured has changed since: decided by git, not by the record.
 
 Measured code is the claim's module with the modules of this package that it imports, and the modules of the product
-that these name. What those import in turn is left out, or every change of the product would mark every record.
+and of its packages that these name. What those import in turn is left out, or every change of the product would mark
+every record.
 """
 
 import ast
@@ -74,12 +75,12 @@ def measured_files(claim: Claim) -> Iterator[Path]:
 
 
 def _imports(file: Path) -> Iterator[str]:
-    """The modules of both packages that a file imports; names that are no modules are among them."""
+    """The modules of all packages of the project that a file imports, and names in them that are not modules."""
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and node.module:
             names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-        yield from (name for name in names if name.partition(".")[0] in (PACKAGE, PRODUCT))
+        yield from (name for name in names if name.partition(".")[0].split("_")[0] == PRODUCT)
 
 
 def _source(module: str) -> Path | None:

@@ -2,7 +2,7 @@
 
     python ray_tune.py quickstart --runs /shared/tune --trials 16 --cpus 4 --pretrain.num_steps=300
 
-It needs `pip install 'modelwright[ray-tune]'`. On a cluster, start it on one of the nodes with RAY_ADDRESS=auto and
+It needs `pip install 'modelwright-search[ray]'`. On a cluster, start it on one of the nodes with RAY_ADDRESS=auto and
 --runs on a file system that all nodes share. Rows are made once, in <runs>/rows, and trials begin with a copy of them.
 A trial whose node is lost begins again on another one, and its run goes on from its last checkpoint.
 """

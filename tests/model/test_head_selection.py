@@ -33,7 +33,6 @@ from modelwright.pipeline.exports.gguf import export_gguf_file
 from modelwright.pipeline.exports.hf import export_hf
 from modelwright.pipeline.models import FoundModel
 from modelwright.precision.apply import names_of_projections
-from modelwright.search.subnetwork import containing_shape
 from modelwright.serve.load import ModelSource
 from modelwright.train import parallelize
 from modelwright.train.objective import forward
@@ -285,8 +284,3 @@ def test_smaller_formats_take_it(tmp_path: Path) -> None:
     rows = smaller.blocks["0"].attention.head_router.weight
     assert rows.shape == (1, 32)
     assert all((model.blocks["0"].attention.head_router.weight == row).all(dim=1).any() for row in rows)
-
-
-def test_shared_weights_of_a_search_refuse_it() -> None:
-    with pytest.raises(ConfigError, match=r"model\.head_budget: sub-networks with shared weights"):
-        containing_shape(shape(), ("none",))

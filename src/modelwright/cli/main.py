@@ -37,7 +37,6 @@ from modelwright.cli import (
     report,
     requests,
     run,
-    search,
     serve,
 )
 from modelwright.cli.completion import completion
@@ -57,7 +56,7 @@ COMMANDS: Mapping[str, Command] = {
     for command in (
         run.COMMAND, finetune.COMMAND, compare.COMMAND, launch.COMMAND, evaluate.COMMAND, clean.COMMAND,
         augment.COMMAND, recipes.COMMAND, config.COMMAND, explain.COMMAND, doctor.COMMAND, plan.COMMAND,
-        federated.COMMAND, drift.COMMAND, continual.COMMAND, lineage.COMMAND, lr_find.COMMAND, search.COMMAND,
+        federated.COMMAND, drift.COMMAND, continual.COMMAND, lineage.COMMAND, lr_find.COMMAND,
         serve.COMMAND, manifests.COMMAND, requests.COMMAND, chat.COMMAND, export.COMMAND, report.COMMAND,
         completion(lambda: usable_commands()),
     )
@@ -67,7 +66,10 @@ COMMANDS: Mapping[str, Command] = {
 COMMANDS_GROUP = "modelwright.commands"
 """Entry points of other packages: each a `Command`, whose module must be quick to import, because help imports all."""
 
-DISTRIBUTIONS: Mapping[str, tuple[str, str]] = {"prove": ("modelwright-claims", "claims")}
+DISTRIBUTIONS: Mapping[str, tuple[str, str]] = {
+    "prove": ("modelwright-claims", "claims"),
+    "search": ("modelwright-search", "search"),
+}
 """Commands of this project's other packages: the distribution and the extra that installs it."""
 
 

@@ -44,7 +44,6 @@ USUAL_OF_PACKAGE: Mapping[str, str] = {
     "plan/probes": "doctor",
     "plan/rules": "doctor",
     "plan/spot": "plan spot",
-    "search": "search",
     "serve": "serve",
     "serve/manifests": "manifests",
     "serve/request_log": "requests export",

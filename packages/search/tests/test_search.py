@@ -2,11 +2,9 @@
 
 import json
 import math
-import random
 import shutil
 import sys
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,14 +17,15 @@ from modelwright.core.progress import SilentProgress
 from modelwright.core.records import read_records
 from modelwright.core.rundir import RunDir
 from modelwright.recipes.load import load
-from modelwright.search.report import as_text
-from modelwright.search.result import SearchResult
-from modelwright.search.run import STANDARD, search
-from modelwright.search.strategies.halving import HALVING
-from modelwright.search.strategy_list import STRATEGIES, known_strategies
 from modelwright.train.build import train
 from modelwright.train.job import TrainJob
 from modelwright.train.state import TrainResult
+from modelwright_search.report import as_text
+from modelwright_search.result import SearchResult
+from modelwright_search.run import search
+from modelwright_search.space import Axis
+from modelwright_search.strategies import STANDARD, STRATEGIES, known_strategies
+from modelwright_search.strategies.optuna_studies import HALVING, RUNGS
 from search_runs import copied, search_in, trials_of, wish
 
 Searched = tuple[Path, SearchResult]
@@ -36,14 +35,14 @@ Searched = tuple[Path, SearchResult]
 def searched(packed: Path, tmp_path_factory: pytest.TempPathFactory) -> Searched:
     """A search by all strategies of shapes."""
     run = copied(packed, tmp_path_factory.mktemp("searched"))
-    names = ("tpe", "random", "halving", "scaled", "reinforce")
+    names = ("halving", "tpe", "random", "scaled", "reinforce")
     return run, search_in(run, wish(packed, strategies=names, num_repetitions=1))
 
 
 def test_every_strategy_spends_its_budget_and_no_more(searched: Searched) -> None:
     _, result = searched
-    spent = {one.strategy.name: one.spent for one in result.contenders}
-    assert list(spent) == [STANDARD, "tpe", "random", "halving", "scaled", "reinforce"]
+    spent = {one.bench.strategy: one.bench.spent for one in result.contenders}
+    assert list(spent) == [STANDARD, "halving", "tpe", "random", "scaled", "reinforce"]
     assert spent[STANDARD] == 1.0
     dearest = max(trial.cost for trial in result.trials)
     assert all(2.0 - dearest < cost <= 2.0 + 1e-6 for name, cost in spent.items() if name in ("tpe", "random"))
@@ -62,62 +61,76 @@ def test_a_candidate_is_trained_once_and_gives_each_strategy_the_same_loss(searc
     assert not (run / "search" / "trainings").exists() or not any((run / "search" / "trainings").iterdir())
 
 
-def test_halving_promotes_the_better_half(searched: Searched) -> None:
+def test_a_candidate_is_trained_longer_after_it_was_trained_shorter(searched: Searched) -> None:
     _, result = searched
-    rungs = [[trial for trial in result.trials if trial.strategy == "halving" and trial.share == share]
-             for share in (0.25, 0.5, 1.0)]  # fmt: skip
-    assert len(rungs[0]) > len(rungs[1]) >= 1
-    assert rungs[2]
-    promoted = max(1, len(rungs[1]) // 2)
-    for lower, upper in pairwise([*rungs[:2], rungs[2][:promoted]]):
-        ranked = sorted(lower, key=lambda trial: (trial.loss, trial.number))
-        assert [trial.choices for trial in upper] == [trial.choices for trial in ranked[: len(upper)]]
+    trials = [trial for trial in result.trials if trial.strategy == "halving" and trial.cost]
+    assert {trial.share for trial in trials} == set(RUNGS)
+    for trial in trials:
+        shorter = [one.share for one in trials[: trial.number] if one.choices == trial.choices]
+        assert trial.share == RUNGS[0] or RUNGS[0] in shorter
 
 
 def test_what_halving_leaves_over_pays_for_the_next_best(packed: Path, tmp_path: Path) -> None:
     """Whatever is not trained for the full length in the end costs more than what is left."""
     run = copied(packed, tmp_path)
-    result = search_in(run, wish(packed, strategies=("halving",), budget=2.5))
+    result = search_in(run, wish(packed, strategies=("halving",), budget=3.5))
     trials = [trial for trial in result.trials if trial.strategy == "halving"]
     full = [trial.choices for trial in trials if trial.share == 1.0]
-    left = 2.5 - sum(trial.cost for trial in trials)
+    left = 3.5 - sum(trial.cost for trial in trials)
     others = [trial for trial in trials if trial.choices not in full]
     assert others
     assert all(trial.cost / trial.share > left for trial in others)
 
 
 class EqualCosts:
-    """A workbench whose candidates are numbers: they cost a quarter each, and lose what they are."""
+    """A workbench whose candidates are numbers: they cost a training of the run's own model, and lose what they are."""
 
     def __init__(self, budget: float) -> None:
         self.budget, self.seed, self.spent, self.space = budget, 5, 0.0, self
+        self.axes = [Axis("number", tuple(range(10**6)), is_ordered=True)]
         self.trials: list[Any] = []
-
-    def draw(self, generator: random.Random) -> dict[str, int]:
-        return {"number": generator.randrange(10**9)}
-
-    def cost(self, choices: dict[str, int], share: float) -> float:
-        return 0.25 * share
 
     def find(self, choices: dict[str, int], share: float) -> Any:
         return next((trial for trial in self.trials if (trial.choices, trial.share) == (choices, share)), None)
 
-    def try_out(self, choices: dict[str, int], share: float = 1.0) -> Any:
-        if self.spent + self.cost(choices, share) > self.budget:
+    def try_out(self, choices: dict[str, int], share: float = 1.0, *, reserve: float = 0.0) -> Any:
+        if self.spent + share + reserve > self.budget:
             return None
-        self.spent += self.cost(choices, share)
-        trial = SimpleNamespace(number=len(self.trials), choices=choices, share=share, loss=choices["number"])
+        self.spent += share
+        trial = SimpleNamespace(number=len(self.trials), choices=choices, share=share, loss=float(choices["number"]))
         self.trials.append(trial)
         return trial
 
 
-def test_halving_promotes_the_fourth_of_a_rung_where_three_leave_enough() -> None:
-    """The rungs have 16, 7 and 3 trainings, which cost 1 + 0.875 + 0.75 of 2.9."""
-    bench = EqualCosts(2.9)
+def naive_halving(losses: list[float], budget: float) -> list[tuple[float, float]]:
+    """Losses and lengths of asynchronous successive halving of candidates with these losses, in order."""
+    trials, rungs, best = list[tuple[float, float]](), dict[float, list[float]](), dict[float, float]()
+    for loss in losses:
+        if sum(share for _, share in trials) + sum(RUNGS) > budget:
+            break
+        for share in RUNGS:
+            trials.append((loss, share))
+            best[loss] = share
+            rung = rungs.setdefault(share, [])
+            rung.append(loss)
+            if loss not in sorted(rung)[: max(1, len(rung) // 2)]:
+                break
+    for loss in sorted(best, key=lambda loss: (-best[loss], loss)):
+        if best[loss] < 1.0 and sum(share for _, share in trials) + 1.0 <= budget:
+            trials.append((loss, 1.0))
+    return trials
+
+
+@pytest.mark.parametrize("budget", [1.75, 4.0, 8.0, 20.0])
+def test_halving_is_asynchronous_successive_halving(budget: float) -> None:
+    bench = EqualCosts(budget)
     HALVING.run(cast(Any, bench))
-    rungs = [[trial.loss for trial in bench.trials if trial.share == share] for share in (0.25, 0.5, 1.0)]
-    assert [len(rung) for rung in rungs] == [16, 7, 4]
-    assert rungs[2] == sorted(rungs[0])[:4]
+    tried = [(trial.loss, trial.share) for trial in bench.trials]
+    assert tried == naive_halving(list(dict.fromkeys(loss for loss, _ in tried)), budget)
+    assert budget - 1.0 < bench.spent <= budget
+    if budget >= 8.0:
+        shares = [share for _, share in tried]
+        assert shares.count(0.25) > shares.count(0.5) > shares.count(1.0) >= 2
 
 
 def test_the_winner_has_the_lowest_mean_over_seeds_and_its_yaml_is_a_run(searched: Searched) -> None:
@@ -143,7 +156,7 @@ def test_the_report_has_what_it_promises(searched: Searched) -> None:
     text = (run / "search" / "report.txt").read_text()
     assert text == as_text(result, run / "search")
     assert "measured again in a fresh engine" in text
-    assert "random (baseline)" in text
+    assert "Controller after" in text
     assert report["findings"]["controller"]["num_rewards"] >= sum(one.strategy == "reinforce" for one in result.trials)
 
 
@@ -200,7 +213,7 @@ def test_the_report_of_the_controller_is_of_what_it_learned_in_the_search(
     packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a space with fewer candidates than the budget would pay for, the search ends by repetition."""
-    monkeypatch.setattr("modelwright.search.workbench.MAX_REFUSALS", 8)
+    monkeypatch.setattr("modelwright_search.workbench.MAX_REFUSALS", 8)
     space = tmp_path / "rates.yaml"
     space.write_text("space: hyperparameters\nlearning_rate: [1e-3, 2e-3]\nbatch_tokens: [256]\nweight_decay: [0.0]\n")
     run = copied(packed, tmp_path)
@@ -212,7 +225,7 @@ def test_the_report_of_the_controller_is_of_what_it_learned_in_the_search(
 def test_candidates_beyond_a_limit_are_measured_but_not_trained(
     packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("modelwright.search.workbench.MAX_REFUSALS", 8)
+    monkeypatch.setattr("modelwright_search.workbench.MAX_REFUSALS", 8)
     run = copied(packed, tmp_path)
     with pytest.raises(ModelwrightError, match=r"no candidate within .* was trained; raise --max-latency-ms"):
         search_in(run, wish(packed, max_latency_ms=1e-6))
@@ -231,7 +244,7 @@ def test_parameters_are_counted_before_anything_is_measured(packed: Path, tmp_pa
 
 
 PACKAGE = """
-from modelwright.search.strategy import SearchStrategy
+from modelwright_search.workbench import SearchStrategy
 
 
 def first_and_last(bench):
@@ -239,7 +252,7 @@ def first_and_last(bench):
         bench.try_out({axis.name: axis.values[place] for axis in bench.space.axes})
 
 
-CORNERS = SearchStrategy(name="corners", summary="the first and the last values", run=first_and_last)
+CORNERS = SearchStrategy(name="corners", run=first_and_last)
 """
 
 
@@ -258,7 +271,7 @@ def test_a_package_adds_a_strategy(
     result = search_in(run, wish(packed, strategies=("corners",)))
     monkeypatch.delitem(sys.modules, "corners")
     assert [(one[0], one[2]["layers"]) for one in trials_of(run)] == [(STANDARD, 2), ("corners", 1), ("corners", 2)]
-    assert {one.strategy.name for one in result.contenders} == {STANDARD, "corners"}
+    assert {one.bench.strategy for one in result.contenders} == {STANDARD, "corners"}
 
 
 def test_hyperparameters_by_the_same_command(packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,7 +285,7 @@ def test_hyperparameters_by_the_same_command(packed: Path, tmp_path: Path, monke
         result = train(job, *more)
         return replace(result, heldout_loss=math.nan) if job.config.learning_rate == 3e-3 else result
 
-    monkeypatch.setattr("modelwright.search.candidates.train", failing)
+    monkeypatch.setattr("modelwright_search.candidates.train", failing)
     run = copied(packed, tmp_path)
     space = tmp_path / "rates.yaml"
     space.write_text("space: hyperparameters\nlearning_rate: [1e-3, 2e-3, 3e-3]\nbatch_tokens: [128, 512]\n")
@@ -288,19 +301,13 @@ def test_hyperparameters_by_the_same_command(packed: Path, tmp_path: Path, monke
     assert config["pretrain"]["learning_rate"] == result.winner.best.choices["learning_rate"]
 
 
-def test_without_optuna_the_error_says_what_to_install(
-    packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(ConfigError, match=r"--strategies: tpe needs .* pip install 'modelwright\[search\]'"):
-        search_in(copied(packed, tmp_path), wish(packed, strategies=("tpe",)))
-
-
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"strategies": ("tpee",)}, "--strategies: 'tpee' is not one of tpe.*did you mean 'tpe'"),
-        ({"strategies": ("tpe", "tpe")}, "--strategies: one is named twice"),
+        ({"strategies": ("tpee",)}, "--strategies: 'tpee' is not one of halving, tpe.*did you mean 'tpe'"),
+        ({"strategies": ("tpe", "tpe")}, "--strategies: tpe is named twice"),
+        ({"strategies": ()}, "--strategies: names none of halving"),
+        ({"strategies": ("halving",), "budget": 1.5}, "--budget: halving needs at least 1.75, got 1.5"),
         ({"space": "architectures"}, "--space: 'architectures' is not one of"),
         ({"space": "hyperparameters", "strategies": ("scaled",)}, "scaled works on shapes"),
     ],

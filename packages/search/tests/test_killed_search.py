@@ -12,7 +12,7 @@ import chance_latencies
 from modelwright.core.config import digest
 from modelwright.core.records import read_records
 from modelwright.model.config import ModelConfig
-from modelwright.search.candidates import Candidates
+from modelwright_search.candidates import Candidates
 from rank_processes import start_process
 from search_runs import copied, search_in, trials_of, wish
 

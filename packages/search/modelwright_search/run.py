@@ -1,9 +1,7 @@
 """One search from a run's configuration to its report: folder, lock, journal, strategies, winner."""
 
-import math
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,54 +20,19 @@ from modelwright.pipeline.run import previous_config
 from modelwright.pipeline.run_config import read_run_config
 from modelwright.pipeline.stages.model_folder import folder_fingerprint
 from modelwright.pipeline.stages.pack import PACK
-from modelwright.search.candidates import Candidates
-from modelwright.search.journal import FILE, Journal
-from modelwright.search.latency import load_for
-from modelwright.search.report import write_report
-from modelwright.search.result import Searched, SearchResult, judge
-from modelwright.search.space import Space, space_of
-from modelwright.search.strategy import SearchStrategy
-from modelwright.search.strategy_list import strategies_of
-from modelwright.search.trial import ServingLimits
-from modelwright.search.workbench import Workbench
-
-STANDARD = "standard"
-"""The name under which the run's own shape and settings take part."""
+from modelwright_search.candidates import JOURNAL, Candidates, Journal
+from modelwright_search.config import SearchConfig
+from modelwright_search.latency import load_for
+from modelwright_search.report import write_report
+from modelwright_search.result import SearchResult, judge
+from modelwright_search.space import Space, space_of
+from modelwright_search.strategies import STANDARD, strategies_of
+from modelwright_search.workbench import SearchFinding, SearchStrategy, ServingLimits, Workbench
 
 
-@dataclass(frozen=True, kw_only=True)
-class SearchConfig:
-    """What a search may spend and what its winner may need."""
-
-    budget: float = 8.0
-    """Training cost of each strategy, in trainings of the run's own model."""
-    num_steps: int = 200
-    """Updates of a training of full length, at the run's own batch."""
-    max_latency_ms: float = 0.0
-    """Limit for a decoded token; 0 is the latency of the run's own model."""
-    max_parameters: int = 0
-    """Limit; 0 is the number of the run's own model."""
-    num_streams: int = 1
-    """Answers that are decoded at once while latency is measured."""
-    space: str = "architecture"
-    """One of `SPACES`, or a YAML file with other values."""
-    strategies: tuple[str, ...] = ()
-    """Names from `STRATEGIES`; () takes those of `DEFAULT`."""
-    num_repetitions: int = 1
-    """Trainings with other seeds of each strategy's best candidate, of which the winner is chosen."""
-
-    def __post_init__(self) -> None:
-        for name, option in (("budget", "--budget"), ("max_latency_ms", "--max-latency-ms")):
-            if not 0.0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"{option}: must be finite and not negative, got {getattr(self, name):g}")
-        if self.budget < 1.0:
-            raise ConfigError(f"--budget: must be at least 1, one training of the run's own model, got {self.budget:g}")
-        least = {"num_steps": 2, "num_streams": 1, "max_parameters": 0, "num_repetitions": 0}
-        options = {"num_steps": "--steps", "num_repetitions": "--repetitions", "num_streams": "--streams"}
-        for name, smallest in least.items():
-            if getattr(self, name) < smallest:
-                option = options.get(name, "--max-parameters")
-                raise ConfigError(f"{option}: must be at least {smallest}, got {getattr(self, name)}")
+def train_standard(bench: Workbench) -> None:
+    """`SearchStrategy.run` of the run's own model."""
+    bench.try_out(bench.space.standard_choices)
 
 
 def search(
@@ -98,9 +61,9 @@ def search(
         space = space_of(wish.space, config.model, training, config.section(PACK).seq_len)
         if space.changes_shape and config.init_from:
             raise ConfigError("init_from: fixes the shape of the model; search hyperparameters (--space), or clear it")
-        strategies = strategies_of(wish.strategies, shapes=space.changes_shape)
+        strategies = strategies_of(wish.strategies, shapes=space.changes_shape, budget=wish.budget)
         rows = borrowed_rows(config, run, folder, ["search", *words], progress).folder
-        journal = Journal(folder / FILE)
+        journal = Journal(folder / JOURNAL)
         journal.check_identity(identity(config, wish, space, rows), folder)
         use_threads(config.hardware.num_threads)
         candidates = Candidates(
@@ -117,9 +80,23 @@ def search(
             raise ConfigError(
                 "data.validation_fraction: no rows are held out, so that candidates cannot be compared; raise it"
             )
-        limits = limits_of(candidates, space, wish)
-        searched = run_strategies([own_model(), *strategies], candidates, space, limits, wish)
-        result = judge(searched, candidates, limits, wish.num_repetitions)
+        own = space.standard.model
+        limits = ServingLimits(
+            latency_ms=wish.max_latency_ms or candidates.latency_ms(own),
+            num_parameters=wish.max_parameters or own.num_parameters,
+        )
+        searched: dict[str, tuple[Workbench, SearchFinding | None]] = {}
+        for strategy in (SearchStrategy(name=STANDARD, run=train_standard), *strategies):
+            bench = Workbench(
+                strategy=strategy.name,
+                space=space,
+                candidates=candidates,
+                limits=ServingLimits() if strategy.name == STANDARD else limits,  # it takes part whatever it needs
+                budget=wish.budget,
+            )
+            searched[strategy.name] = bench, strategy.run(bench)
+            progress.note(summary(bench))
+        result = judge(searched, wish, limits)
         write_report(result, folder)
         return result
 
@@ -138,10 +115,9 @@ def settled(config: RunConfig, run: RunDir, folder: Path, progress: Progress) ->
 
 def remove_results(folder: Path) -> None:
     """What a search has left, except for the rows."""
-    for path in (folder / FILE, folder / "config.yaml"):
+    for path in (folder / JOURNAL, folder / "config.yaml"):
         path.unlink(missing_ok=True)
-    for name in ("trainings", "supernet"):
-        shutil.rmtree(folder / name, ignore_errors=True)
+    shutil.rmtree(folder / "trainings", ignore_errors=True)
 
 
 def identity(config: RunConfig, wish: SearchConfig, space: Space, rows: Path) -> dict[str, Any]:
@@ -163,44 +139,8 @@ def identity(config: RunConfig, wish: SearchConfig, space: Space, rows: Path) ->
     }
 
 
-def limits_of(candidates: Candidates, space: Space, wish: SearchConfig) -> ServingLimits:
-    """The wishes, or what the run's own model needs."""
-    shape = space.standard.model
-    latency_ms = candidates.latency_ms(shape)
-    return ServingLimits(
-        latency_ms=wish.max_latency_ms or latency_ms,
-        num_parameters=wish.max_parameters or shape.num_parameters,
-    )
-
-
-def run_strategies(
-    strategies: Sequence[SearchStrategy],
-    candidates: Candidates,
-    space: Space,
-    limits: ServingLimits,
-    wish: SearchConfig,
-) -> list[Searched]:
-    """Each strategy in turn, with a budget of its own."""
-    searched: list[Searched] = []
-    for strategy in strategies:
-        bench = Workbench(strategy=strategy.name, space=space, candidates=candidates, limits=limits, budget=wish.budget)
-        strategy.run(bench)
-        searched.append(Searched(strategy, bench))
-        candidates.progress.note(_summary(bench))
-    return searched
-
-
-def own_model() -> SearchStrategy:
-    """The run's own shape and settings, trained once, whatever the limits."""
-    return SearchStrategy(name=STANDARD, summary="the run's own model", run=try_own, is_baseline=True)
-
-
-def try_own(bench: Workbench) -> None:
-    """`SearchStrategy.run` of the run's own model."""
-    bench.try_standard()
-
-
-def _summary(bench: Workbench) -> str:
+def summary(bench: Workbench) -> str:
+    """What a strategy has done, in one line."""
     losses = [trial.loss for trial in bench.trials if trial.is_full and trial.loss is not None]
     best = f"lowest held-out loss {min(losses):.4f}" if losses else "no training of full length"
     spent = f"{plural(bench.num_trained, 'training')}, {bench.spent:.2f} of {bench.budget:g} spent"

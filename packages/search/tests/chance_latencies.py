@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from modelwright.cli.main import main
-from modelwright.search import candidates
+from modelwright_search import candidates
 
 FASTEST_MS, SLOWEST_MS, LIMIT_MS = 1.0, 4.0, 2.0
 

@@ -4,8 +4,6 @@ Every axis has finitely many values, so that a choice is a plain mapping that a 
 recognized, and every strategy, a controller with softmax outputs included, works on every space.
 """
 
-import math
-import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +14,7 @@ from modelwright.core.errors import ConfigError
 from modelwright.core.suggest import did_you_mean
 from modelwright.model.config import AttentionGate, ModelConfig
 from modelwright.train.config import TrainConfig
+from modelwright_search.config import SPACES
 
 Value = int | float | str
 Choices = Mapping[str, Value]
@@ -58,15 +57,8 @@ class Space:
     def candidate(self, choices: Choices) -> ModelCandidate:
         """The candidate of these choices, which may be off the grid."""
         assert set(choices) == {axis.name for axis in self.axes}, choices
-        return self.apply(self.standard, choices)
-
-    def draw(self, generator: random.Random) -> dict[str, Value]:
-        """Choices drawn evenly on each axis."""
-        return {axis.name: generator.choice(axis.values) for axis in self.axes}
-
-    @property
-    def num_candidates(self) -> int:
-        return math.prod(len(axis.values) for axis in self.axes)
+        # Choices do not say everything: a `gqa` of the run may have another number of key/value heads than ours.
+        return self.standard if choices == self.standard_choices else self.apply(self.standard, choices)
 
     def settings(self, candidate: ModelCandidate, stage: str) -> dict[str, Any]:
         """The settings, as a run's YAML has them, in which a candidate differs from the standard one; stage: the name
@@ -176,9 +168,6 @@ def hyperparameters(model: ModelConfig, training: TrainConfig, seq_len: int) -> 
         ),
         changes_shape=False,
     )
-
-
-SPACES = ("architecture", "hyperparameters")
 
 
 def space_of(word: str, model: ModelConfig, training: TrainConfig, seq_len: int) -> Space:

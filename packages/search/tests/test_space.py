@@ -1,6 +1,7 @@
 """Spaces: every candidate is legal, and a user's own values are checked."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,8 @@ import pytest
 from modelwright.core.errors import ConfigError
 from modelwright.model.decoder import Decoder
 from modelwright.recipes.load import recipe
-from modelwright.search.space import architecture, hyperparameters, kind_of, num_kv_heads, space_of
-from modelwright.search.strategies.scaled import scaled_choices
+from modelwright_search.space import architecture, hyperparameters, kind_of, num_kv_heads, space_of
+from modelwright_search.strategies.scaled import scaled_choices
 
 TINY = recipe("tiny")
 
@@ -19,14 +20,24 @@ def test_every_shape_is_one_that_a_model_can_have(name: str) -> None:
     config = recipe(name)
     space = architecture(config.model, config.first_training)
     assert space.candidate(space.standard_choices).model == config.model
-    generator = random.Random(0)
+    dice = random.Random(0)
     for _ in range(300):
-        choices = space.draw(generator)
+        choices = {axis.name: dice.choice(axis.values) for axis in space.axes}
         shape = space.candidate(choices).model
         assert shape.num_heads % shape.num_kv_heads == 0
         assert shape.head_dim == config.model.head_dim
         assert choices["attention"] in (kind_of(shape), "gqa", "mqa")  # with one or two heads kinds are the same
-    assert Decoder(space.candidate(space.draw(generator)).model).config.vocab_size == config.model.vocab_size
+        assert shape.vocab_size == config.model.vocab_size
+    Decoder(shape)
+
+
+def test_the_runs_own_shape_keeps_its_number_of_key_value_heads() -> None:
+    """It is a `gqa`, and other candidates with as many heads have half as many key/value heads."""
+    model = replace(TINY.model, num_heads=8, num_kv_heads=2, head_dim=TINY.model.head_dim)
+    space = architecture(model, TINY.first_training)
+    assert space.candidate(space.standard_choices).model == model
+    wider = space.candidate({**space.standard_choices, "ffn": 2 * model.ffn_dim})
+    assert (wider.model.num_heads, wider.model.num_kv_heads) == (8, 4)
 
 
 def test_key_value_heads_of_kinds() -> None:

@@ -1,8 +1,7 @@
 """The run's own shape, scaled as a whole: what one would do without a search."""
 
-from modelwright.search.space import Choices, Value
-from modelwright.search.strategy import SearchStrategy
-from modelwright.search.workbench import Workbench
+from modelwright_search.space import Choices, Value
+from modelwright_search.workbench import SearchStrategy, Workbench
 
 NUM_SCALES = 40
 LARGEST = 2.0
@@ -33,10 +32,4 @@ def scaled_choices(standard: Choices, factor: float) -> dict[str, Value]:
     return scaled
 
 
-SCALED = SearchStrategy(
-    name="scaled",
-    summary="the run's own shape, scaled as a whole",
-    run=search_along_scales,
-    needs_shapes=True,
-    is_baseline=True,
-)
+SCALED = SearchStrategy(name="scaled", run=search_along_scales, needs_shapes=True)

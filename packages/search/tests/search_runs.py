@@ -10,8 +10,8 @@ from modelwright.core.progress import SilentProgress
 from modelwright.core.records import read_records
 from modelwright.core.rundir import RunDir
 from modelwright.recipes.load import load
-from modelwright.search.result import SearchResult
-from modelwright.search.run import SearchConfig, search
+from modelwright_search.result import SearchResult
+from modelwright_search.run import SearchConfig, search
 
 SHAPES = "layers: [1, 2]\nwidth: [32, 48]\nheads: [2, 4]\nattention: [mha, mqa]\nffn: [64, 96]\n"
 """96 shapes, with the gates."""

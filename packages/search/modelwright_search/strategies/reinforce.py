@@ -11,17 +11,14 @@ uniform distribution that it begins with, and its report says how far it has com
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from modelwright.search.space import Axis, Choices, Value
-from modelwright.search.strategy import SearchFinding, SearchStrategy
-from modelwright.search.trial import Trial
-from modelwright.search.workbench import Workbench
+from modelwright_search.space import Axis
+from modelwright_search.workbench import SearchFinding, SearchStrategy, Workbench
 
 HIDDEN_DIM, NUM_LAYERS = 35, 2
 LEARNING_RATE = 6e-4
@@ -124,49 +121,26 @@ class Reinforce:
         self.num_rewards += 1
 
 
-def search_by_reinforce(bench: Workbench) -> None:
+def search_by_reinforce(bench: Workbench) -> SearchFinding:
     """The controller draws, the workbench tries, and each trial teaches it. A candidate that comes again teaches it
-    again, and costs nothing.
+    again, and costs nothing. Returns the probabilities of its likeliest values beside those of an even draw.
     """
-    taught(bench, bench.try_out)
-
-
-def taught(bench: Workbench, outcome: Callable[[Choices], Trial | None]) -> Reinforce:
-    """The controller after all lessons. outcome: of what it draws; None ends them."""
-    learner = Reinforce(bench.space.axes, bench.seed)
+    axes = bench.space.axes
+    learner = Reinforce(axes, bench.seed)
     for _ in range(MAX_LESSONS):
         places = learner.draw()
-        trial = outcome(_choices(bench, places))
+        choices = {axis.name: axis.values[place] for axis, place in zip(axes, places, strict=True)}
+        trial = bench.try_out(choices)
         if trial is None:
             break
         learner.learn(places, reward_of(trial.loss))
-    return learner
-
-
-def _choices(bench: Workbench, places: Sequence[int]) -> dict[str, Value]:
-    return {axis.name: axis.values[place] for axis, place in zip(bench.space.axes, places, strict=True)}
-
-
-def policy(bench: Workbench, trials: Sequence[Trial]) -> SearchFinding:
-    """How far the controller has come: the probabilities of its likeliest values against those of an even draw. It
-    searches once more, with what the journal has, and so ends where the search ended.
-    """
-    again = replace(bench, trials=[], extra_cost=0.0, num_refused=0)
-    learner = taught(again, again.try_out)
-    likeliest, even = learner.controller.probabilities(), [1.0 / len(axis.values) for axis in bench.space.axes]
-    named = zip(bench.space.axes, likeliest, even, strict=True)
-    words = ", ".join(f"{axis.name} {high:.2f} (evenly {low:.2f})" for axis, high, low in named)
-    figures = {axis.name: high for axis, high in zip(bench.space.axes, likeliest, strict=True)}
+    likeliest = dict(zip((axis.name for axis in axes), learner.controller.probabilities(), strict=True))
+    words = ", ".join(f"{axis.name} {likeliest[axis.name]:.2f} (evenly {1.0 / len(axis.values):.2f})" for axis in axes)
     return SearchFinding(
         name="controller",
-        figures={"likeliest": figures, "num_rewards": learner.num_rewards},
+        figures={"likeliest": likeliest, "num_rewards": learner.num_rewards},
         text=f"Controller after {learner.num_rewards} rewards, probability of the likeliest value: {words}",
     )
 
 
-REINFORCE = SearchStrategy(
-    name="reinforce",
-    summary="a recurrent controller that learns from rewards (Zoph and Le 2017)",
-    run=search_by_reinforce,
-    conclude=policy,
-)
+REINFORCE = SearchStrategy(name="reinforce", run=search_by_reinforce)

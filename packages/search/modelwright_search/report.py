@@ -8,9 +8,9 @@ from typing import Any
 
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.config import save_yaml
-from modelwright.search.result import Contender, Promise, SearchResult
-from modelwright.search.space import Choices
-from modelwright.search.trial import Trial
+from modelwright_search.result import Contender, Promise, SearchResult
+from modelwright_search.space import Choices
+from modelwright_search.workbench import Trial
 
 WINNER = "winner.yaml"
 
@@ -44,12 +44,12 @@ def _promise_json(promise: Promise) -> dict[str, Any]:
 
 
 def _contender_json(one: Contender) -> dict[str, Any]:
+    bench = one.bench
     return {
-        "strategy": one.strategy.name,
-        "is_baseline": one.strategy.is_baseline,
-        "num_trained": one.num_trained,
-        "num_refused": one.num_refused,
-        "spent": one.spent,
+        "strategy": bench.strategy,
+        "num_trained": bench.num_trained,
+        "num_refused": len(bench.trials) - bench.num_trained,
+        "spent": bench.spent,
         "best": vars(one.best) if one.best else None,
         "losses": list(one.losses),
         "mean_loss": one.mean_loss if math.isfinite(one.mean_loss) else None,
@@ -75,7 +75,7 @@ def _winner_lines(result: SearchResult, folder: Path) -> list[str]:
     is_standard = winner is result.contenders[0]
     lines = [
         f"winner      {_words(winner.best.choices)}",
-        f"from        {winner.strategy.name}" + (" (nothing has beaten the run's own model)" if is_standard else ""),
+        f"from        {winner.bench.strategy}" + (" (nothing has beaten the run's own model)" if is_standard else ""),
         f"loss        {winner.mean_loss:.4f} nats a token, held out, mean of {len(winner.losses)} seeds",
         f"parameters  {winner.best.num_parameters:,}, where {result.limits.num_parameters:,} are allowed",
         f"latency     promised {promise.promised_ms:.3f} ms a token, where {result.limits.latency_ms:.3f} are allowed; "
@@ -97,10 +97,10 @@ def _strategy_table(result: SearchResult) -> list[str]:
         best = one.best
         rows.append(
             [
-                one.strategy.name + (" (baseline)" if one.strategy.is_baseline else ""),
-                str(one.num_trained),
-                str(one.num_refused),
-                f"{one.spent:.2f}",
+                one.bench.strategy,
+                str(one.bench.num_trained),
+                str(len(one.bench.trials) - one.bench.num_trained),
+                f"{one.bench.spent:.2f}",
                 f"{one.mean_loss:.4f}" if math.isfinite(one.mean_loss) else "-",
                 " ".join("failed" if loss is None else f"{loss:.4f}" for loss in one.losses) or "-",
                 f"{best.latency_ms:.3f}" if best else "-",

@@ -9,9 +9,9 @@ import pytest
 from modelwright.core.errors import ConfigError
 from modelwright.infer.engine import EngineConfig
 from modelwright.parallel.mesh import single
-from modelwright.search import latency
-from modelwright.search.latency import decode_latency_ms, load_for
-from modelwright.search.result import promise_of
+from modelwright_search import latency
+from modelwright_search.latency import decode_latency_ms, load_for
+from modelwright_search.result import promise_of
 from tiny_decoder import make_config
 
 

@@ -6,9 +6,9 @@ import math
 import pytest
 import torch
 
-from modelwright.search.space import Axis
-from modelwright.search.strategies import reinforce
-from modelwright.search.strategies.reinforce import Reinforce, reward_of
+from modelwright_search.space import Axis
+from modelwright_search.strategies import reinforce
+from modelwright_search.strategies.reinforce import Reinforce, reward_of
 
 AXES = [Axis("a", (1, 2, 3), is_ordered=True), Axis("b", ("x", "y"), is_ordered=False)]
 

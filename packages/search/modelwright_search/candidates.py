@@ -1,0 +1,214 @@
+"""Measurement of candidates on the serving engine, their training by the training loop, and the journal of both.
+
+The journal has everything that was measured or trained, by what it depends on, so that two strategies that propose one
+candidate share the work; the budget of each is charged as if it were alone. A strategy is a deterministic function of
+what its trials return: started again after a kill, it proposes the same trials, gets the results of those that the
+journal has, and goes on with the first one that it lacks.
+"""
+
+import math
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from modelwright.core.config import digest, dump
+from modelwright.core.errors import STOPPING, ArtifactError, ConfigError, ModelwrightError, StorageError
+from modelwright.core.event_log import EventLog
+from modelwright.core.progress import Progress
+from modelwright.core.rundir import StageDir
+from modelwright.core.seeds import derive_seed
+from modelwright.data.batch import TokenBatch
+from modelwright.data.images.store import open_images
+from modelwright.data.loader import PackedLoader, PackedRows
+from modelwright.model.config import ModelConfig
+from modelwright.model.decoder import Decoder
+from modelwright.model.hf import load_model
+from modelwright.parallel.mesh import World
+from modelwright.pipeline.config import RunConfig
+from modelwright.pipeline.stage import StageInputs
+from modelwright.pipeline.stages.init import INIT
+from modelwright.pipeline.stages.row_use import heldout_sample
+from modelwright.train.build import train
+from modelwright.train.config import TrainConfig
+from modelwright.train.job import TrainJob
+from modelwright.train.objective import Objective
+from modelwright_search.latency import Load, decode_latency_ms
+from modelwright_search.space import ModelCandidate
+
+JOURNAL = "journal.jsonl"
+MAX_LINES = 1_000_000
+NUM_APPEALS = 2
+"""Further measurements of a shape that seems to exceed the limit of latency."""
+DOUBTFUL = 1.3
+"""How far beyond the limit, as a factor, a latency may be for that."""
+
+
+class Journal:
+    """Facts by kind and key. path: of the file; a last line that a kill has cut off is dropped."""
+
+    def __init__(self, path: Path) -> None:
+        self._log = EventLog(path, max_events=MAX_LINES, keep_existing=True)
+        try:
+            self._facts = {(fact["kind"], fact["key"]): fact for fact in self._log.events}
+        except (KeyError, TypeError):
+            raise ArtifactError(f"{path}: is damaged; remove it, or search again with --restart") from None
+
+    def once(self, kind: str, key: str, make: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
+        """The recorded fact, or else what `make` returns, recorded before it is returned."""
+        if (kind, key) not in self._facts:
+            self._log.append(kind=kind, key=key, **make())
+            self._facts[kind, key] = self._log.events[-1]
+        return self._facts[kind, key]
+
+    def check_identity(self, identity: Mapping[str, Any], folder: Path) -> None:
+        """Raise `ConfigError` if the journal belongs to a search of other things; it names the first of them."""
+        known = self.once("search", "", lambda: {"identity": dict(identity)})["identity"]
+        for name, value in identity.items():
+            if known.get(name) != value:
+                raise ConfigError(
+                    f"{folder}: holds a search with another {name} ({known.get(name)!r}, now {value!r}); give the same "
+                    "one to go on with it, or --restart to throw its trials away"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidates:
+    """Measures and trains candidates of one run. num_tokens: of a training of full length; load: what latency is
+    measured under; rows: folder with the packed rows of the first training, `train` and `heldout`.
+    """
+
+    config: RunConfig
+    rows: Path
+    folder: Path
+    num_tokens: int
+    load: Load
+    world: World
+    journal: Journal
+    progress: Progress
+
+    def latency_ms(self, shape: ModelConfig, limit_ms: float = math.inf) -> float:
+        """The time of a decoded token, measured once for each shape. One that seems just beyond the limit is measured
+        again, because what else the machine does only ever adds time.
+        """
+
+        def measure() -> Mapping[str, Any]:
+            latency_ms = self.measure(shape)
+            for _ in range(NUM_APPEALS):
+                if limit_ms < latency_ms <= DOUBTFUL * limit_ms:
+                    latency_ms = min(latency_ms, self.measure(shape))
+            return {"ms": latency_ms}
+
+        return self.journal.once("latency", digest(shape), measure)["ms"]
+
+    def measure(self, shape: ModelConfig) -> float:
+        """The time of a decoded token, measured now, in a fresh engine."""
+        return decode_latency_ms(shape, self.load, self.world)
+
+    def flops(self, candidate: ModelCandidate, share: float) -> float:
+        """Planned training FLOPs, three forward passes for each token."""
+        num_tokens = self.num_steps(candidate.training, share) * candidate.training.batch_tokens
+        # A token attends to half of its document on average, and a document is taken to be half of a row.
+        return 3.0 * candidate.model.flops_per_token(self.config.model.max_seq_len / 4) * num_tokens
+
+    def num_steps(self, training: TrainConfig, share: float) -> int:
+        """Updates of a share of the full length: equally many tokens whatever the batch."""
+        return max(1, round(self.num_tokens * share / training.batch_tokens))
+
+    def train(self, candidate: ModelCandidate, share: float, seed: int, name: str) -> float | None:
+        """The held-out loss after a training from scratch for a share of the full length, with a whole schedule; None
+        if the training failed. One that was killed goes on from its newest checkpoint. Raises `Stopped` when it is
+        asked to stop.
+        """
+        num_steps = self.num_steps(candidate.training, share)
+        key = digest(
+            {
+                "model": dump(candidate.model, constants=True),
+                "training": candidate.training.identity(),
+                "num_steps": num_steps,
+                "seed": seed,
+            }
+        )
+        stage = StageDir(self.folder / "trainings" / key[:16])
+
+        def run() -> Mapping[str, Any]:
+            started, loss, problem = time.monotonic(), None, ""
+            try:
+                job = self._job(candidate, num_steps, seed, name, stage, key)
+                loss = train(job, self.world, self.progress).heldout_loss
+            except (*STOPPING, StorageError):
+                raise
+            except ModelwrightError as error:  # it has diverged, for example: a result as good as another
+                problem = str(error)
+            if loss is not None and not math.isfinite(loss):
+                loss, problem = None, "the held-out loss is not finite"
+            return {"loss": loss, "problem": problem, "seconds": time.monotonic() - started}
+
+        record = self.journal.once("training", key, run)
+        shutil.rmtree(stage.path, ignore_errors=True)
+        if record["problem"]:
+            self.progress.note(f"{name}: {record['problem']}")
+        return record["loss"]
+
+    def _job(
+        self, candidate: ModelCandidate, num_steps: int, seed: int, name: str, stage: StageDir, input_digest: str
+    ) -> TrainJob:
+        """The training of a candidate: that of the run, with its own length and without what costs time besides the
+        steps.
+        """
+        if self.config.init_from:
+            model = load_model(Path(self.config.init_from))
+        else:
+            model = Decoder(candidate.model)
+            model.init_weights(derive_seed(self.config.seed, "search", "init", seed))
+        return TrainJob(
+            model=model,
+            objective=self._objective(candidate.training, seed, stage.path),
+            config=replace(
+                candidate.training,
+                num_steps=num_steps,
+                num_tokens=0,
+                num_epochs=0.0,
+                eval_every_steps=0,
+                checkpoint_every_steps=0,
+                keep_best=False,
+                loss_spikes=replace(candidate.training.loss_spikes, rollback_after=0),
+            ),
+            num_steps=num_steps,
+            stage=stage,
+            seed=derive_seed(self.config.seed, "search", seed),
+            name=name,
+            input_digest=input_digest,
+            heldout=self.heldout(),
+        )
+
+    def _objective(self, training: TrainConfig, seed: int, folder: Path) -> Objective:
+        """What the first training of the run learns, from its rows in the order of this seed."""
+        packed, spec = PackedRows(self.rows / "train"), self.config.trainings[0]
+        assert spec.objective is not None
+        loader = PackedLoader(
+            packed,
+            batch_rows=training.batch_rows(packed.seq_len * spec.trained_rows),
+            seed=derive_seed(self.config.seed, "search", "order", seed),
+        )
+        inputs = StageInputs(
+            config=self.config,
+            training=training,
+            loader=loader,
+            plan=loader,
+            images=open_images(self.rows, "train"),
+            parents={INIT.name: Path(self.config.init_from)} if self.config.init_from else {},
+            world=self.world,
+            folder=folder,
+            note=self.progress.note,
+        )
+        return spec.objective(inputs)
+
+    def heldout(self) -> Sequence[TokenBatch]:
+        """The run's own sample of held-out rows, the same for every candidate."""
+        training, spec = self.config.first_training, self.config.trainings[0]
+        rows = training.batch_rows(PackedRows(self.rows / "train").seq_len * spec.trained_rows)
+        batch_rows = max(1, rows // training.gradient_accumulation_steps)
+        return heldout_sample(self.rows / "heldout", self.config, batch_rows=batch_rows)

@@ -1,0 +1,48 @@
+"""The strategies of the search: `STRATEGIES` is the only list of them, and other packages add theirs."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from modelwright.core.errors import ConfigError
+from modelwright.core.extensions import installed
+from modelwright.core.suggest import did_you_mean
+from modelwright_search.strategies.optuna_studies import HALVING, RANDOM, TPE
+from modelwright_search.strategies.reinforce import REINFORCE
+from modelwright_search.strategies.scaled import SCALED
+from modelwright_search.workbench import SearchStrategy
+
+GROUP = "modelwright.search_strategies"
+"""Entry points of other packages, each a `SearchStrategy`."""
+
+STANDARD = "standard"
+"""The name under which the run's own shape and settings take part in every search."""
+
+STRATEGIES = {strategy.name: strategy for strategy in (HALVING, TPE, RANDOM, SCALED, REINFORCE)}
+
+
+def known_strategies() -> Mapping[str, SearchStrategy]:
+    """The package's own and those of installed packages, which have the name of their entry point."""
+    added = installed(GROUP, SearchStrategy, taken=(*STRATEGIES, STANDARD))
+    return {**STRATEGIES, **{name: replace(strategy, name=name) for name, strategy in added.items()}}
+
+
+def strategies_of(names: Sequence[str], *, shapes: bool, budget: float) -> list[SearchStrategy]:
+    """The strategies with these names, in their order. shapes: whether the space is one of shapes. Raises
+    `ConfigError` for a name that is unknown, is named twice, or does not go with the space or the budget.
+    """
+    known = known_strategies()
+    if not names:
+        raise ConfigError(f"--strategies: names none of {', '.join(known)}")
+    for number, name in enumerate(names):
+        if name not in known:
+            raise ConfigError(f"--strategies: {name!r} is not one of {', '.join(known)}{did_you_mean(name, known)}")
+        if name in names[:number]:
+            raise ConfigError(f"--strategies: {name} is named twice")
+        if known[name].needs_shapes and not shapes:
+            raise ConfigError(f"--strategies: {name} works on shapes of models; leave it out of this space")
+        if budget < known[name].min_budget:
+            raise ConfigError(
+                f"--budget: {name} needs at least {known[name].min_budget:g}, got {budget:g}; raise it, or choose other "
+                "--strategies"
+            )
+    return [known[name] for name in names]
