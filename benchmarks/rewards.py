@@ -17,9 +17,9 @@ from pathlib import Path
 
 from modelwright.core.resources import hardware, load
 from modelwright.reward.build import build_reward
-from modelwright.reward.code import Code, CodeConfig
 from modelwright.reward.reward import Reward, Sample
-from modelwright.reward.sandbox.sandbox import KINDS, Sandbox, SandboxLimits
+from modelwright_sandbox.code import Code, CodeConfig
+from modelwright_sandbox.sandbox import KINDS, Sandbox, SandboxLimits
 
 ROUNDS = 5
 THOUGHTS = "First we add the numbers, 48 + 24 = 72, then we check the sum once more. " * 20

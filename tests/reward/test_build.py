@@ -66,13 +66,18 @@ def test_a_kind_from_outside_in_a_weighted_sum() -> None:
         ({"json": {"schema": "/nowhere.json"}}, "rewards.json.schema: /nowhere.json cannot be read"),
         ({"function": {"path": "x"}}, "rewards.function.path: 'x' does not have the form file.py:function"),
         ({"function": {"path": "x.py:f"}}, "rewards.function.path: there is no file 'x.py'"),
-        ({"code": {"num_workers": 0}}, "rewards.code.num_workers: must be at least 1"),
-        ({"code": {"limits": {"cpu_s": 0}}}, "rewards.code.limits.cpu_s"),
     ],
 )
 def test_settings_that_cannot_work(terms: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{message}"):
         build_reward(terms)
+
+
+def test_a_kind_of_a_package_that_is_not_installed_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("modelwright.reward.build.installed", lambda group, kind, taken: {})
+    message = r"^ppo.rewards.mine.kind: 'code' is in a package of its own: pip install 'modelwright\[sandbox\]'$"
+    with pytest.raises(ConfigError, match=message):
+        build_reward({"length": {"max_len": 1}, "mine": {"kind": "code"}}, path="ppo.rewards")
 
 
 USER_REWARDS = """

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from modelwright.reward.build import REWARDS, build_reward
+from modelwright.core.extensions import installed
+from modelwright.reward.build import GROUP, REWARDS, build_reward
 from reward_samples import sample
 
 PAGE = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")
@@ -16,8 +17,10 @@ EXAMPLES = re.findall(r"```yaml\n(.*?)```\n\n```json\n(.*?)```\n", PAGE, flags=r
 
 def test_every_kind_has_an_example_and_every_option_a_row() -> None:
     shown = {name for settings, _ in EXAMPLES for name in yaml.safe_load(settings)}
-    assert shown >= REWARDS.keys()
-    for kind, config in REWARDS.items():
+    kinds = {**REWARDS, **installed(GROUP, type)}
+    assert "code" in kinds
+    assert shown >= kinds.keys()
+    for kind, config in kinds.items():
         section = PAGE.partition(f"### `{kind}`\n")[2].partition("\n### ")[0]
         missing = [name for name in config.__annotations__ if f"`{name}" not in section and f"{name}:" not in section]
         assert missing == [], kind

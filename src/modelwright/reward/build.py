@@ -1,4 +1,4 @@
-"""Builds rewards from settings. `REWARDS` is the only list of kinds."""
+"""Builds rewards from settings. `REWARDS` is the only list of the package's own kinds; other packages add theirs."""
 
 import dataclasses
 import math
@@ -7,7 +7,7 @@ from typing import Any
 
 from modelwright.core.config import parse
 from modelwright.core.errors import ConfigError
-from modelwright.reward.code import CodeConfig
+from modelwright.core.extensions import installed
 from modelwright.reward.distinct_words import DistinctWordsConfig
 from modelwright.reward.exact_match import ExactMatchConfig
 from modelwright.reward.function import FunctionConfig
@@ -25,9 +25,12 @@ REWARDS: Mapping[str, type[RewardConfig]] = {
     "length": LengthConfig,
     "distinct_words": DistinctWordsConfig,
     "json": JsonConfig,
-    "code": CodeConfig,
     "function": FunctionConfig,
 }
+GROUP = "modelwright.rewards"
+"""Entry points of other packages, each a class of `RewardConfig`."""
+EXTRAS = {"code": "sandbox"}
+"""Kinds of this project's other packages, and the extra that installs each."""
 
 
 def build_reward(
@@ -56,6 +59,12 @@ def _build_term(name: str, options: Any, path: str, kinds: Mapping[str, type[Rew
     weight, kind = options.get("weight", 1.0), options.get("kind", name)
     if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
         raise ConfigError(f"{path}.weight: must be a finite number, got {weight!r}")
+    if kind not in kinds:  # only then, because reading the metadata of all installed packages takes milliseconds
+        kinds = {**kinds, **installed(GROUP, type, taken=tuple(kinds))}
+    if kind in EXTRAS and kind not in kinds:
+        raise ConfigError(
+            f"{path}.kind: {kind!r} is in a package of its own: pip install 'modelwright[{EXTRAS[kind]}]'"
+        )
     if kind not in kinds:
         raise ConfigError(f"{path}.kind: {kind!r} is not one of {', '.join(kinds)}")
     config_class = kinds[kind]

@@ -42,7 +42,7 @@ def strategies_of(names: Sequence[str], *, shapes: bool, budget: float) -> list[
             raise ConfigError(f"--strategies: {name} works on shapes of models; leave it out of this space")
         if budget < known[name].min_budget:
             raise ConfigError(
-                f"--budget: {name} needs at least {known[name].min_budget:g}, got {budget:g}; raise it, or choose other "
-                "--strategies"
+                f"--budget: {name} needs at least {known[name].min_budget:g}, got {budget:g}; raise it, or choose "
+                "other --strategies"
             )
     return [known[name] for name in names]

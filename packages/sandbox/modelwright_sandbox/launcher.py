@@ -31,16 +31,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, NoReturn
 
-from modelwright.reward.sandbox import linux
-from modelwright.reward.sandbox.confinement import CONFINEMENTS, Confinement
-from modelwright.reward.sandbox.frames import read_frame, write_frame
-from modelwright.reward.sandbox.memory_use import memory_of_tree
-from modelwright.reward.sandbox.program import REPORT_DESCRIPTOR, run_program
+from modelwright_sandbox import linux
+from modelwright_sandbox.confinement import CONFINEMENTS, Confinement
+from modelwright_sandbox.frames import read_frame, write_frame
+from modelwright_sandbox.program import REPORT_DESCRIPTOR, run_program
 
 _CHUNK = 1 << 16
 _CHECK_INTERVAL_S = 0.1
 _MAX_REPORT_BYTES = 1 << 20
 _MAX_DESCRIPTOR = 1 << 20
+_COUNTED_MEMORY = ("RssAnon:", "RssShmem:", "VmSwap:")
+"""Lines of /proc/PID/status for memory that no file backs."""
 _STREAMS = ("stdout", "stderr", "report", "status", "keeper")
 
 
@@ -183,6 +184,34 @@ class Watch:
             used_up = code == -signal.SIGXCPU or status.get("cpu_s", 0.0) >= self.limits["cpu_s"]
             outcome = "cpu_time" if used_up else "signal"
         return {"outcome": outcome, "code": code, **texts}
+
+
+def memory_of_tree(process: int, proc: int) -> int:
+    """Bytes of a process and its descendants in memory or swap that no file backs. Pages that a fork shares count once
+    for each process. proc: descriptor of the folder /proc.
+
+    Processes that end meanwhile count 0, and so do descendants on a kernel without CONFIG_PROC_CHILDREN.
+    """
+    total, pending = 0, [process]
+    while pending:
+        number = pending.pop()
+        lines = _read(f"{number}/status", proc).splitlines()
+        total += sum(int(line.split()[1]) << 10 for line in lines if line.startswith(_COUNTED_MEMORY))
+        pending += map(int, _read(f"{number}/task/{number}/children", proc).split())
+    return total
+
+
+def _read(name: str, folder: int) -> str:
+    try:
+        descriptor = os.open(name, os.O_RDONLY, dir_fd=folder)
+    except OSError:
+        return ""
+    try:
+        return os.read(descriptor, 1 << 16).decode("utf-8", "replace")
+    except OSError:
+        return ""
+    finally:
+        os.close(descriptor)
 
 
 def _first_message(data: bytearray) -> dict[str, Any]:

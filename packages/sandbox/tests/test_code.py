@@ -5,11 +5,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from modelwright.core.errors import ConfigError
 from modelwright.reward.build import build_reward
-from modelwright.reward.code import CodeConfig
-from modelwright.reward.code_tests import extract_program, read_tests, same_output
 from modelwright.reward.reward import Reward, Score
-from modelwright.reward.sandbox.sandbox import Launcher, SandboxError, SandboxLimits
+from modelwright_sandbox.code import CodeConfig
+from modelwright_sandbox.code_tests import extract_program, read_tests, same_output
+from modelwright_sandbox.sandbox import Launcher, SandboxError, SandboxLimits
 from reward_samples import sample
 
 LIMITS = SandboxLimits(cpu_s=1, wall_s=4, memory_bytes=200 << 20, num_processes=20)
@@ -75,6 +76,18 @@ def test_fractions() -> None:
     assert metrics["rewards/code/count/passed"] == metrics["rewards/code/count/wrong"] == 1
     assert metrics.get("rewards/code/count/cpu_time", 0) + metrics.get("rewards/code/count/wall_time", 0) == 1
     assert metrics["rewards/code/mean"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_workers": 0}, "rewards.code.num_workers: must be at least 1"),
+        ({"limits": {"cpu_s": 0}}, "rewards.code.limits.cpu_s"),
+    ],
+)
+def test_settings_that_cannot_work(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        build_reward({"code": options})
 
 
 def test_a_broken_machine_is_a_failure_of_the_sample(reward: Reward, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,8 @@ import sysconfig
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from modelwright.reward.sandbox import linux
-from modelwright.reward.sandbox.syscall_filter import compile_filter
+from modelwright_sandbox import linux
+from modelwright_sandbox.syscall_filter import compile_filter
 
 WORK_FOLDER = "/tmp"
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from modelwright.reward.sandbox.sandbox import Program
+from modelwright_sandbox.sandbox import Program
 
 FORMS = (
     '[{"input": ..., "output": ...}, ...], {"inputs": [...], "outputs": [...]}, or assert statements as a text or a '

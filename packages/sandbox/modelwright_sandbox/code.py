@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from modelwright.core.errors import ConfigError
-from modelwright.reward.code_tests import CodeTests, extract_program, read_tests, same_output
 from modelwright.reward.reward import Reward, Sample, Score
-from modelwright.reward.sandbox.sandbox import Execution, Program, Sandbox, SandboxLimits
+from modelwright_sandbox.code_tests import CodeTests, extract_program, read_tests, same_output
+from modelwright_sandbox.sandbox import Execution, Program, Sandbox, SandboxLimits
 
 
 @dataclass(frozen=True, kw_only=True)

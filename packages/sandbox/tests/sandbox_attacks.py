@@ -7,7 +7,7 @@ in it; PARENT for the training process's number.
 import os
 import tempfile
 
-from modelwright.reward.sandbox.sandbox import Program, Sandbox, SandboxLimits
+from modelwright_sandbox.sandbox import Program, Sandbox, SandboxLimits
 
 ENDED = {"cpu_time", "wall_time"}
 """A busy machine may let the wall clock win."""

@@ -21,13 +21,13 @@ from typing import Any, BinaryIO, cast
 
 from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
-from modelwright.reward.sandbox.frames import read_frame, write_frame
+from modelwright_sandbox.frames import read_frame, write_frame
 
 KINDS = ("namespaces", "landlock")
 """Ways to confine programs, the better one first."""
 
 _START = (
-    "import sys; sys.path.insert(0, {folder!r}); from modelwright.reward.sandbox.launcher import main; "
+    "import sys; sys.path.insert(0, {folder!r}); from modelwright_sandbox.launcher import main; "
     "sys.path.remove({folder!r}); main({kind!r})"
 )
 _ENVIRONMENT = {"PYTHONHASHSEED": "0", "LC_ALL": "C.UTF-8", "HOME": "/tmp", "PATH": "/usr/bin:/bin"}
@@ -161,7 +161,9 @@ class Launcher:
     """A launcher process. Raises `SandboxError` if it says that this kind does not work, or is gone."""
 
     def __init__(self, kind: str) -> None:
-        folder = str(Path(__file__).resolve().parents[3])  # that of the package; importing its root would import torch
+        folder = str(
+            Path(__file__).resolve().parents[1]
+        )  # not all of sys.path, so that programs find nothing installed
         command = [sys.executable, "-s", "-S", "-P", "-X", "utf8", "-c", _START.format(folder=folder, kind=kind)]
         self._process = subprocess.Popen(
             command, env=_ENVIRONMENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, cwd="/"

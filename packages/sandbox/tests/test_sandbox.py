@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from modelwright.core.errors import ConfigError
-from modelwright.reward.sandbox.sandbox import KINDS, Execution, Launcher, Program, Sandbox, SandboxError, SandboxLimits
+from modelwright_sandbox.sandbox import KINDS, Execution, Launcher, Program, Sandbox, SandboxError, SandboxLimits
 from sandbox_attacks import ATTACKS, source_of
 
 LIMITS = SandboxLimits(cpu_s=1, wall_s=4, memory_bytes=200 << 20, num_processes=20)
@@ -187,7 +187,7 @@ def test_a_launcher_that_is_killed_is_replaced(sandbox: Sandbox) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_ends_with_a_training_process_that_is_killed(kind: str) -> None:
     code = (
-        "from modelwright.reward.sandbox.sandbox import *\nimport threading, os, time\n"
+        "from modelwright_sandbox.sandbox import *\nimport threading, os, time\n"
         f"sandbox = Sandbox(SandboxLimits(cpu_s=300, wall_s=600), num_workers=1, kinds=[{kind!r}])\n"
         "threading.Timer(1, lambda: os.kill(os.getpid(), 9)).start()\n"
         "sandbox.run([Program(source='import time\\ntime.sleep(500)')])"
@@ -198,7 +198,8 @@ def test_all_ends_with_a_training_process_that_is_killed(kind: str) -> None:
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    root = Path(__file__).parents[3]
+    return {**os.environ, "PYTHONPATH": f"{root / 'src'}{os.pathsep}{root / 'packages' / 'sandbox'}"}
 
 
 def test_a_machine_that_allows_neither_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,7 +270,7 @@ def test_an_ordinary_user_has_the_same_sandbox(tmp_path: Path, kind: str) -> Non
         pytest.skip("no interpreter that other users may run")
     folders = [folder for folder in sys.path if folder.endswith("site-packages")]
     own = {"PYTHONPATH": os.pathsep.join([environment()["PYTHONPATH"], *folders]), "HOME": "/", "TMPDIR": "/tmp"}
-    folder = str(Path(__file__).parents[1])
+    folder = str(Path(__file__).parent)
     code = f"import sys\nsys.path.insert(0, {folder!r})\nimport sandbox_attacks\nsandbox_attacks.run_all({kind!r})"
     user = ["setpriv", "--reuid=12345", "--regid=12345", "--clear-groups", "--inh-caps=-all", "--bounding-set=-all"]
     done = subprocess.run([*user, python, "-c", code], capture_output=True, text=True, env=own, cwd="/", timeout=280)
