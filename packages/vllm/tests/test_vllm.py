@@ -14,7 +14,6 @@ from typing import Any
 
 import httpx
 import pytest
-from vllm_stand_in import REASON, install
 
 from modelwright.compress.int8 import Int8WeightsConfig, quantize_model, save_int8
 from modelwright.core.errors import ConfigError, ModelError
@@ -34,6 +33,7 @@ from modelwright_vllm.wire import AnswerReader, body_of
 from serve.conftest import make_model, make_tokenizer, write_model
 from serve.patience import wait_until
 from serve.test_monitoring import samples
+from vllm_stand_in import REASON, install
 
 PROMPTS = ["the quick brown fox jumps", "what does this do? " * 12, "größer", "a"]
 ENGINE = EngineConfig(max_num_seqs=4, prefill_chunk_size=16)
