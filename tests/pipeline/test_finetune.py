@@ -141,7 +141,7 @@ def test_bad_input_names_what_is_wrong(model: Path, examples: Path, tmp_path: Pa
     text.write_text('{"text": "no pairs at all"}\n')
     with pytest.raises(DataError, match=r"text\.jsonl: no record is a question with its answer"):
         finetune_request(str(model), [str(text)], {})
-    with pytest.raises(ConfigError, match="nowhere: is not a run directory"):
+    with pytest.raises(ConfigError, match="nowhere: no such folder"):
         finetune_request("nowhere", [str(examples)], {})
     with pytest.raises(DataError, match=r"missing\.jsonl"):
         finetune_request(str(model), ["missing.jsonl"], {})

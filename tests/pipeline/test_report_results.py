@@ -76,7 +76,7 @@ def test_weights_of_four_bits_are_not_called_int8(tmp_path: Path) -> None:
     assert section is not None
     assert section.title == "INT4 beside FP32"
     assert only_table(section).header[2] == "INT4"
-    assert [fact.name for fact in int8_facts(data, stage)] == ["INT4"]
+    assert [fact.label for fact in int8_facts(data, stage)] == ["INT4"]
 
 
 def test_rows_of_the_int8_table_name_sequences_and_tokens(int8: Section) -> None:

@@ -1,6 +1,7 @@
 """Commands and their parsers, which look alike."""
 
 import argparse
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,7 +41,7 @@ def new_parser(name: str, description: str, *, example: str, notes: str = "", **
     epilog = "\n".join(part for part in (notes, f"example: {example}") if part)
     return argparse.ArgumentParser(
         prog=f"modelwright {name}",
-        description=description,
+        description=textwrap.fill(description, 116) if notes else description,
         epilog=epilog,
         formatter_class=_Formatter if notes else argparse.HelpFormatter,
         allow_abbrev=False,
