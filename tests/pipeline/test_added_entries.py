@@ -26,7 +26,7 @@ def write(found, target, options):
     return target
 
 CORPUS = Corpus(
-    read=lambda **_: iter([Document(text="roses are red", id="poem", source="poems", kind="prose")]),
+    read=lambda **_: iter([Document(text="roses are red", id="poem", source="poems", kind="prose", split="train")]),
     decided_by=lambda: ["1.0"],
 )
 EXPORT = Export(name="card", summary="a card", write=write, target=lambda *_: Path("card"), dtypes=("small", "large"))
