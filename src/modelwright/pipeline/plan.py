@@ -122,5 +122,5 @@ def _memories(config: RunConfig, num_processes: int) -> dict[str, MemoryEstimate
                 fused=cpu_kernels.are_used_on(device),
                 adapters=training.lora,
             )
-            result[stage.name] = memory.on_device(device, arena=training.step_arena)
+            result[stage.name] = memory.on_device(device)
     return result

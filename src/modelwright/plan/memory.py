@@ -69,16 +69,16 @@ class MemoryEstimate:
         """Weights, gradients and optimizer states: what ZeRO divides."""
         return self.weights + self.gradients + self.optimizer
 
-    def on_device(self, device: str, *, arena: bool = False) -> "MemoryEstimate":
+    def on_device(self, device: str) -> "MemoryEstimate":
         """What counts against the device's memory: on a CPU everything in `resident`; an accelerator holds neither the
-        process nor checkpoint copies. arena: of `step_arena`.
+        process nor checkpoint copies.
         """
-        return self.resident(arena=arena) if device == "cpu" else replace(self, process=0, checkpoint_copy=0)
+        return self.resident() if device == "cpu" else replace(self, process=0, checkpoint_copy=0)
 
-    def resident(self, *, arena: bool) -> "MemoryEstimate":
-        """Including heap fragmentation of training on a CPU; an arena has none."""
-        passing = self.gathered + self.activations + self.workspace + self.transport
-        return replace(self, heap_gaps=int(HEAP_GAPS * ((0 if arena else passing) + self.checkpoint_copy)))
+    def resident(self) -> "MemoryEstimate":
+        """Including the gaps of the heap in training on a CPU."""
+        tensors = self.total - self.process - self.heap_gaps
+        return replace(self, heap_gaps=int(HEAP_GAPS * tensors))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -195,7 +195,6 @@ def sandwich_training(training: TrainConfig, num_networks: int) -> TrainConfig:
         learning_rate=training.peak_learning_rate,
         lr_scaling="none",
         compile=False,
-        step_arena=False,
         activation_checkpointing=ActivationCheckpointingConfig(),
         precision=replace(training.precision, adaptive=AdaptiveConfig()),
         sparse_updates=SparseUpdateConfig(),
