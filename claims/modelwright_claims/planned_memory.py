@@ -160,8 +160,7 @@ def measured_pair(setting: Setting, case: Case) -> Pair:
             setting.progress.note(f"planned_memory: {name}, repeat {repeat + 1}")
             result[name].append(_in_training(case, train))
     mapped, mapped_after = (
-        memory_probe.measure(case.probe(train, count_flops=True))[0]
-        for train in (case.settings, plan.train)
+        memory_probe.measure(case.probe(train, count_flops=True))[0] for train in (case.settings, plan.train)
     )
     return Pair(
         **result,

@@ -24,6 +24,11 @@ ASSUMED_FORWARD_MFU = 0.70
 quickstart's evaluation, of 8.6 million parameters then, reached 0.95 on two AVX-512 cores."""
 
 
+TRAINING_OVERHEAD_S = 12.0
+"""Seconds of a training stage outside its steps and validations: the rate of products is measured before and after it, 4 s
+each, weights are loaded, text is sampled twice, and the artifact is written. The quickstart took 22 s on two cores that
+others kept busy."""
+
 WITHOUT_ADAPTERS = AdapterConfig()
 """All weights of the model are trained."""
 
@@ -40,6 +45,8 @@ class StageEstimate:
     further_bytes: int = 0
     """The part of the peak that models beside the one in training take. It is counted whole on each process, although a
     layout may divide those that are trained."""
+    overhead_s: float = 0.0
+    """The part of the seconds that no training step takes."""
 
 
 def training_memory(
@@ -85,8 +92,12 @@ def training_stage(
     world_size: int = 1,
     fused: bool = False,
     adapters: AdapterConfig = WITHOUT_ADAPTERS,
+    validation_tokens: float = 0.0,
+    update_flops: float = 0.0,
 ) -> StageEstimate:
-    """A training stage. `flops_per_s`: measured rate of the model's products on one rank (`doctor.measure_rates`)."""
+    """A training stage. `flops_per_s`: measured rate of the model's products on one rank (`doctor.measure_rates`);
+    `validation_tokens`: of all evaluations together; `update_flops`: products of the optimizer in one step.
+    """
     num_tokens = float(num_steps * batch_tokens)
     # forward and twice that for backward (PaLM, appendix B)
     flops = 3.0 * num_tokens * model.flops_per_token(mean_context)
@@ -95,12 +106,16 @@ def training_stage(
     part = _whole_model(model, tokens_per_microbatch, compute, activations, fused=fused)
     again = num_tokens * total_recomputed_flops(replace(part.shape, mean_context=mean_context), part.segments)
     memory = rank_memory(model, replace(part, num_microbatches=num_microbatches, adapters=adapters))
+    steps_s = (flops + again + num_steps * update_flops) / (flops_per_s * mfu * world_size)
+    validation_flops = validation_tokens * model.flops_per_token(mean_context)
+    overhead_s = TRAINING_OVERHEAD_S + validation_flops / (flops_per_s * ASSUMED_FORWARD_MFU * world_size)
     return StageEstimate(
         name=name,
         tokens=num_tokens,
         flops=flops,
-        seconds=(flops + again) / (flops_per_s * mfu * world_size),
+        seconds=steps_s + overhead_s,
         peak_bytes=memory.total,
+        overhead_s=overhead_s,
     )
 
 

@@ -18,14 +18,14 @@ from modelwright.ops.cross_entropy import CHUNK_TOKENS
 from modelwright.ops.nf4 import RUN_LEN
 from modelwright.parallel.config import ZeroStage
 
-PROCESS_BYTES = 395 * 2**20
-"""Resident memory of a process in a training stage, before the model: Python, PyTorch and the other libraries that
-training loads, and what the stages before have left in the heap. Measured with PyTorch 2.13 on Linux: 380 MiB where the
-stages before were finished earlier, 410 where the same process ran them."""
+PROCESS_BYTES = 455 * 2**20
+"""Resident memory of a process in a training stage without the tensors of the model: Python, PyTorch and the other
+libraries that training loads, buffers of theirs, and tensors below `memory.tensor_heap.LEAST_BYTES`. Measured with
+PyTorch 2.13 on Linux at the end of the quickstart's pretraining: 681 MiB, of which 226 in the heap for tensors."""
 
-HEAP_GAPS = 0.27
-"""What the gaps of training's heap (`memory.allocator`) add to what comes and goes in a step and to checkpoint copies:
-measured 0.2 to 0.4 after a few dozen steps, over formats, sizes of microbatches and ways to treat activations."""
+HEAP_GAPS = 0.03
+"""What the gaps of the heap for tensors (`memory.tensor_heap`) add to what is alive in it at the peak: measured 0.01 in
+the quickstart's pretraining, with an evaluation and text samples in between."""
 
 ADAM_STATES = 2
 
