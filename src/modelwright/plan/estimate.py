@@ -25,9 +25,9 @@ quickstart's evaluation, of 8.6 million parameters then, reached 0.95 on two AVX
 
 
 TRAINING_OVERHEAD_S = 12.0
-"""Seconds of a training stage outside its steps and validations: the rate of products is measured before and after it, 4 s
-each, weights are loaded, text is sampled twice, and the artifact is written. The quickstart took 22 s on two cores that
-others kept busy."""
+"""Seconds of a training stage outside its steps and validations: the rate of products is measured before and after it,
+4 s each, weights are loaded, text is sampled twice, and the artifact is written. The quickstart took 22 s on two cores
+that others kept busy."""
 
 WITHOUT_ADAPTERS = AdapterConfig()
 """All weights of the model are trained."""
