@@ -500,6 +500,7 @@ def _estimate(
         mean_context=min(seq_len, config.model.max_seq_len) / 4,
         compute=training.precision.planned_as,
         flops_per_s=rates.flops_per_s[training.precision.planned_as],
+        fp32_flops_per_s=rates.flops_per_s["fp32"],
         fused=cpu_kernels.are_used_on(config.hardware.device),
         world_size=rates.num_hosts,  # the rate is that of all threads of a host, which its processes share
     )
