@@ -36,7 +36,7 @@ from modelwright.infer.kv_cache import PagedCache
 from modelwright.infer.model_runner import ModelRunner
 from modelwright.infer.scheduler import SchedulerOutput
 from modelwright.infer.sequence import SamplingParams, Sequence
-from modelwright.memory.glibc_malloc import freed_memory_kept
+from modelwright.memory.tensor_heap import use_tensor_heap
 from modelwright.model.adapter_bank import AdapterSet
 from modelwright.model.decoder import Decoder
 from modelwright.ops import cpu_kernels
@@ -196,8 +196,8 @@ def measured(measures: List[Case], num_rounds: int) -> list[dict[str, Any]]:
         for side, setting in SIDES.items():
             calls = max(1, round(SHORTEST_S / min(seconds(case, setting) for _ in range(2))))
             timers[case.name, side] = partial(seconds, case, setting, calls)
-    with freed_memory_kept():  # as training does; else the times are those of fresh pages
-        times = in_turn(timers, num_rounds=num_rounds)
+    use_tensor_heap()  # as training does; else the times are those of fresh pages
+    times = in_turn(timers, num_rounds=num_rounds)
     return [
         {"kernel": case.kernel, "case": case.name}
         | {side: round(1e6 * min(times[case.name, side]), 1) for side in SIDES}

@@ -24,7 +24,7 @@ from modelwright.infer.kv_cache import PagedCache
 from modelwright.infer.model_runner import ModelRunner
 from modelwright.infer.scheduler import SchedulerOutput
 from modelwright.infer.sequence import SamplingParams, Sequence
-from modelwright.memory.glibc_malloc import freed_memory_kept
+from modelwright.memory.tensor_heap import use_tensor_heap
 from modelwright.model.adapter_bank import AdapterSet
 from modelwright.model.decoder import Block, Decoder, Linear
 from modelwright.ops import cpu_kernels
@@ -144,8 +144,8 @@ def measured(groups: list[Group], num_rounds: int) -> dict[tuple[str, str], floa
         for case, call in group.calls.items():
             calls = max(1, round(SHORTEST_S / min(seconds(call) for _ in range(2))))
             timers[group.name, case] = partial(seconds, call, calls)
-    with freed_memory_kept():
-        times = in_turn(timers, num_rounds=num_rounds)
+    use_tensor_heap()
+    times = in_turn(timers, num_rounds=num_rounds)
     return {key: min(of) for key, of in times.items()}
 
 

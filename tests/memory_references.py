@@ -1,4 +1,4 @@
-"""Slow references for `modelwright.memory`: what lifetimes, arenas, budgets and replays are by their definitions."""
+"""Slow references for `modelwright.memory`: what lifetimes, arenas, budgets and heaps are by their definitions."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -7,14 +7,6 @@ from dataclasses import dataclass, field
 from modelwright.memory.budget import Budget, SegmentChoice, peak, total_cost
 from modelwright.memory.lifetimes import Lifetime
 from modelwright.memory.step_arena import Arena
-from modelwright.memory.step_arena_runtime import OUTLIVES, Planned
-
-WINDOW = 64
-"""How far back a block of equal size is looked for, counted in blocks that do not vary."""
-NEAR = 4
-"""How far one that varies."""
-SKIP = 2
-"""Bytes of the plan that may be passed over, for each byte that has come without a place."""
 
 
 def live_bytes_naive(lifetimes: Sequence[Lifetime], time: int) -> int:
@@ -64,98 +56,40 @@ def _all_ways(choices: Sequence[SegmentChoice], num_layers: int) -> Iterator[lis
 
 
 @dataclass
-class ReplayNaive:
-    """Replays steps by one plan: its allocations in their order.
-
-    Steps need not be alike. Sizes that come equally often in steps say where in the plan a step stands: each takes the
-    next planned block of its size, unless more of the plan would be passed over than has come without a place; else one
-    that was passed over. What varies in number or size (attention tiles of packed rows, say) is planned with some room;
-    it takes a block of that kind nearby which fits and is free, and moves nothing else. A place is given out only while
-    nothing alive overlaps it. All else comes from the usual allocator.
-
-    living: where blocks in the arena begin and end; due: the number of the next block that does not vary, counted
-    among those; refused_bytes: of blocks that do not vary and had no place since the last one that had.
+class NaiveHeap:
+    """What `tensor_heap.cpp` does in a heap of one piece: the smallest free range that fits, the lowest of equal ones,
+    else the end. free: [start, end) in order; every size is a multiple of the alignment.
     """
 
-    planned: Sequence[Planned]
-    living: dict[int, int] = field(default_factory=dict)
-    taken: set[int] = field(default_factory=set)
-    due: int = 0
-    refused_bytes: int = 0
-    num_served: int = 0
-    num_missed: int = 0
-    num_outliving: int = 0
+    grow_bytes: int
+    end: int = 0
+    free: list[tuple[int, int]] = field(default_factory=list)
 
-    def begin(self) -> None:
-        """A new step; what earlier ones have left in the arena keeps its place."""
-        self.taken = set()
-        self.due = self.refused_bytes = self.num_served = self.num_missed = self.num_outliving = 0
+    def allocate(self, size: int) -> int:
+        """The offset of the block."""
+        fitting = [(end - start, start) for start, end in self.free if end - start >= size]
+        if not fitting:
+            tail = next((end - start for start, end in self.free if end == self.end), 0)
+            grown = self.end + -(-(size - tail) // self.grow_bytes) * self.grow_bytes
+            self._add(self.end, grown)
+            self.end = grown
+            return self.allocate(size)
+        _, start = min(fitting)
+        whole = next(one for one in self.free if one[0] == start)
+        self.free.remove(whole)
+        if whole[1] > start + size:
+            self._add(start + size, whole[1])
+        return start
 
-    def allocate(self, num_bytes: int) -> int | None:
-        """An offset in the arena, or None for the usual allocator."""
-        number = self._following(num_bytes)
-        if number is not None:
-            self.due, self.refused_bytes = self._position(number) + 1, 0
-        else:
-            number = self._passed_over(num_bytes)
-        if number is None:
-            number = self._of_those_that_vary(num_bytes)
-        if number is None:
-            self.num_missed += 1
-            return None
-        self.taken.add(number)
-        offset = self.planned[number].offset
-        if offset == OUTLIVES:
-            self.num_outliving += 1
-            return None
-        if not self._is_free(offset, num_bytes):
-            self.num_missed += 1
-            return None
-        self.living[offset] = offset + num_bytes
-        self.num_served += 1
-        return offset
+    def give(self, start: int, size: int) -> None:
+        self._add(start, start + size)
 
-    def free(self, offset: int) -> None:
-        del self.living[offset]
-
-    def _following(self, num_bytes: int) -> int | None:
-        fixed = [(number, one.num_bytes) for number, one in enumerate(self.planned) if not one.varies]
-        sizes = [size for _, size in fixed]
-        if num_bytes not in sizes:
-            return None
-        if num_bytes in sizes[self.due :]:
-            position = sizes.index(num_bytes, self.due)
-            if sum(sizes[self.due : position]) <= SKIP * (self.refused_bytes + num_bytes):
-                return fixed[position][0]
-        self.refused_bytes += num_bytes
-        return None
-
-    def _passed_over(self, num_bytes: int) -> int | None:
-        found = [
-            number
-            for number, one in self._left(varies=False)
-            if one.num_bytes == num_bytes and self.due - WINDOW <= self._position(number) < self.due
-        ]
-        return max(found, default=None)
-
-    def _of_those_that_vary(self, num_bytes: int) -> int | None:
-        """The nearest one; the earlier of two that are equally near."""
-        near = [
-            (self._distance(number), number)
-            for number, one in self._left(varies=True)
-            if one.num_bytes // 2 <= num_bytes <= one.num_bytes and self._is_free(one.offset, num_bytes)
-        ]
-        return min(near)[1] if near and min(near)[0] <= NEAR else None
-
-    def _left(self, *, varies: bool) -> list[tuple[int, Planned]]:
-        kind = [(number, one) for number, one in enumerate(self.planned) if one.varies == varies]
-        return [(number, one) for number, one in kind if number not in self.taken]
-
-    def _position(self, number: int) -> int:
-        return sum(not one.varies for one in self.planned[:number])
-
-    def _distance(self, number: int) -> int:
-        return abs(self._position(number) - self.due)
-
-    def _is_free(self, offset: int, num_bytes: int) -> bool:
-        return not any(start < offset + num_bytes and offset < end for start, end in self.living.items())
+    def _add(self, start: int, end: int) -> None:
+        self.free.append((start, end))
+        merged: list[tuple[int, int]] = []
+        for start, end in sorted(self.free):
+            if merged and merged[-1][1] == start:
+                merged[-1] = (merged[-1][0], end)
+            else:
+                merged.append((start, end))
+        self.free = merged

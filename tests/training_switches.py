@@ -101,7 +101,6 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "microbatches": {"gradient_accumulation_steps": 2},
     "stop when memory is full": {"fault_tolerance": {"on_out_of_memory": "fail"}},
     "checkpoints in memory": {"fault_tolerance": {"in_memory_checkpoint_every_steps": 2}},
-    "step arena": {"step_arena": True},
     "evaluation": {"eval_every_steps": 2, "keep_best": True},
     "noise on embeddings": {"neftune_noise_alpha": 5.0},
     "adapters": {"lora": {"r": 2, "lora_dropout": 0.1, "use_dora": True}},

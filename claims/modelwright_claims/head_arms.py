@@ -23,7 +23,7 @@ from modelwright.infer.model_runner import ModelRunner
 from modelwright.infer.scheduler import Chunk, SchedulerOutput
 from modelwright.infer.sequence import SamplingParams
 from modelwright.infer.sequence import Sequence as EngineSequence
-from modelwright.memory.glibc_malloc import freed_memory_kept
+from modelwright.memory.tensor_heap import use_tensor_heap
 from modelwright.model.adapter_bank import AdapterSet
 from modelwright.model.attention import packed_attend
 from modelwright.model.config import ModelConfig
@@ -146,7 +146,8 @@ class Bench:
         """FLOPs and seconds of attention of one held-out batch in each model; the timed calls alternate."""
         batches = self.batches()
         part = batches[0].take(torch.arange(self.size.batch_rows))
-        with one_thread(), freed_memory_kept():
+        use_tensor_heap()
+        with one_thread():
             timers = {name: partial(own_seconds, attention_call(model, part)) for name, model in models.items()}
             times = in_turn(timers, num_rounds=self.num_rounds, num_warmups=1)
         return {

@@ -2,7 +2,7 @@
 
 Tokens are random: memory does not depend on what they say. On a CPU the bytes are resident memory above what the
 process held before the model, with a heap that maps every larger tensor by itself and gives it back at once, so that
-the gaps of a heap that keeps memory (`memory.allocator`) do not count; on a GPU they are the allocator's. Neither
+the gaps of a heap that keeps memory (`memory.tensor_heap`) do not count; on a GPU they are the allocator's. Neither
 depends on what else the machine does. Writing the last checkpoint does not count.
 """
 
@@ -26,6 +26,7 @@ from modelwright.core.progress import SilentProgress
 from modelwright.core.resources import ResourceUse
 from modelwright.core.rundir import StageDir
 from modelwright.data.batch import IGNORED, TokenBatch
+from modelwright.memory.tensor_heap import SWITCH
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.next_token import NextToken
@@ -132,9 +133,11 @@ def measure_all(probes: Sequence[Probe], *, num_ranks: int = 1, own_heap: bool =
         config.write_text(json.dumps([dump(probe) for probe in probes]), encoding="utf-8")
         outputs = run_ranks(
             __name__,
-            [str(config), *(["own-heap"] if own_heap else [])],
+            [str(config)],
             num_ranks=num_ranks,
-            environment={} if own_heap else {"MALLOC_MMAP_THRESHOLD_": str(2**16), "MALLOC_ARENA_MAX": "1"},
+            environment={}
+            if own_heap
+            else {SWITCH: "0", "MALLOC_MMAP_THRESHOLD_": str(2**16), "MALLOC_ARENA_MAX": "1"},
         )
     by_rank = [json.loads(output.splitlines()[-1]) for output in outputs]
     return [[Measured(**result) for result in ranks] for ranks in zip(*by_rank, strict=True)]
@@ -270,9 +273,6 @@ def main() -> None:
     path = Path(sys.argv[1])
     probes = [parse(Probe, data) for data in json.loads(path.read_text(encoding="utf-8"))]
     torch.set_num_threads(1)
-    if "own-heap" not in sys.argv:
-        # see this module's contract
-        build.freed_memory_kept = contextlib.nullcontext  # pyright: ignore[reportPrivateImportUsage]
     with join_world() as world:
         result = [_run(probe, world, path.parent / str(number)) for number, probe in enumerate(probes)]
     print(json.dumps([dataclasses.asdict(one) for one in result]), flush=True)

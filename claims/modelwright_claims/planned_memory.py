@@ -1,10 +1,9 @@
 """Claim: a plan made before the first step says what a step will take, and makes it take much less.
 
 Predicted peaks come from traces on fake tensors, measured ones from steps of THE loop in processes of their own. What
-is planned is what is executed: recomputation, moving, updates in backward and the arena, as settings of the loop. What
-a plan saves is judged in the product as it is: the step as configured in training's heap, which keeps freed memory and
-has gaps, against the planned one in that heap with its arena. Predictions are held against a heap without gaps (mapped
-tensor by tensor, and slow), and for the planned step against the arena in training's heap.
+is planned is what is executed: recomputation, moving and updates in backward, as settings of the loop. What is saved is
+judged in the product as it is: both steps in training's heap, which keeps freed memory and has gaps. Predictions are
+held against a heap without gaps (mapped tensor by tensor, and slow), and for the planned step against training's, too.
 """
 
 import statistics
@@ -35,14 +34,13 @@ from modelwright_claims.statistics import Estimate, estimate, exact, ratios
 REUSE_TARGET = 99.3
 ERROR_TARGET = 10.0
 SAVED_TARGET = 30.0
-ARENA_STEPS = 8
-"""The first three of them are recorded."""
+HEAP_STEPS = 8
 LARGE = "gpt3-175b"
 PUBLISHED_BYTES = (1.2e12, 480e9)
 HEAP_GAPS = "training's heap above one without gaps"
 PLANNED_HEAP_GAPS = "the planned step's heap above one without gaps"
 CONFIGURED, PLANNED, WITH_DISK = "as configured", "planned", "planned with a disk"
-GAPLESS, IN_ARENA, NO_ARENA = "without gaps", "in the arena", "without the arena"
+GAPLESS, IN_TRAINING = "without gaps", "in training's heap"
 PREDICTED, PEAK, STEP = "bytes predicted and measured, ", "peak bytes, ", "step seconds, "
 STATES, FLOPS = "bytes of states, ", "FLOPs of a step, "
 ARENA, LIVE, MADE = "bytes of the arena, ", "least bytes of an arena, ", "bytes that a step makes, "
@@ -71,17 +69,14 @@ class Case:
 class Pair:
     """The same training as configured and as planned.
 
-    In training's heap, run by run: before, as configured; after, as planned, with the arena; on_disk, the same of the
-    plan whose activations may also wait in a file, empty where it moves nothing; without_arena: as planned, but in the
-    heap alone; in_arena: as configured, but in an arena. In a heap without gaps: mapped, as configured, and
-    mapped_after, as planned, both with their FLOPs counted.
+    In training's heap, run by run: before, as configured; after, as planned; on_disk, the same of the plan whose
+    activations may also wait in a file, empty where it moves nothing. In a heap without gaps: mapped, as configured,
+    and mapped_after, as planned, both with their FLOPs counted.
     """
 
     before: Sequence[Measured]
     after: Sequence[Measured]
     on_disk: Sequence[Measured]
-    without_arena: Measured
-    in_arena: Measured
     mapped: Measured
     mapped_after: Measured
     moved_bytes: int
@@ -154,8 +149,8 @@ def planned_case(*, quick: bool) -> Case:
 def measured_pair(setting: Setting, case: Case) -> Pair:
     """Alternately, in processes of their own."""
     seq_len = case.model.max_seq_len
-    plan = plan_step(case.model, case.settings, NextToken, seq_len=seq_len, arena=True)
-    moving = plan_step(case.model, case.settings, NextToken, seq_len=seq_len, arena=True, elsewhere=disk(setting, case))
+    plan = plan_step(case.model, case.settings, NextToken, seq_len=seq_len)
+    moving = plan_step(case.model, case.settings, NextToken, seq_len=seq_len, elsewhere=disk(setting, case))
     sides = {"before": case.settings, "after": plan.train}
     if moving.moved_bytes:
         sides["on_disk"] = moving.train
@@ -165,13 +160,10 @@ def measured_pair(setting: Setting, case: Case) -> Pair:
             setting.progress.note(f"planned_memory: {name}, repeat {repeat + 1}")
             result[name].append(_in_training(case, train))
     mapped, mapped_after = (
-        memory_probe.measure(case.probe(replace(train, step_arena=False), count_flops=True))[0]
-        for train in (case.settings, plan.train)
+        memory_probe.measure(case.probe(train, count_flops=True))[0] for train in (case.settings, plan.train)
     )
     return Pair(
         **result,
-        without_arena=_in_training(case, replace(plan.train, step_arena=False)),
-        in_arena=_in_training(case, replace(case.settings, step_arena=True)),
         mapped=mapped,
         mapped_after=mapped_after,
         moved_bytes=moving.moved_bytes,
@@ -182,8 +174,8 @@ def measured_pair(setting: Setting, case: Case) -> Pair:
 
 
 def _in_training(case: Case, train: TrainConfig) -> Measured:
-    """With the heap that training has, for as many steps as an arena takes to be in force."""
-    return memory_probe.measure(replace(case.probe(train), num_steps=ARENA_STEPS), own_heap=True)[0]
+    """With the heap that training has, for as many steps as its gaps take to appear."""
+    return memory_probe.measure(replace(case.probe(train), num_steps=HEAP_STEPS), own_heap=True)[0]
 
 
 def disk(setting: Setting, case: Case) -> OffloadTarget:
@@ -217,7 +209,7 @@ def measurement(
         samples={
             MEMORY_ERRORS: errors,
             **{f"{PREDICTED}{name}": [predicted[name], measured[name]] for name in measured},
-            f"{PREDICTED}planned, {IN_ARENA}": [pair.planned_bytes, taken[0]],
+            f"{PREDICTED}planned, {IN_TRAINING}": [pair.planned_bytes, taken[0]],
             f"{PREDICTED}planned, {GAPLESS}": [pair.planned_bytes, taken[1]],
             **{f"{PEAK}{name}": [m.peak_bytes for m in runs] for name, runs in sides.items()},
             **{f"{STEP}{name}": [m.step_s for m in runs] for name, runs in sides.items()},
@@ -255,8 +247,6 @@ def _sides(pair: Pair) -> dict[str, Sequence[Measured]]:
         **with_disk,
         f"{CONFIGURED}, {GAPLESS}": [pair.mapped],
         f"{PLANNED}, {GAPLESS}": [pair.mapped_after],
-        f"{PLANNED}, {NO_ARENA}": [pair.without_arena],
-        f"{CONFIGURED}, {IN_ARENA}": [pair.in_arena],
     }
 
 
@@ -270,7 +260,7 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
     with judgment.part():
         saved = saved_by(samples, PLANNED)
         judgment.figures["peak saved by the plan"] = saved.figure("%")
-        judgment.said.append(f"in training the plan, with its arena, takes {saved.mean:.0f}% less memory")
+        judgment.said.append(f"in training the plan takes {saved.mean:.0f}% less memory")
         judgment.at_least("peak saved by the plan", saved, SAVED_TARGET, "%")
     with judgment.part():
         more = 100 * (samples[f"{FLOPS}{PLANNED}"][0] / samples[f"{FLOPS}{CONFIGURED}"][0] - 1)
@@ -311,15 +301,13 @@ def _add_times(judgment: Judgment, samples: Samples) -> None:
 
 
 def _add_heaps(judgment: Judgment, samples: Samples) -> None:
-    """How much more than a heap without gaps the heaps and the arena take at their peaks."""
+    """How much more than a heap without gaps training's heap takes at its peaks."""
     peaks = {name: statistics.median(samples[PEAK + name]) for name in names_between(samples, PEAK)}
     gapless, planned = peaks[f"{CONFIGURED}, {GAPLESS}"], peaks[f"{PLANNED}, {GAPLESS}"]
-    gaps = {HEAP_GAPS: 100 * (peaks[CONFIGURED] / gapless - 1)}
-    if f"{PLANNED}, {NO_ARENA}" in peaks:
-        gaps[PLANNED_HEAP_GAPS] = 100 * (peaks[f"{PLANNED}, {NO_ARENA}"] / planned - 1)
-        gaps["the executed arena above one without gaps"] = 100 * (peaks[f"{CONFIGURED}, {IN_ARENA}"] / gapless - 1)
-        saved = 100 * (1 - peaks[f"{CONFIGURED}, {IN_ARENA}"] / peaks[CONFIGURED])
-        judgment.figures["peak saved by the executed arena"] = Figure(value=saved, unit="%")
+    gaps = {
+        HEAP_GAPS: 100 * (peaks[CONFIGURED] / gapless - 1),
+        PLANNED_HEAP_GAPS: 100 * (peaks[PLANNED] / planned - 1),
+    }
     judgment.figures |= {name: Figure(value=value, unit="%") for name, value in gaps.items()}
     judgment.said.append("; ".join(f"{name} {value:.0f}%" for name, value in gaps.items()))
 
@@ -368,8 +356,8 @@ CLAIM = Claim(
     "(arXiv:1604.06174), Pisarchyk and Lee 2020 (arXiv:2001.03288), Lv et al. 2023 (arXiv:2306.09782)",
     published="memory reuse of 99.3%; 1.2 TB becomes 480 GB",
     compared="peaks predicted from traces against peaks of real steps in a heap without gaps, and of the planned step "
-    "in training's heap with its arena; in that heap a step as configured, without arena, against the planned one with "
-    "it, in processes of their own, FLOPs counted while they ran; reuse: 1 - arena / all bytes that a step makes",
+    "in training's heap; in that heap a step as configured against the planned one, in processes of their own, FLOPs "
+    "counted while they ran; reuse: 1 - the least arena of the step / all bytes that it makes",
     target=f"{REUSE_TARGET}% reuse in the arena of the executed plan; predictions within {ERROR_TARGET:.0f}%; a peak "
     f"{SAVED_TARGET:.0f}% lower for at most {100 * MORE_COMPUTE:.0f}% more FLOPs",
     measure=measure,

@@ -38,8 +38,6 @@ def measurement(
         before=[measured(1100), measured(1101)],
         after=[measured(peak, step_s=1.2) for peak in peaks],
         on_disk=[measured(550, step_s=1.5)] * 2 if on_disk is None else on_disk,
-        without_arena=measured(900),
-        in_arena=measured(1010),
         mapped=measured(1000),
         mapped_after=measured(600, flops),
         moved_bytes=2**20 if on_disk is None else 0,
@@ -62,8 +60,7 @@ def test_met_only_when_prediction_saving_compute_and_reuse_are():
     assert met.figures["peak saved by the plan"].value == pytest.approx(100 * 5 / 11, abs=0.1)
     assert round(met.figures["more FLOPs"].value) == 10
     assert round(met.figures["training's heap above one without gaps"].value) == 10
-    assert round(met.figures["the planned step's heap above one without gaps"].value) == 50
-    assert round(met.figures["the executed arena above one without gaps"].value) == 1
+    assert round(met.figures["the planned step's heap above one without gaps"].value) == 0
     assert measurement().samples[planned_memory.MEMORY_ERRORS] == pytest.approx([-5.0, -3.41, -3.33], abs=0.01)
     short_plans: list[dict[str, Any]] = [{"peaks": (800, 801)}, {"peaks": (740, 800)}, {"planned": 530}]
     others: list[dict[str, Any]] = [{"flops": 3.7}, {"predicted": 880}, {"num_tensors": 100}]

@@ -113,11 +113,6 @@ def check(changes: Mapping[str, Any], num_processes: int) -> None:
         ),
         ({"sft": {"optimizer_cpu_offload": True}}, 1, r"^sft\.optimizer_cpu_offload: has no effect"),
         (
-            {"pretrain": {"step_arena": True}, "hardware": {"device": "cuda"}},
-            1,
-            r"^pretrain\.step_arena: is for CPUs",
-        ),
-        (
             {"pretrain": {"activation_checkpointing": {"offload": "host"}}},
             1,
             r"^pretrain\.activation_checkpointing\.offload: .* disable it",

@@ -75,8 +75,6 @@ def test_a_slow_format_is_measured_with_fewer_tokens_and_not_recommended() -> No
     assert 64 <= training["tokens"]["bf16"] < 4096
     assert training["effective"] == pytest.approx({"fp32": 1e9, "bf16": 1e6})
     assert recommend(training, {})["compute"] == "fp32"
-    assert "allocator" not in recommend(training, {})
-    assert recommend(training, {}, "libtcmalloc_minimal.so.4")["allocator"] == "LD_PRELOAD=libtcmalloc_minimal.so.4"
     assert resolve(PrecisionConfig(), training["effective"]).compute == "fp32"
 
 

@@ -1,3 +1,5 @@
+from functools import partial
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -8,7 +10,10 @@ from modelwright.model.adapters import attach_adapters, merge_adapters
 from modelwright.model.attention import causal_attend
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
+from modelwright.optim.muon import orthogonal, update_flops
 from modelwright.plan.estimate import (
+    ASSUMED_FORWARD_MFU,
+    ASSUMED_OTHER_WORK,
     data_stage,
     duration,
     plan_text,
@@ -89,18 +94,49 @@ def test_checkpointing_costs_time_and_saves_memory() -> None:
         "mean_context": 100.0,
         "compute": "fp32",
         "flops_per_s": 1e11,
-        "mfu": 0.5,
+        "fp32_flops_per_s": 5e10,
     }
     plain = training_stage("pretrain", model, activations=ActivationCheckpointingConfig(), **settings)
     wrapped = training_stage("pretrain", model, activations=EACH, **settings)
-    assert plain.seconds == pytest.approx(plain.flops / 5e10)
+    assert plain.seconds - plain.overhead_s == pytest.approx(plain.flops * (1 / 1e11 + ASSUMED_OTHER_WORK / 5e10))
     assert plain.flops == wrapped.flops
-    assert 1.1 < wrapped.seconds / plain.seconds < 4 / 3
+    assert 1.1 < (wrapped.seconds - wrapped.overhead_s) / (plain.seconds - plain.overhead_s) < 4 / 3
     assert wrapped.peak_bytes < plain.peak_bytes
     quarter = training_stage(
         "pretrain", model, activations=ActivationCheckpointingConfig(), **{**settings, "num_microbatches": 8}
     )
     assert quarter.peak_bytes < plain.peak_bytes
+
+
+def test_time_counts_what_products_leave_out() -> None:
+    """Faster products leave the rest of a step as it is; evaluations and Muon's own products take time, too."""
+    steps = partial(
+        training_stage,
+        "pretrain",
+        ModelConfig(**SHAPE),
+        num_steps=100,
+        batch_tokens=2048,
+        num_microbatches=1,
+        mean_context=64.0,
+        compute="bf16",
+        activations=ActivationCheckpointingConfig(),
+        fp32_flops_per_s=1e11,
+    )
+    slow, fast = steps(flops_per_s=1e11), steps(flops_per_s=4e11)
+    products_s = slow.flops / 1e11
+    assert slow.seconds - fast.seconds == pytest.approx(0.75 * products_s)
+    evaluated = steps(flops_per_s=1e11, validation_tokens=1e6)
+    forward_s = 1e6 * ModelConfig(**SHAPE).flops_per_token(64.0) / 1e11
+    assert evaluated.overhead_s - slow.overhead_s == pytest.approx(forward_s / ASSUMED_FORWARD_MFU)
+    assert evaluated.seconds - evaluated.overhead_s == pytest.approx(slow.seconds - slow.overhead_s)
+    assert steps(flops_per_s=1e11, update_flops=1e9).seconds - slow.seconds == pytest.approx(1.0)
+
+
+def test_the_flops_of_muon_are_what_torch_counts() -> None:
+    for rows, columns in ((24, 40), (40, 24), (16, 16)):
+        with FlopCounterMode(display=False) as counter:
+            orthogonal(torch.randn(1, rows, columns))
+        assert counter.get_total_flops() == update_flops(rows, columns)
 
 
 def test_bf16_keeps_less_than_fp32() -> None:

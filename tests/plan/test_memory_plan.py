@@ -4,7 +4,6 @@ import json
 import sys
 from dataclasses import replace
 from functools import cache
-from unittest import mock
 
 import pytest
 
@@ -13,7 +12,6 @@ from modelwright.cli.main import main
 from modelwright.core.config import parse
 from modelwright.core.cpp_build import has_compiler
 from modelwright.core.errors import ConfigError
-from modelwright.memory import step_arena_build
 from modelwright.memory.lifetimes import Lifetime, MemoryTimeline
 from modelwright.memory.step_arena import plan_arena
 from modelwright.model.config import ModelConfig
@@ -132,41 +130,23 @@ def test_a_plan_takes_less_memory_for_a_bounded_share_of_compute(plan):
 
 
 @linux
-@pytest.mark.skipif(not has_compiler(), reason="the arena's allocator is built where it is used")
+@pytest.mark.skipif(not has_compiler(), reason="the heap for tensors is built where it is used")
 def test_a_plan_in_training_as_it_is_takes_what_was_predicted():
-    """In the heap that keeps freed memory and has gaps: the plan holds with the arena that it proposes."""
+    """In the heap that keeps freed memory and has gaps."""
     case = Case(model=planned_memory.base(num_layers=2), rows=4, train={})
-    plan = plan_step(case.model, case.settings, NextToken, seq_len=512, arena=True)
-    assert plan.settings(case.settings)["step_arena"] is True
+    plan = plan_step(case.model, case.settings, NextToken, seq_len=512)
     measured = planned_memory._in_training(case, plan.train)
     assert plan.after.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.1)
 
 
-def test_an_arena_goes_with_changes_and_with_budgets():
-    train = settings(batch_tokens=16, max_grad_norm=1.0)
-    for budget, wanted in ((0, {}), (2**30, {"step_arena": True})):
-        plan = plan_step(SMALL, train, NextToken, seq_len=16, budget_bytes=budget, arena=True)
-        assert plan.settings(train) == wanted
-
-
-def test_what_is_said_of_gaps(monkeypatch, capsys, tmp_path):
+def test_what_is_said_of_gaps():
     without = MeasuredError(claim="c", processor="P", date="d", num_predictions=2, max_error_percent=6.04)
     gaps = {"as configured": 27.8, "as planned": 73.5}
     said = heap_gap_text([replace(without, heap_gap_percent=gaps), without])
     assert said == "28% for a step as configured, 74% for a step as planned: P, d"
     on_top = "the heap's gaps come on top of these peaks"
-    assert heap_lines(Known(gaps=said)) == [f"gaps: without step_arena: true {on_top} ({said})"]
-    unknown = "(how much has not been measured here); no arena here: no compiler"
-    assert heap_lines(Known(no_arena="no compiler")) == [f"gaps: {on_top} {unknown}"]
-    command = ["plan", "memory", "tiny", "--batch-tokens", "2048"]
-    page = tmp_path / "memory.html"
-    for refused in (None, ConfigError("step_arena: not here")):
-        monkeypatch.setattr(step_arena_build, "check_machine", mock.Mock(side_effect=refused))
-        assert main([*command, "--html", str(page)]) == 0
-        shown = capsys.readouterr().out
-        assert ("step_arena: True" in shown) == (refused is None)
-        for text in (shown, page.read_text()):
-            assert ("no arena here: step_arena: not here" in text) == (refused is not None)
+    assert heap_lines(Known(gaps=said)) == [f"gaps: {on_top} ({said})"]
+    assert heap_lines(Known()) == [f"gaps: {on_top} (how much has not been measured here)"]
 
 
 def test_nothing_is_computed_again_where_that_frees_nothing():

@@ -1,6 +1,6 @@
 """Runs that meet the end of their memory, for `test_out_of_memory`.
 
-As a script, `full_memory.py FOLDER MARGIN_BYTES MICROBATCHES ROWS ARENA` runs `under_limit` and prints what it returns.
+As a script, `full_memory.py FOLDER MARGIN_BYTES MICROBATCHES ROWS` runs `under_limit` and prints what it returns.
 """
 
 import json
@@ -51,13 +51,13 @@ class LiftLimit:
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-def under_limit(folder: Path, margin: int, num_microbatches: int, num_rows: int, arena: bool) -> dict[str, list[float]]:
+def under_limit(folder: Path, margin: int, num_microbatches: int, num_rows: int) -> dict[str, list[float]]:
     """Train two steps; return the losses, and the numbers of microbatches that were not the one asked for.
 
     margin: bytes by which the address space may grow once the model stands; 0 means no limit. A step of a small model
     comes first, because libraries make buffers and threads of their own.
     """
-    tiny_run.run(folder / "warm", tiny_run.settings(num_steps=1, step_arena=arena))
+    tiny_run.run(folder / "warm", tiny_run.settings(num_steps=1))
     model = Decoder(SHAPE)
     model.init_weights(0)
     if margin:
@@ -70,7 +70,6 @@ def under_limit(folder: Path, margin: int, num_microbatches: int, num_rows: int,
         eval_every_steps=0,
         checkpoint_every_steps=0,
         keep_best=False,
-        step_arena=arena,
     )
     rows = RandomRows(num_rows, BATCH_TOKENS // num_rows, SHAPE.vocab_size)
     arguments = {"objective": NextToken(rows), "model": model, "heldout": [], "world": single()}
@@ -140,5 +139,5 @@ def run_on_rank(
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    margin, num_microbatches, num_rows, arena = map(int, sys.argv[2:])
-    print(json.dumps(under_limit(Path(sys.argv[1]), margin, num_microbatches, num_rows, bool(arena))))
+    margin, num_microbatches, num_rows = map(int, sys.argv[2:])
+    print(json.dumps(under_limit(Path(sys.argv[1]), margin, num_microbatches, num_rows)))

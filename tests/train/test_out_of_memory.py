@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from distributed import run_distributed
 from modelwright.core.errors import ModelwrightError
 from modelwright.core.records import column, read_records
+from modelwright.memory.tensor_heap import SWITCH
 from modelwright.objectives.next_token import NextToken
 from modelwright.ops import cpu_kernels
 from modelwright.parallel.mesh import single
@@ -26,17 +26,21 @@ MARGIN = (30 if cpu_kernels.are_used_on("cpu") else 70) * 2**20
 linux = pytest.mark.skipif(sys.platform != "linux", reason="limits of the address space are Linux's")
 
 
-def limited(folder: Path, margin: int, *, num_microbatches: int = 1, num_rows: int = 32, arena: int = 0) -> dict:
-    arguments = (folder, margin, num_microbatches, num_rows, arena)
-    started = start_process(Path(full_memory.__file__), *arguments, environment={"MALLOC_ARENA_MAX": "1"})
+def limited(folder: Path, margin: int, *, num_microbatches: int = 1, num_rows: int = 32, **environment: str) -> dict:
+    arguments = (folder, margin, num_microbatches, num_rows)
+    environment["MALLOC_ARENA_MAX"] = "1"
+    started = start_process(Path(full_memory.__file__), *arguments, environment=environment)
     (output,) = all_well(wait_for([started]))
     return json.loads(output.splitlines()[-1])
 
 
 @linux
-def test_a_process_under_a_limit_goes_on_in_smaller_microbatches(tmp_path):
-    """RLIMIT_AS, as `ulimit -v` sets it: the allocator's own error, amid forward or backward."""
-    found = limited(tmp_path / "limited", MARGIN)
+@pytest.mark.parametrize("heap", ["1", "0"])
+def test_a_process_under_a_limit_goes_on_in_smaller_microbatches(tmp_path, heap):
+    """RLIMIT_AS, as `ulimit -v` sets it: the allocator's own error, amid forward or backward, with and without the heap
+    for tensors.
+    """
+    found = limited(tmp_path / "limited", MARGIN, **{SWITCH: heap})
     parts = {int(number) for number in found["parts"]}
     assert len(parts) == 1
     assert min(parts) > 1
@@ -51,16 +55,6 @@ def test_a_process_under_a_limit_goes_on_in_smaller_microbatches(tmp_path):
     free = limited(tmp_path / "free", 0)
     assert free["parts"] == []
     assert found["losses"] == pytest.approx(free["losses"], rel=1e-5)
-
-
-@linux
-@pytest.mark.skipif(shutil.which("g++") is None, reason="the arena is built by g++")
-def test_a_memory_arena_under_a_limit(tmp_path):
-    """The first step runs under the limit, too, recorded with a mapping for each of the larger tensors."""
-    found = limited(tmp_path / "arena", MARGIN, arena=1)
-    assert len(found["losses"]) == len(found["parts"]) == 2
-    asked = limited(tmp_path / "asked", 0, num_microbatches=int(found["parts"][0]))
-    assert found["losses"] == asked["losses"]
 
 
 Runs = tuple[Path, list[dict[str, full_memory.Ended]]]

@@ -74,7 +74,6 @@ def show(options: argparse.Namespace, number: Callable[[str, str], float]) -> in
     if options.html and not options.html.parent.is_dir():
         raise ConfigError(f"--html: {options.html.parent} is not a folder; name a file in one that exists")
     model, train, seq_len = _training(options)
-    no_arena = _no_arena()
     plan = plan_step(
         model,
         train,
@@ -83,18 +82,17 @@ def show(options: argparse.Namespace, number: Callable[[str, str], float]) -> in
         budget_bytes=int(number(options.budget, "--budget")) if options.budget else 0,
         more_compute=options.max_recompute,
         elsewhere=_elsewhere(options, model, train),
-        arena=not no_arena,
         progress=choose_display(sys.stderr),
     )
     errors = [error for error in measured_errors() if error.claim == "planned_memory"]
-    known = Known(error=error_text(errors), gaps=heap_gap_text(errors), no_arena=no_arena)
+    known = Known(error=error_text(errors), gaps=heap_gap_text(errors))
     if options.html:
         page = memory_page(plan, train, title=f"Memory of a step: {options.target}", known=known)
         with writing(options.html):
             options.html.write_text(page, encoding="utf-8")
     if options.json:
         data = plan_data(plan, train, top=options.top)
-        print(json.dumps({**data, "known_gaps": known.gaps, "no_arena": no_arena}, indent=1))
+        print(json.dumps({**data, "known_gaps": known.gaps}, indent=1))
         return 0
     rows = train.batch_tokens // train.gradient_accumulation_steps // seq_len
     print(
@@ -103,18 +101,6 @@ def show(options: argparse.Namespace, number: Callable[[str, str], float]) -> in
     )
     print(plan_text(plan, train, top=options.top, known=known))
     return 0
-
-
-def _no_arena() -> str:
-    """Why this machine can have no `step_arena`, "" where it can."""
-    from modelwright.memory.step_arena_build import check_machine
-    from modelwright.parallel.mesh import default_device
-
-    try:
-        check_machine(on_cpu=default_device().type == "cpu")
-    except ConfigError as error:
-        return str(error)
-    return ""
 
 
 def _elsewhere(options: argparse.Namespace, model: "ModelConfig", train: "TrainConfig"):

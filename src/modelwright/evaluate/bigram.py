@@ -67,17 +67,18 @@ class Bigram:
 
 def train_bigram(pairs: Iterable[Pairs], *, vocab_size: int) -> Bigram:
     """Count the training pairs and choose the discount. Raises `ValueError` when there is no pair."""
-    whole = list(pairs)
-    previous = np.concatenate([p for p, _ in whole]) if whole else np.empty(0, dtype=np.int64)
-    following = np.concatenate([n for _, n in whole]) if whole else np.empty(0, dtype=np.int64)
-    if not len(previous):
+    # one number a pair: at millions of pairs every further array weighs as much as a small model
+    parts = [previous.astype(np.int64) * vocab_size + following for previous, following in pairs]
+    pairs_N = np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+    del parts
+    if not len(pairs_N):
         raise ValueError("the bigram baseline needs at least one pair of training tokens; are the train rows empty?")
-    fitting = (np.arange(len(previous)) // FITTING_RUN) % FITTING_SHARE == FITTING_SHARE - 1
+    fitting = (np.arange(len(pairs_N), dtype=np.int32) // FITTING_RUN) % FITTING_SHARE == FITTING_SHARE - 1
     if not fitting.any():
         fitting[len(fitting) * (FITTING_SHARE - 1) // FITTING_SHARE :] = True
-    trial = _count(previous[~fitting], following[~fitting], vocab_size)
-    discount = trial.with_discount((previous[fitting], following[fitting])).discount
-    return Bigram(**{**_count(previous, following, vocab_size).__dict__, "discount": discount})
+    trial = _count(pairs_N[~fitting], vocab_size)
+    discount = trial.with_discount(divmod(pairs_N[fitting], vocab_size)).discount
+    return Bigram(**{**_count(pairs_N, vocab_size).__dict__, "discount": discount})
 
 
 def training_pairs(batches: Iterable[TokenBatch], *, max_tokens: int) -> Iterator[Pairs]:
@@ -104,16 +105,19 @@ def document_nats(bigram: Bigram, encoded: Sequence[Sequence[int]], *, start_id:
     return nats
 
 
-def _count(previous_N: np.ndarray, next_N: np.ndarray, vocab_size: int) -> Bigram:
-    keys, counts = np.unique(previous_N.astype(np.int64) * vocab_size + next_N, return_counts=True)
+def _count(pairs_N: np.ndarray, vocab_size: int) -> Bigram:
+    """Counts the pairs, each as `v * vocab_size + w`; sorts them in place."""
+    pairs_N.sort()
+    starts = np.flatnonzero(np.diff(pairs_N, prepend=-1))
+    keys, counts = pairs_N[starts], np.diff(starts, append=len(pairs_N))
     predecessors_V = np.bincount(keys % vocab_size, minlength=vocab_size) + _UNSEEN
     return Bigram(
         vocab_size=vocab_size,
         discount=DISCOUNTS[-1],
-        num_pairs=len(previous_N),
+        num_pairs=len(pairs_N),
         keys=keys,
         counts=counts,
-        context_counts_V=np.bincount(previous_N, minlength=vocab_size),
+        context_counts_V=np.bincount(keys // vocab_size, weights=counts, minlength=vocab_size).astype(np.int64),
         followers_V=np.bincount(keys // vocab_size, minlength=vocab_size),
         unigram_V=predecessors_V / predecessors_V.sum(),
     )

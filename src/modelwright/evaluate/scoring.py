@@ -13,6 +13,7 @@ from torch import Tensor
 
 from modelwright.core.progress import Progress
 from modelwright.evaluate.windows import Window, cut_windows, pack_windows
+from modelwright.memory.tensor_heap import use_tensor_heap
 from modelwright.model.attention import packed_attend
 from modelwright.model.decoder import Decoder
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
@@ -44,6 +45,7 @@ def sequence_nats(
     Sequences longer than the model's context, or than `max_context`, go through overlapping windows; short ones share
     rows without seeing each other. Each predicted token counts exactly once. The model is put into evaluation mode.
     """
+    use_tensor_heap()
     context = min(model.config.max_seq_len, max_context)
     stride = max(1, round(context * (1.0 - context_overlap)))
     windows = [

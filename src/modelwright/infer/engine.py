@@ -26,6 +26,7 @@ from modelwright.infer.prompt_lookup import PromptLookup
 from modelwright.infer.sampler import SampledToken, SampleRequest, sample
 from modelwright.infer.scheduler import Scheduler
 from modelwright.infer.sequence import Pooling, SamplingParams, ScoredToken, Sequence, TokenConstraint
+from modelwright.memory.tensor_heap import use_tensor_heap
 from modelwright.model.adapter_bank import BASE, AdapterSet, PreparedAdapter
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import SCORE
@@ -129,6 +130,7 @@ class Engine:
         head: Product | None = None,
         adapters: Mapping[str, PreparedAdapter] | None = None,
     ) -> None:
+        use_tensor_heap()  # before the cache is made, and before the first long prompt
         self.config = config
         self.model = model
         self.adapters = AdapterSet(model)

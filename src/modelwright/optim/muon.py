@@ -68,6 +68,14 @@ def orthogonal(matrices_BMN: Tensor, *, eps: float = 1e-7) -> Tensor:
     return wide_BMN.mT if is_tall else wide_BMN
 
 
+def update_flops(rows: int, columns: int) -> float:
+    """FLOPs of one update of a matrix: three products a round, two of them between the wide matrix and its Gram
+    matrix.
+    """
+    short, long = sorted((rows, columns))
+    return NUM_ROUNDS * (4.0 * short**2 * long + 2.0 * short**3)
+
+
 def _format(device: torch.device) -> torch.dtype:
     return torch.float32 if is_emulated(torch.bfloat16, device) else torch.bfloat16
 

@@ -26,7 +26,7 @@ from modelwright.pipeline.time_budget import (
 )
 from modelwright.plan.catalog import ComputeRate
 from modelwright.plan.communication import Cluster
-from modelwright.plan.estimate import duration, plan_text, training_memory
+from modelwright.plan.estimate import StageEstimate, duration, plan_text, training_memory
 from modelwright.plan.layout import assess
 from modelwright.plan.memory import MemoryEstimate
 from modelwright.train.config import TrainConfig
@@ -69,12 +69,7 @@ def describe_plan(
     if config.minutes:
         config = _within(config, previous, run, rates)
     states = survey(run, build_stages(config, run, only)).states
-    estimates = [stage.estimate(config, run, rates) for stage in config.stages]
-    further = {one.name: one.further_bytes for one in estimates}
-    memories = {
-        name: replace(memory, further_models=further[name]) for name, memory in _memories(config, num_processes).items()
-    }
-    estimates = [replace(e, peak_bytes=memories[e.name].total) if e.name in memories else e for e in estimates]
+    estimates, memories = stage_estimates(config, run, rates, num_processes)
     lines = [f"run         {config.name} in {run.path}", f"sources     {', '.join(config.text_sources)}"]
     if num_processes > 1:
         axes = ", ".join(f"{axis} {size}" for axis, size in config.parallel.axes(num_processes).items() if size > 1)
@@ -91,12 +86,26 @@ def describe_plan(
     return "\n".join(lines + [f"Busy machine: {note}" for note in busy])
 
 
+def stage_estimates(
+    config: RunConfig, run: RunDir, rates: Rates, num_processes: int = 1
+) -> tuple[list[StageEstimate], dict[str, MemoryEstimate]]:
+    """The cost of each stage of a resolved configuration, and the parts of the memory of those that train."""
+    estimates = [stage.estimate(config, run, rates) for stage in config.stages]
+    further = {one.name: one.further_bytes for one in estimates}
+    memories = {
+        name: replace(memory, further_models=further[name]) for name, memory in _memories(config, num_processes).items()
+    }
+    estimates = [replace(e, peak_bytes=memories[e.name].total) if e.name in memories else e for e in estimates]
+    return estimates, memories
+
+
 def _within(config: RunConfig, previous: RunConfig | None, run: RunDir, rates: Rates) -> RunConfig:
     """The lengths of training that fit into the budget, by estimated times of steps; those of a run that has them."""
     if previous and is_same_run(config, previous):
         return with_lengths_of(config, previous)
     one_step = with_lengths(config, {stage.name: 1 for stage in config.trainings})
-    seconds = {stage.name: stage.estimate(one_step, run, rates).seconds for stage in config.trainings}
+    estimates = [stage.estimate(one_step, run, rates) for stage in config.trainings]
+    seconds = {one.name: one.seconds - one.overhead_s for one in estimates}
     return with_lengths(config, num_steps_within(config, training_seconds(config, run, rates), seconds))
 
 
@@ -122,5 +131,5 @@ def _memories(config: RunConfig, num_processes: int) -> dict[str, MemoryEstimate
                 fused=cpu_kernels.are_used_on(device),
                 adapters=training.lora,
             )
-            result[stage.name] = memory.on_device(device, arena=training.step_arena)
+            result[stage.name] = memory.on_device(device)
     return result

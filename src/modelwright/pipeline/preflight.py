@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 
 from modelwright.core.errors import ConfigError, prefix_errors
 from modelwright.memory.offload import check_tier
-from modelwright.memory.step_arena_build import check_machine
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.context_parallel import check_context, local_spans
 from modelwright.parallel.pipeline.stages import check_microbatches, check_ties, layers_of_stages
@@ -76,8 +75,6 @@ def _check_stage(stage: StageSpec, layout: ParallelConfig, config: RunConfig, ax
         raise ConfigError(
             "optimizer_cpu_offload: async_updates.mode hogwild shares the optimizer states; disable one of them"
         )
-    if training.step_arena:
-        check_machine(on_cpu=on_cpu)
     if training.energy.country:
         known_country(training.energy.country, "energy.country")
     with prefix_errors("activation_checkpointing"):

@@ -25,6 +25,7 @@ from modelwright.core.progress import Progress, SilentProgress
 from modelwright.core.redact import redact_words
 from modelwright.core.resources import git_commit, hardware, versions
 from modelwright.core.rundir import RunDir
+from modelwright.memory.tensor_heap import use_tensor_heap
 from modelwright.parallel.elastic import fit, num_restarts, num_used
 from modelwright.parallel.topology.rank_mapping import Placement
 from modelwright.pipeline.config import RunConfig
@@ -103,6 +104,7 @@ def execute(
         if ranks.rank != 0:
             config = read_run_config(run.config)
             stages = _stages(config, run, only, ranks)
+        use_tensor_heap()  # in every stage, so that tensors that outlive one leave no gaps for the next
         num_threads = use_threads(config.hardware.num_threads)
         if ranks.rank == 0 and (busy := busy_machine(OtherProcesses(), num_threads)):
             shown.note(busy)

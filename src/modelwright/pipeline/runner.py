@@ -15,6 +15,7 @@ from modelwright.core.artifacts import ArtifactDraft, Manifest, is_finished, rea
 from modelwright.core.errors import ArtifactError, ConfigError, writing
 from modelwright.core.progress import Progress
 from modelwright.core.rundir import RunDir
+from modelwright.memory.tensor_heap import give_back_memory
 from modelwright.pipeline.stage import Ranks, Stage, StageContext
 from modelwright.pipeline.stage_log import StageLog, begin_attempt, read_stage_digest
 
@@ -80,6 +81,7 @@ def run_stages(
             continue
         if state != "done":
             _work(run, stage, stage.digest(contents), contents, ranks, progress, restart=restart)
+            give_back_memory()  # the next stage begins with what it needs itself
             ranks.barrier()
         manifest = read_manifest(run.stage(stage.name).artifact, kind=stage.name)
         contents[stage.name] = manifest.content_digest

@@ -72,7 +72,7 @@ def _build(
         nonlocal last
         if clock() - last < EVERY_S and 1 < info.step < run.num_steps:
             return
-        with run.formats.evaluating(), run.memory.resting():
+        with run.formats.evaluating():
             (completion,) = generate(model, [prompt], params, config)
         run.alive()
         # A model may have rows beyond the tokenizer's vocabulary, which are hardly trained and mean nothing.

@@ -4,11 +4,9 @@ The rates settle two questions by measurement: which compute format is fastest h
 FLOPs utilization is. Changes nothing on the machine.
 """
 
-import ctypes.util
 import math
 import os
 import shutil
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -29,8 +27,6 @@ from modelwright.ops.microbenchmark import Undisturbed, in_turn, undisturbed
 from modelwright.plan.estimate import size
 from modelwright.plan.gemm_shapes import Product, Rate, effective_rate, forward_products, training_products
 
-ALLOCATORS = ("tcmalloc_minimal", "jemalloc")
-"""Preloaded allocators, the better one first (`benchmarks/arena.py`)."""
 COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 INT8_BACKENDS = ("fbgemm", "int_mm")
 INT8_TOKENS = {"decode": 8, "prefill": 256}
@@ -71,7 +67,7 @@ def survey(
         "training": training,
         "int8": int8,
         "kernels": kernel_facts(),
-        "recommended": recommend(training, int8, preload_allocator()),
+        "recommended": recommend(training, int8),
     }
 
 
@@ -195,17 +191,9 @@ def measure_int8(model: ModelConfig, *, budget_s: float = 6.0) -> dict[str, Any]
     return table
 
 
-def preload_allocator() -> str:
-    """An allocator on this machine that lowers the peak resident memory of training on a CPU when it is preloaded;
-    "" where there is none."""
-    if not sys.platform.startswith("linux"):
-        return ""
-    return next((result for name in ALLOCATORS if (result := ctypes.util.find_library(name))), "")
-
-
-def recommend(training: dict[str, Any], int8: dict[str, Any], allocator: str = "") -> dict[str, Any]:
-    """The fastest training format, the fastest INT8 backend for decoding ("none" if FP32 is faster), threads, and an
-    allocator to preload, each with the reason.
+def recommend(training: dict[str, Any], int8: dict[str, Any]) -> dict[str, Any]:
+    """The fastest training format, the fastest INT8 backend for decoding ("none" if FP32 is faster), and threads, each
+    with the reason.
     """
     effective = training["effective"]
     compute = max(effective, key=effective.__getitem__)
@@ -220,9 +208,6 @@ def recommend(training: dict[str, Any], int8: dict[str, Any], allocator: str = "
         best = max(rates, key=rates.__getitem__)
         advice["int8_backend"] = "none" if best == "fp32" else best
         advice["int8_reason"] = f"{rates[best] / rates['fp32']:.1f}x FP32 at {INT8_TOKENS['decode']} rows"
-    if allocator:
-        advice["allocator"] = f"LD_PRELOAD={allocator}"
-        advice["allocator_reason"] = "about 14% less peak memory at equal speed in training on a CPU (docs/log.md)"
     return advice
 
 
@@ -256,8 +241,6 @@ def survey_text(facts: dict[str, Any]) -> str:
     lines += ["", f"recommended compute: {advice['compute']} ({advice['compute_reason']})"]
     if "int8_backend" in advice:
         lines.append(f"recommended INT8 backend: {advice['int8_backend']} ({advice['int8_reason']})")
-    if "allocator" in advice:
-        lines.append(f"recommended allocator: {advice['allocator']} ({advice['allocator_reason']})")
     return "\n".join(lines)
 
 

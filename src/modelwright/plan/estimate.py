@@ -1,6 +1,6 @@
 """What a stage will cost: parameters, FLOPs, memory by part and wall time, without running it.
 
-Memory is `plan.memory`'s for one rank. Time is FLOPs over a measured rate times an assumed utilization.
+Memory is `plan.memory`'s for one rank. Time is FLOPs over a measured rate, and what is assumed of all other work.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,10 +19,21 @@ ASSUMED_TRAIN_MFU = 0.60
 """Share of the products' measured rate that a training step reaches on a CPU; the rest is norms, attention, softmax,
 the optimizer and Python. Prototypes of 7 M parameters reached 0.59-0.73 on two AVX2 cores."""
 
+ASSUMED_OTHER_WORK = 0.58
+"""Time of a training step on a CPU that no product takes, as a multiple of what its products take in FP32: norms,
+attention, softmax, the optimizer and Python. It does not shrink with products in 16 bits, so a share of the step's own
+products would be too little by the ratio of the two rates. The quickstart took 0.56 in pretraining, Muon's products
+apart, and 0.58 in fine-tuning (FP32, one thread on AVX2, processor time of steps and of products in turn)."""
+
 ASSUMED_FORWARD_MFU = 0.70
 """The same for scoring: packing is less even and the log-softmax weighs more without a backward pass. The
 quickstart's evaluation, of 8.6 million parameters then, reached 0.95 on two AVX-512 cores."""
 
+
+TRAINING_OVERHEAD_S = 12.0
+"""Seconds of a training stage outside its steps and validations: the rate of products is measured before and after it,
+4 s each, weights are loaded, text is sampled twice, and the artifact is written. The quickstart took 22 s on two cores
+that others kept busy."""
 
 WITHOUT_ADAPTERS = AdapterConfig()
 """All weights of the model are trained."""
@@ -40,6 +51,8 @@ class StageEstimate:
     further_bytes: int = 0
     """The part of the peak that models beside the one in training take. It is counted whole on each process, although a
     layout may divide those that are trained."""
+    overhead_s: float = 0.0
+    """The part of the seconds that no training step takes."""
 
 
 def training_memory(
@@ -81,12 +94,17 @@ def training_stage(
     compute: Compute,
     activations: ActivationCheckpointingConfig,
     flops_per_s: float,
-    mfu: float = ASSUMED_TRAIN_MFU,
+    fp32_flops_per_s: float,
     world_size: int = 1,
     fused: bool = False,
     adapters: AdapterConfig = WITHOUT_ADAPTERS,
+    validation_tokens: float = 0.0,
+    update_flops: float = 0.0,
 ) -> StageEstimate:
-    """A training stage. `flops_per_s`: measured rate of the model's products on one rank (`doctor.measure_rates`)."""
+    """A training stage. `flops_per_s`: measured rate of the model's products on one rank (`doctor.measure_rates`);
+    `fp32_flops_per_s`: the same in FP32; `validation_tokens`: of all evaluations together; `update_flops`: products of
+    the optimizer in one step.
+    """
     num_tokens = float(num_steps * batch_tokens)
     # forward and twice that for backward (PaLM, appendix B)
     flops = 3.0 * num_tokens * model.flops_per_token(mean_context)
@@ -95,12 +113,17 @@ def training_stage(
     part = _whole_model(model, tokens_per_microbatch, compute, activations, fused=fused)
     again = num_tokens * total_recomputed_flops(replace(part.shape, mean_context=mean_context), part.segments)
     memory = rank_memory(model, replace(part, num_microbatches=num_microbatches, adapters=adapters))
+    products_s = (flops + again + num_steps * update_flops) / (flops_per_s * world_size)
+    steps_s = products_s + ASSUMED_OTHER_WORK * (flops + again) / (fp32_flops_per_s * world_size)
+    validation_flops = validation_tokens * model.flops_per_token(mean_context)
+    overhead_s = TRAINING_OVERHEAD_S + validation_flops / (flops_per_s * ASSUMED_FORWARD_MFU * world_size)
     return StageEstimate(
         name=name,
         tokens=num_tokens,
         flops=flops,
-        seconds=(flops + again) / (flops_per_s * mfu * world_size),
+        seconds=steps_s + overhead_s,
         peak_bytes=memory.total,
+        overhead_s=overhead_s,
     )
 
 

@@ -17,13 +17,10 @@ _BARS = " ▁▂▃▄▅▆▇█"
 
 @dataclass(frozen=True, kw_only=True)
 class Known:
-    """Notes on a plan. error: the measured error of predicted peaks, "" if unknown; gaps: the same for heap overhead;
-    no_arena: why `step_arena` is unavailable here, "" if it is available.
-    """
+    """Notes on a plan. error: the measured error of predicted peaks, "" if unknown; gaps: the same for the heap."""
 
     error: str = ""
     gaps: str = ""
-    no_arena: str = ""
 
 
 def plan_text(plan: StepPlan, configured: TrainConfig, *, top: int, known: Known) -> str:
@@ -48,11 +45,9 @@ def plan_text(plan: StepPlan, configured: TrainConfig, *, top: int, known: Known
 
 
 def heap_lines(known: Known) -> list[str]:
-    """What heap fragmentation in training adds to the predicted peaks, and remedies."""
-    gaps = f"the heap's gaps come on top of these peaks ({known.gaps or 'how much has not been measured here'})"
-    if known.no_arena:
-        return [f"gaps: {gaps}; no arena here: {known.no_arena}"]
-    return [f"gaps: without step_arena: true {gaps}"]
+    """What heap fragmentation in training adds to the predicted peaks."""
+    how_much = known.gaps or "how much has not been measured here"
+    return [f"gaps: the heap's gaps come on top of these peaks ({how_much})"]
 
 
 def plan_data(plan: StepPlan, configured: TrainConfig, *, top: int) -> dict[str, Any]:

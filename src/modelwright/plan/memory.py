@@ -18,14 +18,14 @@ from modelwright.ops.cross_entropy import CHUNK_TOKENS
 from modelwright.ops.nf4 import RUN_LEN
 from modelwright.parallel.config import ZeroStage
 
-PROCESS_BYTES = 395 * 2**20
-"""Resident memory of a process in a training stage, before the model: Python, PyTorch and the other libraries that
-training loads, and what the stages before have left in the heap. Measured with PyTorch 2.13 on Linux: 380 MiB where the
-stages before were finished earlier, 410 where the same process ran them."""
+PROCESS_BYTES = 455 * 2**20
+"""Resident memory of a process in a training stage without the tensors of the model: Python, PyTorch and the other
+libraries that training loads, buffers of theirs, and tensors below `memory.tensor_heap.LEAST_BYTES`. Measured with
+PyTorch 2.13 on Linux at the end of the quickstart's pretraining: 681 MiB, of which 226 in the heap for tensors."""
 
-HEAP_GAPS = 0.27
-"""What the gaps of training's heap (`memory.allocator`) add to what comes and goes in a step and to checkpoint copies:
-measured 0.2 to 0.4 after a few dozen steps, over formats, sizes of microbatches and ways to treat activations."""
+HEAP_GAPS = 0.03
+"""What the gaps of the heap for tensors (`memory.tensor_heap`) add to what is alive in it at the peak: measured 0.01 in
+the quickstart's pretraining, with an evaluation and text samples in between."""
 
 ADAM_STATES = 2
 
@@ -69,16 +69,16 @@ class MemoryEstimate:
         """Weights, gradients and optimizer states: what ZeRO divides."""
         return self.weights + self.gradients + self.optimizer
 
-    def on_device(self, device: str, *, arena: bool = False) -> "MemoryEstimate":
+    def on_device(self, device: str) -> "MemoryEstimate":
         """What counts against the device's memory: on a CPU everything in `resident`; an accelerator holds neither the
-        process nor checkpoint copies. arena: of `step_arena`.
+        process nor checkpoint copies.
         """
-        return self.resident(arena=arena) if device == "cpu" else replace(self, process=0, checkpoint_copy=0)
+        return self.resident() if device == "cpu" else replace(self, process=0, checkpoint_copy=0)
 
-    def resident(self, *, arena: bool) -> "MemoryEstimate":
-        """Including heap fragmentation of training on a CPU; an arena has none."""
-        passing = self.gathered + self.activations + self.workspace + self.transport
-        return replace(self, heap_gaps=int(HEAP_GAPS * ((0 if arena else passing) + self.checkpoint_copy)))
+    def resident(self) -> "MemoryEstimate":
+        """Including the gaps of the heap in training on a CPU."""
+        tensors = self.total - self.process - self.heap_gaps
+        return replace(self, heap_gaps=int(HEAP_GAPS * tensors))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -92,7 +92,6 @@ def plan_step(
     budget_bytes: int = 0,
     more_compute: float = MORE_COMPUTE,
     elsewhere: OffloadTarget = NOWHERE,
-    arena: bool = False,
     progress: Progress = SilentProgress(),  # noqa: B008
 ) -> StepPlan:
     """The least recomputation and offloading such that the peak is at most `budget_bytes`; without a budget (0) such
@@ -100,8 +99,7 @@ def plan_step(
     by what could be computed meanwhile. The step as configured is the plan if it achieves that at no higher cost;
     without a budget also if nothing within `more_compute` takes less memory.
 
-    arena: with what it changes, or to hold a budget, the plan switches on `step_arena`; traces know no gaps of a
-    heap, which otherwise come on top of every peak.
+    Traces know no gaps of a heap, which come on top of every peak.
 
     Candidates are traced one after the other, for peaks need not fall along them (a frozen prefix keeps nothing that
     could be computed again). Raises `ConfigError` that names the lowest peak when the budget is too small.
@@ -131,11 +129,10 @@ def plan_step(
         progress.end()
         raise ConfigError(_too_small(budget_bytes, lowest, elsewhere))
     progress.end()
-    is_change = chosen is not present or budget_bytes > 0
     return StepPlan(
         before=before,
         after=after,
-        train=replace(chosen.train, step_arena=True) if arena and is_change else chosen.train,
+        train=chosen.train,
         present_flops=present.more_flops,
         more_flops=chosen.more_flops,
         moved_bytes=chosen.moved_bytes,

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from modelwright.core.errors import ModelwrightError
 from modelwright.infer.engine import Engine
+from modelwright.memory.tensor_heap import give_back_memory
 from modelwright.model.adapter_bank import PreparedAdapter, prepare_adapter
 from modelwright.serve.engine_client import EngineEvents, EngineInfo
 from modelwright.serve.errors import ApiError
@@ -21,6 +22,8 @@ from modelwright.serve.jobs import Job
 from modelwright.serve.step_engine import StepEngine
 
 log = logging.getLogger("modelwright.serve")
+REST_AFTER_S = 10.0
+"""Seconds without work after which an engine returns the memory that a burst of long prompts has left it."""
 
 
 @dataclass(frozen=True)
@@ -156,11 +159,17 @@ class EngineThread:
 
     def _obey(self) -> bool:
         """Execute all commands; waits for one if there is nothing to compute. False: stop."""
+        has_rested = False
         while True:
+            is_idle = not self.engine.has_work
             try:
-                command = self._commands.get(block=not self.engine.has_work)
+                command = self._commands.get(block=is_idle, timeout=None if has_rested else REST_AFTER_S)
             except queue.Empty:
-                return True
+                if not is_idle:
+                    return True
+                give_back_memory()
+                has_rested = True
+                continue
             if isinstance(command, _Stop):
                 return False
             if isinstance(command, _Call):

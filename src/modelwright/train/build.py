@@ -12,9 +12,8 @@ from functools import cache, partial
 
 from modelwright.core.compatibility import WHOLE_GRADIENTS
 from modelwright.core.progress import Progress, SilentProgress
-from modelwright.memory.glibc_malloc import freed_memory_kept
 from modelwright.memory.offload import Store, open_store
-from modelwright.memory.step_arena_runtime import step_arena
+from modelwright.memory.tensor_heap import use_tensor_heap
 from modelwright.model.adapters import attach_adapters
 from modelwright.optim.build import build_optimizer
 from modelwright.parallel.config import ParallelConfig
@@ -162,13 +161,12 @@ def open_session(job: TrainJob, world: World, progress: Progress) -> Generator[S
     config, folder, on_cpu = job.config, job.stage.path, world.device.type == "cpu"
     matmul = config.precision.fp32_matmul
     hang_after_s = config.fault_tolerance.watchdog_timeout_s if world.size > 1 else 0.0
+    use_tensor_heap()
     with (
         StopRequest() as stop,
-        freed_memory_kept(),
         repeatable_convolutions(),
         fp32_products(tf32=matmul == "tf32", onednn=matmul == "onednn", on_cpu=on_cpu),
         Watchdog(folder / f"hang-{world.rank}.txt", limit_s=hang_after_s) as watchdog,
-        step_arena(config.step_arena, world.device, progress.note) as arena,
     ):
         anomalies = None
         if world.is_first:
@@ -178,7 +176,6 @@ def open_session(job: TrainJob, world: World, progress: Progress) -> Generator[S
             progress=progress,
             stop=stop,
             watchdog=watchdog,
-            memory=arena,
             anomalies=anomalies,
             store=open_store(config.activation_checkpointing, device=world.device, folder=folder),
             note=cache(progress.note),
@@ -229,7 +226,6 @@ def build_step(job: TrainJob, global_mesh: Mesh, session: Session, on_exit: Exit
         folder=job.stage.path,
         note=session.note,
         anomalies=session.anomalies,
-        memory=session.memory,
         alive=session.watchdog.alive,
         on_exit=on_exit,
     )

@@ -74,7 +74,6 @@ SHARED_MEMORY = feature(
 _WITHOUT_EFFECT_ON_WEIGHTS = (
     "gradient_accumulation_steps",
     "activation_checkpointing",
-    "step_arena",
     "optimizer_cpu_offload",
     "load_balance",
     "checkpoint_every_steps",
@@ -101,9 +100,6 @@ class SharedTrainConfig:
     optimizer_in_backward: bool = False
     """Update each parameter as soon as its gradient is complete, which frees the gradient (not with a pipeline). The
     norm comes too late to clip by: where `max_grad_norm` is above 0, gradients are clipped by the last step's norm."""
-    step_arena: bool = False
-    """Place what is allocated and freed within a step by the plan of an earlier step, without the heap's gaps (Linux,
-    CPU; needs a C++ compiler)."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     """How the peak rate follows from the batch: `linear` (Goyal et al. 2017, for SGD), `sqrt` (Malladi et al. 2022, for
     Adam), `none`: it is `learning_rate`."""

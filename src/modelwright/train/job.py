@@ -10,7 +10,6 @@ from modelwright.core.progress import Progress, SilentProgress
 from modelwright.core.rundir import StageDir
 from modelwright.core.sinks.sink_list import Tracking
 from modelwright.memory.offload import Store
-from modelwright.memory.step_arena_runtime import StepArena
 from modelwright.model.decoder import Decoder
 from modelwright.optim.delay import compensate
 from modelwright.parallel.config import ParallelConfig
@@ -22,7 +21,7 @@ from modelwright.train.config import TrainConfig
 from modelwright.train.monitors.anomalies import AnomalyLog
 from modelwright.train.monitors.watchdog import Watchdog
 from modelwright.train.objective import Batch, Objective
-from modelwright.train.runtime import Runtime, StepMemory, TechniqueBuilder
+from modelwright.train.runtime import Runtime, TechniqueBuilder
 from modelwright.train.signals import StopRequest
 from modelwright.train.step import TrainStep
 from modelwright.train.technique import StepInfo, Technique
@@ -99,8 +98,6 @@ class Session:
     progress: Progress
     stop: StopRequest
     watchdog: Watchdog
-    memory: StepMemory
-    """Where the tensors of a step are stored."""
     anomalies: AnomalyLog | None
     """The list of events that a person should look at; on the first rank only."""
     store: Store | None
@@ -116,7 +113,6 @@ class Session:
             progress=SilentProgress(),
             stop=StopRequest(),
             watchdog=Watchdog(Path(os.devnull), limit_s=0.0),
-            memory=StepArena(),
             anomalies=None,
             store=store,
             note=SilentProgress().note,

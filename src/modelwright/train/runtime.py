@@ -1,10 +1,9 @@
 """`Runtime`: the parts of a run under one layout, passed to the builders of techniques."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from modelwright.model.decoder import Decoder
 from modelwright.ops.tensor_view import TensorView
@@ -16,18 +15,6 @@ from modelwright.precision.loss_scale import LossScaler, NoLossScaler
 from modelwright.train.monitors.anomalies import AnomalyLog
 from modelwright.train.runner import Executor, Runner
 from modelwright.train.technique import StepInfo, Technique
-
-
-class StepMemory(Protocol):
-    """Where the tensors of a step are stored."""
-
-    def step(self) -> AbstractContextManager[None]: ...
-
-    def resting(self) -> AbstractContextManager[None]: ...
-
-    def abandon(self) -> None: ...
-
-    def figures(self) -> dict[str, float]: ...
 
 
 @dataclass(kw_only=True)
@@ -56,7 +43,6 @@ class Runtime:
     """Shows a line to the user."""
     anomalies: AnomalyLog | None
     """The list of events that a person should look at; on the first rank only, and None for a step that is traced."""
-    memory: StepMemory
     alive: Callable[[], None]
     """Tells the watchdog that this process is not stuck; for techniques that work for long between two steps."""
     on_exit: ExitStack

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from modelwright.core.errors import Stopped
 from modelwright.core.records import Recorder
+from modelwright.memory.tensor_heap import give_back_memory
 from modelwright.parallel.mesh import World
 from modelwright.parallel.traffic import Traffic
 from modelwright.train.checkpoint.manager import CheckpointManager
@@ -14,7 +15,6 @@ from modelwright.train.evaluation import evaluate_heldout
 from modelwright.train.job import Session, StepParts, TrainJob
 from modelwright.train.state import TrainResult, TrainState
 from modelwright.train.technique import Relayout, Rollback, StepInfo
-from modelwright.train.techniques.out_of_memory import give_back_memory
 from modelwright.train.vote import Requests
 
 
@@ -80,7 +80,7 @@ class Trainer:
             self.recorder = Recorder(stage.metrics, sinks=sinks, first_step=step + 1)
         self.parts.run.strategy.begin(self.state.step, self.job.num_steps)
         self.parts.run.model.train()
-        give_back_memory(self.world.device)  # what it took to load and to lay out
+        give_back_memory()  # what it took to load and to lay out
         self.traffic = Traffic(self.world)
 
     def advance(self) -> list[Rollback | Relayout]:
@@ -114,9 +114,8 @@ class Trainer:
 
     def measured_step(self, step: int) -> StepInfo:
         """Run step `step` (from 0); returns its info with memory and communication figures."""
-        with self.session.memory.step():
-            info = self.parts.one_step(step)
-        scalars = {**info.scalars, **self.session.memory.figures()}
+        info = self.parts.one_step(step)
+        scalars = dict(info.scalars)
         for technique in self.parts.techniques:
             scalars |= technique.metrics()
         return replace(info, bytes_sent=self.traffic.bytes_sent(), scalars=scalars)
@@ -173,7 +172,7 @@ class Trainer:
         """Held-out losses and metrics over the whole set; records the best so far."""
         started = time.perf_counter()
         run, alive = self.parts.run, self.session.watchdog.alive
-        with run.formats.evaluating(), self.session.memory.resting():
+        with run.formats.evaluating():
             result = evaluate_heldout(run.executor, self.job.objective, self.job.heldout, run.global_mesh, alive=alive)
         loss = result.loss
         self.state.evaluated_step, self.state.heldout_loss = self.state.step, loss

@@ -291,10 +291,11 @@ def _estimate(config: RunConfig, run: RunDir, rates: Rates) -> StageEstimate:
     teacher = _TRAINING.estimate(config, run, rates)
     training: DistillConfig = config.section(DISTILL)
     sampled = training.on_policy.share * (training.logits[2] - training.logits[1])
+    student_s, teacher_s = (one.seconds - one.overhead_s for one in (student, teacher))
     return replace(
         student,
         flops=student.flops * (1 + sampled / 3) + teacher.flops / 3,
-        seconds=student.seconds * (1 + sampled / 3) + teacher.seconds / 3,
+        seconds=student.overhead_s + student_s * (1 + sampled / 3) + teacher_s / 3,
         peak_bytes=student.peak_bytes + FP32_BYTES * config.model.num_parameters,
     )
 

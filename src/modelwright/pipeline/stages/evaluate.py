@@ -19,7 +19,7 @@ from modelwright.evaluate.config import EvaluateConfig
 from modelwright.evaluate.suite import LOSSY, compare_evaluations, evaluate_model
 from modelwright.model.hf import load_model
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.estimates import scoring_estimate
+from modelwright.pipeline.estimates import BYTES_PER_TOKEN, scoring_estimate, text_bytes
 from modelwright.pipeline.report.results import (
     evaluation_facts,
     evaluation_highlight,
@@ -38,6 +38,9 @@ RESULTS = "results.json"
 ROWS_AT_ONCE = 64
 LIBRARY_BYTES = 30 * 2**20
 """What the stage loads and leaves in the process, as measured in a run of all stages."""
+BIGRAM_BYTES = 26
+"""Of the bigram baseline for each pair of tokens that it learns from: the pair, a copy that is sorted, and the counts
+of the different ones."""
 
 
 def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
@@ -108,13 +111,17 @@ def _warnings(stage: StageData) -> Sequence[str]:
 
 
 def _estimate(config: RunConfig, run: RunDir, rates: Rates) -> StageEstimate:
+    settings = config.section(EVALUATE)
+    num_pairs = text_bytes(config.data, TEXT_ROWS) / BYTES_PER_TOKEN
+    if settings.bigram_tokens:
+        num_pairs = min(num_pairs, settings.bigram_tokens)
     return scoring_estimate(
         EVALUATE.name,
         config,
-        config.section(EVALUATE),
+        settings,
         rates,
         num_models=len(evaluated_models(config)),
-        library_bytes=LIBRARY_BYTES,
+        library_bytes=LIBRARY_BYTES + int(BIGRAM_BYTES * num_pairs),
     )
 
 

@@ -27,6 +27,7 @@ from modelwright.core.errors import ConfigError, ModelwrightError, Stopped
 from modelwright.core.rundir import RunDir
 from modelwright.data.clean import read_kept
 from modelwright.data.tokenizer import Tokenizer
+from modelwright.memory.activations import FP32_BYTES
 from modelwright.model.hf import load_config
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimates import fixed_estimate
@@ -42,6 +43,8 @@ from modelwright.serve.requests_config import RequestsConfig
 ANSWERS = "answers.json"
 LINE_LEN = 100
 """Characters of an answer on the terminal."""
+SERVER_PROCESS_BYTES = 400 * 2**20
+"""Of the server, and of each engine without its model: Python and the libraries."""
 GREETING = "Hello! What can you do?"
 """Asked when there is no held-out question, or none that fits."""
 
@@ -315,7 +318,13 @@ def _peak_bytes(pid: int) -> int:
 
 
 def _estimate(config: RunConfig, run: RunDir, rates: Rates) -> StageEstimate:
-    return fixed_estimate(SERVE_CHECK.name, seconds=20.0, library_bytes=70 * 2**20)
+    """Memory: this process, or the server with its engines if they take more."""
+    model, num_engines = config.model, config.serve.engines
+    cached = 2 * model.num_layers * model.num_kv_heads * model.head_dim * config.serve.engine.kv_cache_tokens
+    engine_bytes = SERVER_PROCESS_BYTES + FP32_BYTES * (model.num_parameters + cached)
+    served_bytes = SERVER_PROCESS_BYTES + num_engines * engine_bytes
+    asking = fixed_estimate(SERVE_CHECK.name, seconds=20.0, library_bytes=70 * 2**20)
+    return replace(asking, peak_bytes=max(asking.peak_bytes, served_bytes))
 
 
 def _closing(data: RunData, stage: StageData) -> Sequence[str]:

@@ -22,12 +22,14 @@ from modelwright.data.loader import PackedRows
 from modelwright.data.tokenizer import Tokenizer
 from modelwright.memory.activations import FP32_BYTES
 from modelwright.memory.config import ActivationCheckpointingConfig
-from modelwright.model.adapters import merge_adapters
+from modelwright.model.adapters import merge_adapters, projection_sizes
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import deferred_model, load_model
 from modelwright.model.peft_folder import save_adapter
 from modelwright.ops import cpu_kernels
+from modelwright.optim.muon import update_flops
 from modelwright.pipeline.config import RunConfig
+from modelwright.pipeline.estimates import SCORED_FRACTION
 from modelwright.pipeline.report.blocks import Block, Fact, Section
 from modelwright.pipeline.report.format import plural
 from modelwright.pipeline.report.learning import NATS_PER_TOKEN, loss_highlight, training_section
@@ -480,32 +482,39 @@ def _estimate(
     traits: _Traits,
 ) -> StageEstimate:
     training, seq_len = config.section(spec), config.section(PACK).seq_len
+    batches_per_epoch = _batches_per_epoch(config, run, spec)
+    num_steps = training.resolve_num_steps(math.ceil(batches_per_epoch * traits.row_use.updates_per_row(training)))
+    heldout_tokens = SCORED_FRACTION * batches_per_epoch * training.batch_tokens
+    num_validations = math.ceil(num_steps / training.eval_every_steps) if training.eval_every_steps else 1
+    matrices = projection_sizes(config.model).values() if training.optimizer == "muon" else ()
     one_model = partial(
         training_stage,
         spec.name,
         config.model,
-        num_steps=training.resolve_num_steps(
-            math.ceil(_batches_per_epoch(config, run, spec) * traits.row_use.updates_per_row(training))
-        ),
+        num_steps=num_steps,
+        validation_tokens=num_validations * min(config.validation_tokens or heldout_tokens, heldout_tokens),
+        update_flops=sum(update_flops(*sizes) for sizes in matrices),
         batch_tokens=training.batch_tokens,
         num_microbatches=training.gradient_accumulation_steps,
         # half of a document on average, and documents are about half of a row
         mean_context=min(seq_len, config.model.max_seq_len) / 4,
         compute=training.precision.planned_as,
         flops_per_s=rates.flops_per_s[training.precision.planned_as],
+        fp32_flops_per_s=rates.flops_per_s["fp32"],
         fused=cpu_kernels.are_used_on(config.hardware.device),
         world_size=rates.num_hosts,  # the rate is that of all threads of a host, which its processes share
     )
     estimate = one_model(activations=training.activation_checkpointing, adapters=training.lora)
     further = traits.further(config, training)
     factor = 1 + further.num_forwards / 3  # of forward and backward
+    steps_s = estimate.seconds - estimate.overhead_s
     trained = one_model(activations=ActivationCheckpointingConfig())
     further_bytes = further.num_models * config.model.num_parameters * FP32_BYTES
     further_bytes += further.num_trained * (trained.peak_bytes - PROCESS_BYTES)
     return replace(
         estimate,
         flops=estimate.flops * factor + further.num_trained * trained.flops,
-        seconds=estimate.seconds * factor + further.num_trained * trained.seconds,
+        seconds=estimate.overhead_s + steps_s * factor + further.num_trained * (trained.seconds - trained.overhead_s),
         peak_bytes=estimate.peak_bytes + further_bytes,
         further_bytes=further_bytes,
     )

@@ -147,7 +147,8 @@ def _estimate(config: RunConfig, run: RunDir, rates: Rates) -> StageEstimate:
     assert isinstance(training, ImageTrainConfig)
     flops = 3.0 * forward_flops(training.shape, USUAL_CLASSES) * estimate.tokens / config.section(PACK).seq_len
     rate = rates.flops_per_s[training.precision.planned_as]
-    return replace(estimate, flops=flops, seconds=flops / rate / rates.num_hosts if rate else estimate.seconds)
+    seconds = estimate.overhead_s + flops / rate / rates.num_hosts if rate else estimate.seconds
+    return replace(estimate, flops=flops, seconds=seconds)
 
 
 _SPEC = training_spec(

@@ -173,15 +173,6 @@ SWITCHES: tuple[TechniqueSwitch, ...] = (
         evidence=[("activation_checkpointing", ("memory saved, unit of 8",))],
     ),
     TechniqueSwitch(
-        name="step arena",
-        on=["training.step_arena=true"],
-        off=["training.step_arena=false"],
-        is_on=lambda now: now.training.step_arena,
-        reason=lambda now: now.memory_reason if now.on_cpu else "",
-        evidence=[("planned_memory", ("bytes reused in the planned arena", "time of a planned step"))],
-        only_if_needed=False,
-    ),
-    TechniqueSwitch(
         name="ZeRO",
         on=["parallel.zero_stage=3"],
         off=["parallel.zero_stage=0"],

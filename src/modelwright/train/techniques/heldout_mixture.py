@@ -65,7 +65,7 @@ class HeldoutMixture:
     def evaluate(self) -> dict[str, float]:
         """The held-out loss of each measured source, all terms together. All ranks evaluate them in one order."""
         run = self.run
-        with run.formats.evaluating(), run.memory.resting():
+        with run.formats.evaluating():
             return {
                 name: evaluate_heldout(
                     run.executor, self.objective, self.heldout[name], run.global_mesh, alive=run.alive

@@ -1,6 +1,5 @@
 """A step that does not fit into memory is repeated in smaller microbatches: same batch, hence same gradient."""
 
-import gc
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ import torch
 
 from modelwright.core.errors import ModelwrightError
 from modelwright.data.batch import part_sizes
-from modelwright.memory.glibc_malloc import give_back_freed_memory
+from modelwright.memory.tensor_heap import give_back_memory
 from modelwright.parallel.mesh import World
 from modelwright.train.objective import Batch
 from modelwright.train.runner import LossFn, Runner
@@ -143,18 +142,10 @@ def out_of_memory(mode: WhenOutOfMemory, run: Runtime) -> Technique | None:
             run.note(retry_blocked_message(why))
         return retry.on_batch(step, batch)
 
-    def on_retry() -> None:
-        give_back_memory(run.mesh.world.device)
-        run.memory.abandon()
-
     return Technique(
-        name="out_of_memory", on_batch=on_batch, on_gradients=retry.on_gradients, on_retry=on_retry, state=retry
+        name="out_of_memory",
+        on_batch=on_batch,
+        on_gradients=retry.on_gradients,
+        on_retry=give_back_memory,  # the reference cycles of the failed step's graph, and what allocators cache
+        state=retry,
     )
-
-
-def give_back_memory(device: torch.device) -> None:
-    """Free the reference cycles of a failed step's graph and the memory that allocators cache."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    give_back_freed_memory()

@@ -1,14 +1,14 @@
-"""Memory and time of training with its tensors in a planned arena (`step_arena`), beside other allocators.
+"""Memory and time of training with its larger tensors in a heap of their own, compared with other allocators.
 
-    python benchmarks/arena.py [--sizes small medium] [--kinds glibc heap arena ...] [--rounds 3] [--steps 20]
-    python benchmarks/arena.py --sizes small --rounds 1 --steps 8 --results /tmp  # quick: resident memory only
+    python benchmarks/allocators.py [--sizes small medium] [--kinds glibc heap ...] [--rounds 3] [--steps 20]
+    python benchmarks/allocators.py --sizes small --rounds 1 --steps 8 --results /tmp  # quick: resident memory only
 
 Each run is a process of one thread: steps of THE loop on random tokens in packed rows, whose documents differ from step
 to step, with an evaluation amid them. The kinds alternate:
 
-    heap              what training does without the arena (`memory.allocator`: glibc, freed memory is kept)
+    heap              what training does (`memory.tensor_heap`)
+    fallback          what training does without a compiler: glibc maps blocks of 4 MiB and more one by one
     mapped            glibc with a mapping for every larger tensor, given back at once: no gaps, but page faults
-    arena             `step_arena`
     glibc             the C library as it is, without any setting of ours
     jemalloc          preloaded, as it is (Debian: libjemalloc2)
     jemalloc_pytorch  preloaded, with the settings of PyTorch's own launcher (torch.backends.xeon.run_cpu)
@@ -18,9 +18,9 @@ to step, with an evaluation amid them. The kinds alternate:
 Figures, medians over the rounds: `rss_peak_bytes`, the peak of the whole process while it trains, the one to compare
 allocators by; `peak_bytes`, that above what the process held before the model (an allocator that keeps freed memory
 held more), over the whole run, and `timed_peak_bytes` over the timed steps alone (those after the sixth); seconds of
-the clock and of the processor, and minor page faults, a step, and their ratios to those of `heap` in the same round;
-the share of bytes that the arena served. Losses must be equal to the bit. Writes
-benchmarks/results/arena-<machine>.json.
+the clock and of the processor, and minor page faults, a step, and their ratios to those of `heap` in the same round.
+Losses must be equal to the bit. Writes
+benchmarks/results/allocators-<machine>.json.
 """
 
 import argparse
@@ -48,6 +48,7 @@ from modelwright.core.progress import SilentProgress
 from modelwright.core.resources import ResourceUse, peak_resident_bytes
 from modelwright.core.rundir import StageDir
 from modelwright.data.batch import IGNORED, TokenBatch
+from modelwright.memory.tensor_heap import SWITCH
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.next_token import NextToken
@@ -64,8 +65,8 @@ RESULTS = Path(__file__).parent / "results"
 ONE_HEAP = {"MALLOC_ARENA_MAX": "1"}
 ENVIRONMENT = {
     "heap": ONE_HEAP,
-    "mapped": {**ONE_HEAP, "MALLOC_MMAP_THRESHOLD_": str(2**16)},
-    "arena": ONE_HEAP,
+    "fallback": {**ONE_HEAP, SWITCH: "0"},
+    "mapped": {**ONE_HEAP, SWITCH: "0", "MALLOC_MMAP_THRESHOLD_": str(2**16)},
     "glibc": {},
     "jemalloc": {},
     "jemalloc_pytorch": {"MALLOC_CONF": "oversize_threshold:1,background_thread:true,metadata_thp:auto"},
@@ -80,8 +81,8 @@ LIBRARIES = {
     "tcmalloc": "tcmalloc_minimal",
 }
 """What is preloaded."""
-KEEPS_FREED_MEMORY = ("heap", "arena")
-"""The kinds that train as the product does; in the others `freed_memory_kept` is left out."""
+OWN = ("heap", "fallback", "mapped")
+"""The kinds in which training chooses its allocator; in the others it leaves the one that is there."""
 FIRST_TIMED = 7
 EVALUATION_AT = 6
 SEQ_LEN = 256
@@ -136,7 +137,7 @@ class Meter:
         self.peak_bytes = max(self.peak_bytes, peak)
         result = {"peak_bytes": peak, "faults": faults, "step_s": info.step_time_s, "loss": info.loss}
         result["cpu_s"] = time.process_time()
-        self.records.append({**result, "arena": {k: v for k, v in info.scalars.items() if k.startswith("arena_")}})
+        self.records.append(result)
         if info.step == self.last:
             raise Measured
         self.use.__enter__()
@@ -147,7 +148,7 @@ class Meter:
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-def train(size: str, *, arena: bool, num_steps: int) -> Meter:
+def train(size: str, *, num_steps: int) -> Meter:
     width = WIDTHS[size]
     shape = ModelConfig(
         vocab_size=VOCAB_SIZE, num_layers=LAYERS[size], model_dim=width, num_heads=width // 64,
@@ -158,7 +159,6 @@ def train(size: str, *, arena: bool, num_steps: int) -> Meter:
         num_steps=num_steps + 1,
         batch_tokens=BATCH_TOKENS,
         precision=PrecisionConfig(policy="fp32"),
-        step_arena=arena,
         eval_every_steps=EVALUATION_AT,
         keep_best=False,
         checkpoint_every_minutes=0.0,
@@ -175,8 +175,8 @@ def train(size: str, *, arena: bool, num_steps: int) -> Meter:
                 num_steps=num_steps + 1,
                 stage=StageDir(Path(folder)),
                 seed=0,
-                name="arena",
-                input_digest="arena",
+                name="allocators",
+                input_digest="allocators",
                 heldout=[rows.batch(10_000)],
                 techniques=[observer("meter", meter.observe)],
             ),
@@ -192,12 +192,12 @@ def run(size: str, kind: str, num_steps: int) -> dict[str, Any]:
     library = LIBRARIES.get(kind, "")
     if library not in Path("/proc/self/maps").read_text(encoding="utf-8"):
         raise SystemExit(f"{kind}: lib{library} was not preloaded")
-    if kind not in KEEPS_FREED_MEMORY:
-        build.freed_memory_kept = contextlib.nullcontext  # pyright: ignore[reportPrivateImportUsage]
-    train("small", arena=kind == "arena", num_steps=4)
+    if kind not in OWN:
+        build.use_tensor_heap = lambda: False  # pyright: ignore[reportPrivateImportUsage]
+    train("small", num_steps=4)
     gc.collect()
     before = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    meter = train(size, arena=kind == "arena", num_steps=num_steps)
+    meter = train(size, num_steps=num_steps)
     timed = meter.records[FIRST_TIMED - 1 :]
     each = {name: [b[name] - a[name] for a, b in itertools.pairwise(timed)] for name in ("faults", "cpu_s")}
     return {
@@ -208,7 +208,6 @@ def run(size: str, kind: str, num_steps: int) -> dict[str, Any]:
         "cpu_s": statistics.median(each["cpu_s"]),
         "faults_a_step": statistics.median(each["faults"]),
         "losses": [one["loss"] for one in meter.records],
-        "arena": {name: statistics.median(one["arena"].get(name, 0.0) for one in timed) for name in timed[-1]["arena"]},
     }
 
 
@@ -245,8 +244,6 @@ def compare(size: str, kinds: Sequence[str], num_rounds: int, num_steps: int) ->
         kind: {name: statistics.median(one[name] for one in runs[kind]) for name in names} for kind in kinds
     }
     for kind in kinds:
-        for name in runs[kind][0]["arena"]:
-            result[kind][name] = statistics.median(one["arena"][name] for one in runs[kind])
         for name in ("rss_peak_bytes", "step_s", "cpu_s") if "heap" in kinds else ():
             pairs = zip(runs[kind], runs["heap"], strict=True)
             result[kind][f"{name}_over_heap"] = [round(one[name] / heap[name], 3) for one, heap in pairs]
@@ -277,14 +274,14 @@ def main() -> None:
     result = {size: compare(size, options.kinds, options.rounds, options.steps) for size in options.sizes}
     shape = {"layers": LAYERS, "widths": WIDTHS, "seq_len": SEQ_LEN, "batch_tokens": BATCH_TOKENS}
     record = {
-        "benchmark": "arena",
+        "benchmark": "allocators",
         "shape": shape,
         "rounds": options.rounds,
         "steps": options.steps,
         **result,
         **around,
     }
-    path = options.results / f"arena-{machine_slug(around['machine'])}.json"
+    path = options.results / f"allocators-{machine_slug(around['machine'])}.json"
     write_atomic(path, json.dumps(record, indent=1) + "\n")
     print(path)
 
