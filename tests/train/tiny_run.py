@@ -167,6 +167,7 @@ def watching(**observers: Any) -> list[TechniqueBuilder]:
                 on_step_end=observer.observe,
                 every=getattr(observer, "every", 1),
                 state=observer if hasattr(observer, "state_dict") else None,
+                needs=frozenset(),
             )
         )
         for name, observer in observers.items()

@@ -153,7 +153,7 @@ def evaluates_first(objective: Objective, heldout: Batches, folder: Path) -> lis
                     write_atomic(folder / FIRST_EVALUATION, json.dumps(dict(found.metrics)))
             return batch
 
-        return Technique(name="first_evaluation", on_batch=on_batch) if heldout else None
+        return Technique(name="first_evaluation", on_batch=on_batch, needs=frozenset()) if heldout else None
 
     return [build]
 
