@@ -92,6 +92,7 @@ def _row(index: int, row: int) -> tuple[torch.Tensor, ...]:
 class Float64Objective(Objective):
     """Two terms in float64, with weights of their own, to check the loop's arithmetic to the last digits."""
 
+    needs = frozenset()
     source: Rows
 
     def batches(self, model, *, first, rank, world_size):
