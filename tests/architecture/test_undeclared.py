@@ -2,6 +2,7 @@
 do on one, or is refused with the remedy. Packages are written into a folder of the import path.
 """
 
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,12 +17,20 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
 import tiny_run
 
 from distributed import run_distributed
-from modelwright.core.compatibility import UNDECLARED, WHOLE_GRADIENTS, WHOLE_MATRICES
+from modelwright.core import compatibility
+from modelwright.core.compatibility import (
+    ACCELERATOR,
+    SEVERAL_REPLICAS,
+    SEVERAL_STAGES,
+    UNDECLARED,
+    WHOLE_GRADIENTS,
+    WHOLE_MATRICES,
+)
 from modelwright.core.config import digest, dump, parse
 from modelwright.core.errors import ConfigError
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World
-from modelwright.train.config import TrainConfig, check_layout
+from modelwright.train.config import SHARED_MEMORY, TrainConfig, check_layout
 from modelwright.train.runtime import Runtime, TechniqueBuilder
 from modelwright.train.technique import StepInfo, Technique, Update
 
@@ -232,7 +241,7 @@ def test_their_settings_are_checked_shown_and_part_of_the_run(package: Path, tmp
     ]
     assert digests[0] == digests[1] != digests[2]
     orders = [
-        parse(TrainConfig, {"techniques": dict.fromkeys(names, {})})
+        parse(TrainConfig, {"techniques": {name: {} for name in names}})
         for names in (("noise", "quiet"), ("quiet", "noise"))
     ]
     assert digest(orders[0].identity()) != digest(orders[1].identity())
@@ -272,3 +281,25 @@ def test_gradients_that_are_updated_in_backward_are_refused(package: Path) -> No
     for settings in ({"techniques": {"noise": {}}}, {"gradient_sync": {"strategy": {"plain": {}}}}):
         with pytest.raises(ConfigError, match=f"needs .*{WHOLE_GRADIENTS[:5]}|in one piece"):
             parse(TrainConfig, {"optimizer_in_backward": True, **settings})
+
+
+def test_the_page_lists_all_needs() -> None:
+    """docs/extending.md"""
+    page = (Path(__file__).parents[2] / "docs/extending.md").read_text()
+    texts = {value: name for name, value in vars(compatibility).items() if name.isupper() and isinstance(value, str)}
+    layouts = [ParallelConfig(**{axis: 2}) for axis in ("pipeline", "context", "tensor")]
+    features = [one for layout in layouts for one in layout.features(2)]
+    offered = {SEVERAL_REPLICAS, SEVERAL_STAGES, ACCELERATOR}
+    rows = {
+        row.split("`")[1]: row for row in page.splitlines() if row.startswith("| `") and row.split("`")[1].isupper()
+    }
+    assert rows.keys() == {name for text, name in texts.items() if text not in offered}
+    for feature in [*features, SHARED_MEMORY]:
+        word = {"shared_memory": "one copy"}.get(feature.key.removeprefix("parallel."), feature.key).replace(
+            "_parallel", ""
+        )
+        for text in feature.breaks:
+            assert word in rows[texts[text]].rpartition("|")[0].rpartition("|")[2], (feature.key, texts[text])
+    assert set(re.findall(r"`([A-Z_]+)`", page[page.rindex("`UNDECLARED` is") + 15 :])) == {
+        texts[one] for one in UNDECLARED
+    }

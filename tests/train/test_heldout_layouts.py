@@ -26,7 +26,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass
+@dataclass(frozen=True)
 class OfBatches(NextToken):
     """Next tokens, and a held-out term that is one number for the whole batch, as the reward of a rollout is."""
 
