@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
 import tiny_run
 
 from distributed import run_distributed
+from modelwright import recipes
 from modelwright.core import compatibility
 from modelwright.core.compatibility import (
     ACCELERATOR,
@@ -26,10 +27,12 @@ from modelwright.core.compatibility import (
     WHOLE_GRADIENTS,
     WHOLE_MATRICES,
 )
-from modelwright.core.config import digest, dump, parse
+from modelwright.core.config import digest, dump, load_yaml, parse
 from modelwright.core.errors import ConfigError
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World
+from modelwright.pipeline.preflight import check_training
+from modelwright.pipeline.run_config import parse_run
 from modelwright.train.config import SHARED_MEMORY, TrainConfig, check_layout
 from modelwright.train.runtime import Runtime, TechniqueBuilder
 from modelwright.train.technique import StepInfo, Technique, Update
@@ -303,3 +306,22 @@ def test_the_page_lists_all_needs() -> None:
     assert set(re.findall(r"`([A-Z_]+)`", page[page.rindex("`UNDECLARED` is") + 15 :])) == {
         texts[one] for one in UNDECLARED
     }
+
+
+@pytest.mark.parametrize(
+    ("stage", "layout", "what"),
+    [
+        ("dpo", {"context": 2}, "dpo: needs whole rows on every rank, which parallel.context 2"),
+        ("kto", {"context": 2}, "kto: needs whole rows on every rank, which parallel.context 2"),
+        ("reward", {"context": 2}, "reward: needs whole rows on every rank, which parallel.context 2"),
+        ("qat", {"tensor": 2}, "qat: needs all layers, undivided, on every rank, which parallel.tensor 2"),
+    ],
+)
+def test_what_a_stage_of_the_package_cannot_bear_is_known_before_the_first_stage(
+    stage: str, layout: dict[str, int], what: str
+) -> None:
+    stages = ["clean", "tokenize", "pack", "pretrain", "sft", stage]
+    config = parse_run({**load_yaml(Path(recipes.__file__).parent / "tiny.yaml"), "stages": stages})
+    check_training(config, ParallelConfig(), num_processes=2, stages=stages)
+    with pytest.raises(ConfigError, match=f"^{what}"):
+        check_training(config, ParallelConfig(**layout), num_processes=2, stages=stages)
