@@ -262,7 +262,7 @@ def test_their_settings_are_checked_shown_and_part_of_the_run(package: Path, tmp
         ConfigError, match=r"techniques\.noise: needs every .*, which parallel\.tensor 2 takes away.*declare"
     ):
         check_layout(config, ParallelConfig(tensor=2), num_processes=2)
-    with pytest.raises(ConfigError, match="let its TechniqueSpec declare WHOLE_GRADIENTS"):
+    with pytest.raises(ConfigError, match="let its TechniqueSpec declare that it needs WHOLE_GRADIENTS"):
         trained(tmp_path / "quiet", settings={"techniques": {"quiet": {}}})
 
 
