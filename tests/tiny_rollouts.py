@@ -166,7 +166,7 @@ def train(
         parallel=parallel,
         heldout=heldout_rows(),
         techniques=[
-            tiny_run.always(Technique(name="keep", on_gradients=keep)),
+            tiny_run.always(Technique(name="keep", on_gradients=keep, needs=frozenset())),
             *tiny_run.watching(stop=tiny_run.StopAfter(stop)),
         ],
     )

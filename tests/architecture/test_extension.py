@@ -46,7 +46,7 @@ class GradientNoise:
             update.metrics["noise"] = self.scale
             self.scale *= 0.8
 
-        return Technique(name="gradient_noise", on_gradients=on_gradients, state=self)
+        return Technique(name="gradient_noise", on_gradients=on_gradients, state=self, needs=frozenset())
 
     def state_dict(self) -> dict[str, Any]:
         return {"scale": self.scale}
@@ -177,7 +177,7 @@ def killed(world: World, folder: Path, layout: Mapping[str, Any]) -> None:
         if info.step == 5:  # the newest checkpoint is that of step 4, or of step 2 if it was still being written
             os.kill(os.getpid(), signal.SIGKILL)
 
-    death = tiny_run.always(Technique(name="death", on_step_end=die))
+    death = tiny_run.always(Technique(name="death", on_step_end=die, needs=frozenset()))
     trained(folder, death, world=world, parallel=ParallelConfig(**layout))
 
 
@@ -247,6 +247,6 @@ def test_settings_that_take_away_what_they_need_are_refused(
 
 def test_a_technique_that_needs_what_another_takes_away_is_refused(tmp_path: Path) -> None:
     reader = tiny_run.always(Technique(name="reader", needs=frozenset({"a quiet run"})))
-    noisy = tiny_run.always(Technique(name="noisy", breaks=frozenset({"a quiet run"})))
+    noisy = tiny_run.always(Technique(name="noisy", breaks=frozenset({"a quiet run"}), needs=frozenset()))
     with pytest.raises(ConfigError, match="reader: needs a quiet run, which noisy takes away"):
         tiny_run.run(tmp_path, techniques=[noisy, reader])

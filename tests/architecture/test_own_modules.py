@@ -151,7 +151,7 @@ def killed(world: World, folder: Path, layout: Mapping[str, Any]) -> None:
         if info.step == 5:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    death = tiny_run.always(Technique(name="death", on_step_end=die))
+    death = tiny_run.always(Technique(name="death", on_step_end=die, needs=frozenset()))
     trained(folder, death, world=world, parallel=ParallelConfig(**layout), settings=MICROBATCHES)
 
 

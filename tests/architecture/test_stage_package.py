@@ -96,6 +96,7 @@ def test_it_shows_where_stages_show(request_file: Path, whole: RunDir) -> None:
     assert "Share of the probability" in explained
     page = whole.report.read_text()
     assert f"{NUM_STEPS} steps at 0.2." in page
+    assert "share_right, held out" in page
     assert "reversed text, training" in page
     assert "smoothed model" in page
 
@@ -107,3 +108,14 @@ def test_its_settings_are_checked(request_file: Path) -> None:
     code, _, errors = start_process(COMMAND, "run", request_file, "--dry-run", "--smoothed.smothing", "0.2").end()
     assert code == 2
     assert "--smoothed.smothing: unknown setting; did you mean --smoothed.smoothing?" in errors
+
+
+def test_a_layout_that_it_does_not_declare_to_bear_is_refused_before_the_first_stage(request_file: Path) -> None:
+    new = request_file.parent / "refused"
+    for words in (["--dry-run"], []):
+        layout = ["--processes", "2", "--parallel.context", "2", "--run-dir", new]
+        code, _, errors = start_process(COMMAND, "run", request_file, *words, *layout).end()
+        assert code == 2, errors
+        assert "smoothed: needs whole rows on every rank, which parallel.context 2 takes away" in errors
+        assert "it has to declare what it needs" in errors
+        assert not (new / "clean").exists()

@@ -8,15 +8,15 @@ import pytest
 
 import augment_texts
 from modelwright.core.errors import ConfigError, DataError
-from modelwright.data.augment.augmentation import prose_augmentation
 from modelwright.data.augment.augmenter import Augmenter
 from modelwright.data.augment.keyboard_typos import KeyboardTyposConfig, keyboard_typos, neighbors
-from modelwright.data.augment.methods import AUGMENTATIONS, Method, build_methods, no_language_model
+from modelwright.data.augment.methods import AUGMENTATIONS, build_methods, no_language_model
 from modelwright.data.augment.random_deletion import RandomDeletionConfig, random_deletion
 from modelwright.data.augment.sentence_shuffle import shuffle_sentences
 from modelwright.data.augment.synonym_replacement import SynonymReplacementConfig, synonym_replacement
 from modelwright.data.augment.word_spans import repair_articles
 from modelwright.data.document import Document
+from modelwright.pipeline.augmentation_config import AugmentationConfig
 
 METHODS = [keyboard_typos(KeyboardTyposConfig(fraction=0.2)), random_deletion(RandomDeletionConfig(fraction=0.2))]
 
@@ -83,9 +83,28 @@ def test_only_questions_of_a_conversation_change_and_a_title_stays() -> None:
     assert after.text != titled.text
 
 
-def test_a_method_from_outside_joins_the_list() -> None:
-    shout = Method("shout", dict, lambda config, load: prose_augmentation("shout", lambda text, rng: text.upper()))
-    methods = build_methods(["shout", "random_swap"], {}, no_language_model, known=[*AUGMENTATIONS, shout])
+SHOUTING = """
+from dataclasses import dataclass
+from modelwright.data.augment.augmentation import prose_augmentation
+from modelwright.data.augment.methods import Method
+
+@dataclass(frozen=True)
+class ShoutConfig:
+    pass
+
+SHOUT = Method("shout", ShoutConfig, lambda config, load: prose_augmentation("shout", lambda text, rng: text.upper()))
+"""
+
+
+def test_a_method_of_an_installed_package_joins_the_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = tmp_path / "shouting-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: shouting\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[modelwright.augmentations]\nshout = shouting:SHOUT\n")
+    (tmp_path / "shouting.py").write_text(SHOUTING)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert AugmentationConfig(methods=("shout",)).is_on
+    methods = build_methods(["shout", "random_swap"], {}, no_language_model)
     copies = Augmenter(methods, seed=0)(DOCUMENTS, epoch=0, strength=1.0)
     assert any(copy and copy.meta["augmentation"] == "shout" and copy.text.isupper() for copy in copies)
 

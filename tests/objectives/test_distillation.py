@@ -267,7 +267,7 @@ def train(
         objective=objective,
         world=world,
         techniques=[
-            tiny_run.always(Technique(name="keep", on_gradients=keep)),
+            tiny_run.always(Technique(name="keep", on_gradients=keep, needs=frozenset())),
             *tiny_run.watching(stop=tiny_run.StopAfter(stop)),
         ],
         parallel=ParallelConfig(**(parallel or {})),

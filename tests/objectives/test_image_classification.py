@@ -229,7 +229,7 @@ def killed(world: World, data: Path, out: Path, parallel: Mapping[str, Any]) -> 
         if info.step == 5:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    death = tiny_run.always(Technique(name="death", on_step_end=die))
+    death = tiny_run.always(Technique(name="death", on_step_end=die, needs=frozenset()))
     trained(data, out, world=world, techniques=[death], dtype=torch.float32, parallel=parallel)
 
 

@@ -236,7 +236,7 @@ def train(
         model=model,
         objective=objective,
         world=world,
-        techniques=[tiny_run.always(Technique(name="keep", on_gradients=keep))],
+        techniques=[tiny_run.always(Technique(name="keep", on_gradients=keep, needs=frozenset()))],
         parallel=ParallelConfig(**(parallel or {})),
         heldout=[tiny_run.Rows().batch(900)],
     )

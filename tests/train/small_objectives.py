@@ -124,6 +124,7 @@ class Dpo(Objective):
 class Distillation(Objective):
     """The teacher's distribution (Hinton et al. 2015) and its hidden states (Jiao et al. 2020, TinyBERT)."""
 
+    needs = frozenset()
     teacher: FrozenModel
     temperature: float = 2.0
     source: tiny_run.Rows = field(default_factory=tiny_run.Rows)
@@ -152,6 +153,7 @@ class Replay(Objective):
     """New rows, some of which are replaced by rows seen before, at half the weight; a reservoir keeps one for each
     place of the batch (Chaudhry et al. 2019, tiny episodic memories)."""
 
+    needs = frozenset()
     source: tiny_run.Rows = field(default_factory=tiny_run.Rows)
     reservoir: dict[str, Tensor] = field(default_factory=dict)
 

@@ -109,7 +109,7 @@ def killed(world: World, folder: Path) -> None:
         if info.step == DIES_AFTER:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    death = tiny_run.always(Technique(name="death", on_step_end=die))
+    death = tiny_run.always(Technique(name="death", on_step_end=die, needs=frozenset()))
     trained(folder.name, folder, death, world=world, dtype=torch.float32)
 
 

@@ -114,7 +114,7 @@ def gradients_of(folder: Path, settings: dict, step: int = 1) -> tuple[dict[str,
                 weights.update({view.name: view.tensor.clone() for view in run.parameters()})
                 penalty.append(update.metrics.get("ewc_penalty", 0.0))
 
-        return Technique(name="watch", on_gradients=on_gradients)
+        return Technique(name="watch", on_gradients=on_gradients, needs=frozenset())
 
     config = tiny_run.settings(**settings)
     tiny_run.run_in_float64(folder, config, heldout=[], techniques=[watch], old_rows=old_rows())

@@ -70,7 +70,7 @@ def train(
             found[f"{metric}, {update.step}"] = torch.tensor(update.metrics[metric], dtype=torch.float64)
 
     techniques = [
-        tiny_run.always(Technique(name="keep", on_gradients=keep)),
+        tiny_run.always(Technique(name="keep", on_gradients=keep, needs=frozenset())),
         *tiny_run.watching(stop=tiny_run.StopAfter(stop)),
     ]
     tiny_run.run(

@@ -63,7 +63,7 @@ def messages_of_ten_steps(world: World, folder: Path) -> Counter[str]:
     dist.all_reduce = counted
     try:
         config = tiny_run.settings(num_steps=12, checkpoint_every_steps=0, gradient_sync={"overlap": False})
-        counter = tiny_run.always(Technique(name="counter", on_step_end=observe))
+        counter = tiny_run.always(Technique(name="counter", on_step_end=observe, needs=frozenset()))
         layout = ParallelConfig(shared_memory=False)
         tiny_run.run(folder, config, world=world, parallel=layout, techniques=[counter], heldout=[])
     finally:

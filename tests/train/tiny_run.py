@@ -92,6 +92,7 @@ def _row(index: int, row: int) -> tuple[torch.Tensor, ...]:
 class Float64Objective(Objective):
     """Two terms in float64, with weights of their own, to check the loop's arithmetic to the last digits."""
 
+    needs = frozenset()
     source: Rows
 
     def batches(self, model, *, first, rank, world_size):
@@ -167,6 +168,7 @@ def watching(**observers: Any) -> list[TechniqueBuilder]:
                 on_step_end=observer.observe,
                 every=getattr(observer, "every", 1),
                 state=observer if hasattr(observer, "state_dict") else None,
+                needs=frozenset(),
             )
         )
         for name, observer in observers.items()

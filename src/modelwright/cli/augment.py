@@ -17,18 +17,18 @@ from modelwright.cli.parsers import Command, new_parser
 from modelwright.core.config import dump, merge, parse
 from modelwright.core.errors import ConfigError
 from modelwright.data.augment.augment_config import AugmentConfig
-from modelwright.data.augment.methods import AUGMENTATIONS
+from modelwright.data.augment.methods import known_methods
 from modelwright.data.augment.word_diff import word_diff
 from modelwright.data.document import Document
 from modelwright.data.sources import SourceConfig
 
 _FLAGS = ("preview", "help")
-_NOTES = "methods: " + ", ".join(method.name for method in AUGMENTATIONS)
 
 
 def config_class() -> type:
     """The settings of the command: sources, which copies are made, and a section for each method."""
-    sections = [("data", SourceConfig), ("augment", AugmentConfig), *((one.name, one.config) for one in AUGMENTATIONS)]
+    methods = [(method.name, method.config) for method in known_methods()]
+    sections = [("data", SourceConfig), ("augment", AugmentConfig), *methods]
     fields = [(name, section, field(default_factory=section)) for name, section in sections]
     return make_dataclass("AugmentCommandConfig", fields, frozen=True, kw_only=True)
 
@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
         "method. Documents that a run with the same --data.validation_fraction holds out get no copy. The same command "
         "resumes what was interrupted.",
         example="modelwright augment notes/ copies.jsonl --augment.methods random_swap case_noise --augment.copies 2",
-        notes=_NOTES,
+        notes="methods: " + ", ".join(method.name for method in known_methods()),
         usage="modelwright augment SOURCE ... OUT [--a.b VALUE ...]\n"
         "       modelwright augment SOURCE ... OUT --preview N [--a.b VALUE ...]",
     )
@@ -66,7 +66,7 @@ def augment(words: Sequence[str]) -> int:
     commands = config_class()
     base = {"data": {"sources": options.sources, "on_bad_record": "skip"}}
     config: Any = parse(commands, merge(base, read_overrides(commands, settings, _FLAGS)))
-    methods = {method.name: dump(getattr(config, method.name)) for method in AUGMENTATIONS}
+    methods = {method.name: dump(getattr(config, method.name)) for method in known_methods()}
     from modelwright.pipeline.augmenting import augment_sources, preview
 
     if options.preview:

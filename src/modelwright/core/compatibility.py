@@ -36,6 +36,10 @@ ONE_COPY = "one copy of the weights for all processes of a host"
 OWN_WEIGHTS = "weights that no other process changes"
 LASTING_LAYOUT = "layers that stay where they are"
 
+UNDECLARED = frozenset({WHOLE_GRADIENTS, UNDIVIDED_GRADIENTS, OWN_WEIGHTS, EQUAL_REPLICAS, SYNCHRONOUS_UPDATES})
+"""What code counts as needing that changes gradients or weights and does not say what it needs: every rank has all of
+them, equal to those of the others, so that what would be right on one process is right on each."""
+
 SEVERAL_REPLICAS = "several replicas whose gradients are summed"
 SEVERAL_STAGES = "a pipeline"
 ACCELERATOR = "an accelerator"
@@ -86,7 +90,10 @@ def conflict(features: Iterable[Feature]) -> str:
     for one, other in itertools.permutations(features, 2):
         for need in sorted(one.needs & other.breaks):
             what = f"{one.value} needs" if one.value else "needs"
-            return f"{one.key}: {what} {need}, which {other} takes away; change one of the two"
+            remedy = "change one of the two"
+            if one.needs >= UNDECLARED:
+                remedy += f"; if {one.key} can do without, it has to declare what it needs (docs/extending.md)"
+            return f"{one.key}: {what} {need}, which {other} takes away; {remedy}"
     return ""
 
 

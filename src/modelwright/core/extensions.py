@@ -4,14 +4,32 @@ Each list of the package (commands, stages, techniques, ...) has one entry-point
 `installed` for what other distributions add to it, or `offered` where one broken package must not disturb the others.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
+from modelwright.core.config import parse
 from modelwright.core.errors import ConfigError
+from modelwright.core.suggest import did_you_mean
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class NoSettings:
+    """The settings of what has none."""
+
+
+class Configurable(Protocol):
+    """What an entry point adds that has settings. config: their dataclass."""
+
+    @property
+    def config(self) -> type: ...
+
+
+S = TypeVar("S", bound=Configurable)
 
 
 def installed(group: str, kind: type[T], *, taken: tuple[str, ...] = ()) -> dict[str, T]:
@@ -52,3 +70,22 @@ def _load(group: str, kind: type[T], found: list[EntryPoint], is_taken: bool) ->
     if not isinstance(value, kind):
         raise ConfigError(f"{where}: must be a {kind.__name__}, got {value!r}")
     return value
+
+
+def configured(group: str, kind: type[S], settings: Mapping[str, Any], path: str) -> dict[str, tuple[S, Any]]:
+    """The entry points of a group that settings name, each with its settings, in the order of `settings`.
+
+    settings: plain mappings, or their dataclasses, by entry-point name. path: of `settings` in the configuration, for
+    errors. Raises `ConfigError` for a name that no installed package adds, and for wrong settings.
+    """
+    if not settings:  # the metadata of all installed packages take milliseconds to read
+        return {}
+    known = offered(group, kind)
+    for name in settings:
+        if name not in known:
+            added = f"they add {', '.join(known)}" if known else "none adds any"
+            raise ConfigError(
+                f"{path}.{name}: no installed package adds it to {group}{did_you_mean(name, known)}; {added}"
+            )
+    specs = {name: known[name]() for name in settings}
+    return {name: (spec, parse(spec.config, settings[name], f"{path}.{name}")) for name, spec in specs.items()}

@@ -95,7 +95,7 @@ def counted_labels(counts: list[float]) -> TechniqueBuilder:
     def on_gradients(update: Update) -> None:
         counts.append(sum(update.weights.values()))
 
-    return lambda run: Technique(name="counted_labels", on_gradients=on_gradients)
+    return lambda run: Technique(name="counted_labels", on_gradients=on_gradients, needs=frozenset())
 
 
 def proximal_term(mu: float) -> TechniqueBuilder:
@@ -110,6 +110,6 @@ def proximal_term(mu: float) -> TechniqueBuilder:
             for gradient in update.gradients:
                 gradient.tensor.add_(now[gradient.name] - start[gradient.name], alpha=mu)
 
-        return Technique(name="proximal_term", on_gradients=on_gradients)
+        return Technique(name="proximal_term", on_gradients=on_gradients, needs=frozenset())
 
     return build

@@ -37,6 +37,14 @@ SAMPLED = "sampled_starts_BT"
 completion begins, 0 elsewhere."""
 
 
+PART_NEEDS: Mapping[PartName, frozenset[str]] = {
+    "hidden": frozenset({LAYER_OUTPUTS, EAGER_BLOCKS}),
+    "attention": frozenset({WHOLE_LAYERS, WHOLE_ROWS, EAGER_BLOCKS}),
+    "logits": frozenset(),
+}
+"""What each part needs of a run."""
+
+
 @dataclass(frozen=True)
 class LossPart:
     """A part of the loss: its weight from the share `start` of the training to the share `end`, and 0 otherwise."""
@@ -114,12 +122,7 @@ class Distillation(Objective):
     """The model whose layers are read, and how."""
 
     def __post_init__(self) -> None:
-        needs = {
-            "hidden": {LAYER_OUTPUTS, EAGER_BLOCKS},
-            "attention": {WHOLE_LAYERS, WHOLE_ROWS, EAGER_BLOCKS},
-            "logits": set[str](),
-        }
-        self.needs = frozenset[str]().union(*(needs[name] for name in self.used))
+        self.needs = frozenset[str]().union(*(PART_NEEDS[name] for name in self.used))
 
     @property
     def used(self) -> list[PartName]:

@@ -20,6 +20,7 @@ class NextToken(Objective):
     short ones, which a mean of per-example means would not do.
     """
 
+    needs = frozenset[str]()
     source: BatchSource
     chunk_tokens: int = CHUNK_TOKENS
     """Number of tokens whose logits exist at a time."""

@@ -14,11 +14,23 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from modelwright.core.compatibility import (
+    EQUAL_REPLICAS,
+    EXACT_SUMS,
+    PROMPT_GRADIENTS,
+    SYNCHRONOUS_UPDATES,
+    WHOLE_GRADIENTS,
+    WHOLE_MODEL,
+)
+from modelwright.core.extensions import NoSettings
 from modelwright.ops.dtensor import local
 from modelwright.ops.tensor_view import TensorView, view_of
 from modelwright.parallel.grad_norm import global_norm, redistribute_like, replication
 from modelwright.parallel.gradient_sync import GradientSync
 from modelwright.parallel.mesh import Mesh
+
+STRATEGIES_GROUP = "modelwright.strategies"
+"""Entry points of other packages: each a `StrategySpec`."""
 
 Done = TypeVar("Done")
 Unscale = Callable[[list[Tensor]], None]
@@ -36,6 +48,11 @@ class Strategy(Protocol):
     """The processes that make one update together."""
     is_synchronous: ClassVar[bool] = True
     """Whether every update waits for all ranks."""
+    needs: ClassVar[frozenset[str]] = frozenset({WHOLE_MODEL, WHOLE_GRADIENTS, PROMPT_GRADIENTS, SYNCHRONOUS_UPDATES})
+    """Properties of a run that it relies on (`core/compatibility.py`); a setting or a layout that breaks one of them is
+    refused. A strategy that can do with less says so."""
+    breaks: ClassVar[frozenset[str]] = frozenset({EXACT_SUMS, EQUAL_REPLICAS})
+    """Properties of a run that it removes; a strategy that keeps these says so."""
 
     def begin(self, step: int, num_steps: int) -> None:
         """Called once, when weights, optimizer and this strategy are as they were after `step` updates."""
@@ -102,6 +119,16 @@ class Strategy(Protocol):
 
     def close(self) -> None:
         """Called at the end of a run under one layout, also after an error."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategySpec:
+    """A strategy that a training names in its setting `gradient_sync.strategy`."""
+
+    strategy: type[Any]
+    """A `Strategy`, made from its settings, the `Replica` of this rank, and the `World` of all processes."""
+    config: type = NoSettings
+    """The dataclass of its settings."""
 
 
 def layout_blocker(mesh: Mesh) -> str:
@@ -183,6 +210,8 @@ class AllReduce(Strategy):
     unscale_first: the loss scale is removed before gradients are sent, as needed by a `sync` that keeps state or
     rounds, and by loss scales per layer. close: called at the end.
     """
+
+    needs, breaks = frozenset[str](), frozenset[str]()  # those of its `sync`, which settings choose, are declared there
 
     def __init__(
         self,

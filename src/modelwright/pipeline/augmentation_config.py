@@ -6,7 +6,7 @@ from typing import Any
 
 from modelwright.core.errors import ConfigError
 from modelwright.core.suggest import did_you_mean
-from modelwright.data.augment.methods import AUGMENTATIONS
+from modelwright.data.augment.methods import known_methods
 from modelwright.train.techniques.augmentation_strength import AugmentationStrengthConfig
 
 
@@ -26,7 +26,7 @@ class AugmentationConfig:
     process."""
 
     def __post_init__(self) -> None:
-        known = [method.name for method in AUGMENTATIONS]
+        known = [method.name for method in known_methods()] if self.methods or self.settings else []
         for key, names in (("methods", self.methods), ("settings", self.settings)):
             for name in names:
                 if name not in known:

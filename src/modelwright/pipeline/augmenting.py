@@ -22,7 +22,7 @@ from modelwright.core.rundir import LOCK_FILE, lock_folder
 from modelwright.data.augment.augment_config import AugmentConfig
 from modelwright.data.augment.augmentation import Augmentation
 from modelwright.data.augment.augmenter import Augmenter, MethodCost
-from modelwright.data.augment.methods import AUGMENTATIONS, build_methods
+from modelwright.data.augment.methods import build_methods, known_methods
 from modelwright.data.clean_config import CleanConfig
 from modelwright.data.document import Document
 from modelwright.data.shard_files import ShardFiles, numbered, pack_lines, unpack_documents, unpack_lines
@@ -51,7 +51,7 @@ def make_methods(names: Sequence[str], settings: Mapping[str, Any]) -> list[Augm
     """The methods that are named. settings: by name, as plain data. Raises `ConfigError`."""
     configs = {
         method.name: parse(method.config, settings[method.name], method.name)
-        for method in AUGMENTATIONS
+        for method in known_methods()
         if method.name in settings
     }
     return build_methods(names, configs, InfillModel)

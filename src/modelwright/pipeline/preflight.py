@@ -5,6 +5,7 @@ message starts with the full path of the field to change. Reads and writes no fi
 import math
 from collections.abc import Mapping, Sequence
 
+from modelwright.core.compatibility import feature
 from modelwright.core.errors import ConfigError, prefix_errors
 from modelwright.memory.offload import check_tier
 from modelwright.parallel.config import ParallelConfig
@@ -14,10 +15,12 @@ from modelwright.parallel.tensor_parallel import check_shape, stage_tokens
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.resolve import check_size, resolved_device
 from modelwright.pipeline.stage import StageSpec
+from modelwright.pipeline.stages.augmented_rows import is_augmented
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.stage_inputs import model_before
 from modelwright.train.config import TrainConfig, check_layout
 from modelwright.train.monitors.codecarbon_tracker import known_country
+from modelwright.train.techniques.augmentation_strength import NEEDS as AUGMENTATION_NEEDS
 
 
 def check_training(config: RunConfig, layout: ParallelConfig, *, num_processes: int, stages: Sequence[str]) -> None:
@@ -32,6 +35,13 @@ def check_training(config: RunConfig, layout: ParallelConfig, *, num_processes: 
         axes = layout.axes(num_processes)
     _check_model(config, layout)
     for name, stage in trainings.items():
+        learned = [feature(name, needs=stage.run_needs)]
+        if is_augmented(config, stage):
+            learned.append(feature("augmentation.methods", needs=AUGMENTATION_NEEDS))
+        with prefix_errors(name):
+            check_layout(config.section(name), layout, num_processes=math.prod(axes.values()))
+        # Outside of the prefix: these are no settings of the stage.
+        check_layout(config.section(name), layout, num_processes=math.prod(axes.values()), further=learned)
         with prefix_errors(name):
             _check_stage(stage, layout, config, axes)
             if not model_before(config, name) and config.section(name).batch_selection.max_initial_loss:
@@ -59,7 +69,6 @@ def _check_model(config: RunConfig, layout: ParallelConfig) -> None:
 
 def _check_stage(stage: StageSpec, layout: ParallelConfig, config: RunConfig, axes: Mapping[str, int]) -> None:
     training: TrainConfig = config.section(stage)
-    check_layout(training, layout, num_processes=math.prod(axes.values()))
     num_copies = training.num_copies(axes)
     group_tokens = config.section(PACK).seq_len * stage.trained_rows
     num_groups = training.batch_rows(group_tokens, num_copies=num_copies) // num_copies

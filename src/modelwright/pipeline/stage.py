@@ -237,6 +237,9 @@ class StageSpec:
     before."""
     is_reward_model: bool = False
     """Whether its artifact is a reward model, which later stages may score answers with."""
+    run_needs: frozenset[str] = frozenset()
+    """Properties of a run (`core/compatibility.py`) that the objective and the techniques of a training stage rely on,
+    besides those that its settings need."""
     rows: RowSet | None = None
     """The rows of tokens that a training stage learns from."""
     fresh: "Callable[[Config], Decoder] | None" = None

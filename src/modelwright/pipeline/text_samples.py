@@ -81,7 +81,7 @@ def _build(
         _keep(folder / FILE, {"step": info.step, "loss": info.loss, "text": text})
         last = clock()
 
-    return Technique(name="text_samples", on_step_end=on_step_end)
+    return Technique(name="text_samples", on_step_end=on_step_end, needs=frozenset())
 
 
 def _keep(path: Path, sample: Mapping[str, Any]) -> None:

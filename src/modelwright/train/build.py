@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache, partial
 
-from modelwright.core.compatibility import WHOLE_GRADIENTS
+from modelwright.core.compatibility import Feature, feature
 from modelwright.core.progress import Progress, SilentProgress
 from modelwright.memory.offload import Store, open_store
 from modelwright.memory.tensor_heap import use_tensor_heap
@@ -25,7 +25,7 @@ from modelwright.precision.apply import ModelPrecision, fp32_products
 from modelwright.precision.layer_scales import LossScales, loss_scales_for
 from modelwright.train.batch_stream import BatchStream
 from modelwright.train.config import check_layout, without_effect
-from modelwright.train.job import Session, StepParts, TrainJob
+from modelwright.train.job import Session, StepParts, TrainJob, configured_strategy
 from modelwright.train.monitors.anomalies import AnomalyLog
 from modelwright.train.monitors.anomaly_monitor import anomaly_monitor
 from modelwright.train.monitors.energy import energy_monitor
@@ -33,6 +33,7 @@ from modelwright.train.monitors.recovery_time import recovery_time
 from modelwright.train.monitors.replica_check import replica_check
 from modelwright.train.monitors.stragglers import straggler_monitor
 from modelwright.train.monitors.watchdog import Watchdog
+from modelwright.train.outside import guarded, named_techniques
 from modelwright.train.own_modules import attach_modules
 from modelwright.train.parallelize import activation_pass, parallelize, remove_passes
 from modelwright.train.runner import Executor, MicrobatchRunner
@@ -99,7 +100,7 @@ def technique_builders(job: TrainJob) -> list[TechniqueBuilder]:
         partial(out_of_memory, faults.on_out_of_memory),  # on_retry: smaller microbatches
         base_weights,  # state: which model the adapters belong to
         partial(l2_sp, config.l2_sp),  # on_step_end: pull weights to their start
-        *map(reads_whole_gradients, job.techniques),
+        *map(guarded, [*named_techniques(config.techniques), *job.techniques]),
         # Monitors come last: they see what all others made of a step.
         anomaly_monitor,
         recovery_time,
@@ -107,20 +108,6 @@ def technique_builders(job: TrainJob) -> list[TechniqueBuilder]:
         partial(replica_check, every=faults.replica_check_every_steps),
         partial(straggler_monitor, faults.stragglers),
     ]
-
-
-def reads_whole_gradients(build: TechniqueBuilder) -> TechniqueBuilder:
-    """Builds the technique so that a setting which leaves no gradients after backward is refused with it, if it acts on
-    them: from outside it cannot know of such a setting, and would do nothing without a word.
-    """
-
-    def build_needing(run: Runtime) -> Technique | None:
-        technique = build(run)
-        if technique is None or not technique.reads_gradients:
-            return technique
-        return replace(technique, needs=technique.needs | {WHOLE_GRADIENTS})
-
-    return build_needing
 
 
 def train(job: TrainJob, world: World = ALONE, progress: Progress = SILENT) -> TrainResult:
@@ -135,8 +122,7 @@ def train(job: TrainJob, world: World = ALONE, progress: Progress = SILENT) -> T
     cannot be written, `ArtifactError` for checkpoints of another run, `ModelwrightError` when training has diverged or
     replicas differ, `ConfigError` when the settings do not go together.
     """
-    learned = Technique(name=type(job.objective).__name__, needs=job.objective.needs)
-    check_layout(job.config, job.parallel, num_processes=world.size, techniques=[learned])
+    check_layout(job.config, job.parallel, num_processes=world.size, further=features_of(job, ()))
     progress = progress if world.is_first else SilentProgress()
     progress.begin(job.name, job.num_steps, "steps")
     _note_unused(job, world, progress)
@@ -230,9 +216,14 @@ def build_step(job: TrainJob, global_mesh: Mesh, session: Session, on_exit: Exit
         on_exit=on_exit,
     )
     techniques = build_techniques(job, run)
-    check_layout(config, job.parallel, num_processes=world.size, techniques=techniques)
+    features = features_of(job, techniques)
+    check_layout(config, job.parallel, num_processes=world.size, further=features)
     run.chosen.append(build_strategy_of(job, replica, world, techniques))
     on_exit.callback(run.strategy.close)
+    if job.strategy is not configured_strategy:
+        strategy = run.strategy
+        own = feature(type(strategy).__name__, needs=strategy.needs, breaks=strategy.breaks)
+        check_layout(config, job.parallel, num_processes=world.size, further=[*features, own])
     one_step = TrainStep(
         run=run,
         objective=job.objective,
@@ -313,7 +304,13 @@ def build_techniques(job: TrainJob, run: Runtime) -> list[Technique]:
     return [technique for build in technique_builders(job) if (technique := build(run)) is not None]
 
 
+def features_of(job: TrainJob, techniques: Sequence[Technique]) -> list[Feature]:
+    """What objective and techniques need of the run, and break."""
+    learned = feature(type(job.objective).__name__, needs=job.objective.needs)
+    return [learned, *(feature(one.name, needs=one.needs, breaks=one.breaks) for one in techniques)]
+
+
 def build_strategy_of(job: TrainJob, replica: Replica, world: World, techniques: Sequence[Technique]) -> Strategy:
-    """The strategy that goes with the configuration and with what the techniques need."""
-    config = job.config.strategy(shares_memory=job.parallel.shared_memory, techniques=techniques)
+    """The strategy that goes with the configuration, and with what objective and techniques need."""
+    config = job.config.strategy(shares_memory=job.parallel.shared_memory, further=features_of(job, techniques))
     return job.strategy(config, replica, world)

@@ -11,12 +11,10 @@ from modelwright.core.compatibility import (
     EAGER_BLOCKS,
     EQUAL_REPLICAS,
     EXACT_SUMS,
-    GRADIENT_SUMS,
     LASTING_LAYOUT,
     OWN_WEIGHTS,
     PROMPT_GRADIENTS,
     RESIDENT_STATES,
-    REVERSIBLE_UPDATES,
     SAME_MATMULS,
     SAME_UNITS,
     SYNCHRONOUS_UPDATES,
@@ -44,11 +42,12 @@ from modelwright.optim.sparse import BatchSelectionConfig, SparseUpdateConfig, s
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.pipeline.rebalance import LoadBalanceConfig
 from modelwright.parallel.strategies.config import AsyncUpdatesConfig, GradientSyncConfig, StrategyConfig
+from modelwright.parallel.strategies.shared_memory import SharedMemory
 from modelwright.precision.policy import PrecisionConfig
 from modelwright.train.monitors.anomalies import AnomalyConfig
 from modelwright.train.monitors.config import FaultToleranceConfig
 from modelwright.train.monitors.energy import EnergyConfig
-from modelwright.train.technique import Technique
+from modelwright.train.outside import named_features, named_settings
 from modelwright.train.techniques.ewc import EwcConfig
 from modelwright.train.techniques.loss_spikes import LossSpikeConfig
 
@@ -67,7 +66,7 @@ SHARED_MEMORY = feature(
         SAME_MATMULS,
         SAME_UNITS,
     ],
-    breaks=[GRADIENT_SUMS, REVERSIBLE_UPDATES, UNDIVIDED_GRADIENTS, OWN_WEIGHTS],
+    breaks=SharedMemory.breaks,
 )
 """One copy of weights and states for the processes of a host; where it conflicts, they keep copies."""
 
@@ -113,6 +112,9 @@ class SharedTrainConfig:
     async_updates: AsyncUpdatesConfig = field(default_factory=AsyncUpdatesConfig)
     load_balance: LoadBalanceConfig = field(default_factory=LoadBalanceConfig)
     loss_spikes: LossSpikeConfig = field(default_factory=LossSpikeConfig)
+    techniques: dict[str, Any] = field(default_factory=dict[str, Any], hash=False)
+    """Techniques of other installed packages (docs/extending.md) by their entry-point names, each with its settings, in
+    the order in which they act: `{gradient_noise: {scale: 0.01}}`. A stage adds to those of `training`."""
     neftune_noise_alpha: float = 0.0
     """Strength of the noise on the embeddings of training batches (NEFTune, Jain et al. 2023); the paper takes 5 to 15,
     and 0 adds none."""
@@ -142,6 +144,8 @@ class SharedTrainConfig:
         for name in ("checkpoint_every_steps", "checkpoint_every_minutes", "neftune_noise_alpha", "l2_sp"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}: must not be negative, got {getattr(self, name)}; 0 disables it")
+        # With all their settings: what a run was made with does not change with the defaults of another package.
+        object.__setattr__(self, "techniques", named_settings(self.techniques))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,13 +259,17 @@ class TrainConfig(SharedTrainConfig):
             "ewc",
         ):
             result += [replace(one, key=f"{name}.{one.key}") for one in getattr(self, name).features()]
+        if self.batching.mixture.is_measured:
+            needs = [SYNCHRONOUS_UPDATES, EQUAL_REPLICAS]
+            result.append(feature("batching.mixture.update", self.batching.mixture.update, needs=needs))
+        result += named_features(self.techniques)
         return result + sparsity_features(self.sparse_updates, self.batch_selection)
 
-    def strategy(self, *, shares_memory: bool, techniques: Sequence[Technique] = ()) -> StrategyConfig:
+    def strategy(self, *, shares_memory: bool, further: Sequence[Feature] = ()) -> StrategyConfig:
         """How ranks share gradients and updates. shares_memory: whether processes of a host may keep one copy, which
-        they do unless a setting or a technique needs something else.
+        they do unless a setting, the objective or a technique (`further`) needs something else.
         """
-        active = [*self.features(), *technique_features(techniques), SHARED_MEMORY]
+        active = [*self.features(), *further, SHARED_MEMORY]
         scaling = self.precision.loss_scale
         scales_losses = scaling.enabled == "always" or (scaling.enabled == "auto" and self.precision.uses_fp16)
         return StrategyConfig(
@@ -315,8 +323,13 @@ class TrainConfig(SharedTrainConfig):
             without.discard("gradient_accumulation_steps")  # which must share the chosen rows equally
         result = {name: value for name, value in dump(self, constants=True).items() if name not in without}
         result["gradient_sync"] = {
-            name: value for name, value in result["gradient_sync"].items() if name not in ("overlap", "topology")
+            name: value
+            for name, value in result["gradient_sync"].items()
+            if name not in ("overlap", "topology") and (value or name != "strategy")
         }
+        result["techniques"] = list(result["techniques"].items())  # a digest sorts mappings, and the order matters
+        if not self.techniques:
+            del result["techniques"]  # as before there was such a setting
         if not (self.optimizer_in_backward and self.max_grad_norm):
             del result["optimizer_in_backward"]  # the same weights, to the last bit
         if not self.neftune_noise_alpha:
@@ -337,18 +350,13 @@ def check_layout(
     parallel: ParallelConfig,
     *,
     num_processes: int = 1,
-    techniques: Sequence[Technique] = (),
+    further: Sequence[Feature] = (),
 ) -> None:
-    """Raise `ConfigError` if a training, its layout over this many processes and further techniques conflict."""
+    """Raise `ConfigError` if a training, its layout over this many processes and further features conflict."""
     layout = [replace(one, key=f"parallel.{one.key}") for one in parallel.features(num_processes)]
     if config.async_updates.mode == "hogwild" and parallel.data > 1:
         raise ConfigError("parallel.data: in async_updates.mode hogwild every process takes whole batches; remove it")
-    check_compatible([*config.features(), *layout, *technique_features(techniques)])
-
-
-def technique_features(techniques: Sequence[Technique]) -> list[Feature]:
-    """What techniques need of a run, and break."""
-    return [feature(one.name, needs=one.needs, breaks=one.breaks) for one in techniques]
+    check_compatible([*config.features(), *layout, *further])
 
 
 def without_effect(

@@ -104,18 +104,18 @@ class _Totals:
     def begin(self, batch: Batch, *, counts: bool) -> None:
         """Called before the losses of each batch. counts: false for a batch that another rank counts."""
         self.counts = counts
-        weights = self.objective.weights(batch)
-        if not self.sums.factors:
-            self.sums = TermSums(dict.fromkeys(weights, 1.0), self.objective.metric_names, self.mesh.world.device)
-            self.weights = self.weights.new_zeros(len(weights))
-        self.weights += torch.stack([weights[name] for name in self.sums.factors]) * (
-            counts and self.mesh.speaks_for_rows
-        )
+        if not self.sums.factors:  # ranks that compute no loss have to know its terms, too
+            names = self.objective.weights(batch)
+            self.sums = TermSums(dict.fromkeys(names, 1.0), self.objective.metric_names, self.mesh.world.device)
+            self.weights = self.weights.new_zeros(len(names))
 
     def add(self, output: Tensor, part: Batch) -> Tensor:
-        """A `LossFn`."""
-        terms = self.objective.losses(output, part, self.model)
-        return self.sums.add(terms, counts=self.counts and self.mesh.tensor.is_first).sum()
+        """A `LossFn`. A term is weighed where it is computed, by the same part of the rows: one that does not depend on
+        the token, such as a reward, comes once from every rank of the context axis, and so does its weight.
+        """
+        counts, weights = self.counts and self.mesh.tensor.is_first, self.objective.weights(part)
+        self.weights.add_(torch.stack([weights[name] for name in self.sums.factors]), alpha=float(counts))
+        return self.sums.add(self.objective.losses(output, part, self.model), counts=counts).sum()
 
     def result(self) -> HeldoutResult:
         """Over all ranks, which call this together."""

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
+from modelwright.core.compatibility import WHOLE_ROWS
 from modelwright.data.batch import TokenBatch
 from modelwright.model.attention import packed_attend
 from modelwright.model.config import ModelConfig
@@ -83,8 +84,9 @@ class TermSums:
 class Objective(Protocol):
     """What is learned."""
 
-    needs: ClassVar[frozenset[str]] = frozenset()
-    """Properties of a run that it relies on (`core/compatibility.py`), such as whole rows on every rank."""
+    needs: ClassVar[frozenset[str]] = frozenset({WHOLE_ROWS})
+    """Properties of a run that it relies on (`core/compatibility.py`). An objective whose terms are sums over tokens
+    can do with parts of rows, and says so by an empty set."""
 
     trains_decoder: ClassVar[bool] = True
     """Whether the decoder is trained. If it is not, its weights are frozen and only `own_modules` learn."""

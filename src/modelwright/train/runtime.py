@@ -100,4 +100,4 @@ run is laid out anew."""
 
 def observer(name: str, observe: Callable[[StepInfo], None]) -> TechniqueBuilder:
     """A technique that only looks at finished steps, without state."""
-    return lambda run: Technique(name=name, on_step_end=observe)
+    return lambda run: Technique(name=name, on_step_end=observe, needs=frozenset())

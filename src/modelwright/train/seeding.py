@@ -13,6 +13,12 @@ def seed_generators(seed: int, device: torch.device) -> None:
         torch.cuda.manual_seed(seed)
 
 
+def generator_states(device: torch.device) -> list[torch.Tensor]:
+    """The states of the generators that `seed_generators` seeds."""
+    states = [torch.default_generator.get_state()]
+    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
+
+
 @contextmanager
 def repeatable_convolutions() -> Generator[None]:
     """Within the block cuDNN sums gradients of convolutions in the same order in every run, which the fastest of its

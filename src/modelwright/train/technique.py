@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from modelwright.core.compatibility import UNDECLARED
 from modelwright.ops.tensor_view import TensorView
 from modelwright.train.objective import Batch
 
@@ -196,16 +197,23 @@ class Technique:
     """Steps whose checkpoints must not be removed."""
     summary: Callable[[], Mapping[str, Any]] = _no_state
     """Its report when the run ends."""
-    needs: frozenset[str] = frozenset()
+    needs: frozenset[str] = UNDECLARED
     """Properties of a run that it relies on (`core/compatibility.py`). They take part in the choice of the strategy;
-    a layout or a setting that breaks one of them is refused."""
+    a layout or a setting that breaks one of them is refused. A technique that can do with less says so, by an empty set
+    for example; docs/extending.md has all properties in a table."""
     breaks: frozenset[str] = frozenset()
     """Properties of a run that it removes."""
 
     @property
+    def hooks(self) -> frozenset[str]:
+        """The moments of a step at which it acts."""
+        unused = {"on_batch": _keep_batch, "on_gradients": _ignore, "on_step_end": _ignore}
+        return frozenset(moment for moment, hook in unused.items() if getattr(self, moment) is not hook)
+
+    @property
     def reads_gradients(self) -> bool:
         """Whether it acts between gradients and weights."""
-        return self.on_gradients is not _ignore
+        return "on_gradients" in self.hooks
 
     def state_dict(self) -> dict[str, Any]:
         return self.state.state_dict() if self.state else {}

@@ -41,6 +41,8 @@ class SmoothedConfig(TrainConfig):
 
 @dataclass(frozen=True)
 class Smoothed(Objective):
+    needs = frozenset[str]()
+    metric_names = ("share_right",)
     source: BatchSource
     smoothing: float
 
@@ -54,7 +56,8 @@ class Smoothed(Objective):
         loss = torch.nn.functional.cross_entropy(
             model.logits(output).transpose(1, 2), batch.labels_BT, label_smoothing=self.smoothing, reduction="sum"
         )
-        return Terms({"loss": loss})
+        is_right_BT = model.logits(output).argmax(-1) == batch.labels_BT
+        return Terms({"loss": loss}, {"share_right": (is_right_BT.sum(), (batch.labels_BT != IGNORED).sum())})
 
 
 def pack_reversed(job: PackJob, split: Split) -> None:
@@ -70,23 +73,26 @@ def estimate(config: RunConfig, run: RunDir, rates: Rates) -> StageEstimate:
 
 
 def report(data: RunData, stage: StageData) -> Section:
-    smoothing = data.config.section(SMOOTHED).smoothing
-    return Section("smoothed", "Smoothed labels", [Note(f"{stage.facts['num_steps']} steps at {smoothing}.")])
+    """What all trainings show, the objective's metrics among it, and a line more."""
+    smoothing, section = data.config.section(SMOOTHED).smoothing, _TRAINING.report(data, stage)
+    assert section is not None
+    return replace(section, blocks=[Note(f"{stage.facts['num_steps']} steps at {smoothing}."), *section.blocks])
 
 
 REVERSED_ROWS = RowSet(name="reversed", title="reversed text", pack=pack_reversed)
+_TRAINING = training_spec(
+    name="smoothed",
+    title="Training with smoothed labels",
+    report_title="Smoothed labels",
+    model_title="smoothed model",
+    objective=lambda inputs: Smoothed(inputs.loader, inputs.training.smoothing),
+    rows=REVERSED_ROWS,
+    needs=lambda config: (PACK.name, *needed_start(config, "smoothed")),
+    config=SmoothedConfig,
+    follows="sft",
+)
 SMOOTHED = replace(
-    training_spec(
-        name="smoothed",
-        title="Training with smoothed labels",
-        report_title="Smoothed labels",
-        model_title="smoothed model",
-        objective=lambda inputs: Smoothed(inputs.loader, inputs.training.smoothing),
-        rows=REVERSED_ROWS,
-        needs=lambda config: (PACK.name, *needed_start(config, "smoothed")),
-        config=SmoothedConfig,
-        follows="sft",
-    ),
+    _TRAINING,
     estimate=estimate,
     report=report,
     headline=lambda data, stage: [Fact("Smoothed", str(stage.facts["num_steps"]))],

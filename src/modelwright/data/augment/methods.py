@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from modelwright.core.errors import ConfigError
+from modelwright.core.extensions import installed
 from modelwright.core.suggest import did_you_mean
 from modelwright.data.augment.augmentation import Augmentation
 from modelwright.data.augment.back_translation import BackTranslationConfig, back_translation
@@ -63,17 +64,26 @@ AUGMENTATIONS: tuple[Method, ...] = (
 )
 
 
+GROUP = "modelwright.augmentations"
+"""Entry points of other packages: each a `Method`, under its name."""
+
+
+def known_methods() -> tuple[Method, ...]:
+    """The package's own and those of installed packages. Raises `ConfigError` for an entry point that is none."""
+    added = installed(GROUP, Method, taken=tuple(method.name for method in AUGMENTATIONS))
+    for name, method in added.items():
+        if method.name != name:
+            raise ConfigError(f"entry point {name} of {GROUP}: the method's name is {method.name!r}; make them equal")
+    return (*AUGMENTATIONS, *added.values())
+
+
 def build_methods(
-    names: Sequence[str],
-    configs: Mapping[str, Any],
-    load_language_model: LoadLanguageModel,
-    *,
-    known: Sequence[Method] = AUGMENTATIONS,
+    names: Sequence[str], configs: Mapping[str, Any], load_language_model: LoadLanguageModel
 ) -> list[Augmentation]:
     """The methods of these names. configs: settings by name, defaults where there are none. Raises `ConfigError` for a
     name that is not known.
     """
-    by_name = {method.name: method for method in known}
+    by_name = {method.name: method for method in known_methods()}
     for name in names:
         if name not in by_name:
             raise ConfigError(

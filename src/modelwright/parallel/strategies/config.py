@@ -22,8 +22,9 @@ from modelwright.core.compatibility import (
     Feature,
     feature,
 )
-from modelwright.core.config import only_for
+from modelwright.core.config import dump, only_for
 from modelwright.core.errors import ConfigError
+from modelwright.core.extensions import configured
 from modelwright.ops.dtensor import local
 from modelwright.parallel.codecs.bucketed import BucketedSync
 from modelwright.parallel.codecs.powersgd import PowerSgdSync
@@ -43,7 +44,14 @@ from modelwright.parallel.strategies.optimizer_in_backward import (
     room_of_two_buckets,
 )
 from modelwright.parallel.strategies.shared_memory import SharedMemory, fits
-from modelwright.parallel.strategy import AllReduce, Compensate, Replica, Strategy
+from modelwright.parallel.strategy import (
+    STRATEGIES_GROUP,
+    AllReduce,
+    Compensate,
+    Replica,
+    Strategy,
+    StrategySpec,
+)
 from modelwright.parallel.topology.collectives import TopologyConfig
 from modelwright.parallel.topology.gradient_sync import TopologyAwareSync
 
@@ -69,14 +77,32 @@ class GradientSyncConfig:
     )
     topology: TopologyConfig = field(default_factory=TopologyConfig, metadata=only_for("kind", "topology_aware"))
     local_sgd: LocalSgdConfig = field(default_factory=LocalSgdConfig)
+    strategy: dict[str, Any] = field(default_factory=dict[str, Any], hash=False)
+    """A strategy of another installed package that takes the place of all of this (docs/extending.md), by its
+    entry-point name, with its settings: `{elastic_averaging: {rate: 0.1}}`."""
 
     def __post_init__(self) -> None:
+        if len(self.strategy) > 1:
+            raise ConfigError(f"strategy: names {', '.join(self.strategy)}; a training has one strategy")
+        object.__setattr__(self, "strategy", {name: dump(settings) for name, (_, settings) in self._named().items()})
         if self.powersgd_rank < 1:
             raise ConfigError(f"powersgd_rank: must be at least 1, got {self.powersgd_rank}; 8 is usual")
+
+    def _named(self) -> dict[str, tuple[StrategySpec, Any]]:
+        return configured(STRATEGIES_GROUP, StrategySpec, self.strategy, "strategy")
+
+    def named_strategy(self, replica: Replica, world: World) -> Strategy | None:
+        """The strategy of another package for one rank; None if settings name none."""
+        return next((spec.strategy(settings, replica, world) for spec, settings in self._named().values()), None)
 
     def features(self) -> list[Feature]:
         """What gradient synchronization needs of a run, and breaks."""
         result, needs = [], {WHOLE_GRADIENTS, GRADIENT_SUMS}
+        for name, (spec, _) in self._named().items():
+            # The settings that choose another strategy would have no effect.
+            replaced = {WHOLE_GRADIENTS, PROMPT_GRADIENTS, SYNCHRONOUS_UPDATES}
+            breaks = spec.strategy.breaks | {GRADIENT_SUMS}
+            result.append(feature("strategy", name, needs=spec.strategy.needs | replaced, breaks=breaks))
         if self.kind != "allreduce":
             result.append(
                 feature(
@@ -121,9 +147,7 @@ class AsyncUpdatesConfig:
             return [feature("mode", self.mode, needs=[WHOLE_GRADIENTS], breaks=[PROMPT_GRADIENTS])]
         if self.mode == "hogwild":
             needs = [WHOLE_GRADIENTS, WHOLE_MODEL, ADAMW_STATES, RESIDENT_STATES, ONE_COPY]
-            return [
-                feature("mode", self.mode, needs=needs, breaks=[SYNCHRONOUS_UPDATES, PROMPT_GRADIENTS, GRADIENT_SUMS])
-            ]
+            return [feature("mode", self.mode, needs=needs, breaks=Hogwild.breaks)]
         return []
 
 
@@ -156,6 +180,8 @@ def build_strategy(
     """The strategy for one rank; called on all ranks of `world` alike. compensate, encode, decode: see `Hogwild`.
     Raises `ConfigError` for `hogwild` on several hosts.
     """
+    if (named := config.transport.named_strategy(replica, world)) is not None:
+        return named
     mesh, parameters = replica.mesh, list(replica.names)
     shares_memory = config.shares_memory and fits(
         mesh, parameters, gradient_room=room_of_two_buckets(parameters) if config.update_in_backward else 0

@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from modelwright.core.compatibility import GRADIENT_SUMS, OWN_WEIGHTS, PROMPT_GRADIENTS, SYNCHRONOUS_UPDATES
 from modelwright.ops.tensor_view import TensorView
 from modelwright.parallel.mesh import World
 from modelwright.parallel.optimizer_states import make_states
@@ -39,6 +40,8 @@ class Hogwild(Strategy):
     """
 
     is_synchronous: ClassVar[bool] = False
+    needs = frozenset[str]()
+    breaks = frozenset({SYNCHRONOUS_UPDATES, PROMPT_GRADIENTS, GRADIENT_SUMS, OWN_WEIGHTS})
 
     def __init__(
         self,

@@ -208,6 +208,8 @@ def _copy(tensors: Sequence[Tensor], values: Sequence[Tensor], scale: float) -> 
 class LocalSgd(Strategy):
     """Every rank updates its own weights; `OuterStep` synchronizes them."""
 
+    needs = frozenset[str]()
+
     def __init__(self, replica: Replica, local_steps: OuterStep) -> None:
         self.replica = replica
         self.mesh = replica.mesh

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from modelwright.core.compatibility import OWN_WEIGHTS, UNDIVIDED_GRADIENTS, WHOLE_GRADIENTS
 from modelwright.core.errors import ModelwrightError
 from modelwright.ops.dtensor import as_dtensor_like, local
 from modelwright.ops.tensor_view import TensorView
@@ -235,6 +236,9 @@ class OptimizerInBackward(Strategy):
     """Updates parameters during backward, unless a loss is not finite or no label in the batch counts. ready: see
     `GradientReady`; clip_norm: limit for the norm of the last step, 0 for none.
     """
+
+    needs = frozenset[str]()
+    breaks = frozenset({WHOLE_GRADIENTS, UNDIVIDED_GRADIENTS, OWN_WEIGHTS})  # processes of a host may share weights
 
     def __init__(
         self,

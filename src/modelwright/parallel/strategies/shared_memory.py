@@ -17,6 +17,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from modelwright.core.compatibility import (
+    GRADIENT_SUMS,
+    OWN_WEIGHTS,
+    REVERSIBLE_UPDATES,
+    UNDIVIDED_GRADIENTS,
+    WHOLE_MATRICES,
+)
 from modelwright.ops.tensor_view import TensorView, flat_view_of
 from modelwright.parallel.grad_norm import parts_norm
 from modelwright.parallel.mesh import Mesh, World
@@ -146,6 +153,9 @@ class SharedMemory(Strategy):
     """All processes of a host make every update together, each on its part of one copy. overlap: gradients are copied
     to shared memory while backward runs. unscale_first: as in `AllReduce`.
     """
+
+    needs = frozenset[str]()
+    breaks = frozenset({GRADIENT_SUMS, REVERSIBLE_UPDATES, UNDIVIDED_GRADIENTS, WHOLE_MATRICES, OWN_WEIGHTS})
 
     def __init__(self, replica: Replica, *, overlap: bool = True, unscale_first: bool = False) -> None:
         self.replica = replica

@@ -113,6 +113,7 @@ ALIGN = training_spec(
     model_title="",  # not a model that later stages go on with
     objective=_objective,
     rows=ALIGNED_ROWS,
+    run_needs=Contrastive.needs,
     needs=lambda config: (PACK.name,),
     config=AlignConfig,
     headline=_headline,

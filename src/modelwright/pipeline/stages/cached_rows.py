@@ -87,7 +87,7 @@ def recorded(readers: Sequence[BlockReader[Any]]) -> TechniqueBuilder:
         return changes
 
     def build(run: Runtime) -> Technique:
-        return Technique(name=ROW_CACHE, metrics=metrics, summary=lambda: _sums(readers))
+        return Technique(name=ROW_CACHE, metrics=metrics, summary=lambda: _sums(readers), needs=frozenset())
 
     return build
 

@@ -128,6 +128,7 @@ CAPTION = training_spec(
     model_title="",  # not a language model that later stages go on with
     objective=_objective,
     rows=CAPTION_ROWS,
+    run_needs=Captioning.needs,
     needs=_needs,
     config=CaptionConfig,
     headline=_headline,

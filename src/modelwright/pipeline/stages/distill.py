@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from modelwright.core.artifacts import read_manifest
+from modelwright.core.compatibility import EQUAL_REPLICAS, SYNCHRONOUS_UPDATES, Feature, feature
 from modelwright.core.config import digest, dump, only_for
 from modelwright.core.errors import ConfigError, prefix_errors
 from modelwright.core.rundir import RunDir
@@ -20,7 +21,14 @@ from modelwright.evaluate.config import EvaluateConfig
 from modelwright.infer.speed import measure_speed
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.attention_targets import AttentionForm
-from modelwright.objectives.distillation import Distillation, DistillationSettings, LossPart, PartName, check_shapes
+from modelwright.objectives.distillation import (
+    PART_NEEDS,
+    Distillation,
+    DistillationSettings,
+    LossPart,
+    PartName,
+    check_shapes,
+)
 from modelwright.objectives.on_policy_distillation import OnPolicyConfig, OnPolicyDistillation
 from modelwright.objectives.teacher import TeacherModel
 from modelwright.objectives.teacher_cache import TeacherCache
@@ -120,6 +128,13 @@ class DistillConfig(TrainConfig):
             )
         if self.on_policy.share and not parts["logits"].weight:
             raise ConfigError("on_policy.share: is the share of the part logits, whose weight is 0; give it a weight")
+
+    def features(self) -> list[Feature]:
+        """What the parts of the loss need; what lacks it is refused before anything is read."""
+        parts = [feature(name, needs=PART_NEEDS[name]) for name, part in self.parts().items() if part.weight > 0]
+        if self.on_policy.share:
+            parts.append(feature("on_policy.share", needs=[EQUAL_REPLICAS, SYNCHRONOUS_UPDATES]))
+        return [*super().features(), *parts]
 
     def parts(self) -> dict[PartName, LossPart]:
         """The parts of the loss by name. Raises `ConfigError` that names the part."""
@@ -307,6 +322,7 @@ _TRAINING = training_spec(
     model_title="student",
     objective=_objective,
     rows=ALL_ROWS,
+    run_needs=frozenset(),  # those of the parts that settings choose, see `DistillConfig.features`
     needs=lambda config: (PACK.name, STUDENT.name, CLEAN.name),
     config=DistillConfig,
     only_if_named=True,

@@ -44,6 +44,7 @@ DPO = training_spec(
     model_title="preference-optimized (DPO)",
     objective=_objective,
     rows=PAIR_ROWS,
+    run_needs=Preference.needs,
     needs=lambda config: (PACK.name, *needed_start(config, "dpo")),
     config=PreferenceConfig,
     only_if_named=True,

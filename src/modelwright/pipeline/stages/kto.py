@@ -39,6 +39,7 @@ KTO = training_spec(
     model_title="preference-optimized (KTO)",
     objective=_objective,
     rows=LABELED_ROWS,
+    run_needs=Kto.needs,
     needs=lambda config: (PACK.name, *needed_start(config, "kto")),
     config=KtoConfig,
     only_if_named=True,

@@ -14,6 +14,7 @@ PRETRAIN = training_spec(
     model_title="pretrained",
     objective=lambda inputs: NextToken(inputs.loader),
     rows=TEXT_ROWS,
+    run_needs=NextToken.needs,
     needs=lambda config: (PACK.name,),
     headline=training_facts,
     closing=training_lines,

@@ -25,7 +25,7 @@ from modelwright.precision.quantization_aware import MODULE, Activations, Quanti
 from modelwright.train.config import TrainConfig
 from modelwright.train.objective import Objective
 from modelwright.train.runtime import TechniqueBuilder
-from modelwright.train.techniques.fake_quantization import RANGES, fake_quantization
+from modelwright.train.techniques.fake_quantization import NEEDS, RANGES, fake_quantization
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +113,7 @@ QAT = training_spec(
     model_title="quantization-aware model",
     objective=_objective,
     rows=ALL_ROWS,
+    run_needs=NextToken.needs | NEEDS,
     needs=lambda config: (PACK.name, *needed_start(config, "qat")),
     config=QatConfig,
     only_if_named=True,

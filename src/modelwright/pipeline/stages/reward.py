@@ -127,6 +127,7 @@ _TRAINING = training_spec(
     model_title="",  # not a language model that later stages could go on with
     objective=_objective,
     rows=PAIR_ROWS,
+    run_needs=RewardModeling.needs,
     needs=lambda config: (PACK.name, *needed_start(config, "reward")),
     config=RewardModelConfig,
     headline=_headline,

@@ -20,6 +20,7 @@ from modelwright.data.tokenizer import Tokenizer
 from modelwright.objectives.heldout_rewards import HeldoutRewards
 from modelwright.objectives.model_reward import MODEL, MODEL_REWARDS, model_terms, with_folder, without_folder
 from modelwright.objectives.reference_model import ReferenceModel
+from modelwright.objectives.rollout_objective import RolloutObjective
 from modelwright.objectives.rollouts import RolloutConfig, RolloutWorker
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.report.blocks import Chart, Fact, Samples, Section, Table, TextSample
@@ -153,7 +154,7 @@ def evaluates_first(objective: Objective, heldout: Batches, folder: Path) -> lis
                     write_atomic(folder / FIRST_EVALUATION, json.dumps(dict(found.metrics)))
             return batch
 
-        return Technique(name="first_evaluation", on_batch=on_batch) if heldout else None
+        return Technique(name="first_evaluation", on_batch=on_batch, needs=frozenset()) if heldout else None
 
     return [build]
 
@@ -187,6 +188,7 @@ def rollout_training(
         model_title=model_title,
         objective=objective,
         rows=PROMPT_ROWS,
+        run_needs=RolloutObjective.needs,
         needs=lambda run: (PACK.name, *needed_start(run, name), *needed_reward_model(run, name), *needs(run)),
         config=config,
         only_if_named=True,

@@ -13,5 +13,6 @@ SFT = training_spec(
     model_title="fine-tuned",
     objective=lambda inputs: NextToken(inputs.loader, answers_only=inputs.config.section(PACK).chat_loss != "all"),
     rows=CHAT_ROWS,
+    run_needs=NextToken.needs,
     needs=lambda config: (PACK.name, *needed_start(config, "sft")),
 )

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from modelwright.core.artifacts import read_manifest
+from modelwright.core.compatibility import UNDECLARED
 from modelwright.core.config import dump
 from modelwright.core.errors import ArtifactError, ConfigError, DataError
 from modelwright.core.redact import redact_plain
@@ -35,6 +36,7 @@ from modelwright.pipeline.report.format import plural
 from modelwright.pipeline.report.learning import NATS_PER_TOKEN, loss_highlight, training_section
 from modelwright.pipeline.report.run_data import RunData, StageData
 from modelwright.pipeline.stage import Rates, RowSet, Stage, StageContext, StageInputs, StageSpec, no_facts, no_lines
+from modelwright.pipeline.stages.alignment import metric_charts
 from modelwright.pipeline.stages.augmented_rows import augmentation_digest, augmented, is_augmented, tell_cost
 from modelwright.pipeline.stages.cached_rows import ROW_CACHE, TrainingData, cache_blocks, read_ahead, training_data
 from modelwright.pipeline.stages.head_shares import head_blocks, head_shares
@@ -56,9 +58,9 @@ from modelwright.train.config import TrainConfig
 from modelwright.train.job import TrainJob
 from modelwright.train.objective import Objective
 from modelwright.train.row_losses import stored_row_losses
-from modelwright.train.runtime import TechniqueBuilder, observer
+from modelwright.train.runtime import Runtime, TechniqueBuilder, observer
 from modelwright.train.state import TrainResult, load_best
-from modelwright.train.technique import StepInfo
+from modelwright.train.technique import StepInfo, Technique
 
 USES_ROWS = RowUse()
 """Each row is learned from once per epoch."""
@@ -104,9 +106,9 @@ def as_it_is(config: RunConfig, model: Decoder) -> None:
     """`training_spec(prepare=...)` of a stage that trains on the weights that it finds."""
 
 
-def no_blocks(stage: StageData) -> Sequence[Block]:
-    """`training_spec(blocks=...)` of a stage whose section has what all have."""
-    return ()
+def objective_charts(stage: StageData) -> Sequence[Block]:
+    """`training_spec(blocks=...)` of a stage without any: all metrics of its objective, each in a chart."""
+    return metric_charts(stage, {name: {name: name} for name in stage.facts.get("metric_names", ())})
 
 
 MANY_EPOCHS = 4.0
@@ -138,6 +140,7 @@ def training_spec(
     objective: Callable[[StageInputs], Objective],
     rows: RowSet,
     needs: Callable[[RunConfig], tuple[str, ...]],
+    run_needs: frozenset[str] = UNDECLARED | Objective.needs,
     config: type[TrainConfig] = TrainConfig,
     headline: Callable[[RunData, StageData], Sequence[Fact]] = no_facts,
     closing: Callable[[RunData, StageData], Sequence[str]] = no_lines,
@@ -146,7 +149,7 @@ def training_spec(
     reads_images: bool = False,
     follows: str = "",
     loss_unit: str = NATS_PER_TOKEN,
-    blocks: Callable[[StageData], Sequence[Block]] = no_blocks,
+    blocks: Callable[[StageData], Sequence[Block]] = objective_charts,
     further: Callable[[RunConfig, Any], FurtherModels] = lambda config, training: FurtherModels(),
     start: Callable[[RunConfig, str], str] = model_before,
     techniques: TechniquesOf = lambda inputs: (),
@@ -160,7 +163,8 @@ def training_spec(
     report_title: title of its section of the report
     config: `TrainConfig`, or a dataclass that adds settings of the objective to it
     loss_unit: of the loss, for charts
-    blocks: what its section of the report has besides
+    blocks: what its section of the report has besides; all metrics of its objective by default
+    run_needs: what its objective and its techniques need of a run (`core/compatibility.py`)
     further: the models that compute on the rows besides, from the run's configuration and the stage's settings
     start: names the stage whose model is trained, "" for random weights
     techniques: what the stage adds to the techniques of all trainings
@@ -202,6 +206,7 @@ def training_spec(
         model_title=model_title,
         objective=objective,
         rows=rows,
+        run_needs=run_needs,
         fresh=fresh or fresh_model,
         time_weight=time_weight,
         only_if_named=only_if_named,
@@ -341,6 +346,8 @@ def _learn(
         note=context.progress.note,
     )
     objective, row_use = spec.objective(inputs), traits.row_use
+    known_needs = spec.run_needs.union(*(feature.needs for feature in training.features()))
+    _check_declared(name, "its objective", objective.needs, known_needs)
     batches_per_epoch = math.ceil(loader.num_batches_per_epoch * row_use.updates_per_row(training))
     num_steps = training.resolve_num_steps(batches_per_epoch)
     if row_use.learns_by_heart and (note := _repeats(name, num_steps * batch_rows, packed.num_groups)):
@@ -371,7 +378,7 @@ def _learn(
                 *mixture_techniques(loader, objective, config, training, rows, batch_rows=heldout_rows),
                 text_samples(context.folder.path, tokenizer, first_prompt(heldout) if spec.model_title else ()),
                 *_bits_per_byte(context, config, spec),
-                *traits.techniques(inputs),
+                *(partial(_build_declared, name, build, known_needs) for build in traits.techniques(inputs)),
                 *row_use.techniques(objective, heldout, context.folder.path),
             ],
         ),
@@ -383,7 +390,26 @@ def _learn(
     context.progress.note(_summary(name, num_steps, result, used_share))
     tell_cost(name, result, context.progress)
     taken = _take_best(model, context, training, result)
-    return _facts(result, model, num_steps / batches_per_epoch, taken, context) | peaks
+    metric_names = list(objective.metric_names)
+    return _facts(result, model, num_steps / batches_per_epoch, taken, context, metric_names) | peaks
+
+
+def _check_declared(name: str, who: str, needs: frozenset[str], known_needs: frozenset[str]) -> None:
+    """Raise `ConfigError` for needs that the stage does not declare: they are checked before the first stage of a run,
+    not when the turn of this one comes.
+    """
+    if unknown := needs - known_needs:
+        raise ConfigError(
+            f"{name}: {who} needs {', '.join(sorted(unknown))}, which the stage does not declare; name it in "
+            "training_spec(run_needs=...)"
+        )
+
+
+def _build_declared(name: str, build: TechniqueBuilder, known_needs: frozenset[str], run: Runtime) -> Technique | None:
+    technique = build(run)
+    if technique is not None:
+        _check_declared(name, f"its technique {technique.name}", technique.needs, known_needs)
+    return technique
 
 
 def _tracking(config: RunConfig, spec: StageSpec) -> Tracking:
@@ -433,7 +459,9 @@ def _take_best(model: Decoder, context: StageContext, training: TrainConfig, res
     return result.best.step if better else result.num_steps
 
 
-def _facts(result: TrainResult, model: Decoder, num_epochs: float, taken: int, context: StageContext) -> dict[str, Any]:
+def _facts(
+    result: TrainResult, model: Decoder, num_epochs: float, taken: int, context: StageContext, metric_names: list[str]
+) -> dict[str, Any]:
     return {
         "num_steps": result.num_steps,
         "taken_step": taken,
@@ -450,6 +478,7 @@ def _facts(result: TrainResult, model: Decoder, num_epochs: float, taken: int, c
         "events": dict(result.summary_of("anomalies").get("num_events", {})),
         "num_epochs": num_epochs,
         "heldout_metrics": dict(result.heldout_metrics),
+        "metric_names": metric_names,
         ROW_CACHE: dict(result.summary_of(ROW_CACHE)),
         "world_size": context.ranks.size,
     }

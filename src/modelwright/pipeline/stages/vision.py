@@ -36,6 +36,7 @@ from modelwright.pipeline.stages.row_use import RowUse
 from modelwright.pipeline.stages.training import FurtherModels, TrainedModel, training_spec
 from modelwright.plan.estimate import StageEstimate
 from modelwright.train.runtime import TechniqueBuilder
+from modelwright.train.techniques.fake_quantization import NEEDS as QUANTIZATION_NEEDS
 from modelwright.train.techniques.fake_quantization import RANGES, fake_quantization
 
 PREFIX = f"heads.{CLASSIFIER}."
@@ -158,6 +159,7 @@ _SPEC = training_spec(
     model_title="",  # not a model that later stages go on with
     objective=_objective,
     rows=LABELED_ROWS,
+    run_needs=ImageClassification.needs | QUANTIZATION_NEEDS,
     needs=lambda config: (PACK.name,),
     config=ImageTrainConfig,
     headline=_headline,

@@ -10,5 +10,9 @@ def anomaly_monitor(run: Runtime) -> Technique | None:
     if log is None:
         return None
     return Technique(
-        name="anomalies", on_step_end=log.observe, state=log, summary=lambda: {"num_events": dict(log.num_events)}
+        name="anomalies",
+        on_step_end=log.observe,
+        state=log,
+        summary=lambda: {"num_events": dict(log.num_events)},
+        needs=frozenset(),
     )

@@ -152,7 +152,7 @@ def energy_monitor(config: EnergyConfig, run: Runtime) -> Technique | None:
         codecarbon=codecarbon,
     )
     run.on_exit.callback(monitor.close)
-    return Technique(name="energy", on_step_end=monitor.observe)
+    return Technique(name="energy", on_step_end=monitor.observe, needs=frozenset())
 
 
 def meters_of_rank(

@@ -90,7 +90,7 @@ def recovery_time(run: Runtime) -> Technique | None:
             recovery.stopped()
 
     run.on_exit.push(leave)
-    return Technique(name="recovery_time", on_step_end=recovery.observe)
+    return Technique(name="recovery_time", on_step_end=recovery.observe, needs=frozenset())
 
 
 def _read(path: Path) -> dict[str, Any] | None:

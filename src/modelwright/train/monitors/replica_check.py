@@ -103,4 +103,6 @@ def replica_check(run: Runtime, *, every: int) -> Technique | None:
     if run.world.size == 1 or not every:
         return None
     check = ReplicaCheck(ControlPlane(run.world), lambda: run.strategy.replicated() or {}, every=every)
-    return Technique(name="replica_check", on_step_end=lambda info: check.check(info.step), every=every)
+    return Technique(
+        name="replica_check", on_step_end=lambda info: check.check(info.step), every=every, needs=frozenset()
+    )

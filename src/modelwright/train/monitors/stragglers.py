@@ -147,4 +147,4 @@ def straggler_monitor(config: StragglerConfig, run: Runtime) -> Technique | None
         if info.step % config.every_steps == 0:
             stragglers.look(info.step)
 
-    return Technique(name="stragglers", on_step_end=on_step_end)
+    return Technique(name="stragglers", on_step_end=on_step_end, needs=frozenset())

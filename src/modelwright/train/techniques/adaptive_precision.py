@@ -362,7 +362,9 @@ def adaptive_precision(config: AdaptiveConfig, run: Runtime, *, objective: Objec
         trial.weights = update.weights
         adaptive.on_gradients(update)
 
-    return Technique(name="adaptive_precision", on_batch=on_batch, on_gradients=on_gradients, state=adaptive)
+    return Technique(
+        name="adaptive_precision", on_batch=on_batch, on_gradients=on_gradients, state=adaptive, needs=frozenset()
+    )
 
 
 def momentum_of(state: Mapping[str, Any], group: Mapping[str, Any], num_updates: int) -> Momentum | None:

@@ -29,4 +29,5 @@ def amax_history(run: Runtime) -> Technique | None:
         on_gradients=on_gradients,
         on_retry=run.formats.begin_step,
         state=history,
+        needs=frozenset(),
     )

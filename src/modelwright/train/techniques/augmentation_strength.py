@@ -16,6 +16,8 @@ from modelwright.data.batching.augmented import AHEAD, AugmentationCost
 from modelwright.train.runtime import Runtime
 from modelwright.train.technique import Technique, Update
 
+NEEDS = frozenset({SYNCHRONOUS_UPDATES, EQUAL_REPLICAS})
+
 
 @dataclass(frozen=True, kw_only=True)
 class AugmentationStrengthConfig:
@@ -143,5 +145,5 @@ def augmentation_strength(config: AugmentationStrengthConfig, loader: AugmentedB
         on_gradients=follower.on_gradients,
         state=follower,
         summary=follower.summary,
-        needs=frozenset({SYNCHRONOUS_UPDATES, EQUAL_REPLICAS}),
+        needs=NEEDS,
     )

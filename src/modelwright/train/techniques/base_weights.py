@@ -33,4 +33,4 @@ def base_weights(run: Runtime) -> Technique | None:
         return None
     num_trained, kept = adapter_parameters(shape, adapters), adapters.base_format
     run.note(f"adapters: {num_trained:,} parameters are trained, {shape.num_parameters:,} stay frozen ({kept})")
-    return Technique(name="base_weights", state=BaseIdentity(run.model.base_fingerprint))
+    return Technique(name="base_weights", state=BaseIdentity(run.model.base_fingerprint), needs=frozenset())

@@ -180,4 +180,4 @@ def ewc(config: EwcConfig, run: Runtime, *, rows: Sequence[Batch]) -> Technique 
     if not rows:
         raise ConfigError("ewc.strength: needs rows of what the model could do before; an update replays them")
     kept = Consolidation(config.strength, run, rows)
-    return Technique(name="ewc", on_batch=kept.on_batch, on_gradients=kept.on_gradients, state=kept)
+    return Technique(name="ewc", on_batch=kept.on_batch, on_gradients=kept.on_gradients, state=kept, needs=frozenset())

@@ -13,6 +13,7 @@ from modelwright.train.objective import Batch
 from modelwright.train.runtime import Runtime
 from modelwright.train.technique import StepInfo, Technique, Update
 
+NEEDS = frozenset({WHOLE_LAYERS, EAGER_BLOCKS, TRAINED_WEIGHTS})
 RANGES = "activation_ranges.json"
 """The file, in the folder of the stage, with the final range of each projection's inputs."""
 
@@ -45,7 +46,7 @@ def fake_quantization(config: QuantizationAwareConfig, run: Runtime) -> Techniqu
         on_step_end=on_step_end,
         on_retry=rounding.begin_step,
         state=rounding,
-        needs=frozenset({WHOLE_LAYERS, EAGER_BLOCKS, TRAINED_WEIGHTS}),
+        needs=NEEDS,
     )
 
 

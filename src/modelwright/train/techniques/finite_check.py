@@ -58,6 +58,7 @@ def finite_check(max_skipped_steps: int, run: Runtime, *, measures: bool = True)
         on_gradients=check.on_gradients,
         state=check,
         summary=lambda: {"num_skipped": check.num_skipped},
+        needs=frozenset(),
     )
 
 
@@ -71,4 +72,4 @@ def skip_empty_batches(run: Runtime) -> Technique:
             update.skip(EMPTY_BATCH)
             update.metrics["empty"] = 1.0
 
-    return Technique(name="skip_empty_batches", on_gradients=on_gradients)
+    return Technique(name="skip_empty_batches", on_gradients=on_gradients, needs=frozenset())

@@ -36,4 +36,6 @@ def gradient_clipping(max_norm: float, adaptive: AdaptiveClipConfig, run: Runtim
     if max_norm <= 0:
         return None
     clip = GradientClipping(max_norm, adaptive)
-    return Technique(name="gradient_clipping", on_gradients=clip.on_gradients, state=clip, belongs_to_weights=True)
+    return Technique(
+        name="gradient_clipping", on_gradients=clip.on_gradients, state=clip, belongs_to_weights=True, needs=frozenset()
+    )

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from modelwright.core.compatibility import EQUAL_REPLICAS, SYNCHRONOUS_UPDATES
 from modelwright.core.errors import ConfigError
 from modelwright.data.batching.config import MixtureConfig
 from modelwright.data.batching.mixture import Mixture, exponentiated_gradient
@@ -139,7 +138,7 @@ def mixture_technique(
         every=every,
         state=technique,
         summary=technique.summary,
-        needs=frozenset({SYNCHRONOUS_UPDATES, EQUAL_REPLICAS}),
+        needs=frozenset(),
     )
 
 

@@ -53,4 +53,4 @@ def l2_sp(strength: float, run: Runtime) -> Technique | None:
     if not strength:
         return None
     pull = StartPull(strength, run)
-    return Technique(name="l2_sp", on_step_end=pull.on_step_end, state=pull)
+    return Technique(name="l2_sp", on_step_end=pull.on_step_end, state=pull, needs=frozenset())

@@ -39,4 +39,4 @@ class LearningRate:
 def learning_rate(config: ScheduleConfig, run: Runtime, *, peak: float) -> Technique:
     """peak: the highest learning rate of the schedule."""
     rate = LearningRate(run.replica.optimizer, config, peak=peak, num_steps=run.num_steps)
-    return Technique(name="learning_rate", on_batch=rate.on_batch, state=rate)
+    return Technique(name="learning_rate", on_batch=rate.on_batch, state=rate, needs=frozenset())

@@ -114,7 +114,13 @@ def loss_scaling(run: Runtime) -> Technique | None:
     if layers is None:
         uniform = UniformLossScale(scale)
         run.scaler = uniform
-        return Technique(name="loss_scaling", on_gradients=uniform.on_gradients, state=scale, summary=scale.state_dict)
+        return Technique(
+            name="loss_scaling",
+            on_gradients=uniform.on_gradients,
+            state=scale,
+            summary=scale.state_dict,
+            needs=frozenset(),
+        )
     per_layer = PerLayerLossScale(layers, run.mesh.world, run.replica.names)
     run.scaler = per_layer
     return Technique(
@@ -122,6 +128,7 @@ def loss_scaling(run: Runtime) -> Technique | None:
         on_gradients=per_layer.on_gradients,
         state=layers,
         summary=lambda: {**scale.state_dict(), "layers": layers.state_dict()},
+        needs=frozenset(),
     )
 
 

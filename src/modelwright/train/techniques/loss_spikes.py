@@ -275,4 +275,5 @@ def loss_spikes(config: LossSpikeConfig, run: Runtime, *, checkpoint_every: int)
         state=spikes,
         pinned_checkpoints=lambda: spikes.pinned_checkpoints,
         summary=lambda: {"left_out": tuple(spikes.events)},
+        needs=frozenset(),
     )

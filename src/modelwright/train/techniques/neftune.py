@@ -36,7 +36,7 @@ def neftune(alpha: float, run: Runtime) -> Technique | None:
         noise.step = step
         return batch
 
-    return Technique(name="neftune", on_batch=on_batch)
+    return Technique(name="neftune", on_batch=on_batch, needs=frozenset())
 
 
 @dataclass(kw_only=True, eq=False)

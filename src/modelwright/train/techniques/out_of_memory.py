@@ -148,4 +148,5 @@ def out_of_memory(mode: WhenOutOfMemory, run: Runtime) -> Technique | None:
         on_gradients=retry.on_gradients,
         on_retry=give_back_memory,  # the reference cycles of the failed step's graph, and what allocators cache
         state=retry,
+        needs=frozenset(),
     )

@@ -25,4 +25,4 @@ def pipeline_rebalancing(config: LoadBalanceConfig, run: Runtime, *, every: int)
         run.note(f"after step {info.step} the stages hold {proposed} layers instead of {balance.layers_per_stage}")
         return Relayout(layers_per_stage=proposed)
 
-    return Technique(name="pipeline_rebalancing", on_step_end=on_step_end)
+    return Technique(name="pipeline_rebalancing", on_step_end=on_step_end, needs=frozenset())

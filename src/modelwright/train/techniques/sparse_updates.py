@@ -239,4 +239,5 @@ def layer_sparsity(
         on_batch=lambda step, batch: sparse.begin_step(batch, step),
         on_gradients=sparse.on_gradients,
         state=sparse,
+        needs=frozenset(),
     )

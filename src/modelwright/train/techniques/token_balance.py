@@ -14,4 +14,4 @@ def token_balance(config: LoadBalanceConfig, run: Runtime) -> Technique | None:
         num_parts = run.runner.num_microbatches(batch.num_groups)
         return balance_tokens(batch.padded(num_parts), num_parts) if num_parts > 1 else batch
 
-    return Technique(name="token_balance", on_batch=on_batch)
+    return Technique(name="token_balance", on_batch=on_batch, needs=frozenset())

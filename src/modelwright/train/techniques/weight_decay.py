@@ -38,4 +38,10 @@ def dynamic_weight_decay(config: WeightDecayScheduleConfig, run: Runtime) -> Tec
     if not config.grad_norm_threshold:
         return None
     decay = WeightDecaySchedule(run.replica.optimizer, config)
-    return Technique(name="dynamic_weight_decay", on_gradients=decay.on_gradients, state=decay, belongs_to_weights=True)
+    return Technique(
+        name="dynamic_weight_decay",
+        on_gradients=decay.on_gradients,
+        state=decay,
+        belongs_to_weights=True,
+        needs=frozenset(),
+    )

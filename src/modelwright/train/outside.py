@@ -1,0 +1,157 @@
+"""Techniques that are not in the list of `build.py`: those that the setting `techniques` names, which other installed
+packages add, and those of a job. docs/extending.md shows how to write one.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from modelwright.core.compatibility import (
+    OWN_WEIGHTS,
+    UNDECLARED,
+    UNDIVIDED_GRADIENTS,
+    WHOLE_GRADIENTS,
+    Feature,
+    feature,
+)
+from modelwright.core.config import dump
+from modelwright.core.errors import ConfigError
+from modelwright.core.extensions import NoSettings, configured
+from modelwright.core.seeds import derive_seed
+from modelwright.ops.tensor_view import TensorView
+from modelwright.train.objective import Batch
+from modelwright.train.seeding import generator_states, seed_generators
+from modelwright.train.technique import Request, StepInfo, Technique, Update
+
+if TYPE_CHECKING:  # the settings of training name techniques, and a run is made from them
+    from modelwright.train.runtime import Runtime, TechniqueBuilder
+
+TECHNIQUES_GROUP = "modelwright.techniques"
+"""Entry points of other packages: each a `TechniqueSpec`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TechniqueSpec:
+    """A technique that a training names in its setting `techniques`."""
+
+    build: "Callable[[Any, Runtime], Technique | None]"
+    """Builds the technique from its settings for one layout; None where it has nothing to do."""
+    config: type = NoSettings
+    """The dataclass of its settings."""
+    needs: frozenset[str] = UNDECLARED
+    """Properties of a run that it relies on (`core/compatibility.py`). They replace those of the technique that `build`
+    returns, because they have to be known before a run begins."""
+    breaks: frozenset[str] = frozenset()
+    """Properties of a run that it removes."""
+
+
+def named_settings(techniques: Mapping[str, Any]) -> dict[str, Any]:
+    """Plain settings by name, with the defaults of those that are not set."""
+    found = configured(TECHNIQUES_GROUP, TechniqueSpec, techniques, "techniques")
+    return {name: dump(settings) for name, (_, settings) in found.items()}
+
+
+def named_features(techniques: Mapping[str, Any]) -> list[Feature]:
+    """What the named techniques need of a run, and break. techniques: settings by name."""
+    found = configured(TECHNIQUES_GROUP, TechniqueSpec, techniques, "techniques")
+    return [feature(_key(name), needs=spec.needs, breaks=spec.breaks) for name, (spec, _) in found.items()]
+
+
+def named_techniques(techniques: Mapping[str, Any]) -> "list[TechniqueBuilder]":
+    """Builders of the named techniques, in their order."""
+    found = configured(TECHNIQUES_GROUP, TechniqueSpec, techniques, "techniques")
+    return [partial(_build_named, _key(name), spec, settings) for name, (spec, settings) in found.items()]
+
+
+def _key(name: str) -> str:
+    """The setting, for errors, and the key of the technique's state in checkpoints."""
+    return f"techniques.{name}"
+
+
+def _build_named(name: str, spec: TechniqueSpec, settings: Any, run: "Runtime") -> Technique | None:
+    technique = spec.build(settings, run)
+    if technique is None:
+        return None
+    if technique.reads_gradients and WHOLE_GRADIENTS not in spec.needs:
+        raise ConfigError(
+            f"{name}: acts on gradients; let its TechniqueSpec declare that it needs WHOLE_GRADIENTS, too"
+        )
+    return replace(technique, name=name, needs=spec.needs, breaks=spec.breaks)
+
+
+def guarded(build: "TechniqueBuilder") -> "TechniqueBuilder":
+    """Builds the technique so that what it does without knowing the layout is right or refused.
+
+    It needs `WHOLE_GRADIENTS` if it acts on gradients: a setting that leaves none after backward would make it do
+    nothing, without a word. PyTorch's default generators are seeded for each of its calls, alike on all ranks that hold
+    the same rows, weights or gradients: noise that it draws for whole tensors is the same everywhere, as on one
+    process. Noise for parts of tensors would depend on the layout, and weights that several processes share would be
+    changed by each of them; both are refused.
+    """
+
+    def build_guarded(run: "Runtime") -> Technique | None:
+        technique = build(run)
+        if technique is None:
+            return None
+        needs = technique.needs | ({WHOLE_GRADIENTS} if technique.reads_gradients else frozenset())
+        guard = _Guard(replace(technique, needs=needs), run)
+        return replace(guard.technique, **{moment: getattr(guard, moment) for moment in technique.hooks})
+
+    return build_guarded
+
+
+@dataclass(frozen=True)
+class _Guard:
+    """The hooks of a technique, see `guarded`."""
+
+    technique: Technique
+    run: "Runtime"
+
+    def seed(self, moment: str, *stream: int) -> list[Tensor]:
+        """Seed the generators; returns their states."""
+        device = self.run.mesh.world.device
+        seed_generators(derive_seed(self.run.seed, "technique", self.technique.name, moment, *stream), device)
+        return generator_states(device)
+
+    def on_batch(self, step: int, batch: Batch) -> Batch:
+        self.seed("on_batch", step, self.run.mesh.data.rank)  # other rows, other noise
+        return self.technique.on_batch(step, batch)
+
+    def on_gradients(self, update: Update) -> None:
+        states = self.seed("on_gradients", update.step)
+        self.technique.on_gradients(update)
+        if UNDIVIDED_GRADIENTS not in self.technique.needs:
+            self.refuse_noise(states, update.gradients)
+
+    def on_step_end(self, info: StepInfo) -> Request:
+        name, needs, weights = self.technique.name, self.technique.needs, list(self.run.replica.names)
+        states, versions = self.seed("on_step_end", info.step), [weight._version for weight in weights]
+        request = self.technique.on_step_end(info)
+        are_shared = OWN_WEIGHTS not in needs and OWN_WEIGHTS in self.run.strategy.breaks
+        if are_shared and versions != [weight._version for weight in weights]:
+            raise ConfigError(
+                f"{name}: changes weights that several processes share, once on each of them; let it declare that it "
+                "needs OWN_WEIGHTS"
+            )
+        if UNDIVIDED_GRADIENTS not in needs:
+            self.refuse_noise(states, self.run.parameters())
+        return request
+
+    def refuse_noise(self, states: list[Tensor], views: Sequence[TensorView]) -> None:
+        """Raise `ConfigError` on all ranks if the technique has drawn from the generators for parts of the model."""
+        mesh = self.run.mesh
+        if mesh.world.size == 1:
+            return
+        drew = not all(map(torch.equal, states, generator_states(mesh.world.device)))
+        parts = mesh.pipeline.size > 1 or any(not view.is_whole for view in views)
+        # All ranks ask: one that has no part of any tensor draws nothing, and would wait for the others.
+        if self.run.max_over_ranks(float(drew and parts)):
+            raise ConfigError(
+                f"{self.technique.name}: draws random numbers from PyTorch's default generator where each rank has "
+                "parts of the model, so that they depend on the layout; draw them by view.random_like(seed, step), or "
+                "let it declare that it needs UNDIVIDED_GRADIENTS"
+            )
