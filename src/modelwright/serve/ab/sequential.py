@@ -7,9 +7,10 @@ of the arm on the event, so is the arm of a unit that has just had one. That mak
 whatever the traffic does: rates that change over the day, heavy users, an outage of both arms. If events are `ratio`
 times as frequent in B, a unit with an event is in B with the probability ratio * share / (ratio * share + 1 - share).
 The alternative is a continuous mixture: half Jeffreys' prior of this probability, half a Beta distribution around the
-share (Lindon and Malek 2022, Anytime-valid inference for multinomial count data): an e-process, so by Ville's inequality it exceeds 1 / alpha with probability alpha at most, ever. Because the prior is positive at every
-ratio, any difference is found with enough units, and the intervals narrow without end; a finite grid of ratios finds no
-difference that is closer to 1 than to its nearest point.
+share (Lindon and Malek 2022, Anytime-valid inference for multinomial count data): an e-process, so by Ville's
+inequality it exceeds 1 / alpha with probability alpha at most, ever. Because the prior is positive at every ratio, any
+difference is found with enough units, and the intervals narrow without end; a finite grid of ratios finds no difference
+that is closer to 1 than to its nearest point.
 
 **A limit of an error rate**. Each request is an error with some probability given all before it; while that is at most
 the limit, the same mixture over higher rates, in the place of a share, is an e-process.
@@ -20,7 +21,7 @@ Statistics, Time-uniform central limit theory), for a difference as GrowthBook a
 
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +44,6 @@ TUNED_FOR = 2000
 
 MOST_PROMISED = 5000
 _BISECTIONS = 60
-_TINY = float(np.finfo(float).tiny)
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,8 @@ def log_e_value(
         misses = np.asarray(count, dtype=float)[..., None] - hits
         gains = gains + betaln(a + hits, b + misses) - log_norm - hits * math.log(share) - misses * math.log1p(-share)
         if one_sided:
-            # far below the share no evidence is left, and the logarithm is that of the smallest positive number
-            gains = gains + np.log(np.maximum(betaincc(a + hits, b + misses, share), _TINY))
+            with np.errstate(divide="ignore"):  # far below the share nothing is above it, and the e-value is 0
+                gains = gains + np.log(betaincc(a + hits, b + misses, share))
     return np.asarray(np.logaddexp(gains[..., 0], gains[..., 1])) - math.log(2)
 
 
