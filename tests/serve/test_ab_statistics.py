@@ -5,6 +5,7 @@ import json
 import math
 from collections import Counter
 
+import mpmath
 import numpy as np
 import pytest
 from scipy import stats
@@ -14,9 +15,8 @@ from modelwright.serve.ab.assignment import CONTROL, TREATMENT, arm_of, position
 from modelwright.serve.ab.fixed_horizon import Moments, two_proportions, welch
 from modelwright.serve.ab.guards import GUARD_ALPHA, GUARDS, GuardLimits, mismatch, verdict
 from modelwright.serve.ab.sequential import (
-    ALL_RATIOS,
     BURN_IN,
-    WORSE_RATIOS,
+    PRIOR_SPREAD,
     Epoch,
     difference_interval,
     half_width,
@@ -100,30 +100,36 @@ def test_shares_are_kept_and_nobody_leaves_b_as_it_grows():
     assert stats.kstest([position("salt", unit) for unit in UNITS], "uniform").pvalue > 0.001
 
 
-def test_the_e_value_is_the_mean_of_the_likelihood_ratios():
-    """Against products over single events, with a share that changed."""
-    events = [(0.2, 1), (0.2, 0), (0.2, 0), (0.5, 1), (0.5, 1), (0.5, 0)]
-    gains = []
-    for ratio in ALL_RATIOS:
+@pytest.mark.parametrize("one_sided", [False, True])
+def test_the_e_value_is_the_integral_of_the_likelihood_ratio_over_the_priors(one_sided: bool):
+    """Against numerical integration, with a share that changed and came back."""
+    epochs = [Epoch(0.2, 3, 1), Epoch(0.5, 6, 5), Epoch(0.2, 4, 3)]
+    means = []
+    for is_narrow in (False, True):
         product = 1.0
-        for share, in_treatment in events:
-            chance = ratio * share / (ratio * share + 1 - share)
-            product *= (chance if in_treatment else 1 - chance) / (share if in_treatment else 1 - share)
-        gains.append(product)
-    found = log_e_value([Epoch(0.2, 3, 1), Epoch(0.5, 3, 2)], ALL_RATIOS)
-    assert float(found) == pytest.approx(math.log(sum(gains) / len(gains)), rel=1e-12)
+        for share, count, hits in ((0.2, 7, 4), (0.5, 6, 5)):
+            narrow = (1 / ((1 - share) * PRIOR_SPREAD**2), 1 / (share * PRIOR_SPREAD**2))
+            prior = stats.beta(*(narrow if is_narrow else (0.5, 0.5)))
+            low = prior.cdf(share) if one_sided else 0.0
+            # equal steps of the prior's probability; the mean over them is the integral
+            p = prior.ppf(low + (1 - low) * (np.arange(200_000) + 0.5) / 200_000)
+            product *= np.mean((p / share) ** hits * ((1 - p) / (1 - share)) ** (count - hits))
+        means.append(product)
+    assert float(log_e_value(epochs, one_sided=one_sided)) == pytest.approx(math.log(np.mean(means)), abs=1e-4)
+    assert float(log_e_value([], one_sided=one_sided)) == 0.0
 
 
 @pytest.mark.parametrize("share", [0.05, 0.5])
 def test_the_expected_e_value_is_one_and_less_for_a_better_version(share: float):
     """Exact: the sum over all counts, weighted with their probability."""
     counts = np.arange(41)
-    for ratio, is_exact in ((1.0, True), (0.7, False)):
-        chance = ratio * share / (ratio * share + 1 - share)
-        weights = stats.binom.pmf(counts, 40, chance)
-        for ratios in (WORSE_RATIOS, ALL_RATIOS) if is_exact else (WORSE_RATIOS,):
-            expected = float(weights @ np.exp(log_e_value([Epoch(share, np.full(41, 40), counts)], ratios)))
-            assert expected == pytest.approx(1, rel=1e-9) if is_exact else expected < 1
+    epochs = [Epoch(share, np.full(41, 40), counts)]
+    for ratio, is_equal in ((1.0, True), (0.7, False)):
+        weights = stats.binom.pmf(counts, 40, ratio * share / (ratio * share + 1 - share))
+        expected = float(weights @ np.exp(log_e_value(epochs, one_sided=True)))
+        assert expected == pytest.approx(1, rel=1e-9) if is_equal else expected < 1
+        if is_equal:
+            assert float(weights @ np.exp(log_e_value(epochs))) == pytest.approx(1, rel=1e-9)
     for rate, most in ((0.02, 1 + 1e-9), (0.013, 1)):
         weights = stats.binom.pmf(counts, 40, rate)
         assert float(weights @ np.exp(log_e_rate(np.full(41, 40), counts, 0.02))) <= most
@@ -133,12 +139,85 @@ def test_the_interval_of_the_ratio_is_where_the_mixture_does_not_refute():
     epochs = [Epoch(0.3, 60, 33), Epoch(0.5, 20, 14)]
     low, high = ratio_interval(epochs, 0.05)
     assert 1 < low < 2 < high
-    mixture = float(log_e_value(epochs, ALL_RATIOS) + log_likelihood(epochs, 1.0))
+    mixture = float(log_e_value(epochs) + log_likelihood(epochs, 1.0))
     for bound in (low, high):
         assert mixture - float(log_likelihood(epochs, bound)) == pytest.approx(math.log(20), abs=1e-6)
     assert ratio_interval([], 0.05) == (0, math.inf)
     assert ratio_interval([Epoch(0.5, 4, 0)], 0.05)[0] == 0
     assert ratio_interval([Epoch(0.5, 4, 4)], 0.05)[1] == math.inf
+
+
+def units_seen(share: float, count: int, in_treatment: int) -> ExperimentState:
+    state = ExperimentState()
+    state.events["seen"].epochs = [[share, count, in_treatment]]
+    return state
+
+
+def test_a_lost_eighth_of_an_arm_is_found():
+    """Of 5,000,000 units to each arm B has 4,400,000: no grid with 1.33 as the neighbor of 1 finds that."""
+    state = units_seen(0.5, 9_400_000, 4_400_000)
+    assert verdict(state, LIMITS) == "sample_ratio"
+    low, high = ratio_interval(state.events["seen"].as_epochs(), 0.05)
+    assert 0.87 < low < 0.88 < high < 0.89
+
+
+def test_a_loss_of_5_percent_is_found_within_50_000_units():
+    """At the guards' error rate, looked at every 250 units, in nine runs of ten; equal arms raise nothing."""
+    alarms = {}
+    for ratio in (0.95, 1 / 0.95, 1.0):
+        draw = np.random.default_rng(2)
+        in_treatment = draw.binomial(250, ratio / (1 + ratio), (500, 200)).cumsum(axis=1)
+        log_e = log_e_value([Epoch(0.5, np.arange(250, 50_001, 250), in_treatment)])
+        alarms[ratio] = (log_e >= math.log(1 / GUARD_ALPHA)).any(axis=1).mean()
+    assert min(alarms[0.95], alarms[1 / 0.95]) >= 0.9, alarms
+    assert alarms[1.0] <= 0.01, alarms
+
+
+@pytest.mark.parametrize("share", [0.5, 0.1, 0.99])
+def test_false_alarms_of_the_check_stay_below_alpha(share: float):
+    """At a level that can be counted, after every unit of 1,000 runs; the bound has a one-sided error of 1%."""
+    arms = np.random.default_rng(3).random((1000, 3000)) < share
+    log_e = log_e_value([Epoch(share, np.arange(1, 3001), arms.cumsum(axis=1))])
+    alarms = int((log_e >= math.log(10)).any(axis=1).sum())
+    assert 0 < alarms <= stats.binom.ppf(0.99, 1000, 0.1)
+    tenth_lost = np.random.default_rng(4).binomial(1_000_000, 0.9 * share / (0.9 * share + 1 - share))
+    assert mismatch(units_seen(share, 1_000_000, tenth_lost)), "a tenth of the units of B is lost"
+
+
+def test_the_small_increase_that_a_grid_of_ratios_is_blind_to_is_found():
+    """By the guards, too: 10% more errors than A, and 15% more than the limit, from enough units on."""
+    state = ExperimentState()
+    state.events["failed"].epochs = [[0.5, 21_000, 11_000]]
+    assert GUARDS["errors"].fires(state, LIMITS)
+    state.events["failed"].epochs = [[0.5, 21_000, 10_000]]
+    assert not GUARDS["errors"].fires(state, LIMITS), "fewer errors are no reason"
+    assert float(log_e_rate(300_000, 3_450, 0.01)) > math.log(1 / GUARD_ALPHA)
+    assert float(log_e_rate(300_000, 2_900, 0.01)) < 0
+    for failed in (0, 1, 500, 9_000):
+        state.events["failed"].epochs = [[0.5, 21_000, failed]]
+        assert not GUARDS["errors"].fires(state, LIMITS), "however many fewer"
+
+
+@pytest.mark.parametrize("share", [0.5, 0.01])
+def test_a_billion_units_are_counted_exactly_enough(share: float):
+    """Against 50 digits; the interval is as narrow as so many units allow, and extreme counts are no special case."""
+    count = 10**9
+    hits = int(count * share) + 20_000
+    gains = []
+    with mpmath.workdps(50):
+        s, half = mpmath.mpf(share), mpmath.mpf(0.5)
+        for a, b in ((half, half), (1 / ((1 - s) * PRIOR_SPREAD**2), 1 / (s * PRIOR_SPREAD**2))):
+            gain = mpmath.log(mpmath.beta(a + hits, b + count - hits) / mpmath.beta(a, b))
+            gains.append(gain - hits * mpmath.log(s) - (count - hits) * mpmath.log(1 - s))
+        expected = float(mpmath.log(sum(map(mpmath.exp, gains)) / 2))
+    assert float(log_e_value([Epoch(share, count, hits)])) == pytest.approx(expected, abs=1e-4)
+    low, high = ratio_interval([Epoch(share, count, int(count * share))], 0.05)
+    assert low < 1 < high
+    assert high - low < 12 / math.sqrt(count * share * (1 - share))
+    for hits in (0, count):
+        assert float(log_e_value([Epoch(share, count, hits)])) > 1e6
+    assert float(log_e_value([Epoch(share, count, 0)], one_sided=True)) == -math.inf
+    assert ratio_interval([Epoch(share, count, 0)], 0.05)[1] < 1e-5
 
 
 NUM_RUNS, NUM_UNITS = 400, 1500
@@ -168,9 +247,9 @@ def test_false_alarms_of_equal_versions_looked_at_after_every_unit(equal_arms):
     threshold = math.log(20)
     for arms, failed, scores in zip(*equal_arms.values(), strict=True):
         seen = np.arange(1, NUM_UNITS + 1)
-        alarms["units"] += bool((log_e_value([Epoch(0.2, seen, arms.cumsum())], ALL_RATIOS) >= threshold).any())
+        alarms["units"] += bool((log_e_value([Epoch(0.2, seen, arms.cumsum())]) >= threshold).any())
         counts = Epoch(0.2, failed.cumsum(), (failed & arms).cumsum())
-        alarms["errors"] += bool((log_e_value([counts], ALL_RATIOS) >= threshold).any())
+        alarms["errors"] += bool((log_e_value([counts]) >= threshold).any())
         (n_a, mean_a, var_a), (n_b, mean_b, var_b) = (looked_at(scores, one) for one in (~arms, arms))
         is_shown = (n_a >= BURN_IN) & (n_b >= BURN_IN)
         difference = (mean_b - mean_a)[is_shown]

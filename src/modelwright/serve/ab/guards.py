@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from modelwright.core.event_log import EventKind
 from modelwright.serve.ab.assignment import CONTROL, TREATMENT
-from modelwright.serve.ab.sequential import ALL_RATIOS, WORSE_RATIOS, difference_interval, log_e_rate, log_e_value
+from modelwright.serve.ab.sequential import difference_interval, log_e_rate, log_e_value
 from modelwright.serve.ab.state import ExperimentState
 
 GUARD_ALPHA = 0.001
@@ -36,7 +36,7 @@ def mismatch(state: ExperimentState) -> bool:
     """Whether the numbers of units in the arms contradict the shares: then requests of an arm get lost, and nothing
     else that the test says can be trusted.
     """
-    return _exceeds(float(log_e_value(state.events["seen"].as_epochs(), ALL_RATIOS)))
+    return _exceeds(float(log_e_value(state.events["seen"].as_epochs())))
 
 
 def _too_many_errors(state: ExperimentState, limits: GuardLimits) -> bool:
@@ -44,11 +44,11 @@ def _too_many_errors(state: ExperimentState, limits: GuardLimits) -> bool:
 
 
 def _more_errors(state: ExperimentState, limits: GuardLimits) -> bool:
-    return _exceeds(float(log_e_value(state.events["failed"].as_epochs(), WORSE_RATIOS)))
+    return _exceeds(float(log_e_value(state.events["failed"].as_epochs(), one_sided=True)))
 
 
 def _slower(state: ExperimentState, limits: GuardLimits) -> bool:
-    return _exceeds(float(log_e_value(state.events["slow"].as_epochs(), WORSE_RATIOS)))
+    return _exceeds(float(log_e_value(state.events["slow"].as_epochs(), one_sided=True)))
 
 
 def _rated_worse(state: ExperimentState, limits: GuardLimits) -> bool:

@@ -8,7 +8,6 @@ from modelwright.serve.ab.experiment import Experiment
 from modelwright.serve.ab.fixed_horizon import FixedHorizonResult, two_proportions, welch
 from modelwright.serve.ab.guards import GUARD_ALPHA, REPORT_ALPHA, mismatch
 from modelwright.serve.ab.sequential import (
-    ALL_RATIOS,
     Epoch,
     difference_interval,
     log_e_value,
@@ -62,12 +61,16 @@ def _promise(limit: float) -> dict[str, Any]:
 
 
 def _sample_ratio(state: ExperimentState) -> dict[str, Any]:
+    """Units by arm, and the interval of how many of those that B should have came, relative to A; right is 1."""
     seen = state.events["seen"]
     units = {arm: seen.of_arm(arm) for arm in (CONTROL, TREATMENT)}
     expected = sum(epoch.share * epoch.count for epoch in seen.as_epochs())
+    low, high = ratio_interval(seen.as_epochs(), REPORT_ALPHA)
     return {
         "units": units,
         "expected_in_b": expected,
+        "low": _finite(low),
+        "high": _finite(high),
         "p_value": _p_value(seen.as_epochs()),
         "is_right": not mismatch(state),
     }
@@ -117,7 +120,7 @@ def _comparison(found: FixedHorizonResult | None) -> dict[str, float] | None:
 
 def _p_value(epochs: list[Epoch]) -> float:
     """The p-value of equal rates, valid at every look."""
-    return min(1.0, math.exp(-float(log_e_value(epochs, ALL_RATIOS))))
+    return min(1.0, math.exp(-float(log_e_value(epochs))))
 
 
 def _finite(value: float) -> float | None:

@@ -3,15 +3,17 @@ sequences. Pure functions of counts and sums.
 
 **Rare events** (a first error, a first slow answer, a first request). Each unit counts once for a kind of event. A
 unit's arm is drawn by the hash with the probability `share` for B, independent of all that others do; without an effect
-of the arm on the event, so is the arm of a unit that has just had one. That makes the product of likelihood ratios
-below exact, whatever the traffic does: rates that change over the day, heavy users, an outage of both arms. The
-alternatives are rate ratios: if events are `ratio` times as frequent in B, a unit with an event is in B with the
-probability ratio * share / (ratio * share + 1 - share). A mixture over a grid of them is an e-process, so by Ville's
-inequality it exceeds 1 / alpha with probability alpha at most, ever (Ramdas et al. 2023, Game-theoretic statistics and
-safe anytime-valid inference; Lindon and Malek 2022 for the check of the ratio of units).
+of the arm on the event, so is the arm of a unit that has just had one. That makes the likelihood ratios below exact,
+whatever the traffic does: rates that change over the day, heavy users, an outage of both arms. If events are `ratio`
+times as frequent in B, a unit with an event is in B with the probability ratio * share / (ratio * share + 1 - share).
+The alternative is a continuous mixture: half Jeffreys' prior of this probability, half a Beta distribution around the
+share (Lindon and Malek 2022, Anytime-valid inference for multinomial count data): an e-process, so by Ville's
+inequality it exceeds 1 / alpha with probability alpha at most, ever. Because the prior is positive at every ratio, any
+difference is found with enough units, and the intervals narrow without end; a finite grid of ratios finds no difference
+that is closer to 1 than to its nearest point.
 
 **A limit of an error rate**. Each request is an error with some probability given all before it; while that is at most
-the limit, a likelihood ratio against higher rates is an e-process.
+the limit, the same mixture over higher rates, in the place of a share, is an e-process.
 
 **Means**. The asymptotic confidence sequence of Waudby-Smith, Arbour, Sinha, Kennedy and Ramdas (2024, Annals of
 Statistics, Time-uniform central limit theory), for a difference as GrowthBook applies it.
@@ -25,19 +27,14 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.special import logsumexp
+from scipy.special import betaincc, betaln
 
 from modelwright.serve.ab.fixed_horizon import Moments
 
-WORSE_RATIOS = (1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 25.0, 50.0, 100.0)
-"""Rate ratios that a guard bets on."""
-
-ALL_RATIOS = tuple(float(ratio) for ratio in np.geomspace(0.01, 100.0, 33))
-"""For intervals and for the check of the ratio of units, which may err to either side."""
-
-LIMIT_FACTORS = (1.5, 2.0, 3.0, 5.0, 8.0, 15.0, 30.0, 60.0, 100.0)
-"""Multiples of a limit that its guard bets on, where they are below `MOST_RATE`."""
-MOST_RATE = 0.95
+PRIOR_SPREAD = 0.04
+"""Standard deviation of the log odds ratio in the narrow prior, which finds a loss of 5% within 50,000 units."""
+JEFFREYS = (0.5, 0.5)
+"""Parameters of the wide prior; it finds a lost arm within 20 units."""
 
 BURN_IN = 50
 """Units in each arm before the interval of a mean is shown: it is exact only in the limit."""
@@ -61,33 +58,52 @@ class Epoch:
 Epochs = Sequence[Epoch]
 
 
-def log_likelihood(epochs: Iterable[Epoch], ratio: ArrayLike) -> NDArray[np.float64]:
-    """The log-likelihood of the arms of units with an event, for rate ratios of B to A. It has the shape of the counts
-    followed by that of ratio.
+def log_likelihood(epochs: Iterable[Epoch], ratio: float) -> Any:
+    """The log-likelihood of the arms of units with an event, for a rate ratio of B to A. It has the shape of the
+    counts.
     """
-    ratios = np.asarray(ratio, dtype=float)
-    total: Any = np.zeros(ratios.shape)
+    odds = [(epoch, ratio * epoch.share / (1 - epoch.share)) for epoch in epochs]
+    return sum((epoch.in_treatment * math.log(one) - epoch.count * math.log1p(one) for epoch, one in odds), 0.0)
+
+
+def log_e_value(
+    epochs: Iterable[Epoch], *, one_sided: bool = False, wide: tuple[float, float] = JEFFREYS
+) -> NDArray[np.float64]:
+    """The logarithm of the e-value against equal rates; one-sided, against a rate in B that is at most that in A.
+    wide: the parameters of the wide Beta prior.
+
+    Epochs of one share are added up, so that late requests from before a change of the share begin no new mixture.
+    """
+    totals: dict[float, tuple[Any, Any]] = {}
     for epoch in epochs:
-        odds = ratios * epoch.share / (1 - epoch.share)
-        counts, in_treatment = (np.asarray(one, dtype=float) for one in (epoch.count, epoch.in_treatment))
-        if ratios.ndim:
-            counts, in_treatment = counts[..., None], in_treatment[..., None]
-        total = total + in_treatment * np.log(odds) - counts * np.log1p(odds)
-    return total
+        count, in_treatment = totals.get(epoch.share, (0, 0))
+        totals[epoch.share] = count + epoch.count, in_treatment + epoch.in_treatment
+    gains: Any = np.zeros(2)
+    for share, (count, hits) in totals.items():
+        a, b, log_norm = _priors(share, wide, one_sided)
+        hits = np.asarray(hits, dtype=float)[..., None]
+        misses = np.asarray(count, dtype=float)[..., None] - hits
+        gains = gains + betaln(a + hits, b + misses) - log_norm - hits * math.log(share) - misses * math.log1p(-share)
+        if one_sided:
+            with np.errstate(divide="ignore"):  # far below the share nothing is above it, and the e-value is 0
+                gains = gains + np.log(betaincc(a + hits, b + misses, share))
+    return np.asarray(np.logaddexp(gains[..., 0], gains[..., 1])) - math.log(2)
 
 
-def log_e_value(epochs: Epochs, ratios: Sequence[float]) -> NDArray[np.float64]:
-    """The logarithm of the e-value against equal rates; with ratios above 1 alone, against a rate in B that is at most
-    that in A.
-    """
-    gains = log_likelihood(epochs, np.asarray(ratios)) - log_likelihood(epochs, np.ones(len(ratios)))
-    return np.asarray(logsumexp(gains, axis=-1)) - math.log(len(ratios))
+@functools.lru_cache
+def _priors(
+    share: float, wide: tuple[float, float], one_sided: bool
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """a, b and the logarithm of the normalization [2] of both Beta priors, or of their parts above the share."""
+    # the log odds of Beta(m s, m (1 - s)) have the variance 1 / (m s (1 - s)) for large m
+    a = np.array([wide[0], 1 / ((1 - share) * PRIOR_SPREAD**2)])
+    b = np.array([wide[1], 1 / (share * PRIOR_SPREAD**2)])
+    return a, b, betaln(a, b) + (np.log(betaincc(a, b, share)) if one_sided else 0.0)
 
 
 def ratio_interval(epochs: Epochs, alpha: float) -> tuple[float, float]:
     """A confidence sequence for the ratio of the rates: those that the mixture does not refute."""
-    mixture = float(log_e_value(epochs, ALL_RATIOS) + log_likelihood(epochs, 1.0))
-    floor = mixture - math.log(1 / alpha)
+    floor = float(log_e_value(epochs) + log_likelihood(epochs, 1.0)) - math.log(1 / alpha)
     count = sum(int(epoch.count) for epoch in epochs)
     in_treatment = sum(int(epoch.in_treatment) for epoch in epochs)
     best = _best_ratio(epochs)
@@ -121,11 +137,8 @@ def _bound(epochs: Epochs, floor: float, best: float, direction: float) -> float
 
 def log_e_rate(count: ArrayLike, errors: ArrayLike, limit: float) -> NDArray[np.float64]:
     """The logarithm of the e-value against an error rate of at most `limit`."""
-    factors = [factor for factor in LIMIT_FACTORS if factor * limit < MOST_RATE]
-    rates = np.asarray([factor * limit for factor in factors] or [(1 + limit) / 2])
-    counts, wrong = (np.asarray(one, dtype=float)[..., None] for one in (count, errors))
-    gains = wrong * np.log(rates / limit) + (counts - wrong) * np.log((1 - rates) / (1 - limit))
-    return np.asarray(logsumexp(gains, axis=-1)) - math.log(len(rates))
+    # rates of a few times the limit are likelier than those near 1, which Jeffreys' prior favors
+    return log_e_value([Epoch(limit, count, errors)], one_sided=True, wide=(0.25 / (1 - limit), 0.25 / limit))
 
 
 @functools.lru_cache
