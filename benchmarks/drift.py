@@ -28,12 +28,12 @@ import numpy as np
 from scipy.stats import beta
 
 from drift_traffic import Shift, Traffic
-from modelwright.continual.drift.check import check_windows
-from modelwright.continual.drift.config import DriftConfig
-from modelwright.continual.drift.reference import DriftReference, freeze_reference
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.resources import num_usable_cores
 from modelwright_claims.results import circumstances, machine_slug
+from modelwright_continual.drift.check import check_windows
+from modelwright_continual.drift.config import DriftConfig
+from modelwright_continual.drift.reference import DriftReference, freeze_reference
 
 RESULTS = Path(__file__).parent / "results"
 REQUESTS = 20_000

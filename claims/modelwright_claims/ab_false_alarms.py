@@ -16,7 +16,7 @@ from modelwright.core.seeds import derive_seed
 from modelwright.serve.ab.assignment import CONTROL, TREATMENT, arm_of
 from modelwright.serve.ab.fixed_horizon import two_proportions, welch
 from modelwright.serve.ab.guards import REPORT_ALPHA, GuardLimits, verdict
-from modelwright.serve.ab.sequential import ALL_RATIOS, BURN_IN, difference_interval, log_e_value
+from modelwright.serve.ab.sequential import BURN_IN, difference_interval, log_e_value
 from modelwright.serve.ab.state import EventKind, ExperimentState, RequestEvent
 from modelwright_claims.binomial import share
 from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict
@@ -164,7 +164,7 @@ def _events_differ(kind: EventKind) -> "Sign":
     limit = math.log(1 / REPORT_ALPHA)
     return Sign(
         count=lambda state: _num_units(state, kind),
-        fires=lambda state: float(log_e_value(state.events[kind].as_epochs(), ALL_RATIOS)) >= limit,
+        fires=lambda state: float(log_e_value(state.events[kind].as_epochs())) >= limit,
     )
 
 

@@ -16,16 +16,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from modelwright.continual.benchmark import (
-    HALVES,
-    TASKS,
-    Benchmark,
-    Half,
-    Task,
-    freeze_benchmark,
-    load_benchmark,
-)
-from modelwright.continual.update import UpdateRequest, run_update
 from modelwright.core.artifacts import is_finished
 from modelwright.core.progress import SilentProgress
 from modelwright.core.rundir import RunDir
@@ -41,6 +31,16 @@ from modelwright_claims.judging import Judgment
 from modelwright_claims.product_runs import facts_of, make_run, side_by_side
 from modelwright_claims.statistics import estimate, percent_above, ratios
 from modelwright_claims.update_texts import OLD, UPDATES, UpdateTexts, write_texts
+from modelwright_continual.benchmark import (
+    HALVES,
+    TASKS,
+    Benchmark,
+    Half,
+    Task,
+    freeze_benchmark,
+    load_benchmark,
+)
+from modelwright_continual.update import UpdateRequest, run_update
 
 MOST_ABOVE = 1.0
 """Percent of the loss of training from scratch on everything."""

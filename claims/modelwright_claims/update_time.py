@@ -10,16 +10,16 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from modelwright.continual.benchmark import Task
-from modelwright.continual.demo.run import REPLAY, Demo, DemoResult, run_demo
-from modelwright.continual.demo.size import DemoSize
-from modelwright.continual.gate.judge import FOLDER
-from modelwright.continual.gate.judge import Verdict as GateVerdict
 from modelwright.core.progress import SilentProgress
 from modelwright.recipes.load import load
 from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict
 from modelwright_claims.judging import Judgment
 from modelwright_claims.statistics import Estimate, exact
+from modelwright_continual.benchmark import Task
+from modelwright_continual.demo.run import REPLAY, Demo, DemoResult, run_demo
+from modelwright_continual.demo.size import DemoSize
+from modelwright_continual.gate.judge import FOLDER
+from modelwright_continual.gate.judge import Verdict as GateVerdict
 
 MOST_HOURS = 8.0
 BEFORE_HOURS = 7 * 24.0

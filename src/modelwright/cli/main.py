@@ -20,16 +20,13 @@ from modelwright.cli import (
     clean,
     compare,
     config,
-    continual,
     doctor,
-    drift,
     evaluate,
     explain,
     export,
     federated,
     finetune,
     launch,
-    lineage,
     lr_find,
     manifests,
     plan,
@@ -56,7 +53,7 @@ COMMANDS: Mapping[str, Command] = {
     for command in (
         run.COMMAND, finetune.COMMAND, compare.COMMAND, launch.COMMAND, evaluate.COMMAND, clean.COMMAND,
         augment.COMMAND, recipes.COMMAND, config.COMMAND, explain.COMMAND, doctor.COMMAND, plan.COMMAND,
-        federated.COMMAND, drift.COMMAND, continual.COMMAND, lineage.COMMAND, lr_find.COMMAND,
+        federated.COMMAND, lr_find.COMMAND,
         serve.COMMAND, manifests.COMMAND, requests.COMMAND, chat.COMMAND, export.COMMAND, report.COMMAND,
         completion(lambda: usable_commands()),
     )
@@ -67,6 +64,9 @@ COMMANDS_GROUP = "modelwright.commands"
 """Entry points of other packages: each a `Command`, whose module must be quick to import, because help imports all."""
 
 DISTRIBUTIONS: Mapping[str, tuple[str, str]] = {
+    "continual": ("modelwright-continual", "continual"),
+    "drift": ("modelwright-continual", "continual"),
+    "lineage": ("modelwright-continual", "continual"),
     "prove": ("modelwright-claims", "claims"),
     "search": ("modelwright-search", "search"),
 }

@@ -1,0 +1,168 @@
+"""A frozen benchmark: texts of old and of new tasks, each in a validation half and a test half.
+
+What a choice is made by (the share of an average, a rate) is the validation half. The test half is for the gate alone,
+which counts every use. Use k has bounds at level a_k = a / (k (k + 1)). These levels add up to a, which is therefore a
+limit for the probability of an error over all uses together, as far as each bound keeps its level.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from modelwright.core.artifacts import is_finished, make_folder, read_manifest, write_artifact, write_atomic
+from modelwright.core.errors import ArtifactError, ConfigError, DataError
+from modelwright.core.rundir import lock_folder
+from modelwright.data.document import Document
+from modelwright.data.sources import SourceConfig, SourceReport, read_documents
+from modelwright_continual.heldout import question_key, text_key
+
+KIND = "benchmark"
+USES = "uses.json"
+LEAST_DOCUMENTS = 20
+"""Documents in each half; a bootstrap over fewer has intervals that are too narrow."""
+Task = Literal["old", "new"]
+Half = Literal["validation", "test"]
+TASKS: tuple[Task, ...] = ("old", "new")
+HALVES: tuple[Half, ...] = ("validation", "test")
+
+
+@dataclass(frozen=True)
+class Use:
+    """One comparison on the test half: number (from 1), and the content digests of the two models."""
+
+    number: int
+    candidate: str
+    champion: str
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A frozen benchmark in `folder`; `digest` is that of its contents."""
+
+    folder: Path
+    digest: str
+
+    def file(self, task: Task, half: Half) -> Path:
+        return self.folder / _file_name(task, half)
+
+    def read(self, task: Task, half: Half) -> list[Document]:
+        with open(self.file(task, half), encoding="utf-8") as file:
+            return [Document.from_json(line) for line in file]
+
+    def every_document(self) -> list[Document]:
+        """The documents of all tasks and halves, which decontamination needs."""
+        return [document for task in TASKS for half in HALVES for document in self.read(task, half)]
+
+    @property
+    def uses(self) -> list[Use]:
+        """How often the test half was used so far. Raises `ArtifactError` if the record is damaged."""
+        path = self._uses_folder / USES
+        if not path.exists():
+            return []
+        try:
+            plain = json.loads(path.read_text(encoding="utf-8"))
+            if plain["benchmark"] != self.digest:
+                raise ValueError("it counts the uses of another benchmark")
+            return [Use(**one) for one in plain["uses"]]
+        except (ValueError, TypeError, KeyError) as error:
+            raise ArtifactError(
+                f"{path}: is damaged ({error}), so nobody knows how often the test half was used; freeze another one"
+            ) from None
+
+    def count_use(self, candidate: str, champion: str) -> Use:
+        """Record a use before its result is known. The same two models again are the same use, since they have the same
+        result.
+        """
+        make_folder(self._uses_folder)
+        with lock_folder(self._uses_folder, "this benchmark; wait for it"):
+            uses = self.uses
+            for use in uses:
+                if (use.candidate, use.champion) == (candidate, champion):
+                    return use
+            use = Use(len(uses) + 1, candidate, champion)
+            plain = {"benchmark": self.digest, "uses": [asdict(one) for one in [*uses, use]]}
+            write_atomic(self._uses_folder / USES, json.dumps(plain, indent=1))
+            return use
+
+    @property
+    def _uses_folder(self) -> Path:
+        """Beside the benchmark, which never changes."""
+        return self.folder.resolve().parent / f"{self.folder.resolve().name}-uses"
+
+
+def freeze_benchmark(
+    old: Sequence[str], new: Sequence[str], folder: Path, data: SourceConfig | None = None
+) -> Benchmark:
+    """Write the benchmark of old and new tasks to `folder`, which then never changes.
+
+    data: how the sources are read. Raises `ConfigError` if `folder` has one already, `DataError` for too few documents,
+    also of one form, or for a question in both tasks.
+    """
+    if is_finished(folder):
+        raise ConfigError(f"{folder}: holds a benchmark, which stays as it is; choose another folder for a new one")
+    documents = {task: _read(task, sources, data) for task, sources in (("old", old), ("new", new))}
+    both = {_key(document) for document in documents["old"]} & {_key(document) for document in documents["new"]}
+    if both:
+        raise DataError(f"--new: {len(both)} of its questions or texts are in --old, too, such as {min(both)[:80]!r}")
+    with write_artifact(folder, kind=KIND, digest="") as draft:
+        for task, every in documents.items():
+            for half, chosen in zip(HALVES, _halves(every), strict=True):
+                if len(chosen) < LEAST_DOCUMENTS:
+                    raise DataError(
+                        f"--{task}: {len(every)} different documents make halves of less than {LEAST_DOCUMENTS}; give "
+                        f"at least {2 * LEAST_DOCUMENTS}"
+                    )
+                _require_comparable(task, chosen)
+                lines = "".join(f"{document.to_json()}\n" for document in chosen)
+                write_atomic(draft.path / _file_name(cast(Task, task), half), lines)
+                draft.facts[f"{task}/{half}"] = len(chosen)
+    return load_benchmark(folder)
+
+
+def _require_comparable(task: str, documents: Sequence[Document]) -> None:
+    """Raise `DataError` for a form of text of which a half has a single document: the gate judges each form by itself,
+    and a single document has no interval.
+    """
+    num_spoken = sum(document.kind == "qa" for document in documents)
+    for form, count in (("conversation", num_spoken), ("text", len(documents) - num_spoken)):
+        if count == 1:
+            raise DataError(f"--{task}: one of its halves has a single {form}; give more of them, or none")
+
+
+def load_benchmark(folder: Path) -> Benchmark:
+    """Raises `ArtifactError` for a folder without a benchmark and for one with a file that was changed."""
+    return Benchmark(folder, read_manifest(folder, kind=KIND, verify=True).content_digest)
+
+
+def _file_name(task: Task, half: Half) -> str:
+    return f"{task}-{half}.jsonl"
+
+
+def _read(task: str, sources: Sequence[str], data: SourceConfig | None) -> list[Document]:
+    """Held-out documents of which no two have the same question or text."""
+    settings: dict[str, Any] = {"sources": tuple(sources), "validation_fraction": 0.0}
+    config = SourceConfig(**{**(vars(data) if data else {}), **settings})
+    unique: dict[str, Document] = {}
+    for document in read_documents(config, report=SourceReport()):
+        if not document.is_undesirable:
+            plain = document.plain() | {"split": "heldout", "source": task}
+            unique.setdefault(_key(document), Document.from_plain(plain))
+    return list(unique.values())
+
+
+def _key(document: Document) -> str:
+    return question_key(document) or text_key(document)
+
+
+def _halves(documents: Sequence[Document]) -> tuple[list[Document], list[Document]]:
+    """Two halves, by the order of hashes, so that no order of the sources decides."""
+    ranked = sorted(documents, key=lambda document: hashlib.sha256(_key(document).encode()).digest())
+    return ranked[::2], ranked[1::2]
+
+
+def level_of_use(number: int, alpha: float) -> float:
+    """The level of use `number` (from 1); over all uses these add up to `alpha`."""
+    return alpha / (number * (number + 1))

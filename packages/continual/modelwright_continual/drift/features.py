@@ -1,0 +1,122 @@
+"""What is compared of requests besides their embeddings. `FEATURES` is the only list; a feature is one entry."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from modelwright.core.event_log import EventKind
+from modelwright_continual.drift.requests import RequestRecord
+
+Value = float | str | None
+"""A number, a category, or None where a record has no value."""
+NO_LABEL = "(none)"
+
+
+@dataclass(frozen=True)
+class RequestFeature:
+    """A distribution over requests. Numbers are compared by Kolmogorov-Smirnov, categories by total variation."""
+
+    name: str
+    kind: Literal["number", "category"]
+    unit: str
+    """What its numbers count, for people."""
+    values: Callable[[Sequence[RequestRecord], "TextScores"], Sequence[Value]]
+    """Takes records and what the model says of their prompts."""
+    alarm: EventKind
+    """What it means that the distribution has moved."""
+
+
+@dataclass(frozen=True)
+class TextScores:
+    """`prompt_nats`: mean negative log-likelihood of each prompt's tokens, by the served model; empty without one."""
+
+    prompt_nats: Sequence[float] = ()
+
+
+def _length_of(name: str) -> Callable[[Sequence[RequestRecord], TextScores], Sequence[Value]]:
+    def lengths(records: Sequence[RequestRecord], scores: TextScores) -> list[Value]:
+        return [None if record.get(name) is None else float(len(record[name])) for record in records]
+
+    return lengths
+
+
+def _prompt_nats(records: Sequence[RequestRecord], scores: TextScores) -> Sequence[Value]:
+    return scores.prompt_nats or [None] * len(records)
+
+
+def _labels(records: Sequence[RequestRecord], scores: TextScores) -> list[Value]:
+    # a request without a label counts: that users stop to complain, or begin to, is a change
+    return [record.get("feedback_label") or NO_LABEL for record in records]
+
+
+def _feedback_scores(records: Sequence[RequestRecord], scores: TextScores) -> list[Value]:
+    return [record.get("feedback_score") for record in records]
+
+
+FEATURES = (
+    RequestFeature(
+        "prompt_length",
+        "number",
+        "characters",
+        _length_of("prompt"),
+        EventKind(
+            "prompts have other lengths",
+            "Another client, template or task: compare the examples (modelwright drift check). If it stays, train on "
+            "such requests (modelwright continual run).",
+        ),
+    ),
+    RequestFeature(
+        "answer_length",
+        "number",
+        "characters",
+        _length_of("answer"),
+        EventKind(
+            "answers have other lengths",
+            "Other prompts, another version of the model or another limit of tokens: compare the examples (modelwright "
+            "drift check), and both versions on the same records (modelwright compare).",
+        ),
+    ),
+    RequestFeature(
+        "prompt_perplexity",
+        "number",
+        "nats per token",
+        _prompt_nats,
+        EventKind(
+            "prompts are less or more likely to the model",
+            "Texts of another kind or language than those it knows: train on such texts (modelwright continual run).",
+        ),
+    ),
+    RequestFeature(
+        "feedback_label",
+        "category",
+        "",
+        _labels,
+        EventKind(
+            "users label answers otherwise, or begin or cease to",
+            "Worse answers, or another form for labels: read the examples (modelwright drift check), and judge the "
+            "model on the frozen benchmark (modelwright continual gate).",
+        ),
+    ),
+    RequestFeature(
+        "feedback_score",
+        "number",
+        "points",
+        _feedback_scores,
+        EventKind(
+            "users score answers otherwise",
+            "Worse answers, or another scale: read the examples (modelwright drift check), and judge the model on the "
+            "frozen benchmark (modelwright continual gate).",
+        ),
+    ),
+)
+EMBEDDING = "prompt_embedding"
+"""The name of the classifier two-sample test among the features of a report."""
+ALARMS: Mapping[str, EventKind] = {
+    **{feature.name: feature.alarm for feature in FEATURES},
+    EMBEDDING: EventKind(
+        "prompts are about something else",
+        "New topics or users: read the examples that were told apart best (modelwright drift check), and train on such "
+        "requests (modelwright continual run).",
+    ),
+}
+"""By the name of what has moved."""

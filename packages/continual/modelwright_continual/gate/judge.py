@@ -1,0 +1,272 @@
+"""Judges an update: checks of its texts, then both models on the benchmark's test half, each as it is served.
+
+Old tasks must not get worse by more than a margin (non-inferiority), new ones must get better (superiority), at the
+level that is left for this use of the test half. Each measure has to pass, so several need no correction
+(intersection-union test, Berger 1982).
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from modelwright.compress.int8 import Int8WeightsConfig, is_int8_folder, load_int8
+from modelwright.core.artifacts import is_finished, read_manifest, write_artifact, write_atomic
+from modelwright.core.config import digest, dump
+from modelwright.core.errors import ConfigError, DataError
+from modelwright.core.progress import Progress
+from modelwright.core.rundir import RunDir
+from modelwright.core.seeds import derive_seed
+from modelwright.data.clean import read_kept
+from modelwright.data.document import Document
+from modelwright.data.own_answers import is_own
+from modelwright.data.tokenizer import Tokenizer
+from modelwright.evaluate.config import EvaluateConfig
+from modelwright.evaluate.record_costs import record_costs, text_costs
+from modelwright.evaluate.records import generate_numbers, score_choices
+from modelwright.model.decoder import Decoder
+from modelwright.model.hf import load_model
+from modelwright.pipeline.resolve import resolved_device
+from modelwright.pipeline.run_config import read_run_config
+from modelwright.pipeline.stages.clean import CLEAN
+from modelwright.serve.fingerprint import weights_fingerprint
+from modelwright_continual.benchmark import TASKS, Benchmark, Task, level_of_use
+from modelwright_continual.gate.measures import GateMeasure, PairedComparison, Rule
+from modelwright_continual.gate.poison import PoisonCheck, check_garbage, check_heldout, check_labels
+from modelwright_continual.heldout import HeldoutTexts
+from modelwright_continual.model_files import model_digest
+from modelwright_continual.update import quantized_folder
+from modelwright_continual.update_files import HELDOUT_FILE, NEW, OLD, data_folder
+
+KIND = "gate"
+FOLDER = "gate"
+VERDICT = "verdict.json"
+MOST_CHECKED = 2000
+"""New texts, and old ones, whose costs are measured; from more, so many are drawn."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateConfig:
+    """What a candidate has to show. margin: by how much costs on old tasks may grow, relative to the champion's, and
+    accuracies fall; alpha: probability of an error over all uses of a benchmark together; max_uses: after which its
+    test half is used up.
+    """
+
+    margin: float = 0.02
+    alpha: float = 0.05
+    max_uses: int = 20
+    resamples: int = 10_000
+    max_new_tokens: int = 256
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.margin < 1.0:
+            raise ConfigError(f"--margin: must be at least 0 and below 1, got {self.margin:g}; 0.02 is 2 percent")
+        if not 0.0 < self.alpha <= 0.5:
+            raise ConfigError(f"--alpha: must be above 0 and at most 0.5, got {self.alpha:g}; 0.05 is usual")
+        if self.max_uses < 1 or self.resamples < 100:
+            raise ConfigError("--max-uses: must be at least 1, and resamples at least 100")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What the gate found about two models, by their digests; the versions are what a server calls them. use: the
+    number of this use of the test half, 0 if the texts were refused before.
+    """
+
+    passed: bool
+    candidate: str
+    champion: str
+    benchmark: str
+    candidate_version: str
+    champion_version: str
+    use: int
+    level: float
+    checks: Sequence[PoisonCheck]
+    measures: Sequence[GateMeasure]
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why the candidate was refused; [] if it was not."""
+        failed = [f"{check.name}: {check.text}" for check in self.checks if not check.passed]
+        return [*failed, *(measure.describe() for measure in self.measures if not measure.passed)]
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self) | {"reasons": self.reasons}
+
+    def table(self) -> str:
+        """For a terminal."""
+        lines = [f"{check.name}: {check.text}: {'passed' if check.passed else 'REFUSED'}" for check in self.checks]
+        lines += [measure.describe() for measure in self.measures]
+        if self.use:
+            lines.append(f"use {self.use} of the test half, each bound at level {self.level:.2g}")
+        return "\n".join([*lines, "gate: passed" if self.passed else "gate: REFUSED"])
+
+    @classmethod
+    def read(cls, folder: Path) -> "Verdict":
+        """The verdict in a finished folder. Raises `ArtifactError` if it was changed since."""
+        read_manifest(folder, kind=KIND, verify=True)
+        plain = json.loads((folder / VERDICT).read_text(encoding="utf-8"))
+        plain.pop("reasons")
+        checks = [PoisonCheck(**one) for one in plain.pop("checks")]
+        measures = [GateMeasure(**one) for one in plain.pop("measures")]
+        return cls(checks=checks, measures=measures, **plain)
+
+
+@dataclass(frozen=True)
+class JudgedModel:
+    """A model as it is served. digest: of the folder's files that decide what it says; version: what a server that
+    has loaded it calls it.
+    """
+
+    model: Decoder
+    tokenizer: Tokenizer
+    digest: str
+    version: str
+
+
+def judge(run: RunDir, champion: Path, benchmark: Benchmark, config: GateConfig, progress: Progress) -> Verdict:
+    """Judge the quantized model of an update against `champion`, the folder in service; a verdict that exists is taken.
+
+    The test half is used, and that is counted, only by texts and models that passed the checks. Raises `ConfigError`
+    when it is used up.
+    """
+    folder = run.path / FOLDER
+    candidate_folder = quantized_folder(run)
+    kernels = read_run_config(run.config).serve.int8  # resolved, so that a second look gives the same bits
+    candidate, old_model = load_judged(candidate_folder, kernels), load_judged(champion, kernels)
+    identity = digest([candidate.digest, old_model.digest, benchmark.digest, dump(vars(config))])
+    if is_finished(folder) and read_manifest(folder, kind=KIND).digest == identity:
+        return Verdict.read(folder)
+    checks = check_texts(run, old_model, candidate, benchmark, progress)
+    measures: list[GateMeasure] = []
+    number, level = 0, 0.0
+    if all(check.passed for check in checks):
+        number = _use(benchmark, candidate.digest, old_model.digest, config)
+        level = level_of_use(number, config.alpha)
+        comparison = PairedComparison(level=level, margin=config.margin, resamples=config.resamples, seed=config.seed)
+        for task in TASKS:
+            measures += _compare(task, benchmark, old_model, candidate, comparison, config, progress)
+    verdict = Verdict(
+        passed=all(check.passed for check in checks) and all(measure.passed for measure in measures),
+        candidate=candidate.digest,
+        champion=old_model.digest,
+        benchmark=benchmark.digest,
+        candidate_version=candidate.version,
+        champion_version=old_model.version,
+        use=number,
+        level=level,
+        checks=checks,
+        measures=measures,
+    )
+    inputs = {"candidate": candidate.digest, "champion": old_model.digest, "benchmark": benchmark.digest}
+    with write_artifact(folder, kind=KIND, digest=identity, inputs=inputs) as draft:
+        write_atomic(draft.path / VERDICT, json.dumps(verdict.as_json(), indent=1))
+    return verdict
+
+
+def load_judged(folder: Path, kernels: Int8WeightsConfig) -> JudgedModel:
+    """The model in a folder, quantized or not, in memory as the server has it."""
+    model: Any = load_int8(folder, kernels) if is_int8_folder(folder) else load_model(folder)
+    model = model.to(resolved_device("auto")).eval()
+    return JudgedModel(model, Tokenizer.load(folder), model_digest(folder), weights_fingerprint(model))
+
+
+def check_texts(
+    run: RunDir, champion: JudgedModel, candidate: JudgedModel, benchmark: Benchmark, progress: Progress
+) -> list[PoisonCheck]:
+    """The checks of the texts that the run has learned from, as they were after cleaning. A replay that the model wrote
+    itself is compared with held-out texts alone: how predictable it is to its own author says nothing.
+    """
+    trained = list(read_kept(run.stage(CLEAN.name).artifact, split="train"))
+    bodies = {
+        NEW: [one for one in trained if one.source == NEW],
+        OLD: [one for one in trained if one.source == OLD and not is_own(one.meta)],
+    }
+    if not bodies[NEW]:
+        raise DataError(f"{run.stage(CLEAN.name).artifact}: no new text is left after cleaning; see what was dropped")
+    trusted = [document for task in TASKS for document in benchmark.read(task, "validation")]
+    with open(data_folder(run) / HELDOUT_FILE, encoding="utf-8") as file:
+        heldout = HeldoutTexts.of(Document.from_json(line) for line in file)
+    usual_before = _text_bits(champion, trusted, progress)
+    usual_after = _learned_bits(candidate, trusted, progress)
+    checks = [check_heldout(trained, heldout)]
+    for task in TASKS:
+        if documents := bodies[task]:
+            drawn = drawn_texts(documents)
+            before, after = _text_bits(champion, drawn, progress), _learned_bits(candidate, drawn, progress)
+            checks += [
+                check_garbage(before, usual_before, of=task, when="before"),
+                check_garbage(after, usual_after, of=task, when="after"),
+                check_labels(documents, benchmark.read(task, "validation"), of=task),
+            ]
+    return checks
+
+
+def drawn_texts(documents: Sequence[Document]) -> list[Document]:
+    """At most `MOST_CHECKED` of the documents, wherever they stand: a source that comes last is checked like others."""
+    ranked = sorted(documents, key=lambda document: derive_seed(0, "gate", document.id, document.text))
+    return ranked[:MOST_CHECKED]
+
+
+def _text_bits(judged: JudgedModel, documents: Sequence[Document], progress: Progress) -> list[float]:
+    """Bits per byte of the whole text of each document; of a conversation the questions, too."""
+    return _bits(text_costs(judged.model, judged.tokenizer, documents, EvaluateConfig(), progress=progress))
+
+
+def _learned_bits(judged: JudgedModel, documents: Sequence[Document], progress: Progress) -> list[float]:
+    """Bits per byte of what is learned of each document: of a conversation the answers."""
+    rows = record_costs(judged.model, judged.tokenizer, documents, EvaluateConfig(), progress=progress)
+    return [bits for of_one_kind in rows.values() for bits in _bits(of_one_kind)]
+
+
+def _bits(rows: Sequence[Mapping[str, Any]]) -> list[float]:
+    return [row["nats"] / math.log(2) / max(1, row["num_bytes"]) for row in rows]
+
+
+def _use(benchmark: Benchmark, candidate: str, champion: str, config: GateConfig) -> int:
+    uses = benchmark.uses
+    is_new = not any((use.candidate, use.champion) == (candidate, champion) for use in uses)
+    if is_new and len(uses) >= config.max_uses:
+        raise ConfigError(
+            f"{benchmark.folder}: its test half was used {len(uses)} times, so further results would say little; "
+            "freeze a new benchmark from other texts"
+        )
+    return benchmark.count_use(candidate, champion).number
+
+
+def _compare(
+    task: Task,
+    benchmark: Benchmark,
+    champion: JudgedModel,
+    candidate: JudgedModel,
+    comparison: PairedComparison,
+    config: GateConfig,
+    progress: Progress,
+) -> list[GateMeasure]:
+    """Old tasks are not worse in anything; new ones are better in bits per byte and not clearly worse in accuracy."""
+    documents = benchmark.read(task, "test")
+    scores = [_scores(judged, documents, config, progress) for judged in (champion, candidate)]
+    measures = []
+    for name in scores[0]:
+        is_cost = name.startswith("bits")
+        rule: Rule = "not worse" if task == "old" else "better" if is_cost else "not clearly worse"
+        measure = comparison.costs if is_cost else comparison.accuracy
+        measures.append(measure(task, name, rule, scores[0][name], scores[1][name]))
+    return measures
+
+
+def _scores(
+    judged: JudgedModel, documents: Sequence[Document], config: GateConfig, progress: Progress
+) -> Mapping[str, list[dict[str, Any]]]:
+    """Rows for each measure that the documents allow."""
+    model, tokenizer, settings = judged.model, judged.tokenizer, EvaluateConfig()
+    costs = record_costs(model, tokenizer, documents, settings, progress=progress)
+    spoken = [document for document in documents if document.kind == "qa"]
+    choices = score_choices(model, tokenizer, spoken, settings, progress=progress)
+    numbers = generate_numbers(model, tokenizer, spoken, max_new_tokens=config.max_new_tokens, progress=progress)
+    scores = {f"bits per byte of {name}": rows for name, rows in costs.items()}
+    further = {"multiple choice": choices, "exact match of numbers": numbers}
+    return scores | {name: rows for name, rows in further.items() if rows}

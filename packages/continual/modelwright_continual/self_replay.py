@@ -1,0 +1,157 @@
+"""Texts that a model writes itself, to be replayed where the texts that it was trained on are gone (LAMOL, Sun et al.
+2020, https://arxiv.org/abs/1909.03329).
+
+They are samples of what the model believes, at temperature 1: documents from their first token on, and conversations
+from where the chat template lets a user begin, the question included. Each is a function of the model, the seed and its
+number, and parts are kept as they are finished, so a process that was killed goes on and ends with the same texts.
+Every one is marked as Modelwright's own (`answer_by`), which no training accepts unless it is told to.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from modelwright.core.artifacts import make_folder, write_atomic
+from modelwright.core.config import digest
+from modelwright.core.errors import DataError
+from modelwright.core.progress import Progress
+from modelwright.core.seeds import derive_seed
+from modelwright.data.document import Document
+from modelwright.data.own_answers import AUTHOR_FIELD, OWN_AUTHOR
+from modelwright.data.tokenizer import Tokenizer
+from modelwright.infer.generate import Completion, generate
+from modelwright.infer.sequence import SamplingParams
+from modelwright.model.decoder import Decoder
+from modelwright.model.hf import load_model
+from modelwright.pipeline.resolve import resolved_device
+from modelwright_continual.model_files import model_digest
+
+PART_TEXTS = 32
+"""Texts that are written together; what a killed process loses at most."""
+MOST_TOKENS = 512
+FEWEST_BYTES = 16
+"""Shorter texts say nothing and are left out."""
+_EMPTY_PARTS = 5
+"""Parts without any text after which a model is taken for one that writes none."""
+
+
+@dataclass(frozen=True)
+class SelfReplay:
+    """A model that writes texts, and the folder where they are kept."""
+
+    model: Path
+    folder: Path
+    seed: int
+
+    @property
+    def identity(self) -> str:
+        """What decides the texts."""
+        return digest([model_digest(self.model), self.seed, PART_TEXTS, MOST_TOKENS])
+
+    def texts(self, form: str, wanted_bytes: float, progress: Progress) -> list[Document]:
+        """At least so many bytes of `text` or `conversations`. Raises `DataError` if the model writes none."""
+        kept = self.folder / self.identity
+        make_folder(kept)
+        found: list[Document] = []
+        num_bytes, part = 0, 0
+        writer: _Writer | None = None
+        progress.begin(f"{form} by the model itself", wanted_bytes, "bytes")
+        while num_bytes < wanted_bytes:
+            path = kept / f"{form}-{part:05d}.jsonl"
+            if not path.exists():
+                writer = writer or _Writer.load(self.model)
+                documents = writer.write(form, range(part * PART_TEXTS, (part + 1) * PART_TEXTS), self.seed)
+                write_atomic(path, "".join(document.to_json() + "\n" for document in documents))
+            with open(path, encoding="utf-8") as file:  # its lines end at \n alone; texts may have other separators
+                documents = [Document.from_json(line) for line in file]
+            found += documents
+            num_bytes, part = num_bytes + sum(len(document.text.encode()) for document in documents), part + 1
+            progress.advance(min(num_bytes, wanted_bytes))
+            if part >= _EMPTY_PARTS and not found:
+                raise DataError(f"--self-replay: {self.model} writes no {form}; name files to replay with --old")
+        progress.end()
+        return found
+
+
+@dataclass(frozen=True)
+class _Writer:
+    model: Decoder
+    tokenizer: Tokenizer
+
+    @classmethod
+    def load(cls, folder: Path) -> "_Writer":
+        model = load_model(folder)
+        model.to(resolved_device("auto")).eval()
+        return cls(model, Tokenizer.load(folder))
+
+    def write(self, form: str, numbers: Sequence[int], seed: int) -> list[Document]:
+        """The texts with these numbers that say something."""
+        contents: dict[str, Callable[[Sequence[int], int], list[dict[str, str]]]] = {
+            "text": self._documents,
+            "conversations": self._conversations,
+        }
+        written = contents[form](numbers, derive_seed(seed, "self-replay", form))
+        return [
+            _document(form, number, content)
+            for number, content in zip(numbers, written, strict=True)
+            if all(content.values()) and len("".join(content.values()).encode()) >= FEWEST_BYTES
+        ]
+
+    def _documents(self, numbers: Sequence[int], seed: int) -> list[dict[str, str]]:
+        begin = self.tokenizer.eos_id if self.tokenizer.bos_id is None else self.tokenizer.bos_id
+        stops = (self.tokenizer.eos_id,)
+        return [
+            {"text": text} for text in self._sampled([[begin]] * len(numbers), numbers, seed, stops, may_break=True)
+        ]
+
+    def _conversations(self, numbers: Sequence[int], seed: int) -> list[dict[str, str]]:
+        """One question and its answer each. A question that leaves no room for an answer gets none."""
+        begin, end = self.tokenizer.question_bounds()
+        stops = tuple(dict.fromkeys((end, *self.tokenizer.stop_ids)))
+        questions = self._sampled([begin] * len(numbers), numbers, derive_seed(seed, "question"), stops)
+        prompts = [self.tokenizer.encode_prompt([{"role": "user", "content": question}]) for question in questions]
+        most = self.model.config.max_seq_len
+        places = [place for place, prompt in enumerate(prompts) if questions[place] and len(prompt) < most]
+        answers = self._sampled(
+            [prompts[place] for place in places],
+            [numbers[place] for place in places],
+            derive_seed(seed, "answer"),
+            self.tokenizer.stop_ids,
+        )
+        by_place = dict(zip(places, answers, strict=True))
+        return [{"question": question, "answer": by_place.get(place, "")} for place, question in enumerate(questions)]
+
+    def _sampled(
+        self,
+        prompts: Sequence[Sequence[int]],
+        numbers: Sequence[int],
+        seed: int,
+        stops: tuple[int, ...],
+        *,
+        may_break: bool = False,
+    ) -> list[str]:
+        """What follows each prompt. may_break: keep what had no end within the limit, as long documents are cut at the
+        end of a row; "" otherwise, because an answer that breaks off teaches to break off.
+        """
+        room = [min(MOST_TOKENS, self.model.config.max_seq_len - len(prompt)) for prompt in prompts]
+        params = [
+            SamplingParams(max_tokens=most, seed=derive_seed(seed, number), stop_ids=stops)
+            for number, most in zip(numbers, room, strict=True)
+        ]
+        found = generate(self.model, prompts, params) if prompts else []
+        return [self._text(one) if may_break or one.finish_reason == "stop" else "" for one in found]
+
+    def _text(self, completion: Completion) -> str:
+        is_ended = completion.finish_reason == "stop"
+        return self.tokenizer.decode(completion.token_ids[: -1 if is_ended else None]).strip()
+
+
+def _document(form: str, number: int, content: dict[str, str]) -> Document:
+    return Document(
+        id=f"self/{form}/{number}",
+        text="\n\n".join(content.values()),
+        kind="qa" if form == "conversations" else "prose",
+        split="train",
+        source=OWN_AUTHOR,
+        meta={AUTHOR_FIELD: OWN_AUTHOR} | (content if form == "conversations" else {}),
+    )

@@ -1,0 +1,21 @@
+"""Which folder is served of a model."""
+
+from pathlib import Path
+
+from modelwright.core.artifacts import is_finished
+from modelwright.core.rundir import RunDir
+from modelwright.pipeline.models import find_model
+from modelwright_continual.ancestry import run_of_artifact
+from modelwright_continual.lineage import RELEASE_FOLDER
+from modelwright_continual.update import quantized_folder
+
+
+def served_folder(model: Path) -> Path:
+    """The folder that is served of a model: the release of an update, else the quantized model of a run, else the
+    model itself. model: a run, the folder of one of its stages, or any model folder.
+    """
+    run = run_of_artifact(model) or RunDir(model)
+    for folder in (run.path / RELEASE_FOLDER, quantized_folder(run)):
+        if is_finished(folder):
+            return folder
+    return find_model(model).source.folder
