@@ -172,8 +172,8 @@ def _table(facts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         )
     if idle := [name for name, cost in totals.items() if cost.num_documents and not cost.num_changed]:
         yield (
-            f"changed nothing: {', '.join(idle)}. They need words between blanks, letters with a case or English words, "
-            "which Chinese text, for example, has not; choose other methods for these documents"
+            f"changed nothing: {', '.join(idle)}. They need words between blanks, letters with a case or English "
+            "words, which Chinese text, for example, has not; choose other methods for these documents"
         )
 
 

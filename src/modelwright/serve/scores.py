@@ -14,7 +14,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from modelwright.serve.bodies import parsed
-from modelwright.serve.errors import ApiError
 from modelwright.serve.inputs import admit, require_fitting, require_scorer
 from modelwright.serve.jobs import EmbeddingJob
 from modelwright.serve.keys import Caller
