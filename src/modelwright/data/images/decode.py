@@ -101,8 +101,8 @@ def _opened(data: bytes, max_pixels: int) -> Iterator["Image.Image"]:
     except module.DecompressionBombError as error:
         raise ImageFault(TOO_LARGE, f"has too many pixels ({error})") from None
     except (OSError, EOFError) as error:
-        # Pillow writes "image file is truncated" where pixels end and "Truncated File Read" where a header does. Of WebP
-        # it says neither, but the container states its length.
+        # Pillow writes "image file is truncated" where pixels end and "Truncated File Read" where a header does. For
+        # WebP it says neither, but the container states its length.
         is_cut = "truncated" in str(error).lower() or isinstance(error, EOFError)
         is_cut |= data[:4] == b"RIFF" and 8 + int.from_bytes(data[4:8], "little") > len(data)
         raise ImageFault(TRUNCATED if is_cut else DAMAGED, f"cannot be decoded ({error})") from None
