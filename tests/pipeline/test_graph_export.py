@@ -257,8 +257,8 @@ def test_options_without_effect_are_refused(inside: Command, tmp_path: Path) -> 
     words = ("export", str(tmp_path / "plain"), "--to")
     for more, problem in [
         (("onnx", "out", "--int8"), "--int8: .* is a model folder whose weights are not quantized; leave the option"),
-        (("onnx", "out", "--dtype", "q8_0"), "--dtype: is the number format of a GGUF file, which onnx is not"),
-        (("hf", "out", "--dtype", "f16"), "--dtype: is the number format of a GGUF file, which hf is not"),
+        (("onnx", "out", "--dtype", "q8_0"), "--dtype: onnx has no number format"),
+        (("hf", "out", "--dtype", "f16"), "--dtype: hf has no number format"),
         (("onnx", "out", "--stage", "sft"), "--stage: .* has no stages"),
     ]:
         done = inside(*words, *more)
