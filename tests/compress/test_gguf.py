@@ -266,6 +266,41 @@ def test_other_steps_are_refused(changes: dict, problem: str, tmp_path: Path) ->
         read_vocabulary(sentencepiece_folder(tmp_path, **changes), 264)
 
 
+def with_phi3_tokens(folder: Path, **changes: dict[str, bool]) -> Path:
+    """A folder whose added tokens take the white space after them as Phi-3's do; changes: of tokens, by their text."""
+    definition = json.loads((sentencepiece_folder(folder) / "tokenizer.json").read_text())
+    added = {entry["content"]: entry for entry in definition["added_tokens"]}
+    added["<|end|>"] = {**added["</s>"], "id": 264, "content": "<|end|>", "rstrip": True}
+    added["</s>"] |= {"special": False, "rstrip": True}
+    for content, change in changes.items():
+        added[content] |= change
+    (folder / "tokenizer.json").write_text(json.dumps({**definition, "added_tokens": list(added.values())}))
+    return folder
+
+
+@pytest.mark.parametrize("name", ["Phi-3-mini", "my-phi3", "anything"])
+@pytest.mark.parametrize("strips", [True, False])
+def test_what_llama_cpp_reads_into_a_name_is_true_of_the_tokenizer(name: str, strips: bool, tmp_path: Path) -> None:
+    """llama.cpp strips white space after special tokens where `general.name` has `phi-3` or `phi3`."""
+    folder = tmp_path / name
+    write_folder("phi3", folder, vocab_size=265)
+    (with_phi3_tokens if strips else sentencepiece_folder)(folder)
+    shown = File(export_gguf(folder, tmp_path / "x.gguf", number_format="f16", name=name)).settings["general.name"]
+    assert any(mark in shown.lower() for mark in ("phi-3", "phi3")) == strips
+
+
+@pytest.mark.parametrize(("changes", "problem"), [
+    ({"<|end|>": {"rstrip": False}}, r"differs from Phi-3's in <\|end\|>"),
+    ({"<s>": {"rstrip": True}}, "differs from Phi-3's in <s>"),
+    ({"<s>": {"lstrip": True}}, r"added token with lstrip \(<s>\)"),
+])  # fmt: skip
+def test_added_tokens_that_llama_cpp_would_read_otherwise_are_refused(
+    changes: dict, problem: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match=problem):
+        read_vocabulary(with_phi3_tokens(tmp_path, **changes), 265)
+
+
 @pytest.mark.parametrize(("steps", "name"), [
     ([{"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}], "gpt-2"),
     ([{"type": "Digits", "individual_digits": True}, {"type": "ByteLevel", "add_prefix_space": False}], "smollm"),

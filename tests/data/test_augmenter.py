@@ -148,3 +148,22 @@ def test_shuffling_leaves_lists_and_open_quotations_alone() -> None:
         quoted,
         "Then he left. He said: “This is one. And this is two.”",
     )
+
+
+@pytest.mark.parametrize("name", ["random_swap", "random_deletion", "sentence_shuffle", "keyboard_typos"])
+def test_lone_surrogates_are_question_marks(name: str) -> None:
+    text = "The quick brown fox \ud800 jumps over the lazy dog. It was a very nice day, and all is well again."
+    (method,) = build_methods([name], {}, no_language_model)
+    document = Document(id="1", text=text, kind="prose", split="train", source="s")
+    copies = [copy for seed in range(9) if (copy := method(document, Random(seed)))]
+    assert copies
+    for copy in copies:
+        copy.text.encode("utf-8")
+
+
+def test_chinese_sentences_are_shuffled() -> None:
+    sentences = ["今天天气很好。", "我们去公园吗？", "公园里有很多花！"]
+    shuffled = shuffle_sentences("".join(sentences), "zh", Random(1))
+    assert shuffled is not None
+    assert shuffled != "".join(sentences)
+    assert sorted(shuffled) == sorted("".join(sentences))

@@ -7,6 +7,7 @@ import pytest
 
 from chat_templates import CALL, HERMES, MARKED, TOOL_CHAT, WEATHER, chatml_tokenizer
 from modelwright.core.errors import DataError
+from modelwright.data.chat import ChatTemplate
 from modelwright.data.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
 
 ANSWERS = [
@@ -131,3 +132,44 @@ def test_a_template_without_tools_refuses_them() -> None:
         tokenizer.encode_training_chats(turns, tools=[WEATHER])
     with pytest.raises(DataError, match="no place for calls of tools"):
         tokenizer.encode_training_chats([turns[0], {**turns[1], "tool_calls": [CALL]}])
+
+
+LLAMA3 = (
+    "{% set loop_messages = messages %}{% for message in loop_messages %}"
+    "{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' + message['content'] | trim"
+    " + '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+LLAMA31 = "{% if messages[0]['role'] == 'system' %}{% endif %}" + LLAMA3
+"""Llama 3.1's looks at the first turn, which a conversation without turns has not."""
+GREETING = [
+    {"role": "assistant", "content": "How can I help?"},
+    {"role": "user", "content": "Is it warm?"},
+    {"role": "assistant", "content": "Yes."},
+]
+
+
+@pytest.mark.parametrize("source", [LLAMA3, LLAMA31], ids=["3", "3.1"])
+def test_a_conversation_may_begin_with_the_assistant(source: str) -> None:
+    template = ChatTemplate(source, {"bos_token": "<s>"}, ["<s>", "<|eot_id|>"])
+    (spans,) = template.training_spans(GREETING)
+    assert "".join(span.text for span in spans) == template.render(GREETING, add_generation_prompt=False)
+    assert [span.text for span in spans if span.spoken] == ["How can I help?<|eot_id|>", "Yes.<|eot_id|>"]
+    assert spans[0].text == "<s><|start_header_id|>assistant<|end_header_id|>\n\n"
+
+
+def test_a_template_that_does_not_show_where_the_first_answer_begins_says_so() -> None:
+    source = "{% for m in messages %}{{ m.content }}</s>{% endfor %}"
+    with pytest.raises(DataError, match=r"begins with the assistant.*put a turn of the user before it"):
+        ChatTemplate(source, {}, ["</s>"]).training_spans(GREETING)
+
+
+@pytest.mark.parametrize("template", [HERMES, MARKED], ids=["unmarked", "marked"])
+@pytest.mark.parametrize("nothing", ["", " \n"])
+def test_an_empty_turn_of_the_assistant_is_context_and_not_learned(tmp_path: Path, template: str, nothing: str) -> None:
+    tokenizer = chatml_tokenizer(tmp_path, template)
+    chat = [TOOL_CHAT[1], {"role": "assistant", "content": nothing}, TOOL_CHAT[5], TOOL_CHAT[6]]
+    ((ids, mask),) = tokenizer.encode_training_chats(chat)
+    rendered = tokenizer.render_chat(chat, add_generation_prompt=False)
+    assert rendered.startswith(tokenizer.decode(ids, skip_special=False))
+    assert learned(tokenizer, ids, mask) == ANSWERS[2:]

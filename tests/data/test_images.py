@@ -246,8 +246,11 @@ def png_of_size(width: int, height: int) -> bytes:
 
 
 PHOTO = file_of(picture(7, 320, 240), "JPEG", quality=90)
+WEBP = file_of(picture(7, 320, 240), "WEBP")
 FAULTS = {
     "truncated.jpg": (PHOTO[: len(PHOTO) // 2], TRUNCATED),
+    "header.jpg": (PHOTO[:200], TRUNCATED),
+    "cut.webp": (WEBP[: len(WEBP) // 2], TRUNCATED),
     "cut.png": (FILES[0][: len(FILES[0]) // 2], TRUNCATED),
     "bomb.png": (png_of_size(10_000, 10_000), TOO_LARGE),
     "drawing.svg": (b'<?xml version="1.0"?><svg xmlns="http://www.w3.org/2000/svg"/>', VECTOR),
@@ -256,6 +259,13 @@ FAULTS = {
     "text.jpg": (b"<html>404 not found</html>", NOT_AN_IMAGE),
     "broken.png": (FILES[1][:60] + bytes(40) + FILES[1][100:], DAMAGED),
 }
+
+
+@pytest.mark.parametrize("name", ["../up/x.jpg", "..", "../up/x.tga", "a/../../x"])
+def test_a_path_that_leaves_the_folder_is_refused_as_such(name: str, tmp_path: Path) -> None:
+    (tmp_path / "table.jsonl").write_text(json.dumps({"image": name, "caption": "what it should be"}))
+    with pytest.raises(DataError, match=r"table\.jsonl:1: names the image '.*no path within the folder of the table"):
+        read(tmp_path)
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -3,6 +3,7 @@
 import copy
 import json
 import random
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -249,6 +250,21 @@ def test_the_command_writes_graph_tokenizer_and_card(inside: Command, trained: P
     assert "add --overwrite" in again.stderr
     refused = inside("export", str(trained / "int8"), "--to", "gguf", "--int8")
     assert "--int8: gguf has no form for these weights" in refused.stderr
+
+
+def test_options_without_effect_are_refused(inside: Command, tmp_path: Path) -> None:
+    write_folder("llama", tmp_path / "plain")
+    words = ("export", str(tmp_path / "plain"), "--to")
+    for more, problem in [
+        (("onnx", "out", "--int8"), "--int8: .* is a model folder whose weights are not quantized; leave the option"),
+        (("onnx", "out", "--dtype", "q8_0"), "--dtype: onnx has no number format"),
+        (("hf", "out", "--dtype", "f16"), "--dtype: hf has no number format"),
+        (("onnx", "out", "--stage", "sft"), "--stage: .* has no stages"),
+    ]:
+        done = inside(*words, *more)
+        assert done.returncode != 0
+        assert re.search(problem, done.stderr.replace("\n", " ")), done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["plain"]
 
 
 def test_what_no_graph_can_say_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Connections that ask for nothing: they are closed in time and lock out nobody, whatever the limit of open files."""
 
+import asyncio
 import contextlib
 import http.client
 import json
@@ -21,6 +22,7 @@ from modelwright.core.errors import ConfigError
 from modelwright.serve import connections
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.connections import MIN_CONNECTIONS, connection_limits
+from modelwright.serve.engine_handle import EngineLink
 from modelwright.serve.server import ServerThread
 from serve.patience import held, wait_until
 
@@ -206,7 +208,8 @@ def test_a_client_that_ends_its_side_after_a_whole_request_gets_the_answer(slow_
     )
 
 
-def test_interim_responses_to_a_half_closed_client_are_skipped_by_clients(slow_server):
+def test_interim_responses_to_a_half_closed_client_are_skipped_by_clients(slow_server, monkeypatch):
+    monkeypatch.setattr(connections, "PROBE_AFTER_S", 0.0)
     server = slow_server()
     parts = urlsplit(server.url)
     client = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=60)
@@ -218,6 +221,38 @@ def test_interim_responses_to_a_half_closed_client_are_skipped_by_clients(slow_s
     response = client.getresponse()
     assert (response.status, json.load(response)["usage"]["completion_tokens"]) == (200, 2)
     client.close()
+
+
+def test_a_half_closed_client_sees_nothing_but_its_answer(slow_server):
+    server = slow_server()
+    body = json.dumps({"model": "tiny", "prompt": "a", "max_tokens": 2}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    with connect(server.url, head + body) as connection:
+        with held(server):
+            wait_until(lambda: server.service.worker.num_open == 1)
+            connection.shutdown(socket.SHUT_WR)
+            time.sleep(0.5)
+        answer = b"".join(iter(lambda: connection.recv(65_536), b""))
+    assert answer.startswith(b"HTTP/1.1 200 OK")
+
+
+def test_writes_to_lost_connections_do_not_flood_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """Twenty pieces of answers in the round of the event loop in which the connection is lost."""
+
+    async def lose() -> None:
+        ours, theirs = socket.socketpair()
+        transport, _ = await asyncio.get_running_loop().create_connection(asyncio.Protocol, sock=ours)
+        link = EngineLink(lambda message: None)
+        link.connection_made(transport)
+        http = connections._OpenTransport(transport)
+        theirs.close()
+        for _ in range(20):
+            link.send({"abort": ["1"]})
+            http.write(b"data: x")
+        await asyncio.sleep(0)
+
+    asyncio.run(lose())
+    assert "raised exception" not in caplog.text
 
 
 def test_too_few_open_files_are_refused_at_the_start(monkeypatch):

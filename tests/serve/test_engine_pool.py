@@ -1,6 +1,7 @@
 """A gateway with engine processes: lost engines lose no answer silently, and what their answers are afterwards."""
 
 import json
+import math
 import os
 import random
 import signal
@@ -159,9 +160,24 @@ def test_lost_engines_lose_no_answer(server: ServerThread, folder: Path):
         before = counts(server)
 
 
+def test_a_request_without_an_engine_waits_for_the_next_one(server: ServerThread, caplog):
+    pool = pool_of(server)
+    wait_until(lambda: all(slot.link for slot in pool._slots))
+    request = REQUESTS[0] | {"stream": False}
+    expected = httpx.post(f"{server.url}/v1/completions", json=request, timeout=60).json()["choices"]
+    for slot in pool._slots:
+        os.kill(slot.handle.process.pid, signal.SIGKILL)
+    wait_until(lambda: bool(pool.unavailable))
+    assert httpx.get(f"{server.url}/readyz", timeout=60).status_code == 503
+    reply = httpx.post(f"{server.url}/v1/completions", json=request, timeout=120)
+    assert (reply.status_code, reply.json()["choices"]) == (200, expected)
+    wait_until(lambda: caplog.text.count("has taken its place") == 2)
+
+
 def test_without_engines_the_server_is_starting(server: ServerThread, monkeypatch):
     for slot in pool_of(server)._slots:
         monkeypatch.setattr(slot, "is_lost", True)
+    monkeypatch.setattr(pool_of(server), "_lost_at", -math.inf)  # for longer than a request would wait
     ready = httpx.get(f"{server.url}/readyz", timeout=60)
     assert (ready.status_code, ready.json()["error"]["code"]) == (503, "starting")
     assert httpx.get(f"{server.url}/livez", timeout=60).status_code == 200, "no restart helps"

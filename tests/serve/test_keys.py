@@ -207,6 +207,19 @@ def test_other_origins_are_let_in_only_by_name(server: ServerThread, slow_server
     assert "access-control-allow-origin" not in other.headers
 
 
+def test_a_browser_may_send_what_openais_client_sends_and_read_what_it_needs(slow_server):
+    opened, origin = slow_server(cors_origins=("https://example.com",)), {"Origin": "https://example.com"}
+    sent = "authorization, content-type, x-request-id, x-stainless-arch, x-stainless-retry-count"
+    asked = origin | {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": sent}
+    preflight = httpx.options(f"{opened.url}/v1/completions", headers=asked)
+    assert (preflight.status_code, preflight.headers["access-control-allow-headers"]) == (200, sent)
+    assert "access-control-allow-credentials" not in preflight.headers
+    answer = httpx.post(f"{opened.url}/v1/completions", json={"model": "tiny", "prompt": "a"}, headers=origin)
+    shown = {name.strip() for name in answer.headers["access-control-expose-headers"].split(",")}
+    assert {"Retry-After", "X-Request-Id", "X-Model-Version"} <= shown
+    assert {"x-request-id", "x-model-version"} <= answer.headers.keys()
+
+
 def test_prompts_are_logged_only_if_asked_for(server: ServerThread, slow_server, caplog):
     caplog.set_level(logging.DEBUG, logger="modelwright")
     post(server, prompt="confidential")

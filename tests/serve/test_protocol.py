@@ -8,7 +8,13 @@ import pytest
 from modelwright.serve.errors import ApiError
 from modelwright.serve.limits import Limits
 from modelwright.serve.parsing import parse_request
-from modelwright.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from modelwright.serve.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    GenerationRequest,
+    TokenizeRequest,
+)
 from modelwright.serve.server import ServerThread
 
 LIMITS = Limits(context=100, max_choices=4, max_token_bytes=10, max_body_bytes=4_000_000)
@@ -37,6 +43,10 @@ NOTHING = [
     (ChatRequest, {"repetition_penalty": 1.0, "ignore_eos": False, "min_p": 0, "tools": [], "logit_bias": {}}),
     (ChatRequest, {"repetition_penalty": None, "ignore_eos": None, "min_p": 0.0, "tools": None, "stop": None}),
     (ChatRequest, {"response_format": {"type": "text"}, "tool_choice": "none", "modalities": ["text"]}),
+    (ChatRequest, {"prediction": None, "reasoning_effort": None, "web_search_options": None}),
+    (ChatRequest, {"stream_options": {"include_usage": None, "later": None}, "n": None}),
+    (EmbeddingRequest, {"prompt": None, "input": "hi", "encoding_format": None, "pooling": None, "dimensions": None}),
+    (TokenizeRequest, {"add_special_tokens": None, "add_generation_prompt": None, "messages": None}),
     (CompletionRequest, {"repetition_penalty": 1, "echo": False, "best_of": 1, "suffix": "", "stop": []}),
 ]
 
@@ -44,6 +54,13 @@ NOTHING = [
 @pytest.mark.parametrize(("kind", "fields"), NOTHING)
 def test_fields_that_ask_for_nothing_are_accepted(kind, fields):
     assert parse(kind, (CHAT if kind is ChatRequest else COMPLETION) | fields)
+
+
+def test_null_is_no_value_of_a_field_that_must_be_there() -> None:
+    assert refusal(ChatRequest, CHAT | {"messages": None}) == "Missing required field 'messages'."
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": None}}}
+    asked = parse(ChatRequest, CHAT | {"response_format": schema})
+    assert asked.response_format.json_schema.json_schema == {"const": None}
 
 
 def test_an_answer_of_the_official_client_can_be_sent_back():

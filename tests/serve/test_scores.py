@@ -149,6 +149,20 @@ def test_embeddings(client: OpenAI, server: ServerThread, pooling: str):
     assert short == pytest.approx(first.tolist(), abs=1e-6)
 
 
+def test_embeddings_of_many_inputs_have_a_limit_of_their_own(client: OpenAI, server: ServerThread):
+    """Sixteen at a time, so that they do not fill the queue."""
+    inputs = [DOCUMENTS[number % len(DOCUMENTS)] for number in range(100)]
+    vectors = [one.embedding for one in client.embeddings.create(model="tiny", input=inputs).data]
+    few = [one.embedding for one in client.embeddings.create(model="tiny", input=DOCUMENTS).data]
+    assert len(vectors) == 100
+    for number, vector in enumerate(vectors):
+        assert vector == pytest.approx(few[number % len(DOCUMENTS)], abs=1e-5)
+    assert len(client.embeddings.create(model="tiny", input=["a"] * 2048).data) == 2048
+    refused = post(server, "/v1/embeddings", model="tiny", input=["a"] * 2049)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input")
+    assert "'input' has 2049 entries; a request may have at most 2048" in refused.json()["error"]["message"]
+
+
 def test_embeddings_that_cannot_be_made_are_refused(client: OpenAI):
     with pytest.raises(openai.BadRequestError, match="has 48 dimensions, fewer than 49"):
         client.embeddings.create(model="tiny", input="a", dimensions=49)

@@ -56,6 +56,7 @@ class VllmClient:
         """process: ready."""
         self.info = info
         self.unavailable = ""
+        self.is_back_soon = False  # it takes minutes to start
         self.check = refusing("vllm", LACKS)
         self._launch = launch
         self._process = process

@@ -21,6 +21,7 @@ class ConversationFit:
 
     `overlong`: "split" truncates a longer conversation, "skip" drops it. `num_dropped` includes conversations whose
     truncation would leave no token of an answer. `lengths`: number of conversations by length in tokens.
+    `num_empty_answers`: turns of the assistant that say nothing, which are context and not learned.
     """
 
     seq_len: int
@@ -28,6 +29,7 @@ class ConversationFit:
     num_conversations: int = 0
     num_truncated: int = 0
     num_dropped: int = 0
+    num_empty_answers: int = 0
     lengths: Counter[int] = field(default_factory=Counter)
 
     def fit(
@@ -73,5 +75,6 @@ class ConversationFit:
             "num_conversations": self.num_conversations,
             "num_truncated": self.num_truncated,
             "num_dropped": self.num_dropped,
+            "num_empty_answers": self.num_empty_answers,
             "row_len_for_99_percent": self.row_len(),
         }

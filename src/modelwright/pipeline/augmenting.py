@@ -170,6 +170,11 @@ def _table(facts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield (
             f"{name:<22}{cost.num_documents:>12,}{cost.num_changed:>12,}{cost.seconds:>12,.1f}{cost.documents_per_s:>14,.1f}"
         )
+    if idle := [name for name, cost in totals.items() if cost.num_documents and not cost.num_changed]:
+        yield (
+            f"changed nothing: {', '.join(idle)}. They need words between blanks, letters with a case or English "
+            "words, which Chinese text, for example, has not; choose other methods for these documents"
+        )
 
 
 def _remarks(facts: Sequence[Mapping[str, Any]]) -> Iterator[str]:

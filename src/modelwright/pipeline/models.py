@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from modelwright.compress.int8 import is_int8_folder
 from modelwright.core.artifacts import MANIFEST, Manifest, is_finished, read_manifest, verify_if_artifact
 from modelwright.core.errors import ArtifactError, ConfigError
 from modelwright.core.rundir import RunDir
@@ -36,7 +37,7 @@ def find_model(path: Path, *, stage: str = "", int8: bool = False) -> FoundModel
     different model, and is used only if `stage` asks for it. Raises `ConfigError` for a stage that produces no model.
     """
     if not (path / "run.json").is_file():
-        return _in_folder(path, stage)
+        return _in_folder(path, stage, int8=int8)
     run = RunDir(path)
     config = read_run_config(run.config)
     if stage and int8:
@@ -53,9 +54,14 @@ def find_model(path: Path, *, stage: str = "", int8: bool = False) -> FoundModel
     return FoundModel(source, config.serve, config.requests, remark, run)
 
 
-def _in_folder(folder: Path, stage: str) -> FoundModel:
+def _in_folder(folder: Path, stage: str, *, int8: bool) -> FoundModel:
     if stage:
         raise ConfigError(f"--stage: {folder} is a model folder and has no stages; leave it out or name a run")
+    if int8 and not is_int8_folder(folder):
+        raise ConfigError(
+            f"--int8: {folder} is a model folder whose weights are not quantized; leave the option out, or name a run "
+            f"with the stage {QUANTIZE.name} or the folder that the stage has written"
+        )
     manifest = verify_if_artifact(folder)
     if manifest is None:
         return FoundModel(ModelSource(name=folder.resolve().name, folder=folder))

@@ -19,10 +19,13 @@ from modelwright.serve.errors import ApiError, error_body
 from modelwright.serve.logs import ID_HEADER, ID_SCOPE, request_id, with_fields
 from modelwright.serve.operations import OPERATIONS
 from modelwright.serve.reload import Reloader
-from modelwright.serve.service import Service
+from modelwright.serve.service import VERSION_HEADER, Service
 from modelwright.serve.tracing import Tracing
 
 log = logging.getLogger("modelwright.serve")
+
+EXPOSED_HEADERS = (ID_HEADER, VERSION_HEADER, "Retry-After", "WWW-Authenticate")
+"""Headers of answers that scripts of other origins may read; browsers hide all that are not named."""
 
 
 def build_app(
@@ -41,10 +44,15 @@ def build_app(
 
 
 def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """Pages of these origins may send any header, because OpenAI's client sends a dozen of its own (`x-stainless-*`),
+    and read those that say which weights answered and when to try again. Cookies are not allowed.
+    """
     if not origins:
         return app
-    headers = ["Authorization", "Content-Type"]
-    return CORSMiddleware(app, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=headers)
+    methods = sorted({operation.method for operation in OPERATIONS})
+    return CORSMiddleware(
+        app, allow_origins=origins, allow_methods=methods, allow_headers=["*"], expose_headers=EXPOSED_HEADERS
+    )
 
 
 def _observed(app: ASGIApp, service: Service) -> ASGIApp:

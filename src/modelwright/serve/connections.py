@@ -13,7 +13,7 @@ import os
 import resource
 import socket
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -41,6 +41,10 @@ MIN_CONNECTIONS = 8
 
 LEAVING_POLL_S = 0.2
 """Seconds between two looks at a client that has closed its sending side."""
+
+PROBE_AFTER_S = 2.0
+"""Seconds that a client which has closed its sending side waits for its answer before it is probed. Programs that end
+their side after a request and then read to the end (`nc -N`) see nothing but the answer if it comes earlier."""
 
 PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
 """Clients skip this interim response (RFC 9110, section 15.2); a closed socket answers it with a reset."""
@@ -124,6 +128,22 @@ class ConnectionTable:
         connection.abort()
 
 
+class _OpenTransport:
+    """A transport that writes nothing once the connection is lost. A protocol learns of that in the event loop's next
+    round only, and asyncio logs a warning for every write of an answer until then.
+    """
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+
+    def write(self, data: bytes) -> None:
+        if not self._transport.is_closing():
+            self._transport.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
 class Connection(asyncio.Protocol):
     """One connection: passes events on to uvicorn's protocol and knows what the client is waiting for.
 
@@ -166,7 +186,7 @@ class Connection(asyncio.Protocol):
         self.waiting_since = asyncio.get_running_loop().time()
         self._is_admitted = self._table.admit(self)
         if self._is_admitted:
-            self._http.connection_made(transport)
+            self._http.connection_made(cast(asyncio.Transport, _OpenTransport(transport)))
         else:
             transport.write(busy_response(RETRY_AFTER_S))
             transport.close()
@@ -203,8 +223,10 @@ class Connection(asyncio.Protocol):
         sent to them: the closed socket resets the connection, which the socket's error then shows.
         """
         cycle, is_probed = self._http.cycle, False
+        loop = asyncio.get_running_loop()
+        left_at = loop.time()
         while not cycle.response_complete:
-            if not is_probed:
+            if not is_probed and (cycle.response_started or loop.time() - left_at > PROBE_AFTER_S):
                 is_probed = await self._probe()
             await asyncio.sleep(LEAVING_POLL_S)
             if self._transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):

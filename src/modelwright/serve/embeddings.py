@@ -12,6 +12,7 @@ from modelwright.serve.bodies import parsed
 from modelwright.serve.errors import ApiError
 from modelwright.serve.inputs import admit, not_empty, require_fitting, token_ids
 from modelwright.serve.jobs import EmbeddingJob
+from modelwright.serve.limits import MAX_INPUTS
 from modelwright.serve.parsing import parse_request
 from modelwright.serve.pooled_outputs import pooled_outputs
 from modelwright.serve.protocol import EmbeddingRequest
@@ -22,13 +23,12 @@ async def create_embeddings(request: Request) -> Response:
     service = service_of(request)
     caller = service.caller(request, "infer")
     with service.lease() as lease:
-        body = await admit(request, lease, num_prompts=service.config.max_completions)
+        body = await admit(request, lease, num_prompts=MAX_INPUTS)
         asked, inputs = await parsed(lambda: _read(body, lease), len(body), lease)
         weights = lease.model.weights_of(asked.model)
         jobs = [EmbeddingJob(ids, caller.salt, weights.adapter, asked.pooling) for ids in inputs]
-        stream = lease.model.worker.submit(jobs, caller)
+        vectors = await pooled_outputs(request, lease, jobs, caller)
     num_tokens = sum(map(len, inputs))
-    vectors = await pooled_outputs(request, lease, stream, num_tokens)
     data = [
         {"object": "embedding", "index": index, "embedding": _encoded(shortened(vector, asked.dimensions), asked)}
         for index, vector in enumerate(vectors)
@@ -39,7 +39,7 @@ async def create_embeddings(request: Request) -> Response:
 
 
 def _read(body: bytes, lease: Lease) -> tuple[EmbeddingRequest, list[list[int]]]:
-    asked = parse_request(EmbeddingRequest, body, lease.model.limits)
+    asked = parse_request(EmbeddingRequest, body, lease.model.limits.of_inputs)
     lease.require_model(asked.model)
     most = lease.model.info.model_dim
     if asked.dimensions and asked.dimensions > most:

@@ -131,7 +131,12 @@ class EngineClient(Protocol):
 
     @property
     def unavailable(self) -> str:
-        """Why new requests cannot be taken now, "" if they can."""
+        """Why new requests cannot be computed now, "" if they can."""
+        ...
+
+    @property
+    def is_back_soon(self) -> bool:
+        """Whether requests that come while it is unavailable wait for an engine instead of being refused."""
         ...
 
     def start(self, events: EngineEvents) -> None:

@@ -133,7 +133,9 @@ class EngineLink(asyncio.Protocol):
         self._ended.set()
 
     def send(self, message: Mapping[str, Any]) -> None:
-        self._transport.write(encode(message))
+        """Nothing is sent to an engine that is gone: `watch` ends next, and its answers move to another one."""
+        if not self._transport.is_closing():
+            self._transport.write(encode(message))
 
     def close(self) -> None:
         self._transport.abort()

@@ -13,6 +13,7 @@ import contextlib
 import functools
 import itertools
 import logging
+import math
 import secrets
 import subprocess
 from collections.abc import Collection, Mapping, Sequence
@@ -28,7 +29,7 @@ from modelwright.serve.engine_handle import EngineHandle, EngineLink, relaunch
 from modelwright.serve.engine_health import EjectionReason, EngineHealth
 from modelwright.serve.engine_process import EngineSetup
 from modelwright.serve.engine_thread import can_do_all
-from modelwright.serve.errors import ApiError, engine_lost
+from modelwright.serve.errors import ENGINE_LOST, ApiError, engine_lost
 from modelwright.serve.jobs import Job, output_of
 from modelwright.serve.router import RetryBudget, Router, cache_salt
 
@@ -100,6 +101,7 @@ class EnginePool:
         self._health = EngineHealth(range(len(handles)), self._note_ejection)
         self._router = Router(self._health, setup.engine["prefill_chunk_size"])
         self._tasks: list[asyncio.Task[None]] = []
+        self._lost_at = -math.inf
         self._starting: dict[int, subprocess.Popen[bytes]] = {}
         self._adapter_calls = AdapterCalls()
 
@@ -107,6 +109,13 @@ class EnginePool:
     def unavailable(self) -> str:
         is_running = any(not slot.is_lost for slot in self._slots)
         return "" if is_running else "All engines are being started again; try again soon."
+
+    @property
+    def is_back_soon(self) -> bool:
+        """A process takes seconds to start. Clients that wait so long anyway need not be told to come back; the queue's
+        limits hold for them as for all others. After a longer outage they are refused at once.
+        """
+        return asyncio.get_running_loop().time() - self._lost_at < ORPHAN_TIMEOUT_S
 
     def start(self, events: EngineEvents) -> None:
         self._events = events
@@ -200,6 +209,8 @@ class EnginePool:
         if slot.handle.report != self._report:
             link.close()
             return "outdated"
+        if slot.is_lost:
+            log.warning("engine %s (process %d) has taken its place", slot.name, slot.handle.process.pid)
         slot.link, slot.is_lost = link, False
         self._place_all(list(self._orphans.values()))
         try:
@@ -278,6 +289,8 @@ class EnginePool:
         slot.link.send({"add": {answer.request_id: answer.job.to_message() for answer in group}})
 
     def _lose(self, slot: Slot, end: EngineEnd) -> None:
+        if not slot.is_lost:  # one that was outdated before it took answers ends no outage and begins none
+            self._lost_at = asyncio.get_running_loop().time()
         slot.is_lost = True
         self._health.lost(slot.number)
         answers, slot.answers = list(slot.answers.values()), {}
@@ -309,10 +322,10 @@ class EnginePool:
         log.warning("engine %s gets no new answers for a while (%s)", self._slots[number].name, reason)
         self._events.engine_ejected(reason)
 
-    def _give_up(self, answer: PooledAnswer) -> None:
+    def _give_up(self, answer: PooledAnswer, text: str = ENGINE_LOST) -> None:
         self.abort(answer.request_id)
         self._events.answer_moved("lost")
-        self._refuse(answer, engine_lost())
+        self._refuse(answer, engine_lost(text))
 
     def _refuse(self, answer: PooledAnswer, error: ApiError) -> None:
         self._forget(answer)
@@ -330,7 +343,8 @@ class EnginePool:
             await asyncio.sleep(ORPHAN_POLL_S)
             oldest = asyncio.get_running_loop().time() - ORPHAN_TIMEOUT_S
             for answer in [one for one in self._orphans.values() if one.orphaned_at < oldest]:
-                self._give_up(answer)
+                waited = f"No engine was ready within {ORPHAN_TIMEOUT_S:g} s; send the request again later."
+                self._give_up(answer, ENGINE_LOST if answer.token_ids else waited)
 
 
 def launch_pool(setup: EngineSetup, count: int) -> EnginePool:

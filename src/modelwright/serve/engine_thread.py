@@ -96,6 +96,7 @@ class EngineThread:
         self.check = check
         self._adapters = adapters
         self.unavailable = ""
+        self.is_back_soon = False
         self._name = f"engine-{secrets.token_hex(4)}"
         self._commands: queue.SimpleQueue[_Add | _Abort | _Call | _Stop] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)

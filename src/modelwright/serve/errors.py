@@ -53,9 +53,11 @@ def shutting_down(message: str, retry_after_s: int) -> ApiError:
     return ApiError(503, message, code="overloaded", headers={"Retry-After": str(retry_after_s)})
 
 
-def engine_lost() -> ApiError:
+ENGINE_LOST = "The engine that computed this answer was lost, and it cannot be continued; send the request again."
+
+
+def engine_lost(text: str = ENGINE_LOST) -> ApiError:
     """503 for an answer whose engine is gone."""
-    text = "The engine that computed this answer was lost, and it cannot be continued; send the request again."
     return ApiError(503, text, code="engine_lost", headers={"Retry-After": "1"})
 
 

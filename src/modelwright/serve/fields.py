@@ -4,7 +4,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Any, cast
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
 from modelwright.serve.contents import CONTENT_SCHEMA, Said, read_content
 from modelwright.serve.limits import Limits
@@ -64,7 +64,14 @@ Unsupported = Annotated[Any, unsupported(), WithJsonSchema({"type": "null"})]
 
 
 class Strict(BaseModel):
+    """Refuses unknown fields. A field that is null asks for nothing, so it is read as one that is left out."""
+
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: Any) -> Any:
+        return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
 
 
 class RequestModel(Strict):

@@ -7,8 +7,8 @@ shape, then by what its fields hold. Many numbers can be legitimate, token ids o
 pauses (`parsing.py`).
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from modelwright.serve.body_shape import BodyShape
@@ -22,6 +22,9 @@ BYTES_PER_TOKEN = 16
 
 BATCH_BYTES_PER_TOKEN = 4
 """The same for each further prompt of a completion request."""
+
+MAX_INPUTS = 2048
+"""Texts of one request for embeddings or scores, as OpenAI allows."""
 
 MAX_ENTRIES = 1024
 """Entries of any list or object that is not the prompt."""
@@ -59,6 +62,11 @@ class Limits:
         text = f"The body is larger than {self.body_bytes(num_prompts)} bytes, the most that this server reads"
         no_images = "" if self.image_bytes else "; this model reads no images"
         return ApiError(413, f"{text} for a context of {self.context} tokens{no_images}.", code="body_too_large")
+
+    @property
+    def of_inputs(self) -> "Limits":
+        """Those of a request for embeddings or scores, whose inputs are no answers."""
+        return replace(self, max_choices=MAX_INPUTS)
 
     def check_shape(self, shape: BodyShape) -> None:
         """Raise `ApiError` 400 for a body that no prompts within the context need."""
@@ -98,7 +106,7 @@ class Limits:
         self._check_entries(data, param)
         if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
             if len(prompt) > self.max_choices:
-                raise too_many_answers(self.max_choices)
+                raise too_many_answers(self.max_choices) if param == "prompt" else self.too_many_inputs(param, prompt)
             prompts: Iterable[Any] = prompt
         else:
             prompts = [prompt]
@@ -107,6 +115,11 @@ class Limits:
                 self._check_characters(len(one), param)
             elif isinstance(one, list):
                 self._check_tokens(len(one), param, "token ids")
+
+    def too_many_inputs(self, param: str, inputs: Sequence[Any]) -> ApiError:
+        """400 for more texts than one request may have embedded or scored."""
+        text = f"{param!r} has {len(inputs)} entries; a request may have at most {self.max_choices}. Send several."
+        return ApiError(400, text, param=param, code="invalid_value")
 
     def _check_entries(self, data: dict[str, Any], prompt: str) -> None:
         for name, value in data.items():

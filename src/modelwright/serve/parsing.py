@@ -32,7 +32,7 @@ def parse_request(kind: type[R], body: bytes, limits: Limits) -> R:
     data = _load(body, limits)
     if not isinstance(data, dict):
         raise ApiError(400, "The body must be a JSON object.", code="invalid_json")
-    unknown = next((name for name in data if name not in kind.model_fields), None)
+    unknown = next((name for name, value in data.items() if name not in kind.model_fields and value is not None), None)
     if unknown is not None:
         raise _unknown_field(kind, unknown)
     kind.check_size(data, limits)

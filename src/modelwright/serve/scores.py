@@ -14,27 +14,25 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from modelwright.serve.bodies import parsed
-from modelwright.serve.errors import ApiError
 from modelwright.serve.inputs import admit, require_fitting, require_scorer
 from modelwright.serve.jobs import EmbeddingJob
 from modelwright.serve.keys import Caller
+from modelwright.serve.limits import MAX_INPUTS
 from modelwright.serve.parsing import parse_request
 from modelwright.serve.pooled_outputs import pooled_outputs
 from modelwright.serve.protocol import RerankRequest, ScoreRequest
 from modelwright.serve.served_model import NamedWeights
 from modelwright.serve.service import Lease, service_of, version_header
-from modelwright.serve.worker import Stream
 
 
 async def create_score(request: Request) -> Response:
     service = service_of(request)
     caller = service.caller(request, "infer")
     with service.lease() as lease:
-        body = await admit(request, lease, num_prompts=service.config.max_completions)
+        body = await admit(request, lease, num_prompts=MAX_INPUTS)
         asked, inputs = await parsed(lambda: _read_score(body, lease), len(body), lease)
         weights = lease.model.weights_of(asked.model)
-        stream = _submit(lease, weights, inputs, caller)
-    scores = await _scores(request, lease, stream, inputs, asked)
+        scores = await _scores(request, lease, weights, inputs, asked, caller)
     data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
     reply = _envelope("score", asked, inputs) | {"object": "list", "created": int(time.time()), "data": data}
     return JSONResponse(reply, headers=version_header(weights.version))
@@ -44,11 +42,10 @@ async def rerank(request: Request) -> Response:
     service = service_of(request)
     caller = service.caller(request, "infer")
     with service.lease() as lease:
-        body = await admit(request, lease, num_prompts=service.config.max_completions)
+        body = await admit(request, lease, num_prompts=MAX_INPUTS)
         asked, inputs = await parsed(lambda: _read_rerank(body, lease), len(body), lease)
         weights = lease.model.weights_of(asked.model)
-        stream = _submit(lease, weights, inputs, caller)
-    scores = await _scores(request, lease, stream, inputs, asked)
+        scores = await _scores(request, lease, weights, inputs, asked, caller)
     best = sorted(range(len(scores)), key=lambda index: (-scores[index], index))[: asked.top_n or None]
     results: list[dict[str, Any]] = [{"index": index, "relevance_score": scores[index]} for index in best]
     if asked.return_documents is not False:
@@ -59,40 +56,34 @@ async def rerank(request: Request) -> Response:
 
 
 def _read_score(body: bytes, lease: Lease) -> tuple[ScoreRequest, list[list[int]]]:
-    asked = parse_request(ScoreRequest, body, lease.model.limits)
+    asked = parse_request(ScoreRequest, body, lease.model.limits.of_inputs)
     lease.require_model(asked.model)
     require_scorer(lease, asked.model)
     return asked, _conversations(asked.pairs, "text_2", lease)
 
 
 def _read_rerank(body: bytes, lease: Lease) -> tuple[RerankRequest, list[list[int]]]:
-    asked = parse_request(RerankRequest, body, lease.model.limits)
+    asked = parse_request(RerankRequest, body, lease.model.limits.of_inputs)
     lease.require_model(asked.model)
     require_scorer(lease, asked.model)
     return asked, _conversations([(asked.query, document) for document in asked.documents], "documents", lease)
 
 
 def _conversations(pairs: Sequence[tuple[str, str]], param: str, lease: Lease) -> list[list[int]]:
-    if len(pairs) > lease.model.limits.max_choices:
-        text = f"This server scores at most {lease.model.limits.max_choices} pairs in a request; send fewer."
-        raise ApiError(400, text, param=param, code="invalid_value")
     inputs = [lease.model.codec.encode_answer(question, answer) for question, answer in pairs]
     return require_fitting(inputs, param, lease)
-
-
-def _submit(lease: Lease, weights: NamedWeights, inputs: Sequence[Sequence[int]], caller: Caller) -> Stream:
-    jobs = [EmbeddingJob(ids, caller.salt, weights.adapter, "score") for ids in inputs]
-    return lease.model.worker.submit(jobs, caller)
 
 
 async def _scores(
     request: Request,
     lease: Lease,
-    stream: Stream,
+    weights: NamedWeights,
     inputs: Sequence[Sequence[int]],
     asked: ScoreRequest | RerankRequest,
+    caller: Caller,
 ) -> list[float]:
-    outputs = await pooled_outputs(request, lease, stream, sum(map(len, inputs)))
+    jobs = [EmbeddingJob(ids, caller.salt, weights.adapter, "score") for ids in inputs]
+    outputs = await pooled_outputs(request, lease, jobs, caller)
     scores = [output[0] for output in outputs]
     return scores if asked.use_activation is False else [_sigmoid(score) for score in scores]
 

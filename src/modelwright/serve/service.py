@@ -169,9 +169,12 @@ class Lease:
         self.service.require_name(name, self.model)
 
 
+VERSION_HEADER = "X-Model-Version"
+
+
 def version_header(version: str) -> dict[str, str]:
     """The header of an answer that says which weights made it."""
-    return {"X-Model-Version": version}
+    return {VERSION_HEADER: version}
 
 
 def service_of(request: Request) -> Service:

@@ -121,7 +121,7 @@ class EngineWorker:
         """
         if self.failed:
             raise ApiError(503, self.client.unavailable, code="engine_failed")
-        if self.client.unavailable:
+        if self.client.unavailable and not self.client.is_back_soon:
             raise shutting_down(self.client.unavailable, RETRY_AFTER_S)
         excess = self.num_open + count - self._capacity
         if excess > 0:

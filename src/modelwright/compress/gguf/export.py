@@ -7,6 +7,7 @@ the head have 8 bits, because errors there reach every token.
 
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -66,7 +67,7 @@ def export_gguf(folder: Path, target: Path, *, number_format: GgufFormat, name: 
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
             writer = gguf.GGUFWriter(temporary, chosen.name)
-            writer.add_name(name)
+            writer.add_name(_shown_name(name, vocabulary))
             writer.add_file_type(_FILE_TYPES[number_format])
             writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
             _add_settings(writer, settings_of(config, chosen), chosen.name)
@@ -78,6 +79,15 @@ def export_gguf(folder: Path, target: Path, *, number_format: GgufFormat, name: 
         finally:
             temporary.unlink(missing_ok=True)
     return target
+
+
+def _shown_name(name: str, vocabulary: Vocabulary) -> str:
+    """The name in a form from which llama.cpp concludes what is true of the vocabulary: a name with `phi-3` or `phi3`
+    makes it strip white space after special tokens, and fail where there is no `</s>`; one with `modern-bert` changes
+    the token `[MASK]`.
+    """
+    neutral = re.sub(r"(phi|modern)-?(?=3|bert)", r"\1 ", name, flags=re.IGNORECASE)
+    return f"Phi-3 {neutral}" if vocabulary.strips_like_phi3 else neutral
 
 
 def gguf_package() -> Any:

@@ -47,6 +47,8 @@ class Vocabulary:
     special: Mapping[str, int] = field(default_factory=dict[str, int])
     """Token ids by name: bos, eos, eot, unknown, padding."""
     adds_bos: bool = False
+    strips_like_phi3: bool = False
+    """Whether special tokens take the white space after them, as those of Phi-3 do."""
     adds_space: bool = False
     """Whether a blank is put before a text."""
     chat_template: str = ""
@@ -84,8 +86,25 @@ def read_vocabulary(folder: Path, vocab_size: int) -> Vocabulary:
         special=_special(tokenizer, model),
         adds_bos=tokenizer.bos_id is not None and tokenizer.begin_ids[:1] == [tokenizer.bos_id],
         chat_template=tokenizer.chat_template.source,
+        strips_like_phi3=_strips_like_phi3(folder, definition),
         **parts,
     )
+
+
+def _strips_like_phi3(folder: Path, definition: Mapping[str, Any]) -> bool:
+    """Whether added tokens take the white space after them. llama.cpp knows one choice of such tokens, Phi-3's
+    (`llama_vocab::impl::load`). Raises `ModelError` for others, and for tokens that take the space before them.
+    """
+    added = {entry["content"]: entry for entry in definition["added_tokens"]}
+    for side in ("lstrip", "single_word"):
+        if names := [name for name, entry in added.items() if entry.get(side)]:
+            raise _refusal(folder, f"added token with {side} ({names[0]})")
+    stripping = {name for name, entry in added.items() if entry.get("rstrip")}
+    of_phi3 = {*added, "</s>"} - {"<unk>", "<s>", "<|endoftext|>"}
+    if stripping and stripping != of_phi3:
+        name = min(stripping ^ of_phi3)
+        raise _refusal(folder, f"such choice of added tokens with rstrip (it differs from Phi-3's in {name})")
+    return bool(stripping)
 
 
 def _byte_level(folder: Path, definition: Mapping[str, Any], pieces: Mapping[int, str]) -> dict[str, Any]:

@@ -62,11 +62,13 @@ def one_by_one(change: TextChange) -> BatchChange:
 
 def texts_of(document: Document) -> list[str]:
     """The texts that may change: the body of a document without its title, or the user's turns of a conversation. What
-    the assistant says stays, because that is what is learned.
+    the assistant says stays, because that is what is learned. Lone surrogates, which no library here can encode, are
+    question marks, as in documents that are read from files.
     """
+    texts = [document.body]
     if document.kind == "qa":
-        return [turn["content"] for turn in document.messages if turn["role"] == "user"]
-    return [document.body]
+        texts = [turn["content"] for turn in document.messages if turn["role"] == "user"]
+    return [text.encode("utf-8", "replace").decode("utf-8") for text in texts]
 
 
 def with_texts(document: Document, texts: Sequence[str | None]) -> Document | None:

@@ -52,7 +52,7 @@ def _shuffle(paragraph: str, language: str, rng: Random) -> str:
 def _is_whole(sentence: str) -> bool:
     """Whether no quotation and no parenthesis begins in one sentence and ends in another."""
     balanced = all(sentence.count(left) == sentence.count(right) for left, right in _PAIRS)
-    return balanced and sentence.count('"') % 2 == 0 and sentence[-1] in '.!?…"”’)]'
+    return balanced and sentence.count('"') % 2 == 0 and sentence[-1] in '.!?…"”’)]。！？」'
 
 
 def _keep_space(piece: str, sentence: str) -> str:

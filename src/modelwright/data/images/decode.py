@@ -101,7 +101,10 @@ def _opened(data: bytes, max_pixels: int) -> Iterator["Image.Image"]:
     except module.DecompressionBombError as error:
         raise ImageFault(TOO_LARGE, f"has too many pixels ({error})") from None
     except (OSError, EOFError) as error:
-        is_cut = "truncated" in str(error) or isinstance(error, EOFError)
+        # Pillow writes "image file is truncated" where pixels end and "Truncated File Read" where a header does. For
+        # WebP it says neither, but the container states its length.
+        is_cut = "truncated" in str(error).lower() or isinstance(error, EOFError)
+        is_cut |= data[:4] == b"RIFF" and 8 + int.from_bytes(data[4:8], "little") > len(data)
         raise ImageFault(TRUNCATED if is_cut else DAMAGED, f"cannot be decoded ({error})") from None
     except (ValueError, SyntaxError, IndexError, KeyError, TypeError, OverflowError, MemoryError) as error:
         # Pillow's readers raise whatever a damaged header leads to.

@@ -270,5 +270,7 @@ def _is_structure(value: Any) -> bool:
 def _named_image(record: Mapping[str, Any]) -> str:
     """The name of an image file in a record, or ""."""
     names = (record.get(name) for name in IMAGE_FIELDS)
-    files = (one for one in names if isinstance(one, str) and "://" not in one)
+    files = [one for one in names if isinstance(one, str) and "://" not in one]
+    if isinstance(name := record.get("image"), str) and ".." in PurePosixPath(name).parts:
+        return name  # whatever it ends with: it is refused as a path, not read as a record without text
     return next((one for one in files if one.lower().endswith(IMAGE_EXTENSIONS)), "")

@@ -34,7 +34,7 @@ from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.stage import RowSet
 from modelwright.pipeline.stages.align import ALIGN
 from modelwright.pipeline.stages.aligned_rows import MOST_IMAGES, ROWS_READ_AT_ONCE
-from modelwright.pipeline.stages.rows import PackJob, Sequences, suggest_row_len
+from modelwright.pipeline.stages.rows import PackJob, Sequences, num_empty_answers, suggest_row_len, tell_empty_answers
 
 CAPTION = "caption"
 """The stage whose settings decide the rows."""
@@ -107,8 +107,10 @@ def _pack(job: PackJob, split: Split) -> None:
         write_labels(folder, labels.numbers, labels.classes)
     if report and fit.num_dropped:
         report["skipped"] = {**report["skipped"], "no room for an answer": fit.num_dropped}
-    if split == "train" and fit.num_overlong:
-        _tell_overlong(job, fit)
+    if split == "train":
+        tell_empty_answers(job, fit)
+        if fit.num_overlong:
+            _tell_overlong(job, fit)
 
 
 def _sequences(
@@ -116,9 +118,11 @@ def _sequences(
 ) -> Sequences:
     image_text = config.image_token * tower_shape(job.config).num_patches
     for document in read_kept(job.clean, split=split, kind="image"):
+        turns = turns_about(document, config.question)
+        fit.num_empty_answers += num_empty_answers(turns)
         try:
             chats = job.tokenizer.encode_training_chats(
-                turns_about(document, config.question),
+                turns,
                 tools=document.tools,
                 loss=job.settings.chat_loss,
                 image_text=image_text,

@@ -5,7 +5,7 @@ its artifact with the rows of each split; a split without documents has no folde
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -17,7 +17,7 @@ from modelwright.core.errors import ConfigError, DataError
 from modelwright.data.augment.row_copies import Encode
 from modelwright.data.chat import ChatLoss
 from modelwright.data.clean import read_kept
-from modelwright.data.document import Document, Kind, Split
+from modelwright.data.document import Document, Kind, Message, Split, says_something
 from modelwright.data.fit import ConversationFit
 from modelwright.data.pack import PackConfig, TokenSequence, pack
 from modelwright.data.row_labels import row_score, row_source
@@ -121,6 +121,7 @@ def _pack_chats(job: PackJob, split: Split) -> None:
         report["skipped"] = {**report["skipped"], **reasons}
     if split == "train":
         _tell_overlong(job, fit)
+        tell_empty_answers(job, fit)
 
 
 def _conversations(job: PackJob, split: Split, fit: ConversationFit) -> Sequences:
@@ -140,6 +141,7 @@ def _chats(
         sequences = tokenizer.encode_training_chats(document.messages, tools=document.tools, loss=loss)
     except DataError as error:
         raise DataError(f"{document.id}: {error}") from None
+    fit.num_empty_answers += num_empty_answers(document.messages)
     return (fit.fit(ids, mask, stop_ids=tokenizer.stop_ids) for ids, mask in sequences)
 
 
@@ -171,6 +173,18 @@ class ChatEncoder:
             return [TokenSequence(*fitted) if fitted else TokenSequence([], []) for fitted in chats]
 
         return encode
+
+
+def num_empty_answers(turns: Sequence[Message]) -> int:
+    return sum(turn["role"] == "assistant" and not says_something(turn) for turn in turns)
+
+
+def tell_empty_answers(job: PackJob, fit: ConversationFit) -> None:
+    if fit.num_empty_answers:
+        job.context.progress.note(
+            f"pack: {fit.num_empty_answers:,} empty turns of the assistant are context and not learned, because they "
+            "would teach to end an answer before its first word"
+        )
 
 
 def _tell_overlong(job: PackJob, fit: ConversationFit) -> None:
