@@ -34,6 +34,7 @@ def _fail_by_signal(number: int, frame: object) -> None:
 if "PYTEST_XDIST_WORKER" in os.environ:  # which a signal would otherwise end without a word of where it came from
     signal.signal(signal.SIGTERM, _fail_by_signal)
 
+
 @pytest.fixture(scope="session", autouse=True)
 def no_working_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An empty folder, in which fixtures of a wider scope than one test are made."""

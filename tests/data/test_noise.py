@@ -125,7 +125,7 @@ def test_the_step_keeps_everything_where_its_own_test_fails(tmp_path: Path) -> N
 
 def results_of(num_good: int, num_lost: int, num_junk: int, num_found: int) -> dict[str, Any]:
     """The report of a test with so many texts, of which so many would be dropped."""
-    names = np.array([""] * num_good + [list(TEST_CORRUPTIONS)[0]] * num_junk)
+    names = np.array([""] * num_good + [next(iter(TEST_CORRUPTIONS))] * num_junk)
     dropped = np.r_[np.arange(num_good) < num_lost, np.arange(num_junk) < num_found]
     return heldout_report(names, dropped, NoiseConfig())
 

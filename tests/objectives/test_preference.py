@@ -94,7 +94,8 @@ def written_out(name: str, model: Decoder) -> tuple[Tensor, dict[str, float]]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_losses_and_gradients_equal_those_written_out(name: str, rows: PackedRows) -> None:
-    config = parse(PreferenceConfig, {"beta": BETA, "gradient_accumulation_steps": 2, "precision": {"policy": "fp32"}, **CASES[name][0]})
+    settings = {"beta": BETA, "gradient_accumulation_steps": 2, "precision": {"policy": "fp32"}}
+    config = parse(PreferenceConfig, {**settings, **CASES[name][0]})
     reference = preference_rows.reference_model(torch.float64) if config.has_reference else None
     objective = Preference(PackedLoader(rows, batch_rows=rows.num_groups, seed=1), config, reference)
     model = preference_rows.other_model(8, torch.float64)
@@ -142,7 +143,8 @@ def test_a_policy_that_is_its_own_reference_has_a_reward_of_zero(policy: str, ro
 
 
 @pytest.mark.parametrize(
-    ("margin", "resolution", "credit"), [(0.3, 0.1, 1.0), (-0.3, 0.1, 0.0), (0.05, 0.1, 0.5), (0.0, 0.0, 0.5), (1e-9, 0.0, 1.0)]
+    ("margin", "resolution", "credit"),
+    [(0.3, 0.1, 1.0), (-0.3, 0.1, 0.0), (0.05, 0.1, 0.5), (0.0, 0.0, 0.5), (1e-9, 0.0, 1.0)],
 )
 def test_a_margin_within_the_resolution_counts_one_half(margin: float, resolution: float, credit: float) -> None:
     assert shares_right(torch.tensor([margin]), torch.tensor([resolution])).tolist() == [credit]

@@ -79,8 +79,8 @@ def test_a_sample_of_the_first_step_one_a_minute_and_one_of_the_last(tmp_path: P
 
 
 def test_a_sample_ends_where_the_answer_does(tmp_path: Path) -> None:
-    """The last token decides the next one: the prompt is followed by a letter, the letter by the end of a turn or of the
-    text, and the end by the letter again.
+    """The last token decides the next one: the prompt is followed by a letter, the letter by the end of a turn or of
+    the text, and the end by the letter again.
     """
     tokenizer = train_tokenizer(["def a(b): return b\n" * 20], TokenizerConfig(vocab_size=270))
     (letter,) = tokenizer.encode("x")

@@ -34,8 +34,12 @@ class InfillModel:
         ids = [[self._start, *self._tokenizer.encode(prompt)[-most:]] for prompt in prompts]
         params = [
             SamplingParams(
-                max_tokens=max_tokens, temperature=_TEMPERATURE, top_p=_TOP_P, seed=seed, stop_ids=self._tokenizer.stop_ids
-            )
+                max_tokens=max_tokens,
+                temperature=_TEMPERATURE,
+                top_p=_TOP_P,
+                seed=seed,
+                stop_ids=self._tokenizer.stop_ids,
+            )  # fmt: skip
             for seed in seeds
         ]
         # padded products: what is computed together cannot change a completion

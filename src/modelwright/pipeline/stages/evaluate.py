@@ -94,8 +94,8 @@ def training_rows(pack: Path) -> Iterable[TokenBatch]:
 
 
 def headline(result: dict[str, Any]) -> str:
-    """`bits per byte prose 1.71, code 1.50; answers perplexity 8.12; multiple choice 41.2% of 600 (above the best rival,
-    chance, 25.0%)`, with a warning if the bits are too low.
+    """`bits per byte prose 1.71, code 1.50; answers perplexity 8.12; multiple choice 41.2% of 600 (above the best
+    rival, chance, 25.0%)`, with a warning if the bits are too low.
     """
     bits = ", ".join(f"{kind} {table['bits_per_byte']:.3f}" for kind, table in result["bits_per_byte"].items())
     choice = result["multiple_choice"]
