@@ -119,7 +119,7 @@ def test_the_step_keeps_everything_where_its_own_test_fails(tmp_path: Path) -> N
     assert not dropped_as_noise(tmp_path / "few")
     (warning,) = noise_warnings(report)
     assert "the step noise kept everything" in warning
-    assert f"no more than {report.noise['precision_low']:.0%} is certain; 80% must be" in warning
+    assert f"only {report.noise['precision_low']:.0%} is certain; 80% must be" in warning
     assert "--clean.noise.trusted []" in warning
 
 

@@ -39,7 +39,7 @@ class InfillModel:
                 top_p=_TOP_P,
                 seed=seed,
                 stop_ids=self._tokenizer.stop_ids,
-            )  # fmt: skip
+            )
             for seed in seeds
         ]
         # padded products: what is computed together cannot change a completion

@@ -48,7 +48,8 @@ class Noise:
 
     def decide(self, corpus: MeasuredCorpus) -> Decisions:
         """Train the classifier, and score the documents in worker processes. Nothing is scored or dropped where its
-        test does not show the promised precision. Raises `DataError` if there are too few trusted samples to learn from.
+        test does not show the promised precision. Raises `DataError` if there are too few trusted samples to learn
+        from.
         """
         cascade, report = self._trained(corpus.folder)
         if not report["acts"]:

@@ -133,14 +133,14 @@ def _noise_blocks(clean: Mapping[str, Any]) -> list[Block]:
         f"{why[0].upper()}{why[1:]}."
         if why
         else (
-            f"Noise: of {count(noise['judged'])} documents the classifier was uncertain about {count(noise['uncertain'])} "
-            f"and left {count(noise['abstained'])} alone, whose form the trusted text does not have."
+            f"Noise: of {count(noise['judged'])} documents the classifier was uncertain about "
+            f"{count(noise['uncertain'])} and left {count(noise['abstained'])} alone, whose form the trusted text does not have."
         )
     )
     text = (
         f"{done} The classifier takes {percent(noise['trusted_dropped'], 1)} of trusted text that it has not seen for "
-        f"junk, and of junk from generators that it did not learn from {percent(noise['recall'], 1)}; where a tenth of a "
-        f"corpus is such junk, {percent(noise['precision'], 1)} of what it would drop is junk"
+        f"junk, and of junk from generators that it did not learn from {percent(noise['recall'], 1)}; where a tenth of "
+        f"a corpus is such junk, {percent(noise['precision'], 1)} of what it would drop is junk"
         + (f", and {percent(noise['precision_low'], 1)} at least." if "precision_low" in noise else ".")
     )
     rows = [[name.replace("_", " "), percent(recall, 1)] for name, recall in noise["recall_by_kind"].items()]
