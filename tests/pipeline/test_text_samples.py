@@ -88,9 +88,8 @@ def test_a_sample_ends_where_the_answer_does(tmp_path: Path) -> None:
     for stop in tokenizer.stop_ids:
         model = tiny_model(tokenizer.vocab_size, tie_embeddings=False)
         with torch.no_grad():
-            for block in model.blocks:
-                for weight in block.parameters():
-                    weight.zero_()
+            for weight in model.blocks.parameters():
+                weight.zero_()
             model.embedding.weight.zero_()
             model.head.weight.zero_()
             for axis, (token, following) in enumerate(((7, letter), (letter, stop), (stop, letter))):

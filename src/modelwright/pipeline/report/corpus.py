@@ -134,7 +134,8 @@ def _noise_blocks(clean: Mapping[str, Any]) -> list[Block]:
         if why
         else (
             f"Noise: of {count(noise['judged'])} documents the classifier was uncertain about "
-            f"{count(noise['uncertain'])} and left {count(noise['abstained'])} alone, whose form the trusted text does not have."
+            f"{count(noise['uncertain'])} and left {count(noise['abstained'])} alone, whose form the trusted text does "
+            "not have."
         )
     )
     text = (
