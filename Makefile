@@ -51,9 +51,11 @@ demo: $(VENV)/.installed
 	@echo "time     $$(($$(date +%s) - $(STARTED))) s: installation"
 	$(WITH_ISA) $(BIN)/modelwright run $(RECIPE) $(ARGS)
 
+# The second pass runs whatever the first one found, and the target fails where either does.
 test: $(VENV)/.installed-dev
-	$(PYTEST) $(ARGS)
-	$(if $(HAS_AVX512),$(if $(ARGS),,MODELWRIGHT_ISA=avx2 $(PYTEST) $(ISA_TESTS)))
+	@set -x; code=0; $(PYTEST) $(ARGS) || code=$$?; \
+	$(if $(HAS_AVX512),$(if $(ARGS),,MODELWRIGHT_ISA=avx2 $(PYTEST) $(ISA_TESTS) || code=$$?;)) \
+	exit $$code
 
 test-flower:
 	$(MAKE) VENV=.venv-flower .venv-flower/.installed-flower

@@ -1,9 +1,13 @@
-"""What all tests share: processes that they start hear Ctrl-C, also where the tests run in the background."""
+"""What all tests share: a working folder of their own each, and processes that hear Ctrl-C, also where the tests run in
+the background.
+"""
 
 import gc
 import os
 import signal
 import subprocess
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +19,10 @@ from impatient import look_once
 look_once()
 fork_commands()
 
+# The tests leave the folder that they are started in, and so do the processes that they start.
+if os.environ.get("PYTHONPATH"):
+    os.environ["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, os.environ["PYTHONPATH"].split(os.pathsep)))
+
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -25,6 +33,23 @@ def _fail_by_signal(number: int, frame: object) -> None:
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # which a signal would otherwise end without a word of where it came from
     signal.signal(signal.SIGTERM, _fail_by_signal)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_working_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An empty folder, in which fixtures of a wider scope than one test are made."""
+    folder = tmp_path_factory.mktemp("working-folders")
+    os.chdir(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _own_working_folder(no_working_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test runs in an empty folder. A name such as `quickstart` is looked for in `runs/` of the working folder,
+    so a test would find the runs of the developer, and another test the runs of that one.
+    """
+    monkeypatch.chdir(tempfile.mkdtemp(dir=no_working_folder))
+
 
 SLOW_FILES = (
     "test_pairs.py",

@@ -134,6 +134,27 @@ def test_make_test_runs_the_tests():
     assert re.search(r"/bin/python -m pytest\b", last_command), dry.stdout
 
 
+@pytest.mark.skipif(not shutil.which("make"), reason="no make")
+@pytest.mark.parametrize(
+    ("command", "fails"),
+    [
+        ("sh -c 'echo pass; exit 1'", True),
+        ("sh -c 'echo pass; test -n \"$$MODELWRIGHT_ISA\"'", True),  # the first pass alone fails
+        ("sh -c 'echo pass; test -z \"$$MODELWRIGHT_ISA\"'", True),
+        ("sh -c 'echo pass'", False),
+    ],
+)
+def test_the_pass_without_avx512_runs_and_counts_whatever_the_first_one_found(command, fails, monkeypatch):
+    monkeypatch.delenv("MODELWRIGHT_ISA", raising=False)
+    monkeypatch.delenv("MAKEFLAGS", raising=False)
+    environment = sys.prefix
+    assumed = [f"--assume-old={environment}/{stamp}" for stamp in (".installed-dev", ".torch")]
+    words = [*assumed, f"VENV={environment}", f"PYTEST={command}", "ARGS=", "HAS_AVX512=yes", "test"]
+    done = subprocess.run(["make", "-C", str(ROOT), *words], capture_output=True, text=True)
+    assert done.stdout.splitlines().count("pass") == 2, done.stdout + done.stderr
+    assert (done.returncode != 0) == fails
+
+
 def test_every_file_that_is_named_exists():
     named = re.findall(r"\]\(([^)#]+)\)", README)
     missing = [path for path in named if not path.startswith("http") and not (ROOT / path).exists()]

@@ -4,6 +4,7 @@ import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from modelwright.data.clean_config import CleanConfig, build_steps
 from modelwright.data.clean_report import CleanReport
 from modelwright.data.corruptions import TEST_CORRUPTIONS, TRAINING_CORRUPTIONS, Corruption
 from modelwright.data.document import Document
-from modelwright.data.noise_cascade import NoiseConfig
+from modelwright.data.noise_cascade import NoiseConfig, heldout_report
 from modelwright.data.noise_classifier import LinearClassifier, layout_of, threshold_for
 from modelwright.data.noise_model import NoiseModel
 from modelwright.pipeline.cleaning import noise_warnings
@@ -108,6 +109,51 @@ def test_the_report_is_about_generators_that_nobody_learned_from(cleaned: tuple[
     mean = sum(report.noise["recall_by_kind"].values()) / len(TEST_CORRUPTIONS)
     assert report.noise["recall"] == pytest.approx(mean, abs=1e-3)
     assert report.noise["recall_trained"] > 0.5
+
+
+def test_the_step_keeps_everything_where_its_own_test_fails(tmp_path: Path) -> None:
+    """The same corpus of which it drops junk: few trusted texts, or a high promise, show too little."""
+    report = clean(tmp_path / "few", corpus(60, 40), num_trusted=220)
+    assert report.noise["precision_low"] < 0.8
+    assert (report.noise["acts"], report.noise["dropped"], report.noise["judged"]) == (False, 0, 0)
+    assert not dropped_as_noise(tmp_path / "few")
+    (warning,) = noise_warnings(report)
+    assert "the step noise kept everything" in warning
+    assert f"only {report.noise['precision_low']:.0%} is certain; 80% must be" in warning
+    assert "--clean.noise.trusted []" in warning
+
+
+def results_of(num_good: int, num_lost: int, num_junk: int, num_found: int) -> dict[str, Any]:
+    """The report of a test with so many texts, of which so many would be dropped."""
+    names = np.array([""] * num_good + [next(iter(TEST_CORRUPTIONS))] * num_junk)
+    dropped = np.r_[np.arange(num_good) < num_lost, np.arange(num_junk) < num_found]
+    return heldout_report(names, dropped, NoiseConfig())
+
+
+def test_the_bound_is_that_of_exact_binomial_intervals() -> None:
+    """Without a false drop the upper bound of their fraction is 1 - 0.025^(1 / n), and so it is for the recall."""
+    found = results_of(1500, 0, 1500, 1500)
+    high = 1 - 0.025 ** (1 / 1500)
+    expected = 0.1 * (1 - high) / (0.1 * (1 - high) + 0.9 * high)
+    assert (found["precision"], found["precision_low"]) == (1.0, pytest.approx(expected, abs=1e-4))
+    assert found["acts"]
+
+
+@pytest.mark.parametrize(
+    ("results", "acts"),
+    [
+        ((1500, 1, 1500, 1350), True),
+        ((1500, 9, 1500, 1350), False),  # a precision of 94%
+        ((1500, 5, 1500, 1350), False),  # 97%, of which 93% are certain
+        ((150, 0, 150, 150), False),  # nothing wrong in a test that is too small to show it
+        ((1500, 0, 1500, 30), False),  # a filter that finds hardly any junk
+        ((0, 0, 0, 0), False),
+    ],
+)
+def test_it_acts_where_at_least_95_percent_are_certain(results: tuple[int, int, int, int], acts: bool) -> None:
+    found = results_of(*results)
+    assert found["acts"] == acts
+    assert found["precision_low"] <= found["precision"]
 
 
 def test_a_recall_near_zero_is_a_warning() -> None:
@@ -234,7 +280,7 @@ def test_a_model_of_hugging_face_reads_the_uncertain_ones(tmp_path: Path, monkey
     monkeypatch.setattr(NoiseModel, "scores", counted)
     junk = TRAINING_CORRUPTIONS["gibberish"](" ".join(map(good, range(3))), random.Random(0))
     mixed = [document(f"{good(number)} {junk[: 24 * (number % 40)]}", f"m{number}") for number in range(500, 540)]
-    few = {"num_trusted": 220, "model": str(folder), "model_noise_label": "junk"}
+    few = {"num_trusted": 220, "model": str(folder), "model_noise_label": "junk", "min_precision": 0.4}
     report = clean(tmp_path / "out", [*corpus(60, 20), *mixed], **few)
     assert 0 < report.noise["uncertain"] < 0.5 * report.noise["judged"], "it reads the uncertain ones alone"
     assert sum(read[2:]) == report.noise["uncertain"], "after calibration and test"

@@ -24,11 +24,11 @@ def test_perfect_calibration_has_no_error() -> None:
     assert found.log_loss == pytest.approx(-np.mean(np.log(right)))
 
 
-def test_too_much_confidence_is_an_error_and_equal_rewards_are_wrong() -> None:
+def test_too_much_confidence_is_an_error_and_equal_rewards_are_half_right() -> None:
     found = calibration(np.array([800.0, -800.0, 0.0]))
-    assert found.accuracy == pytest.approx(1 / 3)
+    assert found.accuracy == pytest.approx(1.5 / 3)
     assert [(one.low, one.high, one.count) for one in found.bins] == [(0.5, 0.55, 1), (0.95, 1.0, 2)]
-    assert found.expected_error == pytest.approx((0.5 + 2 * 0.5) / 3)
+    assert found.expected_error == pytest.approx((0.0 + 2 * 0.5) / 3)
     assert math.isfinite(found.log_loss)
     with pytest.raises(ValueError, match="no pairs"):
         calibration(np.zeros(0))

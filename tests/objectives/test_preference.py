@@ -15,6 +15,7 @@ from modelwright.core.errors import ConfigError
 from modelwright.data.batch import IGNORED
 from modelwright.data.loader import PackedLoader, PackedRows
 from modelwright.model.decoder import Decoder
+from modelwright.objectives.pairs import shares_right
 from modelwright.objectives.preference import Preference, PreferenceConfig, log_odds
 from modelwright.train.objective import TermSums, forward
 
@@ -93,7 +94,8 @@ def written_out(name: str, model: Decoder) -> tuple[Tensor, dict[str, float]]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_losses_and_gradients_equal_those_written_out(name: str, rows: PackedRows) -> None:
-    config = parse(PreferenceConfig, {"beta": BETA, "gradient_accumulation_steps": 2, **CASES[name][0]})
+    settings = {"beta": BETA, "gradient_accumulation_steps": 2, "precision": {"policy": "fp32"}}
+    config = parse(PreferenceConfig, {**settings, **CASES[name][0]})
     reference = preference_rows.reference_model(torch.float64) if config.has_reference else None
     objective = Preference(PackedLoader(rows, batch_rows=rows.num_groups, seed=1), config, reference)
     model = preference_rows.other_model(8, torch.float64)
@@ -117,18 +119,35 @@ def test_losses_and_gradients_equal_those_written_out(name: str, rows: PackedRow
         assert metrics[key] == pytest.approx(value, rel=1e-9), key
 
 
-def test_a_policy_that_is_its_own_reference_has_a_reward_of_zero(rows: PackedRows) -> None:
+@pytest.mark.parametrize("policy", ["fp32", "bf16_mixed"])
+def test_a_policy_that_is_its_own_reference_has_a_reward_of_zero(policy: str, rows: PackedRows) -> None:
+    """And half of its pairs in the right order, whatever rounding makes of them."""
     model = preference_rows.other_model(5, torch.float32)
     objective = Preference(
         PackedLoader(rows, batch_rows=4, seed=1),
-        PreferenceConfig(),
+        parse(PreferenceConfig, {"precision": {"policy": policy}}),
         preference_rows.reference_model(torch.float32),
     )
     batch = next(objective.batches(model, first=0, rank=0, world_size=1))
-    terms = objective.losses(forward(model, batch), batch, model)
+    narrow = torch.autocast("cpu", torch.bfloat16, enabled=policy == "bf16_mixed")
+    with narrow:
+        terms = objective.losses(forward(model, batch), batch, model)
+    total, count = terms.metrics["rewards/accuracies"]
+    assert float(total) == float(count) / 2
+    if policy != "fp32":
+        assert float(terms.metrics["rewards/margins"][0]) != 0, "rounding alone makes a margin"
+        return
     assert float(terms.metrics["rewards/margins"][0].abs()) < 1e-5
     mean = float(terms.losses["preference"].detach() / objective.weights(batch)["preference"])
     assert mean == pytest.approx(float(torch.tensor(2.0).log()), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("margin", "resolution", "credit"),
+    [(0.3, 0.1, 1.0), (-0.3, 0.1, 0.0), (0.05, 0.1, 0.5), (0.0, 0.0, 0.5), (1e-9, 0.0, 1.0)],
+)
+def test_a_margin_within_the_resolution_counts_one_half(margin: float, resolution: float, credit: float) -> None:
+    assert shares_right(torch.tensor([margin]), torch.tensor([resolution])).tolist() == [credit]
 
 
 def test_rows_without_labels_count_nothing(rows: PackedRows) -> None:

@@ -8,15 +8,18 @@ import pytest
 
 from modelwright.core.rundir import RunDir
 from modelwright.pipeline.report.blocks import Chart, Note, Samples, Section, Table
+from modelwright.pipeline.report.closing import figures
 from modelwright.pipeline.report.format import percent
 from modelwright.pipeline.report.results import (
     evaluation_facts,
+    evaluation_lines,
     evaluation_section,
     int8_facts,
     int8_section,
     serving_section,
 )
 from modelwright.pipeline.report.run_data import RunData, StageData
+from modelwright.pipeline.stages.evaluate import headline
 from modelwright.recipes.load import recipe
 
 SPEEDS = [(1, 1, 2431.0, 1343.3), (8, 1, 18006.5, 11016.2), (32, 1, 58786.6, 43935.1), (1, 128, 154745.6, 114531.3)]
@@ -193,13 +196,38 @@ def test_what_needs_no_question_stands_beside_the_accuracy(tmp_path: Path) -> No
     data = RunData(recipe("tiny"), run, {}, {"evaluate": stage})
     results = json.loads((stage.folder.artifact / "results.json").read_text())
     facts = {fact.label: fact for fact in evaluation_facts(data, stage)}
-    assert "chance 25%, word overlap 100%, without the question 31%" in facts["Multiple choice"].hint
+    assert facts["Multiple choice"].hint.startswith("below the best rival, shared words, 100.0%; chance 25%, p = ")
     del results["models"]["pretrain"]["multiple_choice"]["by_score"]["without_question"]
     (stage.folder.artifact / "results.json").write_text(json.dumps(results))
     section = evaluation_section(data, stage)
     assert not any("without the question" in block.svg for block in section.blocks if isinstance(block, Chart))
-    facts = {fact.label: fact for fact in evaluation_facts(data, stage)}
-    assert "without" not in facts["Multiple choice"].hint
+    assert evaluation_facts(data, stage)
+
+
+@pytest.mark.parametrize(
+    ("rivals", "words"),
+    [
+        ({"shared_words": 0.33, "shared_parts_of_words": 0.443}, "below the best rival, shared parts of words, 44.3%"),
+        ({"shared_words": 0.33}, "above the best rival, shared words, 33.0%"),
+        ({"without_question": 0.38}, "below the best rival, the model without the question, 38.0%"),
+        ({"longest": 0.371}, "equal to the best rival, longest, 37.1%"),
+        ({}, "above the best rival, chance, 25.0%"),
+    ],
+)
+def test_the_best_rival_is_named_wherever_the_accuracy_is(rivals: dict[str, float], words: str, tmp_path: Path) -> None:
+    """In the report's facts, which the model card and the closing lines have, and in the stage's own line."""
+    cues = {name: value for name, value in rivals.items() if name != "without_question"}
+    choice = {
+        **CHOICE, "questions": 429, "accuracy": 0.371, "log10_p_value": -5.0, "chance": 0.25, "cues": cues,
+        "by_score": {"pmi": 0.371, **{name: rivals[name] for name in rivals if name not in cues}},
+    }  # fmt: skip
+    model = {"bits_per_byte": {"prose": scores(5)}, "multiple_choice": choice, "lossless": True}
+    data, stage = run_data(tmp_path, "evaluate", {"results.json": {"models": {"sft": model}, "final": "sft"}})
+    (line,) = (line for line in figures(data) if line.startswith("Multiple choice"))
+    assert "37.1%" in line
+    assert words in line
+    assert words in evaluation_lines(data, stage)[-1]
+    assert words in headline(model)
 
 
 def test_percentages_are_written_as_in_american_english() -> None:

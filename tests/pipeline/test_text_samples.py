@@ -56,15 +56,19 @@ class Clock:
         return self.now
 
 
-def test_a_sample_of_the_first_step_one_a_minute_and_one_of_the_last(tmp_path: Path) -> None:
-    tokenizer = train_tokenizer(["def a(b): return b\n" * 20], TokenizerConfig(vocab_size=270))
+def tiny_model(vocab_size: int, *, tie_embeddings: bool = True) -> Decoder:
     shape = ModelConfig(
-        vocab_size=tokenizer.vocab_size, num_layers=1, model_dim=16, num_heads=2, num_kv_heads=1, head_dim=8,
-        ffn_dim=32, max_seq_len=64,
+        vocab_size=vocab_size, num_layers=1, model_dim=16, num_heads=2, num_kv_heads=1, head_dim=8, ffn_dim=32,
+        max_seq_len=64, tie_embeddings=tie_embeddings,
     )  # fmt: skip
     model = Decoder(shape)
     model.init_weights(seed=0)
-    run = mock.MagicMock(model=model, num_steps=9)
+    return model
+
+
+def test_a_sample_of_the_first_step_one_a_minute_and_one_of_the_last(tmp_path: Path) -> None:
+    tokenizer = train_tokenizer(["def a(b): return b\n" * 20], TokenizerConfig(vocab_size=270))
+    run = mock.MagicMock(model=tiny_model(tokenizer.vocab_size), num_steps=9)
     technique = _build(run, folder=tmp_path, tokenizer=tokenizer, prompt=[5, 6, 7], clock=Clock())
     assert technique is not None
     assert technique.on_step_end is not None
@@ -72,6 +76,31 @@ def test_a_sample_of_the_first_step_one_a_minute_and_one_of_the_last(tmp_path: P
         technique.on_step_end(mock.MagicMock(step=step, loss=1.0))
     assert [one["step"] for one in read_records(tmp_path / FILE)] == [1, 4, 7, 9]
     assert run.note.call_args_list[0].args[0].startswith("step 1: ")
+
+
+def test_a_sample_ends_where_the_answer_does(tmp_path: Path) -> None:
+    """The last token decides the next one: the prompt is followed by a letter, the letter by the end of a turn or of
+    the text, and the end by the letter again.
+    """
+    tokenizer = train_tokenizer(["def a(b): return b\n" * 20], TokenizerConfig(vocab_size=270))
+    (letter,) = tokenizer.encode("x")
+    assert len(tokenizer.stop_ids) == 2
+    for stop in tokenizer.stop_ids:
+        model = tiny_model(tokenizer.vocab_size, tie_embeddings=False)
+        with torch.no_grad():
+            for weight in model.blocks.parameters():
+                weight.zero_()
+            model.embedding.weight.zero_()
+            model.head.weight.zero_()
+            for axis, (token, following) in enumerate(((7, letter), (letter, stop), (stop, letter))):
+                model.embedding.weight[token, axis] = 1.0
+                model.head.weight[following, axis] = 100.0
+        run = mock.MagicMock(model=model, num_steps=1)
+        technique = _build(run, folder=tmp_path, tokenizer=tokenizer, prompt=[5, 6, 7])
+        assert technique is not None
+        assert technique.on_step_end is not None
+        technique.on_step_end(mock.MagicMock(step=1, loss=1.0))
+        assert [one["text"] for one in read_records(tmp_path / FILE)] == ["x"]
 
 
 def test_samples_that_a_crash_left_are_made_again(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def calibration(differences_P: np.ndarray) -> Calibration:
     differences_P = differences_P.astype(np.float64)
     log_loss_P = np.logaddexp(0.0, -differences_P)
     confidence_P = np.exp(-np.logaddexp(0.0, -np.abs(differences_P)))
-    is_right_P = differences_P > 0
+    is_right_P = (1 + np.sign(differences_P)) / 2  # a tie is half right, as its confidence of 0.5 says
     places_P = np.minimum(((confidence_P - 0.5) * 2 * NUM_BINS).astype(np.int64), NUM_BINS - 1)
     bins = [
         ConfidenceBin(

@@ -99,6 +99,17 @@ def summarize_answers(records: Sequence[Mapping[str, Any]], *, score: str) -> di
     }
 
 
+def best_rival(summary: Mapping[str, Any]) -> tuple[str, float]:
+    """The name and the accuracy of the strongest rival in a result of `summarize_answers`: chance, a cue, or the model
+    without the question.
+    """
+    rivals = {"chance": summary["chance"]}
+    rivals |= {name.replace("_", " "): accuracy for name, accuracy in summary["cues"].items()}
+    if WITHOUT_QUESTION in summary["by_score"]:
+        rivals["the model without the question"] = summary["by_score"][WITHOUT_QUESTION]
+    return max(rivals.items(), key=lambda rival: rival[1])
+
+
 def _scored_text(question: Question, text: str) -> str:
     """A candidate as it follows the lead."""
     return f" {text}" if question.lead else text

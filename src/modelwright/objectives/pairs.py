@@ -65,6 +65,15 @@ def _selected(values_G2S: Tensor, is_pair_GS: Tensor) -> PairValues:
     return PairValues(values_G2S[:, 0][is_pair_GS], values_G2S[:, 1][is_pair_GS])
 
 
+def shares_right(margins_P: Tensor, resolution_P: Tensor | float = 0.0) -> Tensor:
+    """The credit of each pair for its order [P]: 1 where the chosen answer is ahead, 0 where the rejected one is, and
+    one half for a tie, as in the area under the ROC curve. A margin of at most the resolution is a tie: its sign is a
+    matter of rounding. TRL counts ties as wrong and has no resolution, so that a policy that equals its reference has
+    an accuracy anywhere between 0 and 1 (`DPOTrainer`, `rewards/accuracies`).
+    """
+    return (1 + margins_P.sign() * (margins_P.abs() > resolution_P)) / 2
+
+
 def with_reference(batch: TokenBatch, reference: FrozenModel, *, num_parts: int) -> TokenBatch:
     """The batch with the extra `reference_BT`: log-probabilities of the labels under a reference model, in FP32.
     num_parts: number of chunks in which the rows are processed.

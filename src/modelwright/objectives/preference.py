@@ -17,7 +17,8 @@ from modelwright.core.errors import ConfigError
 from modelwright.data.batch import TokenBatch
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.next_token import numbered_batches
-from modelwright.objectives.pairs import Pairs, PairValues, absent, with_reference
+from modelwright.objectives.pairs import Pairs, PairValues, absent, shares_right, with_reference
+from modelwright.ops.lowp_linear import Format
 from modelwright.train.config import TrainConfig
 from modelwright.train.frozen_model import FrozenModel
 from modelwright.train.objective import BatchSource, Metric, Objective, Terms
@@ -26,6 +27,13 @@ PREFERENCE, NLL = "preference", "nll"
 """Names of the loss terms."""
 MOST_LOG_PROB = -1e-12
 """Where odds p / (1 - p) are cut, so that they stay finite."""
+RESOLUTION: Mapping[Format, float] = {
+    "fp32": 2**-20, "fp16": 2**-10, "bf16": 2**-8, "int8": 2**-6, "fp8": 2**-4,
+}  # fmt: skip
+"""Largest margin that rounding makes of a policy that equals its reference, by the format of its matrix products,
+relative to the root of the sum of the squared log-probabilities of the pair's tokens: errors of tokens are independent.
+Of 200 pairs of answers of 5 to 120 tokens the largest was 2**-23 in FP32 and 2**-10 in BF16. The others follow from
+BF16's by the ratio of the formats' unit roundoffs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +121,9 @@ class Preference(Objective):
             # Subtracted token by token: the sums of long answers are large, and their difference is small.
             scores = pairs.sums(log_probs_BT - batch.extras["reference_BT"])
             losses[PREFERENCE] = self._losses_P(scores, pairs.lengths).sum()
-        return Terms(losses, metrics | self._pair_metrics(pairs, log_probs, scores))
+        # Odds ratios have no reference whose rounding could be taken for a difference.
+        resolution_P = 0.0 if self.reference is None else self._resolution_P(pairs, log_probs_BT.detach())
+        return Terms(losses, metrics | self._pair_metrics(pairs, log_probs, scores, resolution_P))
 
     def _losses_P(self, scores: PairValues, lengths: PairValues) -> Tensor:
         """The loss of each pair [P]. scores: log-ratios of policy and reference."""
@@ -125,15 +135,24 @@ class Preference(Objective):
         logits_P = self.config.beta * margins_P
         return -(1 - smoothing) * F.logsigmoid(logits_P) - smoothing * F.logsigmoid(-logits_P)
 
-    def _pair_metrics(self, pairs: Pairs, log_probs: PairValues, scores: PairValues) -> dict[str, Metric]:
+    def _resolution_P(self, pairs: Pairs, log_probs_BT: Tensor) -> Tensor:
+        """The largest difference of two log-ratios [P] that may be rounding."""
+        precision, squares = self.config.precision, pairs.sums(log_probs_BT.square())
+        formats = ("bf16",) if precision.policy == "auto" else precision.possible  # the coarsest that `auto` may become
+        return max(RESOLUTION[one] for one in formats) * (squares.chosen + squares.rejected).sqrt()
+
+    def _pair_metrics(
+        self, pairs: Pairs, log_probs: PairValues, scores: PairValues, resolution_P: Tensor | float
+    ) -> dict[str, Metric]:
         """Under TRL's names; rewards are beta times the score, which is not divided by the length."""
         chosen_P, rejected_P = self.config.beta * scores.chosen, self.config.beta * scores.rejected
+        margins_P = chosen_P - rejected_P
         return pairs.means(
             {
                 "rewards/chosen": chosen_P,
                 "rewards/rejected": rejected_P,
-                "rewards/accuracies": (chosen_P > rejected_P).float(),
-                "rewards/margins": chosen_P - rejected_P,
+                "rewards/accuracies": shares_right(margins_P, self.config.beta * resolution_P),
+                "rewards/margins": margins_P,
                 "logps/chosen": log_probs.chosen,
                 "logps/rejected": log_probs.rejected,
             }

@@ -16,7 +16,7 @@ from modelwright.data.batch import TokenBatch
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.next_token import numbered_batches
-from modelwright.objectives.pairs import Pairs
+from modelwright.objectives.pairs import Pairs, shares_right
 from modelwright.objectives.reward_model import HEAD
 from modelwright.ops.piece_sums import piece_ends
 from modelwright.train.config import TrainConfig
@@ -78,7 +78,7 @@ class RewardModeling(Objective):
             sums_P = rewards.chosen + rewards.rejected
             losses[CENTER] = self.config.center_rewards_coefficient * sums_P.square().sum()
         metrics = {
-            "accuracy": (differences_P > 0).float(),
+            "accuracy": shares_right(differences_P),
             "margin": differences_P,
             "mean_reward": (rewards.chosen + rewards.rejected) / 2,
         }

@@ -22,7 +22,7 @@ from modelwright.data.clean_report import CleanReport
 from modelwright.data.corpora import corpus_words, find_corpus, without_corpora
 from modelwright.data.find_files import locate
 from modelwright.data.images.pairs import companions
-from modelwright.data.noise_cascade import low_recall
+from modelwright.data.noise_cascade import low_recall, refusal
 from modelwright.data.ray_tasks import RayTasks
 from modelwright.data.sources import SourceConfig, SourceReport, read_documents
 from modelwright.data.workers import LocalProcesses, ShardEngine
@@ -111,6 +111,8 @@ def engine_of(clean: CleanConfig) -> ShardEngine:
 
 def noise_warnings(report: CleanReport) -> list[str]:
     """What a reader of the result must know about the classifier of the stage noise."""
+    if why := refusal(report.noise):
+        return [why]
     names = low_recall(report.noise)
     if not names:
         return []

@@ -33,7 +33,14 @@ class InfillModel:
         most = self._model.config.max_seq_len - max_tokens - 1
         ids = [[self._start, *self._tokenizer.encode(prompt)[-most:]] for prompt in prompts]
         params = [
-            SamplingParams(max_tokens=max_tokens, temperature=_TEMPERATURE, top_p=_TOP_P, seed=seed) for seed in seeds
+            SamplingParams(
+                max_tokens=max_tokens,
+                temperature=_TEMPERATURE,
+                top_p=_TOP_P,
+                seed=seed,
+                stop_ids=self._tokenizer.stop_ids,
+            )
+            for seed in seeds
         ]
         # padded products: what is computed together cannot change a completion
         config = EngineConfig(

@@ -5,6 +5,7 @@ keeps that for the report.
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,7 @@ def _build(
     is_divided = any(isinstance(one, DTensor) for one in model.parameters())
     if not (prompt and run.world.is_first and is_whole) or is_divided or len(prompt) >= model.config.max_seq_len:
         return None
-    params = [SAMPLING]
+    params = [replace(SAMPLING, stop_ids=tokenizer.stop_ids)]
     config = EngineConfig(max_num_seqs=1, kv_cache_tokens=model.config.max_seq_len)
     last = clock()
 

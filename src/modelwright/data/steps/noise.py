@@ -1,4 +1,5 @@
-"""The step noise: drops documents that a classifier, trained on trusted text, takes for junk.
+"""The step noise: drops documents that a classifier, trained on trusted text, takes for junk, if a test has shown that
+it can.
 
 Training and its test are in `data/noise_cascade.py`, the classifier in `data/noise_classifier.py`.
 """
@@ -46,10 +47,14 @@ class Noise:
         return {"judged": is_text & (num_words >= FEWEST_WORDS)}
 
     def decide(self, corpus: MeasuredCorpus) -> Decisions:
-        """Train the classifier, and score the documents in worker processes. Raises `DataError` if there are too few
-        trusted samples to learn from.
+        """Train the classifier, and score the documents in worker processes. Nothing is scored or dropped where its
+        test does not show the promised precision. Raises `DataError` if there are too few trusted samples to learn
+        from.
         """
         cascade, report = self._trained(corpus.folder)
+        if not report["acts"]:
+            nothing = dict.fromkeys(("judged", "abstained", "uncertain", "dropped"), 0)
+            return Decisions(drops={}, report={"noise": {**report, **nothing}})
         numbers, values, by_model = [np.empty(0, np.int64)], [np.empty(0)], [np.empty(0, np.bool_)]
         num_judged = num_unknown = num_uncertain = 0
         for shard, arrays in corpus.engine.map(score_shard, self._jobs(corpus, cascade)):

@@ -6,7 +6,7 @@ from typing import Any
 from modelwright.core.redact import redact_text
 from modelwright.data.clean import read_dropped
 from modelwright.data.corpora import CORPORA
-from modelwright.data.noise_cascade import low_recall
+from modelwright.data.noise_cascade import low_recall, refusal
 from modelwright.data.steps.decontamination import DECONTAMINATION, PASSAGE_WORDS
 from modelwright.pipeline.report.blocks import Block, Excerpt, Fold, Note, Section, Table
 from modelwright.pipeline.report.corpus_charts import corpus_charts
@@ -128,15 +128,24 @@ def _noise_blocks(clean: Mapping[str, Any]) -> list[Block]:
     noise = clean.get("noise")
     if not noise:
         return []
+    why = refusal(noise)
+    done = (
+        f"{why[0].upper()}{why[1:]}."
+        if why
+        else (
+            f"Noise: of {count(noise['judged'])} documents the classifier was uncertain about "
+            f"{count(noise['uncertain'])} and left {count(noise['abstained'])} alone, whose form the trusted text does "
+            "not have."
+        )
+    )
     text = (
-        f"Noise: of {count(noise['judged'])} documents the classifier was uncertain about {count(noise['uncertain'])} "
-        f"and left {count(noise['abstained'])} alone, whose form the trusted text does not have. It drops "
-        f"{percent(noise['trusted_dropped'], 1)} of trusted text that it has not seen, and of junk from generators "
-        f"that it did not learn from {percent(noise['recall'], 1)}; where a tenth of a corpus is such junk, "
-        f"{percent(noise['precision'], 1)} of what it drops is junk."
+        f"{done} The classifier takes {percent(noise['trusted_dropped'], 1)} of trusted text that it has not seen for "
+        f"junk, and of junk from generators that it did not learn from {percent(noise['recall'], 1)}; where a tenth of "
+        f"a corpus is such junk, {percent(noise['precision'], 1)} of what it would drop is junk"
+        + (f", and {percent(noise['precision_low'], 1)} at least." if "precision_low" in noise else ".")
     )
     rows = [[name.replace("_", " "), percent(recall, 1)] for name, recall in noise["recall_by_kind"].items()]
-    blocks: list[Block] = [Note(text), Table(["junk it did not learn from", "dropped"], rows, "Noise", numeric=(1,))]
+    blocks: list[Block] = [Note(text), Table(["junk it did not learn from", "found"], rows, "Noise", numeric=(1,))]
     if names := low_recall(noise):
         blocks.append(Note(f"Warning: it hardly finds {', '.join(names)}."))
     return blocks

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from modelwright.evaluate.multiple_choice import WITHOUT_QUESTION
+from modelwright.evaluate.multiple_choice import WITHOUT_QUESTION, best_rival
 from modelwright.pipeline.report.answers import answer_blocks, answer_facts
 from modelwright.pipeline.report.blocks import (
     Block,
@@ -50,7 +50,7 @@ def evaluation_section(data: RunData, stage: StageData) -> Section:
 
 
 def evaluation_facts(data: RunData, stage: StageData) -> Sequence[Fact]:
-    """Bits per byte of the best model in each domain beside the best baseline, and the multiple-choice accuracy."""
+    """Bits per byte of the best model in each domain and the multiple-choice accuracy, with the best rival of each."""
     results = stage.json("results.json")
     rows = bits_rows(results, data.model_titles)
     models = [data.model_titles[name] for name in reversed(results["models"])]
@@ -63,11 +63,7 @@ def evaluation_facts(data: RunData, stage: StageData) -> Sequence[Fact]:
     facts += answer_facts(results, data.model_titles)
     choice = results["models"][results["final"]]["multiple_choice"]
     if choice["questions"]:
-        words = {"chance": choice["chance"], "word overlap": choice["cues"]["shared_words"]}
-        if WITHOUT_QUESTION in choice["by_score"]:
-            words["without the question"] = choice["by_score"][WITHOUT_QUESTION]
-        others = ", ".join(f"{name} {percent(value, 0)}" for name, value in words.items())
-        hint = f"{others}; p = {power(choice['log10_p_value'])} against chance"
+        hint = f"{rival_words(choice)}; chance {percent(choice['chance'], 0)}, p = {power(choice['log10_p_value'])}"
         facts.append(Fact("Multiple choice", percent(choice["accuracy"]), hint))
     return facts
 
@@ -98,6 +94,13 @@ def evaluation_lines(data: RunData, stage: StageData) -> Sequence[str]:
         for fact in facts
     ]
     return [*lines, f"answers  {'; '.join(shown)}"] if shown else lines
+
+
+def rival_words(choice: Mapping[str, Any]) -> str:
+    """How the accuracy compares with the strongest rival: `below the best rival, shared parts of words, 44.3%`."""
+    name, accuracy = best_rival(choice)
+    place = "below" if choice["accuracy"] < accuracy else "above" if choice["accuracy"] > accuracy else "equal to"
+    return f"{place} the best rival, {name}, {percent(accuracy)}"
 
 
 def _asks(models: Mapping[str, Any]) -> bool:

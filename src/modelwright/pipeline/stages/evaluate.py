@@ -25,6 +25,7 @@ from modelwright.pipeline.report.results import (
     evaluation_highlight,
     evaluation_lines,
     evaluation_section,
+    rival_words,
 )
 from modelwright.pipeline.report.run_data import StageData
 from modelwright.pipeline.stage import Rates, Stage, StageContext, StageSpec
@@ -93,16 +94,17 @@ def training_rows(pack: Path) -> Iterable[TokenBatch]:
 
 
 def headline(result: dict[str, Any]) -> str:
-    """`bits per byte prose 1.71, code 1.50; answers perplexity 8.12; multiple choice 41.2 % of 600`, with a warning if
-    the bits are too low.
+    """`bits per byte prose 1.71, code 1.50; answers perplexity 8.12; multiple choice 41.2% of 600 (above the best
+    rival, chance, 25.0%)`, with a warning if the bits are too low.
     """
     bits = ", ".join(f"{kind} {table['bits_per_byte']:.3f}" for kind, table in result["bits_per_byte"].items())
     choice = result["multiple_choice"]
-    asked = f"{choice['accuracy']:.1%} of {choice['questions']} (chance {choice['chance']:.0%})"
     parts = [f"bits per byte {bits}"] if bits else []
     parts += [f"warning: {LOSSY}"] if bits and not result["lossless"] else []
     parts += [f"answers perplexity {result['answers']['perplexity']:.3f}"] if result.get("answers") else []
-    return "; ".join([*parts, f"multiple choice {asked}"] if choice["questions"] else parts or ["nothing held out"])
+    if choice["questions"]:
+        parts.append(f"multiple choice {choice['accuracy']:.1%} of {choice['questions']} ({rival_words(choice)})")
+    return "; ".join(parts or ["nothing held out"])
 
 
 def _warnings(stage: StageData) -> Sequence[str]:
