@@ -10,13 +10,14 @@ import torch
 pytest.importorskip("cryptography")
 
 from federated_peers import OwnRows, sgd_settings
-from modelwright.core.config import parse
-from modelwright.core.errors import ConfigError
 from modelwright.federated.aggregate import ClientUpdate, mean_of, mean_update
 from modelwright.federated.config import FederatedConfig
 from modelwright.federated.local_training import LocalTraining
 from modelwright.federated.lora import FederatedLoraConfig, attach_federated, combination, frozen_weights
 from modelwright.federated.weights import set_weights, weight_vector
+
+from modelwright.core.config import parse
+from modelwright.core.errors import ConfigError
 from modelwright.model.adapters import ADAPTER, adapters_of, merge_adapters
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.next_token import NextToken

@@ -8,10 +8,11 @@ import pytest
 pytest.importorskip("cryptography")
 
 from federated_commands import FEDEX, run_with_rows, train_with_commands
+from modelwright.federated.weights import weight_vector
+
 from modelwright.cli.main import main
 from modelwright.core.records import read_records
 from modelwright.data.tokenizer import Tokenizer
-from modelwright.federated.weights import weight_vector
 from modelwright.model.hf import load_model
 
 
