@@ -21,7 +21,7 @@ from flwr.compat.common.recorddict_compat import fitres_to_recorddict, recorddic
 
 from modelwright.core.artifacts import read_manifest
 from modelwright.core.config import digest
-from modelwright.core.errors import ArtifactError, ConfigError, ModelwrightError
+from modelwright.core.errors import ConfigError, ModelwrightError
 from modelwright.core.rundir import RunDir
 from modelwright.core.seeds import derive_seed
 from modelwright.data.loader import PackedLoader, PackedRows
@@ -29,6 +29,7 @@ from modelwright.objectives.next_token import NextToken
 from modelwright.pipeline.models import find_model
 from modelwright.pipeline.run_config import read_run_config
 from modelwright.pipeline.stages.pack import PACK
+from modelwright.pipeline.stages.specs import known_stages
 from modelwright.pipeline.stages.stage_inputs import tokenizer_stage
 from modelwright.train.config import TrainConfig
 from modelwright_federated.config import FederatedConfig, load_settings
@@ -202,33 +203,34 @@ def rows_of(
     """The rows of a training stage, in an order of this client's, and the stage's settings. Only the stage `pack` of
     the run has to be finished.
     """
-    settings = read_run_config(run.config)
-    # Stages with settings of an objective learn other things from their rows, which may be pairs.
-    specs = {spec.name: spec for spec in settings.trainings if spec.config is TrainConfig}
-    if not specs or (stage and stage not in specs):
+    settings, packed = read_run_config(run.config), run.stage(PACK.name).artifact
+    read_manifest(packed, kind=PACK.name)
+    # Stages with settings of an objective learn other things from their rows, which may be pairs. The run need not have
+    # the stage: rows are packed for pretraining in a run that ends with `pack`.
+    folders = {
+        spec.name: packed / spec.rows.name / "train"
+        for spec in known_stages()
+        if spec.objective and spec.config is TrainConfig and spec.rows is not None
+    }
+    present = [name for name, folder in folders.items() if folder.is_dir()]
+    if not present or (stage and stage not in present):
         raise ConfigError(
-            f"--stage: {run.path} has no stage {stage!r} that learns the next token; "
-            f"choose from {', '.join(specs) or 'those of another run'}"
+            f"--stage: {run.path} has no rows of a stage {stage!r} that learns the next token; "
+            f"choose from {', '.join(present) or 'those of another run'}"
         )
-    spec = specs[stage] if stage else list(specs.values())[-1]
-    training = settings.section(spec)
+    name_of_stage = stage or present[-1]
+    training = settings.sections.get(name_of_stage, TrainConfig())
     if training.lora.r:
         raise ConfigError(
-            f"{spec.name}.lora.r: adapters of a federated training are in --settings; choose a --stage without them"
+            f"{name_of_stage}.lora.r: adapters of a federated training are in --settings; choose a --stage without them"
         )
-    packed = run.stage(PACK.name).artifact
-    read_manifest(packed, kind=PACK.name)
-    assert spec.rows is not None
-    folder = packed / spec.rows.name / "train"
-    if not folder.is_dir():
-        raise ArtifactError(f"{folder}: {run.path} has no rows for {spec.name}; choose another --stage")
     own = run.stage(tokenizer_stage(settings)).artifact / "tokenizer.json"
     expected = find_model(start).source.folder / "tokenizer.json"
     if not own.is_file() or own.read_bytes() != expected.read_bytes():
         raise ConfigError(
             f"--rows: {run.path} was tokenized by another tokenizer than {start}; make the run with --init-from {start}"
         )
-    rows = PackedRows(folder)
+    rows = PackedRows(folders[name_of_stage])
     if config.batch_tokens % rows.seq_len:
         raise ConfigError(
             f"batch_tokens: {config.batch_tokens} must be a multiple of the row length of {run.path}, {rows.seq_len}"

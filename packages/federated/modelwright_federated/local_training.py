@@ -140,8 +140,10 @@ def client_steps(training: TrainConfig, config: FederatedConfig) -> TrainConfig:
     """A stage's settings with the steps of a federated round: no decay and a constant rate, because a few steps of many
     clients are averaged; plain SGD does not clip, so that one step of all clients is one step on all their rows.
     """
+    precision = training.precision  # `auto` is measured by the stage itself, which need not have run
     return replace(
         training,
+        precision=replace(precision, policy="fp32") if precision.policy == "auto" else precision,
         optimizer=config.optimizer,
         learning_rate=config.learning_rate,
         batch_tokens=config.batch_tokens,

@@ -145,7 +145,7 @@ class FederatedServer:
             shown += f", loss {result.loss:.3f}" if math.isfinite(result.loss) else ""
             shown += f", epsilon {epsilon:.2f} at delta {config.privacy.delta:g}" if math.isfinite(epsilon) else ""
             self.note(f"round {number + 1} of {config.num_rounds}: {result.error or shown}")
-            if failed == MOST_FAILED_ROUNDS:
+            if failed == min(MOST_FAILED_ROUNDS, config.num_rounds - state.num_rounds):
                 raise ModelwrightError(f"federated: {failed} rounds in a row gave no update; the last: {result.error}")
         return self.weights
 

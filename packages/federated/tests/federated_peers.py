@@ -10,16 +10,16 @@ import tiny_run
 from flwr.app import Context, Message, RecordDict
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
-from modelwright_federated.client import FederatedClient, client_app
-from modelwright_federated.config import FederatedConfig, FederatedLoraConfig
-from modelwright_federated.local_training import ClientUpdate, LocalTraining
-from modelwright_federated.server import FederatedServer
-from modelwright_federated.weights import attach_federated
 
 from modelwright.core.config import parse
 from modelwright.data.batch import TokenBatch
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.next_token import NextToken
+from modelwright_federated.client import FederatedClient, client_app
+from modelwright_federated.config import FederatedConfig, FederatedLoraConfig
+from modelwright_federated.local_training import ClientUpdate, LocalTraining
+from modelwright_federated.server import FederatedServer
+from modelwright_federated.weights import attach_federated
 
 SIZE = 300
 

@@ -4,9 +4,10 @@ import math
 
 import numpy as np
 import pytest
-from modelwright_federated.privacy import epsilon_after, gaussian_delta, noise_multiplier, noise_ratio, noise_warning
 from scipy.integrate import quad
 from scipy.stats import norm
+
+from modelwright_federated.privacy import epsilon_after, gaussian_delta, noise_multiplier, noise_ratio, noise_warning
 
 
 @pytest.mark.parametrize(("epsilon", "std"), [(0.5, 1.0), (1.0, 2.0), (3.0, 0.5), (0.0, 1.0)])

@@ -22,11 +22,11 @@ from federated_peers import (
     settings,
     trainings,
 )
-from modelwright_federated.server import LOG_FILE, STATE
-from modelwright_federated.weights import GlobalWeights
 
 from modelwright.core.errors import ConfigError, ModelwrightError
 from modelwright.core.records import read_records
+from modelwright_federated.server import LOG_FILE, STATE
+from modelwright_federated.weights import GlobalWeights
 
 NAMES = ("ann", "ben", "cem", "dia")
 

@@ -12,11 +12,11 @@ pytest.importorskip("flwr")
 from federated_peers import MadeUp, MemoryGrid, from_round_1, mean_of, own_change, server, settings, trainings
 from flwr.common import bytes_to_ndarray
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key
+
+from modelwright.core.records import read_records
 from modelwright_federated.client import FederatedClient
 from modelwright_federated.secure import mean_error, protocol
 from modelwright_federated.server import LOG_FILE
-
-from modelwright.core.records import read_records
 
 NAMES = ("ann", "ben", "cem", "dia")
 SECURE = {
