@@ -21,9 +21,12 @@ def missing(name: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("found", "message"), [(missing, r"is not installed; pip install 'modelwright\[federated\]'"),
-                           (lambda name: "1.43.0", r"Flower 1\.43\.0 is installed, and 1\.42\.x is needed; pip install")]
-)  # fmt: skip
+    ("found", "message"),
+    [
+        (missing, r"is not installed; pip install 'modelwright\[federated\]'"),
+        (lambda name: "1.43.0", r"Flower 1\.43\.0 is installed, and 1\.42\.x is needed; pip install"),
+    ],
+)
 def test_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, found, message: str) -> None:
     monkeypatch.setattr(flower, "version", found)
     with pytest.raises(ConfigError, match=message):
@@ -43,7 +46,8 @@ def test_the_installed_version_is_the_one_that_is_asked_for() -> None:
 
 def test_telemetry_is_off_when_flower_is_imported_by_this_package() -> None:
     pytest.importorskip("flwr")
-    script = "import modelwright_federated.server as s; from flwr.supercore import telemetry as t; print(t.FLWR_TELEMETRY_ENABLED)"
+    script = "import modelwright_federated.server; from flwr.supercore import telemetry as t; "
+    script += "print(t.FLWR_TELEMETRY_ENABLED)"
     environment = {name: value for name, value in os.environ.items() if "TELEMETRY" not in name}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)

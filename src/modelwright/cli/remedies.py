@@ -35,7 +35,6 @@ USUAL_OF_PACKAGE: Mapping[str, str] = {
     "continual/lineage": "lineage",
     "data/augment": "augment",
     "evaluate": "evaluate",
-    "federated": "federated server",
     "infer": "serve",
     "plan": "plan",
     "plan/advice": "doctor",
