@@ -115,4 +115,6 @@ def _write_app(options: argparse.Namespace) -> int:
     return 0
 
 
-COMMAND = Command(run=federated, parser=parser, summary="fine-tune a model over clients that keep their data")
+COMMAND = Command(
+    name="federated", run=federated, parser=parser, summary="fine-tune a model over clients that keep their data"
+)
