@@ -11,7 +11,6 @@ from safetensors.numpy import load_file
 pytest.importorskip("flwr")
 
 from federated_peers import OwnRows, local_training, tiny_model
-
 from modelwright.core.config import parse
 from modelwright.model.adapters import ADAPTER, adapters_of, merge_adapters
 from modelwright.model.decoder import Decoder

@@ -22,7 +22,6 @@ from federated_peers import (
     settings,
     trainings,
 )
-
 from modelwright.core.errors import ConfigError, ModelwrightError
 from modelwright.core.records import read_records
 from modelwright_federated.server import LOG_FILE, STATE

@@ -9,7 +9,6 @@ import pytest
 pytest.importorskip("flwr")
 
 from flower_processes import federation
-
 from modelwright.cli.main import main
 from modelwright.core.errors import ConfigError
 from modelwright.core.records import read_records
