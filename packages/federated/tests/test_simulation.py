@@ -39,7 +39,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     small = ["--pack.seq_len", "64", "--hardware.num_threads", "1"]
     for number, name in enumerate(("base", "a", "b", "c")):
-        lines = (f"{n} is followed by {n + 1}, and {number} times {n} is {number * n}." for n in range(600))
+        lines = (
+            f"{n} is followed by {n + 1}, and {number + 2} times {n} is {(number + 2) * n}: a line." for n in range(900)
+        )
         (folder / f"{name}.txt").write_text("\n".join(lines))
         words = ["run", "tiny", "--run-dir", str(folder / name), "--data.sources", str(folder / f"{name}.txt"), *small]
         if name == "base":
