@@ -12,7 +12,7 @@ from scipy.optimize import brentq
 from scipy.special import log_ndtr
 
 SWAMPING_RATIO = 20.0
-"""Noise norm over clipping norm from which on `noise_warning` speaks; docs/federated.md has the measurement."""
+"""Noise norm over clipping norm from which on `noise_warning` speaks: a rough choice, not a measured one."""
 
 
 def gaussian_delta(epsilon: float, std: float) -> float:
