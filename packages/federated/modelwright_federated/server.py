@@ -265,6 +265,8 @@ class FederatedServer:
         """What Flower's strategy gets: the client's weights in 64 bits, so that their mean rounds once."""
         weights = self.weights.astype(np.float64)
         weights[self.num_frozen :] += update.change
+        if not update.change.any():  # Flower's clipping divides by the norm
+            weights[self.num_frozen] += 1e-12
         metrics = {NUM_LABELS: float(update.weight)} | ({} if math.isnan(update.loss) else {"loss": update.loss})
         return Message(RecordDict({ARRAYS: array_record(weights), METRICS: MetricRecord(metrics)}), reply_to=message)
 

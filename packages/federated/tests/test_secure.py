@@ -13,6 +13,7 @@ from flwr.common import bytes_to_ndarray
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key
 
 from federated_peers import MadeUp, MemoryGrid, from_round_1, mean_of, own_change, server, settings, trainings
+from modelwright.core.errors import ModelwrightError
 from modelwright.core.records import read_records
 from modelwright_federated.client import FederatedClient
 from modelwright_federated.secure import mean_error, protocol
@@ -110,7 +111,10 @@ def test_clients_insist_on_the_protocol(tmp_path: Path) -> None:
     """A server with a lower threshold could unmask an update with fewer clients; it gets no keys."""
     grid = MemoryGrid(settings(**SECURE), trainings())
     weaker = settings(**(SECURE | {"secure_aggregation": {"enabled": True, "threshold": 2}}))
-    assert not server(grid, weaker, tmp_path).run().any()
+    made = server(grid, weaker, tmp_path)
+    with pytest.raises(ModelwrightError, match="fewer than 2 clients stayed"):
+        made.run()
+    assert not made.weights.any()
     assert "the server has other settings" in grid.notes[0]
 
 
