@@ -4,7 +4,6 @@
 #             run a second time as on one with AVX2 alone
 # make coverage  the same with the share of lines in src/modelwright that were run: 40% more CPU time on Python 3.11,
 #             so not a part of make test; lines that only processes of their own run do not count
-# make test-flower  the tests of federated training with Flower, in an environment of their own
 # make lint   formatting, types, import floors
 # make bench  the same training on two other trainers, side by side, and fine-tuning beside TRL and PEFT, which get
 #             environments of their own; make bench ISA=avx2 times a newer processor as one with AVX2 alone (or ISA=x86-64);
@@ -45,7 +44,7 @@ ISA_TESTS := tests/ops tests/precision tests/parallel/test_gather_formats.py tes
 	tests/memory/test_checkpointing.py tests/train/test_wired_precision.py
 HAS_AVX512 := $(shell grep -qsw avx512f /proc/cpuinfo && echo yes)
 
-.PHONY: demo test test-flower coverage lint bench loading-peers prove parity gpu-check clean
+.PHONY: demo test coverage lint bench loading-peers prove parity gpu-check clean
 
 demo: $(VENV)/.installed
 	@echo "time     $$(($$(date +%s) - $(STARTED))) s: installation"
@@ -56,10 +55,6 @@ test: $(VENV)/.installed-dev
 	@set -x; code=0; $(PYTEST) $(ARGS) || code=$$?; \
 	$(if $(HAS_AVX512),$(if $(ARGS),,MODELWRIGHT_ISA=avx2 $(PYTEST) $(ISA_TESTS) || code=$$?;)) \
 	exit $$code
-
-test-flower:
-	$(MAKE) VENV=.venv-flower .venv-flower/.installed-flower
-	OMP_NUM_THREADS=1 .venv-flower/bin/python -m pytest tests/federated $(ARGS)
 
 coverage: $(VENV)/.installed-dev
 	$(PYTEST) --cov --cov-report= $(ARGS)
@@ -89,7 +84,7 @@ gpu-check:
 	PYTHONPATH=src:$(subst $(space),:,$(PACKAGES))$${PYTHONPATH:+:$$PYTHONPATH} python3 benchmarks/gpu_check.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) .venv-trl .venv-trl-ppo .venv-flower .venv-loading build dist src/*.egg-info $(PACKAGES:%=%/build) $(PACKAGES:%=%/*.egg-info) .pytest_cache .ruff_cache .coverage .import_linter_cache
+	rm -rf $(VENV) .venv-trl .venv-trl-ppo .venv-loading build dist src/*.egg-info $(PACKAGES:%=%/build) $(PACKAGES:%=%/*.egg-info) .pytest_cache .ruff_cache .coverage .import_linter_cache
 
 # A CPU-only Linux machine wants the CPU build of torch: the default one brings gigabytes of CUDA libraries with it.
 # Where pip knows no "+cpu" build, TORCH_INDEX names the package index that has it; without one the default is taken.
@@ -114,10 +109,6 @@ $(VENV)/.installed-dev: $(VENV)/.torch pyproject.toml $(PROJECTS)
 
 $(VENV)/.installed-peers: $(VENV)/.torch pyproject.toml $(PROJECTS)
 	$(PIP) -c constraints.txt -e '.[peers]' $(EDITABLE)
-	@touch $@ $(VENV)/.installed
-
-$(VENV)/.installed-flower: $(VENV)/.torch pyproject.toml $(PROJECTS)
-	$(PIP) -c constraints.txt -e '.[federated,flower]' $(EDITABLE) pytest pytest-timeout
 	@touch $@ $(VENV)/.installed
 
 # TRL 1.12 is the last that has PPO. Both get the torch of constraints.txt.

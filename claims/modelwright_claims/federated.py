@@ -133,8 +133,8 @@ CLAIM = Claim(
     source="McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data, AISTATS 2017 "
     "(arXiv:1602.05629); Zhao et al., Federated Learning with Non-IID Data, 2018 (arXiv:1806.00582)",
     published="direction: the accuracy of central training with IID samples, and less where clients hold other classes",
-    compared=f"{NUM_CLIENTS} clients over loopback, samples dealt at random and by module, against central SGD and "
-    "AdamW on the same rows; equal samples, each arm at its own best rate, paired seeds",
+    compared=f"{NUM_CLIENTS} clients in Flower's simulation, samples dealt at random and by module, against central "
+    "SGD and AdamW on the same rows; equal samples, each arm at its own best rate, paired seeds",
     target=f"at most {MOST_ABOVE['iid']:g}% above the loss of the better central training for samples dealt at random, "
     f"at most {MOST_ABOVE['module']:g}% by module",
     headline=tuple(f"loss above {WORDS[method]}, {WORDS[split]}" for split in MOST_ABOVE for method in CENTRAL),

@@ -1,4 +1,4 @@
-"""Federated and central fine-tuning on the same rows, over loopback with a process for each client.
+"""Federated and central fine-tuning on the same rows; the clients run in Flower's simulation.
 
 A small model is trained on the documentation of the standard library; that of PyTorch and NumPy is what the clients
 hold, dealt at random or by module. Central training takes the rows of all clients together.
@@ -7,7 +7,6 @@ hold, dealt at random or by module. Central training takes the rows of all clien
 import gc
 import json
 import os
-import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -16,7 +15,7 @@ from functools import partial
 from multiprocessing import get_context
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -31,12 +30,6 @@ from modelwright.data.loader import PackedLoader, PackedRows
 from modelwright.data.pack import PackConfig, pack
 from modelwright.data.stdlib_corpus import machine_corpus
 from modelwright.data.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
-from modelwright.federated.client import FederatedClient
-from modelwright.federated.config import FederatedConfig
-from modelwright.federated.hub import Hub
-from modelwright.federated.local_training import LocalTraining
-from modelwright.federated.server import FederatedServer
-from modelwright.federated.weights import set_weights, weight_vector
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.next_token import NextToken
 from modelwright.train.build import train
@@ -44,6 +37,13 @@ from modelwright.train.config import TrainConfig
 from modelwright.train.job import TrainJob
 from modelwright_claims.training_run import HELDOUT_ROWS, loss_on
 from modelwright_claims.workbench import VOCAB_SIZE, Size
+
+if TYPE_CHECKING:  # the list of claims is read without Flower, which takes seconds to import
+    from flwr.app import Context
+    from flwr.serverapp import Grid
+
+    from modelwright_federated.config import FederatedConfig
+    from modelwright_federated.local_training import LocalTraining
 
 NUM_CLIENTS = 4
 NAMES = tuple(f"client-{number}" for number in range(NUM_CLIENTS))
@@ -147,7 +147,11 @@ def _heldout_loss(folder: Path, run: FederatedRun) -> float:
         loader = PackedLoader(PackedRows(folder / "central"), batch_rows=run.plan.model.batch_rows, seed=run.seed)
         _train(model, loader, _central_config(run), folder / f"central-{os.getpid()}", seed=run.seed)
     else:
-        set_weights(model, _federated(folder, run, weight_vector(model)))
+        from modelwright_federated.config import FederatedLoraConfig
+        from modelwright_federated.weights import GlobalWeights
+
+        weights = GlobalWeights(model, FederatedLoraConfig())
+        weights.write(_federated(folder, run, weights.read()))
     return loss_on(model, list(PackedRows(folder / run.heldout).batches(HELDOUT_ROWS)))
 
 
@@ -202,29 +206,28 @@ def _train(model: Decoder, loader: PackedLoader, config: TrainConfig, stage: Pat
 
 
 def _federated(folder: Path, run: FederatedRun, weights: np.ndarray) -> np.ndarray:
-    """The global weights after all rounds, with a process of one thread for each client."""
-    keys = {name: secrets.token_bytes(32) for name in NAMES}
-    config = _federated_config(run)
-    hub = Hub(keys, host="127.0.0.1", port=0, most_bytes=_most_bytes(len(weights)))
-    clients = [
-        _forking().Process(target=_take_part, args=(folder, run, name, key, hub.port), daemon=True)
-        for name, key in keys.items()
-    ]
-    rounds = folder / "server"
-    shutil.rmtree(rounds, ignore_errors=True)
-    try:
-        for client in clients:
-            client.start()
-        hub.wait_for(NUM_CLIENTS, timeout_s=ROUND_TIMEOUT_S)
+    """The global weights after all rounds, by Flower's simulation with processes of one thread."""
+    from modelwright_federated.client import FederatedClient
+    from modelwright_federated.server import FederatedServer, simulate
+
+    shutil.rmtree(folder / "server", ignore_errors=True)
+    config, results = _federated_config(run), list[np.ndarray]()
+
+    def rounds(grid: "Grid", context: "Context") -> None:
         server = FederatedServer(
-            config=config, hub=hub, weights=weights, num_known=NUM_CLIENTS, folder=rounds, note=lambda line: None
+            config=config, grid=grid, context=context, weights=weights, folder=folder / "server", note=lambda line: None
         )
-        return server.run()
-    finally:
-        hub.close()
-        for client in clients:
-            client.kill()
-            client.join()
+        results.append(server.run())
+
+    simulate(
+        rounds,
+        lambda number: FederatedClient(
+            name=NAMES[number], config=config, training=partial(_local_training, folder, run, NAMES[number])
+        ),
+        num_clients=NUM_CLIENTS,
+        num_processes=min(NUM_CLIENTS, os.cpu_count() or 1),
+    )
+    return results[0]
 
 
 def _forking() -> ForkServerContext:
@@ -240,42 +243,35 @@ def _use_one_thread() -> None:
     gc.freeze()  # every training begins with a full collection, which takes 0.2 s for what the imports have made
 
 
-def _federated_config(run: FederatedRun) -> FederatedConfig:
+def _federated_config(run: FederatedRun) -> "FederatedConfig":
+    from modelwright_federated.config import FederatedConfig
+
     return FederatedConfig(
         num_rounds=run.plan.num_rounds,
         local_steps=run.plan.local_steps,
+        optimizer="sgd",
+        learning_rate=run.learning_rate,
+        batch_tokens=run.plan.model.batch_tokens,
         min_clients=NUM_CLIENTS,
         round_timeout_s=ROUND_TIMEOUT_S,
     )
 
 
-def _most_bytes(num_weights: int) -> int:
-    return 8 * num_weights + 2**20
+def _local_training(folder: Path, run: FederatedRun, name: str) -> "LocalTraining":
+    """What a client trains with, in a process of the simulation."""
+    from modelwright_federated.local_training import LocalTraining
 
-
-def _take_part(folder: Path, run: FederatedRun, name: str, key: bytes, port: int) -> None:
-    """A client's whole process."""
-    _use_one_thread()
-    model = _first_model(folder, run.plan)
+    torch.set_num_threads(1)
     rows = PackedRows(folder / run.method / name)
-    local = LocalTraining(
-        model=model,
+    return LocalTraining(
+        model=_first_model(folder, run.plan),
         source=PackedLoader(rows, batch_rows=run.plan.model.batch_rows, seed=derive_seed(run.seed, name)),
         objective=NextToken,
-        config=_plain_steps(run, run.plan.local_steps),
+        config=_federated_config(run),
+        training=_plain_steps(run, run.plan.local_steps),
         folder=folder / "rounds" / name,
         seed=run.seed,
     )
-    FederatedClient(
-        name=name,
-        key=key,
-        host="127.0.0.1",
-        port=port,
-        config=_federated_config(run),
-        train=local.round,
-        most_bytes=_most_bytes(len(weight_vector(model))),
-        note=lambda line: None,
-    ).run()
 
 
 def sizes(folder: Path) -> Mapping[str, int]:

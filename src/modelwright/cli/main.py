@@ -24,7 +24,6 @@ from modelwright.cli import (
     evaluate,
     explain,
     export,
-    federated,
     finetune,
     launch,
     lr_find,
@@ -53,7 +52,7 @@ COMMANDS: Mapping[str, Command] = {
     for command in (
         run.COMMAND, finetune.COMMAND, compare.COMMAND, launch.COMMAND, evaluate.COMMAND, clean.COMMAND,
         augment.COMMAND, recipes.COMMAND, config.COMMAND, explain.COMMAND, doctor.COMMAND, plan.COMMAND,
-        federated.COMMAND, lr_find.COMMAND,
+        lr_find.COMMAND,
         serve.COMMAND, manifests.COMMAND, requests.COMMAND, chat.COMMAND, export.COMMAND, report.COMMAND,
         completion(lambda: usable_commands()),
     )
@@ -69,6 +68,7 @@ DISTRIBUTIONS: Mapping[str, tuple[str, str]] = {
     "lineage": ("modelwright-continual", "continual"),
     "prove": ("modelwright-claims", "claims"),
     "search": ("modelwright-search", "search"),
+    "federated": ("modelwright-federated", "federated"),
 }
 """Commands of this project's other packages: the distribution and the extra that installs it."""
 

@@ -12,8 +12,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from federated_commands import free_port
-
 PROGRAMS = Path(sys.executable).parent
 PATIENCE_S = 120.0
 """Far more than anything here takes: a machine that is busy with other things must fail no test."""
@@ -32,31 +30,20 @@ class Federation:
     folder: Path
     environment: Mapping[str, str]
 
-    def run(self, name: str, client: str, server: str, config: Mapping[str, str]) -> str:
-        """What `flwr run --stream` prints for an app of two files; returns when the run is over.
+    processes: Mapping[str, subprocess.Popen[bytes]]
+    """By the names of the nodes, and `superlink`."""
 
-        client, server: the files' text, each of which defines `app`.
-        """
-        folder = self.folder / name
-        folder.mkdir()
-        (folder / f"{name}_client.py").write_text(client)
-        (folder / f"{name}_server.py").write_text(server)
-        values = "\n".join(f"{key} = {json.dumps(value)}" for key, value in config.items())
-        (folder / "pyproject.toml").write_text(
-            f'[project]\nname = "{name}"\nversion = "1.0.0"\ndependencies = []\n\n'
-            '[tool.flwr.app]\npublisher = "tests"\n\n'
-            f'[tool.flwr.app.components]\nserverapp = "{name}_server:app"\nclientapp = "{name}_client:app"\n\n'
-            f"[tool.flwr.app.config]\n{values}\n"
-        )
-        done = subprocess.run(
-            [PROGRAMS / "flwr", "run", folder, "here", "--stream"],
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_S,
-            check=False,
-        )
-        return done.stdout + done.stderr
+    def start(self, app: Path, output: Path) -> subprocess.Popen[bytes]:
+        """`flwr run --stream` of an app; its output goes to a file."""
+        words = [PROGRAMS / "flwr", "run", app, "here", "--stream"]
+        with open(output, "wb") as file:
+            return subprocess.Popen(
+                words, env=self.environment, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
+            )
+
+    def kill(self, name: str) -> None:
+        """Kill a node, with the process that trains."""
+        os.killpg(self.processes[name].pid, signal.SIGKILL)
 
 
 @contextmanager
@@ -76,6 +63,7 @@ def federation(folder: Path, nodes: Mapping[str, Mapping[str, object]]) -> Itera
         words = " ".join(f"{key}={json.dumps(value)}" for key, value in config.items())
         commands[name] = ["flower-supernode", "--insecure", "--superlink", f"127.0.0.1:{port}"]
         commands[name] += ["--port", str(free_port()), "--node-config", words]
+    processes: dict[str, subprocess.Popen[bytes]] = {}
     with ExitStack() as stack:
         for name, (program, *arguments) in commands.items():
             output = stack.enter_context(open(folder / f"{name}.txt", "wb"))
@@ -87,10 +75,16 @@ def federation(folder: Path, nodes: Mapping[str, Mapping[str, object]]) -> Itera
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+            processes[name] = process
             stack.callback(_end, process)
             if name == "superlink":
                 _wait_for(port)
-        yield Federation(folder, environment)
+        yield Federation(folder, environment, processes)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
 
 
 def _wait_for(port: int) -> None:

@@ -1,0 +1,192 @@
+"""A client's part of a round: some updates on its own rows from the global weights, by the training loop."""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.numpy import load_file, save_file
+
+from modelwright.core.artifacts import make_folder
+from modelwright.core.errors import ArtifactError, writing
+from modelwright.core.rundir import StageDir
+from modelwright.data.batch import TokenBatch
+from modelwright.model.decoder import Decoder
+from modelwright.model.peft_folder import save_adapter
+from modelwright.optim.schedule import ScheduleConfig
+from modelwright.train.build import train
+from modelwright.train.config import TrainConfig
+from modelwright.train.job import TrainJob
+from modelwright.train.objective import BatchSource, Objective
+from modelwright.train.runtime import Runtime, TechniqueBuilder
+from modelwright.train.technique import StepInfo, Technique, Update
+from modelwright_federated.config import FederatedConfig
+from modelwright_federated.weights import GlobalWeights
+
+ROUND_FOLDER = "round"
+"""Where in its folder a client keeps the round at hand; emptied before each round."""
+PERSONAL, ADAPTER_FOLDER = "personal.safetensors", "adapter"
+"""A client's own B matrices, and its adapter in PEFT's layout."""
+
+
+@dataclass(frozen=True)
+class ClientUpdate:
+    """What a client makes of a round: the change of the weights that it trains and shares [N, float32], how much it
+    counts (its labels), and the mean loss of its steps in nats per label, NaN if unknown.
+    """
+
+    change: np.ndarray
+    weight: float
+    loss: float = float("nan")
+
+    @property
+    def norm(self) -> float:
+        return float(np.linalg.norm(self.change.astype(np.float64)))
+
+    def clipped(self, most: float) -> "ClientUpdate":
+        """Scaled down to a norm of `most`, if it is longer."""
+        norm = self.norm
+        return replace(self, change=self.change * np.float32(most / norm)) if norm > most else self
+
+
+@dataclass(frozen=True)
+class LaterBatches:
+    """A source that begins with a later batch: a round goes on where the last one ended."""
+
+    source: BatchSource
+    first: int
+
+    @property
+    def num_batches_per_epoch(self) -> int:
+        return self.source.num_batches_per_epoch
+
+    def batch(self, index: int, *, rank: int = 0, world_size: int = 1) -> TokenBatch:
+        return self.source.batch(self.first + index, rank=rank, world_size=world_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalTraining:
+    """What a client trains with."""
+
+    model: Decoder
+    source: BatchSource
+    objective: Callable[[BatchSource], Objective]
+    config: FederatedConfig
+    training: TrainConfig
+    """Precision and so on; optimizer, rate and length are those of `config`."""
+    folder: Path
+    """For the metrics of the round at hand, and what is personal."""
+    base: str = ""
+    """The model folder that personal adapters belong to, for their readers."""
+    seed: int = 0
+    weights: GlobalWeights = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "weights", GlobalWeights(self.model, self.config.lora))
+
+    def round(self, weights: np.ndarray, *, number: int, proximal_mu: float) -> ClientUpdate:
+        """Train from the global weights [N, float32] in round `number` (from 0)."""
+        self.weights.write(weights)
+        self._read_personal()
+        labels, losses = list[float](), list[float]()
+        techniques: list[TechniqueBuilder] = [round_figures(labels, losses)]
+        if proximal_mu:
+            techniques.append(proximal_term(proximal_mu))
+        stage = StageDir(self.folder / ROUND_FOLDER)
+        shutil.rmtree(stage.path, ignore_errors=True)
+        num_steps = self.config.local_steps
+        train(
+            TrainJob(
+                model=self.model,
+                objective=self.objective(LaterBatches(self.source, number * num_steps)),
+                config=client_steps(self.training, self.config),
+                stage=stage,
+                num_steps=num_steps,
+                seed=self.seed,
+                name=f"round {number + 1}",
+                techniques=techniques,
+                is_resumable=False,  # a client that comes back begins with the round that the server is in
+            )
+        )
+        self._write_personal()
+        change = (self.weights.read() - weights)[self.weights.num_frozen :]
+        return ClientUpdate(change, sum(labels), float(np.mean(losses)))
+
+    def _read_personal(self) -> None:
+        path = self.folder / PERSONAL
+        if not self.weights.personal or not path.exists():
+            return
+        try:
+            stored = load_file(path)
+            with torch.no_grad():
+                for name in self.weights.personal:
+                    self.model.get_parameter(name).copy_(torch.from_numpy(stored[name]))
+        except Exception as error:  # safetensors has errors of its own
+            raise ArtifactError(f"{path}: is damaged ({error}); remove it to begin with new personal weights") from None
+
+    def _write_personal(self) -> None:
+        if not self.weights.personal:
+            return
+        make_folder(self.folder)
+        stored = {name: self.model.get_parameter(name).detach().numpy() for name in self.weights.personal}
+        with writing(self.folder / PERSONAL):
+            save_file(stored, self.folder / PERSONAL)
+        save_adapter(self.model, self.folder / ADAPTER_FOLDER, base=self.base)
+
+
+def client_steps(training: TrainConfig, config: FederatedConfig) -> TrainConfig:
+    """A stage's settings with the steps of a federated round: no decay and a constant rate, because a few steps of many
+    clients are averaged; plain SGD does not clip, so that one step of all clients is one step on all their rows.
+    """
+    precision = training.precision  # `auto` is measured by the stage itself, which need not have run
+    return replace(
+        training,
+        precision=replace(precision, policy="fp32") if precision.policy == "auto" else precision,
+        optimizer=config.optimizer,
+        learning_rate=config.learning_rate,
+        batch_tokens=config.batch_tokens,
+        max_grad_norm=0.0 if config.optimizer == "sgd" else training.max_grad_norm,
+        num_steps=config.local_steps,
+        num_tokens=0,
+        num_epochs=0.0,
+        lr_scaling="none",
+        weight_decay=0.0,
+        schedule=ScheduleConfig(kind="constant", warmup_fraction=0.0),
+        eval_every_steps=0,
+        checkpoint_every_steps=0,
+        checkpoint_every_minutes=0.0,
+        keep_best=False,
+    )
+
+
+def round_figures(labels: list[float], losses: list[float]) -> TechniqueBuilder:
+    """Appends the normalizer of every step, how many labels its mean is over, and its loss."""
+
+    def on_gradients(update: Update) -> None:
+        labels.append(sum(update.weights.values()))
+
+    def on_step_end(info: StepInfo) -> None:
+        losses.append(info.loss)
+
+    return lambda run: Technique(
+        name="round_figures", on_gradients=on_gradients, on_step_end=on_step_end, needs=frozenset()
+    )
+
+
+def proximal_term(mu: float) -> TechniqueBuilder:
+    """FedProx: adds the gradient of mu/2 times the squared distance from the weights at the start of the round."""
+
+    def build(run: Runtime) -> Technique:
+        start = {view.name: view.tensor.detach().clone() for view in run.parameters()}
+
+        @torch.no_grad()
+        def on_gradients(update: Update) -> None:
+            now = {view.name: view.tensor for view in run.parameters()}
+            for gradient in update.gradients:
+                gradient.tensor.add_(now[gradient.name] - start[gradient.name], alpha=mu)
+
+        return Technique(name="proximal_term", on_gradients=on_gradients, needs=frozenset())
+
+    return build

@@ -1,0 +1,138 @@
+"""The commands: Flower's simulation, and the same training by Flower's processes with one client killed."""
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("flwr")
+
+from flower_processes import federation
+from modelwright.cli.main import main
+from modelwright.core.errors import ConfigError
+from modelwright.core.records import read_records
+from modelwright.data.tokenizer import Tokenizer
+from modelwright.model.hf import load_model
+from modelwright_federated.command import federated
+from modelwright_federated.config import FederatedLoraConfig, load_settings
+from modelwright_federated.secure import mean_error
+from modelwright_federated.weights import GlobalWeights
+from rank_processes import start_process
+
+PLAIN = """\
+num_rounds: 3
+local_steps: 2
+min_clients: 2
+optimizer: sgd
+learning_rate: 0.2
+batch_tokens: 256
+round_timeout_s: 25
+"""
+SECURE = PLAIN + "secure_aggregation: {enabled: true, threshold: 2}\nprivacy: {clip_norm: 2.0}\n"
+NAMES = ("0-a", "1-b", "2-c")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`base`, a run with a model, and `a`, `b` and `c`, which end with packed rows."""
+    folder = tmp_path_factory.mktemp("runs")
+    small = ["--pack.seq_len", "64", "--hardware.num_threads", "1"]
+    small += ["--clean.quality.limits.prose.max_top_ngram_fraction", "0.9"]  # the lines are alike
+    for number, name in enumerate(("base", "a", "b", "c")):
+        lines = (
+            f"{n} is followed by {n + 1}, and {number + 2} times {n} is {(number + 2) * n}: a line." for n in range(900)
+        )
+        (folder / f"{name}.txt").write_text("\n".join(lines))
+        words = ["run", "tiny", "--run-dir", str(folder / name), "--data.sources", str(folder / f"{name}.txt"), *small]
+        if name == "base":
+            words += ["--stages", "clean,tokenize,pack,pretrain", "--pretrain.num_steps", "2"]
+            words += ["--tokenizer.vocab_size", "400", "--model.max_seq_len", "64", "--pretrain.batch_tokens", "256"]
+        else:
+            words += ["--stages", "clean,pack", "--init-from", str(folder / "base" / "pretrain" / "artifact")]
+        assert main(words) == 0
+    return folder
+
+
+def vector(folder: Path) -> np.ndarray:
+    return GlobalWeights(load_model(folder), FederatedLoraConfig()).read()
+
+
+def simulated(runs: Path, settings: str, out: Path) -> tuple[np.ndarray, list[dict]]:
+    """The weights and the rounds of a simulation, in a process of its own, which Ray's own are children of."""
+    (out.parent / f"{out.name}.yaml").write_text(settings)
+    words = ["simulate", runs / "base", "--rows", *(runs / name for name in "abc"), "--processes", "1", "--dir", out]
+    words += ["--settings", out.parent / f"{out.name}.yaml"]
+    script = out.parent / f"{out.name}.py"
+    script.write_text("import sys\nfrom modelwright_federated.command import federated\nfederated(sys.argv[1:])\n")
+    status, output, errors = start_process(script, *words).end()
+    assert status == 0, output + errors
+    assert (
+        Tokenizer.load(out / "model").vocab_size == Tokenizer.load(runs / "base" / "tokenize" / "artifact").vocab_size
+    )
+    return vector(out / "model"), list(read_records(out / "rounds.jsonl"))
+
+
+def test_simulation_and_processes_with_a_client_killed(runs: Path, tmp_path: Path) -> None:
+    """Secure aggregation changes the simulation's result by no more than its quantization. In processes, the third
+    client is killed after the first round, in which all took part; that round is the simulation's.
+    """
+    begin = vector(runs / "base" / "pretrain" / "artifact")
+    plain, plain_rounds = simulated(runs, PLAIN, tmp_path / "plain")
+    secure, secure_rounds = simulated(runs, SECURE, tmp_path / "secure")
+    assert np.abs(plain - begin).max() > 1e-3
+    config = load_settings(tmp_path / "secure.yaml")
+    error = mean_error(config, num_drawn=3, num_clients=3, weight=3.0 * 256)  # far fewer labels than there are
+    assert np.abs(secure - plain).max() < 10 * error + 1e-6
+    for one, other in zip(plain_rounds, secure_rounds, strict=True):
+        assert one["clients"] == other["clients"] == list(NAMES)
+        assert other["loss"] == pytest.approx(one["loss"], abs=1e-4)
+    out, settings = tmp_path / "processes", tmp_path / "secure.yaml"
+    words = ["app", str(runs / "base"), "--settings", str(settings), "--dir", str(out), "--out", str(tmp_path / "app")]
+    assert federated(words) == 0
+    nodes = {
+        name: {
+            "model": str(runs / "base"), "rows": str(runs / name[2:]), "settings": str(settings), "name": name,
+            "dir": str(tmp_path / f"node-{name}"),
+        }
+        for name in NAMES
+    }  # fmt: skip
+    with federation(tmp_path, nodes) as flower:
+        process = flower.start(tmp_path / "app", tmp_path / "output.txt")
+        log, end = out / "rounds.jsonl", time.monotonic() + 240
+        while process.poll() is None and time.monotonic() < end:
+            if log.exists() and len(read_records(log)) == 1:
+                flower.kill("2-c")
+                break
+            time.sleep(0.05)
+        process.wait(240)
+    text = (tmp_path / "output.txt").read_text()
+    rounds = list(read_records(log))
+    assert (out / "model").is_dir(), text
+    assert rounds[0]["clients"] == list(NAMES), text
+    assert rounds[0]["update_norm"] == pytest.approx(secure_rounds[0]["update_norm"], rel=1e-5)
+    assert rounds[0]["loss"] == pytest.approx(secure_rounds[0]["loss"], abs=1e-5)
+    assert [one["clients"] for one in rounds[1:]] == [["0-a", "1-b"]] * 2, text
+    assert rounds[2]["loss"] == pytest.approx(secure_rounds[2]["loss"], abs=0.2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings", "message"),
+    [
+        (
+            {"--stage": "serve"},
+            PLAIN,
+            "has no rows of a stage 'serve'",
+        ),
+        ({}, PLAIN.replace("clients: 2", "clients: 5"), "--rows: has 2 runs, and a round needs 5"),
+        ({}, PLAIN + "proximal_mu: 0.5\n", "without effect: proximal_mu"),
+        ({}, PLAIN.replace("256", "100"), "batch_tokens: 100 must be a multiple of the row length"),
+        ({"--processes": "0"}, PLAIN, "--processes: must be at least 1"),
+    ],
+)
+def test_mistakes_are_named(runs: Path, tmp_path: Path, changes: dict[str, str], settings: str, message: str) -> None:
+    (tmp_path / "f.yaml").write_text(settings)
+    words = ["simulate", str(runs / "base"), "--rows", str(runs / "a"), str(runs / "b")]
+    words += ["--settings", str(tmp_path / "f.yaml"), "--dir", str(tmp_path / "out")]
+    with pytest.raises(ConfigError, match=message):
+        federated([*words, *(word for pair in changes.items() for word in pair)])
