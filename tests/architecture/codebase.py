@@ -16,7 +16,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
 from pathlib import Path
 
@@ -37,9 +37,14 @@ class Module:
     def tree(self) -> ast.Module:
         return ast.parse(self.text)
 
-    @property
-    def is_package(self) -> bool:
-        return self.path.name == "__init__.py"
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All nodes of the tree, walked once, because every figure looks at them."""
+        return list(ast.walk(self.tree))
+
+    @cached_property
+    def functions(self) -> "list[ast.FunctionDef | ast.AsyncFunctionDef]":
+        return [node for node in self.nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
 
 
 def read_modules(folder: Path) -> dict[str, Module]:
@@ -59,7 +64,7 @@ def line_kinds(module: Module) -> Counter[str]:
     for token in tokenize.generate_tokens(io.StringIO(module.text).readline):
         if token.type == tokenize.COMMENT and not token.line[: token.start[1]].strip():
             kinds[token.start[0] - 1] = "comments"
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Import | ast.ImportFrom):
             kind = "imports"
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
@@ -74,7 +79,7 @@ def line_kinds(module: Module) -> Counter[str]:
 def imported_modules(module: Module, modules: Mapping[str, Module]) -> set[str]:
     """The modules of the package that a module imports, anywhere in it."""
     names = set()
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -83,15 +88,11 @@ def imported_modules(module: Module, modules: Mapping[str, Module]) -> set[str]:
     return names & modules.keys()
 
 
-def functions(module: Module) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return [node for node in ast.walk(module.tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-
-
 def called_once(module: Module) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
     """Private functions and methods whose name occurs exactly once in their module besides their definition."""
-    names = Counter(node.id for node in ast.walk(module.tree) if isinstance(node, ast.Name))
-    names += Counter(node.attr for node in ast.walk(module.tree) if isinstance(node, ast.Attribute))
-    return [one for one in functions(module) if re.match("_[^_]", one.name) and names[one.name] == 1]
+    names = Counter(node.id for node in module.nodes if isinstance(node, ast.Name))
+    names += Counter(node.attr for node in module.nodes if isinstance(node, ast.Attribute))
+    return [one for one in module.functions if re.match("_[^_]", one.name) and names[one.name] == 1]
 
 
 def num_settings(root: Path) -> int:
@@ -155,7 +156,7 @@ class Walker:
         if (module, function) in self._walked or not isinstance(node, ast.FunctionDef):
             return
         self._walked.add((module, function))
-        imported = self._imported(self._modules[module].tree, node)
+        imported = self._imported(module)
         for statement in ast.walk(node):  # breadth first: names of outer statements are known before inner ones
             if isinstance(statement, ast.Assign | ast.AnnAssign | ast.For | ast.withitem | ast.NamedExpr):
                 carried |= self._bound(statement, carried)
@@ -179,12 +180,12 @@ class Walker:
         chosen = {names[number] or parameters[min(number, len(parameters) - 1)] for number in taken if parameters}
         self._enter(*target, chosen | {names[number] or "" for number in taken})
 
-    def _imported(self, *trees: ast.AST) -> dict[str, tuple[str, str]]:
-        """Names that these trees import from the package: the module and the name there."""
+    @cache  # noqa: B019  (a walker lives as long as its one walk)
+    def _imported(self, module: str) -> dict[str, tuple[str, str]]:
+        """Names that a module imports from the package, anywhere in it: the module and the name there."""
         return {
             alias.asname or alias.name: (node.module, alias.name)
-            for tree in trees
-            for node in ast.walk(tree)
+            for node in self._modules[module].nodes
             if isinstance(node, ast.ImportFrom) and node.module in self._modules
             for alias in node.names
         }
@@ -222,7 +223,7 @@ def measure(root: Path) -> dict[str, float]:
         name for module in modules.values() for name in imported_modules(module, modules) if name != module.name
     )
     once = [one for module in modules.values() for one in called_once(module)]
-    num_functions = sum(len(functions(module)) for module in modules.values())
+    num_functions = sum(len(module.functions) for module in modules.values())
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     levels = layer_levels(root)
     words = Walker(modules, levels).walk("modelwright.cli.run", "run", "words")
