@@ -67,7 +67,7 @@ def words_of_code() -> frozenset[str]:
     other files.
     """
     words: set[str] = {*dir(builtins), *keyword.kwlist}
-    for folder in ("src", "claims", "benchmarks"):
+    for folder in ("src", "claims", "packages", "benchmarks"):
         for path in (ROOT / folder).rglob("*.py"):
             nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
             docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
@@ -114,7 +114,7 @@ def exists(reference: str) -> bool:
         parts = reference.removesuffix("()").split(".")
         return all(_is_known(part) for part in parts) or reference in OF_OTHERS or _can_be_imported(reference)
     if FILE.fullmatch(reference) and "<" not in reference and "/" in reference:
-        places = (ROOT, PACKAGE, ROOT / "claims", *PACKAGE.iterdir())
+        places = (ROOT, PACKAGE, ROOT / "claims", *PACKAGE.iterdir(), *ROOT.glob("packages/*"), *ROOT.glob("packages/*/*"))
         return any(any(place.glob(reference.strip("/"))) for place in places if place.is_dir()) or _is_output(reference)
     return True
 

@@ -16,7 +16,7 @@ from modelwright.serve.engines import backend_of
 
 SOURCE = """
 from pathlib import Path
-from modelwright.data.corpora import Corpus
+from modelwright.data.corpora import NamedCorpus
 from modelwright.data.document import Document
 from modelwright.pipeline.exports.export import Export
 from modelwright.serve.engines import Backend
@@ -25,7 +25,7 @@ def write(found, target, options):
     target.write_text(f"{found.source.name} as {options.dtype}")
     return target
 
-CORPUS = Corpus(
+CORPUS = NamedCorpus(
     read=lambda **_: iter([Document(text="roses are red", id="poem", source="poems", kind="prose", split="train")]),
     decided_by=lambda: ["1.0"],
 )

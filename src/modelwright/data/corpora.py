@@ -18,7 +18,7 @@ from modelwright.data.workers import ShardEngine
 
 BUILTIN = "stdlib"
 CORPORA_GROUP = "modelwright.corpora"
-"""Entry points of other packages: each a `Corpus`; the entry point's name is the word in `data.sources`."""
+"""Entry points of other packages: each a `NamedCorpus`; the entry point's name is the word in `data.sources`."""
 
 
 class ReadCorpus(Protocol):
@@ -34,7 +34,7 @@ class ReadCorpus(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Corpus:
+class NamedCorpus:
     """Documents by the word that names them."""
 
     read: ReadCorpus
@@ -45,22 +45,22 @@ class Corpus:
     package alone decides them."""
 
 
-CORPORA: Mapping[str, Corpus] = {
-    BUILTIN: Corpus(
+CORPORA: Mapping[str, NamedCorpus] = {
+    BUILTIN: NamedCorpus(
         read=machine_corpus,
         title="Python's standard library, torch and NumPy",
         decided_by=lambda: [sys.version, *versions("torch", "numpy").values()],
     ),
-    "arithmetic": Corpus(read=lambda **_: arithmetic_problems()),
-    SENTENCE_PAIRS: Corpus(read=lambda **_: sentence_pairs()),
-    "digits": Corpus(read=lambda **_: digit_images()),
+    "arithmetic": NamedCorpus(read=lambda **_: arithmetic_problems()),
+    SENTENCE_PAIRS: NamedCorpus(read=lambda **_: sentence_pairs()),
+    "digits": NamedCorpus(read=lambda **_: digit_images()),
 }
 """The only list of the package's own corpora, in the order in which they are read."""
 
 
 def corpus_words() -> tuple[str, ...]:
     """The words that name a corpus, those of other packages included, in the order in which they are read."""
-    return tuple(dict.fromkeys([*CORPORA, *offered(CORPORA_GROUP, Corpus)]))
+    return tuple(dict.fromkeys([*CORPORA, *offered(CORPORA_GROUP, NamedCorpus)]))
 
 
 def without_corpora(sources: Sequence[str]) -> tuple[str, ...]:
@@ -69,6 +69,6 @@ def without_corpora(sources: Sequence[str]) -> tuple[str, ...]:
     return tuple(source for source in sources if source not in words)
 
 
-def find_corpus(word: str) -> Corpus:
+def find_corpus(word: str) -> NamedCorpus:
     """The corpus of a word; of other packages only the one that offers it is imported. Raises `ConfigError`."""
-    return CORPORA[word] if word in CORPORA else offered(CORPORA_GROUP, Corpus)[word]()
+    return CORPORA[word] if word in CORPORA else offered(CORPORA_GROUP, NamedCorpus)[word]()

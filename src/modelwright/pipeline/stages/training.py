@@ -177,12 +177,7 @@ def training_spec(
     """
 
     traits = _Traits(
-        start=start,
-        further=further,
-        techniques=techniques,
-        row_use=row_use,
-        save=save,
-        prepare=prepare,
+        start=start, further=further, techniques=techniques, row_use=row_use, save=save, prepare=prepare
     )
 
     def report(data: RunData, stage: StageData) -> Section:
