@@ -95,10 +95,12 @@ def guarded(build: "TechniqueBuilder") -> "TechniqueBuilder":
 
     def build_guarded(run: "Runtime") -> Technique | None:
         technique = build(run)
+        # Where a rank goes without the technique, its hooks must not wait for that rank in a collective.
+        is_everywhere = not run.max_over_ranks(float(technique is None))
         if technique is None:
             return None
         needs = technique.needs | ({WHOLE_GRADIENTS} if technique.reads_gradients else frozenset())
-        guard = _Guard(replace(technique, needs=needs), run)
+        guard = _Guard(replace(technique, needs=needs), run, is_everywhere)
         return replace(guard.technique, **{moment: getattr(guard, moment) for moment in technique.hooks})
 
     return build_guarded
@@ -110,6 +112,8 @@ class _Guard:
 
     technique: Technique
     run: "Runtime"
+    is_everywhere: bool
+    """Whether every rank has the technique; one that samples text, for example, is on the first rank alone."""
 
     def seed(self, moment: str, *stream: int) -> list[Tensor]:
         """Seed the generators; returns their states."""
@@ -149,7 +153,8 @@ class _Guard:
         drew = not all(map(torch.equal, states, generator_states(mesh.world.device)))
         parts = mesh.pipeline.size > 1 or any(not view.is_whole for view in views)
         # All ranks ask: one that has no part of any tensor draws nothing, and would wait for the others.
-        if self.run.max_over_ranks(float(drew and parts)):
+        refused = float(drew and parts)
+        if self.run.max_over_ranks(refused) if self.is_everywhere else refused:
             raise ConfigError(
                 f"{self.technique.name}: draws random numbers from PyTorch's default generator where each rank has "
                 "parts of the model, so that they depend on the layout; draw them by view.random_like(seed, step), or "
