@@ -19,7 +19,8 @@ from modelwright_plan.spot.skypilot import ENVIRONMENT, SkyTask, check_task
 
 ROOT = Path(__file__).parents[3]
 WORDS = ["plan", "spot", "--work-hours", "4", "--stall-s", "5", "--recovery-s", "60", "--instance", "g5.xlarge"]
-WORDS += ["--interruptions-per-hour", "0.2", "--samples", "3", "--bucket", "my-runs"]
+WORDS += ["--interruptions-per-hour", "0.2"]
+TASK = ["--bucket", "my-runs"]
 
 
 def sky_task(**changes: Any) -> dict[str, Any]:
@@ -32,7 +33,7 @@ def sky_task(**changes: Any) -> dict[str, Any]:
 
 def written_task(folder: Path, *words: str) -> dict[str, Any]:
     path = folder / "task.yaml"
-    assert main([*WORDS, "--skypilot", str(path), *words]) == 0
+    assert main([*WORDS, *TASK, "--skypilot", str(path), *words]) == 0
     return yaml.safe_load(path.read_text())
 
 
@@ -84,7 +85,7 @@ def test_a_file_is_taken_along_and_runs_there(tmp_path: Path, monkeypatch: pytes
 def test_what_other_machines_lack_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "texts").mkdir()
     config = tmp_path / "mine.yaml"
-    words = [*WORDS, "--skypilot", str(tmp_path / "task.yaml"), "--target"]
+    words = [*WORDS, *TASK, "--skypilot", str(tmp_path / "task.yaml"), "--target"]
     config.write_text(f"recipe: tiny\ndata: {{sources: [{tmp_path}/texts]}}\n")
     assert main([*words, str(config)]) == 2
     assert f"--target: data.sources: {tmp_path}/texts is on this machine" in capsys.readouterr().err

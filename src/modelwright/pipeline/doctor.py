@@ -1,6 +1,6 @@
 """`doctor`: the survey of `plan.doctor` and the probes of `plan.probes`, at the shapes of a run's model."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ RATES = "rates"
 class Examination:
     """What was measured of this machine."""
 
-    facts: Mapping[str, Any]
+    facts: dict[str, Any]
     """The survey with the rates of products; empty where they are left out."""
     probes: MachineProbes
 

@@ -1,5 +1,5 @@
-"""The techniques that can be advised: when each is worth switching on or off, with which option, and which claims of the
-ledger say what it gained. `SWITCHES` is the only list.
+"""The techniques that can be advised: when each is worth switching on or off, with which option, and which claims of
+the ledger say what it gained. `SWITCHES` is the only list.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -74,8 +74,8 @@ def parser() -> argparse.ArgumentParser:
     for_spot = commands.add_parser(
         "spot",
         help="how often to save on spot instances, and what a job on them takes and costs",
-        description="Choose the checkpoint interval of a job on spot instances by Daly's formula, estimate its time and "
-        "cost, and write it as a SkyPilot task.",
+        description="Choose the checkpoint interval of a job on spot instances by Daly's formula, estimate its time "
+        "and cost, and write it as a SkyPilot task.",
         epilog="example: modelwright plan spot --work-hours 40 --interruptions-per-hour 0.2 --stall-s 5 "
         "--recovery-s 180 --instance g5.xlarge",
         allow_abbrev=False,

@@ -102,11 +102,10 @@ def spot_tornado(plan: SpotPlan, *, factor: float) -> list[Swing]:
 def spot_text(plan: SpotPlan, swings: Sequence[Swing]) -> str:
     """The interval, the expected time and cost, and the tornado."""
     job = plan.job
-    is_known = job.recovery_s is not None
-    recovery = (
-        f"a recovery takes {job.recovery_s:g} s" if is_known else "what a recovery takes is unknown (--recovery-s)"
-    )
-    least = "" if is_known else "at least "
+    if job.recovery_s is None:
+        recovery, least = "what a recovery takes is unknown (--recovery-s)", "at least "
+    else:
+        recovery, least = f"a recovery takes {job.recovery_s:g} s", ""
     lines = [
         f"work             {duration(job.work_s)}; a checkpoint stalls it {job.stall_s:g} s, {recovery}",
         f"interruptions    one in {duration(job.mtbf_s)} on average",
