@@ -67,7 +67,7 @@ def test_the_machines_install_the_source_tree_with_its_pinned_versions(tmp_path:
 
 def test_an_extra_that_does_not_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--skypilot", str(tmp_path / "task.yaml"), "--target", "quickstart", "--extras", "imagse"]
-    assert main([*WORDS, *words]) == 2
+    assert main([*WORDS, *TASK, *words]) == 2
     assert "--extras: 'imagse' is no extra of the package; did you mean 'images'?" in capsys.readouterr().err
 
 
