@@ -2,9 +2,9 @@
 
 `modelwright run` trains in a process that is interrupted by a script: killed by SIGKILL at once, or told by SIGTERM 30
 seconds before. What a checkpoint and a recovery cost is measured first, on a run without and on one with a single
-interruption, as `modelwright plan spot --run` takes it; the planner's simulation then gets the script's periods, and
-its wall time is compared with the measured one. Notices that are waited out and absences are as long in both, so the
-error without them stands beside it.
+interruption, as `modelwright plan spot --run` takes it; a simulation of the same checkpoints, losses and recoveries
+then gets the script's periods, and its wall time is compared with the measured one. Notices that are waited out and
+absences are as long in both, so the error without them stands beside it.
 """
 
 import random
@@ -25,15 +25,14 @@ from modelwright.core.progress import SilentProgress
 from modelwright.core.records import column, read_records
 from modelwright.core.rundir import RunDir
 from modelwright.core.seeds import derive_seed
-from modelwright.pipeline.cost import measured_recovery_s, measured_stall_s
 from modelwright.pipeline.run import execute
-from modelwright.plan.spot.availability import Presence
-from modelwright.plan.spot.intervals import CheckpointCosts
-from modelwright.plan.spot.simulate import simulate
 from modelwright.recipes.load import load
 from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict
 from modelwright_claims.judging import Judgment
+from modelwright_claims.spot_simulation import Presence, simulate
 from modelwright_claims.statistics import estimate, exact
+from modelwright_plan.run_cost import measured_recovery_s, measured_stall_s
+from modelwright_plan.spot.intervals import CheckpointCosts
 
 MOST_OFF = 15.0
 """Percent of the measured wall time."""
@@ -74,7 +73,10 @@ def measure(setting: Setting) -> Measurement:
     once = _copy(prepared, setting.folder / "once")
     setting.progress.note("a run with one interruption")
     run_through(once, [Presence(0.5 * whole_s, 0.0)])
-    costs = CheckpointCosts(stall_s=measured_stall_s(RunDir(whole)), recovery_s=measured_recovery_s(RunDir(once)))
+    recovery_s = measured_recovery_s(RunDir(once))
+    if recovery_s is None:
+        raise ModelwrightError(f"{once}: the run recorded no recovery from its interruption")
+    costs = CheckpointCosts(stall_s=measured_stall_s(RunDir(whole)), recovery_s=recovery_s)
     stalls = column(read_records(RunDir(whole).stage(STAGE).metrics), "checkpoint_stall_s")
     work_s = whole_s - len(stalls) * costs.stall_s
     samples: dict[str, list[float]] = {PREDICTED: [], MEASURED: [], FIXED: [], SAME: [], INTERRUPTIONS: []}

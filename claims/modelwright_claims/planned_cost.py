@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from modelwright.core.config import parse
-from modelwright.plan.cost.bill import make_bill
-from modelwright.plan.cost.prices import PriceTable, shipped_prices
-from modelwright.plan.cost.sensitivity import tornado
-from modelwright.plan.cost.workload import Workload
 from modelwright_claims.claim import UNTESTABLE, Claim, Conditions, Measurement, Samples, Setting, Verdict
 from modelwright_claims.inference_arms import FP32, INT8, decoding
 from modelwright_claims.judging import Judgment
 from modelwright_claims.results import machine, machine_slug, read_records
 from modelwright_claims.statistics import Estimate, exact
+from modelwright_plan.cost.bill import make_bill
+from modelwright_plan.cost.prices import PriceTable, shipped_prices
+from modelwright_plan.cost.sensitivity import tornado
+from modelwright_plan.cost.workload import Workload
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 TRAINING_SAVED, INFERENCE_SAVED = 67.0, 54.0

@@ -18,11 +18,7 @@ from modelwright.memory.lifetimes import MemoryTimeline
 from modelwright.memory.step_arena import plan_arena
 from modelwright.model.config import ModelConfig
 from modelwright.objectives.next_token import NextToken
-from modelwright.plan.catalog import MODELS
 from modelwright.plan.doctor import measure_rates
-from modelwright.plan.memory_plan import MORE_COMPUTE, OffloadTarget, plan_step
-from modelwright.plan.offload_cost import measure_flops_per_byte
-from modelwright.plan.trace_step import trace_step
 from modelwright.train.config import TrainConfig
 from modelwright_claims import memory_probe
 from modelwright_claims.activation_checkpointing import MEMORY_ERRORS
@@ -30,6 +26,10 @@ from modelwright_claims.claim import Claim, Conditions, Figure, Measurement, Sam
 from modelwright_claims.judging import Judgment, names_between
 from modelwright_claims.memory_probe import Measured, Probe
 from modelwright_claims.statistics import Estimate, estimate, exact, ratios
+from modelwright_plan.catalog import MODELS
+from modelwright_plan.memory_plan import MORE_COMPUTE, OffloadTarget, plan_step
+from modelwright_plan.offload_cost import measure_flops_per_byte
+from modelwright_plan.trace_step import trace_step
 
 REUSE_TARGET = 99.3
 ERROR_TARGET = 10.0

@@ -9,12 +9,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import modelwright.plan
+import modelwright_plan
 from modelwright.core.artifacts import write_atomic
-from modelwright.plan.measured import DATA_FILE, MeasuredError
 from modelwright_claims.activation_checkpointing import MEMORY_ERRORS
 from modelwright_claims.planned_memory import HEAP_GAPS, PLANNED_HEAP_GAPS
 from modelwright_claims.results import all_figures, read_results
+from modelwright_plan.measured import DATA_FILE, MeasuredError
 
 RESULTS = Path("benchmarks/results")
 
@@ -45,8 +45,8 @@ def as_json(errors: Sequence[MeasuredError]) -> str:
 
 
 def main() -> None:
-    """Write the errors in `benchmarks/results` into the source of `modelwright.plan`."""
-    (package,) = modelwright.plan.__path__
+    """Write the errors in `benchmarks/results` into the source of `modelwright_plan`."""
+    (package,) = modelwright_plan.__path__
     write_atomic(Path(package) / DATA_FILE, as_json(planner_errors(read_results(RESULTS))))
 
 

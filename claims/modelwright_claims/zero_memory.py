@@ -7,17 +7,17 @@ from modelwright.memory.activations import Segment, block_shape
 from modelwright.model.config import ModelConfig
 from modelwright.ops import cpu_kernels
 from modelwright.parallel.config import ParallelConfig, ZeroStage
-from modelwright.plan.catalog import DEVICES, MODELS
-from modelwright.plan.communication import Cluster
 from modelwright.plan.layout import TrainingJob
 from modelwright.plan.memory import RankPart, rank_memory
-from modelwright.plan.search import propose
 from modelwright_claims import memory_probe
 from modelwright_claims.activation_checkpointing import MEMORY_ERRORS
 from modelwright_claims.claim import Claim, Conditions, Figure, Measurement, Samples, Setting, Verdict
 from modelwright_claims.judging import Judgment, names_between
 from modelwright_claims.memory_probe import Measured, Probe
 from modelwright_claims.statistics import exact
+from modelwright_plan.catalog import DEVICES, MODELS
+from modelwright_plan.cluster import Cluster
+from modelwright_plan.search import propose
 
 TARGET = 10.0
 STATES, PEAK, PLANNED = "bytes of states, ", "peak bytes, ", "planned for 175B: "

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from modelwright.core.errors import ArtifactError, ConfigError
-from modelwright.plan.measured import measured_errors
 from modelwright_claims import ledger, results
 from modelwright_claims.activation_checkpointing import MEMORY_ERRORS
 from modelwright_claims.claim import Claim, Measurement, Samples, Verdict
@@ -30,6 +29,7 @@ from modelwright_claims.results import (
     write_record,
 )
 from modelwright_claims.statistics import estimate
+from modelwright_plan.measured import measured_errors
 
 ROOT = Path(__file__).parents[2]
 MEASUREMENT = Measurement(samples={"speed": [1.46, 1.54], "bytes": [3.0]}, conditions={"rows": 8})

@@ -19,7 +19,6 @@ import torch
 from modelwright.core.progress import SilentProgress
 from modelwright.data.loader import PackedRows
 from modelwright.data.pack import PackConfig, pack
-from modelwright.plan.advice.techniques import SWITCHES
 from modelwright_claims import loading_latency, loading_worker
 from modelwright_claims.claim import Measurement, Setting, Verdict
 from modelwright_claims.judging import judge
@@ -116,10 +115,6 @@ def test_the_verdict_asks_for_both_epochs_and_for_no_peer_that_waits_less() -> N
     assert met.kind == "met"
     assert met.figures[f"times lower p99, {FIRST}"].value == pytest.approx(120 / 18, rel=0.01)
     assert set(loading_latency.CLAIM.headline) <= met.figures.keys()
-    (quoted,) = (
-        names for switch in SWITCHES for claim, names in switch.evidence if claim == loading_latency.CLAIM.name
-    )
-    assert set(quoted) <= met.figures.keys()
     for verdict, epoch in ((judged(first=21.0), FIRST), (judged(second=21.0), SECOND)):
         assert verdict.kind == "short"
         assert f"{epoch}: p99 of the wait is lower by 5.71x" in verdict.reason

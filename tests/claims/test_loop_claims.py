@@ -13,8 +13,6 @@ from scipy import stats
 
 from modelwright.core.progress import SilentProgress
 from modelwright.data.document import Document
-from modelwright.plan.cost.prices import shipped_prices
-from modelwright.plan.spot.availability import Presence
 from modelwright.serve.ab.assignment import CONTROL, TREATMENT
 from modelwright.serve.ab.guards import REPORT_ALPHA
 from modelwright.serve.ab.sequential import ratio_interval
@@ -39,6 +37,8 @@ from modelwright_claims.binomial import share
 from modelwright_claims.claim import Claim, Measurement, Setting, Verdict
 from modelwright_claims.inference_arms import FP32, INT8, decoding
 from modelwright_claims.judging import judge
+from modelwright_claims.spot_simulation import Presence
+from modelwright_plan.cost.prices import shipped_prices
 
 
 def verdict(claim: Claim, samples: dict, conditions: dict | None = None) -> Verdict:

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from modelwright.core.progress import SilentProgress
-from modelwright.parallel.pipeline.bubble import makespan
 from modelwright.parallel.pipeline.trace import StageSpan
 from modelwright_claims import pipeline_utilisation as claim
 from modelwright_claims.claim import Measurement, Setting
@@ -13,6 +12,7 @@ from modelwright_claims.judging import judge
 from modelwright_claims.pipeline_probe import ProbeSize
 from modelwright_claims.pipeline_replay import busy_share, equal_durations, measured_durations, order_taken
 from modelwright_claims.workbench import Size
+from modelwright_plan.bubble import makespan
 
 
 def span(stage: int, kind: str, seconds: float = 1.0) -> StageSpan:

@@ -28,7 +28,6 @@ from modelwright.cli import (
     launch,
     lr_find,
     manifests,
-    plan,
     recipes,
     report,
     requests,
@@ -51,8 +50,7 @@ COMMANDS: Mapping[str, Command] = {
     command.name: command
     for command in (
         run.COMMAND, finetune.COMMAND, compare.COMMAND, launch.COMMAND, evaluate.COMMAND, clean.COMMAND,
-        augment.COMMAND, recipes.COMMAND, config.COMMAND, explain.COMMAND, doctor.COMMAND, plan.COMMAND,
-        lr_find.COMMAND,
+        augment.COMMAND, recipes.COMMAND, config.COMMAND, explain.COMMAND, doctor.COMMAND, lr_find.COMMAND,
         serve.COMMAND, manifests.COMMAND, requests.COMMAND, chat.COMMAND, export.COMMAND, report.COMMAND,
         completion(lambda: usable_commands()),
     )
@@ -66,6 +64,7 @@ DISTRIBUTIONS: Mapping[str, tuple[str, str]] = {
     "continual": ("modelwright-continual", "continual"),
     "drift": ("modelwright-continual", "continual"),
     "lineage": ("modelwright-continual", "continual"),
+    "plan": ("modelwright-plan", "plan"),
     "prove": ("modelwright-claims", "claims"),
     "search": ("modelwright-search", "search"),
     "federated": ("modelwright-federated", "federated"),

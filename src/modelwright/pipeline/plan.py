@@ -24,23 +24,11 @@ from modelwright.pipeline.time_budget import (
     with_lengths,
     with_lengths_of,
 )
-from modelwright.plan.catalog import ComputeRate
-from modelwright.plan.communication import Cluster
 from modelwright.plan.estimate import StageEstimate, duration, plan_text, training_memory
-from modelwright.plan.layout import assess
+from modelwright.plan.layout import fullest_memory
 from modelwright.plan.memory import MemoryEstimate
 from modelwright.train.config import TrainConfig
 
-ANY_CLUSTER = Cluster(
-    num_hosts=1,
-    devices_per_host=1,
-    memory_bytes=1.0,
-    compute=ComputeRate(peak_flops_per_s=1.0, efficiency=1.0, source=""),
-    host_bytes_per_s=1.0,
-    network_bytes_per_s=1.0,
-    device="cpu",
-)
-"""For memory, which no speed changes."""
 _MEMORY_NOTES = {
     "cpu": "Peak memory is the resident memory of one process: tensors, the gaps that the heap leaves between them "
     "(heap_gaps), and\nPython with its libraries (process). The system's cache of files comes on top.",
@@ -120,7 +108,7 @@ def _memories(config: RunConfig, num_processes: int) -> dict[str, MemoryEstimate
         training: TrainConfig = config.section(stage)
         if num_processes > 1:
             job, layout = planned(config, training, config.parallel, num_processes)
-            result[stage.name] = assess(job, layout, replace(ANY_CLUSTER, device=device)).memory
+            memory = fullest_memory(job, layout)
         else:
             memory = training_memory(
                 config.model,
@@ -131,5 +119,5 @@ def _memories(config: RunConfig, num_processes: int) -> dict[str, MemoryEstimate
                 fused=cpu_kernels.are_used_on(device),
                 adapters=training.lora,
             )
-            result[stage.name] = memory.on_device(device)
+        result[stage.name] = memory.on_device(device)
     return result

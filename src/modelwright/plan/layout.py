@@ -1,27 +1,44 @@
-"""One layout of a training job over a cluster: memory of its fullest rank, and how long a step takes.
+"""One layout of a training job over its devices: what its ranks hold, and the bytes that they send along each axis.
 
-Time is compute at the share of the peak rate that published runs reach, plus the pipeline's bubble, plus communication
-that is not overlapped. Estimates rank layouts; they do not replace a measurement.
+Ring algorithms: an all-gather or reduce-scatter of S bytes over n ranks sends (n - 1) / n * S from each, an all-reduce
+twice that. Traffic follows the model passes: FSDP2 as `parallel.zero_stage` sets it up, FP32 weights and gradients;
+tensor parallelism as Shoeybi et al. 2019 and, with sequence parallelism, Korthikanti et al. 2022 (equal bytes).
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Literal
 
-from modelwright.memory.activations import BlockShape, Segment, block_shape, total_recomputed_flops
+from modelwright.memory.activations import FP32_BYTES, BlockShape, Compute, Segment, block_shape
 from modelwright.memory.checkpointing import segments_for
 from modelwright.memory.config import ActivationCheckpointingConfig
 from modelwright.model.config import ModelConfig
 from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.pipeline.bubble import StageTime, bubble_s
 from modelwright.parallel.pipeline.partition import flop_costs, split_layers
-from modelwright.parallel.pipeline.schedule import bubble_share, microbatches_in_flight
+from modelwright.parallel.pipeline.schedule import microbatches_in_flight
 from modelwright.parallel.pipeline.stages import rank_of_stage
 from modelwright.parallel.topology.rank_mapping import AxisTraffic
-from modelwright.plan.catalog import PLANNED_AS, ComputeFormat
-from modelwright.plan.communication import Cluster, axis_seconds, axis_traffic
-from modelwright.plan.memory import MemoryEstimate, RankPart, head_workspace, rank_memory
+from modelwright.plan.memory import (
+    MemoryEstimate,
+    RankPart,
+    block_parameters,
+    head_workspace,
+    rank_memory,
+    root_parameters,
+)
+
+ComputeFormat = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
+"""What products are computed in."""
+PLANNED_AS: dict[ComputeFormat, Compute] = {
+    "fp32": "fp32",
+    "tf32": "fp32",
+    "bf16": "bf16",
+    "fp16": "bf16",
+    "fp8": "bf16",
+}
+"""The format whose bytes the results of products take."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,85 +74,44 @@ class Layout:
         return self.axes["replicate"] * self.axes["shard"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Assessment:
-    """A layout's fullest rank and its step time by part, in seconds; communication is the part that is not hidden."""
-
-    layout: Layout
-    memory: MemoryEstimate
-    layers_per_stage: tuple[int, ...]
-    num_microbatches: int
-    compute_s: float
-    recompute_s: float
-    bubble_s: float
-    communication_s: Mapping[str, float]
-    model_flops: float
-
-    @property
-    def step_s(self) -> float:
-        return self.compute_s + self.recompute_s + self.bubble_s + sum(self.communication_s.values())
-
-    @property
-    def bubble_share(self) -> float:
-        return bubble_share(bubble=self.bubble_s, work=self.compute_s + self.recompute_s)
-
-    def utilization(self, cluster: Cluster) -> float:
-        """Model FLOPs as a share of the devices' peak."""
-        return self.model_flops / (self.step_s * self.layout.num_devices * cluster.compute.peak_flops_per_s)
-
-
-def assess(job: TrainingJob, layout: Layout, cluster: Cluster) -> Assessment:
-    """Memory and time. Raises `ConfigError` if the layout does not divide the model or the batch."""
-    parallel, axes = layout.parallel, layout.axes
-    shape = _shape(job, layout)
-    num_stages = parallel.pipeline * parallel.stages_per_rank
-    layers = parallel.layers_per_stage or _split(job.model, num_stages, job.seq_len)
-    num_microbatches = job.num_rows // (layout.copies * layout.microbatch_rows)
-    ranks = _ranks_that_decide(layers, parallel)
-    parts = {rank: _part(job, layout, shape, layers, rank, num_microbatches) for rank in ranks}
-    fullest = max((rank_memory(job.model, part) for part in parts.values()), key=lambda memory: memory.total)
-    tokens = layout.microbatch_rows * job.seq_len // axes["context"]
-    token_s = tokens / cluster.flops_per_s
-    forward = {rank: _forward_flops(job.model, part) for rank, part in parts.items()}
-    again = {rank: total_recomputed_flops(shape, part.segments) for rank, part in parts.items()}
-    slowest = max(ranks, key=lambda rank: 3 * forward[rank] + again[rank])
-    forward_s, again_s = forward[slowest] * token_s, again[slowest] * token_s
-    seconds = axis_seconds(job.model, parts[slowest], axes, cluster, compute_s=num_microbatches * 3 * forward_s)
-    layer_again = again[slowest] / max(1, parts[slowest].num_layers)
-    times = _stage_times(job.model, parts[slowest], layers, layer_again=layer_again, flop_s=token_s)
-    waiting = bubble_s(parallel, times, num_microbatches)
-    return Assessment(
-        layout=layout,
-        memory=fullest.on_device(cluster.device),
-        layers_per_stage=layers,
-        num_microbatches=num_microbatches,
-        compute_s=num_microbatches * 3 * forward_s,
-        recompute_s=num_microbatches * again_s,
-        bubble_s=waiting,
-        communication_s=seconds,
-        model_flops=3 * job.batch_tokens * job.model.flops_per_token(job.seq_len / 2),
-    )
-
-
 def fullest_memory(job: TrainingJob, layout: Layout) -> MemoryEstimate:
-    """Memory of the layout's fullest rank, of the process itself included. Raises `ConfigError` like `assess`."""
-    parallel = layout.parallel
-    layers = parallel.layers_per_stage or _split(job.model, parallel.pipeline * parallel.stages_per_rank, job.seq_len)
-    num_microbatches = job.num_rows // (layout.copies * layout.microbatch_rows)
-    shape = _shape(job, layout)
-    ranks = _ranks_that_decide(layers, parallel)
-    parts = [_part(job, layout, shape, layers, rank, num_microbatches) for rank in ranks]
+    """Memory of the layout's fullest rank, of the process itself included. Raises `ConfigError` if the layout does not
+    divide the model or the batch.
+    """
+    parts = rank_parts(job, layout).values()
     return max((rank_memory(job.model, part) for part in parts), key=lambda memory: memory.total)
 
 
 def expected_traffic(job: TrainingJob, layout: Layout) -> dict[str, AxisTraffic]:
-    """The traffic of a rank with the most layers along each axis in a step. Raises `ConfigError` like `assess`."""
+    """The traffic of the first rank with the most layers on each hop of every axis of more than one rank in a step.
+    Raises `ConfigError` like `fullest_memory`.
+    """
+    part = max(rank_parts(job, layout).values(), key=lambda part: part.num_layers)
+    result = {}
+    for axis, size in layout.axes.items():
+        if size > 1:
+            num_bytes, num_messages = sent_along(axis, job.model, part, layout.axes)
+            result[axis] = AxisTraffic(num_messages=num_messages, num_bytes=num_bytes / num_messages)
+    return result
+
+
+def rank_parts(job: TrainingJob, layout: Layout) -> dict[int, RankPart]:
+    """The parts of the pipeline's ranks that can be fullest or slowest: those with embedding and head, and the first of
+    those with most layers (earlier ranks hold more microbatches). Raises `ConfigError` like `fullest_memory`.
+    """
+    layers = layers_per_stage(job, layout)
+    owners, held = rank_of_stage(layout.parallel), [0] * layout.parallel.pipeline
+    for stage, owner in enumerate(owners):
+        held[owner] += layers[stage]
+    ranks = sorted({owners[0], owners[-1], held.index(max(held))})
+    num_microbatches, shape = job.num_rows // (layout.copies * layout.microbatch_rows), _shape(job, layout)
+    return {rank: _part(job, layout, shape, layers, rank, num_microbatches) for rank in ranks}
+
+
+def layers_per_stage(job: TrainingJob, layout: Layout) -> tuple[int, ...]:
+    """The layers of each pipeline stage, as configured or as training would split them."""
     parallel = layout.parallel
-    layers = parallel.layers_per_stage or _split(job.model, parallel.pipeline * parallel.stages_per_rank, job.seq_len)
-    num_microbatches = job.num_rows // (layout.copies * layout.microbatch_rows)
-    shape = _shape(job, layout)
-    parts = [_part(job, layout, shape, layers, rank, num_microbatches) for rank in range(parallel.pipeline)]
-    return axis_traffic(job.model, max(parts, key=lambda part: part.num_layers), layout.axes)
+    return parallel.layers_per_stage or _split(job.model, parallel.pipeline * parallel.stages_per_rank, job.seq_len)
 
 
 @lru_cache
@@ -192,43 +168,32 @@ def _part(
     return replace(part, segments=tuple(segments))
 
 
-def _ranks_that_decide(layers: tuple[int, ...], parallel: ParallelConfig) -> list[int]:
-    """The ranks that can be fullest or slowest: those with embedding and head, and the first of those with most layers
-    (earlier ranks hold more microbatches).
+def sent_along(axis: str, model: ModelConfig, part: RankPart, axes: Mapping[str, int]) -> tuple[float, float]:
+    """Bytes that one rank sends along an axis in a step, and sequential messages."""
+    ranks, rounds = axes[axis], part.num_microbatches
+    share = (ranks - 1) / ranks
+    weights = FP32_BYTES * (root_parameters(model, part) + part.num_layers * block_parameters(model, part.tensor))
+    stream = part.num_tokens * model.model_dim * part.shape.width
+    if axis == "tensor":
+        # Two sums in a block's forward pass, two in its backward, and again what is computed again.
+        again = sum(segment.num_layers for segment in part.segments if segment.recompute)
+        sums = 4 * part.num_layers + 2 * again
+        return rounds * sums * 2 * share * stream, rounds * sums * 2 * (ranks - 1)
+    if axis == "context":
+        pairs = part.num_tokens * 2 * part.shape.kv_dim * part.shape.width
+        return rounds * part.num_layers * 3 * (ranks - 1) * pairs, rounds * part.num_layers * 3 * (ranks - 1)
+    if axis == "shard":
+        return _shard_traffic(part, weights, share, ranks)
+    if axis == "replicate":
+        return 2 * share * weights / part.pieces, 2 * (ranks - 1)
+    return rounds * 2 * stream / part.tensor, rounds * 2
+
+
+def _shard_traffic(part: RankPart, weights: float, share: float, ranks: int) -> tuple[float, float]:
+    """Stage 3 gathers weights forward and backward and scatters gradients, for every microbatch; stage 2 gathers them
+    once for every microbatch; stage 1 scatters gradients once per step.
     """
-    owners, held = rank_of_stage(parallel), [0] * parallel.pipeline
-    for stage, owner in enumerate(owners):
-        held[owner] += layers[stage]
-    return sorted({owners[0], owners[-1], held.index(max(held))})
-
-
-def _forward_flops(model: ModelConfig, part: RankPart) -> float:
-    """FLOPs of one token's forward pass on one rank."""
-    return part.num_layers * part.shape.forward_flops + _head_flops(model, part) * part.has_head
-
-
-def _head_flops(model: ModelConfig, part: RankPart) -> float:
-    return 2.0 * model.vocab_size * model.model_dim / part.tensor
-
-
-def _stage_times(
-    model: ModelConfig, part: RankPart, layers: tuple[int, ...], *, layer_again: float, flop_s: float
-) -> list[StageTime]:
-    """Return the times of every stage.
-
-    layer_again: FLOPs that one layer recomputes per token; flop_s: seconds for one FLOP on every token of a microbatch.
-    Attention has no weights: its backward pass costs twice its forward pass, all of it for its inputs.
-    """
-    attend = part.shape.flops("attend")
-    products = part.shape.forward_flops - attend
-    times = []
-    for stage, num_layers in enumerate(layers):
-        head = _head_flops(model, part) if stage == len(layers) - 1 else 0.0
-        times.append(
-            StageTime(
-                forward_s=flop_s * (num_layers * (products + attend) + head),
-                input_s=flop_s * (num_layers * (products + 2 * attend + layer_again) + head),
-                weight_s=flop_s * (num_layers * products + head),
-            )
-        )
-    return times
+    fetches = part.num_microbatches * (2 if part.zero_stage == 3 else 1)
+    scatters = 1 if part.zero_stage == 1 else part.num_microbatches
+    messages = (fetches + scatters) * (part.num_layers + 1) * (ranks - 1)
+    return (fetches + scatters) * share * weights, messages

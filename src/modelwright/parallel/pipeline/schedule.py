@@ -1,4 +1,4 @@
-"""The number of microbatches whose activations a pipeline rank holds, by schedule. Idle time is in `bubble.py`.
+"""The number of microbatches whose activations a pipeline rank holds, by schedule.
 
 Sources: Huang et al. 2019 (GPipe); Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU
 Clusters", section 2.2 (1F1B, interleaved); Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 6.
@@ -27,8 +27,3 @@ def microbatches_in_flight(
     per_round = num_microbatches // max(1, num_microbatches // pipeline)
     held = (stages_per_rank - 1) * per_round + 2 * hops + 1
     return min(held, num_microbatches * stages_per_rank) / stages_per_rank
-
-
-def bubble_share(*, bubble: float, work: float) -> float:
-    """The share of a step's time in which ranks are idle; (p - 1) / (m + p - 1) for GPipe and 1F1B."""
-    return bubble / (bubble + work) if bubble + work else 0.0

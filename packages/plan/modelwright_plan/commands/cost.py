@@ -1,0 +1,92 @@
+"""`modelwright plan cost TARGET`: the bill of training, serving, storage and traffic, and what it depends on."""
+
+import argparse
+import datetime
+import json
+from pathlib import Path
+
+from modelwright.core.errors import ConfigError
+
+TARGETS = "TARGET: a workload (a YAML file, see docs/planning.md), or a run directory, whose time and size are priced."
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", metavar="TARGET")
+    add_price_options(parser)
+    parser.add_argument(
+        "--purchase",
+        choices=("on_demand", "spot", "reserved_1y", "reserved_3y"),
+        default="on_demand",
+        help="how the run's instances are bought (default: on_demand)",
+    )
+    parser.add_argument("--count", type=int, default=1, help="instances of the run (default: 1)")
+    parser.add_argument(
+        "--months", type=float, default=0.0, metavar="N", help="how long the run's folder is stored (default: 0)"
+    )
+    parser.add_argument(
+        "--vary", type=float, default=0.25, metavar="SHARE", help="how far each assumption may be off (default: 0.25)"
+    )
+    parser.add_argument("--top", type=int, default=8, help="assumptions to show (default: 8)")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the bill as a page with a tornado chart, too")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+
+
+def add_price_options(parser: argparse.ArgumentParser) -> None:
+    """Options that say what is rented where, and for what price."""
+    parser.add_argument("--prices", type=Path, metavar="FILE", help="rows in place of those of the package's table")
+    parser.add_argument("--provider", default="aws", help="default: aws")
+    parser.add_argument("--region", default="us-east-1", help="default: us-east-1")
+    parser.add_argument("--instance", default="", metavar="TYPE", help="instance type")
+
+
+def show(options: argparse.Namespace) -> int:
+    """Print the bill. Raises `ConfigError` for a workload that cannot be priced."""
+    from modelwright_plan.cost.bill import make_bill
+    from modelwright_plan.cost.format_bill import bill_data, bill_text
+    from modelwright_plan.cost.prices import load_prices
+    from modelwright_plan.cost.sensitivity import bill_tornado
+
+    for name in ("count", "top"):
+        if getattr(options, name) < 1:
+            raise ConfigError(f"--{name}: must be at least 1, got {getattr(options, name)}")
+    if not 0 < options.vary < 1:
+        raise ConfigError(f"--vary: must be between 0 and 1, got {options.vary}; 0.25 is a quarter up and down")
+    if not options.months >= 0:
+        raise ConfigError(f"--months: must not be negative, got {options.months}")
+    workload, notes = _workload(options)
+    prices = load_prices(options.prices)
+    bill = make_bill(workload, prices)
+    swings = bill_tornado(bill, prices, vary=options.vary)
+    today = datetime.datetime.now(datetime.UTC).date()
+    text = bill_text(bill, swings, today=today, top=options.top, notes=notes)
+    if options.html:
+        from modelwright_plan.cost_page import write_cost_page
+
+        write_cost_page(options.html, workload.name, text, swings[: options.top], float(bill.total))
+    print(json.dumps(bill_data(bill, swings, today=today), indent=1) if options.json else text)
+    return 0
+
+
+def _workload(options: argparse.Namespace):
+    """The workload, and notes on it."""
+    from modelwright_plan.cost.workload import load_workload
+
+    if not Path(options.target).is_dir():
+        if options.instance:
+            raise ConfigError("--instance: is for a run directory; a workload's file names its own instances")
+        return load_workload(Path(options.target)), []
+    if not options.instance:
+        raise ConfigError("--instance: name what the run would be rented on, such as --instance g5.xlarge")
+    from modelwright.recipes.load import find_run
+    from modelwright_plan.run_cost import workload_of_run
+
+    workload = workload_of_run(
+        find_run(options.target),
+        provider=options.provider,
+        region=options.region,
+        instance=options.instance,
+        purchase=options.purchase,
+        count=options.count,
+        months=options.months,
+    )
+    return workload, [f"{options.instance} is taken to be as fast as the machine that the run was measured on"]

@@ -1,0 +1,23 @@
+"""A bill or the cost of a spot job as a page, with its tornado chart."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from modelwright.core.errors import ConfigError, writing
+from modelwright.pipeline.report.charts import tornado_chart
+from modelwright_plan.cost.sensitivity import Swing
+from modelwright_plan.plan_page import plan_page
+
+
+def write_cost_page(path: Path, name: str, text: str, swings: Sequence[Swing], base: float) -> None:
+    """Write HTML with the total, the tornado and the text. swings: the widest first. Raises `ConfigError` if there is
+    no such folder.
+    """
+    if not path.parent.is_dir():
+        raise ConfigError(f"--html: {path.parent} is not a folder; name a file in one that exists")
+    names = [f"{swing.name} ({swing.low:.4g} to {swing.high:.4g})" for swing in swings]
+    ranges = [(min(swing.at_low, swing.at_high), max(swing.at_low, swing.at_high)) for swing in swings]
+    svg = tornado_chart(names, ranges, base=base, name="tornado", x_label="US dollars")
+    page = plan_page(f"Cost of {name}", [(f"${base:,.2f}", "total")], [("What the total depends on", svg)], text)
+    with writing(path):
+        path.write_text(page, encoding="utf-8")

@@ -1,0 +1,204 @@
+"""A plan for the memory of a training step: what to recompute, what to offload and when to update, judged by traces.
+
+What blocks save is chosen by `memory.budget` under a budget for activations; a trace of the whole step, including
+weights, gradients, head and update, shows the result. Optimizer in backward is used if it changes no weight. The plan
+is a configuration: training with it is what the second trace shows. Covers one process, without communication.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+from modelwright.core.config import dump
+from modelwright.core.errors import ConfigError
+from modelwright.core.progress import Progress, SilentProgress
+from modelwright.memory.activations import (
+    block_shape,
+    head_workspace_bytes,
+    total_moved_bytes,
+    total_recomputed_flops,
+)
+from modelwright.memory.budget import Budget, block_choices, least_budget
+from modelwright.memory.checkpointing import segments_for
+from modelwright.memory.config import ActivationCheckpointingConfig, Tier
+from modelwright.memory.lifetimes import MemoryTimeline
+from modelwright.model.config import ModelConfig
+from modelwright.ops import cpu_kernels
+from modelwright.ops.cross_entropy import CHUNK_TOKENS
+from modelwright.plan.estimate import size
+from modelwright.train.config import TrainConfig
+from modelwright_plan.trace_step import ObjectiveOf, trace_step
+
+MORE_COMPUTE = 0.2
+"""Share of a step's FLOPs that a plan may add where nobody says otherwise."""
+_CANDIDATES = 24
+_AS_GOOD = 0.01
+"""Share of a peak that is worth no computing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """before: the step as configured; after: with `train`, which is the plan. more_flops: recomputed, as a share of the
+    step's model FLOPs, and present_flops: as configured; moved_bytes: total bytes that a step's activations write to
+    another place and read again.
+    """
+
+    before: MemoryTimeline
+    after: MemoryTimeline
+    train: TrainConfig
+    present_flops: float
+    more_flops: float
+    moved_bytes: int
+
+    @property
+    def saved_share(self) -> float:
+        """Fraction of the peak that the plan saves."""
+        return 1.0 - self.after.peak_bytes / self.before.peak_bytes
+
+    def settings(self, configured: TrainConfig) -> dict[str, object]:
+        """What the plan changes in the configuration."""
+        planned, present = dump(self.train), dump(configured)
+        return {name: value for name, value in planned.items() if value != present[name]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadTarget:
+    """A place where activations may be offloaded to; flops_per_byte: as in `ActivationCheckpointingConfig`."""
+
+    tier: Tier = "none"
+    flops_per_byte: float = 0.0
+
+
+NOWHERE = OffloadTarget()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Candidate:
+    """cost: of recomputation and offloading, as a share of the step's model FLOPs."""
+
+    train: TrainConfig
+    more_flops: float
+    moved_bytes: int
+    cost: float
+
+
+def plan_step(
+    model: ModelConfig,
+    train: TrainConfig,
+    objective_of: ObjectiveOf,
+    *,
+    seq_len: int,
+    budget_bytes: int = 0,
+    more_compute: float = MORE_COMPUTE,
+    elsewhere: OffloadTarget = NOWHERE,
+    progress: Progress = SilentProgress(),  # noqa: B008
+) -> StepPlan:
+    """The least recomputation and offloading such that the peak is at most `budget_bytes`; without a budget (0) such
+    that it is within a hundredth of the lowest possible for `more_compute` of the step's FLOPs, where offloading counts
+    by what could be computed meanwhile. The step as configured is the plan if it achieves that at no higher cost;
+    without a budget also if nothing within `more_compute` takes less memory.
+
+    Traces know no gaps of a heap, which come on top of every peak.
+
+    Candidates are traced one after the other, for peaks need not fall along them (a frozen prefix keeps nothing that
+    could be computed again). Raises `ConfigError` that names the lowest peak when the budget is too small.
+    """
+    present, candidates = _candidates(model, train, seq_len, elsewhere)
+    numbers = itertools.count(1)
+
+    @cache
+    def trace(settings: TrainConfig) -> MemoryTimeline:
+        result = trace_step(model, settings, objective_of, seq_len=seq_len)
+        progress.advance(next(numbers))
+        return result
+
+    progress.begin("trace", 1 + len(candidates), "steps")
+    before = trace(train)
+    most, may_rise = budget_bytes, budget_bytes > 0
+    if not budget_bytes:
+        candidates = [one for one in candidates if one.cost <= more_compute]
+        lowest = min(trace(one.train).peak_bytes for one in candidates)
+        most, may_rise = int((1.0 + _AS_GOOD) * lowest), lowest < before.peak_bytes
+    chosen = next((one for one in candidates if trace(one.train).peak_bytes <= most), present)
+    if before.peak_bytes <= most and (present.cost <= chosen.cost or not may_rise):
+        chosen = present
+    after = trace(chosen.train)
+    if after.peak_bytes > most:
+        lowest = min(trace(one.train).peak_bytes for one in (present, *candidates))
+        progress.end()
+        raise ConfigError(_too_small(budget_bytes, lowest, elsewhere))
+    progress.end()
+    return StepPlan(
+        before=before,
+        after=after,
+        train=chosen.train,
+        present_flops=present.more_flops,
+        more_flops=chosen.more_flops,
+        moved_bytes=chosen.moved_bytes,
+    )
+
+
+def _too_small(budget_bytes: int, lowest: int, elsewhere: OffloadTarget) -> str:
+    alone = elsewhere == NOWHERE
+    how = "recomputing" if alone else "recomputing and moving"
+    more = ", or let activations wait elsewhere (--offload)" if alone else ""
+    return (
+        f"budget: {size(budget_bytes)} is not enough; the lowest peak that {how} reaches is {size(lowest)} "
+        f"({lowest}); use smaller microbatches, or divide the states (parallel.zero_stage){more}"
+    )
+
+
+def _with_updates_in_backward(train: TrainConfig) -> TrainConfig:
+    """Use optimizer in backward where the settings allow it and weights stay the same; otherwise unchanged."""
+    if train.optimizer_in_backward or train.max_grad_norm:
+        return train
+    try:
+        return replace(train, optimizer_in_backward=True)
+    except ConfigError:
+        return train
+
+
+def _candidates(
+    model: ModelConfig, train: TrainConfig, seq_len: int, elsewhere: OffloadTarget
+) -> tuple[_Candidate, Sequence[_Candidate]]:
+    """The step as configured, and ways to treat the blocks, from no recomputation to the least memory, whatever is
+    configured.
+    """
+    compute, fused = train.precision.planned_as, cpu_kernels.are_used_on("cpu")
+    shape = block_shape(model, compute=compute, mean_context=model.max_seq_len / 2, fused=fused)
+    num_tokens = train.batch_rows(seq_len) * seq_len // train.gradient_accumulation_steps
+    end_bytes = head_workspace_bytes(model, num_tokens=num_tokens, chunk_tokens=CHUNK_TOKENS)
+    whole = num_tokens * (model.num_layers * shape.whole_bytes + shape.workspace_bytes) + end_bytes
+    choices = block_choices(shape, num_tokens, model.num_layers, flops_per_byte=elsewhere.flops_per_byte)
+    least = least_budget(choices, model.num_layers, Budget(num_bytes=whole, end_bytes=end_bytes))
+    budgets = [whole - (whole - least) * step // _CANDIDATES for step in range(_CANDIDATES + 1)]
+    flops = 3.0 * model.flops_per_token(seq_len / 2)
+
+    def candidate(way: TrainConfig) -> _Candidate:
+        segments = segments_for(
+            way.activation_checkpointing, model.num_layers, shape=shape, num_tokens=num_tokens, end_bytes=end_bytes
+        )
+        again, moved = total_recomputed_flops(shape, segments) / flops, total_moved_bytes(shape, segments)
+        return _Candidate(
+            train=way,
+            more_flops=again,
+            moved_bytes=moved * num_tokens * train.gradient_accumulation_steps,
+            cost=again + moved * elsewhere.flops_per_byte / flops,
+        )
+
+    folder = train.activation_checkpointing.offload_dir if elsewhere.tier == "disk" else ""
+    lean = _with_updates_in_backward(train)
+    result = [candidate(replace(lean, activation_checkpointing=ActivationCheckpointingConfig()))]
+    for budget in budgets:
+        config = ActivationCheckpointingConfig(
+            mode="budget",
+            budget_bytes=budget,
+            offload=elsewhere.tier,
+            offload_dir=folder,
+            flops_per_byte=elsewhere.flops_per_byte,
+        )
+        next_one = candidate(replace(lean, activation_checkpointing=config))
+        if next_one.cost > result[-1].cost:
+            result.append(next_one)
+    return candidate(train), result
