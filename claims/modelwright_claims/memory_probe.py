@@ -26,7 +26,7 @@ from modelwright.core.progress import SilentProgress
 from modelwright.core.resources import ResourceUse
 from modelwright.core.rundir import StageDir
 from modelwright.data.batch import IGNORED, TokenBatch
-from modelwright.memory.tensor_heap import SWITCH
+from modelwright.memory.tensor_heap import SWITCH, give_back_memory
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.next_token import NextToken
@@ -200,6 +200,7 @@ def _run(probe: Probe, world: World, folder: Path) -> Measured:
     warm = dataclasses.replace(probe.model, num_layers=probe.parallel.pipeline, vocab_size=64)
     _train(dataclasses.replace(probe, model=warm), world, Meter(world.device, probe.num_steps), folder / "warm")
     meter, flops = Meter(world.device, probe.num_steps), 0.0
+    give_back_memory()  # pages that the heap has kept of the small model would hide as many of the model's own
     before = _held(world.device)
     _train(probe, world, meter, folder / "run")
     if probe.count_flops:

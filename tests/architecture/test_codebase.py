@@ -9,7 +9,6 @@ import json
 from pathlib import Path
 
 import pytest
-
 from codebase import ROOT, Walker, line_kinds, measure, read_modules
 
 MOST = json.loads(Path(__file__).with_name("limits.json").read_text(encoding="utf-8"))

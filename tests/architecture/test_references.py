@@ -114,7 +114,14 @@ def exists(reference: str) -> bool:
         parts = reference.removesuffix("()").split(".")
         return all(_is_known(part) for part in parts) or reference in OF_OTHERS or _can_be_imported(reference)
     if FILE.fullmatch(reference) and "<" not in reference and "/" in reference:
-        places = (ROOT, PACKAGE, ROOT / "claims", *PACKAGE.iterdir(), *ROOT.glob("packages/*"), *ROOT.glob("packages/*/*"))
+        places = (
+            ROOT,
+            PACKAGE,
+            ROOT / "claims",
+            *PACKAGE.iterdir(),
+            *ROOT.glob("packages/*"),
+            *ROOT.glob("packages/*/*"),
+        )
         return any(any(place.glob(reference.strip("/"))) for place in places if place.is_dir()) or _is_output(reference)
     return True
 

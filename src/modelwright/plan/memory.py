@@ -18,10 +18,11 @@ from modelwright.ops.cross_entropy import CHUNK_TOKENS
 from modelwright.ops.nf4 import RUN_LEN
 from modelwright.parallel.config import ZeroStage
 
-PROCESS_BYTES = 455 * 2**20
+PROCESS_BYTES = 420 * 2**20
 """Resident memory of a process in a training stage without the tensors of the model: Python, PyTorch and the other
 libraries that training loads, buffers of theirs, and tensors below `memory.tensor_heap.LEAST_BYTES`. Measured with
-PyTorch 2.13 on Linux at the end of the quickstart's pretraining: 681 MiB, of which 226 in the heap for tensors."""
+PyTorch 2.13 on Linux: 373 MiB in a run of `tiny` with large microbatches, 455 at the end of the quickstart's
+pretraining (681 MiB, of which 226 in the heap for tensors)."""
 
 HEAP_GAPS = 0.03
 """What the gaps of the heap for tensors (`memory.tensor_heap`) add to what is alive in it at the peak: measured 0.01 in

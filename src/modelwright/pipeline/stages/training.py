@@ -176,9 +176,7 @@ def training_spec(
     For the rest see `StageSpec`.
     """
 
-    traits = _Traits(
-        start=start, further=further, techniques=techniques, row_use=row_use, save=save, prepare=prepare
-    )
+    traits = _Traits(start=start, further=further, techniques=techniques, row_use=row_use, save=save, prepare=prepare)
 
     def report(data: RunData, stage: StageData) -> Section:
         section = training_section(stage, data.config.section(name), report_title, loss_unit=loss_unit)
