@@ -129,6 +129,7 @@ def test_ray_answers_a_request(folder: Path, free_port: int, monkeypatch: pytest
     import ray
 
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray warns of a change otherwise
     (application,) = config_of(folder)["applications"]
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
