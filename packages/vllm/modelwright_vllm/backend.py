@@ -113,4 +113,4 @@ def _require_model(folder: Path) -> None:
         raise ModelError(f"{folder}: the back-end vllm gets token ids and no images; serve it without --backend")
 
 
-BACKEND = Backend(vllm_engine, weights=DTYPES, extra="vllm", needs_gpu=True)
+BACKEND = Backend(vllm_engine, weights=DTYPES)

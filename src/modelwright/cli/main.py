@@ -27,7 +27,6 @@ from modelwright.cli import (
     finetune,
     launch,
     lr_find,
-    manifests,
     recipes,
     report,
     requests,
@@ -51,7 +50,7 @@ COMMANDS: Mapping[str, Command] = {
     for command in (
         run.COMMAND, finetune.COMMAND, compare.COMMAND, launch.COMMAND, evaluate.COMMAND, clean.COMMAND,
         augment.COMMAND, recipes.COMMAND, config.COMMAND, explain.COMMAND, doctor.COMMAND, lr_find.COMMAND,
-        serve.COMMAND, manifests.COMMAND, requests.COMMAND, chat.COMMAND, export.COMMAND, report.COMMAND,
+        serve.COMMAND, requests.COMMAND, chat.COMMAND, export.COMMAND, report.COMMAND,
         completion(lambda: usable_commands()),
     )
 }  # fmt: skip

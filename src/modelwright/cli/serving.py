@@ -1,4 +1,4 @@
-"""What `modelwright serve` and `modelwright manifests` have in common: a model, and the settings of its server."""
+"""The model and the settings of a server, as `modelwright serve` reads them from its words."""
 
 import argparse
 import sys

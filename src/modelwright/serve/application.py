@@ -1,6 +1,6 @@
 """A server without its sockets: what is served, who keeps account of it, and how it begins and ends.
 
-`server` gives it a socket of its own; `ray_app` puts it behind Ray Serve.
+`server` gives it a socket of its own; `examples/deploy/ray_serve.py` puts it behind Ray Serve.
 """
 
 import asyncio

@@ -29,14 +29,10 @@ Loader = Callable[[ModelSource, ServeConfig], tuple[EngineClient, Codec]]
 
 @dataclass(frozen=True)
 class Backend:
-    """load: starts the engines of a model; weights: formats that may follow the name, after a colon; extra: the one of
-    the package that it needs, "" for none; needs_gpu: which the containers of manifests do not have.
-    """
+    """load: starts the engines of a model; weights: formats that may follow the name, after a colon."""
 
     load: Loader
     weights: tuple[str, ...] = ()
-    extra: str = ""
-    needs_gpu: bool = False
 
 
 def load_engines(source: ModelSource, config: ServeConfig) -> tuple[EngineClient, Codec]:
@@ -91,7 +87,7 @@ def engine_in_thread(model: Decoder, config: ServeConfig) -> EngineThread:
 
 BACKENDS: Mapping[str, Backend] = {
     OWN_BACKEND: Backend(_own_engines),
-    "openvino": Backend(openvino_engine, weights=get_args(GgufFormat), extra="openvino"),
+    "openvino": Backend(openvino_engine, weights=get_args(GgufFormat)),
 }
 """The only list of the package's own back-ends."""
 

@@ -2,7 +2,9 @@
 Ray where Ray Serve is installed."""
 
 import asyncio
+import importlib.util
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,18 @@ import httpx
 import pytest
 import yaml
 
-from modelwright.cli.main import main
 from modelwright.core.errors import ConfigError
-from modelwright.serve.ray_app import RayArguments, build, server_of
 from serve.conftest import write_model
 from serve.test_keys import write_keys
+
+DEPLOY = Path(__file__).parents[2] / "examples/deploy"
+_spec = importlib.util.spec_from_file_location("ray_serve", DEPLOY / "ray_serve.py")
+assert _spec is not None
+assert _spec.loader is not None
+ray_example = importlib.util.module_from_spec(_spec)
+sys.modules["ray_serve"] = ray_example  # `dataclass` and Ray look the module up by its name
+_spec.loader.exec_module(ray_example)
+RayArguments, build, server_of = ray_example.RayArguments, ray_example.build, ray_example.server_of
 
 BODY = {"model": "tiny", "prompt": "the quick brown", "max_tokens": 8, "temperature": 0}
 
@@ -29,17 +38,19 @@ def ray_serve() -> Any:
     return pytest.importorskip("ray.serve", reason="Ray Serve is not installed (modelwright[ray-serve])")
 
 
-def config_of(folder: Path, out: Path, *words: str) -> dict[str, Any]:
-    assert main(["manifests", str(folder), "--for", "ray", "--out", str(out), *words]) == 0
-    return yaml.safe_load((out / "serve.yaml").read_text())
+def config_of(folder: Path, **settings: Any) -> dict[str, Any]:
+    """The example's config, with this machine's model and settings."""
+    config = yaml.safe_load((DEPLOY / "ray_serve.yaml").read_text())
+    arguments = config["applications"][0]["args"]
+    arguments |= {"folder": str(folder), "model_name": "tiny", "settings": settings}
+    return config
 
 
 def test_a_replica_starts_answers_drains_and_stops(folder: Path, tmp_path: Path) -> None:
     keys = write_keys(tmp_path / "keys.yaml", user={})
-    settings = ["--keys_file", keys, "--engine.max_num_seqs", "4", "--model_aliases", "small"]
-    (application,) = config_of(folder, tmp_path, *settings)["applications"]
+    settings = {"keys_file": keys, "engine": {"max_num_seqs": 4}, "model_aliases": ["small"]}
+    (application,) = config_of(folder, **settings)["applications"]
     arguments = RayArguments(**application["args"])
-    assert arguments.settings == {"keys_file": keys, "engine": {"max_num_seqs": 4}, "model_aliases": ["small"]}
 
     async def run() -> None:
         server = server_of(arguments)
@@ -69,12 +80,7 @@ def test_a_replica_starts_answers_drains_and_stops(folder: Path, tmp_path: Path)
     asyncio.run(run())
 
 
-def test_settings_of_sockets_are_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("c.pem", "k.pem"):
-        (tmp_path / name).touch()
-    words = ["--tls_certificate", str(tmp_path / "c.pem"), "--tls_key", str(tmp_path / "k.pem")]
-    assert main(["manifests", str(folder), "--for", "ray", "--out", str(tmp_path / "out"), *words]) == 2
-    assert "tls_certificate: Ray's proxies" in capsys.readouterr().err
+def test_settings_of_sockets_are_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="port: sockets belong to Ray's proxies"):
         server_of(RayArguments(folder=str(folder), model_name="tiny", settings={"port": 9000}))
 
@@ -87,7 +93,7 @@ def test_wrong_arguments_are_named(name: str, value: object) -> None:
         build({"folder": "/model", "model_name": "tiny", name: value})
 
 
-def test_the_config_is_valid_by_rays_schema(folder: Path, tmp_path: Path) -> None:
+def test_the_config_is_valid_by_rays_schema() -> None:
     ray_serve()
     from ray.serve.schema import (
         DeploymentSchema,
@@ -97,10 +103,10 @@ def test_the_config_is_valid_by_rays_schema(folder: Path, tmp_path: Path) -> Non
         ServeDeploySchema,
     )
 
-    words = ["--replicas", "3", "--cpus", "2", "--host", "0.0.0.0", "--port", "9000"]
-    config = config_of(folder, tmp_path, *words)
+    config = yaml.safe_load((DEPLOY / "ray_serve.yaml").read_text())
+    assert getattr(ray_example, config["applications"][0]["import_path"].removeprefix("ray_serve:")) is build
     schema = ServeDeploySchema.model_validate(config)
-    assert (schema.http_options.host, schema.http_options.port) == ("0.0.0.0", 9000)
+    assert (schema.http_options.host, schema.http_options.port) == ("127.0.0.1", 8000)
     (application,) = config["applications"]
     (deployment,) = application["deployments"]
     assert schema.applications[0].deployments[0].num_replicas == 3
@@ -118,12 +124,13 @@ def test_the_config_is_valid_by_rays_schema(folder: Path, tmp_path: Path) -> Non
         ServeDeploySchema.model_validate(config)
 
 
-def test_ray_answers_a_request(folder: Path, tmp_path: Path, free_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_answers_a_request(folder: Path, free_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     serve = ray_serve()
     import ray
 
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    (application,) = config_of(folder, tmp_path)["applications"]
+    monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray warns of a change otherwise
+    (application,) = config_of(folder)["applications"]
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": free_port})

@@ -1,5 +1,5 @@
 """Ray Serve places servers on the machines of a cluster: each replica is a whole server with its engines, and Ray's
-proxies pass requests to them. `modelwright manifests --for ray` writes the config of such an application.
+proxies pass requests to them. `ray_serve.yaml` is the config of such an application.
 
 Needs the extra `ray-serve` where an application is built or runs.
 """
@@ -106,9 +106,9 @@ def server_of(arguments: RayArguments) -> RayServer:
 
 
 def build(args: Mapping[str, Any]) -> "RayApplication":
-    """What `import_path` of Ray's config names. args: the fields of `RayArguments`, as `modelwright manifests` writes
-    them. How many replicas there are, and with how many cores, is for the config's `deployments` to say. Raises
-    `ConfigError` for other arguments, and without the extra.
+    """Build the application that `import_path` of Ray's config names. args: the fields of `RayArguments`. How many
+    replicas there are, and with how many cores, is for the config's `deployments` to say. Raises `ConfigError` for
+    other arguments, and without the extra.
     """
     arguments = parse(RayArguments, dict(args), "args")
     config = arguments.config  # raises here rather than in every replica

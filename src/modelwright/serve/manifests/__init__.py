@@ -1,1 +1,0 @@
-"""Files by which systems that place containers or processes run the server: see `kinds`."""
