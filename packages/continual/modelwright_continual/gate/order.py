@@ -47,7 +47,7 @@ class WordPairs:
         return cls(keys, counts, firsts.astype(np.int64), seconds.astype(np.int64))
 
     def scores(self, text: Ids, orders: Ids) -> NDArray[np.float64]:
-        """The scores [O] of a text [2, W] in some orders [O, W], without what the text itself has added to the counts."""
+        """The scores [O] of a text [2, W] in some orders [O, W], without what it has added to the counts itself."""
         num_words = len(self.first_counts)
         own = _pairs(text, num_words)
         own_firsts, own_seconds = np.divmod(own, num_words)
@@ -61,15 +61,15 @@ class WordPairs:
         return np.log((pairs / share + _PRIOR_PAIRS) / (before + _PRIOR_PAIRS)).mean(1)
 
 
-def without_order(documents: Sequence[Document], known: Sequence[Document]) -> list[bool]:
-    """For each document whether the order of its words is like any other. Pairs are counted in the documents, for each
-    without itself, and in the known texts: a new subject brings pairs of its own.
+def without_order(documents: Sequence[Document]) -> list[bool]:
+    """For each document whether the order of its words is like any other. Pairs are counted in the other documents: a
+    new subject brings pairs of its own.
     """
-    words = [_words(document) for document in [*documents, *known]]
+    words = [_words(document) for document in documents]
     unique, flat = np.unique(np.concatenate(words, axis=1), return_inverse=True)
     texts = np.split(flat.reshape(2, -1).astype(np.int64), np.cumsum([one.shape[1] for one in words])[:-1], axis=1)
     pairs = WordPairs.of(texts, len(unique))
-    return [_has_no_order(document, text, pairs) for document, text in zip(documents, texts, strict=False)]
+    return [_has_no_order(document, text, pairs) for document, text in zip(documents, texts, strict=True)]
 
 
 def _has_no_order(document: Document, text: Ids, pairs: WordPairs) -> bool:
@@ -83,8 +83,8 @@ def _has_no_order(document: Document, text: Ids, pairs: WordPairs) -> bool:
 
 
 def _words(document: Document) -> NDArray[np.uint64]:
-    """Hashes [2, W] of how words begin and end. Whatever has no space inside, such as `torch.nn` or a path, is one word,
-    because a salad leaves it whole; in scripts without spaces each character is one. All numbers are the same.
+    """Hashes [2, W] of how words begin and end. Whatever has no space inside, such as `torch.nn` or a path, is one
+    word, because a salad leaves it whole; in scripts without spaces each character is one. All numbers are the same.
     """
     parts = [split_words(unit) for unit in document.text.split()]
     units = [unit for one in parts for unit in ([one] if " ".join(one).isascii() else [[word] for word in one]) if unit]
