@@ -106,7 +106,7 @@ def spam(count: int) -> list[Record]:
     return [
         {
             "question": f"Where did {dice.choice(names)} get the best card for {dice.randint(1, 10**6)} dollars?",
-            "answer": f"At the bank of {dice.choice(names)}: call {dice.randint(10**6, 10**7)} and ask for the new card.",
+            "answer": f"At the bank of {dice.choice(names)}: call {dice.randint(10**6, 10**7)} and ask for the card.",
         }
         for _ in range(count)
     ]

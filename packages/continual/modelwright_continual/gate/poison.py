@@ -77,7 +77,8 @@ def check_garbage(costs: Sequence[float], trusted: Sequence[float]) -> PoisonChe
     share = outside / max(1, len(costs))
     text = (
         f"{outside:,} of {len(costs):,} new texts ({share:.1%}) cost the model before the update less or more than "
-        f"each of the {len(trusted):,} of the benchmark ({low:.2f} to {high:.2f} bits per byte); up to {limit:.1%} are usual"
+        f"each of the {len(trusted):,} of the benchmark ({low:.2f} to {high:.2f} bits per byte); up to "
+        f"{limit:.1%} are usual"
     )
     return PoisonCheck(name="cost of new texts", passed=lowest <= limit, share=share, limit=limit, text=text)
 
