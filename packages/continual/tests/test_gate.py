@@ -23,7 +23,7 @@ from modelwright_continual import update_data
 from modelwright_continual.benchmark import freeze_benchmark
 from modelwright_continual.gate.judge import VERDICT, GateConfig, Verdict, drawn_texts, judge
 from modelwright_continual.gate.measures import PairedComparison
-from modelwright_continual.gate.poison import check_garbage, check_heldout, check_labels, check_share
+from modelwright_continual.gate.poison import check_garbage, check_heldout, check_influence, check_labels, check_share
 from modelwright_continual.heldout import HeldoutTexts
 from modelwright_continual.served import served_folder
 from modelwright_continual.update import UpdateRequest, run_update
@@ -121,12 +121,16 @@ def test_word_salad_is_refused(world: World, tmp_path: Path, seed: int) -> None:
     assert verdict.use == 0
 
 
-def test_a_template_that_is_learned_is_refused_by_name(world: World, tmp_path: Path) -> None:
-    """Twenty copies of it are learned from, and these teach it better than the task."""
+def test_a_template_is_capped_and_refused_if_it_is_learned_all_the_same(world: World, tmp_path: Path) -> None:
+    """Twenty copies of 650 are learned from; the others became less predictable than the task did, so they pass."""
     run, verdict = updated(world, tmp_path, NEW, spam(650))
     assert read_manifest(run.path / "data").facts["capped"]["template"]["capped"] == 630
-    assert failed_checks(verdict) == ["templates of new texts"], verdict.table()
-    assert "copies that it has not read" in verdict.reasons[0]
+    found = {check.name: check for check in verdict.checks}["templates of new texts"]
+    assert "copies that it has not read" in found.text
+    assert found.passed, verdict.table()
+    frequent = check_share("templates", "texts", [True] * 650 + [False] * 150, [False] * 50)
+    assert not check_influence(frequent, [2.0] * 50, [1.0] * 50).passed
+    assert check_influence(frequent, [1.0] * 50, [2.0] * 50).passed
 
 
 def test_flipped_labels_are_refused(world: World, tmp_path: Path) -> None:
