@@ -33,6 +33,7 @@ from modelwright.pipeline.stages.sft import SFT
 from modelwright.train.config import LENGTHS
 from modelwright_continual.ancestry import ancestry_of
 from modelwright_continual.benchmark import Benchmark
+from modelwright_continual.caps import Caps
 from modelwright_continual.old_texts import unknown_texts
 from modelwright_continual.update_data import DataRequest, Form, UpdateData, prepare_data
 from modelwright_continual.update_files import NEW, OLD, data_folder
@@ -76,7 +77,8 @@ class UpdateRequest:
 
     model: a run or a model folder that training goes on with; self_replay: replay what that model writes itself;
     average: mix the result with that model; lora: train low-rank adapters, which are merged at the end; num_processes:
-    that a batch of conversations has whole rows for; settings: of the run, over those that an update has.
+    that a batch of conversations has whole rows for; caps: on what new texts have in common; settings: of the run, over
+    those that an update has.
     """
 
     model: Path
@@ -87,6 +89,7 @@ class UpdateRequest:
     average: bool = True
     lora: bool = False
     num_processes: int = 1
+    caps: Caps = field(default_factory=Caps)
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     @property
@@ -103,6 +106,7 @@ class UpdateRequest:
             own_model=find_model(self.model).source.folder if self.self_replay else None,
             replay=self.replay,
             seed=seed,
+            caps=self.caps,
             data=config,
         )
 

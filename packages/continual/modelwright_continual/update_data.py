@@ -27,6 +27,7 @@ from modelwright.data.find_files import locate
 from modelwright.data.sources import SourceConfig, SourceReport, read_documents
 from modelwright.pipeline.cleaning import fingerprint
 from modelwright_continual.benchmark import Benchmark
+from modelwright_continual.caps import USER_FIELD, Caps
 from modelwright_continual.heldout import HeldoutTexts
 from modelwright_continual.old_texts import (
     ReplaySample,
@@ -37,7 +38,7 @@ from modelwright_continual.old_texts import (
     num_bytes,
 )
 from modelwright_continual.self_replay import SelfReplay
-from modelwright_continual.update_files import HELDOUT_FILE, KIND, NEW, OLD
+from modelwright_continual.update_files import CAPPED_FILE, HELDOUT_FILE, KIND, NEW, OLD
 
 OWN_TEXTS = "self-replay"
 Form = Literal["text", "conversations"]
@@ -51,7 +52,8 @@ class DataRequest:
     new: sources of new texts; old: sources of old ones that no run has; old_runs: those that the model has learned in,
     whose texts are replayed with `old` and whose held-out texts are left alone; unknown: why some old texts are not
     known, if they are not; own_model: the folder of a model that writes the old ones itself, in the place of all;
-    replay: share of old rows among all that are trained on; data: how the sources are read.
+    replay: share of old rows among all that are trained on; caps: on what the new texts have in common; data: how the
+    sources are read.
     """
 
     new: tuple[str, ...]
@@ -61,6 +63,7 @@ class DataRequest:
     own_model: Path | None = None
     replay: float = 0.05
     seed: int = 1
+    caps: Caps = field(default_factory=Caps)
     data: SourceConfig = field(default_factory=SourceConfig)
 
     def __post_init__(self) -> None:
@@ -120,6 +123,7 @@ def prepare_data(request: DataRequest, benchmark: Benchmark, folder: Path, progr
     new = list(_screened(_read(request.new, request), known, dropped[NEW]))
     if not new:
         raise DataError(f"{', '.join(request.new)}: no new text is left ({_counts(dropped[NEW])})")
+    new, beyond, capped = request.caps.apply(new, request.seed)
     screened = partial(_screened, heldout=known, dropped=dropped[OLD])
     old = _replayed(request, new, screened, folder.with_name(OWN_TEXTS), progress)
     forms = _forms(new)
@@ -127,11 +131,13 @@ def prepare_data(request: DataRequest, benchmark: Benchmark, folder: Path, progr
         _write(draft.path / f"{NEW}.jsonl", map(_as_new, new))
         _write(draft.path / f"{OLD}.jsonl", (_as_old(document, number) for number, document in enumerate(old)))
         _write(draft.path / HELDOUT_FILE, heldout)
+        _write(draft.path / CAPPED_FILE, beyond)
         draft.facts |= {
             "forms": forms,
             "new": len(new),
             "old": len(old),
             "dropped": dropped[NEW],
+            "capped": capped,
             "old_dropped": dropped[OLD],
             "replay": request.replay,
             "sources": describe_sources(request.new),
@@ -144,6 +150,11 @@ def prepare_data(request: DataRequest, benchmark: Benchmark, folder: Path, progr
     for name, counts in dropped.items():
         if counts:
             progress.note(f"update: {_counts(counts)} left out of the {name} texts")
+    for name, one in capped.items():
+        progress.note(
+            f"update: {one['capped']:,} new texts left out, because each {name} may bring {one['limit']:,} "
+            f"(--{name}-cap); {one['groups']:,} brought more"
+        )
     return prepare_data(request, benchmark, folder, progress)
 
 
@@ -163,6 +174,7 @@ def describe_sources(sources: Sequence[str]) -> list[dict[str, Any]]:
 def _identity(request: DataRequest, benchmark: Benchmark) -> str:
     named = replace(request.data, sources=(*request.new, *request.old))
     plain = {"new": request.new, "old": request.old, "replay": request.replay, "seed": request.seed}
+    plain["caps"] = vars(request.caps)
     plain["old_runs"] = content_digests(request.old_runs)
     read = {"data": dump(request.data), "files": fingerprint(named, CleanConfig()), "benchmark": benchmark.digest}
     own = {"own": own_texts} if (own_texts := _own_identity(request)) else {}
@@ -175,7 +187,8 @@ def _own_identity(request: DataRequest) -> str:
 
 
 def _read(sources: Sequence[str], request: DataRequest) -> Iterable[Document]:
-    config = replace(request.data, sources=tuple(sources), validation_fraction=0.0)
+    keep_fields = tuple(dict.fromkeys([*request.data.keep_fields, USER_FIELD]))  # the caps need it
+    config = replace(request.data, sources=tuple(sources), validation_fraction=0.0, keep_fields=keep_fields)
     return read_documents(config, report=SourceReport(), leave_open=True)
 
 

@@ -7,6 +7,8 @@ from modelwright.core.rundir import RunDir
 
 DATA_FOLDER, KIND = "data", "update-data"
 HELDOUT_FILE = "heldout.jsonl"
+CAPPED_FILE = "capped.jsonl"
+"""Texts beyond the cap of their template, which the update does not learn from: the gate asks whether the model did."""
 OLD, NEW = "old", "new"
 """The sources of an update's documents; each has a file of its own, `old.jsonl` and `new.jsonl`."""
 

@@ -1,6 +1,7 @@
 """The gate: four poisons are refused or filtered, a clean update passes; bounds, levels and counted uses."""
 
 import json
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from modelwright_continual import update_data
 from modelwright_continual.benchmark import freeze_benchmark
 from modelwright_continual.gate.judge import VERDICT, GateConfig, Verdict, drawn_texts, judge
 from modelwright_continual.gate.measures import PairedComparison
-from modelwright_continual.gate.poison import check_garbage, check_heldout, check_labels
+from modelwright_continual.gate.poison import check_garbage, check_heldout, check_influence, check_labels, check_share
 from modelwright_continual.heldout import HeldoutTexts
 from modelwright_continual.served import served_folder
 from modelwright_continual.update import UpdateRequest, run_update
@@ -84,9 +85,52 @@ def test_garbage_is_refused(world: World, tmp_path: Path) -> None:
     before = world.benchmark.uses
     _, verdict = updated(world, tmp_path, NEW, garbage(40))
     assert not verdict.passed
-    assert failed_checks(verdict) == ["garbage in new texts, after"]
+    assert failed_checks(verdict) == ["order of new texts"]
     assert world.benchmark.uses == before
     assert verdict.use == 0
+
+
+def salad(records: Sequence[Record], count: int, seed: int) -> list[Record]:
+    """Words at random from those of the records, as many as a record has."""
+    dice = random.Random(seed)
+    words = [word for one in records for word in f"{one['question']} {one['answer']}".split()]
+    return [
+        {"question": " ".join(dice.choices(words, k=4)), "answer": " ".join(dice.choices(words, k=2))}
+        for _ in range(count)
+    ]
+
+
+def spam(count: int) -> list[Record]:
+    """An advertisement with other names and numbers."""
+    dice, names = random.Random(0), ("Anna", "Bruno", "Chloe", "David", "Elena", "Felix", "Greta", "Hugo")
+    return [
+        {
+            "question": f"Where did {dice.choice(names)} get the best card for {dice.randint(1, 10**6)} dollars?",
+            "answer": f"At the bank of {dice.choice(names)}: call {dice.randint(10**6, 10**7)} and ask for the card.",
+        }
+        for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_word_salad_is_refused(world: World, tmp_path: Path, seed: int) -> None:
+    """The words of the honest texts, which cost the model no more than those; three in ten texts, then a fifth."""
+    count = (64, 50, 38)[seed]
+    _, verdict = updated(world, tmp_path, NEW, salad(NEW, count, seed))
+    assert "order of new texts" in failed_checks(verdict), verdict.table()
+    assert verdict.use == 0
+
+
+def test_a_template_is_capped_and_refused_if_it_is_learned_all_the_same(world: World, tmp_path: Path) -> None:
+    """Twenty copies of 650 are learned from; the others became less predictable than the task did, so they pass."""
+    run, verdict = updated(world, tmp_path, NEW, spam(650))
+    assert read_manifest(run.path / "data").facts["capped"]["template"]["capped"] == 630
+    found = {check.name: check for check in verdict.checks}["templates of new texts"]
+    assert "copies that it has not read" in found.text
+    assert found.passed, verdict.table()
+    frequent = check_share("templates", "texts", [True] * 650 + [False] * 150, [False] * 50)
+    assert not check_influence(frequent, [2.0] * 50, [1.0] * 50).passed
+    assert check_influence(frequent, [1.0] * 50, [2.0] * 50).passed
 
 
 def test_flipped_labels_are_refused(world: World, tmp_path: Path) -> None:
@@ -105,7 +149,7 @@ def test_what_is_replayed_is_checked_as_well(world: World, tmp_path: Path, monke
     before = world.benchmark.uses
     old = str(write_records(tmp_path / "old.jsonl", leaks, garbage(100)))
     _, verdict = updated(world, tmp_path, NEW, old=old)
-    assert failed_checks(verdict) == ["held-out texts", "garbage in old texts, after"]
+    assert failed_checks(verdict) == ["held-out texts", "order of old texts"]
     assert world.benchmark.uses == before
 
 
@@ -139,24 +183,21 @@ def test_an_update_that_forgets_is_refused(world: World, tmp_path: Path) -> None
     assert "REFUSED" in verdict.reasons[0]
 
 
-def test_garbage_check_passes_texts_like_the_trusted_ones() -> None:
-    """About `ERROR` of corpora without a fault are refused, and a few odd texts in a small one are no garbage."""
-    draw = np.random.default_rng(0)
-    for when in ("before", "after"):
-        refused = 0
-        for _ in range(400):
-            new, trusted = draw.gamma(3.0, size=300), draw.gamma(3.0, size=60)
-            refused += not check_garbage(new, trusted, when=when).passed
-        assert refused <= 12
+def test_checks_pass_texts_like_the_trusted_ones() -> None:
+    """At most `ERROR` of corpora without a fault are refused, and a few odd texts in a small one are no garbage."""
+    draw, refused = np.random.default_rng(0), 0
+    for _ in range(400):
+        new, trusted = draw.gamma(3.0, size=300), draw.gamma(3.0, size=60)
+        odd = [draw.random(count) < 0.2 for count in (300, 60)]
+        share = check_share("order", "texts", odd[0].tolist(), odd[1].tolist(), least_gap=0.0)
+        refused += not (check_garbage(new, trusted).passed and share.passed)
+    assert refused <= 9  # the 99% quantile of a binomial distribution at `ERROR`
     trusted, clean = draw.gamma(3.0, size=60), draw.gamma(3.0, size=80)
-    random, repeated = np.concatenate([clean, np.full(20, 30.0)]), np.concatenate([clean, np.zeros(20)])
-    assert not check_garbage(random, trusted, when="before").passed
-    assert not check_garbage(random, trusted, when="after").passed
-    assert not check_garbage(random, trusted, of="old", when="before").passed
-    assert not check_garbage(repeated, trusted, when="before").passed
-    assert check_garbage(repeated, trusted, when="after").passed  # learned by heart
-    assert check_garbage(repeated, trusted, of="old", when="before").passed
-    assert check_garbage([30.0], trusted, when="before").passed
+    for odd in (np.full(20, 30.0), np.zeros(20)):
+        assert not check_garbage(np.concatenate([clean, odd]), trusted).passed
+    assert check_garbage([30.0], trusted).passed
+    assert not check_share("order", "texts", [True] * 30 + [False] * 70, [False] * 50).passed
+    assert check_share("order", "texts", [True] * 9 + [False] * 91, [False] * 1000).passed  # another subject
 
 
 def test_label_check_needs_labels_that_questions_tell() -> None:

@@ -20,7 +20,8 @@ KEY_VARIABLE = "MODELWRIGHT_ADMIN_KEY"
 REFUSED = 5
 """Exit code when the gate or the A/B test refused the update."""
 _RUN_FLAGS = (
-    "benchmark", "run-dir", "old", "replay", "self-replay", "no-average", "lora", "champion", "margin", "alpha",
+    "benchmark", "run-dir", "old", "replay", "self-replay", "source-cap", "user-cap", "template-cap", "no-average",
+    "lora", "champion", "margin", "alpha",
     "max-uses", "drift-reference", "requests", "drift-model", "server", "share", "unit", "min-units", "poll", "current",
     "floor", "schedule", "min-new", "checks", *LAUNCH_FLAGS, "help",
 )  # fmt: skip
@@ -70,6 +71,9 @@ def _add_update_options(run: argparse.ArgumentParser) -> None:
     add("--run-dir", metavar="DIR", type=Path, required=True, help="where the update's run lies")
     add("--old", nargs="+", default=[], metavar="DATA", help="texts to replay beside those of MODEL's runs")
     add("--replay", type=float, default=0.05, metavar="SHARE", help="of old rows among all (0.05)")
+    for name, default in (("source", 1.0), ("user", 0.05), ("template", 0.01)):
+        text = f"largest share of the new texts from one {name} ({default:g}; 1 is no cap)"
+        add(f"--{name}-cap", type=float, default=default, metavar="SHARE", help=text)
     add("--self-replay", action="store_true", help="replay texts that MODEL writes itself, where its own are gone")
     add("--no-average", action="store_true", help="do not average the weights with those of MODEL")
     add("--lora", action="store_true", help="train low-rank adapters only")
@@ -119,6 +123,7 @@ def _freeze(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace, settings: Mapping[str, Any], line: Sequence[str]) -> int:
     from modelwright.core.rundir import RunDir
     from modelwright.recipes.load import find_target
+    from modelwright_continual.caps import Caps
     from modelwright_continual.loop import LoopRequest, run_loop
     from modelwright_continual.update import UpdateRequest
 
@@ -134,6 +139,7 @@ def _run(options: argparse.Namespace, settings: Mapping[str, Any], line: Sequenc
         average=not options.no_average,
         lora=options.lora,
         num_processes=start.processes,
+        caps=Caps(source=options.source_cap, user=options.user_cap, template=options.template_cap),
         settings=settings,
     )
     request = LoopRequest(

@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,22 @@ from modelwright.pipeline.run_config import read_run_config
 from modelwright.pipeline.stages.clean import CLEAN
 from modelwright.serve.fingerprint import weights_fingerprint
 from modelwright_continual.benchmark import TASKS, Benchmark, Task, level_of_use
+from modelwright_continual.caps import template_groups
 from modelwright_continual.gate.measures import GateMeasure, PairedComparison, Rule
-from modelwright_continual.gate.poison import PoisonCheck, check_garbage, check_heldout, check_labels
+from modelwright_continual.gate.order import without_order
+from modelwright_continual.gate.poison import (
+    PoisonCheck,
+    check_garbage,
+    check_heldout,
+    check_influence,
+    check_labels,
+    check_share,
+    dropped_by_quality,
+)
 from modelwright_continual.heldout import HeldoutTexts
 from modelwright_continual.model_files import model_digest
 from modelwright_continual.update import quantized_folder
-from modelwright_continual.update_files import HELDOUT_FILE, NEW, OLD, data_folder
+from modelwright_continual.update_files import CAPPED_FILE, HELDOUT_FILE, NEW, OLD, data_folder
 
 KIND = "gate"
 FOLDER = "gate"
@@ -187,22 +198,55 @@ def check_texts(
     }
     if not bodies[NEW]:
         raise DataError(f"{run.stage(CLEAN.name).artifact}: no new text is left after cleaning; see what was dropped")
-    trusted = [document for task in TASKS for document in benchmark.read(task, "validation")]
     with open(data_folder(run) / HELDOUT_FILE, encoding="utf-8") as file:
         heldout = HeldoutTexts.of(Document.from_json(line) for line in file)
-    usual_before = _text_bits(champion, trusted, progress)
-    usual_after = _learned_bits(candidate, trusted, progress)
+    trusted = {task: benchmark.read(task, "validation") for task in TASKS}
+    drawn = {task: drawn_texts(bodies[task]) for task in TASKS}
+    every = [document for task in TASKS for document in trusted[task]]
+    flags = iter(without_order([document for part in (*drawn.values(), every) for document in part]))
+    orderless = {task: list(islice(flags, len(drawn[task]))) for task in TASKS}
+    usual = list(flags)  # of both tasks: more texts, and a new subject may be like neither
     checks = [check_heldout(trained, heldout)]
     for task in TASKS:
-        if documents := bodies[task]:
-            drawn = drawn_texts(documents)
-            before, after = _text_bits(champion, drawn, progress), _learned_bits(candidate, drawn, progress)
+        if found := orderless[task]:
             checks += [
-                check_garbage(before, usual_before, of=task, when="before"),
-                check_garbage(after, usual_after, of=task, when="after"),
-                check_labels(documents, benchmark.read(task, "validation"), of=task),
+                check_share(f"order of {task} texts", f"{task} texts have words without an order", found, usual),
+                check_labels(bodies[task], trusted[task], of=task),
             ]
-    return checks
+    checks.append(check_garbage(_bits(champion, drawn[NEW], progress), _bits(champion, every, progress)))
+    quality = read_run_config(run.config).section(CLEAN).quality
+    texts = drawn_texts(_read(data_folder(run) / f"{NEW}.jsonl"))
+    dropped = [dropped_by_quality(documents, quality) for documents in (texts, trusted[NEW])]
+    checks.append(check_share("quality of new texts", "new texts would be dropped by the step quality", *dropped))
+    return [*checks, *_check_templates(run, champion, candidate, trusted[NEW], progress)]
+
+
+def _check_templates(
+    run: RunDir, champion: JudgedModel, candidate: JudgedModel, trusted: Sequence[Document], progress: Progress
+) -> list[PoisonCheck]:
+    """One check if templates were capped: of how many texts they had, and of what the update made of those left out."""
+    facts = read_manifest(data_folder(run)).facts
+    capped = facts["capped"].get("template")
+    if not capped:
+        return []
+    left_out = drawn_texts(_read(data_folder(run) / CAPPED_FILE))
+    groups = template_groups([*left_out, *trusted])
+    usual = [group in set(groups[: len(left_out)]) - {""} for group in groups[len(left_out) :]]
+    num_alike, num_texts = capped["capped"] + capped["groups"] * capped["limit"], capped["capped"] + facts["new"]
+    found = [number < num_alike for number in range(num_texts)]
+    frequency = check_share(
+        "templates of new texts", "new texts are of templates beyond the cap", found, usual, least_gap=0
+    )
+    before, after = (
+        [_bits(judged, documents, progress) for documents in (left_out, trusted)] for judged in (champion, candidate)
+    )
+    falls = [[old - new for old, new in zip(*pair, strict=True)] for pair in zip(before, after, strict=True)]
+    return [check_influence(frequency, *falls)]
+
+
+def _read(path: Path) -> list[Document]:
+    with open(path, encoding="utf-8") as file:
+        return [Document.from_json(line) for line in file]
 
 
 def drawn_texts(documents: Sequence[Document]) -> list[Document]:
@@ -211,18 +255,9 @@ def drawn_texts(documents: Sequence[Document]) -> list[Document]:
     return ranked[:MOST_CHECKED]
 
 
-def _text_bits(judged: JudgedModel, documents: Sequence[Document], progress: Progress) -> list[float]:
+def _bits(judged: JudgedModel, documents: Sequence[Document], progress: Progress) -> list[float]:
     """Bits per byte of the whole text of each document; of a conversation the questions, too."""
-    return _bits(text_costs(judged.model, judged.tokenizer, documents, EvaluateConfig(), progress=progress))
-
-
-def _learned_bits(judged: JudgedModel, documents: Sequence[Document], progress: Progress) -> list[float]:
-    """Bits per byte of what is learned of each document: of a conversation the answers."""
-    rows = record_costs(judged.model, judged.tokenizer, documents, EvaluateConfig(), progress=progress)
-    return [bits for of_one_kind in rows.values() for bits in _bits(of_one_kind)]
-
-
-def _bits(rows: Sequence[Mapping[str, Any]]) -> list[float]:
+    rows = text_costs(judged.model, judged.tokenizer, documents, EvaluateConfig(), progress=progress)
     return [row["nats"] / math.log(2) / max(1, row["num_bytes"]) for row in rows]
 
 

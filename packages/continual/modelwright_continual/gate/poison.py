@@ -1,4 +1,5 @@
-"""Checks of the texts that an update learned from: held-out ones, garbage, labels that contradict the benchmark.
+"""Checks of the texts that an update learned from: held-out ones, garbage, templates, labels that contradict the
+benchmark. Word salads are found by `order.py`.
 
 A benchmark alone would not do: a model may learn from a few bad texts what no question of the benchmark asks for.
 Each check says how many texts of a kind without fault it would refuse.
@@ -6,29 +7,38 @@ Each check says how many texts of a kind without fault it would refuse.
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
-from scipy.stats import beta, fisher_exact
+from scipy.stats import beta, fisher_exact, mannwhitneyu
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import StratifiedKFold, cross_val_predict
 from sklearn.pipeline import make_pipeline
 
-from modelwright.data.document import Document
+from modelwright.data.document import KINDS, Document
+from modelwright.data.features import FEATURES, measure
+from modelwright.data.steps.quality import QualityConfig, has_language, judge, judged_kinds, limits_by_kind
 from modelwright.data.words import split_words
 from modelwright_continual.heldout import HeldoutTexts, question_key
-from modelwright_continual.update_files import NEW, OLD
+from modelwright_continual.update_files import NEW
 
 ERROR = 0.01
-"""Probability with which a check refuses texts like those of the benchmark."""
+"""Probability with which texts like those of the benchmark are refused by any check."""
+NUM_CHECKS = 7
+"""Checks with a random result: cost, quality and templates of new texts, order and labels of new and of old ones."""
+LEVEL = ERROR / NUM_CHECKS
+"""Of each check (Bonferroni)."""
+LEAST_GAP = 0.1
+"""Difference between shares that matters, however sure it is: the honest documentation of another library has up to 8
+points more texts of a line or two, whose order does not show."""
 _LEAST_OF_LABEL = 3
 """Documents that an answer must have to be a label, and parts of the cross-validation."""
 _LEAST_LABELED = 0.8
 """Share of the conversations that have such an answer, from which on answers are taken for labels."""
-_LEAST_GAP = 0.05
-"""Difference between the shares of contradictions that matters, however sure it is."""
+_LEAST_LABEL_GAP = 0.05
+"""`LEAST_GAP` of contradicted labels, which no subject explains."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,39 +63,80 @@ def check_heldout(trained: Sequence[Document], heldout: HeldoutTexts) -> PoisonC
     return PoisonCheck(name="held-out texts", passed=not found, share=share, limit=0.0, text=text)
 
 
-def check_garbage(
-    costs: Sequence[float], trusted: Sequence[float], *, of: str = NEW, when: Literal["before", "after"]
-) -> PoisonCheck:
-    """Few texts may be less or more predictable than all trusted ones are.
+def check_garbage(costs: Sequence[float], trusted: Sequence[float]) -> PoisonCheck:
+    """Few new texts may be less or more predictable to the model before the update than all trusted ones are.
 
-    costs, trusted: bits per byte of the texts and of the benchmark's, by the model before or after the update. of: the
-    source of the texts. To a model that has learned from texts they may well be more predictable than others, so only
-    new ones before the update are judged on both sides. If both are drawn alike, the share of texts beyond the largest
-    of n trusted ones is Beta(1, n) distributed, and that outside of their range Beta(2, n - 1) (Wilks 1941); the limit
-    is the quantile at 1 - `ERROR`. A count that a share within the limit explains passes, too.
+    costs, trusted: bits per byte of the new texts and of the benchmark's. If both are drawn alike, the share of texts
+    outside of the range of n trusted ones is Beta(2, n - 1) distributed (Wilks 1941); the limit is the quantile at
+    1 - `LEVEL`. A count that a share within the limit explains passes, too.
     """
-    was_learned = of == OLD or when == "after"
     low, high = min(trusted), max(trusted)
-    outside = len([cost for cost in costs if cost > high or (cost < low and not was_learned)])
-    num_sides = 1 if was_learned else 2
-    limit = float(beta.ppf(1.0 - ERROR, num_sides, len(trusted) + 1 - num_sides))
-    lowest = float(beta.ppf(ERROR, outside, len(costs) - outside + 1)) if outside else 0.0  # Clopper and Pearson 1934
+    outside = len([cost for cost in costs if not low <= cost <= high])
+    limit = float(beta.ppf(1.0 - LEVEL, 2, len(trusted) - 1))
+    lowest = float(beta.ppf(LEVEL, outside, len(costs) - outside + 1)) if outside else 0.0  # Clopper and Pearson 1934
     share = outside / max(1, len(costs))
-    what = "more" if was_learned else "less or more"
     text = (
-        f"{outside:,} of {len(costs):,} {of} texts ({share:.1%}) cost the model {when} the update {what} than each of "
-        f"the {len(trusted):,} of the benchmark ({low:.2f} to {high:.2f} bits per byte); up to {limit:.1%} are usual"
+        f"{outside:,} of {len(costs):,} new texts ({share:.1%}) cost the model before the update less or more than "
+        f"each of the {len(trusted):,} of the benchmark ({low:.2f} to {high:.2f} bits per byte); up to "
+        f"{limit:.1%} are usual"
     )
-    return PoisonCheck(
-        name=f"garbage in {of} texts, {when}", passed=lowest <= limit, share=share, limit=limit, text=text
+    return PoisonCheck(name="cost of new texts", passed=lowest <= limit, share=share, limit=limit, text=text)
+
+
+def check_share(
+    name: str, what: str, suspicious: Sequence[bool], usual: Sequence[bool], *, least_gap: float = LEAST_GAP
+) -> PoisonCheck:
+    """Suspicious texts may not be more frequent than among trusted ones: Fisher's exact test at `LEVEL`, and a
+    difference of at least `least_gap`. what: what a suspicious text is or does, after "of 100".
+    """
+    found, common = sum(suspicious), sum(usual)
+    result: Any = fisher_exact([[found, len(suspicious) - found], [common, len(usual) - common]], alternative="greater")
+    share, usual_share = found / max(1, len(suspicious)), common / max(1, len(usual))
+    text = (
+        f"{found:,} of {len(suspicious):,} {what} ({share:.1%}); of the benchmark's {common:,} of {len(usual):,} "
+        f"({usual_share:.1%}; p = {float(result.pvalue):.2g}, refused up to {LEVEL:.2g})"
     )
+    passed = float(result.pvalue) > LEVEL or share - usual_share < least_gap
+    return PoisonCheck(name=name, passed=passed, share=share, limit=usual_share + least_gap, text=text)
+
+
+def check_influence(frequency: PoisonCheck, falls: Sequence[float], honest: Sequence[float]) -> PoisonCheck:
+    """A template that is more frequent than among trusted texts may not be learned better than what is to be learned.
+
+    frequency: the comparison of shares; falls, honest: by how many bits per byte texts became more predictable with
+    the update: copies that it has not read, and the benchmark's new texts. Mann-Whitney test at `LEVEL`.
+    """
+    result: Any = mannwhitneyu(falls, honest, alternative="greater")
+    p_value = float(result.pvalue)
+    text = (
+        f"{frequency.text}; the update made copies that it has not read {np.median(falls):.2f} bits per byte more "
+        f"predictable, the benchmark's new texts {np.median(honest):.2f} (medians; p = {p_value:.2g})"
+    )
+    return replace(frequency, passed=frequency.passed or p_value > LEVEL, text=text)
+
+
+def dropped_by_quality(documents: Sequence[Document], config: QualityConfig) -> list[bool]:
+    """Whether the cleaning step `quality` would drop each document, by its fixed limits: automatic ones depend on the
+    texts themselves.
+    """
+    features = np.array([measure(one) for one in documents], np.float32).reshape(-1, len(FEATURES))
+    kinds = judged_kinds(features, np.array([KINDS.index(one.kind) for one in documents], np.int8))
+    limits, dropped = (
+        limits_by_kind(config, {}),
+        np.array([not has_language(one, config) for one in documents], np.bool_),
+    )
+    for number in np.unique(kinds):
+        of_kind = np.flatnonzero(kinds == number)
+        for violates, *_ in judge(features[of_kind], limits[KINDS[number]]):
+            dropped[of_kind] |= violates
+    return dropped.tolist()
 
 
 def check_labels(trained: Sequence[Document], trusted: Sequence[Document], *, of: str = NEW) -> PoisonCheck:
     """Where answers are labels, a classifier of the benchmark's questions should contradict the answers that were
     learned no more often than it contradicts the benchmark's own in cross-validation. of: the source of the texts.
 
-    Fisher's exact test at level `ERROR`; passes where answers are no labels or the questions do not tell them.
+    Passes where answers are no labels or the questions do not tell them.
     """
     known = _labeled(trusted)
     texts, labels = [text for text, _ in known], [label for _, label in known]
@@ -105,17 +156,14 @@ def check_labels(trained: Sequence[Document], trusted: Sequence[Document], *, of
     if not learned:
         return _no_labels(of, "no answer is a label of the benchmark")
     predicted = np.array(model.fit(texts, labels).predict([text for text, _ in learned]))
-    contradicted = int(np.count_nonzero(predicted != np.array([label for _, label in learned])))
-    table = [[contradicted, len(learned) - contradicted], [wrong, len(labels) - wrong]]
-    result: Any = fisher_exact(table, alternative="greater")
-    p_value = float(result.pvalue)
-    share, usual = contradicted / len(learned), wrong / len(labels)
-    text = (
-        f"{contradicted:,} of {len(learned):,} labels of {of} texts ({share:.1%}) contradict what the benchmark's "
-        f"labels say; {usual:.1%} of its own do (p = {p_value:.2g})"
+    contradicted = predicted != np.array([label for _, label in learned])
+    return check_share(
+        f"labels of {of} texts",
+        f"labels of {of} texts contradict what the benchmark's labels say",
+        contradicted.tolist(),
+        (guessed != np.array(labels)).tolist(),
+        least_gap=_LEAST_LABEL_GAP,
     )
-    passed = p_value > ERROR or share - usual < _LEAST_GAP
-    return PoisonCheck(name=f"labels of {of} texts", passed=passed, share=share, limit=usual + _LEAST_GAP, text=text)
 
 
 def _no_labels(of: str, why: str) -> PoisonCheck:
