@@ -112,15 +112,13 @@ class EnginePool:
 
     @property
     def is_back_soon(self) -> bool:
-        """A process takes seconds to start. Clients that wait so long anyway need not be told to come back; the queue's
-        limits hold for them as for all others. After a longer outage they are refused at once.
-        """
+        """Whether the outage is no longer than the start of a process, so that requests wait in the queue."""
         return asyncio.get_running_loop().time() - self._lost_at < ORPHAN_TIMEOUT_S
 
     def start(self, events: EngineEvents) -> None:
         self._events = events
-        tasks = [*(self._keep_running(slot) for slot in self._slots), self._watch_orphans()]
-        self._tasks = [asyncio.get_running_loop().create_task(task) for task in tasks]
+        tasks = (*map(self._keep_running, self._slots), self._watch_orphans())
+        self._tasks = list(map(asyncio.get_running_loop().create_task, tasks))
 
     check = staticmethod(can_do_all)
 
@@ -264,9 +262,6 @@ class EnginePool:
 
     def _place_all(self, answers: Sequence[PooledAnswer]) -> None:
         """Give answers to engines; neighbors with the same prompt go to the same one, which computes it once."""
-        if len(answers) == 1:
-            self._place(answers)
-            return
         for _, group in itertools.groupby(answers, key=lambda one: (cache_salt(one.job), tuple(one.job.prompt_ids))):
             self._place(list(group))
 
@@ -274,9 +269,8 @@ class EnginePool:
         running = {slot.number: slot for slot in self._slots if slot.link is not None}
         slots = {number: slot for number, slot in running.items() if slot is not avoided} or running
         if not slots:
-            now = asyncio.get_running_loop().time()
             for answer in group:
-                answer.orphaned_at = answer.orphaned_at or now
+                answer.orphaned_at = answer.orphaned_at or asyncio.get_running_loop().time()
                 self._orphans[answer.request_id] = answer
             return
         loads = {number: slot.num_outstanding for number, slot in slots.items()}
@@ -298,17 +292,12 @@ class EnginePool:
         self._adapter_calls.lose(slot.name)
         for answer in answers:
             answer.engine = None
-        self._place_all([answer for answer in answers if self._may_move(answer)])
-
-    def _may_move(self, answer: PooledAnswer) -> bool:
-        """Whether an answer of a lost engine goes on; if not, it ends with an error."""
-        if self._is_reproducible and answer.num_moves < MAX_MOVES:
-            answer.num_moves += 1
-            self._events.answer_moved("continued")
-        elif not self._may_retry(answer):
-            self._give_up(answer)
-            return False
-        return True
+            if self._is_reproducible and answer.num_moves < MAX_MOVES:
+                answer.num_moves += 1
+                self._events.answer_moved("continued")
+            elif not self._may_retry(answer):
+                self._give_up(answer)
+        self._place_all([answer for answer in answers if answer.request_id in self._answers])
 
     def _may_retry(self, answer: PooledAnswer) -> bool:
         """Whether an answer of which the client has seen nothing is computed anew; counts as a retry then."""
