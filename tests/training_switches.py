@@ -99,7 +99,6 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "balanced tokens": {"load_balance": {"tokens": True}, "gradient_accumulation_steps": 2},
     "balanced stages": {"load_balance": {"pipeline": True}},
     "microbatches": {"gradient_accumulation_steps": 2},
-    "stop when memory is full": {"fault_tolerance": {"on_out_of_memory": "fail"}},
     "checkpoints in memory": {"fault_tolerance": {"in_memory_checkpoint_every_steps": 2}},
     "evaluation": {"eval_every_steps": 2, "keep_best": True},
     "noise on embeddings": {"neftune_noise_alpha": 5.0},

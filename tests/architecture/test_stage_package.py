@@ -113,7 +113,7 @@ def test_its_settings_are_checked(request_file: Path) -> None:
 def test_a_layout_that_it_does_not_declare_to_bear_is_refused_before_the_first_stage(request_file: Path) -> None:
     new = request_file.parent / "refused"
     for words in (["--dry-run"], []):
-        layout = ["--processes", "2", "--parallel.context", "2", "--run-dir", new]
+        layout = ["--nproc", "2", "--parallel.context", "2", "--run-dir", new]
         code, _, errors = start_process(COMMAND, "run", request_file, *words, *layout).end()
         assert code == 2, errors
         assert "smoothed: needs whole rows on every rank, which parallel.context 2 takes away" in errors

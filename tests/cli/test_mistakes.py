@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from modelwright.cli.main import COMMANDS, main
+from modelwright.cli.main import find_command, main
 
 ROOT = Path(__file__).parents[2]
 
@@ -111,7 +111,7 @@ def test_help_names_the_settings_of_a_server(capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.parametrize("name", ["run", "finetune", "clean", "augment", "search", "continual", "launch"])
 def test_what_says_that_it_resumes_says_so_when_it_is_stopped(name: str):
-    assert COMMANDS[name].is_resumable
+    assert find_command(name).is_resumable
 
 
 def test_ctrl_c_while_the_program_is_imported_prints_no_traceback():

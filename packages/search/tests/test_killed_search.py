@@ -80,28 +80,6 @@ def test_the_same_trials(packed: Path, tmp_path: Path, strategies: tuple[str, ..
     assert trials_of(run) == expected
 
 
-def test_shared_weights_go_on_from_their_checkpoint_and_rank_alike(packed: Path, tmp_path: Path) -> None:
-    """Killed while the shared weights train, and again while a candidate is trained alone: then the agreement at the
-    end is of weights that come from a checkpoint alone.
-    """
-    strategies, wishes = ("supernet", "random"), {"budget": 4.0, "num_steps": 12}
-    whole = undisturbed(packed, tmp_path / "whole", strategies=strategies, **wishes)
-    run = copied(packed, tmp_path)
-    words = words_of(run, packed, strategies, budget=4, steps=12)
-    words += ["--pretrain.checkpoint_every_minutes", "1e-9"]  # after every step
-    checkpoints = run / "search" / "supernet" / "supernet" / "checkpoints"
-    kill_when(words, lambda: len(list(checkpoints.glob("*/manifest.json"))) >= 2)
-    assert not facts(run, "shared losses")
-    said = kill_when(words, trains_after(run, 2))
-    assert "resuming from step" in said
-    assert len(facts(run, "shared losses")) == 1
-    finish(words)
-    assert trials_of(run) == trials_of(whole)
-    ranked, agreement = ([fact["losses"] for fact in facts(one, "shared losses")] for one in (run, whole))
-    assert len(ranked) == 2
-    assert ranked == agreement
-
-
 def test_decisions_that_depend_on_measured_latencies_are_not_made_anew(
     packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ import yaml
 
 pytest.importorskip("ray.tune", exc_type=ImportError)
 
-SCRIPT = Path(__file__).parents[2] / "docs" / "examples" / "ray_tune.py"
+SCRIPT = Path(__file__).parents[3] / "docs" / "examples" / "ray_tune.py"
 
 
 def manifest(run: Path, stage: str) -> dict:

@@ -20,7 +20,7 @@ class FaultToleranceConfig:
     in_memory_checkpoint_every_steps: int = 0
     """Steps between copies of the state in the hosts' memory (Gemini, Wang et al. 2023), from which a run recovers
     when they are newer than the checkpoint on disk; 0 for none."""
-    on_out_of_memory: WhenOutOfMemory = "halve_microbatch"
+    on_out_of_memory: WhenOutOfMemory = constant("halve_microbatch")
     """`halve_microbatch` retries the step with half as many rows per microbatch and continues with those, where a
     failed step leaves no rank waiting; `fail` ends the run."""
     stragglers: StragglerConfig = field(default_factory=StragglerConfig)
