@@ -2,16 +2,12 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from distributed import run_distributed
-from modelwright.parallel.codecs.allgather_bytes import gather_bytes
 from modelwright.parallel.control_plane import ControlPlane
-from modelwright.parallel.mesh import World, single
-from modelwright.parallel.traffic import Traffic
+from modelwright.parallel.mesh import single
 from parallel import json_ranks
 from rank_processes import run_ranks
 
@@ -56,27 +52,3 @@ def test_bytes_of_any_length():
     for message in (torch.arange(5, dtype=torch.uint8), torch.zeros(0, dtype=torch.uint8)):
         [found] = world.gather_bytes(message)
         assert torch.equal(found, message)
-
-
-def sent_for(length: int, world: World) -> tuple[int, int, list[int]]:
-    """Bytes that the connections of this rank have sent, those that are counted, and the lengths that arrived."""
-    message = torch.arange(length, dtype=torch.int64).to(torch.uint8)
-    gather_bytes(world, message[:1])  # opens the connections
-    world.barrier()
-    traffic = Traffic(world)
-    messages, counted = gather_bytes(world, message)
-    assert all(torch.equal(one, torch.arange(len(one)).to(torch.uint8)) for one in messages)
-    return traffic.bytes_sent() or 0, counted, [len(one) for one in messages]
-
-
-def gather_of_lengths(world: World, folder: Path) -> dict[str, list[Any]]:
-    return {"sent": list(sent_for(1_000_000 * (world.rank + 1), world))}
-
-
-def test_a_rank_sends_its_own_length_and_not_the_longest(tmp_path: Path):
-    """Against the kernel's counters; headers, lengths and gloo's own messages are less than 2%."""
-    for rank, result in enumerate(run_distributed(gather_of_lengths, SIZE, tmp_path)):
-        measured, counted, lengths = result["sent"]
-        assert lengths == [1_000_000, 2_000_000, 3_000_000]
-        assert counted == (SIZE - 1) * (8 + lengths[rank])
-        assert counted <= measured < 1.02 * counted

@@ -65,16 +65,14 @@ class World:
         return gathered
 
     def gather_bytes(self, message: Tensor) -> list[Tensor]:
-        """The messages [bytes, uint8, on the CPU] of all ranks, of any lengths, in rank order. After the lengths every
-        rank sends its message to each other one as it is: an all-gather would pad all of them to the longest.
+        """The messages [bytes, uint8, on the CPU] of all ranks, of any lengths, in rank order. Collectives need equal
+        shapes: lengths are gathered first, then every message is padded to the longest.
         """
-        if self.size == 1:
-            return [message]
         lengths = self.all_gather(torch.tensor(len(message), device=self.device)).tolist()
-        gathered = torch.empty(sum(lengths), dtype=torch.uint8, device=self.device)
-        copies = message.to(self.device).repeat(self.size)
-        dist.all_to_all_single(gathered, copies, lengths, [len(message)] * self.size, group=self.group)
-        return list(gathered.cpu().split(lengths))
+        padded = torch.zeros(max(lengths), dtype=torch.uint8, device=self.device)
+        padded[: len(message)] = message.to(self.device)
+        gathered = self.all_gather(padded).cpu() if max(lengths) else padded.cpu().expand(self.size, 0)
+        return [row[:length] for row, length in zip(gathered, lengths, strict=True)]
 
     def gather_json(self, value: Any) -> list[Any]:
         """The values of all ranks, in rank order. They must be JSON values; tuples arrive as lists.

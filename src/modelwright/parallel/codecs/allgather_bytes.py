@@ -8,6 +8,8 @@ from modelwright.parallel.mesh import World
 def gather_bytes(world: World, message: Tensor) -> tuple[list[Tensor], int]:
     """The messages [bytes, uint8, on the CPU] of all ranks in their order, and the bytes that this rank sent.
 
-    A rank sends its message to each of the n - 1 others, and its length (8 bytes) before.
+    In a ring all-gather a rank forwards n - 1 messages, each padded to the longest one and preceded by its length (8
+    bytes).
     """
-    return world.gather_bytes(message), (world.size - 1) * (8 + len(message))
+    messages = world.gather_bytes(message)
+    return messages, (world.size - 1) * (8 + max(map(len, messages)))

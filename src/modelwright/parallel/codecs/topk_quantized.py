@@ -94,9 +94,9 @@ class Sparse:
 class TopKQuantizedSync:
     """Every rank sends its own largest entries to all others; each adds up what it received, in rank order.
 
-    `bytes_sent`: a rank sends its message and its length (8 bytes) to each of the n - 1 others. A rank with non-finite
-    values sends an empty message; all gradients are then nan on all ranks, and all state that is kept from step to step
-    is unchanged.
+    `bytes_sent`: a ring all-gather forwards every message n - 1 times, so a rank sends (n - 1) times its own message,
+    padded to the longest one, and (n - 1) x 8 bytes of lengths. A rank with non-finite values sends an empty message;
+    all gradients are then nan on all ranks, and all state that is kept from step to step is unchanged.
     """
 
     def __init__(self, world: World, config: TopKQuantizedConfig) -> None:
