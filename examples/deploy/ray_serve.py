@@ -76,6 +76,9 @@ class RayServer:
         if state.name == "broken":
             raise RuntimeError(state.reason)
 
+    def add_exception_handler(self, kind: Any, handler: Any) -> None:
+        """Some versions of Ray give the application handlers for errors of calls to other deployments. It makes none."""
+
     async def _live(self, receive: Receive, send: Send) -> None:
         while True:
             message = await receive()

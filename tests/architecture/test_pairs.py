@@ -19,7 +19,7 @@ import torch
 
 from covering_array import Pair, covering_array, pairs_of
 from distributed import run_distributed
-from modelwright.core.config import parse
+from modelwright.core.config import is_constant, parse
 from modelwright.core.errors import ConfigError
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, single
@@ -36,18 +36,14 @@ WITHIN_A_SWITCH = {
     "precision.output_dtype": "another format for the residual stream",
     "precision.eval_dtype": "formats of the evaluation",
     "precision.fp8": "figures of FP8",
-    "precision.int8": "figures of INT8",
     "precision.adaptive.low_precision": "a format that a policy can give, too",
     "precision.loss_scale": "figures of the loss scale, which FP16 switches on",
     "activation_checkpointing.offload_dir": "where activations are offloaded to",
     "activation_checkpointing.flops_per_byte": "a figure of the machine",
     "gradient_sync.topk_quantized": "figures of three-level compression",
     "gradient_sync.topology": "figures of planned collectives",
-    "gradient_sync.local_sgd.outer_momentum": "a figure of local steps",
     "sparse_updates.density_schedule": "how the share of the units changes",
     "sparse_updates.signal": "how units are chosen",
-    "sparse_updates.use_feedback": "how units are chosen",
-    "batch_selection.dense_fraction": "when rows begin to be chosen",
     "checkpoint_every_minutes": "another unit for the checkpoints",
     "lora.use_rslora": "a factor of the adapters",
     "lora.base_format": "tensor parallelism takes it for some widths only; trained under layouts in test_adapters.py",
@@ -61,6 +57,8 @@ def leaves(cls: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
     hints = typing.get_type_hints(cls)
     for entry in dataclasses.fields(cls):
         hint = hints[entry.name]
+        if is_constant(entry):
+            continue  # no file and no option sets it
         if dataclasses.is_dataclass(hint):
             yield from leaves(hint, f"{path}{entry.name}.")
         else:

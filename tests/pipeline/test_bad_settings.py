@@ -215,10 +215,11 @@ def test_a_damaged_record_of_a_run_is_written_anew(inside: Command, tmp_path: Pa
 
 
 @pytest.fixture
-def unprivileged() -> Iterator[Path]:
+def unprivileged(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An open folder, and a process that file permissions hold for, also where the tests run as root."""
     with tempfile.TemporaryDirectory() as name:
         Path(name).chmod(0o777)
+        monkeypatch.chdir(name)  # pytest's own folder may be closed to it
         is_root = os.geteuid() == 0
         if is_root:
             os.seteuid(65534)

@@ -26,6 +26,7 @@ from modelwright.pipeline.time_budget import (
     training_seconds,
     with_lengths,
 )
+from modelwright.plan.estimate import TRAINING_OVERHEAD_S
 from modelwright.recipes.load import load, recipe
 from rank_processes import run_ranks
 
@@ -41,14 +42,14 @@ def test_steps_and_validations_share_the_budget() -> None:
         "sft": replace(config.section("sft"), batch_tokens=2048, eval_every_steps=0),
     }
     config = replace(config, validation_tokens=6144).with_sections(sections)
-    steps = num_steps_within(config, 1000.0, {"pretrain": 1.0, "sft": 2.0})
+    steps = num_steps_within(config, 1000.0 + 2 * TRAINING_OVERHEAD_S, {"pretrain": 1.0, "sft": 2.0})
     assert steps == {"pretrain": int((900 - 1) / 1.1), "sft": int((100 - 2) / 2)}
-    assert num_steps_within(config, 1000.0, {"sft": 2.0}) == {"sft": 499}
+    assert num_steps_within(config, 1000.0 + TRAINING_OVERHEAD_S, {"sft": 2.0}) == {"sft": 499}
 
 
 def test_a_budget_that_is_too_small_says_how_much_is_needed() -> None:
     with pytest.raises(ConfigError, match=r"minutes: 0\.5 are too few for 10 steps of sft .* give at least"):
-        num_steps_within(replace(recipe("tiny"), minutes=0.5), 6.0, {"pretrain": 0.01, "sft": 1.0})
+        num_steps_within(replace(recipe("tiny"), minutes=0.5), 40.0, {"pretrain": 0.01, "sft": 1.0})
 
 
 @pytest.mark.parametrize("step_s", [4.9, 4.95, 5.0, 5.07])
@@ -68,7 +69,7 @@ def test_what_is_fitted_takes_the_time_that_the_plan_names() -> None:
     """Updates with their validations; one update more would take more than there is."""
     config = replace(recipe("tiny"), validation_tokens=6144)
     seconds = {"pretrain": 1.0, "sft": 2.0}
-    steps = num_steps_within(config, 1000.0, seconds)
+    steps = num_steps_within(config, 1000.0 + 2 * TRAINING_OVERHEAD_S, seconds)
     for name, share in (("pretrain", 900.0), ("sft", 100.0)):
         assert training_s(config, name, steps[name], seconds[name]) <= share
         assert training_s(config, name, steps[name] + 1, seconds[name]) > share
@@ -115,9 +116,9 @@ def test_the_plan_keeps_the_budget(
         assert done.returncode == 0, done.stderr
         table = done.stdout.partition("peak memory")[2].partition("total")[0]
         planned[minutes] = {line.split()[0]: line.split()[3:5] for line in table.splitlines() if line}
-    # 10% of the budget is for fine-tuning, and validation takes a part of both, which the plan does not list
+    # 10% of the budget is for fine-tuning, which takes 12 s outside of its updates
     assert planned["5"]["pretrain"] == ["4", "min"]
-    assert 15 <= int(planned["5"]["sft"][0]) <= 30
+    assert 25 <= int(planned["5"]["sft"][0]) <= 42
     assert 42 <= int(planned["50"]["pretrain"][0]) <= 45
     assert planned["0"]["pretrain"][1] == "s"
     assert "plan for 50 minutes: clean" in done.stdout

@@ -2,8 +2,10 @@
 Ray where Ray Serve is installed."""
 
 import asyncio
+import gc
 import importlib.util
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -124,11 +126,13 @@ def test_the_config_is_valid_by_rays_schema() -> None:
         ServeDeploySchema.model_validate(config)
 
 
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # Ray leaves files open, and processes that it has ended unread
 def test_ray_answers_a_request(folder: Path, free_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     serve = ray_serve()
     import ray
 
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(DEPLOY), *sys.path]))  # of the replicas
     monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray warns of a change otherwise
     (application,) = config_of(folder)["applications"]
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
@@ -137,7 +141,7 @@ def test_ray_answers_a_request(folder: Path, free_port: int, monkeypatch: pytest
         serve.run(build(application["args"]), name="tiny", route_prefix="/")
         url = f"http://127.0.0.1:{free_port}"
         whole = httpx.post(f"{url}/v1/completions", json=BODY, timeout=60).json()
-        assert whole["usage"]["completion_tokens"] == 8
+        assert whole["usage"]["completion_tokens"] == 8, whole
         with httpx.stream("POST", f"{url}/v1/completions", json=BODY | {"stream": True}, timeout=60) as stream:
             events = [line[6:] for line in stream.iter_lines() if line.startswith("data: ")]
         assert events[-1] == "[DONE]"
@@ -147,3 +151,4 @@ def test_ray_answers_a_request(folder: Path, free_port: int, monkeypatch: pytest
     finally:
         serve.shutdown()
         ray.shutdown()
+        gc.collect()

@@ -11,7 +11,7 @@ from continual_world import World
 from modelwright.cli.main import main
 from modelwright_continual.benchmark import Use, load_benchmark
 
-GUIDE = Path(__file__).parents[2] / "docs" / "continual.md"
+GUIDE = Path(__file__).parents[3] / "docs" / "continual.md"
 
 
 def commands() -> list[list[str]]:

@@ -30,7 +30,7 @@ from modelwright.pipeline.run_config import read_run_config
 from modelwright.pipeline.run_identity import is_same_run
 from modelwright.pipeline.stage import Rates, StageSpec
 from modelwright.pipeline.stages.pack import PACK
-from modelwright.plan.estimate import duration
+from modelwright.plan.estimate import TRAINING_OVERHEAD_S, duration
 from modelwright.train.build import train
 from modelwright.train.config import LENGTHS, TrainConfig
 from modelwright.train.job import TrainJob
@@ -86,7 +86,10 @@ def fit_to_minutes(config: RunConfig, run: RunDir, ranks: RunGroup, progress: Pr
         shutil.rmtree(folder)
         for name, num_steps in lengths.items():
             progress.note(f"{name}: {num_steps:,} steps of {seconds[name]:.3g} s fit into {config.minutes:g} minutes")
-        trained = {name: training_s(resolved, name, num_steps, seconds[name]) for name, num_steps in lengths.items()}
+        trained = {
+            name: TRAINING_OVERHEAD_S + training_s(resolved, name, num_steps, seconds[name])
+            for name, num_steps in lengths.items()
+        }
         progress.note(time_plan(fitted, run, rates, trained))
     return fitted
 
@@ -134,9 +137,11 @@ def with_lengths(config: RunConfig, num_steps: Mapping[str, int]) -> RunConfig:
 
 
 def num_steps_within(config: RunConfig, budget_s: float, seconds: Mapping[str, float]) -> dict[str, int]:
-    """Updates of training stages that together take `budget_s`, validation included, as in `training_s`. seconds: of
-    one update, by stage, for the stages to fit.
+    """Updates of training stages that together take `budget_s`: what each does outside of its updates comes first, and
+    they share the rest by their weights, validation included, as in `training_s`. seconds: of one update, by stage, for
+    the stages to fit.
     """
+    budget_s -= TRAINING_OVERHEAD_S * len(seconds)
     weights = {stage.name: stage.time_weight for stage in config.trainings if stage.name in seconds}
     lengths: dict[str, int] = {}
     for name, step_s in seconds.items():

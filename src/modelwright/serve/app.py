@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from modelwright.serve.ab.controller import Experiments
@@ -32,7 +32,7 @@ def build_app(
     service: Service, reloader: Reloader, experiments: Experiments | None, tracing: Tracing | None
 ) -> ASGIApp:
     """The application around a started worker. experiments, tracing: None for a server without them."""
-    routes = [Route(one.path, one.handler, methods=[one.method]) for one in OPERATIONS]
+    routes = [_TracedRoute(one.path, one.handler, methods=[one.method]) for one in OPERATIONS]
     handlers: dict[Any, Any] = {ApiError: _api_error, HTTPException: _http_error, Exception: _bug}
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.state.service = service
@@ -41,6 +41,14 @@ def build_app(
     app.state.operations = OPERATIONS
     inner = _with_cors(app, service.config.cors_origins)
     return _observed(tracing.around(inner) if tracing else inner, service)
+
+
+class _TracedRoute(Route):
+    """A route that metrics, the log and spans are named after. Only newer versions of Starlette put it into the scope."""
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        match, matched = super().matches(scope)
+        return match, matched if match == Match.NONE else {**matched, "route": self}
 
 
 def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:

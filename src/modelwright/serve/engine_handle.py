@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from modelwright.core.errors import ConfigError, ModelError, ModelwrightError
 from modelwright.serve.engine_client import EngineEnd, EngineInfo
@@ -121,8 +121,7 @@ class EngineLink(asyncio.Protocol):
         self._ended = asyncio.Event()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
-        self._transport = transport
+        self._transport = cast(asyncio.WriteTransport, transport)  # uvloop's are no subclass
 
     def data_received(self, data: bytes) -> None:
         self._heard_at = self._loop.time()

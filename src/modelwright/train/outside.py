@@ -95,12 +95,10 @@ def guarded(build: "TechniqueBuilder") -> "TechniqueBuilder":
 
     def build_guarded(run: "Runtime") -> Technique | None:
         technique = build(run)
-        # Where a rank goes without the technique, its hooks must not wait for that rank in a collective.
-        is_everywhere = not run.max_over_ranks(float(technique is None))
         if technique is None:
             return None
         needs = technique.needs | ({WHOLE_GRADIENTS} if technique.reads_gradients else frozenset())
-        guard = _Guard(replace(technique, needs=needs), run, is_everywhere)
+        guard = _Guard(replace(technique, needs=needs), run)
         return replace(guard.technique, **{moment: getattr(guard, moment) for moment in technique.hooks})
 
     return build_guarded
@@ -112,8 +110,6 @@ class _Guard:
 
     technique: Technique
     run: "Runtime"
-    is_everywhere: bool
-    """Whether every rank has the technique; one that samples text, for example, is on the first rank alone."""
 
     def seed(self, moment: str, *stream: int) -> list[Tensor]:
         """Seed the generators; returns their states."""
@@ -146,15 +142,17 @@ class _Guard:
         return request
 
     def refuse_noise(self, states: list[Tensor], views: Sequence[TensorView]) -> None:
-        """Raise `ConfigError` on all ranks if the technique has drawn from the generators for parts of the model."""
+        """Raise `ConfigError` if the technique has drawn from the generators for parts of the model.
+
+        No rank asks the others, because a step has two small messages and no more: a rank that has no part of any
+        tensor draws nothing, and ends when the others do.
+        """
         mesh = self.run.mesh
         if mesh.world.size == 1:
             return
         drew = not all(map(torch.equal, states, generator_states(mesh.world.device)))
         parts = mesh.pipeline.size > 1 or any(not view.is_whole for view in views)
-        # All ranks ask: one that has no part of any tensor draws nothing, and would wait for the others.
-        refused = float(drew and parts)
-        if self.run.max_over_ranks(refused) if self.is_everywhere else refused:
+        if drew and parts:
             raise ConfigError(
                 f"{self.technique.name}: draws random numbers from PyTorch's default generator where each rank has "
                 "parts of the model, so that they depend on the layout; draw them by view.random_like(seed, step), or "

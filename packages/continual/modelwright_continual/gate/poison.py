@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from scipy.stats import beta, fisher_exact, mannwhitneyu
+from scipy.stats import betabinom, fisher_exact, mannwhitneyu
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import StratifiedKFold, cross_val_predict
@@ -67,20 +67,20 @@ def check_garbage(costs: Sequence[float], trusted: Sequence[float]) -> PoisonChe
     """Few new texts may be less or more predictable to the model before the update than all trusted ones are.
 
     costs, trusted: bits per byte of the new texts and of the benchmark's. If both are drawn alike, the share of texts
-    outside of the range of n trusted ones is Beta(2, n - 1) distributed (Wilks 1941); the limit is the quantile at
-    1 - `LEVEL`. A count that a share within the limit explains passes, too.
+    outside of the range of n trusted ones is Beta(2, n - 1) distributed (Wilks 1941), and their number is
+    beta-binomial; the limit is its quantile at 1 - `LEVEL`.
     """
     low, high = min(trusted), max(trusted)
     outside = len([cost for cost in costs if not low <= cost <= high])
-    limit = float(beta.ppf(1.0 - LEVEL, 2, len(trusted) - 1))
-    lowest = float(beta.ppf(LEVEL, outside, len(costs) - outside + 1)) if outside else 0.0  # Clopper and Pearson 1934
+    most = int(betabinom.ppf(1.0 - LEVEL, len(costs), 2, len(trusted) - 1))
+    limit = most / max(1, len(costs))
     share = outside / max(1, len(costs))
     text = (
         f"{outside:,} of {len(costs):,} new texts ({share:.1%}) cost the model before the update less or more than "
         f"each of the {len(trusted):,} of the benchmark ({low:.2f} to {high:.2f} bits per byte); up to "
         f"{limit:.1%} are usual"
     )
-    return PoisonCheck(name="cost of new texts", passed=lowest <= limit, share=share, limit=limit, text=text)
+    return PoisonCheck(name="cost of new texts", passed=outside <= most, share=share, limit=limit, text=text)
 
 
 def check_share(

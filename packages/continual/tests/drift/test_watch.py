@@ -31,7 +31,7 @@ from modelwright_continual.drift.report import as_text
 from modelwright_continual.drift.watch import fresh_features, message, read_window, watch
 from rank_processes import start_process
 
-PAGE = Path(__file__).parents[3] / "docs" / "drift.md"
+PAGE = Path(__file__).parents[4] / "docs" / "drift.md"
 PATIENCE_S = 120.0
 CONFIG = WatchConfig(poll_s=0.05, first_retry_s=0.02, max_retry_s=0.1)
 DRIFTED = Shift(other_language=0.5)
