@@ -77,7 +77,7 @@ class RayServer:
             raise RuntimeError(state.reason)
 
     def add_exception_handler(self, kind: Any, handler: Any) -> None:
-        """Some versions of Ray give the application handlers for errors of calls to other deployments. It makes none."""
+        """Some versions of Ray hand over handlers for errors of calls to other deployments, which are never made."""
 
     async def _live(self, receive: Receive, send: Send) -> None:
         while True:
