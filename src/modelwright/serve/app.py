@@ -44,7 +44,9 @@ def build_app(
 
 
 class _TracedRoute(Route):
-    """A route that metrics, the log and spans are named after. Only newer versions of Starlette put it into the scope."""
+    """A route that is in the scope of its requests, for metrics, the log and spans. Older versions of Starlette put
+    only the endpoint there.
+    """
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         match, matched = super().matches(scope)
