@@ -17,8 +17,8 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 VENV ?= .venv
 BIN := $(VENV)/bin
-# The packages built onto this one, in editable form: claims, and every folder of packages/.
-PROJECTS := claims/pyproject.toml $(sort $(wildcard packages/*/pyproject.toml))
+# The packages built onto this one, in editable form: every folder of packages/.
+PROJECTS := $(sort $(wildcard packages/*/pyproject.toml))
 PACKAGES := $(PROJECTS:/pyproject.toml=)
 EDITABLE := $(PACKAGES:%=-e %)
 empty :=

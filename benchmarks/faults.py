@@ -9,7 +9,7 @@ here this program does, some seconds later. Nothing else is done by hand. Compar
 happened to: every step's loss, the held-out loss (beside the spread over other initial weights), and for every step
 which rows were trained on in the history that led to the end.
 
-Needs root and iproute2 (`claims/netns.py`).
+Needs root and iproute2 (`modelwright_claims/netns.py`).
 """
 
 import argparse

@@ -50,7 +50,7 @@ from modelwright.train.technique import StepInfo
 from modelwright_claims.results import circumstances, machine_slug
 
 ROOT = Path(__file__).parents[1]
-TESTS = ("core", "ops", "model", "optim", "precision", "memory", "infer", "claims/test_cuda.py")
+TESTS = ("core", "ops", "model", "optim", "precision", "memory", "infer", "../packages/claims/tests/test_cuda.py")
 NUM_UNTIMED_STEPS = 10
 RECIPES: tuple[Recipe, ...] = ("tensorwise", "rowwise", "blockwise")
 NEED_A_MODEL = {"finetune"}

@@ -252,7 +252,7 @@ def measure(root: Path) -> dict[str, float]:
 
 def satellites(root: Path) -> Iterator[tuple[str, int, int]]:
     """Name, lines and files of each package that is built onto the main one."""
-    for project in sorted((*root.glob("packages/*/pyproject.toml"), *root.glob("claims/pyproject.toml"))):
+    for project in sorted(root.glob("packages/*/pyproject.toml")):
         for folder in sorted(project.parent.glob("modelwright_*")):
             if (folder / "__init__.py").exists():
                 modules = read_modules(folder).values()

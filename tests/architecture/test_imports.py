@@ -12,8 +12,7 @@ import modelwright
 
 PACKAGE = Path(modelwright.__file__ or "").parent
 ADDED = sorted(path.parent for path in PACKAGE.parents[1].glob("*/*/modelwright_*/__init__.py"))
-ADDED += sorted(path.parent for path in PACKAGE.parents[1].glob("claims/modelwright_*/__init__.py"))
-"""The packages that are built onto the main one: `claims` and those of the folder `packages`."""
+"""The packages that are built onto the main one."""
 Graph = Mapping[str, set[str]]
 """For each module, the modules of the package that it imports."""
 

@@ -31,7 +31,7 @@ from modelwright_claims.results import (
 from modelwright_claims.statistics import estimate
 from modelwright_plan.measured import measured_errors
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 MEASUREMENT = Measurement(samples={"speed": [1.46, 1.54], "bytes": [3.0]}, conditions={"rows": 8})
 
 

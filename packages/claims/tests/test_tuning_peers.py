@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CASES = ("sft", "lora", "dpo", "grpo", "ppo")
 
 

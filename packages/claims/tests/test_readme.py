@@ -19,7 +19,7 @@ from modelwright.pipeline.run_config import run_schema
 from modelwright.recipes.load import load
 from rank_processes import start_process
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 RECIPE = "quickstart"
 SHORT = (

@@ -10,7 +10,7 @@ import pytest
 from modelwright_claims import ledger
 from modelwright_claims.results import all_figures, shown_kind
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CLAIMS = {claim.name: claim for claim in ledger.CLAIMS}
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 MACHINE = "amd-epyc-2c-avx512"

@@ -15,7 +15,7 @@ from modelwright.data.pack import PackConfig, pack
 from modelwright.model.hf import load_model, save_model
 from tiny_decoder import make_decoder
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SEQ_LEN, NUM_STEPS = 16, 3
 TOLERANCES = {"fp32": 1e-5, "bf16": 3e-3}
 """Largest change of a weight after `NUM_STEPS` updates of at most the learning rate, 1e-3, each."""
