@@ -47,7 +47,7 @@ from modelwright.core.artifacts import write_atomic
 from modelwright.core.progress import SilentProgress
 from modelwright.core.resources import ResourceUse, peak_resident_bytes
 from modelwright.core.rundir import StageDir
-from modelwright.data.batch import IGNORED, TokenBatch
+from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.memory.tensor_heap import SWITCH
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder

@@ -20,10 +20,10 @@ import torch
 import transformers
 
 from modelwright.data.augment.methods import AUGMENTATIONS
-from modelwright.data.augment.wordnet import DEFAULT_FOLDER
+from modelwright.data.augment.related_words import DEFAULT_FOLDER
 from modelwright.data.document import Document
-from modelwright.data.stdlib_corpus import machine_corpus
-from modelwright.data.tokenizer import TokenizerConfig, train_tokenizer
+from modelwright.data.sources.stdlib_corpus import machine_corpus
+from modelwright.data.tokenizer.tokenizer import TokenizerConfig, train_tokenizer
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import save_model

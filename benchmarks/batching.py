@@ -21,8 +21,8 @@ from pathlib import Path
 import numpy as np
 
 from modelwright.core.config import load_yaml
-from modelwright.data.batching.loader import build_loader
-from modelwright.data.loader import PackedRows
+from modelwright.data.rows.batching.loader import build_loader
+from modelwright.data.rows.loader import PackedRows
 from modelwright.pipeline.run_config import parse_run
 from modelwright.train.config import TrainConfig
 from quickstart_runs import pretrain, run

@@ -28,9 +28,9 @@ from typing import Any
 from clean_scale import RESULTS, descendants, write_documents
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.resources import num_usable_cores
-from modelwright.data.clean import SHARD_DOCUMENTS
-from modelwright.data.clean_folder import DROPPED, KEPT, REPORT
-from modelwright.data.clean_shards import measured
+from modelwright.data.clean.clean import SHARD_DOCUMENTS
+from modelwright.data.clean.folder import DROPPED, KEPT, REPORT
+from modelwright.data.clean.shards import measured
 from modelwright_claims.results import circumstances, machine_slug
 
 DOCUMENTS = 50_000
@@ -38,7 +38,7 @@ PROGRAM = ("-m", "modelwright.cli.main")
 FILES = (KEPT, DROPPED, REPORT)
 LOCAL, RAY, WORKER_KILLED, COMMAND_KILLED = "local", "ray", "ray, a worker killed", "ray, the command killed"
 RAY_TASK = b"ray::_in_folder"
-"""The name of a process while it is at work on a shard (`modelwright.data.ray_tasks`)."""
+"""The name of a process while it is at work on a shard (`modelwright.data.workers`)."""
 LOOK_EVERY_S = 0.02
 
 

@@ -38,12 +38,13 @@ from typing import Any
 
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.progress import SilentProgress
-from modelwright.data.clean import clean_documents, read_dropped
+from modelwright.data.clean.clean import clean_documents
+from modelwright.data.clean.duplicates.corpus import DuplicatesConfig
+from modelwright.data.clean.duplicates.shingles import SHINGLE_WORDS
+from modelwright.data.clean.folder import read_dropped
+from modelwright.data.clean.steps.duplicates import Duplicates
+from modelwright.data.clean.words import split_words
 from modelwright.data.document import Document
-from modelwright.data.duplicate_corpus import DuplicatesConfig
-from modelwright.data.steps.duplicates import Duplicates
-from modelwright.data.steps.shingles import SHINGLE_WORDS
-from modelwright.data.words import split_words
 from modelwright_claims.cleaning_scores import document_of
 from modelwright_claims.results import circumstances, machine_slug
 from modelwright_claims.spoiled_corpus import COPIES, clean_texts, spoil

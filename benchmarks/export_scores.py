@@ -27,8 +27,8 @@ from modelwright.compress.int8 import Int8WeightsConfig, choose_backend, load_in
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.progress import SilentProgress
 from modelwright.core.rundir import RunDir
-from modelwright.data.clean import read_kept
-from modelwright.data.tokenizer import Tokenizer
+from modelwright.data.clean.folder import read_kept
+from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.evaluate.config import EvaluateConfig, MultipleChoiceConfig
 from modelwright.evaluate.questions import NUM_CANDIDATES, Question, build_questions
 from modelwright.evaluate.scoring import Scored, sequence_nats

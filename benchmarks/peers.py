@@ -25,8 +25,8 @@ import torch
 
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.resources import ResourceUse, num_usable_cores, peak_resident_bytes
-from modelwright.data.loader import PackedRows
-from modelwright.data.pack import PackConfig, pack
+from modelwright.data.rows.loader import PackedRows
+from modelwright.data.rows.pack import PackConfig, pack
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import load_model, save_model
 from modelwright.objectives.next_token import NextToken

@@ -30,12 +30,13 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from modelwright.core.progress import SilentProgress
-from modelwright.data.clean import clean_documents, read_dropped
-from modelwright.data.clean_config import CleanConfig, build_steps
+from modelwright.data.clean.clean import clean_documents
+from modelwright.data.clean.config import CleanConfig, build_steps
+from modelwright.data.clean.duplicates.corpus import DuplicatesConfig
+from modelwright.data.clean.folder import read_dropped
+from modelwright.data.clean.noise.cascade import NoiseConfig
+from modelwright.data.clean.steps.privacy import PrivacyConfig
 from modelwright.data.document import Document
-from modelwright.data.duplicate_corpus import DuplicatesConfig
-from modelwright.data.noise_cascade import NoiseConfig
-from modelwright.data.steps.privacy import PrivacyConfig
 
 HALVES = ("development", "test")
 STEPS_THAT_JUDGE = ("format", "quality", "noise")

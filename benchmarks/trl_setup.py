@@ -15,10 +15,10 @@ from transformers import (
 
 from modelwright.core.records import read_records
 from modelwright.core.rundir import StageDir
-from modelwright.data.batch import TokenBatch
-from modelwright.data.loader import PackedRows
-from modelwright.data.pack import PackConfig, TokenSequence, pack
-from modelwright.data.preferences import PromptedAnswer
+from modelwright.data.rows.batch import TokenBatch
+from modelwright.data.rows.fit import PromptedAnswer
+from modelwright.data.rows.loader import PackedRows
+from modelwright.data.rows.pack import PackConfig, TokenSequence, pack
 from modelwright.parallel.mesh import single
 from modelwright.train.build import train
 from modelwright.train.config import TrainConfig

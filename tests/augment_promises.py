@@ -16,7 +16,7 @@ import yaml
 
 from modelwright.data.augment.keyboard_typos import neighbors
 from modelwright.data.augment.ocr_confusions import CONFUSIONS
-from modelwright.data.augment.wordnet import PartOfSpeech, WordNet
+from modelwright.data.augment.related_words import PartOfSpeech, WordNet
 
 FOLDER = Path(__file__).parent / "data"
 ANSWERS: Mapping[str, Any] = yaml.safe_load((FOLDER / "golden" / "augment_answers.yaml").read_text(encoding="utf-8"))

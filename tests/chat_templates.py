@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from modelwright.data.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
+from modelwright.data.tokenizer.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
 
 _TOOLS = (
     "{%- if tools %}<|im_start|>system\n"

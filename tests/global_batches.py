@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from modelwright.data.batch import TokenBatch
+from modelwright.data.rows.batch import TokenBatch
 
 
 def rows_read(shares: Sequence[TokenBatch], *, by_tokens: bool) -> list[tuple[Any, ...]]:

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from modelwright.core.progress import SilentProgress
-from modelwright.data.clean import clean_documents, read_dropped
-from modelwright.data.clean_config import CleanConfig, build_steps
+from modelwright.data.clean.clean import clean_documents
+from modelwright.data.clean.config import CleanConfig, build_steps
+from modelwright.data.clean.duplicates.corpus import DuplicatesConfig
+from modelwright.data.clean.folder import read_dropped
+from modelwright.data.clean.steps.quality import QualityConfig
 from modelwright.data.document import Document, Kind, Split
-from modelwright.data.duplicate_corpus import DuplicatesConfig
-from modelwright.data.steps.quality import QualityConfig
 
 _WORDS = [
     "the", "a", "of", "to", "in", "and", "is", "was", "for", "it", "with", "on", "that", "this", "from", "by", "which",

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from modelwright.data.cache import row_cache
-from modelwright.data.cache.reader import BlockReader
+from modelwright.data.rows.cache import row_cache
+from modelwright.data.rows.cache.reader import BlockReader
 
 
 def use_own_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -7,9 +7,9 @@ import tiny_run
 import torch
 from torch import Tensor
 
-from modelwright.data.loader import PackedLoader, PackedRows
-from modelwright.data.pack import PackConfig, TokenSequence, pack
-from modelwright.data.preferences import PromptedAnswer, with_mismatched_answers
+from modelwright.data.rows.fit import PromptedAnswer, with_mismatched_answers
+from modelwright.data.rows.loader import PackedLoader, PackedRows
+from modelwright.data.rows.pack import PackConfig, TokenSequence, pack
 from modelwright.model.attention import packed_attend
 from modelwright.model.decoder import Decoder
 from modelwright.parallel.mesh import World, single

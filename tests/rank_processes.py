@@ -37,7 +37,7 @@ IMPORTED = (
     "forked_commands",
     "functorch.compile",
     "modelwright.cli.main",
-    "modelwright.data.clean",
+    "modelwright.data.clean.clean",
     "modelwright.train.build",
     "modelwright.parallel.strategies.delayed",
     "modelwright.parallel.topology.collectives",

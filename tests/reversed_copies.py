@@ -6,7 +6,7 @@ from random import Random
 from modelwright.data.augment.augmentation import Augmentation, prose_augmentation
 from modelwright.data.augment.row_copies import Encode
 from modelwright.data.document import Document
-from modelwright.data.pack import TokenSequence
+from modelwright.data.rows.pack import TokenSequence
 
 
 def encode(document: Document) -> list[TokenSequence]:

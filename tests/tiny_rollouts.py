@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from modelwright.core.config import parse
-from modelwright.data.batch import TokenBatch
-from modelwright.data.prompts import PromptRecord
-from modelwright.data.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
+from modelwright.data.rows.batch import TokenBatch
+from modelwright.data.rows.prompts import PromptRecord
+from modelwright.data.tokenizer.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
 from modelwright.model.attention import causal_attend
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.grpo import Grpo, GrpoConfig

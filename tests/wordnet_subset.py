@@ -6,7 +6,7 @@ The tests run on `tests/data/wordnet`, which `MODELWRIGHT_WRITE_GOLDEN=1` writes
 from collections import defaultdict
 from pathlib import Path
 
-from modelwright.data.augment.wordnet import PartOfSpeech, Synset, WordNet
+from modelwright.data.augment.related_words import PartOfSpeech, Synset, WordNet
 
 _LICENSE_LINES = 29
 _LETTER = {"noun": "n", "verb": "v", "adj": "a", "adv": "r"}

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 from modelwright.core.progress import SilentProgress
 from modelwright.core.rundir import StageDir
-from modelwright.data.loader import PackedLoader, PackedRows
+from modelwright.data.rows.loader import PackedLoader, PackedRows
 from modelwright.model.hf import load_model, save_model
 from modelwright.objectives.next_token import NextToken
 from modelwright.optim.schedule import ScheduleConfig

@@ -10,10 +10,10 @@ import numpy as np
 from modelwright.core.config import parse
 from modelwright.core.records import read_records
 from modelwright.core.rundir import StageDir
-from modelwright.data.batch import TokenBatch
-from modelwright.data.loader import PackedLoader, PackedRows
-from modelwright.data.pack import PackConfig, TokenSequence, pack
-from modelwright.data.prompts import PromptRecord
+from modelwright.data.rows.batch import TokenBatch
+from modelwright.data.rows.loader import PackedLoader, PackedRows
+from modelwright.data.rows.pack import PackConfig, TokenSequence, pack
+from modelwright.data.rows.prompts import PromptRecord
 from modelwright.model.hf import load_model
 from modelwright.objectives.grpo import Grpo, GrpoConfig
 from modelwright.objectives.heldout_rewards import HeldoutRewards

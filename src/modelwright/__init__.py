@@ -7,7 +7,7 @@
 >>> from modelwright import TrainJob, train_model
 >>> import torch
 >>> from modelwright.core.rundir import StageDir
->>> from modelwright.data.batch import TokenBatch
+>>> from modelwright.data.rows.batch import TokenBatch
 >>> from modelwright.model.config import ModelConfig
 >>> from modelwright.model.decoder import Decoder
 >>> from modelwright.objectives.next_token import NextToken

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from modelwright.data.clean.measured_corpus import MeasuredCorpus
+from modelwright.data.clean.steps.step import Columns, Decisions, Drop
 from modelwright.data.document import Document
-from modelwright.data.measured_corpus import MeasuredCorpus
-from modelwright.data.steps.step import Columns, Decisions, Drop
 
 
 @dataclass(frozen=True)

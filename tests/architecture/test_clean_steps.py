@@ -12,14 +12,15 @@ import pytest
 from modelwright.cli.main import main
 from modelwright.core.errors import ConfigError, DataError
 from modelwright.core.progress import SilentProgress
-from modelwright.data.clean import clean_documents, read_dropped, read_kept
-from modelwright.data.clean_config import CleanConfig, build_steps
-from modelwright.data.clean_report import CleanReport, describe_drops
+from modelwright.data.clean.clean import clean_documents
+from modelwright.data.clean.config import CleanConfig, build_steps
+from modelwright.data.clean.folder import read_dropped, read_kept
+from modelwright.data.clean.report import CleanReport, describe_drops
+from modelwright.data.clean.step_files import load_step
+from modelwright.data.clean.steps.format import Format, FormatConfig
+from modelwright.data.clean.steps.step import Step
 from modelwright.data.document import Document
-from modelwright.data.sources import SourceConfig, SourceReport, read_documents
-from modelwright.data.step_files import load_step
-from modelwright.data.steps.format import Format, FormatConfig
-from modelwright.data.steps.step import Step
+from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents
 
 OWN = Path(__file__).parent / "my_steps.py"
 NOUNS = ("river", "letter", "market", "garden", "window", "teacher", "harbor", "winter", "engine", "village")

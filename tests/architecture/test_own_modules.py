@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from distributed import run_distributed, start_distributed
-from modelwright.data.batch import IGNORED, TokenBatch
+from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import deferred_model, load_model, save_model

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from modelwright.data.tokenizer import TokenizerConfig, train_tokenizer
+from modelwright.data.tokenizer.tokenizer import TokenizerConfig, train_tokenizer
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.pipeline.stages.model_folder import save_model_folder

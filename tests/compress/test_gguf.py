@@ -21,7 +21,7 @@ from modelwright.compress.gguf.architectures import architecture_of
 from modelwright.compress.gguf.export import GgufFormat, export_gguf
 from modelwright.compress.gguf.vocabulary import TokenKind, pre_tokenizer_name, read_vocabulary
 from modelwright.core.errors import ConfigError, ModelError
-from modelwright.data.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
+from modelwright.data.tokenizer.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
 from modelwright.model.attention import causal_attend
 from modelwright.model.hf import load_config, load_model, type_of
 

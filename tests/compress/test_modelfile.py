@@ -7,7 +7,7 @@ import pytest
 
 from chat_templates import HERMES, MARKED, chatml_tokenizer
 from modelwright.compress.gguf.modelfile import go_template, modelfile
-from modelwright.data.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
+from modelwright.data.tokenizer.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
 
 CHATS = [
     [("user", "Hi.")],

@@ -20,14 +20,14 @@ from modelwright.core.config import parse
 from modelwright.core.errors import ArtifactError, ConfigError
 from modelwright.data.augment.augmenter import Augmenter
 from modelwright.data.augment.row_copies import CopyRecipe
-from modelwright.data.batch import IGNORED, TokenBatch
-from modelwright.data.batching.augmented import AHEAD, AugmentedLoader
-from modelwright.data.batching.config import BatchingConfig
-from modelwright.data.batching.loader import PlannedLoader, build_loader
 from modelwright.data.document import Document
-from modelwright.data.loader import PackedLoader, PackedRows
-from modelwright.data.pack import PackConfig, TokenSequence, pack
-from modelwright.data.row_origins import Origin, RowOrigins
+from modelwright.data.rows.batch import IGNORED, TokenBatch
+from modelwright.data.rows.batching.augmented import AHEAD, AugmentedLoader
+from modelwright.data.rows.batching.loader import PlannedLoader, build_loader
+from modelwright.data.rows.batching.order import BatchingConfig
+from modelwright.data.rows.loader import PackedLoader, PackedRows
+from modelwright.data.rows.origins import Origin, RowOrigins
+from modelwright.data.rows.pack import PackConfig, TokenSequence, pack
 from modelwright.pipeline.augmentation_config import AugmentationConfig
 from modelwright.train.technique import Technique, Update
 from modelwright.train.techniques.augmentation_strength import AugmentationStrengthConfig, augmentation_strength

@@ -9,13 +9,20 @@ import pytest
 
 from modelwright.core.config import parse
 from modelwright.core.errors import ConfigError
-from modelwright.data.batching.config import BatchingConfig, CurriculumConfig, MixtureConfig
-from modelwright.data.batching.curriculum import Pacing, RowOrder, uniform
-from modelwright.data.batching.loader import PlannedLoader, build_loader
-from modelwright.data.batching.mixture import Mixture, apportion
-from modelwright.data.batching.token_budget import LENGTH_MULTIPLE, cut, padded_len
-from modelwright.data.loader import PackedLoader, PackedRows
-from modelwright.data.pack import PackConfig, TokenSequence, pack
+from modelwright.data.rows.batch import LENGTH_MULTIPLE, cut, padded_len
+from modelwright.data.rows.batching.loader import PlannedLoader, build_loader
+from modelwright.data.rows.batching.order import (
+    BatchingConfig,
+    CurriculumConfig,
+    Mixture,
+    MixtureConfig,
+    Pacing,
+    RowOrder,
+    apportion,
+    uniform,
+)
+from modelwright.data.rows.loader import PackedLoader, PackedRows
+from modelwright.data.rows.pack import PackConfig, TokenSequence, pack
 
 SEQ_LEN, BATCH_ROWS = 64, 16
 ALL = {

@@ -8,10 +8,10 @@ from collections import Counter
 
 import pytest
 
-from modelwright.data.docstrings import Docstring, docstrings_of_compiled, docstrings_of_source
 from modelwright.data.document import Document
-from modelwright.data.questions import MAX_ANSWER_CHARS, answer, question
-from modelwright.data.stdlib_corpus import machine_corpus, split_of
+from modelwright.data.sources.docstrings import Docstring, docstrings_of_compiled, docstrings_of_source
+from modelwright.data.sources.questions import MAX_ANSWER_CHARS, answer, question
+from modelwright.data.sources.stdlib_corpus import machine_corpus, split_of
 
 FRACTION = 0.01
 
@@ -56,7 +56,7 @@ def test_held_out_questions_have_the_canonical_wording() -> None:
 
 def test_corpus_does_not_depend_on_the_hash_seed(corpus: list[Document]) -> None:
     code = (
-        "import hashlib; from modelwright.data.stdlib_corpus import machine_corpus; d = hashlib.sha256();"
+        "import hashlib; from modelwright.data.sources.stdlib_corpus import machine_corpus; d = hashlib.sha256();"
         f"corpus = machine_corpus(fraction={FRACTION}, skip=print);"
         "[d.update(x.to_json().encode()) for x in corpus]; print(d.hexdigest())"
     )

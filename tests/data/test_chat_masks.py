@@ -7,8 +7,8 @@ import pytest
 
 from chat_templates import CALL, HERMES, MARKED, TOOL_CHAT, WEATHER, chatml_tokenizer
 from modelwright.core.errors import DataError
-from modelwright.data.chat import ChatTemplate
-from modelwright.data.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
+from modelwright.data.tokenizer.chat import ChatTemplate
+from modelwright.data.tokenizer.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
 
 ANSWERS = [
     '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call><|im_end|>',

@@ -10,11 +10,11 @@ import pytest
 
 from modelwright.core.config import parse, unused_settings
 from modelwright.core.errors import ConfigError, DataError
-from modelwright.data.batch import IGNORED
 from modelwright.data.document import Document
-from modelwright.data.loader import PackedRows
-from modelwright.data.pack import PackConfig, TokenSequence, chunks, pack
-from modelwright.data.row_labels import row_score, row_source
+from modelwright.data.rows.batch import IGNORED
+from modelwright.data.rows.loader import PackedRows
+from modelwright.data.rows.origins import row_score, row_source
+from modelwright.data.rows.pack import PackConfig, TokenSequence, chunks, pack
 
 EOS = 1
 CHUNKS = {"long_documents": "chunk", "chunk_overlap": 5, "min_chunk_tokens": 12}

@@ -8,15 +8,15 @@ import zstandard
 
 from modelwright.core.errors import ArtifactError, ConfigError, DataError
 from modelwright.core.progress import SilentProgress
-from modelwright.data.clean import clean_documents, read_dropped, read_kept
-from modelwright.data.clean_config import CleanConfig, build_steps
-from modelwright.data.clean_folder import KEPT
-from modelwright.data.clean_report import CleanReport
+from modelwright.data.clean.clean import clean_documents
+from modelwright.data.clean.config import CleanConfig, build_steps
+from modelwright.data.clean.duplicates.corpus import DuplicatesConfig
+from modelwright.data.clean.features import data_share, duplicate_share, is_data_line
+from modelwright.data.clean.folder import KEPT, read_dropped, read_kept
+from modelwright.data.clean.report import CleanReport
+from modelwright.data.clean.steps.format import normalize
+from modelwright.data.clean.steps.quality import QualityConfig
 from modelwright.data.document import Document
-from modelwright.data.duplicate_corpus import DuplicatesConfig
-from modelwright.data.features import data_share, duplicate_share, is_data_line
-from modelwright.data.steps.format import normalize
-from modelwright.data.steps.quality import QualityConfig
 
 
 def document(text: str, number: int = 0, **changes) -> Document:

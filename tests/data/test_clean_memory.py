@@ -10,17 +10,18 @@ import pytest
 from numpy.typing import NDArray
 
 from modelwright.core.progress import SilentProgress
-from modelwright.data import band_groups, clean, containment, duplicate_corpus, duplicate_index, near_duplicates
-from modelwright.data.band_groups import GroupJob, group_band
-from modelwright.data.clean_config import CleanConfig, build_steps
-from modelwright.data.clean_shards import measured
-from modelwright.data.duplicate_corpus import BandFiles, DuplicatesConfig
-from modelwright.data.features import FEATURES
-from modelwright.data.shard_files import ShardFiles, as_array, numbered
-from modelwright.data.steps.duplicates import quality_score
-from modelwright.data.steps.quality import QualityConfig
-from modelwright.data.steps.shingles import band_hashes
-from modelwright.data.steps.step import divide
+from modelwright.data.clean import clean
+from modelwright.data.clean.config import CleanConfig, build_steps
+from modelwright.data.clean.duplicates import corpus, deduplicate, index, near_duplicates
+from modelwright.data.clean.duplicates.corpus import BandFiles, DuplicatesConfig
+from modelwright.data.clean.duplicates.near_duplicates import GroupJob, group_band
+from modelwright.data.clean.duplicates.shingles import band_hashes
+from modelwright.data.clean.features import FEATURES
+from modelwright.data.clean.measured_corpus import ShardFiles, as_array, numbered
+from modelwright.data.clean.shards import measured
+from modelwright.data.clean.steps.duplicates import quality_score
+from modelwright.data.clean.steps.quality import QualityConfig
+from modelwright.data.clean.steps.step import divide
 from modelwright.data.workers import InProcess
 
 SHARD, WORDS = 1000, 40
@@ -99,12 +100,12 @@ def peak_of_decisions(work: Path, count: int, config: CleanConfig, num_changed: 
 @pytest.fixture
 def small_constants(monkeypatch: pytest.MonkeyPatch) -> None:
     """What does not grow with the corpus is made small, so that it hides nothing that does."""
-    monkeypatch.setattr(containment, "_FILTER_BITS", 20)
+    monkeypatch.setattr(deduplicate, "_FILTER_BITS", 20)
     monkeypatch.setattr(near_duplicates, "_REMEMBERED_BITS", 10)
-    monkeypatch.setattr(band_groups, "_READ_AT_ONCE", 256)
-    monkeypatch.setattr(duplicate_corpus, "_CACHED_BYTES", 2**16)
-    monkeypatch.setattr(duplicate_corpus, "_READ_AT_ONCE", 2**16)
-    monkeypatch.setattr(duplicate_index, "_AT_ONCE", 128)
+    monkeypatch.setattr(near_duplicates, "_READ_AT_ONCE", 256)
+    monkeypatch.setattr(corpus, "_CACHED_BYTES", 2**16)
+    monkeypatch.setattr(corpus, "_READ_AT_ONCE", 2**16)
+    monkeypatch.setattr(index, "_AT_ONCE", 128)
 
 
 @pytest.mark.usefixtures("small_constants")

@@ -15,16 +15,18 @@ from safetensors.numpy import load_file
 
 from modelwright.core.errors import ArtifactError
 from modelwright.core.progress import SilentProgress
-from modelwright.data import band_groups, duplicate_index, near_duplicates
-from modelwright.data.clean import clean_documents, read_dropped, read_kept
-from modelwright.data.clean_config import CleanConfig, build_steps
+from modelwright.data.clean.clean import clean_documents
+from modelwright.data.clean.config import CleanConfig, build_steps
+from modelwright.data.clean.duplicates import index as duplicate_index
+from modelwright.data.clean.duplicates import near_duplicates
+from modelwright.data.clean.duplicates.corpus import NO_NUMBER, BandFiles, DuplicatesConfig
+from modelwright.data.clean.duplicates.index import DuplicateIndex
+from modelwright.data.clean.duplicates.shingles import NUM_BANDS, SHINGLE_WORDS, fingerprints, jaccard, shingles
+from modelwright.data.clean.folder import read_dropped, read_kept
+from modelwright.data.clean.steps.privacy import PrivacyConfig
+from modelwright.data.clean.steps.quality import QualityConfig
+from modelwright.data.clean.words import split_words
 from modelwright.data.document import Document
-from modelwright.data.duplicate_corpus import NO_NUMBER, BandFiles, DuplicatesConfig
-from modelwright.data.duplicate_index import DuplicateIndex
-from modelwright.data.steps.privacy import PrivacyConfig
-from modelwright.data.steps.quality import QualityConfig
-from modelwright.data.steps.shingles import NUM_BANDS, SHINGLE_WORDS, fingerprints, jaccard, shingles
-from modelwright.data.words import split_words
 from modelwright.data.workers import InProcess, LocalProcesses, ShardEngine
 from watched_engine import WatchedEngine
 
@@ -376,7 +378,7 @@ def test_groups_that_processes_make_drop_the_same(tmp_path: Path, monkeypatch: p
     expected = clean(tmp_path / "here", documents, engine=alone)
     assert sum(reason == "near-duplicate" for reason, _ in expected[1].values()) > 30
     assert "group_band" not in alone.processes, "for so few documents no engine is asked"
-    monkeypatch.setattr(band_groups, "_FEWEST_IN_WORKERS", 1)
+    monkeypatch.setattr(near_duplicates, "_FEWEST_IN_WORKERS", 1)
     assert clean(tmp_path / "two", documents, engine=in_processes) == expected
     assert len(in_processes.processes["group_band"]) == NUM_BANDS
     assert os.getpid() not in in_processes.processes["group_band"]

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from modelwright.core.errors import ConfigError
+from modelwright.data.clean.features import FEATURES, measure
+from modelwright.data.clean.steps.format import Format, FormatConfig
+from modelwright.data.clean.steps.quality import QualityConfig, has_language, judge, judged_kinds, limits_by_kind
+from modelwright.data.clean.steps.step import Drop
 from modelwright.data.document import KINDS, Document
-from modelwright.data.features import FEATURES, measure
-from modelwright.data.steps.format import Format, FormatConfig
-from modelwright.data.steps.quality import QualityConfig, has_language, judge, judged_kinds, limits_by_kind
-from modelwright.data.steps.step import Drop
 
 PROSE = (
     "The committee met on Tuesday to discuss the new rules for the library. Most of the members agreed that the "

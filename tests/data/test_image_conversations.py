@@ -10,7 +10,7 @@ from PIL import Image
 
 from modelwright.core.errors import DataError
 from modelwright.data.document import Document
-from modelwright.data.sources import SourceConfig, SourceReport, read_documents
+from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents
 
 
 def read(folder: Path, **settings: Any) -> tuple[list[Document], SourceReport]:

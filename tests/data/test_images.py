@@ -19,9 +19,12 @@ from PIL import Image
 
 from modelwright.core.errors import ArtifactError, ConfigError, DataError
 from modelwright.core.progress import SilentProgress
-from modelwright.data import band_groups
-from modelwright.data.clean import clean_documents, read_dropped, read_kept
-from modelwright.data.clean_config import CleanConfig, build_steps
+from modelwright.data.clean.clean import clean_documents
+from modelwright.data.clean.config import CleanConfig, build_steps
+from modelwright.data.clean.duplicates import near_duplicates as near_module
+from modelwright.data.clean.folder import read_dropped, read_kept
+from modelwright.data.clean.steps.images import NEAR, TOO_LONG, TOO_SMALL, near_duplicates
+from modelwright.data.clean.steps.quality import QualityConfig
 from modelwright.data.document import Document
 from modelwright.data.images import decode as decode_module
 from modelwright.data.images import read as read_module
@@ -38,9 +41,7 @@ from modelwright.data.images.decode import (
 )
 from modelwright.data.images.store import ImageStore, write_images
 from modelwright.data.images.stored import StoredImage, perceptual_hash, store_image
-from modelwright.data.sources import SourceConfig, SourceReport, read_documents
-from modelwright.data.steps.images import NEAR, TOO_LONG, TOO_SMALL, near_duplicates
-from modelwright.data.steps.quality import QualityConfig
+from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents
 from modelwright.data.workers import InProcess, LocalProcesses
 
 
@@ -418,7 +419,7 @@ def test_many_images_may_share_a_caption(tmp_path: Path) -> None:
 
 
 def test_near_duplicates_are_those_of_every_pair_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(band_groups, "_FEWEST_IN_WORKERS", 1)
+    monkeypatch.setattr(near_module, "_FEWEST_IN_WORKERS", 1)
     random = np.random.default_rng(1)
     bases = random.integers(0, 2**63, 12, dtype=np.uint64)
     flips = [

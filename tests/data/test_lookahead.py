@@ -11,16 +11,15 @@ import pytest
 
 from modelwright.core.config import parse
 from modelwright.core.errors import ArtifactError
-from modelwright.data.batch import IGNORED, TokenBatch
-from modelwright.data.batching.config import BatchingConfig
-from modelwright.data.batching.loader import PlannedLoader, build_loader
-from modelwright.data.cache.blocks import RowLayout
-from modelwright.data.cache.cold import ColdStore
-from modelwright.data.cache.lookahead import LookaheadLoader
-from modelwright.data.cache.reader import BlockReader
-from modelwright.data.cache.tiers import Tiers
-from modelwright.data.loader import PackedLoader, PackedRows, read_index, row_layout
-from modelwright.data.pack import PackConfig, TokenSequence, pack
+from modelwright.data.rows.batch import IGNORED, TokenBatch
+from modelwright.data.rows.batching.loader import PlannedLoader, build_loader
+from modelwright.data.rows.batching.order import BatchingConfig
+from modelwright.data.rows.cache.cold import ColdStore
+from modelwright.data.rows.cache.layout import RowLayout
+from modelwright.data.rows.cache.lookahead import LookaheadLoader
+from modelwright.data.rows.cache.reader import BlockReader, Tiers
+from modelwright.data.rows.loader import PackedLoader, PackedRows, read_index, row_layout
+from modelwright.data.rows.pack import PackConfig, TokenSequence, pack
 
 SEQ_LEN, NUM_SEQUENCES, BATCH_ROWS = 64, 900, 12
 TENSORS = ("input_ids_BT", "labels_BT", "positions_BT", "segments_BT")

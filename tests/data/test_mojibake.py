@@ -4,10 +4,10 @@ import pytest
 from faker import Faker
 
 from mistaken_text import MISTAKES, SENTENCES, broken, mistakes
+from modelwright.data.clean.mojibake import repair
+from modelwright.data.clean.steps.format import Format, FormatConfig, normalize
+from modelwright.data.clean.steps.step import Drop
 from modelwright.data.document import Document
-from modelwright.data.mojibake import repair
-from modelwright.data.steps.format import Format, FormatConfig, normalize
-from modelwright.data.steps.step import Drop
 
 LEAST_RECALL = {
     "zh": 0.95, "zh-TW": 0.95, "ru": 0.95, "uk": 0.95, "el": 0.9, "ja": 0.95, "ko": 0.95, "ar": 0.95, "he": 0.5,

@@ -14,15 +14,20 @@ from sklearn.model_selection import GroupKFold, cross_val_predict
 
 from modelwright.core.errors import ConfigError, DataError
 from modelwright.core.progress import SilentProgress
-from modelwright.data import noise_classifier
-from modelwright.data.clean import clean_documents, read_dropped
-from modelwright.data.clean_config import CleanConfig, build_steps
-from modelwright.data.clean_report import CleanReport
-from modelwright.data.corruptions import TEST_CORRUPTIONS, TRAINING_CORRUPTIONS, Corruption
+from modelwright.data.clean.clean import clean_documents
+from modelwright.data.clean.config import CleanConfig, build_steps
+from modelwright.data.clean.folder import read_dropped
+from modelwright.data.clean.noise import classifier as noise_classifier
+from modelwright.data.clean.noise.cascade import (
+    TEST_CORRUPTIONS,
+    TRAINING_CORRUPTIONS,
+    Corruption,
+    NoiseConfig,
+    heldout_report,
+)
+from modelwright.data.clean.noise.classifier import LinearClassifier, NoiseModel, layout_of, threshold_for
+from modelwright.data.clean.report import CleanReport
 from modelwright.data.document import Document
-from modelwright.data.noise_cascade import NoiseConfig, heldout_report
-from modelwright.data.noise_classifier import LinearClassifier, layout_of, threshold_for
-from modelwright.data.noise_model import NoiseModel
 from modelwright.pipeline.cleaning import noise_warnings
 
 SUBJECTS = ("the council", "a farmer", "our teacher", "the old ship", "my neighbor", "the museum", "a young doctor")

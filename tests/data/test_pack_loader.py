@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from modelwright.core.errors import ArtifactError, ConfigError, DataError
-from modelwright.data.batch import IGNORED
-from modelwright.data.loader import PackedLoader, PackedRows
-from modelwright.data.pack import PackConfig, best_fit, pack, pieces
+from modelwright.data.rows.batch import IGNORED
+from modelwright.data.rows.loader import PackedLoader, PackedRows
+from modelwright.data.rows.pack import PackConfig, best_fit, pack, pieces
 
 EOS = 1
 
@@ -200,7 +200,7 @@ def test_tiny_data_wraps(tmp_path: Path) -> None:
 
 def test_order_is_the_same_in_another_process(rows: PackedRows) -> None:
     code = (
-        "import sys, pathlib; from modelwright.data.loader import *;"
+        "import sys, pathlib; from modelwright.data.rows.loader import *;"
         "print(PackedLoader(PackedRows(pathlib.Path(sys.argv[1])), batch_rows=8, seed=3).order(0, 50).tolist())"
     )
     run = [sys.executable, "-c", code, str(rows.folder)]

@@ -9,7 +9,7 @@ import pytest
 
 from modelwright.core.errors import DataError
 from modelwright.data.document import Document
-from modelwright.data.sources import SourceConfig, SourceReport, read_documents
+from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents
 
 
 def read(path: Path, *, text_field: str = "text") -> tuple[list[Document], SourceReport]:

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from modelwright.data.sources import SourceConfig, SourceReport, read_documents
+from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents
 from modelwright.data.workers import LocalProcesses
 
 

@@ -7,15 +7,14 @@ import numpy as np
 import pytest
 
 from modelwright.core.config import parse
-from modelwright.data.batch import IGNORED, TokenBatch
-from modelwright.data.batching.config import BatchingConfig
-from modelwright.data.batching.loader import build_loader
 from modelwright.data.document import Document
-from modelwright.data.fit import ConversationFit
-from modelwright.data.loader import PackedLoader, PackedRows
-from modelwright.data.pack import PackConfig, TokenSequence, pack
-from modelwright.data.preferences import PreferenceFit, PromptedAnswer, with_mismatched_answers
-from modelwright.data.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
+from modelwright.data.rows.batch import IGNORED, TokenBatch
+from modelwright.data.rows.batching.loader import build_loader
+from modelwright.data.rows.batching.order import BatchingConfig
+from modelwright.data.rows.fit import ConversationFit, PreferenceFit, PromptedAnswer, with_mismatched_answers
+from modelwright.data.rows.loader import PackedLoader, PackedRows
+from modelwright.data.rows.pack import PackConfig, TokenSequence, pack
+from modelwright.data.tokenizer.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
 
 EOS, SEQ_LEN, NUM_PAIRS = 1, 24, 40
 

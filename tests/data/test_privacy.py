@@ -10,13 +10,13 @@ from faker import Faker
 from modelwright.core.config import parse
 from modelwright.core.errors import ConfigError
 from modelwright.core.progress import SilentProgress
-from modelwright.data.clean import clean_documents
-from modelwright.data.clean_config import CleanConfig, build_steps
+from modelwright.data.clean.clean import clean_documents
+from modelwright.data.clean.config import CleanConfig, build_steps
+from modelwright.data.clean.personal_data import find as find_module
+from modelwright.data.clean.personal_data import numbers
+from modelwright.data.clean.personal_data.pattern import KINDS, Finding
+from modelwright.data.clean.steps.privacy import Privacy, PrivacyConfig
 from modelwright.data.document import Document
-from modelwright.data.personal_data import find as find_module
-from modelwright.data.personal_data import numbers
-from modelwright.data.personal_data.pattern import KINDS, Finding
-from modelwright.data.steps.privacy import Privacy, PrivacyConfig
 from modelwright.pipeline.report import corpus
 from personal_data import score
 from personal_data_set import Example, labeled, negatives

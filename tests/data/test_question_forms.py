@@ -6,11 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from modelwright.data.docstrings import Docstring, docstrings_of_compiled, docstrings_of_source
+from modelwright.data.clean.duplicates.shingles import fingerprints
 from modelwright.data.document import Document
-from modelwright.data.parameters import parameters_of, parameters_of_signature
-from modelwright.data.question_forms import Pair, arguments_pair, error_pair, example_pair, name_pair, pair
-from modelwright.data.steps.shingles import fingerprints
+from modelwright.data.sources.docstrings import (
+    Docstring,
+    docstrings_of_compiled,
+    docstrings_of_source,
+    parameters_of,
+    parameters_of_signature,
+)
+from modelwright.data.sources.questions import Pair, arguments_pair, error_pair, example_pair, name_pair, pair
 
 COPY = Docstring(
     "shutil", "shutil.copytree", "function", "Recursively copy a directory tree.", ("src", "dst", "deep=True")

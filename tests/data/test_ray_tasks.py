@@ -13,11 +13,11 @@ import pytest
 
 from modelwright.core.errors import ConfigError
 from modelwright.core.progress import SilentProgress
-from modelwright.data.clean import clean_documents, read_dropped
-from modelwright.data.clean_config import CleanConfig, build_steps
+from modelwright.data.clean.clean import clean_documents
+from modelwright.data.clean.config import CleanConfig, build_steps
+from modelwright.data.clean.folder import read_dropped
 from modelwright.data.document import Document
-from modelwright.data.ray_tasks import RayTasks
-from modelwright.data.workers import InProcess
+from modelwright.data.workers import InProcess, RayTasks
 
 pytest.importorskip("ray")
 
@@ -28,15 +28,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from test_ray_tasks import KilledOnce, clean
 from modelwright.core.errors import ModelwrightError
-from modelwright.data import band_groups
-from modelwright.data.ray_tasks import RayTasks
+from modelwright.data.clean.duplicates import near_duplicates
+from modelwright.data.workers import RayTasks
 from watched_engine import WatchedEngine
 
 def fail(number):
     raise ModelwrightError(f"shard {number} is damaged")
 
 out, engine = Path(sys.argv[1]), WatchedEngine(RayTasks(2))
-band_groups._FEWEST_IN_WORKERS = 1
+near_duplicates._FEWEST_IN_WORKERS = 1
 clean(out, [KilledOnce(str(out))], engine)
 processes = engine.processes["group_band"]
 (out / "bands").write_text(f"{len(processes)} in workers: {os.getpid() not in processes}")
@@ -96,7 +96,7 @@ def test_the_files_are_those_of_one_process_though_a_worker_is_killed(tmp_path: 
 SMALL_SHARDS = """
 import sys
 from modelwright.cli.main import main
-from modelwright.data import clean
+from modelwright.data.clean import clean
 
 clean._SHARD_CHARS = 10_000
 sys.exit(main(sys.argv[1:]))

@@ -7,10 +7,10 @@ import pytest
 
 from chat_templates import CALL, TOOL_CHAT, WEATHER
 from modelwright.core.errors import ConfigError, DataError
+from modelwright.data.clean.duplicates.shingles import identity
+from modelwright.data.clean.steps.privacy import Privacy, PrivacyConfig
 from modelwright.data.document import Document
-from modelwright.data.sources import SourceConfig, SourceReport, read_documents
-from modelwright.data.steps.privacy import Privacy, PrivacyConfig
-from modelwright.data.steps.shingles import identity
+from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents
 
 USER, GOOD, BAD = (
     {"role": role, "content": text} for role, text in (("user", "Q"), ("assistant", "A"), ("assistant", "B"))

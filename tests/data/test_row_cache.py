@@ -16,17 +16,14 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from modelwright.core.errors import ArtifactError, ConfigError, StorageError
-from modelwright.data.cache import cold, lease, row_cache
-from modelwright.data.cache.blocks import RowLayout
-from modelwright.data.cache.cold import ColdStore
-from modelwright.data.cache.config import RowCacheConfig
-from modelwright.data.cache.layout import BLOCK_BYTES, damaged
-from modelwright.data.cache.lookahead import LookaheadLoader
-from modelwright.data.cache.reader import BlockReader
-from modelwright.data.cache.row_cache import open_cache, remove_leftovers
-from modelwright.data.cache.tiers import DISK, MEMORY, SOURCE, Tiers
-from modelwright.data.loader import PackedLoader, PackedRows, read_index, row_layout
-from modelwright.data.pack import PackConfig, pack
+from modelwright.data.rows.cache import cold, row_cache, shared
+from modelwright.data.rows.cache.cold import ColdStore
+from modelwright.data.rows.cache.layout import BLOCK_BYTES, RowLayout, damaged
+from modelwright.data.rows.cache.lookahead import LookaheadLoader
+from modelwright.data.rows.cache.reader import DISK, MEMORY, SOURCE, BlockReader, Tiers
+from modelwright.data.rows.cache.row_cache import RowCacheConfig, open_cache, remove_leftovers
+from modelwright.data.rows.loader import PackedLoader, PackedRows, read_index, row_layout
+from modelwright.data.rows.pack import PackConfig, pack
 from rank_processes import fork_context
 
 SEQ_LEN, NUM_ROWS = 512, 1500
@@ -385,12 +382,12 @@ def test_a_folder_that_is_swept_as_it_is_made_is_made_again(tmp_path: Path, monk
         if operation == fcntl.LOCK_SH and not num_swept:
             num_swept += 1
             flock(handle, fcntl.LOCK_UN)
-            lease.sweep(tmp_path, "rows")
+            shared.sweep(tmp_path, "rows")
         flock(handle, operation)
 
-    monkeypatch.setattr(lease.fcntl, "flock", preempted)
-    shared = lease.SharedFolder.attach(tmp_path / "rows-1", lambda folder: (folder / "table").touch())
+    monkeypatch.setattr(shared.fcntl, "flock", preempted)
+    folder = shared.SharedFolder.attach(tmp_path / "rows-1", lambda folder: (folder / "table").touch())
     assert num_swept == 1
-    assert (shared.path / "table").exists()
-    shared.detach(remove=True)
+    assert (folder.path / "table").exists()
+    folder.detach(remove=True)
     assert not list(tmp_path.glob("rows*"))

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import pytest
 
 from modelwright.core.distinct_words import WORD, distinct_word_score
-from modelwright.data import sentence_pairs
 from modelwright.data.document import Document
+from modelwright.data.sources import sentence_pairs
 
 
 @pytest.fixture(scope="module")

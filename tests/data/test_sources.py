@@ -14,9 +14,9 @@ import pytest
 import zstandard
 
 from modelwright.core.errors import ConfigError, DataError
-from modelwright.data import readers
 from modelwright.data.document import Document
-from modelwright.data.sources import SourceConfig, SourceReport, read_documents
+from modelwright.data.sources import readers
+from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents
 
 LINES = "".join(json.dumps({"text": f"record number {i}"}) + "\n" for i in range(4))
 

@@ -14,8 +14,8 @@ import tokenizers
 from tokenizers import models, pre_tokenizers, trainers
 
 from modelwright.core.errors import ArtifactError, ConfigError, DataError
-from modelwright.data.chat import DEFAULT_TEMPLATE
-from modelwright.data.tokenizer import EOS, SPECIAL_TOKENS, Tokenizer, TokenizerConfig, train_tokenizer
+from modelwright.data.tokenizer.chat import DEFAULT_TEMPLATE
+from modelwright.data.tokenizer.tokenizer import EOS, SPECIAL_TOKENS, Tokenizer, TokenizerConfig, train_tokenizer
 
 CHAT = [
     {"role": "system", "content": "Be brief."},
@@ -182,7 +182,7 @@ def test_loading_gives_the_same_tokenizer(tokenizer: Tokenizer, folder: Path, tm
 
 def test_training_depends_on_the_texts_alone(tmp_path: Path) -> None:
     code = (
-        "import sys, random, pathlib; from modelwright.data.tokenizer import *;"
+        "import sys, random, pathlib; from modelwright.data.tokenizer.tokenizer import *;"
         "folder = pathlib.Path(pathlib.__file__).parent;"
         "files = [folder / f'{name}.py' for name in ('shutil', 'difflib', 'random')];"
         "texts = [text for file in files for text in file.read_text().split('\\n\\n')];"

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from modelwright.core.errors import ConfigError
-from modelwright.data.clean_config import CleanConfig, build_steps
+from modelwright.data.clean.config import CleanConfig, build_steps
+from modelwright.data.clean.steps.step import Drop
+from modelwright.data.clean.steps.urls import Urls, UrlsConfig
 from modelwright.data.document import Document
-from modelwright.data.sources import SourceConfig
-from modelwright.data.steps.step import Drop
-from modelwright.data.steps.urls import Urls, UrlsConfig
+from modelwright.data.sources.sources import SourceConfig
 from modelwright.pipeline.cleaning import fingerprint
 
 LIST = "# casinos\nspam.example\nhttps://www.Blog.example/ads/  # a part of a site\n\n[::1\n"

@@ -8,7 +8,7 @@ import zstandard
 
 from modelwright.core.errors import DataError
 from modelwright.data.document import Document
-from modelwright.data.sources import SourceConfig, SourceReport, read_documents
+from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents
 
 PAGE = "<html><head><title>T</title></head><body><nav>menu</nav><p>Text of page {}.</p><footer>f</footer></body></html>"
 

@@ -12,7 +12,7 @@ from chat_templates import HERMES, TOOL_CHAT, WEATHER, chatml_tokenizer
 from modelwright.core.errors import DataError
 from modelwright.core.progress import SilentProgress
 from modelwright.data.document import Document, join_turns
-from modelwright.data.tokenizer import Tokenizer
+from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.evaluate.answers import answer_text, score_answers, summarize_answer_scores
 from modelwright.evaluate.config import EvaluateConfig
 from modelwright.evaluate.scoring import Scored, sequence_nats

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from modelwright.core.progress import SilentProgress
-from modelwright.data.batch import IGNORED, TokenBatch
+from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.evaluate.baselines import bigram_table, compressor_table
 from modelwright.evaluate.bigram import DISCOUNTS, document_nats, train_bigram, training_pairs
 from modelwright.evaluate.compressors import compressed_bits, gzip_size, xz_size

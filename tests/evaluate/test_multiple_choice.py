@@ -6,7 +6,7 @@ import pytest
 
 from modelwright.core.errors import ConfigError
 from modelwright.core.progress import SilentProgress
-from modelwright.data.tokenizer import TokenizerConfig, train_tokenizer
+from modelwright.data.tokenizer.tokenizer import TokenizerConfig, train_tokenizer
 from modelwright.evaluate import multiple_choice
 from modelwright.evaluate.config import EvaluateConfig, MultipleChoiceConfig
 from modelwright.evaluate.multiple_choice import answer_questions, summarize_answers

@@ -14,8 +14,8 @@ from modelwright.core.config import parse
 from modelwright.core.errors import ConfigError, DataError
 from modelwright.data.images.store import ImageStore, write_images
 from modelwright.data.images.stored import encode
-from modelwright.data.loader import PackedLoader, PackedRows
-from modelwright.data.pack import PackConfig, TokenSequence, pack
+from modelwright.data.rows.loader import PackedLoader, PackedRows
+from modelwright.data.rows.pack import PackConfig, TokenSequence, pack
 from modelwright.model.attention import causal_attend
 from modelwright.model.vision.folders import save_vision_tower
 from modelwright.model.vision.image_prefix import IMAGES, ImagePrefix

@@ -14,11 +14,11 @@ from torch import Tensor
 from distributed import run_distributed
 from modelwright.core.config import parse
 from modelwright.core.errors import ConfigError
-from modelwright.data.batch import TokenBatch
 from modelwright.data.images.store import ImageStore, write_images
 from modelwright.data.images.stored import encode
-from modelwright.data.loader import PackedLoader, PackedRows
-from modelwright.data.pack import PackConfig, TokenSequence, pack
+from modelwright.data.rows.batch import TokenBatch
+from modelwright.data.rows.loader import PackedLoader, PackedRows
+from modelwright.data.rows.pack import PackConfig, TokenSequence, pack
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.alignment_heads import MAX_SCALE, LearnedScale
 from modelwright.objectives.contrastive import CONTRASTIVE, AlignConfig, Contrastive

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import tiny_rollouts
-from modelwright.data.batch import IGNORED
+from modelwright.data.rows.batch import IGNORED
 from modelwright.objectives.completion_rows import RowPlan, completion_batch
 from modelwright.objectives.grpo import Grpo
 from modelwright.objectives.heldout_rewards import win_rates

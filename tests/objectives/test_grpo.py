@@ -12,7 +12,7 @@ from torch import Tensor
 import tiny_rollouts
 from distributed import run_distributed
 from modelwright.core.errors import ConfigError, Stopped
-from modelwright.data.batch import IGNORED
+from modelwright.data.rows.batch import IGNORED
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.advantages import differs, group_advantages, group_stds
 from modelwright.objectives.grpo import Grpo, GrpoConfig

@@ -18,16 +18,17 @@ from torch import Tensor
 from distributed import run_distributed, start_distributed
 from modelwright.core.config import parse
 from modelwright.core.errors import ConfigError
-from modelwright.data.cache import blocks, row_cache
-from modelwright.data.cache.config import RowCacheConfig
-from modelwright.data.cache.lookahead import LookaheadLoader
-from modelwright.data.cache.tiers import DISK, MEMORY, SOURCE
-from modelwright.data.images import index
+from modelwright.data.images import store as image_store
 from modelwright.data.images.labeled import LabeledImages, write_labels
 from modelwright.data.images.store import ImageStore, image_layout, write_images
 from modelwright.data.images.stored import encode
-from modelwright.data.loader import PackedLoader, PackedRows, row_layout
-from modelwright.data.pack import PackConfig, TokenSequence, pack
+from modelwright.data.rows.cache import layout as block_layout
+from modelwright.data.rows.cache import row_cache
+from modelwright.data.rows.cache.lookahead import LookaheadLoader
+from modelwright.data.rows.cache.reader import DISK, MEMORY, SOURCE
+from modelwright.data.rows.cache.row_cache import RowCacheConfig
+from modelwright.data.rows.loader import PackedLoader, PackedRows, row_layout
+from modelwright.data.rows.pack import PackConfig, TokenSequence, pack
 from modelwright.model.vision.config import VisionConfig
 from modelwright.model.vision.folders import save_vision_tower
 from modelwright.model.vision.vit import VisionTower
@@ -91,8 +92,8 @@ def blocked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same rows and images, divided into many small blocks."""
     path = tmp_path_factory.mktemp("blocked")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks, "BLOCK_BYTES", 64)
-        patch.setattr(index, "BLOCK_BYTES", 512)
+        patch.setattr(block_layout, "BLOCK_BYTES", 64)
+        patch.setattr(image_store, "BLOCK_BYTES", 512)
         written(path / "train", NUM_IMAGES, 0)
     written(path / "heldout", NUM_HELDOUT, 1)
     return path

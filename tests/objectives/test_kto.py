@@ -11,8 +11,8 @@ from torch import Tensor
 import preference_rows
 from modelwright.core.config import parse
 from modelwright.core.errors import ConfigError
-from modelwright.data.batch import TokenBatch
-from modelwright.data.loader import PackedLoader, PackedRows
+from modelwright.data.rows.batch import TokenBatch
+from modelwright.data.rows.loader import PackedLoader, PackedRows
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.kto import Kto, KtoConfig
 from modelwright.parallel.config import ParallelConfig

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from modelwright.core.errors import DataError
-from modelwright.data.batch import IGNORED, TokenBatch
+from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.next_token import NextToken

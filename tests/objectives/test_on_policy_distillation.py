@@ -13,7 +13,7 @@ from torch import Tensor
 
 from distributed import run_distributed, start_distributed
 from modelwright.core.errors import ConfigError
-from modelwright.data.batch import IGNORED, TokenBatch
+from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.infer.generate import generate
 from modelwright.model.attention import causal_attend
 from modelwright.model.decoder import Decoder

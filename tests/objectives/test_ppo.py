@@ -12,7 +12,7 @@ from torch import Tensor
 import tiny_rollouts
 from distributed import run_distributed
 from modelwright.core.errors import ConfigError, Stopped
-from modelwright.data.batch import IGNORED
+from modelwright.data.rows.batch import IGNORED
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.advantages import generalized_advantages, whitened
 from modelwright.objectives.policy_terms import clipped_policy_loss, clipped_value_loss, kl_k1, kl_k2, kl_k3

@@ -12,8 +12,8 @@ from torch import Tensor
 import preference_rows
 from modelwright.core.config import parse, unused_settings
 from modelwright.core.errors import ConfigError
-from modelwright.data.batch import IGNORED
-from modelwright.data.loader import PackedLoader, PackedRows
+from modelwright.data.rows.batch import IGNORED
+from modelwright.data.rows.loader import PackedLoader, PackedRows
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.pairs import shares_right
 from modelwright.objectives.preference import Preference, PreferenceConfig, log_odds

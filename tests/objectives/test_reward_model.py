@@ -13,9 +13,9 @@ from torch import Tensor
 import preference_rows
 from modelwright.core.config import parse
 from modelwright.core.errors import ConfigError, ModelError
-from modelwright.data.batch import TokenBatch
-from modelwright.data.loader import PackedLoader, PackedRows
-from modelwright.data.pack import TokenSequence
+from modelwright.data.rows.batch import TokenBatch
+from modelwright.data.rows.loader import PackedLoader, PackedRows
+from modelwright.data.rows.pack import TokenSequence
 from modelwright.model.attention import packed_attend
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import save_model, save_sequence_classifier

@@ -13,9 +13,9 @@ from torch import Tensor
 import tiny_rollouts
 from distributed import run_distributed
 from modelwright.core.errors import ArtifactError
-from modelwright.data.batch import IGNORED
 from modelwright.data.document import Document
-from modelwright.data.prompts import PromptRecord, read_prompts, write_prompts
+from modelwright.data.rows.batch import IGNORED
+from modelwright.data.rows.prompts import PromptRecord, read_prompts, write_prompts
 from modelwright.model.adapter_config import AdapterConfig, BaseFormat
 from modelwright.model.adapters import adapters_of, attach_adapters
 from modelwright.model.decoder import Decoder

@@ -15,7 +15,7 @@ from distributed import run_distributed
 from modelwright.core.compatibility import WHOLE_ROWS
 from modelwright.core.config import parse
 from modelwright.core.errors import ConfigError
-from modelwright.data.batch import IGNORED
+from modelwright.data.rows.batch import IGNORED
 from modelwright.model.adapter_config import AdapterConfig
 from modelwright.model.adapters import attach_adapters
 from modelwright.model.decoder import decoders_in

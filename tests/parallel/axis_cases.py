@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from modelwright.data.batch import IGNORED, TokenBatch
+from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.model.decoder import Decoder
 from modelwright.parallel.mesh import Mesh
 from modelwright.parallel.tensor_parallel import shard_layers

@@ -9,7 +9,7 @@ import tiny_run as tiny
 import torch
 from safetensors.torch import save_file
 
-from modelwright.data.batch import TokenBatch
+from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.next_token import NextToken
 from modelwright.parallel.config import ParallelConfig

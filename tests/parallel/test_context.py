@@ -8,7 +8,7 @@ from torch import Tensor
 
 from distributed import run_distributed
 from modelwright.core.errors import ConfigError
-from modelwright.data.batch import TokenBatch
+from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.decoder import AttentionSpec
 from modelwright.ops.attention import document_mask, masked_attention_naive
 from modelwright.parallel.config import ContextAttention, ParallelConfig

@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 
 from distributed import run_distributed
 from modelwright.core.errors import ConfigError
-from modelwright.data.batch import IGNORED
+from modelwright.data.rows.batch import IGNORED
 from modelwright.model.attention import packed_attend
 from modelwright.model.decoder import Decoder
 from modelwright.parallel.config import ParallelConfig

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from modelwright.core.artifacts import read_manifest
-from modelwright.data.tokenizer import TokenizerConfig, train_tokenizer
+from modelwright.data.tokenizer.tokenizer import TokenizerConfig, train_tokenizer
 from modelwright.model.adapters import merge_adapters
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder

@@ -8,15 +8,15 @@ import pytest
 from finetune_files import write_model
 from modelwright.cli.main import main
 from modelwright.core.errors import ConfigError
-from modelwright.data.clean_config import CleanConfig
-from modelwright.data.sources import SourceConfig, SourceReport, read_documents
+from modelwright.data.clean.config import CleanConfig
+from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents
 from modelwright.pipeline.cleaning import fingerprint
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.engines import backend_of
 
 SOURCE = """
 from pathlib import Path
-from modelwright.data.corpora import NamedCorpus
+from modelwright.data.sources.corpora import NamedCorpus
 from modelwright.data.document import Document
 from modelwright.pipeline.exports.export import Export
 from modelwright.serve.engines import Backend

@@ -15,12 +15,12 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from modelwright.core.errors import ConfigError, ModelError
-from modelwright.data.digits import digit_images
-from modelwright.data.docstring_pairs import described_functions
 from modelwright.data.images.store import open_images
 from modelwright.data.images.stored import StoredImage
-from modelwright.data.loader import PackedRows
-from modelwright.data.tokenizer import Tokenizer
+from modelwright.data.rows.loader import PackedRows
+from modelwright.data.sources.digits import digit_images
+from modelwright.data.sources.docstrings import described_functions
+from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.objectives.aligned_model import load_aligned
 from modelwright.parallel.config import ParallelConfig
 from modelwright.pipeline.preflight import check_training

@@ -17,8 +17,8 @@ import transformers
 
 from modelwright.core.artifacts import read_manifest
 from modelwright.core.records import column, read_records
-from modelwright.data.batch import TokenBatch
-from modelwright.data.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
+from modelwright.data.rows.batch import TokenBatch
+from modelwright.data.tokenizer.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
 from modelwright.model.hf import save_model
 from modelwright.objectives.kto import Kto, KtoConfig
 from modelwright.objectives.preference import Preference, PreferenceConfig

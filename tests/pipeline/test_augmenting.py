@@ -12,8 +12,8 @@ import tiny_decoder
 from modelwright.cli.main import main
 from modelwright.data.augment.span_infilling import SpanInfillingConfig, span_infilling
 from modelwright.data.document import Document
-from modelwright.data.sources import SourceConfig, SourceReport, read_documents
-from modelwright.data.tokenizer import TokenizerConfig, train_tokenizer
+from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents
+from modelwright.data.tokenizer.tokenizer import TokenizerConfig, train_tokenizer
 from modelwright.model.attention import packed_attend
 from modelwright.model.hf import save_model
 from modelwright.pipeline import augmenting

@@ -124,7 +124,7 @@ def test_files_that_are_not_read_are_named(inside: Command, tmp_path: Path) -> N
 def test_a_directory_of_somebody_else_is_named(tmp_path: Path) -> None:
     code = (
         "import os, sys\n"
-        "from modelwright.data.sources import *\n"
+        "from modelwright.data.sources.sources import *\n"
         "opened = SourceConfig(sources=(sys.argv[1] + '/open',))\n"
         "list(read_documents(opened, report=SourceReport()))  # imports, while it may read the packages\n"
         "os.setgid(65534); os.setuid(65534)\n"

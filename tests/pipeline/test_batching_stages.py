@@ -13,7 +13,7 @@ import yaml
 from modelwright.core.errors import ConfigError
 from modelwright.core.records import column, read_records
 from modelwright.core.rundir import RunDir
-from modelwright.data.loader import PackedRows, read_index
+from modelwright.data.rows.loader import PackedRows, read_index
 from modelwright.pipeline.stages.pack import with_labels
 from modelwright.pipeline.stages.pretrain import PRETRAIN
 from modelwright.recipes.load import load

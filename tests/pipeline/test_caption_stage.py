@@ -14,13 +14,13 @@ import transformers
 from PIL import Image
 
 from modelwright.core.errors import ConfigError, ModelError
-from modelwright.data.batch import IGNORED
-from modelwright.data.digits import digit_images
 from modelwright.data.images.store import open_images
 from modelwright.data.images.stored import StoredImage
-from modelwright.data.loader import PackedRows
-from modelwright.data.pack import PackConfig
-from modelwright.data.tokenizer import Tokenizer
+from modelwright.data.rows.batch import IGNORED
+from modelwright.data.rows.loader import PackedRows
+from modelwright.data.rows.pack import PackConfig
+from modelwright.data.sources.digits import digit_images
+from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.infer.generate import generate
 from modelwright.infer.sequence import SamplingParams
 from modelwright.model.attention import causal_attend

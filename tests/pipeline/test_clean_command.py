@@ -12,13 +12,14 @@ import pytest
 from modelwright.cli.main import main
 from modelwright.core.errors import ArtifactError, DataError
 from modelwright.core.progress import SilentProgress
-from modelwright.data import clean as clean_module
-from modelwright.data.clean import clean_documents, read_kept
-from modelwright.data.clean_config import CleanConfig, build_steps
+from modelwright.data.clean import clean as clean_module
+from modelwright.data.clean.clean import clean_documents
+from modelwright.data.clean.config import CleanConfig, build_steps
+from modelwright.data.clean.folder import read_kept
+from modelwright.data.clean.measured_corpus import ShardFiles
+from modelwright.data.clean.noise.cascade import NoiseConfig
 from modelwright.data.document import Document
-from modelwright.data.noise_cascade import NoiseConfig
-from modelwright.data.shard_files import ShardFiles
-from modelwright.data.sources import SourceConfig
+from modelwright.data.sources.sources import SourceConfig
 from modelwright.data.workers import LocalProcesses
 from modelwright.pipeline.clean_command import clean_sources
 from modelwright.pipeline.cleaning import fingerprint
@@ -141,7 +142,7 @@ def test_a_flipped_byte_costs_one_shard(stage: str, name: str, tmp_path: Path, m
         raise Stop
 
     with monkeypatch.context() as patch:
-        patch.setattr(f"modelwright.data.clean._Run.{stage}", stop)
+        patch.setattr(f"modelwright.data.clean.clean._Run.{stage}", stop)
         with pytest.raises(Stop):
             clean_documents(iter(documents(150)), steps, tmp_path / "out", silent, **arguments)
     (path,) = (tmp_path / "work").rglob(name)
@@ -189,7 +190,7 @@ def test_a_finished_part_is_not_read_again(tmp_path: Path, monkeypatch: pytest.M
         raise Stop
 
     with monkeypatch.context() as patch:
-        patch.setattr("modelwright.data.clean._join", stop)
+        patch.setattr("modelwright.data.clean.clean._join", stop)
         with pytest.raises(Stop):
             clean_documents(iter(documents(99)), steps, tmp_path / "a", SilentProgress(), facts=facts, **arguments)
     report, read = clean_documents(iter(()), steps, tmp_path / "a", SilentProgress(), **arguments)

@@ -14,12 +14,12 @@ import pytest
 
 from modelwright.core.errors import ConfigError, DataError
 from modelwright.core.progress import SilentProgress
-from modelwright.data import kept_parquet
-from modelwright.data.clean import read_kept
-from modelwright.data.clean_config import CleanConfig
+from modelwright.data.clean import parquet
+from modelwright.data.clean.config import CleanConfig
+from modelwright.data.clean.folder import read_kept
+from modelwright.data.clean.steps.quality import QualityConfig
 from modelwright.data.document import Document
-from modelwright.data.sources import SourceConfig, SourceReport, read_documents
-from modelwright.data.steps.quality import QualityConfig
+from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents
 from modelwright.pipeline.clean_command import clean_sources
 
 NOUNS = ("garden", "river", "engine", "letter", "teacher", "market", "window", "doctor", "village")
@@ -71,8 +71,8 @@ def datasets(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_datasets_loads_the_folder(
     source: Path, tmp_path: Path, datasets: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept_parquet, "_FILE_CHARS", 10_000)
-    monkeypatch.setattr(kept_parquet, "_GROUP_DOCUMENTS", 10)
+    monkeypatch.setattr(parquet, "_FILE_CHARS", 10_000)
+    monkeypatch.setattr(parquet, "_GROUP_DOCUMENTS", 10)
     out = tmp_path / "cleaned"
     lines = clean(source, str(out), parquet=True)
     assert f"as Parquet: {out}/data; in Python: datasets.load_dataset({str(out)!r})" in lines
@@ -124,7 +124,7 @@ def test_files_are_never_of_another_result(source: Path, tmp_path: Path, monkeyp
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(kept_parquet, "read_kept", interrupted)
+        patch.setattr(parquet, "read_kept", interrupted)
         with pytest.raises(KeyboardInterrupt):
             clean(source, str(out), parquet=True)
     assert not (out / "data").exists()

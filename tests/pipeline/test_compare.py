@@ -10,8 +10,8 @@ import torch
 
 from finetune_files import write_model
 from modelwright.core.progress import SilentProgress
-from modelwright.data.sources import SourceConfig, SourceReport, read_documents
-from modelwright.data.tokenizer import Tokenizer
+from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents
+from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.evaluate.config import EvaluateConfig
 from modelwright.evaluate.records import generate_numbers, score_choices
 from modelwright.model.attention import causal_attend

@@ -19,7 +19,7 @@ from modelwright.core.config import save_yaml
 from modelwright.core.errors import ArtifactError, ModelError
 from modelwright.core.progress import SilentProgress
 from modelwright.core.rundir import RunDir
-from modelwright.data.tokenizer import TokenizerConfig, train_tokenizer
+from modelwright.data.tokenizer.tokenizer import TokenizerConfig, train_tokenizer
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.parallel.mesh import single

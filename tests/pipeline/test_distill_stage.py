@@ -16,7 +16,7 @@ from modelwright.core.artifacts import MANIFEST, read_manifest
 from modelwright.core.errors import ConfigError
 from modelwright.core.records import column, read_records
 from modelwright.core.rundir import RunDir
-from modelwright.data.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
+from modelwright.data.tokenizer.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
 from modelwright.model.config import ModelConfig
 from modelwright.model.hf import load_config, load_model
 from modelwright.objectives.on_policy_distillation import OnPolicyConfig

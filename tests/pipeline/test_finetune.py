@@ -12,9 +12,9 @@ import yaml
 from finetune_files import write_examples, write_model
 from modelwright.core.artifacts import read_manifest
 from modelwright.core.errors import ConfigError, DataError
-from modelwright.data.loader import PackedRows
-from modelwright.data.sources import SourceConfig
-from modelwright.data.tokenizer import Tokenizer
+from modelwright.data.rows.loader import PackedRows
+from modelwright.data.sources.sources import SourceConfig
+from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.model.hf import load_config
 from modelwright.pipeline.fit_to_data import measure_records
 from modelwright.recipes.finetune import finetune_request

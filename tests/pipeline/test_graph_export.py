@@ -25,8 +25,8 @@ from modelwright.compress.onnx.export import write_onnx
 from modelwright.core.errors import ConfigError, ModelError
 from modelwright.core.progress import SilentProgress
 from modelwright.data.document import Document
-from modelwright.data.sources import SourceConfig, SourceReport, read_documents
-from modelwright.data.tokenizer import Tokenizer
+from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents
+from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.evaluate.config import EvaluateConfig
 from modelwright.evaluate.records import score_choices
 from modelwright.model.attention import causal_attend

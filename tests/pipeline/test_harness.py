@@ -14,7 +14,7 @@ import yaml
 from finetune_files import write_model
 from modelwright.core.errors import ConfigError
 from modelwright.core.progress import SilentProgress
-from modelwright.data.tokenizer import Tokenizer
+from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.infer.engine import Engine, EngineConfig
 from modelwright.model.hf import load_model
 from modelwright.pipeline.harness import find_tasks

@@ -8,8 +8,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from modelwright.data.loader import PackedRows
-from modelwright.data.pack import PackConfig, pack
+from modelwright.data.rows.loader import PackedRows
+from modelwright.data.rows.pack import PackConfig, pack
 from modelwright.model.attention import causal_attend
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder

@@ -19,9 +19,9 @@ from safetensors.torch import load_file
 
 from modelwright.core.artifacts import read_manifest
 from modelwright.core.records import column, read_records
-from modelwright.data import loader
 from modelwright.data.images import store as image_store
-from modelwright.data.images.index import FILE, INDEX
+from modelwright.data.images.store import FILE, INDEX
+from modelwright.data.rows import loader
 from modelwright.model.vision.config import VisionConfig
 from modelwright.model.vision.folders import load_vision_tower, save_vision_tower
 from modelwright.model.vision.vit import VisionTower

@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 from modelwright.cli.main import main
-from modelwright.data.clean import read_kept
-from modelwright.data.loader import PackedRows
-from modelwright.data.tokenizer import Tokenizer
+from modelwright.data.clean.folder import read_kept
+from modelwright.data.rows.loader import PackedRows
+from modelwright.data.tokenizer.tokenizer import Tokenizer
 from planted_values import planted_values
 
 SENTENCES = (

@@ -13,7 +13,7 @@ from modelwright.compress.int8 import Int8WeightsConfig, load_int8
 from modelwright.core.errors import ConfigError
 from modelwright.core.records import column, read_records
 from modelwright.core.rundir import RunDir
-from modelwright.data.loader import PackedRows
+from modelwright.data.rows.loader import PackedRows
 from modelwright.infer.generate import generate
 from modelwright.infer.sequence import SamplingParams
 from modelwright.model.hf import load_model

@@ -8,7 +8,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from modelwright.core.rundir import RunDir
-from modelwright.data.tokenizer import Tokenizer
+from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.evaluate.suite import is_lossless
 from modelwright.pipeline.report.blocks import Note
 from modelwright.pipeline.report.corpus import _evaluation_sets, _funnel

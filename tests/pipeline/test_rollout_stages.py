@@ -16,9 +16,9 @@ from modelwright.core.errors import ConfigError, DataError
 from modelwright.core.progress import SilentProgress
 from modelwright.core.records import read_records
 from modelwright.core.rundir import RunDir
-from modelwright.data import sentence_pairs
-from modelwright.data.arithmetic import arithmetic_problems
-from modelwright.data.prompts import read_prompts
+from modelwright.data.rows.prompts import read_prompts
+from modelwright.data.sources import sentence_pairs
+from modelwright.data.sources.arithmetic import arithmetic_problems
 from modelwright.objectives.rollouts import RolloutConfig
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import single

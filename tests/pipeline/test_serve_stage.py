@@ -9,9 +9,9 @@ import zstandard
 
 from modelwright.core.artifacts import read_manifest
 from modelwright.core.rundir import RunDir
-from modelwright.data.clean_folder import KEPT
+from modelwright.data.clean.folder import KEPT
 from modelwright.data.document import Document
-from modelwright.data.tokenizer import TokenizerConfig, train_tokenizer
+from modelwright.data.tokenizer.tokenizer import TokenizerConfig, train_tokenizer
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.parallel.mesh import single

@@ -7,8 +7,8 @@ from unittest import mock
 import torch
 
 from modelwright.core.records import json_line, read_records
-from modelwright.data.batch import IGNORED, TokenBatch
-from modelwright.data.tokenizer import TokenizerConfig, train_tokenizer
+from modelwright.data.rows.batch import IGNORED, TokenBatch
+from modelwright.data.tokenizer.tokenizer import TokenizerConfig, train_tokenizer
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.pipeline.text_samples import FILE, NUM_SHOWN, _build, _keep, first_prompt, sample_block

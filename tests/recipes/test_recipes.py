@@ -8,7 +8,7 @@ import yaml
 
 from modelwright.core.config import dump
 from modelwright.core.errors import ConfigError
-from modelwright.data.clean_config import build_steps
+from modelwright.data.clean.config import build_steps
 from modelwright.pipeline.run_config import parse_run
 from modelwright.recipes.load import RECIPES, load, recipe
 

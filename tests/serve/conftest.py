@@ -11,7 +11,7 @@ import torch
 from openai import OpenAI
 
 from modelwright.compress.int8 import Int8WeightsConfig, quantize_model, save_int8
-from modelwright.data.tokenizer import SPECIAL_TOKENS, Tokenizer, TokenizerConfig, train_tokenizer
+from modelwright.data.tokenizer.tokenizer import SPECIAL_TOKENS, Tokenizer, TokenizerConfig, train_tokenizer
 from modelwright.infer.engine import EngineConfig
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from modelwright.data.tokenizer import SPECIAL_TOKENS, Tokenizer, TokenizerConfig, train_tokenizer
+from modelwright.data.tokenizer.tokenizer import SPECIAL_TOKENS, Tokenizer, TokenizerConfig, train_tokenizer
 from modelwright.model.decoder import Decoder
 from modelwright.model.vision.config import VisionConfig
 from modelwright.model.vision.image_prefix import IMAGES, ImagePrefix

@@ -9,7 +9,7 @@ import openai
 import pytest
 from openai import OpenAI
 
-from modelwright.data.tokenizer import SPECIAL_TOKENS
+from modelwright.data.tokenizer.tokenizer import SPECIAL_TOKENS
 from modelwright.infer.sequence import SamplingParams
 from modelwright.serve.server import ServerThread
 from naive_generation import generate_naive

@@ -14,7 +14,7 @@ import pytest
 from openai import BadRequestError, OpenAI
 from PIL import Image
 
-from modelwright.data.images.squares import square_pixels
+from modelwright.data.images.decode import square_pixels
 from modelwright.infer.engine import Engine, EngineConfig
 from modelwright.infer.sequence import SamplingParams
 from modelwright.serve import images

@@ -17,7 +17,7 @@ import yaml
 from modelwright.cli.main import main
 from modelwright.core.config import dump
 from modelwright.core.errors import ConfigError, DataError, StorageError
-from modelwright.data.sources import SourceConfig, SourceReport, read_documents
+from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents
 from modelwright.recipes.load import recipe
 from modelwright.serve.database import SqliteDatabase, UrlDatabase, open_database
 from modelwright.serve.database_writer import DatabaseWriter, WriterBusy
@@ -248,7 +248,7 @@ def test_a_failed_check_keeps_the_text_out(monkeypatch: pytest.MonkeyPatch):
         failures["phone"] += 1
         return []
 
-    monkeypatch.setattr("modelwright.data.steps.privacy.find", failing)
+    monkeypatch.setattr("modelwright.data.clean.steps.privacy.find", failing)
     with pytest.raises(RedactionFailed, match="phone"):
         TextRedaction().text("call +49 30 901820")
 

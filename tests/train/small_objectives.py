@@ -15,7 +15,7 @@ from torch import Tensor
 
 from modelwright.core.compatibility import WHOLE_MODEL, WHOLE_ROWS
 from modelwright.core.seeds import derive_seed
-from modelwright.data.batch import IGNORED, TokenBatch
+from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.infer.generate import generate
 from modelwright.infer.sequence import SamplingParams
 from modelwright.model.decoder import Decoder

@@ -19,7 +19,7 @@ from distributed import RankError, run_distributed
 from modelwright.core.errors import ArtifactError
 from modelwright.core.records import column, read_records
 from modelwright.core.rundir import StageDir
-from modelwright.data.batch import TokenBatch
+from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.adapters import ADAPTER, merge_adapters
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import preference_rows
 from distributed import run_distributed, start_distributed
-from modelwright.data.loader import PackedRows
+from modelwright.data.rows.loader import PackedRows
 from modelwright.objectives.kto import Kto, KtoConfig
 from modelwright.objectives.preference import Preference, PreferenceConfig
 from modelwright.objectives.reward_modeling import RewardModelConfig, RewardModeling

@@ -21,14 +21,14 @@ from modelwright.core.config import parse
 from modelwright.core.errors import Stopped
 from modelwright.core.records import column, read_records
 from modelwright.data.augment.row_copies import CopyRecipe
-from modelwright.data.batch import TokenBatch
-from modelwright.data.batching.augmented import AHEAD, AugmentedLoader
-from modelwright.data.batching.config import BatchingConfig
-from modelwright.data.batching.loader import PlannedLoader, build_loader
 from modelwright.data.document import Document
-from modelwright.data.loader import PackedRows
-from modelwright.data.pack import PackConfig, TokenSequence, pack
-from modelwright.data.row_origins import Origin
+from modelwright.data.rows.batch import TokenBatch
+from modelwright.data.rows.batching.augmented import AHEAD, AugmentedLoader
+from modelwright.data.rows.batching.loader import PlannedLoader, build_loader
+from modelwright.data.rows.batching.order import BatchingConfig
+from modelwright.data.rows.loader import PackedRows
+from modelwright.data.rows.origins import Origin
+from modelwright.data.rows.pack import PackConfig, TokenSequence, pack
 from modelwright.objectives.next_token import NextToken
 from modelwright.parallel.mesh import World
 from modelwright.train.techniques.augmentation_strength import AugmentationStrengthConfig, augmentation_strength

@@ -15,11 +15,10 @@ from distributed import run_distributed
 from modelwright.core.config import parse
 from modelwright.core.errors import ConfigError
 from modelwright.core.records import column, read_records
-from modelwright.data.batching.config import BatchingConfig, MixtureConfig
-from modelwright.data.batching.loader import PlannedLoader, build_loader
-from modelwright.data.batching.mixture import exponentiated_gradient
-from modelwright.data.loader import PackedRows
-from modelwright.data.pack import PackConfig, TokenSequence, pack
+from modelwright.data.rows.batching.loader import PlannedLoader, build_loader
+from modelwright.data.rows.batching.order import BatchingConfig, MixtureConfig, exponentiated_gradient
+from modelwright.data.rows.loader import PackedRows
+from modelwright.data.rows.pack import PackConfig, TokenSequence, pack
 from modelwright.model.attention import packed_attend
 from modelwright.model.hf import save_model
 from modelwright.objectives.next_token import NextToken

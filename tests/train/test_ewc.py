@@ -12,7 +12,7 @@ from torch import Tensor
 
 from distributed import run_distributed
 from modelwright.core.errors import ArtifactError, ConfigError, Stopped
-from modelwright.data.batch import IGNORED, TokenBatch
+from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.next_token import NextToken

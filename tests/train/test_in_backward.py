@@ -10,7 +10,7 @@ from torch import Tensor
 
 from modelwright.core.errors import ConfigError, ModelwrightError, Stopped
 from modelwright.core.records import column, read_records
-from modelwright.data.batch import IGNORED
+from modelwright.data.rows.batch import IGNORED
 from modelwright.objectives.next_token import NextToken
 from modelwright.ops.total_norm import total_norm
 from modelwright.optim.build import build_optimizer

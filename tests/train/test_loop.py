@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from modelwright.core.errors import ArtifactError, ModelwrightError, Stopped
 from modelwright.core.records import column, read_records
 from modelwright.core.rundir import StageDir
-from modelwright.data.batch import IGNORED
+from modelwright.data.rows.batch import IGNORED
 from modelwright.objectives.next_token import NextToken
 from modelwright.precision import apply
 from modelwright.train.objective import Terms, forward

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from distributed import RankError, run_distributed, start_distributed
 from modelwright.core.errors import ConfigError, Stopped
-from modelwright.data.batch import IGNORED, TokenBatch
+from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.model.auxiliary_loss import AuxiliaryLoss
 from modelwright.model.decoder import Decoder, FeedForward
 from modelwright.parallel.config import ParallelConfig

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from modelwright.core.errors import ConfigError, Stopped
 from modelwright.core.records import column, read_records
-from modelwright.data.batch import IGNORED
+from modelwright.data.rows.batch import IGNORED
 from modelwright.objectives.next_token import NextToken
 from modelwright.ops.flop_counter import Executed
 from modelwright.optim.sparse import BatchSelectionConfig

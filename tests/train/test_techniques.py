@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from modelwright.core.errors import ModelwrightError
-from modelwright.data.batch import TokenBatch
+from modelwright.data.rows.batch import TokenBatch
 from modelwright.ops.tensor_view import view_of
 from modelwright.ops.total_norm import total_norm
 from modelwright.optim.build import build_optimizer

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from modelwright.core.config import parse
 from modelwright.core.progress import Progress, SilentProgress
 from modelwright.core.rundir import StageDir
-from modelwright.data.batch import IGNORED, TokenBatch
+from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.next_token import NextToken

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from modelwright.core.config import parse
 from modelwright.core.errors import ModelwrightError
 from modelwright.core.progress import SilentProgress
-from modelwright.data.batch import TokenBatch
+from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.next_token import NextToken
 from modelwright.parallel.config import ParallelConfig

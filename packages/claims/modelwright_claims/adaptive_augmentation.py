@@ -10,8 +10,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from modelwright.data.stdlib_corpus import machine_corpus
-from modelwright.data.tokenizer import TokenizerConfig, train_tokenizer
+from modelwright.data.sources.stdlib_corpus import machine_corpus
+from modelwright.data.tokenizer.tokenizer import TokenizerConfig, train_tokenizer
 from modelwright_claims import experiment
 from modelwright_claims.augmented_text import Augmentation
 from modelwright_claims.claim import Claim, Conditions, Figure, Measurement, Samples, Setting, Verdict

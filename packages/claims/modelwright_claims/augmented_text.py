@@ -1,5 +1,5 @@
 """Batches of a small text whose documents change while a model trains on them, as by the section `augmentation` of a
-run: the product's copies (`data/batching/augmented.py`) and its rule for their strength.
+run: the product's copies (`data/rows/batching/augmented.py`) and its rule for their strength.
 """
 
 import json
@@ -9,12 +9,12 @@ from functools import partial
 
 from modelwright.core.seeds import derive_seed
 from modelwright.data.augment.row_copies import CopyRecipe
-from modelwright.data.batching.augmented import AugmentedLoader
 from modelwright.data.document import Document
-from modelwright.data.loader import PackedLoader, PackedRows
-from modelwright.data.pack import PackConfig, TokenSequence, pack
-from modelwright.data.row_origins import Origin
-from modelwright.data.tokenizer import Tokenizer
+from modelwright.data.rows.batching.augmented import AugmentedLoader
+from modelwright.data.rows.loader import PackedLoader, PackedRows
+from modelwright.data.rows.origins import Origin
+from modelwright.data.rows.pack import PackConfig, TokenSequence, pack
+from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.pipeline.stages.augmented_rows import MethodBuilder
 from modelwright.pipeline.stages.rows import TextEncoder
 from modelwright.train.runtime import TechniqueBuilder

@@ -23,11 +23,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from modelwright.core.progress import SilentProgress
-from modelwright.data.clean import clean_documents, read_dropped, read_kept
-from modelwright.data.clean_config import CleanConfig, build_steps
+from modelwright.data.clean.clean import clean_documents
+from modelwright.data.clean.config import CleanConfig, build_steps
+from modelwright.data.clean.folder import read_dropped, read_kept
+from modelwright.data.clean.steps.format import Format, normalize
+from modelwright.data.clean.steps.step import Drop
 from modelwright.data.document import Document
-from modelwright.data.steps.format import Format, normalize
-from modelwright.data.steps.step import Drop
 from modelwright.pipeline.cleaning import engine_of
 from modelwright_claims.spoiled_corpus import BROKEN, COPY, DOCUMENTS, JUNK, LABELS, PERSONAL, Label
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.seeds import derive_seed
-from modelwright.data.clean_config import CleanConfig
-from modelwright.data.noise_cascade import NoiseConfig
-from modelwright.data.stdlib_corpus import machine_corpus
-from modelwright.data.steps.format import normalize
-from modelwright.data.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
+from modelwright.data.clean.config import CleanConfig
+from modelwright.data.clean.noise.cascade import NoiseConfig
+from modelwright.data.clean.steps.format import normalize
+from modelwright.data.sources.stdlib_corpus import machine_corpus
+from modelwright.data.tokenizer.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
 from modelwright_claims import stability_bench as bench
 from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict
 from modelwright_claims.cleaning_scores import Result, Score, clean_entries, compare, document_of, judge_cleaning

@@ -26,7 +26,7 @@ from modelwright.core.errors import ModelwrightError
 from modelwright.core.records import column, read_records
 from modelwright.core.resources import num_usable_cores
 from modelwright.core.rundir import RunDir
-from modelwright.data.loader import PackedRows
+from modelwright.data.rows.loader import PackedRows
 from modelwright.model.hf import load_model
 from modelwright.ops.lowp_emulation import is_emulated
 from modelwright.pipeline.run_config import read_run_config

@@ -22,7 +22,7 @@ from safetensors.torch import load_model, save_model
 from modelwright.compress.prune import input_moments, prune
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.config import parse
-from modelwright.data.batch import IGNORED, TokenBatch
+from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.distillation import Distillation

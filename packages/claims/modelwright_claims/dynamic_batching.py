@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from modelwright.core.seeds import derive_seed
-from modelwright.data.stdlib_corpus import machine_corpus
-from modelwright.data.tokenizer import TokenizerConfig, train_tokenizer
+from modelwright.data.sources.stdlib_corpus import machine_corpus
+from modelwright.data.tokenizer.tokenizer import TokenizerConfig, train_tokenizer
 from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict
 from modelwright_claims.experiment import Experiment, run_experiment
 from modelwright_claims.judging import Judgment

@@ -26,10 +26,10 @@ from modelwright.core.config import parse
 from modelwright.core.rundir import StageDir
 from modelwright.core.seeds import derive_seed
 from modelwright.data.document import Document
-from modelwright.data.loader import PackedLoader, PackedRows
-from modelwright.data.pack import PackConfig, pack
-from modelwright.data.stdlib_corpus import machine_corpus
-from modelwright.data.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
+from modelwright.data.rows.loader import PackedLoader, PackedRows
+from modelwright.data.rows.pack import PackConfig, pack
+from modelwright.data.sources.stdlib_corpus import machine_corpus
+from modelwright.data.tokenizer.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.next_token import NextToken
 from modelwright.train.build import train

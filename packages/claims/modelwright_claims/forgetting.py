@@ -19,7 +19,7 @@ from typing import Any
 from modelwright.core.artifacts import is_finished
 from modelwright.core.progress import SilentProgress
 from modelwright.core.rundir import RunDir
-from modelwright.data.tokenizer import Tokenizer
+from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.evaluate.config import EvaluateConfig
 from modelwright.evaluate.record_costs import record_costs
 from modelwright.model.hf import load_model

@@ -18,8 +18,8 @@ from torch import Tensor
 from modelwright.core.progress import SilentProgress
 from modelwright.core.rundir import StageDir
 from modelwright.core.seeds import derive_seed
-from modelwright.data.batch import IGNORED, TokenBatch
-from modelwright.data.loader import PackedLoader
+from modelwright.data.rows.batch import IGNORED, TokenBatch
+from modelwright.data.rows.loader import PackedLoader
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.next_token import NextToken
 from modelwright.parallel.mesh import single

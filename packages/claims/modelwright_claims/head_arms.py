@@ -15,7 +15,7 @@ from safetensors.torch import load_model, save_model
 from torch import Tensor
 
 from modelwright.compress.prune import input_moments, prune
-from modelwright.data.batch import TokenBatch
+from modelwright.data.rows.batch import TokenBatch
 from modelwright.infer.batch_invariance import stable_row_multiple
 from modelwright.infer.decode_operator import decode_operator
 from modelwright.infer.kv_cache import PagedCache

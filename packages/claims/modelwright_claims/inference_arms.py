@@ -19,8 +19,8 @@ from modelwright.compress.grid_model import TrainedGrid, quantize_to_grid, save_
 from modelwright.compress.int8 import Int8WeightsConfig, quantize_model, save_int8
 from modelwright.core.errors import ModelwrightError
 from modelwright.core.seeds import derive_seed
-from modelwright.data.stdlib_corpus import machine_corpus
-from modelwright.data.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
+from modelwright.data.sources.stdlib_corpus import machine_corpus
+from modelwright.data.tokenizer.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import save_model

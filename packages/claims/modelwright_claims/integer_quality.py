@@ -23,7 +23,7 @@ from modelwright.compress.gptq import gptq
 from modelwright.compress.grid_model import TrainedGrid, quantize_to_grid
 from modelwright.compress.int8 import Int8WeightsConfig, quantize_model
 from modelwright.compress.smooth import smoothed
-from modelwright.data.batch import TokenBatch
+from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.decoder import Decoder, Linear
 from modelwright.ops.int_grid import Codes, WeightGrid
 from modelwright.parallel.mesh import single

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from modelwright.data.batch import TokenBatch
+from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.attention import packed_attend
 from modelwright.model.decoder import Decoder
 from modelwright.ops.microbenchmark import repeated, seconds_of

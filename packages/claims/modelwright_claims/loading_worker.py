@@ -82,11 +82,10 @@ def training_batch(samples: list[Any], eos_id: int) -> dict[str, torch.Tensor]:
 
 def product_epochs(side: str, task: Task, stack: ExitStack) -> Epochs:
     """The product's loader, with and without its tiers and its reading ahead."""
-    from modelwright.data.cache.config import RowCacheConfig
-    from modelwright.data.cache.lookahead import LookaheadLoader
-    from modelwright.data.cache.reader import BlockReader
-    from modelwright.data.cache.row_cache import open_cache
-    from modelwright.data.loader import PackedLoader, PackedRows, row_layout
+    from modelwright.data.rows.cache.lookahead import LookaheadLoader
+    from modelwright.data.rows.cache.reader import BlockReader
+    from modelwright.data.rows.cache.row_cache import RowCacheConfig, open_cache
+    from modelwright.data.rows.loader import PackedLoader, PackedRows, row_layout
 
     packed = Path(task.packed)
     layout = row_layout(packed)

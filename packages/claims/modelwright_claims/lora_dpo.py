@@ -19,8 +19,8 @@ from modelwright.core.config import merge
 from modelwright.core.errors import ModelwrightError
 from modelwright.core.records import column, read_records
 from modelwright.core.rundir import RunDir
-from modelwright.data.arithmetic import arithmetic_problems
 from modelwright.data.document import Document
+from modelwright.data.sources.arithmetic import arithmetic_problems
 from modelwright.pipeline.stage_log import read_attempts
 from modelwright_claims import alignment_runs
 from modelwright_claims.alignment_runs import HeldOut, SeedJob, by_seed, make, shared_settings, split_file

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelwright.data.batch import TokenBatch
+from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.next_token import NextToken
 from modelwright.parallel.mesh import single

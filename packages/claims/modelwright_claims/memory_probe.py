@@ -25,7 +25,7 @@ from modelwright.core.config import dump, parse
 from modelwright.core.progress import SilentProgress
 from modelwright.core.resources import ResourceUse
 from modelwright.core.rundir import StageDir
-from modelwright.data.batch import IGNORED, TokenBatch
+from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.memory.tensor_heap import SWITCH, give_back_memory
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder

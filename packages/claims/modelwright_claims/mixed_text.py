@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from modelwright.core.seeds import derive_seed
-from modelwright.data.batch import IGNORED, TokenBatch
-from modelwright.data.loader import PackedLoader, PackedRows
+from modelwright.data.rows.batch import IGNORED, TokenBatch
+from modelwright.data.rows.loader import PackedLoader, PackedRows
 from modelwright_claims.workbench import TextKind
 
 PROSE, CODE, SHUFFLED, RANDOM = range(4)

@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from modelwright.data.batch import IGNORED
-from modelwright.data.loader import PackedRows
+from modelwright.data.rows.batch import IGNORED
+from modelwright.data.rows.loader import PackedRows
 
 BETAS, WEIGHT_DECAY, CLIP_NORM = (0.9, 0.95), 0.1, 1.0
 WARMUP_FRACTION, FINAL_FRACTION = 0.05, 0.1

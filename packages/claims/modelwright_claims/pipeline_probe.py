@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from modelwright.core.config import parse
-from modelwright.data.batch import TokenBatch
+from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.decoder import Decoder
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, build_mesh, join_world

@@ -21,8 +21,8 @@ from modelwright.compress.gguf.export import export_gguf
 from modelwright.compress.int8 import Int8WeightsConfig, quantize_model, save_int8
 from modelwright.core.errors import ModelwrightError
 from modelwright.core.resources import num_usable_cores
-from modelwright.data.stdlib_corpus import machine_corpus
-from modelwright.data.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
+from modelwright.data.sources.stdlib_corpus import machine_corpus
+from modelwright.data.tokenizer.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
 from modelwright.model.decoder import Decoder
 from modelwright.pipeline.stages.model_folder import save_model_folder
 from modelwright.recipes.load import recipe

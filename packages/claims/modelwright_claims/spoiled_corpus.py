@@ -19,11 +19,11 @@ import numpy as np
 from faker import Faker
 
 from modelwright.core.seeds import derive_seed
-from modelwright.data.corruptions import keyword_spam, menus, shuffled_words
+from modelwright.data.clean.duplicates.shingles import jaccard, shingles
+from modelwright.data.clean.noise.cascade import keyword_spam, menus, shuffled_words
+from modelwright.data.clean.steps.format import normalize
 from modelwright.data.document import Document
-from modelwright.data.sources import SourceConfig, SourceReport, read_documents
-from modelwright.data.steps.format import normalize
-from modelwright.data.steps.shingles import jaccard, shingles
+from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents
 from modelwright_claims.personal_values import KEYS, VALUES
 
 DOCUMENTS, LABELS = "documents.jsonl", "labels.jsonl"

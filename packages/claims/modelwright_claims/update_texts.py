@@ -12,7 +12,7 @@ from pathlib import Path
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.seeds import derive_seed
 from modelwright.data.document import Document
-from modelwright.data.stdlib_corpus import machine_corpus
+from modelwright.data.sources.stdlib_corpus import machine_corpus
 
 OLD = "old"
 UPDATES = ("numpy", "torch", "code")

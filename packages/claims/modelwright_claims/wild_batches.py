@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from modelwright.core.seeds import derive_seed
-from modelwright.data.batch import IGNORED, TokenBatch
+from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.next_token import NextToken
 from modelwright.train.objective import Objective, Terms

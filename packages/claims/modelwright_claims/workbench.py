@@ -13,10 +13,10 @@ from typing import Any, Literal
 import torch
 
 from modelwright.core.artifacts import write_atomic
-from modelwright.data.loader import PackedRows
-from modelwright.data.pack import PackConfig, pack
-from modelwright.data.stdlib_corpus import machine_corpus
-from modelwright.data.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
+from modelwright.data.rows.loader import PackedRows
+from modelwright.data.rows.pack import PackConfig, pack
+from modelwright.data.sources.stdlib_corpus import machine_corpus
+from modelwright.data.tokenizer.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
 from modelwright.model.config import ModelConfig
 from modelwright.parallel.mesh import default_device
 from modelwright.precision.policy import PrecisionConfig

@@ -9,9 +9,9 @@ import torch
 
 from modelwright.core.progress import SilentProgress
 from modelwright.core.rundir import RunDir
-from modelwright.data import arithmetic, sentence_pairs
 from modelwright.data.document import Document
-from modelwright.data.prompts import PromptRecord
+from modelwright.data.rows.prompts import PromptRecord
+from modelwright.data.sources import arithmetic, sentence_pairs
 from modelwright.objectives.rollouts import Rollout
 from modelwright.pipeline import resolve
 from modelwright_claims import alignment_runs, grpo_arithmetic, lora_dpo, ppo_true_reward

@@ -15,7 +15,7 @@ import training_switches
 from modelwright.core.errors import ConfigError, Stopped
 from modelwright.core.progress import SilentProgress
 from modelwright.core.rundir import StageDir
-from modelwright.data.batch import IGNORED, TokenBatch
+from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.infer.engine import EngineConfig
 from modelwright.infer.generate import Completion, generate
 from modelwright.infer.sequence import SamplingParams

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from modelwright.core.progress import SilentProgress
-from modelwright.data.clean_config import CleanConfig
+from modelwright.data.clean.config import CleanConfig
 from modelwright.data.document import Document
-from modelwright.data.tokenizer import TokenizerConfig, train_tokenizer
+from modelwright.data.tokenizer.tokenizer import TokenizerConfig, train_tokenizer
 from modelwright.parallel.mesh import single
 from modelwright_claims import adaptive_augmentation, cleaning_scores, data_utilization, dynamic_batching, workbench
 from modelwright_claims.adaptive_augmentation import ADAPTIVE, AUGMENTATIONS, NONE

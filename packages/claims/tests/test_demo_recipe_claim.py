@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from modelwright.data.loader import PackedRows
-from modelwright.data.pack import PackConfig, pack
+from modelwright.data.rows.loader import PackedRows
+from modelwright.data.rows.pack import PackConfig, pack
 from modelwright_claims import demo_recipe, nano_gpt
 from modelwright_claims.claim import Measurement, Verdict
 from modelwright_claims.demo_recipe import BEFORE, EQUAL, KINDS, NANO, TODAY, WHOLE

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from modelwright.core.progress import SilentProgress
-from modelwright.data.batch import TokenBatch
+from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.attention import packed_attend
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder

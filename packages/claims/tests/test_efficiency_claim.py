@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from modelwright.core.progress import SilentProgress
-from modelwright.data.batch import IGNORED, TokenBatch
+from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.model.attention import packed_attend
 from modelwright.parallel.mesh import single
 from modelwright.train.config import TrainConfig

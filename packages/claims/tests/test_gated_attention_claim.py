@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from modelwright.core.progress import SilentProgress
-from modelwright.data.batch import TokenBatch
+from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.config import AttentionConfig, ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright_claims import gated_attention as claim

@@ -2,7 +2,7 @@
 
 import torch
 
-from modelwright.data.batch import TokenBatch
+from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.parallel.pipeline.partition import LayerCosts

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from modelwright.core.progress import SilentProgress
-from modelwright.data.loader import PackedRows
-from modelwright.data.pack import PackConfig, pack
+from modelwright.data.rows.loader import PackedRows
+from modelwright.data.rows.pack import PackConfig, pack
 from modelwright_claims import loading_latency, loading_worker
 from modelwright_claims.claim import Measurement, Setting, Verdict
 from modelwright_claims.judging import judge

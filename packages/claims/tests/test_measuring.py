@@ -7,7 +7,7 @@ import torch
 
 from modelwright.compress.agreement import Agreement
 from modelwright.core.progress import SilentProgress
-from modelwright.data.loader import PackedLoader
+from modelwright.data.rows.loader import PackedLoader
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.next_token import NextToken
 from modelwright_claims import bf16_mixed, gradient_accumulation, int8, packing, warmup_cosine, workbench

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from modelwright.data.pack import PackConfig, pack
+from modelwright.data.rows.pack import PackConfig, pack
 from modelwright.model.hf import load_model, save_model
 from tiny_decoder import make_decoder
 

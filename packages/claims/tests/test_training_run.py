@@ -8,8 +8,8 @@ import torch
 
 from modelwright.core.errors import ConfigError, ModelwrightError
 from modelwright.core.progress import SilentProgress
-from modelwright.data.batch import IGNORED
-from modelwright.data.loader import PackedLoader
+from modelwright.data.rows.batch import IGNORED
+from modelwright.data.rows.loader import PackedLoader
 from modelwright.objectives.next_token import NextToken
 from modelwright.parallel.mesh import single
 from modelwright.train.runtime import observer

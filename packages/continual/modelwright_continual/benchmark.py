@@ -16,7 +16,7 @@ from modelwright.core.artifacts import is_finished, make_folder, read_manifest, 
 from modelwright.core.errors import ArtifactError, ConfigError, DataError
 from modelwright.core.rundir import lock_folder
 from modelwright.data.document import Document
-from modelwright.data.sources import SourceConfig, SourceReport, read_documents
+from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents
 from modelwright_continual.heldout import question_key, text_key
 
 KIND = "benchmark"

@@ -15,8 +15,8 @@ import numpy as np
 
 from modelwright.core.errors import ConfigError
 from modelwright.core.seeds import derive_seed
+from modelwright.data.clean.duplicates.shingles import fingerprints, jaccard
 from modelwright.data.document import Document
-from modelwright.data.steps.shingles import fingerprints, jaccard
 
 USER_FIELD = "user"
 """Field of a record that names its user, as exports of the request log have it."""

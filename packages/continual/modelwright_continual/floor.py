@@ -18,7 +18,7 @@ from modelwright.core.config import digest, merge
 from modelwright.core.errors import ConfigError
 from modelwright.core.progress import Progress
 from modelwright.core.rundir import RunDir
-from modelwright.data.clean import read_kept
+from modelwright.data.clean.folder import read_kept
 from modelwright.data.document import Document
 from modelwright.evaluate.config import EvaluateConfig
 from modelwright.evaluate.record_costs import record_costs

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from modelwright.core.artifacts import is_finished, read_manifest
 from modelwright.core.rundir import RunDir
 from modelwright.core.seeds import derive_seed
-from modelwright.data.clean import read_kept
+from modelwright.data.clean.folder import read_kept
 from modelwright.data.document import Document
-from modelwright.data.own_answers import is_own
+from modelwright.data.sources.records import is_own
 from modelwright.pipeline.run_config import read_run_config
 from modelwright.pipeline.stages.clean import CLEAN
 from modelwright_continual.ancestry import Ancestry

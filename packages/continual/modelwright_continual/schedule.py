@@ -20,7 +20,7 @@ from modelwright.core.artifacts import is_finished, make_folder, read_manifest, 
 from modelwright.core.errors import ArtifactError, ConfigError, ModelwrightError, Stopped
 from modelwright.core.progress import Progress
 from modelwright.core.rundir import RunDir, lock_folder
-from modelwright.data.sources import SourceConfig, SourceReport, read_documents
+from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents
 from modelwright_continual.loop import LoopRequest, LoopResult, run_loop
 from modelwright_continual.schedule_drift import DriftState, ScheduledDrift
 

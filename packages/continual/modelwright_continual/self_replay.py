@@ -17,8 +17,8 @@ from modelwright.core.errors import DataError
 from modelwright.core.progress import Progress
 from modelwright.core.seeds import derive_seed
 from modelwright.data.document import Document
-from modelwright.data.own_answers import AUTHOR_FIELD, OWN_AUTHOR
-from modelwright.data.tokenizer import Tokenizer
+from modelwright.data.sources.records import AUTHOR_FIELD, OWN_AUTHOR
+from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.infer.generate import Completion, generate
 from modelwright.infer.sequence import SamplingParams
 from modelwright.model.decoder import Decoder

@@ -15,7 +15,7 @@ from modelwright.core.config import merge, parse
 from modelwright.core.errors import ConfigError
 from modelwright.core.progress import Progress
 from modelwright.core.rundir import RunDir
-from modelwright.data.sources import SourceConfig
+from modelwright.data.sources.sources import SourceConfig
 from modelwright.model.hf import load_config
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.fit_to_data import fitted_lengths

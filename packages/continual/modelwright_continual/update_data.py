@@ -20,11 +20,11 @@ from modelwright.core.errors import ConfigError, DataError
 from modelwright.core.progress import Progress
 from modelwright.core.redact import redact_text
 from modelwright.core.rundir import RunDir
-from modelwright.data.clean_config import CleanConfig
-from modelwright.data.corpora import without_corpora
+from modelwright.data.clean.config import CleanConfig
 from modelwright.data.document import Document
-from modelwright.data.find_files import locate
-from modelwright.data.sources import SourceConfig, SourceReport, read_documents
+from modelwright.data.sources.corpora import without_corpora
+from modelwright.data.sources.find_files import locate
+from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents
 from modelwright.pipeline.cleaning import fingerprint
 from modelwright_continual.benchmark import Benchmark
 from modelwright_continual.caps import USER_FIELD, Caps

@@ -10,7 +10,7 @@ from continual_world import World
 from modelwright.core.artifacts import read_manifest
 from modelwright.core.errors import ConfigError
 from modelwright.core.progress import SilentProgress
-from modelwright.data.clean import read_kept
+from modelwright.data.clean.folder import read_kept
 from modelwright.data.document import Document
 from modelwright.pipeline.run_config import read_run_config
 from modelwright.recipes.load import load

@@ -12,9 +12,9 @@ import pytest
 from continual_update import new_records, old_records
 from continual_world import ADMIN, LOG, World, words_of
 from modelwright.cli.main import main
-from modelwright.data.clean import read_kept
-from modelwright.data.loader import PackedRows
-from modelwright.data.tokenizer import Tokenizer
+from modelwright.data.clean.folder import read_kept
+from modelwright.data.rows.loader import PackedRows
+from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.serve.server import ServerThread
 from planted_values import planted_values
 

@@ -24,7 +24,7 @@ from modelwright.core.config import digest
 from modelwright.core.errors import ConfigError, ModelwrightError
 from modelwright.core.rundir import RunDir
 from modelwright.core.seeds import derive_seed
-from modelwright.data.loader import PackedLoader, PackedRows
+from modelwright.data.rows.loader import PackedLoader, PackedRows
 from modelwright.objectives.next_token import NextToken
 from modelwright.pipeline.models import find_model
 from modelwright.pipeline.run_config import read_run_config

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 from modelwright.core.artifacts import make_folder
 from modelwright.core.errors import ArtifactError, writing
 from modelwright.core.rundir import StageDir
-from modelwright.data.batch import TokenBatch
+from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.decoder import Decoder
 from modelwright.model.peft_folder import save_adapter
 from modelwright.optim.schedule import ScheduleConfig

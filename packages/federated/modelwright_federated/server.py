@@ -24,7 +24,7 @@ from modelwright.core.artifacts import make_folder, write_artifact, write_atomic
 from modelwright.core.config import digest
 from modelwright.core.errors import ArtifactError, ConfigError, ModelwrightError, writing
 from modelwright.core.event_log import EventLog
-from modelwright.data.tokenizer import Tokenizer
+from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.model.adapters import merge_adapters
 from modelwright.pipeline.models import find_model
 from modelwright.pipeline.stages.model_folder import save_model_folder

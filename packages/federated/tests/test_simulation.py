@@ -12,7 +12,7 @@ from flower_processes import federation
 from modelwright.cli.main import main
 from modelwright.core.errors import ConfigError
 from modelwright.core.records import read_records
-from modelwright.data.tokenizer import Tokenizer
+from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.model.hf import load_model
 from modelwright_federated.command import federated
 from modelwright_federated.config import FederatedLoraConfig, load_settings

@@ -16,7 +16,7 @@ import torch
 
 from modelwright.core.errors import ConfigError
 from modelwright.core.rundir import StageDir
-from modelwright.data.batch import IGNORED, TokenBatch
+from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.memory.disk import MOST_QUEUED_BYTES, READ_AHEAD
 from modelwright.memory.lifetimes import MemoryTimeline
 from modelwright.memory.offload import Nowhere

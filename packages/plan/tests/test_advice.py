@@ -12,7 +12,7 @@ from modelwright.cli.main import main
 from modelwright.core.config import save_yaml
 from modelwright.core.errors import ConfigError
 from modelwright.core.rundir import RunDir
-from modelwright.data.cache.config import RowCacheConfig
+from modelwright.data.rows.cache.row_cache import RowCacheConfig
 from modelwright.memory.config import ActivationCheckpointingConfig
 from modelwright.model.config import ModelConfig
 from modelwright.parallel.config import ParallelConfig

@@ -20,9 +20,9 @@ from modelwright.core.event_log import EventLog
 from modelwright.core.progress import Progress
 from modelwright.core.rundir import StageDir
 from modelwright.core.seeds import derive_seed
-from modelwright.data.batch import TokenBatch
 from modelwright.data.images.store import open_images
-from modelwright.data.loader import PackedLoader, PackedRows
+from modelwright.data.rows.batch import TokenBatch
+from modelwright.data.rows.loader import PackedLoader, PackedRows
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import load_model

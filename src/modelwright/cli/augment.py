@@ -1,9 +1,11 @@
 """`modelwright augment`: changed copies of documents for training, or a look at some of them."""
 
 import argparse
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import field, make_dataclass
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +18,13 @@ from modelwright.cli.overrides import all_paths, read_overrides, split_settings
 from modelwright.cli.parsers import Command, new_parser
 from modelwright.core.config import dump, merge, parse
 from modelwright.core.errors import ConfigError
-from modelwright.data.augment.augment_config import AugmentConfig
+from modelwright.data.augment.augmenter import AugmentConfig
 from modelwright.data.augment.methods import known_methods
-from modelwright.data.augment.word_diff import word_diff
 from modelwright.data.document import Document
-from modelwright.data.sources import SourceConfig
+from modelwright.data.sources.sources import SourceConfig
 
 _FLAGS = ("preview", "help")
+_PIECES = re.compile(r"\s+|\w+|[^\w\s]")
 
 
 def config_class() -> type:
@@ -97,6 +99,13 @@ def show_pairs(pairs: Sequence[tuple[Document, Document]], console: Console) -> 
         console.print(table)
     if not pairs:
         console.print("no document changes; check --augment.methods and the kinds of the documents")
+
+
+def word_diff(before: str, after: str) -> Iterator[tuple[str, str]]:
+    """Pairs of corresponding pieces: equal where nothing changed; "" for one that has no counterpart."""
+    old, new = _PIECES.findall(before), _PIECES.findall(after)
+    for _, i, j, k, m in SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
+        yield "".join(old[i:j]), "".join(new[k:m])
 
 
 COMMAND = Command(

@@ -10,8 +10,8 @@ from modelwright.cli.overrides import read_overrides, split_settings
 from modelwright.cli.parsers import Command, new_parser
 from modelwright.core.config import merge, parse
 from modelwright.core.errors import ConfigError
-from modelwright.data.clean_config import CleanConfig
-from modelwright.data.sources import SourceConfig
+from modelwright.data.clean.config import CleanConfig
+from modelwright.data.sources.sources import SourceConfig
 
 _FLAGS = ("out", "engine", "parquet", "explain", "dry-run", "help")
 

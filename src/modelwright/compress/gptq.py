@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from modelwright.compress.fold import norm_readers
 from modelwright.core.errors import ModelError
-from modelwright.data.batch import TokenBatch
+from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.attention import packed_attend
 from modelwright.model.decoder import Block, Decoder, Linear
 from modelwright.ops.int_grid import Codes, WeightGrid

@@ -1,8 +1,15 @@
-"""Runs one function on many items, in this process or in several, and survives the loss of a process."""
+"""Runs one function on many items: in this process, in several, or as tasks of Ray on one machine or a cluster.
 
+Local processes survive the loss of one. With Ray, plain tasks are used rather than operators of Ray Data: shards are
+read while others are measured, and a task returns only a few counters, because its documents stay in the working
+folder.
+"""
+
+import logging
 import multiprocessing
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
@@ -12,12 +19,15 @@ from itertools import chain, islice
 from multiprocessing.connection import wait as wait_for
 from typing import Any, Protocol
 
-from modelwright.core.errors import ModelwrightError
+from modelwright.core.errors import ConfigError, ModelwrightError
 
 _MOST_BREAKS = 3
 _QUEUED_PER_WORKER = 2
 _FEWEST_ITEMS = 4
 """With fewer, starting processes takes longer than the work."""
+_CONNECT_SECONDS = 5.0
+_QUEUED_PER_CORE = 2
+_MOST_TRIES = 3
 
 
 class ShardEngine(Protocol):
@@ -116,3 +126,72 @@ def follow_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+class RayTasks:
+    """Work in the tasks of Ray.
+
+    Connects to the cluster at `RAY_ADDRESS`, otherwise starts Ray on this machine with `num_workers` cores. All nodes
+    must see the current folder and the working folder under the same paths, as on a shared file system. A task whose
+    worker is killed is run again by Ray. Raises `ConfigError` if Ray is not installed or the cluster cannot be reached.
+    """
+
+    def __init__(self, num_workers: int) -> None:
+        self.num_workers = num_workers
+
+    def map(self, function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
+        ray = _connected(self.num_workers)
+        task = ray.remote(max_retries=_MOST_TRIES - 1)(_in_folder)
+        most = _QUEUED_PER_CORE * int(ray.cluster_resources().get("CPU", self.num_workers))
+        left, running = iter(items), list[Any]()
+        while True:
+            running += [task.remote(os.getcwd(), function, item) for item in islice(left, most - len(running))]
+            if not running:
+                return
+            (done,), running = ray.wait(running, num_returns=1)
+            try:
+                result = ray.get(done)
+            except ray.exceptions.RayTaskError as error:
+                raise error.cause from None  # Ray's own error would show the user where it was raised
+            except ray.exceptions.RayError as error:
+                text = f"Ray could not finish the work on shards: {error}"
+                raise ModelwrightError(f"{text}; run the same command again, which goes on where this ended") from None
+            yield result
+
+
+def _in_folder(folder: str, function: Callable[[Any], Any], item: Any) -> Any:
+    os.chdir(folder)  # relative paths mean what they mean to the user
+    return function(item)
+
+
+def _connected(num_workers: int) -> Any:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    try:
+        import ray
+        import ray.exceptions
+    except ImportError as error:
+        text = f"clean.engine: ray needs a package that is not installed ({error.name})"
+        raise ConfigError(f"{text}; pip install 'modelwright[ray]', or use engine local") from None
+    if not ray.is_initialized():
+        address = os.environ.get("RAY_ADDRESS")
+        _check_reachable(address)
+        local = {} if address else {"num_cpus": num_workers, "include_dashboard": False}
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING, **local)
+        except Exception as error:  # which Ray raises itself where the machine is too busy to start it in time
+            text = f"RAY_ADDRESS: no Ray cluster at {address}" if address else "Ray could not start on this machine"
+            raise ConfigError(f"{text} ({error}); clean.engine local needs none") from None
+    return ray
+
+
+def _check_reachable(address: str | None) -> None:
+    """Ray itself tries for minutes before it says that nobody answers."""
+    host, separator, port = (address or "").removeprefix("ray://").rpartition(":")
+    if not separator or not port.isdecimal():
+        return  # "auto", "local" or nothing
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        text = f"RAY_ADDRESS: no Ray cluster at {address} ({error})"
+        raise ConfigError(f"{text}; start one with `ray start --head`, or unset RAY_ADDRESS") from None

@@ -15,7 +15,7 @@ from modelwright.core.errors import DataError
 from modelwright.core.progress import Progress
 from modelwright.core.seeds import derive_seed
 from modelwright.data.document import Document, join_turns
-from modelwright.data.tokenizer import Tokenizer
+from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.evaluate.bits_per_byte import bootstrap_ratio
 from modelwright.evaluate.config import EvaluateConfig
 from modelwright.evaluate.scoring import Scored, sequence_nats

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from modelwright.core.progress import Progress
-from modelwright.data.batch import TokenBatch
 from modelwright.data.document import Document
-from modelwright.data.tokenizer import Tokenizer
+from modelwright.data.rows.batch import TokenBatch
+from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.evaluate.bigram import document_nats, train_bigram, training_pairs
 from modelwright.evaluate.bits_per_byte import document_scores, start_id, summarize_scores
 from modelwright.evaluate.compressors import compressed_bits

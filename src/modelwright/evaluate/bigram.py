@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from modelwright.data.batch import IGNORED, TokenBatch
+from modelwright.data.rows.batch import IGNORED, TokenBatch
 
 Pairs = tuple[np.ndarray, np.ndarray]
 """Previous tokens and next tokens, int64 [N] each."""

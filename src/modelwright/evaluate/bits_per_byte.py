@@ -16,7 +16,7 @@ import numpy as np
 from modelwright.core.progress import Progress
 from modelwright.core.seeds import derive_seed
 from modelwright.data.document import Document
-from modelwright.data.tokenizer import Tokenizer
+from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.evaluate.config import EvaluateConfig
 from modelwright.evaluate.scoring import Scored, sequence_nats
 from modelwright.model.decoder import Decoder

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from modelwright.core.progress import Progress
-from modelwright.data.tokenizer import Tokenizer
+from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.evaluate.config import EvaluateConfig
 from modelwright.evaluate.questions import CHANCE, NUM_CANDIDATES, Question, word_parts, words_of
 from modelwright.evaluate.scoring import Scored, sequence_nats

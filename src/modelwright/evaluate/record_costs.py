@@ -6,7 +6,7 @@ from typing import Any
 
 from modelwright.core.progress import Progress
 from modelwright.data.document import Document
-from modelwright.data.tokenizer import Tokenizer
+from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.evaluate.answers import score_answers
 from modelwright.evaluate.bits_per_byte import score_documents
 from modelwright.evaluate.config import EvaluateConfig

@@ -9,7 +9,7 @@ import numpy as np
 from modelwright.core.errors import DataError
 from modelwright.core.progress import Progress
 from modelwright.data.document import Document
-from modelwright.data.tokenizer import Tokenizer
+from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.evaluate.answers import answer_text, score_answers
 from modelwright.evaluate.config import EvaluateConfig
 from modelwright.evaluate.scoring import Scored, sequence_nats

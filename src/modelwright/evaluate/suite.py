@@ -17,9 +17,9 @@ from modelwright.core.artifacts import write_atomic
 from modelwright.core.progress import Progress
 from modelwright.core.records import read_records
 from modelwright.core.seeds import derive_seed
-from modelwright.data.batch import TokenBatch
 from modelwright.data.document import Document
-from modelwright.data.tokenizer import Tokenizer
+from modelwright.data.rows.batch import TokenBatch
+from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.evaluate.answers import score_answers, summarize_answer_scores
 from modelwright.evaluate.baselines import bigram_table, compressor_table
 from modelwright.evaluate.bits_per_byte import bootstrap_ratio, score_documents, select_documents, summarize_scores

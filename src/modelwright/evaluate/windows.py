@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from modelwright.data.pack import best_fit
+from modelwright.data.rows.pack import best_fit
 
 
 @dataclass(frozen=True)

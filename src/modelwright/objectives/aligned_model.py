@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.errors import ModelError
-from modelwright.data.batch import TokenBatch
-from modelwright.data.images.squares import square_pixels
+from modelwright.data.images.decode import square_pixels
+from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import load_model, save_tensors, set_parameter
 from modelwright.model.stored_weights import read_json, read_tensors

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from modelwright.core.errors import ConfigError
-from modelwright.data.batch import TokenBatch
+from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.config import ModelConfig
 from modelwright.model.layer_taps import HeadInputs
 from modelwright.ops.attention_divergence import QueriesAndKeys, attention_divergence

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from modelwright.data.batch import IGNORED, TokenBatch
-from modelwright.data.pack import best_fit
+from modelwright.data.rows.batch import IGNORED, TokenBatch
+from modelwright.data.rows.pack import best_fit
 
 
 @dataclass(frozen=True, kw_only=True)

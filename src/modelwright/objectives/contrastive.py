@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from modelwright.core.compatibility import SYNCHRONOUS_UPDATES, WHOLE_BATCHES, WHOLE_ROWS, Feature, feature
 from modelwright.core.errors import ConfigError
-from modelwright.data.batch import TokenBatch
-from modelwright.data.batching.augmented import PlannedRows
 from modelwright.data.images.store import ImageStore
+from modelwright.data.rows.batch import TokenBatch
+from modelwright.data.rows.batching.augmented import PlannedRows
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.model.vision.config import VisionConfig

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from modelwright.core.compatibility import EAGER_BLOCKS, LAYER_OUTPUTS, WHOLE_LAYERS, WHOLE_ROWS
 from modelwright.core.errors import ConfigError
-from modelwright.data.batch import TokenBatch
+from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.model.layer_taps import LayerTaps

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from modelwright.core.errors import ConfigError
-from modelwright.data.batch import IGNORED, TokenBatch
+from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.advantages import Baseline, RewardScale, differs, group_advantages, group_stds
 from modelwright.objectives.experience import Experience

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelwright.data.batch import TokenBatch
+from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.rollouts import (
     RolloutWorker,

@@ -6,12 +6,11 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from modelwright.data.batch import TokenBatch
-from modelwright.data.batching.augmented import PlannedRows
-from modelwright.data.batching.plan_ahead import Look
-from modelwright.data.cache.reader import BlockReader
-from modelwright.data.images.ahead import ImagesAhead, own_images
 from modelwright.data.images.store import ImageStore
+from modelwright.data.rows.batch import TokenBatch
+from modelwright.data.rows.batching.augmented import PlannedRows
+from modelwright.data.rows.cache.lookahead import ImagesAhead, Look, own_images
+from modelwright.data.rows.cache.reader import BlockReader
 from modelwright.model.vision.config import VisionConfig
 from modelwright.objectives.next_token import numbered_batches
 

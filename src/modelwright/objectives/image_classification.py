@@ -31,10 +31,10 @@ from modelwright.core.compatibility import (
 )
 from modelwright.core.config import only_for
 from modelwright.core.errors import ConfigError
-from modelwright.data.batch import TokenBatch
-from modelwright.data.batching.augmented import PlannedRows
-from modelwright.data.images.ahead import images_of, own_images
 from modelwright.data.images.labeled import LabeledImages
+from modelwright.data.rows.batch import TokenBatch
+from modelwright.data.rows.batching.augmented import PlannedRows
+from modelwright.data.rows.cache.lookahead import images_of, own_images
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.model.vision.batch_norm import statistics_over

@@ -22,7 +22,7 @@ from modelwright.compress.grid_model import TrainedGrid
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.config import dump, parse
 from modelwright.core.errors import ConfigError, ModelError
-from modelwright.data.images.squares import square_pixels
+from modelwright.data.images.decode import square_pixels
 from modelwright.model.hf import save_tensors
 from modelwright.model.stored_weights import read_json, read_tensors
 from modelwright.model.vision.classifier import ImageClassifier, Shape

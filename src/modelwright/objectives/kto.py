@@ -12,7 +12,7 @@ from torch import Tensor
 
 from modelwright.core.compatibility import WHOLE_ROWS
 from modelwright.core.errors import ConfigError
-from modelwright.data.batch import IGNORED, TokenBatch
+from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.next_token import numbered_batches
 from modelwright.objectives.pairs import absent, with_reference

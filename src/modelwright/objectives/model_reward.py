@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from modelwright.core.errors import ConfigError
-from modelwright.data.batch import IGNORED, TokenBatch
-from modelwright.data.tokenizer import Tokenizer
+from modelwright.data.rows.batch import IGNORED, TokenBatch
+from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.objectives.reward_model import load_reward_model
 from modelwright.parallel.mesh import default_device, single
 from modelwright.reward.build import REWARDS

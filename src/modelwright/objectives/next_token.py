@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from modelwright.core.errors import DataError
-from modelwright.data.batch import IGNORED, TokenBatch
+from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.model.decoder import Decoder
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
 from modelwright.train.objective import BatchSource, Objective, Terms

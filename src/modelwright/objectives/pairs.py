@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from modelwright.data.batch import IGNORED, TokenBatch
+from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.ops.piece_sums import count_pieces, piece_sums
 from modelwright.train.frozen_model import FrozenModel
 from modelwright.train.objective import Metric

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from modelwright.core.compatibility import Feature, feature
 from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
-from modelwright.data.batch import IGNORED, TokenBatch
+from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.advantages import generalized_advantages, whitened

@@ -14,7 +14,7 @@ from torch import Tensor
 from modelwright.core.compatibility import WHOLE_ROWS
 from modelwright.core.config import only_for
 from modelwright.core.errors import ConfigError
-from modelwright.data.batch import TokenBatch
+from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.next_token import numbered_batches
 from modelwright.objectives.pairs import Pairs, PairValues, absent, shares_right, with_reference

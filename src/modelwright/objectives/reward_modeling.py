@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from modelwright.core.compatibility import WHOLE_ROWS
 from modelwright.core.errors import ConfigError
-from modelwright.data.batch import TokenBatch
+from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.next_token import numbered_batches

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from modelwright.core.compatibility import EQUAL_REPLICAS, SYNCHRONOUS_UPDATES
-from modelwright.data.batch import TokenBatch
-from modelwright.data.prompts import prompt_numbers
+from modelwright.data.rows.batch import TokenBatch
+from modelwright.data.rows.prompts import prompt_numbers
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.experience import Experience, ExperienceBuffer
 from modelwright.objectives.heldout_rewards import HeldoutRewards

@@ -19,10 +19,10 @@ from torch import Tensor
 from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
 from modelwright.core.seeds import derive_seed
-from modelwright.data.batch import part_sizes
-from modelwright.data.batching.config import BatchingConfig
-from modelwright.data.prompts import PromptRecord
-from modelwright.data.tokenizer import Tokenizer
+from modelwright.data.rows.batch import part_sizes
+from modelwright.data.rows.batching.order import BatchingConfig
+from modelwright.data.rows.prompts import PromptRecord
+from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.infer.engine import EngineConfig
 from modelwright.infer.generate import Completion, generate
 from modelwright.infer.sequence import SamplingParams

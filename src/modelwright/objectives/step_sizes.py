@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from modelwright.data.batch import TokenBatch
+from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.ops.int_grid import WeightGrid

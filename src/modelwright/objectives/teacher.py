@@ -10,7 +10,7 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from modelwright.data.batch import TokenBatch
+from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.model.layer_taps import HeadInputs, LayerTaps

@@ -19,7 +19,7 @@ from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariable
 from torch import Tensor
 
 from modelwright.core.errors import StorageError, writing
-from modelwright.data.batch import TokenBatch
+from modelwright.data.rows.batch import TokenBatch
 from modelwright.objectives.teacher import TeacherModel
 
 LOG_PROBS, TOKENS = "top_log_probs_BTK", "top_tokens_BTK"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from modelwright.core.errors import ConfigError
-from modelwright.data.batch import TokenBatch
+from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.attention import ALL_TOKENS, packed_attend, tiled_attention
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Attend, AttentionSpec

@@ -19,14 +19,13 @@ from modelwright.core.progress import Progress
 from modelwright.core.redact import redact_text
 from modelwright.core.resources import num_usable_cores
 from modelwright.core.rundir import LOCK_FILE, lock_folder
-from modelwright.data.augment.augment_config import AugmentConfig
 from modelwright.data.augment.augmentation import Augmentation
-from modelwright.data.augment.augmenter import Augmenter, MethodCost
+from modelwright.data.augment.augmenter import AugmentConfig, Augmenter, MethodCost
 from modelwright.data.augment.methods import build_methods, known_methods
-from modelwright.data.clean_config import CleanConfig
+from modelwright.data.clean.config import CleanConfig
+from modelwright.data.clean.measured_corpus import ShardFiles, numbered, pack_lines, unpack_documents, unpack_lines
 from modelwright.data.document import Document
-from modelwright.data.shard_files import ShardFiles, numbered, pack_lines, unpack_documents, unpack_lines
-from modelwright.data.sources import SourceConfig, SourceReport, read_documents
+from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents
 from modelwright.data.workers import LocalProcesses
 from modelwright.pipeline.cleaning import fingerprint
 from modelwright.pipeline.infill_model import InfillModel

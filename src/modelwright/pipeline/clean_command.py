@@ -14,14 +14,10 @@ from modelwright.core.config import difference, digest, dump
 from modelwright.core.errors import ConfigError, DataError, writing
 from modelwright.core.progress import Progress
 from modelwright.core.rundir import check_folder, lock_folder
-from modelwright.data.clean import clean_documents, read_dropped
-from modelwright.data.clean_config import CleanConfig, build_steps
-from modelwright.data.clean_folder import DROPPED, KEPT, REPORT
-from modelwright.data.clean_report import CleanReport, describe_drops
-from modelwright.data.corpora import without_corpora
-from modelwright.data.explain import explain
-from modelwright.data.find_files import locate
-from modelwright.data.kept_parquet import (
+from modelwright.data.clean.clean import clean_documents
+from modelwright.data.clean.config import CleanConfig, build_steps
+from modelwright.data.clean.folder import DROPPED, KEPT, REPORT, read_dropped
+from modelwright.data.clean.parquet import (
     FILE_NAME,
     FOLDER,
     check_parquet,
@@ -29,7 +25,10 @@ from modelwright.data.kept_parquet import (
     remove_parquet,
     write_parquet,
 )
-from modelwright.data.sources import SourceConfig, SourceReport, read_documents
+from modelwright.data.clean.report import CleanReport, describe_drops, explain
+from modelwright.data.sources.corpora import without_corpora
+from modelwright.data.sources.find_files import locate
+from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents
 from modelwright.pipeline.cleaning import QUARANTINE, SOURCES, clean_into, engine_of, fingerprint, noise_warnings
 from modelwright.pipeline.result_store import ResultStore, is_store, local_path
 

@@ -16,16 +16,15 @@ from modelwright.core.errors import DataError, writing
 from modelwright.core.progress import Progress
 from modelwright.core.redact import redact_text
 from modelwright.core.resources import num_usable_cores
-from modelwright.data.clean import clean_documents
-from modelwright.data.clean_config import STEPS, CleanConfig, build_steps
-from modelwright.data.clean_report import CleanReport
-from modelwright.data.corpora import corpus_words, find_corpus, without_corpora
-from modelwright.data.find_files import locate
-from modelwright.data.images.pairs import companions
-from modelwright.data.noise_cascade import low_recall, refusal
-from modelwright.data.ray_tasks import RayTasks
-from modelwright.data.sources import SourceConfig, SourceReport, read_documents
-from modelwright.data.workers import LocalProcesses, ShardEngine
+from modelwright.data.clean.clean import clean_documents
+from modelwright.data.clean.config import STEPS, CleanConfig, build_steps
+from modelwright.data.clean.noise.cascade import low_recall, refusal
+from modelwright.data.clean.report import CleanReport
+from modelwright.data.images.read import companions
+from modelwright.data.sources.corpora import corpus_words, find_corpus, without_corpora
+from modelwright.data.sources.find_files import locate
+from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents
+from modelwright.data.workers import LocalProcesses, RayTasks, ShardEngine
 
 QUARANTINE, SOURCES = "quarantine.jsonl", "sources.json"
 

@@ -11,10 +11,10 @@ from typing import Any
 from modelwright.compress.int8 import Int8WeightsConfig, is_int8_folder, load_int8
 from modelwright.core.errors import ConfigError, DataError
 from modelwright.core.progress import Progress
-from modelwright.data.conversations import FORMS
 from modelwright.data.document import Document
-from modelwright.data.sources import SourceConfig, SourceReport, read_documents
-from modelwright.data.tokenizer import Tokenizer
+from modelwright.data.sources.conversations import FORMS
+from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents
+from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.evaluate.config import EvaluateConfig
 from modelwright.evaluate.paired import Measure, compare_scores, perplexities
 from modelwright.evaluate.records import RecordScores, score_records

@@ -13,9 +13,9 @@ from typing import Any, Literal
 from modelwright.core.config import difference, dump, if_missing
 from modelwright.core.errors import ConfigError
 from modelwright.core.sinks.sink_list import TrackingConfig
-from modelwright.data.cache.config import RowCacheConfig
-from modelwright.data.sources import SourceConfig
-from modelwright.data.tokenizer import TokenizerConfig
+from modelwright.data.rows.cache.row_cache import RowCacheConfig
+from modelwright.data.sources.sources import SourceConfig
+from modelwright.data.tokenizer.tokenizer import TokenizerConfig
 from modelwright.model.adapter_config import AdapterConfig
 from modelwright.model.config import ModelConfig
 from modelwright.parallel.config import ParallelConfig

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from modelwright.data.corpora import BUILTIN, without_corpora
-from modelwright.data.find_files import locate
-from modelwright.data.sources import SourceConfig
+from modelwright.data.sources.corpora import BUILTIN, without_corpora
+from modelwright.data.sources.find_files import locate
+from modelwright.data.sources.sources import SourceConfig
 from modelwright.evaluate.config import EvaluateConfig
 from modelwright.evaluate.questions import NUM_CANDIDATES
 from modelwright.pipeline.config import RunConfig

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from modelwright.core.errors import DataError
-from modelwright.data.conversations import FORMS
-from modelwright.data.fit import ConversationFit
-from modelwright.data.sources import SourceConfig, SourceReport, read_documents
-from modelwright.data.tokenizer import Tokenizer
+from modelwright.data.rows.fit import ConversationFit
+from modelwright.data.sources.conversations import FORMS
+from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents
+from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.rows import ROW_LEN_STEP

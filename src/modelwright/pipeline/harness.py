@@ -20,7 +20,7 @@ from modelwright.core.artifacts import Manifest, describe_file, write_atomic
 from modelwright.core.errors import ConfigError
 from modelwright.core.progress import Progress
 from modelwright.core.resources import git_commit
-from modelwright.data.tokenizer import Tokenizer
+from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.infer.engine import Engine, EngineConfig
 from modelwright.pipeline.models import FoundModel
 from modelwright.pipeline.resolve import resolved_device

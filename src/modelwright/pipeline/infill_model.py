@@ -5,7 +5,7 @@ from pathlib import Path
 
 from modelwright.core.errors import ModelError
 from modelwright.core.progress import SilentProgress
-from modelwright.data.tokenizer import Tokenizer
+from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.evaluate.scoring import Scored, sequence_nats
 from modelwright.infer.engine import EngineConfig
 from modelwright.infer.generate import generate

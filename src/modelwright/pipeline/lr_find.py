@@ -20,7 +20,7 @@ from modelwright.core.progress import Progress
 from modelwright.core.rundir import RunDir, StageDir
 from modelwright.core.seeds import derive_seed
 from modelwright.data.images.store import open_images
-from modelwright.data.loader import PackedLoader, PackedRows
+from modelwright.data.rows.loader import PackedLoader, PackedRows
 from modelwright.model.hf import load_model
 from modelwright.optim.schedule import ScheduleConfig
 from modelwright.parallel.mesh import single

@@ -20,7 +20,7 @@ from modelwright.core.config import dump, flatten
 from modelwright.core.errors import ConfigError
 from modelwright.core.progress import Progress
 from modelwright.core.resources import hardware, num_usable_cores
-from modelwright.data.clean_config import CleanConfig
+from modelwright.data.clean.config import CleanConfig
 from modelwright.model.config import ModelConfig
 from modelwright.ops.lowp_emulation import is_emulated
 from modelwright.ops.microbenchmark import in_turn, undisturbed

@@ -21,9 +21,9 @@ from modelwright.data.document import Split
 
 if TYPE_CHECKING:
     from modelwright.data.augment.row_copies import RowEncoder
-    from modelwright.data.batching.augmented import PlannedRows
     from modelwright.data.images.store import ImageStore
-    from modelwright.data.pack import PackConfig
+    from modelwright.data.rows.batching.augmented import PlannedRows
+    from modelwright.data.rows.pack import PackConfig
     from modelwright.model.decoder import Decoder
     from modelwright.parallel.mesh import World
     from modelwright.pipeline.report.blocks import Block, Fact, Section

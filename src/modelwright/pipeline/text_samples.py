@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.records import json_line, read_records
-from modelwright.data.batch import IGNORED, TokenBatch
-from modelwright.data.tokenizer import Tokenizer
+from modelwright.data.rows.batch import IGNORED, TokenBatch
+from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.infer.engine import EngineConfig
 from modelwright.infer.generate import generate
 from modelwright.infer.sequence import SamplingParams

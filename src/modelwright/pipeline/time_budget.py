@@ -20,7 +20,7 @@ from modelwright.core.errors import ConfigError
 from modelwright.core.progress import Progress
 from modelwright.core.rundir import RunDir, StageDir
 from modelwright.core.seeds import derive_seed
-from modelwright.data.batch import TokenBatch
+from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.hf import load_model
 from modelwright.objectives.next_token import NextToken
 from modelwright.pipeline.config import RunConfig

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from modelwright.data.chat import IMAGE_MARK
+from modelwright.data.tokenizer.chat import IMAGE_MARK
 
 SHOWN_CHARACTERS = 80
 """What a message repeats of a client's own words at most."""

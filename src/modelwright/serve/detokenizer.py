@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from modelwright.data.stream_decode import TextStream
+from modelwright.data.tokenizer.stream_decode import TextStream
 
 
 @dataclass(frozen=True, slots=True)

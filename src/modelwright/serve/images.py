@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from modelwright.core.errors import ConfigError
-from modelwright.data.images.decode import ImageFault, decode
-from modelwright.data.images.squares import squared
+from modelwright.data.images.decode import ImageFault, decode, squared
 from modelwright.data.images.stored import STORED_SIDE
 from modelwright.infer.prompt_images import Pixels
 from modelwright.serve.errors import ApiError

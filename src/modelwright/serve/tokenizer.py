@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from modelwright.core.errors import DataError
-from modelwright.data.fast_bpe import is_byte_level, token_bytes
-from modelwright.data.stream_decode import TextStream
-from modelwright.data.tokenizer import SPECIAL_TOKENS, Tokenizer
+from modelwright.data.tokenizer.fast_bpe import is_byte_level, token_bytes
+from modelwright.data.tokenizer.stream_decode import TextStream
+from modelwright.data.tokenizer.tokenizer import SPECIAL_TOKENS, Tokenizer
 from modelwright.serve.errors import ApiError
 
 

@@ -31,7 +31,7 @@ from modelwright.core.compatibility import (
 )
 from modelwright.core.config import constant, dump, only_for, unused_settings
 from modelwright.core.errors import ConfigError
-from modelwright.data.batching.config import BatchingConfig
+from modelwright.data.rows.batching.order import BatchingConfig
 from modelwright.memory.config import ActivationCheckpointingConfig
 from modelwright.model.adapter_config import AdapterConfig
 from modelwright.optim.build import OptimizerKind

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from modelwright.data.loader import PackedRows
+from modelwright.data.rows.loader import PackedRows
 from modelwright.model.decoder import Decoder
 from modelwright.parallel.mesh import Mesh
 from modelwright.train.forward_sums import LaidOutForward

@@ -3,7 +3,7 @@
 A token attends to itself and to earlier tokens of its document. Backward costs twice as much.
 """
 
-from modelwright.data.batch import TokenBatch
+from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.adapter_config import AdapterConfig
 from modelwright.model.adapters import adapter_flops, projection_sizes
 from modelwright.model.config import ModelConfig

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from modelwright.core.compatibility import WHOLE_ROWS
-from modelwright.data.batch import TokenBatch
+from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.attention import packed_attend
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder

@@ -9,8 +9,8 @@ import torch
 
 from modelwright.core.errors import ConfigError
 from modelwright.core.seeds import derive_seed
-from modelwright.data.batch import IGNORED
-from modelwright.data.loader import PackedRows
+from modelwright.data.rows.batch import IGNORED
+from modelwright.data.rows.loader import PackedRows
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import load_model
 from modelwright.parallel.mesh import World

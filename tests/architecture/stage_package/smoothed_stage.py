@@ -8,9 +8,9 @@ from torch import Tensor
 
 from modelwright.core.errors import ConfigError
 from modelwright.core.rundir import RunDir
-from modelwright.data.batch import IGNORED, TokenBatch
-from modelwright.data.clean import read_kept
+from modelwright.data.clean.folder import read_kept
 from modelwright.data.document import Split
+from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.next_token import numbered_batches
 from modelwright.pipeline.config import RunConfig

@@ -12,7 +12,7 @@ from modelwright.core.artifacts import is_finished, read_manifest, write_artifac
 from modelwright.core.errors import DataError
 from modelwright.core.seeds import derive_seed
 from modelwright.data.document import Document
-from modelwright.data.stdlib_corpus import machine_corpus
+from modelwright.data.sources.stdlib_corpus import machine_corpus
 from modelwright_continual.demo.size import DemoSize
 
 KIND = "demo-texts"

@@ -111,7 +111,7 @@ class ModelEmbedder:
 
     def __init__(self, folder: Path) -> None:
         """Raises `ModelError` if the folder holds no model that can be loaded."""
-        from modelwright.data.tokenizer import Tokenizer
+        from modelwright.data.tokenizer.tokenizer import Tokenizer
         from modelwright.model.hf import load_model
         from modelwright.pipeline.resolve import resolved_device
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from modelwright.core.errors import DataError
-from modelwright.data.find_files import locate
-from modelwright.data.readers import File, Limit, read_jsonl, read_parquet
+from modelwright.data.sources.find_files import locate
+from modelwright.data.sources.readers import File, Limit, read_jsonl, read_parquet
 
 RequestRecord = Mapping[str, Any]
 """One exported request. Read are `id`, `time` (Unix seconds), `session`, `user`, `version`, `prompt`, `answer`,

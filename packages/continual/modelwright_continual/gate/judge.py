@@ -20,10 +20,10 @@ from modelwright.core.errors import ConfigError, DataError
 from modelwright.core.progress import Progress
 from modelwright.core.rundir import RunDir
 from modelwright.core.seeds import derive_seed
-from modelwright.data.clean import read_kept
+from modelwright.data.clean.folder import read_kept
 from modelwright.data.document import Document
-from modelwright.data.own_answers import is_own
-from modelwright.data.tokenizer import Tokenizer
+from modelwright.data.sources.records import is_own
+from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.evaluate.config import EvaluateConfig
 from modelwright.evaluate.record_costs import record_costs, text_costs
 from modelwright.evaluate.records import generate_numbers, score_choices

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from modelwright.core.seeds import derive_seed
+from modelwright.data.clean.words import hash_words, split_words
 from modelwright.data.document import Document
-from modelwright.data.words import hash_words, split_words
 
 NUM_ORDERS = 39
 """Other orders of a text's words that its own is compared with."""

@@ -20,7 +20,7 @@ STATE_BYTES = {"adamw": 8.0, "adamw_8bit": 2.0, "adamw_bf16_states": 4.0, "lion"
 """Bytes of optimizer states per weight; Muon's for the blocks' matrices, without the scales of 8-bit states."""
 SAVES_EVERYTHING = ActivationCheckpointingConfig()
 NARROW_VOCABULARY = 2**16
-"""Rows hold token ids in two bytes up to this vocabulary, in four above it (`data/pack.py`)."""
+"""Rows hold token ids in two bytes up to this vocabulary, in four above it (`data/rows/pack.py`)."""
 
 
 @dataclass(frozen=True, kw_only=True)

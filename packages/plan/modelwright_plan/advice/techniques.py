@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from modelwright.data.cache.config import RowCacheConfig
+from modelwright.data.rows.cache.row_cache import RowCacheConfig
 from modelwright.parallel.config import ParallelConfig
 from modelwright.plan.estimate import size
 from modelwright.train.config import TrainConfig

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from modelwright.core.errors import DataError
 from modelwright.data.document import Message
-from modelwright.data.tokenizer import Tokenizer
+from modelwright.data.tokenizer.tokenizer import Tokenizer
 
 _SYSTEM, _USER, _ANSWER, _USER2, _ANSWER2 = "\ue001", "\ue002", "\ue003", "\ue004", "\ue005"
 """Contents of turns that no template has."""

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from modelwright.core.errors import ModelError
-from modelwright.data.fast_bpe import is_byte_level
-from modelwright.data.tokenizer import PATTERN, Tokenizer
+from modelwright.data.tokenizer.fast_bpe import is_byte_level
+from modelwright.data.tokenizer.tokenizer import PATTERN, Tokenizer
 
 _QWEN2_PATTERN = PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
 WORD = "\u2581"

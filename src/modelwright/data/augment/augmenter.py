@@ -1,4 +1,4 @@
-"""Which documents are changed, by which method and with which random stream.
+"""Decides which documents are changed, by which method and with which random stream.
 
 A pure function of (seed, epoch, document id, strength): neither workers nor the order of documents matter, so augmented
 training data resumes exactly. Documents that are held out are never changed.
@@ -13,6 +13,30 @@ from modelwright.core.errors import ConfigError
 from modelwright.core.seeds import derive_seed
 from modelwright.data.augment.augmentation import Augmentation
 from modelwright.data.document import Document
+
+
+@dataclass(frozen=True, kw_only=True)
+class AugmentConfig:
+    """Which copies are made."""
+
+    methods: tuple[str, ...] = ("synonym_replacement", "identifier_renaming", "comment_dropping")
+    """Names of methods; each document gets one of those that take its kind. docs/augmentation.md describes them."""
+    strength: float = 1.0
+    """Probability, in (0, 1], that a document gets a copy in a round."""
+    copies: int = 1
+    """Number of rounds; each draws methods and words anew."""
+    seed: int = 0
+    """Seed of all random choices."""
+    num_workers: int = 0
+    """Worker processes, each with its own copy of a method's model; 0 uses every core."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.strength <= 1:
+            raise ConfigError(f"strength: {self.strength} is not in (0, 1]")
+        if self.copies < 1:
+            raise ConfigError(f"copies: must be at least 1, got {self.copies}")
+        if self.num_workers < 0:
+            raise ConfigError(f"num_workers: must not be negative, got {self.num_workers}; 0 uses every core")
 
 
 @dataclass

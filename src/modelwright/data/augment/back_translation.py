@@ -10,8 +10,13 @@ from random import Random
 from modelwright.core.config import digest
 from modelwright.core.errors import ConfigError
 from modelwright.data.augment.augmentation import Augmentation, check_fraction, texts_of, with_texts
-from modelwright.data.augment.translation_cache import Translate, TranslationCache
-from modelwright.data.augment.translators import EndpointConfig, EndpointTranslator, MarianTranslator
+from modelwright.data.augment.translators import (
+    EndpointConfig,
+    EndpointTranslator,
+    MarianTranslator,
+    Translate,
+    TranslationCache,
+)
 from modelwright.data.augment.word_spans import Span, draw, replace_spans, spans_of_sentences
 from modelwright.data.document import Document
 

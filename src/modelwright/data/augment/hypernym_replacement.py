@@ -5,9 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from modelwright.data.augment.augmentation import Augmentation, check_fraction, prose_augmentation
-from modelwright.data.augment.related_words import is_common, main_sense, open_wordnet
+from modelwright.data.augment.related_words import (
+    DEFAULT_FOLDER,
+    PartOfSpeech,
+    WordNet,
+    is_common,
+    main_sense,
+    open_wordnet,
+)
 from modelwright.data.augment.synonym_replacement import replace_words
-from modelwright.data.augment.wordnet import DEFAULT_FOLDER, PartOfSpeech, WordNet
 
 _MAX_STEPS = 2
 """How far up the hierarchy a broader noun may be."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from random import Random
 
 from modelwright.data.augment.augmentation import Augmentation, check_fraction, prose_augmentation
-from modelwright.data.augment.related_words import open_wordnet, replaceable_words
+from modelwright.data.augment.related_words import DEFAULT_FOLDER, WordNet, open_wordnet, replaceable_words
 from modelwright.data.augment.synonym_replacement import synonyms
 from modelwright.data.augment.word_spans import (
     Span,
@@ -16,7 +16,6 @@ from modelwright.data.augment.word_spans import (
     spans_of_sentences,
     stands_free,
 )
-from modelwright.data.augment.wordnet import DEFAULT_FOLDER, WordNet
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,18 +1,42 @@
-"""Which word of a sentence can be replaced by which other one of WordNet, so that the sentence still reads.
+"""Finds the words of a sentence that others of WordNet can replace, so that the sentence still reads.
 
 A word has many meanings and a program does not know which is meant. So only words are replaced that nearly always have
-the same meaning, and only by such words. The new word gets the inflection of the old one.
+the same meaning, and only by such words. The new word gets the inflection of the old one. Parts of speech and
+inflection come from the packages HanTa and lemminflect.
+
+A WordNet database is the files `index.*`, `data.*` and `cntlist.rev` (wndb(5WN), cntlist(5WN)). They are mapped into
+memory and searched there; only the counts are loaded.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import mmap
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
+from typing import Any, Literal
 
-from modelwright.data.augment.english import TaggedWord, is_countable, tag_sentences
-from modelwright.data.augment.word_spans import find_words, is_english, match_case
-from modelwright.data.augment.wordnet import PartOfSpeech, WordNet
+from modelwright.core.errors import DataError
+from modelwright.data.augment.word_spans import find_words, is_english, match_case, missing_extra, spans_of_sentences
 
+DEFAULT_FOLDER = Path("/usr/share/wordnet")
+"""Where Debian's package `wordnet-base` installs the database."""
+HYPERNYM = "@"
+
+PartOfSpeech = Literal["noun", "verb", "adj", "adv"]
+_PARTS: tuple[PartOfSpeech, ...] = ("noun", "verb", "adj", "adv")
+_PART_OF_NUMBER: Mapping[str, PartOfSpeech] = {"1": "noun", "2": "verb", "3": "adj", "4": "adv", "5": "adj"}
+_TOKEN = re.compile(r"[^\W\d_]+(?:['’-][^\W\d_]+)*|\d[\d.,]*|[^\w\s]")
+
+_TAGS: Mapping[str, tuple[PartOfSpeech, str, str]] = {
+    "NN1": ("noun", "NOUN", "NN"), "NN2": ("noun", "NOUN", "NNS"), "NN0": ("noun", "NOUN", "NN"),
+    "VVB": ("verb", "VERB", "VBP"), "VVI": ("verb", "VERB", "VB"), "VVD": ("verb", "VERB", "VBD"),
+    "VVG": ("verb", "VERB", "VBG"), "VVN": ("verb", "VERB", "VBN"), "VVZ": ("verb", "VERB", "VBZ"),
+    "AJ0": ("adj", "ADJ", "JJ"), "AJC": ("adj", "ADJ", "JJR"), "AJS": ("adj", "ADJ", "JJS"),
+    "AV0": ("adv", "ADV", "RB"),
+}  # fmt: skip
+"""WordNet's part of speech, the universal one and the tag of the Penn Treebank, by tag of the CLAWS C5 tag set."""
 _MIN_SHARE = 0.6
 """Share of a word's occurrences that its most frequent meaning must have."""
 _MIN_COUNT = 3
@@ -44,6 +68,181 @@ _LEFT_ALONE = frozenset({
 })  # fmt: skip
 """Words with so many uses that a replacement seldom fits, words that are little but structure, and words of which
 WordNet's main meaning is no longer the usual one. They neither change nor replace others."""
+
+
+@dataclass(frozen=True)
+class Synset:
+    """A set of words with one meaning. words: in lower case, `_` for spaces; hypernyms: offsets of broader meanings."""
+
+    offset: int
+    words: tuple[str, ...]
+    hypernyms: tuple[int, ...]
+
+
+class WordNet:
+    """The database in a folder. Raises `DataError` that says what to install if it is not there."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        names = [f"{kind}.{part}" for kind in ("index", "data") for part in _PARTS]
+        if missing := [name for name in names if not (folder / name).is_file()]:
+            raise DataError(
+                f"{folder}: holds no WordNet database ({missing[0]} is missing); install one (Debian and Ubuntu: "
+                "apt install wordnet-base) or give the folder of another with the setting `wordnet`"
+            )
+        self._files = {name: _map(folder / name) for name in names}
+        self.synset = lru_cache(maxsize=100_000)(self._read_synset)
+        self.senses = lru_cache(maxsize=100_000)(self._read_senses)
+
+    def _read_senses(self, lemma: str, part: PartOfSpeech) -> tuple[int, ...]:
+        """Offsets of the meanings of a lemma (lower case, `_` for spaces), most frequent first; empty if unknown."""
+        line = _find(self._files[f"index.{part}"], lemma.encode())
+        if not line:
+            return ()
+        fields = line.decode().split()
+        return tuple(map(int, fields[6 + int(fields[3]) :]))
+
+    def _read_synset(self, offset: int, part: PartOfSpeech) -> Synset:
+        data = self._files[f"data.{part}"]
+        fields = data[offset : data.find(b"|", offset)].decode().split()
+        if not fields or fields[0] != f"{offset:08d}":
+            raise DataError(f"{self.folder / f'data.{part}'}: has no entry at {offset}; install the database again")
+        num_words = int(fields[3], 16)
+        words = tuple(word.partition("(")[0].lower() for word in fields[4 : 4 + 2 * num_words : 2])
+        pointers = fields[5 + 2 * num_words :]
+        hypernyms = tuple(
+            int(pointers[place + 1]) for place in range(0, len(pointers) - 3, 4) if pointers[place] == HYPERNYM
+        )
+        return Synset(offset, words, hypernyms)
+
+    def counts(self, lemma: str, part: PartOfSpeech) -> tuple[int, ...]:
+        """How often each meaning, in the order of `senses`, occurs in the tagged texts that come with WordNet."""
+        counts = self._counts.get((lemma, part), {})
+        return tuple(counts.get(number, 0) for number in range(1, len(self.senses(lemma, part)) + 1))
+
+    def has_phrase(self, *words: str) -> bool:
+        """Whether several words together are an entry, as "hot dog" and "take place"."""
+        return any(self.senses("_".join(words), part) for part in _PARTS)
+
+    @cached_property
+    def _counts(self) -> Mapping[tuple[str, PartOfSpeech], dict[int, int]]:
+        counts: dict[tuple[str, PartOfSpeech], dict[int, int]] = defaultdict(dict)
+        path = self.folder / "cntlist.rev"
+        if path.is_file():
+            for line in path.read_text(encoding="utf-8").splitlines():
+                key, number, count = line.split()
+                lemma, _, rest = key.partition("%")
+                counts[lemma, _PART_OF_NUMBER[rest[0]]][int(number)] = int(count)
+        return counts
+
+
+def _map(path: Path) -> mmap.mmap:
+    with open(path, "rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def _find(index: mmap.mmap, lemma: bytes) -> bytes:
+    """The line of a sorted index that begins with a lemma, by bisection; empty if there is none."""
+    low, high = 0, len(index)
+    while low < high:
+        middle = (low + high) // 2
+        start = index.rfind(b"\n", 0, middle) + 1
+        end = index.find(b"\n", start)
+        end = len(index) if end < 0 else end
+        line = index[start:end]
+        found = line.partition(b" ")[0]
+        if found == lemma:
+            return line
+        if found < lemma:  # the lines of the license begin with a space: an empty word, which sorts first
+            low = end + 1
+        else:
+            high = start
+    return b""
+
+
+@dataclass(frozen=True)
+class TaggedWord:
+    """A word or a punctuation mark at characters `start` to `end`, with its tag in the CLAWS C5 tag set."""
+
+    start: int
+    end: int
+    text: str
+    tag: str
+
+    @property
+    def part(self) -> PartOfSpeech | None:
+        """Its part of speech in WordNet; None for all others."""
+        return _TAGS[self.tag][0] if self.tag in _TAGS else None
+
+    @property
+    def lemma(self) -> str:
+        """The dictionary form of a word that has a `part`."""
+        return _lemma(self.text.lower(), self.tag)
+
+    def inflect(self, lemma: str) -> str:
+        """Another lemma in the form of this word; "" if the dictionary has none."""
+        return _inflected(lemma, self.tag)
+
+
+def tag_sentences(text: str) -> list[list[TaggedWord]]:
+    """The tokens of each sentence with their parts of speech."""
+    sentences = []
+    for sentence in spans_of_sentences(text):
+        tagged = _tag(sentence.text.rstrip())
+        sentences.append(
+            [TaggedWord(sentence.start + start, sentence.start + end, *rest) for start, end, *rest in tagged]
+        )
+    return sentences
+
+
+@lru_cache(maxsize=20_000)
+def _tag(sentence: str) -> list[tuple[int, int, str, str]]:
+    tokens = list(_TOKEN.finditer(sentence))
+    if not tokens:
+        return []
+    tags = [tag for _, _, tag in _tagger().tag_sent([token[0] for token in tokens])]
+    return [(token.start(), token.end(), token[0], tag) for token, tag in zip(tokens, tags, strict=True)]
+
+
+@cache
+def _tagger() -> Any:
+    try:
+        from HanTa.HanoverTagger import HanoverTagger
+    except ImportError:
+        raise missing_extra("HanTa") from None
+    return HanoverTagger("morphmodel_en.pgz")  # it comes with the package
+
+
+def is_countable(noun: str) -> bool:
+    """Whether a noun has a plural and is never used without an article or a plural, as "chair" and unlike "milk"."""
+    plurals = _lemminflect().getInflection(noun, "NNS", inflect_oov=False)
+    return bool(plurals) and noun not in plurals
+
+
+@lru_cache(maxsize=100_000)
+def _lemma(word: str, tag: str) -> str:
+    lemmas = _lemminflect().getLemma(word, upos=_TAGS[tag][1])
+    return str(lemmas[0]) if lemmas else word
+
+
+@lru_cache(maxsize=100_000)
+def _inflected(lemma: str, tag: str) -> str:
+    penn = _TAGS[tag][2]
+    if penn in ("NN", "JJ", "RB", "VB", "VBP"):
+        return lemma
+    forms = [
+        form for form in _lemminflect().getInflection(lemma, penn, inflect_oov=False) if form != lemma or penn == "VBD"
+    ]
+    return str(forms[0]) if forms else ""
+
+
+def _lemminflect() -> Any:
+    try:
+        import lemminflect
+    except ImportError:
+        raise missing_extra("lemminflect") from None
+    return lemminflect
+
 
 Alternatives = Callable[[WordNet, str, PartOfSpeech], Sequence[str]]
 """Lemmas that can take the place of a lemma, best first."""

@@ -7,14 +7,16 @@ from random import Random
 
 from modelwright.data.augment.augmentation import Augmentation, check_fraction, prose_augmentation
 from modelwright.data.augment.related_words import (
+    DEFAULT_FOLDER,
     Alternatives,
+    PartOfSpeech,
+    WordNet,
     is_common,
     main_sense,
     open_wordnet,
     replaceable_words,
 )
 from modelwright.data.augment.word_spans import Span, draw, find_words, repair_articles, replace_spans
-from modelwright.data.augment.wordnet import DEFAULT_FOLDER, PartOfSpeech, WordNet
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,1 +1,1 @@
-"""Images with captions: decoding, sources, storage. Cleaning them is `data/steps/images.py`."""
+"""Images with captions: decoding, sources, storage. Cleaning them is `data/clean/steps/images.py`."""

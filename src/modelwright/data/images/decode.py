@@ -1,14 +1,15 @@
-"""One file of an image to pixels, whatever is wrong with it: every fault is an `ImageFault` with a reason to count.
+"""Decodes the file of one image to pixels; every fault is an `ImageFault` with a reason to count.
 
 The size is checked in the header, before anything is decompressed. Pixels come out upright (EXIF), in 8-bit RGB, with
-transparent parts on white. Pillow decodes; it comes with the extra `images`.
+transparent parts on white, and as squares of the size that a model wants. Pillow decodes; it comes with the extra
+`images`.
 """
 
 import io
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +29,8 @@ _SVG_STARTS = (b"<svg", b"<?xml", b"<!doctype svg")
 _16_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
 _TO_8_BITS = 257
 """65535 / 255."""
+Fit = Literal["crop", "stretch"]
+"""How an image becomes a square: its center is taken, or it is stretched."""
 
 
 class ImageFault(DataError):
@@ -129,3 +132,20 @@ def _upright(image: "Image.Image") -> "Image.Image":
         white = module.new("RGBA", shown.size, "white")
         image = module.alpha_composite(white, shown)
     return image.convert("RGB")
+
+
+def square_pixels(data: bytes, *, size: int, fit: Fit) -> NDArray[np.uint8]:
+    """An image file as a square [3, size, size]. Raises `ImageFault`."""
+    return squared(decode(data), size=size, fit=fit)
+
+
+def squared(pixels: NDArray[np.uint8], *, size: int, fit: Fit) -> NDArray[np.uint8]:
+    """Pixels [H, W, 3] as a square [3, size, size]."""
+    image = pillow().fromarray(pixels)
+    box = None
+    if fit == "crop":
+        side = min(image.size)
+        left, top = (image.width - side) / 2, (image.height - side) / 2
+        box = (left, top, left + side, top + side)
+    square = image.resize((size, size), pillow().Resampling.BICUBIC, box=box)
+    return np.ascontiguousarray(np.asarray(square, dtype=np.uint8).transpose(2, 0, 1))

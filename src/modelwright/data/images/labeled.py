@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.errors import ArtifactError
-from modelwright.data.cache.reader import BlockReader
 from modelwright.data.document import Document
+from modelwright.data.images.decode import Fit
 from modelwright.data.images.read import LABEL_FIELD
-from modelwright.data.images.squares import Fit
 from modelwright.data.images.store import ImageStore
+from modelwright.data.rows.cache.reader import BlockReader
 
 LABELS, CLASSES = "labels.npy", "classes.json"
 DECODED_BYTES = 256 * 2**20

@@ -1,29 +1,37 @@
 """Image-text pairs from files: an image with its caption file, a WebDataset archive, and records with an image.
 
+The caption of `cat.jpg` is the text of `cat.txt` or `cat.caption` next to it, or comes from a table `metadata.jsonl` or
+`metadata.csv` of its folder or one above, whose records name the image in `file_name` (the ImageFolder of Hugging Face
+`datasets`).
+
 An archive (`.tar`, `.tar.gz`) is read as a stream. Its neighboring members of one name up to the first dot are one
 sample: `0001.jpg` with `0001.txt`, or with the field `caption` of `0001.json`. A record has its caption in `caption` or
 `text`, and its image in `image` (the bytes, or the structure of `bytes` and `path` that Hugging Face `datasets` writes)
-or, by name, in `file_name`; a conversation about the image (`conversations.py`) takes the place of a caption. The class
-of an image, for classification, is the field `label` of a record or of `0001.json`, or the content of `0001.cls`; an
-image with a class needs no caption. An image that cannot be used is a complaint, which stops or is counted.
+or, by name, in `file_name`; a conversation about the image (`sources/conversations.py`) takes the place of a caption.
+The class of an image, for classification, is the field `label` of a record or of `0001.json`, or the content of
+`0001.cls`; an image with a class needs no caption. An image that cannot be used is a complaint, which stops or is
+counted.
 """
 
 import json
 import tarfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 from typing import Any, cast
 
 from modelwright.core.errors import DataError
-from modelwright.data.conversations import conversation_meta, is_conversation, read_conversation, type_of_record
 from modelwright.data.document import Document
 from modelwright.data.images.decode import ImageFault
-from modelwright.data.images.pairs import CAPTION_EXTENSIONS, IMAGE_EXTENSIONS, NO_CAPTION, captions_of
 from modelwright.data.images.stored import KEY, store_image
-from modelwright.data.readers import Complaint, File, Record
+from modelwright.data.sources.conversations import conversation_meta, is_conversation, read_conversation, type_of_record
+from modelwright.data.sources.readers import Complaint, File, Record
 
+IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".svg")
+CAPTION_EXTENSIONS = (".txt", ".caption")
+TABLES = ("metadata.jsonl", "metadata.csv")
+NO_CAPTION = "image without a caption"
 ARCHIVE_EXTENSIONS = (".tar",)
 IMAGE_FIELDS = ("image", "file_name")
 CAPTION_FIELDS = ("caption", "text")
@@ -34,6 +42,46 @@ _BAD = "bad image record"
 IMAGE_WORD = "<image>"
 CONVERSATION_TYPES = ("messages", "sharegpt", "question_answer", "instruction")
 """Records that may be about an image."""
+
+
+def without_captions(names: Sequence[str], pass_over: Callable[[str, str], None]) -> list[str]:
+    """The files of a folder to read: an image stands for its caption file, too, and an image that a table describes is
+    read with the table. Images without a caption are reported and left out.
+    """
+    paths = [PurePosixPath(name) for name in names]
+    images = [path for path in paths if path.suffix.lower() in IMAGE_EXTENSIONS]
+    if not images:
+        return list(names)
+    everything = set(paths)
+    described = {path.parent for path in paths if path.name in TABLES}
+    left_out: set[PurePosixPath] = set()
+    for image in images:
+        captions = [path for path in captions_of(image) if path in everything]
+        if not described.isdisjoint(image.parents):
+            left_out.add(image)
+        elif captions:
+            left_out.update(captions)
+        else:
+            left_out.add(image)
+            pass_over(NO_CAPTION, str(image))
+    return [name for name, path in zip(names, paths, strict=True) if path not in left_out]
+
+
+def captions_of(image: PurePosixPath) -> list[PurePosixPath]:
+    """The files that may hold the caption of an image."""
+    return [image.with_suffix(extension) for extension in CAPTION_EXTENSIONS]
+
+
+def companions(file: File) -> list[str]:
+    """The files that are read together with one: the caption of an image, the images that a table may name."""
+    path = PurePosixPath(file.path)
+    if file.extension in IMAGE_EXTENSIONS:
+        return [str(one) for one in captions_of(path) if file.filesystem.exists(str(one))]
+    if path.name not in TABLES:
+        return []
+    return [
+        str(name) for name in file.filesystem.find(str(path.parent)) if str(name).lower().endswith(IMAGE_EXTENSIONS)
+    ]
 
 
 @dataclass

@@ -14,7 +14,7 @@ import torch
 from modelwright.core.compatibility import LASTING_LAYOUT, SEVERAL_STAGES, Feature, feature
 from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
-from modelwright.data.batch import TokenBatch, part_sizes
+from modelwright.data.rows.batch import TokenBatch, part_sizes
 from modelwright.parallel.mesh import Mesh
 from modelwright.parallel.pipeline.partition import LayerCosts, split_layers
 from modelwright.parallel.pipeline.trace import StageSpan

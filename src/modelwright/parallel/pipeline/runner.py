@@ -23,7 +23,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from modelwright.core.errors import ConfigError
-from modelwright.data.batch import TokenBatch
+from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.decoder import Attend, Decoder
 from modelwright.ops.dtensor import local
 from modelwright.parallel.config import ParallelConfig

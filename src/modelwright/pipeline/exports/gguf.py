@@ -8,7 +8,7 @@ from modelwright.compress.gguf.modelfile import modelfile
 from modelwright.compress.gguf.vocabulary import read_vocabulary
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.errors import ConfigError
-from modelwright.data.tokenizer import Tokenizer
+from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.model.hf import load_config
 from modelwright.pipeline.exports.export import Export, ExportOptions, require_exportable
 from modelwright.pipeline.models import FoundModel

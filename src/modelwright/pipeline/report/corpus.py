@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from modelwright.core.redact import redact_text
-from modelwright.data.clean import read_dropped
-from modelwright.data.corpora import CORPORA
-from modelwright.data.noise_cascade import low_recall, refusal
-from modelwright.data.steps.decontamination import DECONTAMINATION, PASSAGE_WORDS
+from modelwright.data.clean.folder import read_dropped
+from modelwright.data.clean.noise.cascade import low_recall, refusal
+from modelwright.data.clean.steps.decontamination import DECONTAMINATION, PASSAGE_WORDS
+from modelwright.data.sources.corpora import CORPORA
 from modelwright.pipeline.report.blocks import Block, Excerpt, Fold, Note, Section, Table
 from modelwright.pipeline.report.corpus_charts import corpus_charts
 from modelwright.pipeline.report.format import count, kind_title, number, percent, size

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from modelwright.data.steps.duplicates import DUPLICATES
+from modelwright.data.clean.steps.duplicates import DUPLICATES
 from modelwright.pipeline.report.blocks import Block, Chart
 from modelwright.pipeline.report.charts import bar_chart
 from modelwright.pipeline.report.format import count

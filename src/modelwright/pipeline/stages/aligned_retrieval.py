@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from modelwright.data.images.store import ImageStore, open_images
-from modelwright.data.loader import PackedRows
-from modelwright.data.tokenizer import Tokenizer
+from modelwright.data.rows.loader import PackedRows
+from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.evaluate.retrieval import bag_of_words, chance, recall
 from modelwright.objectives.aligned_model import AlignedModel
 from modelwright.pipeline.stages.aligned_rows import AlignedPair, read_pairs

@@ -11,16 +11,15 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from modelwright.core.errors import DataError
-from modelwright.data.clean import read_kept
-from modelwright.data.docstring_pairs import described_functions
+from modelwright.data.clean.folder import read_kept
 from modelwright.data.document import Document, Split
-from modelwright.data.images.index import FORMAT, StoreWriter
-from modelwright.data.images.store import images_folder, write_images
+from modelwright.data.images.store import FORMAT, StoreWriter, images_folder, write_images
 from modelwright.data.images.stored import KEY, StoredImage
-from modelwright.data.loader import PackedRows
-from modelwright.data.pack import TokenSequence
-from modelwright.data.row_labels import row_source
-from modelwright.data.tokenizer import Tokenizer
+from modelwright.data.rows.loader import PackedRows
+from modelwright.data.rows.origins import row_source
+from modelwright.data.rows.pack import TokenSequence
+from modelwright.data.sources.docstrings import described_functions
+from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.pipeline.stage import RowSet
 from modelwright.pipeline.stages.rows import PackJob, Sequences
 

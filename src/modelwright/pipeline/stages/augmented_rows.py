@@ -11,7 +11,7 @@ from modelwright.core.progress import Progress
 from modelwright.core.seeds import derive_seed
 from modelwright.data.augment.augmentation import Augmentation
 from modelwright.data.augment.row_copies import CopyRecipe
-from modelwright.data.batching.augmented import AugmentedLoader, PlannedRows
+from modelwright.data.rows.batching.augmented import AugmentedLoader, PlannedRows
 from modelwright.pipeline.augmentation_config import AugmentationConfig
 from modelwright.pipeline.augmenting import make_methods
 from modelwright.pipeline.config import RunConfig

@@ -17,8 +17,8 @@ from modelwright.core.config import dump
 from modelwright.core.errors import ConfigError
 from modelwright.core.rundir import RunDir
 from modelwright.data.document import Document
-from modelwright.data.sources import SourceConfig, SourceReport, read_documents
-from modelwright.data.tokenizer import Tokenizer
+from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents
+from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.evaluate.config import EvaluateConfig
 from modelwright.evaluate.record_costs import record_costs
 from modelwright.model.decoder import Decoder

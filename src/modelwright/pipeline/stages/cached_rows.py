@@ -9,14 +9,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from modelwright.data.batching.augmented import PlannedRows
-from modelwright.data.cache.config import RowCacheConfig
-from modelwright.data.cache.lookahead import LookaheadLoader
-from modelwright.data.cache.reader import BlockReader
-from modelwright.data.cache.row_cache import open_cache, remove_leftovers
-from modelwright.data.cache.tiers import DISK, MEMORY, SOURCE
 from modelwright.data.images.store import ImageStore, has_images, image_layout, images_folder, open_images
-from modelwright.data.loader import PackedRows, row_layout
+from modelwright.data.rows.batching.augmented import PlannedRows
+from modelwright.data.rows.cache.lookahead import LookaheadLoader
+from modelwright.data.rows.cache.reader import DISK, MEMORY, SOURCE, BlockReader
+from modelwright.data.rows.cache.row_cache import RowCacheConfig, open_cache, remove_leftovers
+from modelwright.data.rows.loader import PackedRows, row_layout
 from modelwright.pipeline.report.blocks import Block, Table
 from modelwright.pipeline.report.format import count, percent, seconds
 from modelwright.pipeline.report.run_data import StageData

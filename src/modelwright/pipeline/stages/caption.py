@@ -11,7 +11,7 @@ from typing import Any
 
 from modelwright.core.artifacts import write_atomic
 from modelwright.data.images.store import open_images
-from modelwright.data.tokenizer import Tokenizer
+from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.model.vision.image_prefix import image_prefix
 from modelwright.model.vision.llava import save_llava
 from modelwright.objectives.aligned_model import VISION_FOLDER

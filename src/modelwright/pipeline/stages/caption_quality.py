@@ -10,8 +10,8 @@ import numpy as np
 
 from modelwright.data.images.labeled import LABELS, LabeledImages
 from modelwright.data.images.store import ImageStore, images_folder
-from modelwright.data.loader import PackedRows
-from modelwright.data.tokenizer import Tokenizer
+from modelwright.data.rows.loader import PackedRows
+from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.evaluate.statistics import log10_sign_test, wilson_interval
 from modelwright.infer.engine import EngineConfig
 from modelwright.infer.generate import generate

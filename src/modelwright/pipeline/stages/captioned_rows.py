@@ -14,19 +14,18 @@ import numpy as np
 
 from modelwright.core.config import dump
 from modelwright.core.errors import ConfigError, DataError
-from modelwright.data.batch import IGNORED
-from modelwright.data.chat import IMAGE_MARK
-from modelwright.data.clean import read_kept
+from modelwright.data.clean.folder import read_kept
 from modelwright.data.document import SPLITS, Document, Message, Split
-from modelwright.data.fit import ConversationFit
-from modelwright.data.images.index import FORMAT, StoreWriter
 from modelwright.data.images.labeled import write_labels
 from modelwright.data.images.read import LABEL_FIELD
-from modelwright.data.images.store import images_folder, write_images
+from modelwright.data.images.store import FORMAT, StoreWriter, images_folder, write_images
 from modelwright.data.images.stored import KEY, StoredImage
-from modelwright.data.loader import PackedRows
-from modelwright.data.pack import TokenSequence
-from modelwright.data.tokenizer import Tokenizer
+from modelwright.data.rows.batch import IGNORED
+from modelwright.data.rows.fit import ConversationFit
+from modelwright.data.rows.loader import PackedRows
+from modelwright.data.rows.pack import TokenSequence
+from modelwright.data.tokenizer.chat import IMAGE_MARK
+from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.model.vision.config import VisionConfig
 from modelwright.model.vision.folders import vision_config
 from modelwright.objectives.captioning import CaptionConfig

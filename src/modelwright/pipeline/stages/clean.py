@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from modelwright.core.config import dump
 from modelwright.core.errors import DataError
 from modelwright.core.rundir import RunDir
-from modelwright.data.clean_config import CleanConfig
-from modelwright.data.clean_folder import DROPPED
-from modelwright.data.clean_report import describe_drops
+from modelwright.data.clean.config import CleanConfig
+from modelwright.data.clean.folder import DROPPED
+from modelwright.data.clean.report import describe_drops
 from modelwright.pipeline.cleaning import clean_into, fingerprint, noise_warnings
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimates import IMPORT_S, fixed_estimate, moving_estimate

@@ -13,9 +13,9 @@ from modelwright.core.config import digest, dump, only_for
 from modelwright.core.errors import ConfigError, prefix_errors
 from modelwright.core.rundir import RunDir
 from modelwright.core.seeds import derive_seed
-from modelwright.data.clean import read_kept
+from modelwright.data.clean.folder import read_kept
 from modelwright.data.document import Document
-from modelwright.data.tokenizer import Tokenizer
+from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.evaluate.bits_per_byte import score_documents, select_documents, summarize_scores
 from modelwright.evaluate.config import EvaluateConfig
 from modelwright.infer.speed import measure_speed

@@ -11,10 +11,10 @@ from typing import Any
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.config import dump
 from modelwright.core.rundir import RunDir
-from modelwright.data.batch import TokenBatch
-from modelwright.data.clean import read_kept
-from modelwright.data.loader import PackedRows
-from modelwright.data.tokenizer import Tokenizer
+from modelwright.data.clean.folder import read_kept
+from modelwright.data.rows.batch import TokenBatch
+from modelwright.data.rows.loader import PackedRows
+from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.evaluate.config import EvaluateConfig
 from modelwright.evaluate.suite import LOSSY, compare_evaluations, evaluate_model
 from modelwright.model.hf import load_model

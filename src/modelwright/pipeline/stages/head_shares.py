@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelwright.data.batch import TokenBatch
-from modelwright.data.loader import PackedRows
+from modelwright.data.rows.batch import TokenBatch
+from modelwright.data.rows.loader import PackedRows
 from modelwright.model.decoder import Decoder
 from modelwright.model.head_selection import decisions_seen
 from modelwright.pipeline.report.blocks import Block, Table

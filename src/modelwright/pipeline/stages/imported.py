@@ -14,12 +14,11 @@ from modelwright.core.artifacts import MANIFEST, Manifest, damage, parse_manifes
 from modelwright.core.config import load_yaml
 from modelwright.core.errors import ArtifactError, ConfigError
 from modelwright.core.redact import redact_text
-from modelwright.data.cache.cold import ROWS_AT, ColdStore, is_remote
-from modelwright.data.images.index import FILE, ImageIndex
-from modelwright.data.images.store import images_folder
-from modelwright.data.loader import row_layout
-from modelwright.data.pack import INDEX
-from modelwright.data.tokenizer import Tokenizer, tokenizer_difference
+from modelwright.data.images.store import FILE, ImageIndex, images_folder
+from modelwright.data.rows.cache.cold import ROWS_AT, ColdStore, is_remote
+from modelwright.data.rows.loader import row_layout
+from modelwright.data.rows.pack import INDEX
+from modelwright.data.tokenizer.tokenizer import Tokenizer, tokenizer_difference
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimates import BYTES_PER_TOKEN, text_bytes
 from modelwright.pipeline.stage import RowSet, Stage, StageContext, StageSpec

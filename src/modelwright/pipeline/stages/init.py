@@ -6,7 +6,7 @@ from pathlib import Path
 from modelwright.core.artifacts import verify_if_artifact
 from modelwright.core.errors import ModelError
 from modelwright.core.rundir import RunDir
-from modelwright.data.tokenizer import Tokenizer
+from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.model.hf import load_model, stored_dtype
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimates import fixed_estimate

@@ -11,13 +11,12 @@ from pathlib import Path
 import numpy as np
 
 from modelwright.core.errors import ConfigError, DataError
-from modelwright.data.clean import read_kept
+from modelwright.data.clean.folder import read_kept
 from modelwright.data.document import Document, Split
-from modelwright.data.images.index import FORMAT, StoreWriter
 from modelwright.data.images.labeled import LabeledImages, class_of, write_labels
-from modelwright.data.images.store import images_folder, open_images, write_images
+from modelwright.data.images.store import FORMAT, StoreWriter, images_folder, open_images, write_images
 from modelwright.data.images.stored import KEY, StoredImage
-from modelwright.data.pack import TokenSequence
+from modelwright.data.rows.pack import TokenSequence
 from modelwright.pipeline.stage import RowSet
 from modelwright.pipeline.stages.aligned_rows import MOST_IMAGES
 from modelwright.pipeline.stages.rows import PackJob, Sequences

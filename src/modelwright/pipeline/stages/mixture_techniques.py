@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from modelwright.data.batch import TokenBatch
-from modelwright.data.batching.loader import PlannedLoader
-from modelwright.data.loader import PackedRows
+from modelwright.data.rows.batch import TokenBatch
+from modelwright.data.rows.batching.loader import PlannedLoader
+from modelwright.data.rows.loader import PackedRows
 from modelwright.pipeline.config import RunConfig
 from modelwright.train.config import TrainConfig
 from modelwright.train.objective import BatchSource, Objective

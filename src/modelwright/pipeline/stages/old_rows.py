@@ -7,8 +7,8 @@ from typing import overload
 import numpy as np
 
 from modelwright.core.errors import ConfigError
-from modelwright.data.batch import TokenBatch
-from modelwright.data.loader import PackedRows
+from modelwright.data.rows.batch import TokenBatch
+from modelwright.data.rows.loader import PackedRows
 from modelwright.train.techniques.ewc import EwcConfig
 
 

@@ -9,10 +9,10 @@ from modelwright.core.artifacts import Manifest
 from modelwright.core.config import dump
 from modelwright.core.errors import ConfigError, DataError
 from modelwright.core.rundir import RunDir
-from modelwright.data.clean import read_kept
+from modelwright.data.clean.folder import read_kept
 from modelwright.data.document import SPLITS, Kind
-from modelwright.data.pack import PackConfig
-from modelwright.data.tokenizer import Tokenizer
+from modelwright.data.rows.pack import PackConfig
+from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimates import IMPORT_S, fixed_estimate, moving_estimate
 from modelwright.pipeline.report.blocks import Section

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from modelwright.core.errors import ConfigError
-from modelwright.data.tokenizer import Tokenizer, tokenizer_difference
+from modelwright.data.tokenizer.tokenizer import Tokenizer, tokenizer_difference
 from modelwright.objectives.model_reward import model_terms, reward_model_folders, without_folder
 from modelwright.objectives.ppo import Ppo, PpoConfig
 from modelwright.objectives.value_function import SeparateValueModel, ValueFunction, ValueOnTrunk, separate_value_model

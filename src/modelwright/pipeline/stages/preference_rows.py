@@ -4,11 +4,10 @@ from collections.abc import Iterator
 from itertools import tee
 
 from modelwright.core.errors import DataError
-from modelwright.data.clean import read_kept
+from modelwright.data.clean.folder import read_kept
 from modelwright.data.document import Document, Split
-from modelwright.data.fit import ConversationFit
-from modelwright.data.pack import TokenSequence
-from modelwright.data.preferences import PreferenceFit, PromptedAnswer, with_mismatched_answers
+from modelwright.data.rows.fit import ConversationFit, PreferenceFit, PromptedAnswer, with_mismatched_answers
+from modelwright.data.rows.pack import TokenSequence
 from modelwright.pipeline.stage import RowSet
 from modelwright.pipeline.stages.rows import PackJob, Sequences, suggest_row_len
 

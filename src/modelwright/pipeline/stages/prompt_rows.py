@@ -10,12 +10,12 @@ import numpy as np
 
 from modelwright.core.errors import DataError
 from modelwright.core.seeds import derive_seed
-from modelwright.data.batch import TokenBatch
-from modelwright.data.clean import read_kept
+from modelwright.data.clean.folder import read_kept
 from modelwright.data.document import Split
-from modelwright.data.loader import PackedLoader, PackedRows
-from modelwright.data.pack import TokenSequence
-from modelwright.data.prompts import PromptRecord, write_prompts
+from modelwright.data.rows.batch import TokenBatch
+from modelwright.data.rows.loader import PackedLoader, PackedRows
+from modelwright.data.rows.pack import TokenSequence
+from modelwright.data.rows.prompts import PromptRecord, write_prompts
 from modelwright.objectives.heldout_rewards import heldout_batch
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.stage import RowSet

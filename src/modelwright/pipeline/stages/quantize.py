@@ -23,10 +23,10 @@ from modelwright.compress.smooth import smoothed
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.config import dump
 from modelwright.core.rundir import RunDir
-from modelwright.data.batch import TokenBatch
-from modelwright.data.clean import read_kept
-from modelwright.data.loader import PackedRows
-from modelwright.data.tokenizer import Tokenizer
+from modelwright.data.clean.folder import read_kept
+from modelwright.data.rows.batch import TokenBatch
+from modelwright.data.rows.loader import PackedRows
+from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.evaluate.suite import compare_evaluations, evaluate_model
 from modelwright.infer.speed import SpeedPair, measure_speed
 from modelwright.model.decoder import Decoder

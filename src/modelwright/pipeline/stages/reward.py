@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from modelwright.data.loader import PackedRows
-from modelwright.data.tokenizer import Tokenizer
+from modelwright.data.rows.loader import PackedRows
+from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.evaluate.calibration import calibration
 from modelwright.model.hf import save_sequence_classifier
 from modelwright.objectives.pairs import Pairs

@@ -14,9 +14,9 @@ from modelwright.core.artifacts import write_atomic
 from modelwright.core.errors import DataError
 from modelwright.core.records import column, json_line, read_records
 from modelwright.core.seeds import derive_seed
-from modelwright.data.batch import TokenBatch
-from modelwright.data.prompts import PromptRecord, read_prompts
-from modelwright.data.tokenizer import Tokenizer
+from modelwright.data.rows.batch import TokenBatch
+from modelwright.data.rows.prompts import PromptRecord, read_prompts
+from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.objectives.heldout_rewards import HeldoutRewards
 from modelwright.objectives.model_reward import MODEL, MODEL_REWARDS, model_terms, with_folder, without_folder
 from modelwright.objectives.reference_model import ReferenceModel

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from modelwright.core.seeds import derive_seed
-from modelwright.data.batch import TokenBatch
-from modelwright.data.loader import PackedLoader, PackedRows
+from modelwright.data.rows.batch import TokenBatch
+from modelwright.data.rows.loader import PackedLoader, PackedRows
 from modelwright.pipeline.config import RunConfig
 from modelwright.train.evaluation import HeldoutBatches
 from modelwright.train.objective import Objective

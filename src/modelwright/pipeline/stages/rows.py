@@ -15,14 +15,13 @@ import numpy as np
 
 from modelwright.core.errors import ConfigError, DataError
 from modelwright.data.augment.row_copies import Encode
-from modelwright.data.chat import ChatLoss
-from modelwright.data.clean import read_kept
+from modelwright.data.clean.folder import read_kept
 from modelwright.data.document import Document, Kind, Message, Split, says_something
-from modelwright.data.fit import ConversationFit
-from modelwright.data.pack import PackConfig, TokenSequence, pack
-from modelwright.data.row_labels import row_score, row_source
-from modelwright.data.row_origins import Origin
-from modelwright.data.tokenizer import Tokenizer
+from modelwright.data.rows.fit import ConversationFit
+from modelwright.data.rows.origins import Origin, row_score, row_source
+from modelwright.data.rows.pack import PackConfig, TokenSequence, pack
+from modelwright.data.tokenizer.chat import ChatLoss
+from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.stage import RowSet, StageContext
 

@@ -25,8 +25,8 @@ from modelwright.core.artifacts import write_atomic
 from modelwright.core.config import constant, dump, flatten
 from modelwright.core.errors import ConfigError, ModelwrightError, Stopped
 from modelwright.core.rundir import RunDir
-from modelwright.data.clean import read_kept
-from modelwright.data.tokenizer import Tokenizer
+from modelwright.data.clean.folder import read_kept
+from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.memory.activations import FP32_BYTES
 from modelwright.model.hf import load_config
 from modelwright.pipeline.config import RunConfig

@@ -14,8 +14,8 @@ from modelwright.core.config import constant, dump
 from modelwright.core.errors import ConfigError, prefix_errors
 from modelwright.core.rundir import RunDir
 from modelwright.core.seeds import derive_seed
-from modelwright.data.loader import PackedRows
-from modelwright.data.tokenizer import Tokenizer, tokenizer_difference
+from modelwright.data.rows.loader import PackedRows
+from modelwright.data.tokenizer.tokenizer import Tokenizer, tokenizer_difference
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import load_config, load_model

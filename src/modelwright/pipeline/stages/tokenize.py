@@ -7,8 +7,8 @@ from typing import Any
 
 from modelwright.core.config import dump
 from modelwright.core.rundir import RunDir
-from modelwright.data.clean import read_kept
-from modelwright.data.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
+from modelwright.data.clean.folder import read_kept
+from modelwright.data.tokenizer.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimates import IMPORT_S, fixed_estimate, moving_estimate
 from modelwright.pipeline.stage import Rates, Stage, StageContext, StageSpec

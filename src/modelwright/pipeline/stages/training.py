@@ -18,9 +18,9 @@ from modelwright.core.redact import redact_plain
 from modelwright.core.rundir import RunDir
 from modelwright.core.seeds import derive_seed
 from modelwright.core.sinks.sink_list import Tracking, require_packages
-from modelwright.data.batching.loader import build_loader
-from modelwright.data.loader import PackedRows
-from modelwright.data.tokenizer import Tokenizer
+from modelwright.data.rows.batching.loader import build_loader
+from modelwright.data.rows.loader import PackedRows
+from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.memory.activations import FP32_BYTES
 from modelwright.memory.config import ActivationCheckpointingConfig
 from modelwright.model.adapters import merge_adapters, projection_sizes

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from modelwright.data.own_answers import OWN_AUTHOR
+from modelwright.data.sources.records import OWN_AUTHOR
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class RequestRecord:
     feedback_label: str | None = None
     feedback_text: str | None = None
     answer_by: str = OWN_AUTHOR
-    """Marks our own answers, which `data/sources.py` refuses as training text."""
+    """Marks our own answers, which `data/sources/sources.py` refuses as training text."""
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)

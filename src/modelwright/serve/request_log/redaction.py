@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from modelwright.data.clean.steps.privacy import Privacy, PrivacyConfig
 from modelwright.data.document import Document
-from modelwright.data.steps.privacy import Privacy, PrivacyConfig
 
 
 class RedactionFailed(Exception):

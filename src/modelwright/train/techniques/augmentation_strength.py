@@ -1,7 +1,7 @@
 """Strength of text augmentation that follows the training loss: more for a model that has much to learn, less for one
 that has nearly learned its data.
 
-What augments documents is `data/batching/augmented.py`, which is told the strengths. It makes batches ahead of the
+What augments documents is `data/rows/batching/augmented.py`, which is told the strengths. It makes batches ahead of the
 step that needs them, so a loss takes effect `AHEAD` batches later.
 """
 
@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from modelwright.core.compatibility import EQUAL_REPLICAS, SYNCHRONOUS_UPDATES
 from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
-from modelwright.data.batching.augmented import AHEAD, AugmentationCost
+from modelwright.data.rows.batching.augmented import AHEAD, AugmentationCost
 from modelwright.train.runtime import Runtime
 from modelwright.train.technique import Technique, Update
 

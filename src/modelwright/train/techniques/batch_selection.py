@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from modelwright.core.seeds import derive_seed
-from modelwright.data.batch import IGNORED, TokenBatch
+from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.model.attention import masked_attend
 from modelwright.model.decoder import Attend, Block, Decoder
 from modelwright.ops.attention_received import received_attention

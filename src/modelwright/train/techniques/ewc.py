@@ -37,7 +37,7 @@ from modelwright.core.compatibility import (
 from modelwright.core.config import only_for
 from modelwright.core.errors import ArtifactError, ConfigError
 from modelwright.core.seeds import derive_seed
-from modelwright.data.batch import IGNORED
+from modelwright.data.rows.batch import IGNORED
 from modelwright.model.decoder import Decoder
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
 from modelwright.parallel.mesh import World

@@ -9,8 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from modelwright.core.errors import ConfigError
-from modelwright.data.batching.config import MixtureConfig
-from modelwright.data.batching.mixture import Mixture, exponentiated_gradient
+from modelwright.data.rows.batching.order import Mixture, MixtureConfig, exponentiated_gradient
 from modelwright.train.evaluation import evaluate_heldout
 from modelwright.train.objective import Batch, Objective
 from modelwright.train.runtime import Runtime

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 
 from modelwright.core.errors import ModelwrightError
-from modelwright.data.batch import part_sizes
+from modelwright.data.rows.batch import part_sizes
 from modelwright.memory.tensor_heap import give_back_memory
 from modelwright.parallel.mesh import World
 from modelwright.train.objective import Batch

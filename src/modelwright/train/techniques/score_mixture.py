@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from modelwright.data.batching.config import MixtureConfig
-from modelwright.data.batching.mixture import UNMEASURED, Mixture, softmax_shares
+from modelwright.data.rows.batching.order import UNMEASURED, Mixture, MixtureConfig, softmax_shares
 from modelwright.train.objective import Batch, Objective
 from modelwright.train.runtime import Runtime
 from modelwright.train.technique import Technique

@@ -1,0 +1,1 @@
+"""Cleaning: which documents are kept, and what becomes of them."""

@@ -1,0 +1,232 @@
+"""Cleaning: takes documents through a list of steps, and leaves what is kept and what is dropped as files to look at.
+
+`STEPS` in `data/clean/config.py` lists the steps. A folder of cleaned documents holds:
+
+    kept.jsonl.zst      documents, one JSON object a line
+    dropped.jsonl.zst   the same with `step`, `reason` and `detail`
+    report.json         the counts and the limits in effect
+
+The work is cut into shards. Each is read, measured and written by itself, on all cores; what needs the whole corpus
+(automatic limits, duplicates) is decided in between from small arrays. Every shard's results are files that are whole
+or absent (`measured_corpus.py`), so a run that was killed goes on where it was, with the same result to the byte.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from modelwright.core.artifacts import write_atomic
+from modelwright.core.config import digest
+from modelwright.core.errors import DataError, writing
+from modelwright.core.progress import Progress
+from modelwright.data.clean import shards as clean_shards
+from modelwright.data.clean.folder import DROPPED, KEPT, REPORT
+from modelwright.data.clean.measured_corpus import MeasuredCorpus, numbered
+from modelwright.data.clean.report import CleanReport, describe_drops
+from modelwright.data.clean.shards import (
+    WRITTEN,
+    StepJob,
+    StepResult,
+    decided,
+    measure_shard,
+    measured,
+    write_shard,
+)
+from modelwright.data.clean.steps.step import CorpusStep, Drop, Phase, Step, divide
+from modelwright.data.document import Document
+from modelwright.data.workers import InProcess, ShardEngine
+
+SHARD_DOCUMENTS = 1000
+_SHARD_CHARS = 8_000_000
+_IN_PROCESS = InProcess()
+_VERSION = 4
+"""Raised when the same documents and steps give another result."""
+
+
+def clean_documents(
+    documents: Iterator[Document],
+    steps: Sequence[Step | CorpusStep],
+    folder: Path,
+    progress: Progress,
+    *,
+    work: Path | None = None,
+    key: str = "",
+    facts: Callable[[], Mapping[str, Any]] = dict,
+    engine: ShardEngine = _IN_PROCESS,
+    shard_documents: int = SHARD_DOCUMENTS,
+) -> tuple[CleanReport, dict[str, Any]]:
+    """Take the documents through the steps and write the three files into `folder` (created if absent).
+
+    steps: any list; ours are made by `build_steps`.
+    work: folder for what is unfinished, which the caller removes; by default one in `folder`.
+    key: identifies the documents; with the same key and steps, work that was interrupted is resumed, and documents that
+    were all read before are not read again.
+    facts: called when all documents are read; what it returned then is returned with the report, also after a resume.
+    engine: where shards are processed, by default in this process.
+    shard_documents: that are read, measured and written at a time.
+
+    Raises `DataError` if no training document is left, and `StorageError` if the disk is full.
+    """
+    own_work = folder / "work" if work is None else None
+    identity = {"key": key, "steps": [_identity(step) for step in steps], "version": _VERSION}
+    work = (work or folder / "work").absolute() / digest(identity)[:16]
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        if not key:
+            shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True, exist_ok=True)
+        run = _Run(divide(steps), work, engine, progress)
+        read = run.read(documents, shard_documents, facts)
+        for phase in range(len(run.phases) - 1):
+            if phase:
+                run.measure(phase, read)
+            run.decide(phase, read)
+        report = run.write(read)
+        _join(folder / KEPT, work, read.num_shards, clean_shards.KEPT)
+        _join(folder / DROPPED, work, read.num_shards, clean_shards.DROPPED)
+        assert report.num_kept + report.num_dropped == report.num_documents, "a step lost or added documents"
+        write_atomic(folder / REPORT, json.dumps(report.plain(), indent=1))
+        if own_work is not None:
+            shutil.rmtree(own_work)
+    if not any(split != "heldout" for splits in report.kept.values() for split in splits):
+        reasons = f"{describe_drops(report)}; {report.num_kept:,} held out by --data.validation_fraction"
+        text = f"no training document is left of {report.num_documents} ({reasons})"
+        raise DataError(f"{text}; relax the settings of cleaning or add more text")
+    return report, dict(read.facts)
+
+
+def _identity(step: Step | CorpusStep) -> list[Any]:
+    """What tells a step from others: its class, and its settings if it is a dataclass."""
+    settings = {
+        entry.name: getattr(step, entry.name) for entry in fields(step) if entry.compare
+    } if is_dataclass(step) else {}  # fmt: skip
+    return [type(step).__qualname__, step.name, settings]
+
+
+@dataclass(frozen=True)
+class _Read:
+    """What was read. facts: of whoever read it."""
+
+    num_shards: int
+    num_documents: int
+    num_bytes: int
+    facts: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class _Run:
+    """The work on all shards."""
+
+    phases: tuple[Phase, ...]
+    work: Path
+    engine: ShardEngine
+    progress: Progress
+
+    def read(
+        self, documents: Iterator[Document], shard_documents: int, facts: Callable[[], Mapping[str, Any]]
+    ) -> _Read:
+        """Read the documents, and take each shard through the first phase as soon as it is read."""
+        marker = self.work / "read.json"
+        if marker.exists():
+            read = _Read(**json.loads(marker.read_text()))
+            if all(files.facts(measured(0)) is not None for files in numbered(self.work, read.num_shards)):
+                return read
+        self.progress.begin("read and measure", 0, "documents")
+        jobs = (
+            StepJob(str(self.work), number, self.phases, 0, tuple(shard))
+            for number, shard in enumerate(_shards(documents, shard_documents))
+        )
+        results, num_read = list[StepResult](), 0
+        for result in self.engine.map(measure_shard, jobs):
+            results.append(result)
+            num_read += result.num_documents
+            self.progress.advance(num_read)
+        self.progress.end()
+        read = _Read(
+            num_shards=len(results),
+            num_documents=sum(result.num_documents for result in results),
+            num_bytes=sum(result.facts["bytes"] for result in results),
+            facts=dict(facts()),
+        )
+        write_atomic(marker, json.dumps(vars(read)))
+        return read
+
+    def measure(self, phase: int, read: _Read) -> None:
+        self._map("measure", measure_shard, phase, read)
+
+    def decide(self, phase: int, read: _Read) -> None:
+        """Let the corpus steps of a phase decide which documents are dropped."""
+        marker, shards = self.work / f"{decided(phase)}.json", list(numbered(self.work, read.num_shards))
+        if marker.exists() and all(files.facts(decided(phase)) is not None for files in shards):
+            return
+        corpus = MeasuredCorpus(
+            shards=shards, stage=measured(phase), folder=self.work, key=self.work.name, engine=self.engine
+        )
+        report, dropped = CleanReport(), list[tuple[str, NDArray[np.int64], Mapping[int, Drop]]]()
+        for step in self.phases[phase].corpus_steps if shards else ():
+            decisions = step.decide(corpus)
+            report.add(step.name, decisions.report)
+            numbers = np.sort(np.fromiter(decisions.drops, np.int64, len(decisions.drops)))
+            numbers = numbers[corpus.alive[numbers]]  # a document is dropped by the first step that drops it
+            dropped.append((step.name, numbers, decisions.drops))
+            corpus.alive[numbers] = False
+        for files, start, end in zip(shards, corpus.starts[:-1], corpus.starts[1:], strict=True):
+            entries: list[tuple[int, str, str, str]] = []
+            for name, numbers, drops in dropped:
+                for number in map(int, numbers[slice(*np.searchsorted(numbers, [start, end]))]):
+                    drop = drops[number]
+                    entries.append((number - int(start), name, drop.reason, drop.detail))
+            files.write(decided(phase), {}, {"drops": sorted(entries)})
+        write_atomic(marker, json.dumps(report.plain()))
+
+    def write(self, read: _Read) -> CleanReport:
+        report = CleanReport(num_documents=read.num_documents, num_bytes=read.num_bytes)
+        for phase in range(len(self.phases) - 1):
+            report.merge(json.loads((self.work / f"{decided(phase)}.json").read_text()))
+        facts: list[dict[str, Any]] = [{}] * read.num_shards
+        for result in self._map("write", write_shard, len(self.phases) - 1, read):
+            facts[result.number] = result.facts
+        for entry in facts:  # in order, so that the report is the same however the shards were finished
+            report.count(entry)
+        report.steps = [step.name for phase in self.phases for step in (*phase.steps, *phase.corpus_steps)]
+        report.dropped = {name: report.dropped[name] for name in report.steps if name in report.dropped}
+        return report
+
+    def _map(self, name: str, function: Callable[[StepJob], StepResult], phase: int, read: _Read) -> list[StepResult]:
+        jobs = [StepJob(str(self.work), number, self.phases, phase) for number in range(read.num_shards)]
+        self.progress.begin(name, read.num_documents, "documents")
+        results, done = list[StepResult](), 0
+        for result in self.engine.map(function, jobs):
+            done += result.num_documents
+            self.progress.advance(done)
+            results.append(result)
+        self.progress.end()
+        return results
+
+
+def _shards(documents: Iterator[Document], shard_documents: int) -> Iterator[list[Document]]:
+    shard: list[Document] = []
+    num_chars = 0
+    for document in documents:
+        shard.append(document)
+        num_chars += len(document.identity)
+        if len(shard) == shard_documents or num_chars > _SHARD_CHARS:
+            yield shard
+            shard, num_chars = [], 0
+    if shard:
+        yield shard
+
+
+def _join(target: Path, work: Path, num_shards: int, name: str) -> None:
+    """The files of all shards one after another: Zstandard frames may follow each other."""
+    partial = target.with_name(target.name + ".partial")
+    with open(partial, "wb") as joined:
+        for files in numbered(work, num_shards):
+            joined.write(files.read_arrays(WRITTEN)[name].tobytes())
+    partial.replace(target)

@@ -1,0 +1,205 @@
+"""Settings of deduplication, its view of a corpus, and its findings. `deduplicate.py` decides.
+
+In memory are 15 bytes a document, and what documents have in common with others; texts are compared from files.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from modelwright.core.config import constant
+from modelwright.core.errors import ConfigError
+from modelwright.data.clean.duplicates.shingles import NUM_BANDS
+from modelwright.data.clean.measured_corpus import DiskFile
+
+NOTHING = -1
+NO_NUMBER = 2**32 - 1
+"""`NOTHING` in arrays of uint32."""
+TRAIN, HELDOUT = 0, 1
+"""Values of `Corpus.split`."""
+_CACHED_BYTES = 32 * 2**20
+_READ_AT_ONCE = 2**19
+"""5-grams that are read from disk at a time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DuplicatesConfig:
+    """Exact, contained and near-duplicates."""
+
+    contained: Literal["all", "heldout", "off"] = "all"
+    """Drop prose and code whose whole text is inside a longer one of the same kind; `heldout` checks only whether
+    held-out documents are inside training documents, of any kind."""
+    near: bool = True
+    """Drop near-duplicates."""
+    min_jaccard: float = 0.85
+    """Jaccard similarity of word 5-grams from which two documents are near-duplicates."""
+    pairs_by: Literal["answer", "conversation"] = "answer"
+    """What question/answer pairs are compared by: `answer`, so that one answer to many questions is learned once, or
+    `conversation`, which keeps answers that many questions have in common, such as labels."""
+    index: str = ""
+    """Folder that keeps the fingerprints of kept documents across runs; near-duplicates of earlier runs' documents are
+    dropped, too."""
+    min_near_words: int = constant(20)
+    """Shorter documents are neither near-duplicates nor parts of longer ones: a single word makes a difference."""
+
+    def __post_init__(self) -> None:
+        if not 0.5 <= self.min_jaccard <= 1:
+            raise ConfigError(f"min_jaccard: must be from 0.5 to 1, got {self.min_jaccard}; 0.85 is usual")
+
+
+class ShingleStore:
+    """The 5-gram hashes of all documents, one after another in a file."""
+
+    def __init__(self, path: Path, offsets: NDArray[np.int64]) -> None:
+        """path: the hashes, uint32; offsets [N + 1]: where those of each document begin."""
+        self.offsets = offsets
+        self._file = DiskFile(path)
+        self._sets: OrderedDict[int, NDArray[np.uint32]] = OrderedDict()
+        self._cached_bytes = 0
+
+    def length(self, document: int) -> int:
+        """The number of hashes of one document."""
+        return int(self.offsets[document + 1]) - int(self.offsets[document])
+
+    def row(self, document: int) -> NDArray[np.uint32]:
+        """The hashes of one document, in the order of its text."""
+        return self._file.read(np.uint32, int(self.offsets[document]), int(self.offsets[document + 1]))
+
+    def unique(self, document: int) -> NDArray[np.uint32]:
+        """The different hashes of one document, sorted; the last ones asked for stay in memory."""
+        if document in self._sets:
+            self._sets.move_to_end(document)
+            return self._sets[document]
+        hashes = self._sets[document] = np.unique(self.row(document))
+        self._cached_bytes += hashes.nbytes
+        while self._cached_bytes > _CACHED_BYTES and len(self._sets) > 1:
+            self._cached_bytes -= self._sets.popitem(last=False)[1].nbytes
+        return hashes
+
+    def chunks(self, num_documents: int) -> Iterator[tuple[int, int, NDArray[np.uint32]]]:
+        """`(first, last, hashes)` of the first `num_documents`, many at a time: those of the documents from `first` to
+        below `last`.
+        """
+        first = 0
+        while first < num_documents:
+            last = int(np.searchsorted(self.offsets, self.offsets[first] + _READ_AT_ONCE, side="right")) - 1
+            last = min(num_documents, max(last, first + 1))
+            yield first, last, self._file.read(np.uint32, int(self.offsets[first]), int(self.offsets[last]))
+            first = last
+
+    def ends(self, documents: NDArray[np.int64]) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+        """The first and the last hash of each of some documents, which are in ascending order and have some."""
+        firsts, lasts = np.empty(len(documents), np.uint32), np.empty(len(documents), np.uint32)
+        for first, last, flat in self.chunks(int(documents[-1]) + 1 if len(documents) else 0):
+            own = slice(*np.searchsorted(documents, [first, last]))
+            firsts[own] = flat[self.offsets[documents[own]] - self.offsets[first]]
+            lasts[own] = flat[self.offsets[documents[own] + 1] - self.offsets[first] - 1]
+        return firsts, lasts
+
+
+@dataclass(frozen=True)
+class BandFiles:
+    """The hashes of all documents, a file of uint64 for each band: the 16 of MinHash, which are 0 for documents without
+    5-grams, or the parts of perceptual hashes.
+    """
+
+    folder: Path
+
+    def path(self, band: int) -> Path:
+        return self.folder / f"band{band:02d}.bin"
+
+    def column(self, band: int) -> NDArray[np.uint64]:
+        """One band of all documents, in memory."""
+        return np.fromfile(self.path(band), np.uint64)
+
+    def rows(self, first: int, last: int) -> NDArray[np.uint64]:
+        """All bands of MinHash of the documents from `first` to below `last` [last - first, 16]."""
+        columns = [
+            np.fromfile(self.path(band), np.uint64, count=last - first, offset=8 * first) for band in range(NUM_BANDS)
+        ]
+        return np.stack(columns, axis=1)
+
+
+@dataclass(frozen=True)
+class InCommon:
+    """Documents that have a value in common with another one. numbers [P]: ascending; values [P, ...]: of each."""
+
+    numbers: NDArray[np.int64]
+    values: NDArray[np.uint64]
+
+    @classmethod
+    def of(cls, values: NDArray[np.uint64]) -> "InCommon":
+        """Those of all documents whose value [N] is also that of another one."""
+        order = np.argsort(values, kind="stable")
+        same = values[order[1:]] == values[order[:-1]]
+        repeated = np.zeros(len(values), np.bool_)
+        repeated[order[1:][same]] = True
+        repeated[order[:-1][same]] = True
+        numbers = np.flatnonzero(repeated)
+        return cls(numbers, values[numbers])
+
+
+@dataclass(kw_only=True)
+class Corpus:
+    """What deduplication knows of N documents. kind: int8; split: int8, 1 held out, 0 any other; quality: float32,
+    higher is better; alive: not dropped yet; equal: by the digest of kind, split and text; shared: held-out documents,
+    and training documents with a digest of theirs, by the digests of text and summary [P, 2].
+    """
+
+    kind: NDArray[np.int8]
+    split: NDArray[np.int8]
+    quality: NDArray[np.float32]
+    alive: NDArray[np.bool_]
+    equal: InCommon
+    shared: InCommon
+    shingles: ShingleStore
+    bands: BandFiles
+
+    def __len__(self) -> int:
+        return len(self.kind)
+
+    @property
+    def num_shingles(self) -> NDArray[np.int64]:
+        """The number of 5-grams of each document [N]; computed anew by every call."""
+        return np.diff(self.shingles.offsets)
+
+
+@dataclass(frozen=True)
+class Duplicate:
+    """Why documents are dropped: their numbers, the reason, the number of the document kept instead of each (`NOTHING`
+    if unknown) and the similarity to it.
+    """
+
+    numbers: NDArray[np.int64]
+    reason: str
+    instead: NDArray[np.int64]
+    similarity: NDArray[np.float32]
+
+
+def no_numbers(length: int) -> NDArray[np.uint32]:
+    """An array for the number of a document for each of `length` documents, `NO_NUMBER` everywhere."""
+    return np.full(length, NO_NUMBER, np.uint32)
+
+
+def exact(corpus: Corpus, num_new: int) -> Duplicate:
+    """All but the first of equal texts; those of the index come before all others."""
+    is_alive = corpus.alive[corpus.equal.numbers]
+    numbers, values = corpus.equal.numbers[is_alive], corpus.equal.values[is_alive]
+    num_own = int(np.searchsorted(numbers, num_new))
+    order = np.argsort(np.roll(values, -num_own), kind="stable")
+    order += num_own
+    order[order >= len(numbers)] -= len(numbers)
+    numbers, values = numbers[order], values[order]
+    del order
+    firsts = np.flatnonzero(np.concatenate([[True], values[1:] != values[:-1]])[: len(values)])
+    del values
+    kept = np.repeat(numbers[firsts], np.diff(firsts, append=len(numbers)))
+    repeated = (kept != numbers) & (numbers < num_new)
+    numbers, kept = numbers[repeated], kept[repeated]
+    order = np.argsort(numbers)
+    return Duplicate(numbers[order], "duplicate", kept[order], np.ones(len(numbers), np.float32))

@@ -1,0 +1,350 @@
+"""Features of a text, which the step quality sets limits on.
+
+Repetition and symbols are measured as in Gopher (Rae et al. 2021, https://arxiv.org/abs/2112.11446, table A1). A *data
+line* is made of literals: after numbers, quoted strings, escapes and a trailing comment are removed, letters make up
+less than a quarter of it. Code pages (`encodings.cp1252`), character tables and dumps consist of data lines; a model
+would spend its capacity on copying them.
+
+Further fractions from 0 to 1 are signs that a text is not prose (records, broken words, words out of order, error
+pages, fragments) and signs of code. Function words are those that are frequent in any text of a language; a text in a
+language that has no list here has few of them.
+"""
+
+import math
+import re
+import zlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from modelwright.data.clean.words import hash_words, split_words
+from modelwright.data.document import Document
+
+_FUNCTION_WORDS: Mapping[str, frozenset[str]] = {
+    language: frozenset(words.split())
+    for language, words in {
+        "en": "the be to of and that have with is in it for on as at by or this not are was an from but a you if will",
+        "de": "der die das und ist nicht mit von den ein eine zu auf für im sich in des dem werden wird oder als es",
+        "fr": "le la les de des et est un une que qui dans pour pas sur au du en il à ne ce par avec ou",
+        "es": "el los las y es en que por con para una se del no de la un a lo al como o si",
+        "it": "il di che e per una non sono con da del si la un in è le i della al o",
+        "pt": "o a os as um uma e de do da em que não para com por se no na",
+        "nl": "de het een en van is dat niet op te zijn met voor in die of er aan",
+        "sv": "och i att det som en på är av för med den till inte om ett kan",
+        "da": "og i at det er en til af som på de med den ikke for et kan",
+        "no": "og i det er på til som en av for at med ikke den de kan",
+        "fi": "ja on ei että se oli joka mutta kun ovat myös tai niin kuin jos",
+        "pl": "w i na z się nie do to że jest o jak po co dla lub jeśli",
+        "cs": "a se v na je že o s z do i to jako pro není nebo pokud",
+        "hu": "a az és hogy nem is egy ez van meg de volt csak vagy ha",
+        "ro": "și de în a la cu pe o nu că din care este un se sau dacă",
+        "tr": "ve bir bu da de için ile olarak daha çok gibi o ne veya",
+        "hr": "i u je na se za da su s od o koji a ili ako",
+        "sl": "in je v na se za da so z ki ne pa če ali",
+        "id": "yang dan di dengan untuk ini dari dalam itu tidak pada ke adalah atau",
+        "ca": "de la el i que a en les per un els una del no és amb",
+        "vi": "và của là có cho không được một các trong người này",
+        "et": "ja on ei et see oma ka kui või mis",
+        "lt": "ir kad su iš į yra tai kaip ar o",
+        "sk": "a na v sa je že s z do o i to ako pre alebo",
+        "af": "die en van in is het nie dat te vir op wat met sy",
+        "eu": "eta da ez du bat ere dira baina edo den dute",
+        "cy": "y yr a i yn o ar am ei bod mae oedd wedi hyn",
+        "ga": "an na agus ar i a le do ag sé bhí seo",
+        "sq": "të e në dhe një për se që nga është i si",
+        "sw": "na ya wa kwa ni katika la cha za kuwa hii",
+        "tl": "ang ng sa na at mga ay ito para si hindi",
+        "is": "og að í á er sem til við um en var það ekki",
+        "gl": "a o de que e do da en un para se os as con unha",
+        "eo": "la de kaj en al estas kiu por ne li mi",
+        "lv": "un ir ka ar no uz par kas vai",
+    }.items()
+}
+"""Without words that are frequent in keywords of another language (Albanian and English "me")."""
+
+
+_LANGUAGES_OF: Mapping[str, tuple[str, ...]] = {
+    word: tuple(language for language, own in _FUNCTION_WORDS.items() if word in own)
+    for word in frozenset().union(*_FUNCTION_WORDS.values())
+}
+_LITERAL = re.compile(
+    r"""[rbuRBU]{0,2}"(?:[^"\\]|\\.)*"|[rbuRBU]{0,2}'(?:[^'\\]|\\.)*'|\b0[xX][0-9a-fA-F]+\b|[-+]?\b\d[\w.]*"""
+)
+_MAY_BE_DATA = re.compile(r"""['"\d]""")
+_COMMENT = re.compile(r"\s*(#|//).*$")
+_DIGIT = re.compile(r"\d")
+_SYMBOL = re.compile(r"[^\w\s.,;:!?'\"()\-\u2010-\u201f\u3001-\u3003\uff0c\uff1a\uff1b\uff01\uff1f]")
+_CUT_OFF = re.compile(r"\w\s*(?:\.\.\.|\u2026|\.{0,3}\s*\[?(?:read|show) more\W*)$", re.IGNORECASE)
+_LATIN = re.compile(r"[A-Za-zÀ-ɏ]")
+_UNSPACED = re.compile(r"[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af]")
+_ASCII = [chr(code) for code in range(128)]
+_ASCII_DIGITS = [code for code, char in enumerate(_ASCII) if _DIGIT.match(char)]
+_ASCII_SYMBOLS = [code for code, char in enumerate(_ASCII) if _SYMBOL.match(char)]
+_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
+_MAX_NGRAM = 4
+_COMPRESSED_CHARS = 20_000
+MIN_LINES = 8
+"""Repeated lines and lines of data are not judged in shorter documents."""
+_FEWEST_LINES_OF_CODE = 4
+_HEAD_CHARS = 200_000
+"""Features of longer texts are those of their first characters."""
+
+FEATURES = (
+    "num_chars", "num_words", "mean_word_chars", "char_entropy", "word_entropy", "digit_fraction", "symbol_fraction",
+    "duplicate_line_fraction", "data_fraction", "top_ngram_fraction", "compression_ratio", "stop_word_fraction",
+    "ellipsis_fraction", "misordered_fraction", "sorted_fraction", "broken_word_fraction", "record_fraction",
+    "error_fraction", "cut_end_fraction", "code_fraction",
+)  # fmt: skip
+"""num_chars: of the text without its title, for pairs of the answers; num_words: of the whole text. Entropies in bits.
+duplicate_line_fraction, data_fraction: of characters, in lines that occurred before and in lines of data, 0 below
+`MIN_LINES` lines. top_ngram_fraction: largest fraction of characters that one 2- to 4-gram of words covers.
+compression_ratio: compressed over uncompressed bytes (zlib). stop_word_fraction: of the words in Latin script, those
+that are frequent in one language, 1 where there are few words in Latin script. ellipsis_fraction: of the lines, those
+that end where the text was cut off (an ellipsis, "Read more"). The others: see the functions."""
+
+
+def _set(words: str) -> frozenset[str]:
+    return frozenset(words.split())
+
+
+_MISORDERED: Mapping[str, tuple[tuple[frozenset[str], frozenset[str]], ...]] = {
+    "en": (
+        (
+            _set("the a an"),
+            _set("the a an of to in for on at by from with and or but that is are was were be has have it if this"),
+        ),
+        (_set("of"), _set("of to for on at from with and or but is are was were be has have if")),
+    ),
+    "de": (
+        (
+            _set("ein eine einen einem einer eines vom zum zur im"),
+            _set("und oder ist sind mit zu auf für im in nicht wird ein eine aber wenn dass als das"),
+        ),
+    ),
+    "fr": (
+        (
+            _set("le les un une des du au"),
+            _set("le la les et ou est sont dans sur pour par avec du des un une qui que au"),
+        ),
+    ),
+    "es": ((_set("un una el los las del al"), _set("el los las y o es son en por para con un una del al")),),
+}
+"""By language: words after which a noun phrase must go on, and words that cannot go on with it."""
+_FEWEST_PAIRS = 5
+_BROKEN_WORD = re.compile(r"[a-zà-öø-ÿ][\d!]+[a-zà-öø-ÿ]")
+_SPACES = re.compile(r"[\s,;|]+")
+_FEWEST_TOKENS_WITH_DIGITS = 3
+_SHARE_OF_TOKENS_WITH_DIGITS = 0.35
+_CODE_LINE = re.compile(
+    r"""\s*(?:
+    (?:async\ )?(?:def|class|func|fn|struct|enum|interface|namespace|using)\ .*
+    |(?:public|private|protected|static|const|let|var)\ .*
+    |(?:import\ [\w.*{]|from\ [\w.]+\ import\b|\#\s?(?:include|define|ifdef|ifndef|endif)\b|package\ [\w.]+;?$).*
+    |(?:if|elif|for|while|with|except|switch|catch)\b.*[:{]|(?:else|try|finally)\s?[:{]
+    |(?:return|raise|yield|assert|del)\b.*
+    |(?:self|this)[.\->].*|@\w[\w.]*(?:\(.*\))?|pass|break|continue|\}.*|["']{3}.*
+    |[\w.\[\]"'*&]+\s*(?:[-+*/|&%]|:\ ?[\w\[\], .]+)?=[^=].*
+    |[\w.]+\([^)]*\)?[,;:]?|.*(?:[;{}\[]|\w\(|\),?|=>|->)
+    )\s*""",
+    re.VERBOSE,
+)
+_ERRORS = sorted(status.phrase for status in HTTPStatus if status >= 400)
+_STATUS = re.compile(r"[45]\d\d")
+_ERROR_LINE = re.compile(
+    rf"\W*(?:http\W+)?(?:error\W+)?(?:[45]\d\d\W+(?:{'|'.join(map(re.escape, _ERRORS))})|(?:http|error)\W+[45]\d\d)\b"
+    r".{0,40}",
+    re.IGNORECASE,
+)
+_ENDS = frozenset(".!?:;…\"'”’»)]}>。!?】」』*`|")
+_LATIN_START = re.compile(r"[a-zà-öø-ÿ]")
+
+
+def function_word_share(words: Sequence[str]) -> tuple[float, str]:
+    """The largest share of words that are function words of one language, and that language."""
+    totals = dict.fromkeys(_FUNCTION_WORDS, 0)
+    for word, count in Counter(words).items():
+        for language in _LANGUAGES_OF.get(word, ()):
+            totals[language] += count
+    most, language = max((total, language) for language, total in totals.items())
+    return most / max(1, len(words)), language
+
+
+def misordered_share(words: Sequence[str], language: str) -> float:
+    """Fraction of articles and similar words that the next word cannot follow; one such slip does not count."""
+    num_pairs = num_wrong = 0
+    for starts, followers in _MISORDERED.get(language, ()):
+        pairs = [after for before, after in pairwise(words) if before in starts]
+        num_pairs += len(pairs)
+        num_wrong += sum(after in followers for after in pairs)
+    return max(0, num_wrong - 1) / num_pairs if num_pairs >= _FEWEST_PAIRS else 0.0
+
+
+def sorted_share(words: Sequence[str]) -> float:
+    """Fraction of pairs of different neighboring words in alphabetical order: half in prose, 1 in a word list."""
+    pairs = [(first, second) for first, second in pairwise(words) if first != second]
+    return sum(first < second for first, second in pairs) / max(1, len(pairs))
+
+
+def broken_word_share(text: str, num_words: int) -> float:
+    """Fraction of words with digits or exclamation marks between their letters, as in a bad scan."""
+    if _BROKEN_WORD.search(text) is None:
+        return 0.0
+    return sum(_BROKEN_WORD.search(part) is not None for part in text.split()) / max(1, num_words)
+
+
+def record_share(lines: Sequence[str]) -> float:
+    """Fraction of characters in lines of records, such as those of a log: at least three parts of such a line hold
+    digits, and these are more than a third of all its parts.
+    """
+    records = sum(len(line) for line in lines if _is_record(line))
+    return records / max(1, sum(map(len, lines)))
+
+
+def code_share(lines: Sequence[str]) -> float:
+    """Fraction of lines that look like statements of a programming language."""
+    return sum(_CODE_LINE.fullmatch(line) is not None for line in lines) / max(1, len(lines))
+
+
+def error_share(lines: Sequence[str]) -> float:
+    """Fraction of lines that consist of little more than an HTTP error status, such as "404 Not Found"."""
+    may_be_errors = [line for line in lines if _STATUS.search(line)]
+    return sum(_ERROR_LINE.fullmatch(line) is not None for line in may_be_errors) / max(1, len(lines))
+
+
+def cut_end_share(text: str) -> float:
+    """Fraction of the two ends of a text that are inside a sentence, as far as letters and punctuation tell: it begins
+    with a lower-case letter (of Latin script), or does not end with punctuation.
+    """
+    stripped = text.strip()
+    if not stripped:
+        return 0.0
+    begins = _LATIN_START.match(stripped) is not None
+    ends = stripped[-1] not in _ENDS and stripped[-1].isascii()
+    return (begins + ends) / 2
+
+
+def _is_record(line: str) -> bool:
+    if not _DIGIT.search(line):
+        return False
+    tokens = [token for token in _SPACES.split(line) if token]
+    with_digits = sum(_DIGIT.search(token) is not None for token in tokens)
+    return with_digits >= _FEWEST_TOKENS_WITH_DIGITS and with_digits > _SHARE_OF_TOKENS_WITH_DIGITS * len(tokens)
+
+
+def measure(document: Document) -> list[float]:
+    """The features of a document, in the order of `FEATURES`."""
+    whole, body = document.text, document.body
+    text = whole[:_HEAD_CHARS]
+    lines = [line for line in text.split("\n") if line.strip()]
+    has_lines = len(lines) >= MIN_LINES
+    words = split_words(text)
+    num_chars, num_words = max(1, len(text)), len(words)
+    if len(text) < len(whole):
+        num_words = num_words * len(whole) // num_chars
+    lengths = np.fromiter(map(len, words), np.int64, len(words))
+    counts, num_digits, num_symbols = _characters(text)
+    hashes = hash_words(words)
+    function_words, language = function_word_share(words)
+    raw = text[:_COMPRESSED_CHARS].encode("utf-8", "replace")
+    return [
+        float(len(body) if body.strip() else 0),
+        float(num_words),
+        float(lengths.mean()) if len(words) else 0.0,
+        _entropy(counts),
+        _entropy(np.unique(hashes, return_counts=True)[1]),
+        num_digits / num_chars,
+        num_symbols / num_chars,
+        duplicate_share(lines) if has_lines else 0.0,
+        data_share(lines) if has_lines else 0.0,
+        _top_ngram_share(hashes, lengths, num_chars),
+        len(zlib.compress(raw, 1)) / max(1, len(raw)),
+        function_words if words and _is_latin(text) else 1.0,
+        sum(map(_is_cut_off, lines)) / max(1, len(lines)),
+        misordered_share(words, language),
+        sorted_share(words),
+        broken_word_share(text, len(words)),
+        record_share(lines) if has_lines else 0.0,
+        error_share(lines),
+        cut_end_share(body),
+        code_share(lines) if len(lines) >= _FEWEST_LINES_OF_CODE else 0.0,
+    ]
+
+
+def duplicate_share(lines: Sequence[str]) -> float:
+    """Share of the characters that are in lines that occurred before."""
+    seen: set[str] = set()
+    duplicate = total = 0
+    for line in lines:
+        total += len(line)
+        if line in seen:
+            duplicate += len(line)
+        seen.add(line)
+    return duplicate / max(1, total)
+
+
+def data_share(lines: Sequence[str]) -> float:
+    """Share of the characters that are in data lines."""
+    data = sum(len(line) for line in lines if is_data_line(line))
+    return data / max(1, sum(map(len, lines)))
+
+
+def is_data_line(line: str) -> bool:
+    """Whether a line holds literals and hardly anything else. A comment alone is not data."""
+    if not _MAY_BE_DATA.search(line):
+        return False
+    code = _COMMENT.sub("", line) if "#" in line or "//" in line else line
+    rest, num_literals = _LITERAL.subn("", code)
+    letters = sum(map(str.isalpha, rest))
+    return num_literals > 0 and letters < 0.25 * len(code.strip())
+
+
+def _is_cut_off(line: str) -> bool:
+    may_be = "..." in line or "\u2026" in line or "more" in line.lower()
+    return may_be and _CUT_OFF.search(line) is not None
+
+
+def _characters(text: str) -> tuple[NDArray[np.int64], int, int]:
+    """Counts of the different characters, and how many characters are digits and symbols."""
+    if text.isascii():
+        counts = np.bincount(np.frombuffer(text.encode("ascii"), np.uint8), minlength=128)
+        return counts[counts > 0], int(counts[_ASCII_DIGITS].sum()), int(counts[_ASCII_SYMBOLS].sum())
+    points = np.frombuffer(text.encode("utf-32-le", "replace"), np.uint32)
+    counts = np.unique(points, return_counts=True)[1]
+    return counts, len(_DIGIT.findall(text)), len(_SYMBOL.findall(text))
+
+
+def _entropy(counts: NDArray[np.int64]) -> float:
+    """Entropy in bits per symbol."""
+    total = int(counts.sum())
+    return float(math.log2(total) - (counts * np.log2(counts)).sum() / total) if total else 0.0
+
+
+def _top_ngram_share(hashes: NDArray[np.uint64], lengths: NDArray[np.int64], num_chars: int) -> float:
+    largest, rolled, covered = 0.0, hashes, lengths
+    for n in range(2, _MAX_NGRAM + 1):
+        if len(hashes) < n:
+            break
+        rolled = rolled[:-1] * _MULTIPLIER + hashes[n - 1 :]
+        covered = covered[:-1] + lengths[n - 1 :] + 1
+        order = rolled.argsort(kind="stable")
+        ordered = rolled[order]
+        starts = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))
+        counts = np.diff(starts, append=len(ordered))
+        repeated = counts > 1
+        if not repeated.any():
+            break  # a longer phrase repeats only where a shorter one does
+        most = (counts[repeated] * covered[order[starts[repeated]]]).max()
+        largest = max(largest, float(most) / num_chars)
+    return largest
+
+
+def _is_latin(text: str) -> bool:
+    """Whether most of a text is in Latin script. In Chinese and Japanese a few characters say as much as a line of the
+    commands between them.
+    """
+    head = text[:1000]
+    return len(_LATIN.findall(head)) >= 0.5 * len(head) and len(_UNSPACED.findall(head)) <= 0.05 * len(head)

@@ -1,0 +1,268 @@
+"""Text of other scripts that was decoded with the wrong encoding: `РџСЂРёРІРµС‚` and `оПХБЕР` to `Привет`.
+
+ftfy repairs UTF-8 that was read in an encoding of the West (`data/clean/steps/format.py`). This finds, line by line,
+other pairs of encodings that lead back to text: the line is encoded as it was read and decoded as it was meant. Nothing
+is lost on the way, or the line stays as it is. Where the line was meant as UTF-8, that its bytes are UTF-8 nearly
+proves it; for other encodings the line must look wrong before, and the result must look like a text of its script.
+"""
+
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import ftfy.bad_codecs
+
+_SINGLE_BYTE = (
+    "latin-1", "sloppy-windows-1252", "sloppy-windows-1251", "sloppy-windows-1250", "sloppy-windows-1253",
+    "sloppy-windows-1254", "sloppy-windows-1256", "koi8-r", "cp866", "iso8859-5", "mac-cyrillic", "mac-roman", "cp437",
+    "cp850",
+)  # fmt: skip
+_READ_AS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("utf-8", (*_SINGLE_BYTE, "gb18030", "cp932", "big5", "cp949")),
+    ("cp1251", ("latin-1", "sloppy-windows-1252", "koi8-r", "cp866", "iso8859-5", "mac-cyrillic", "mac-roman")),
+    ("koi8-r", ("latin-1", "sloppy-windows-1252", "sloppy-windows-1251", "cp866", "iso8859-5", "mac-roman")),
+    ("cp866", ("latin-1", "sloppy-windows-1252", "sloppy-windows-1251", "koi8-r", "cp437", "mac-roman")),
+    ("iso8859-5", ("latin-1", "sloppy-windows-1252", "sloppy-windows-1251", "koi8-r")),
+    ("mac-cyrillic", ("mac-roman", "sloppy-windows-1251")),
+    ("cp932", ("latin-1", "sloppy-windows-1252", "gb18030")),
+    ("euc_jp", ("latin-1", "sloppy-windows-1252", "gb18030", "cp932")),
+    ("gb18030", ("latin-1", "sloppy-windows-1252", "sloppy-windows-1251", "big5", "cp932", "cp949")),
+    ("big5", ("latin-1", "sloppy-windows-1252", "gb18030", "cp932")),
+    ("cp949", ("latin-1", "sloppy-windows-1252", "gb18030")),
+    ("cp1253", ("latin-1", "sloppy-windows-1252", "sloppy-windows-1251")),
+    ("cp1256", ("latin-1", "sloppy-windows-1252", "sloppy-windows-1251")),
+    ("cp1255", ("latin-1", "sloppy-windows-1252")),
+)
+"""What a text was meant as, and what it may have been read as; of equally good readings the first counts."""
+assert ftfy.bad_codecs.search_function("sloppy-windows-1252") is not None
+_FEWEST_CHARS = 6
+"""Lines with fewer characters beyond ASCII tell too little."""
+_FEWEST_OF_SCRIPTS = 12
+"""The same for lines in a script other than Latin that were not meant as UTF-8, unless the case of a word is flipped.
+Below, names and headings decode to Chinese by chance."""
+_FEWEST_CAPITALS = 32
+"""The same for lines in capitals that are a text as they are."""
+_CERTAIN_CHARS = 32
+"""Lines with as many characters beyond ASCII are repaired though the rest of the document is right."""
+_JUDGED_CHARS = 4000
+_REMEMBERED_CHARS = 2**16
+_NOT_ASCII_RUN = re.compile("[\x80-\u02ff\u2010-\u27ff]{4,}")
+_MOST_DIFFERENT = 0.85
+"""The largest share of letters that differ from all others in a line of an alphabet. In a list of letters all do."""
+_MOST_OF_ONE = 0.3
+"""The largest share of a single letter. Lines of tables decode to rows of one."""
+_USUAL_CASE = 0.8
+_MOSTLY, _CLEARLY = 0.7, 1.15
+_DOUBT = 0.6
+"""Factor for what is asked of a line before another reading of it is preferred."""
+_WORD = re.compile(r"[^\W\d_]{2,}")
+_PLAIN = frozenset("«»“”„‘’‚–—…№©®°§·•€¿¡\xa0\xad")
+"""Characters beyond ASCII that stand in texts of any script."""
+
+
+@dataclass(frozen=True)
+class _Script:
+    """ranges: of its characters; frequent: characters of which a text has at least the share `fewest`; is_alphabet:
+    letters repeat, and some have upper case; vowels: of which it has at least the share `fewest_vowels`.
+    """
+
+    ranges: tuple[tuple[int, int], ...]
+    frequent: frozenset[str]
+    fewest: float
+    is_alphabet: bool = False
+    vowels: frozenset[str] = frozenset()
+    fewest_vowels: float = 0.0
+
+
+_HAN = ((0x3000, 0x303F), (0x3400, 0x4DBF), (0x4E00, 0x9FFF), (0xFF00, 0xFFEF))
+_SCRIPTS: Mapping[str, _Script] = {
+    "Cyrillic": _Script(
+        ((0x400, 0x4FF),),
+        frozenset("оеаинтсрвлкмдпу"),
+        0.62,
+        is_alphabet=True,
+        vowels=frozenset("аеиоуыэюяіє"),
+        fewest_vowels=0.33,
+    ),
+    "Greek": _Script(
+        ((0x370, 0x3FF), (0x1F00, 0x1FFF)), frozenset("αοιετνσςηρπκυμλ"), 0.75, is_alphabet=True,
+        vowels=frozenset("αεηιουω"), fewest_vowels=0.42,
+    ),
+    "Arabic": _Script(((0x600, 0x6FF),), frozenset("الينموتربةعدفسهكی"), 0.7, is_alphabet=True),
+    "Hebrew": _Script(((0x590, 0x5FF),), frozenset("יוהלאתרבשמנ"), 0.6, is_alphabet=True),
+    "Japanese": _Script(((0x3040, 0x30FF), *_HAN), frozenset(map(chr, range(0x3041, 0x30FB))), 0.25),
+    "Chinese": _Script(
+        _HAN,
+        frozenset(
+            "的一是不了在人有我他这个们中来上大为和国地到以说时要就出会可也你对生能而子那得于着下自之年过发后作里"
+            "用道行所然家种事成方多经么去法学如都同现当没动面起看定天分还进好小部其些主样理心她本前开但因只从想实"
+            "這個們來為國說時會對過發後裡種經麼學現當沒動還進樣開從實"
+        ),
+        0.12,
+    ),
+    "Korean": _Script(
+        ((0xAC00, 0xD7A3), *_HAN),
+        frozenset("이다에는의을가를하고한지도로사기리어은자나아인대시서과전정그일수있해스적부들보제것게으주라상장면"),
+        0.3,
+    ),
+}  # fmt: skip
+
+
+def repair(text: str) -> str:
+    """The text with the lines repaired whose encoding was mistaken."""
+    if text.isascii():
+        return text
+    lines = text.split("\n")
+    from_utf8 = {number: right for number, line in enumerate(lines) if (right := _meant_as_utf8(line))}
+    left = {number: line for number, line in enumerate(lines) if number not in from_utf8}
+    others = {number: right for number, line in left.items() if (right := _meant_as_other(line))}
+    # A short line of right text may look like another one by chance; most documents have one encoding.
+    if others and _num_right_chars(lines, {*from_utf8, *others}) > sum(len(lines[number]) for number in others):
+        others = {number: right for number, right in others.items() if _num_judged(lines[number]) >= _CERTAIN_CHARS}
+    right = from_utf8 | others
+    return "\n".join(right.get(number, line) for number, line in enumerate(lines))
+
+
+def _num_judged(line: str) -> int:
+    """Characters that tell something about the encoding."""
+    return 0 if line.isascii() else sum(char > "\x7f" and char not in _PLAIN for char in line)
+
+
+def _num_right_chars(lines: Sequence[str], changed: Collection[int]) -> int:
+    """Characters of the lines beyond ASCII that look like text as they are."""
+    others = (line for number, line in enumerate(lines) if number not in changed and not line.isascii())
+    return sum(len(line) for line in others if _naturalness(line, _DOUBT))
+
+
+def _meant_as_utf8(line: str) -> str:
+    """What a line said if it was UTF-8, "" if it was not."""
+    return _most_natural(line, _READ_AS[:1]) if _num_judged(line) >= _FEWEST_CHARS else ""
+
+
+def _meant_as_other(line: str) -> str:
+    """What a line said if it was in an encoding other than UTF-8 and was read as another one, "" if it was not."""
+    num_judged = _num_judged(line)
+    if num_judged < _FEWEST_CHARS or _is_hangul(line):
+        return ""
+    is_flipped = any(map(_is_flipped, _WORD.findall(line)))
+    if num_judged < _FEWEST_OF_SCRIPTS and not is_flipped and max(line) >= "\u0370":
+        return ""
+    before = _naturalness(line, _DOUBT)
+    # Encodings of Cyrillic differ in the order of letters and in their case.
+    is_certain = is_flipped or num_judged >= _FEWEST_CAPITALS
+    if before and not (is_certain and _share_of_capitals(line) >= _MOSTLY):
+        return ""
+    best = _most_natural(line, _READ_AS[1:])
+    is_lower = not before or (_share_of_capitals(best) <= 1 - _MOSTLY and _is_cyrillic(best))
+    enough = before if is_flipped else _CLEARLY * before
+    return best if best and is_lower and _naturalness(best) >= enough else ""
+
+
+def _most_natural(line: str, read_as: Sequence[tuple[str, tuple[str, ...]]]) -> str:
+    """What the line may have said that looks most like text, "" if nothing does."""
+    best, most = "", 0.0
+    for candidate in _candidates(line, read_as):
+        naturalness = _naturalness(candidate)
+        if naturalness > most:
+            best, most = candidate, naturalness
+    return best
+
+
+def _candidates(line: str, read_as: Sequence[tuple[str, tuple[str, ...]]]) -> Iterator[str]:
+    """What the line said, for each pair of encodings by which nothing is lost."""
+    for meant, others in read_as:
+        for other in others:
+            try:
+                candidate = line.encode(other).decode(meant)
+            except (UnicodeEncodeError, UnicodeDecodeError):
+                continue
+            if candidate != line:
+                yield candidate
+
+
+def _naturalness(text: str, doubt: float = 1.0) -> float:
+    """How much a line looks like a text of one script, 0 if it does not. Latin script has no test of its own: it is
+    right unless most of its characters beyond ASCII stand together. doubt: factor for what is asked of a text; below 1,
+    unusual text passes, too.
+    """
+    text = text[:_JUDGED_CHARS]
+    counts = Counter(char for char in text if char > "\x7f" and char not in _PLAIN)
+    total = sum(counts.values())
+    if not total:
+        return 0.0
+    return max((_likeness(text, counts, total, name, doubt) for name in _SCRIPTS), default=0.0) or _latin(
+        text, counts, total
+    )
+
+
+@lru_cache(maxsize=_REMEMBERED_CHARS)
+def _scripts_of(char: str) -> frozenset[str]:
+    """The names of the scripts that have the character."""
+    return frozenset(
+        name for name, script in _SCRIPTS.items() if any(a <= ord(char) <= b for a, b in script.ranges)
+    )  # fmt: skip
+
+
+def _likeness(text: str, counts: Counter[str], total: int, name: str, doubt: float) -> float:
+    """How much a line looks like a text in the script of this name."""
+    script = _SCRIPTS[name]
+    own = {char: count for char, count in counts.items() if name in _scripts_of(char)}
+    num_own = sum(own.values())
+    if num_own < 0.95 * total:
+        return 0.0
+    is_list = len(own) > _MOST_DIFFERENT * num_own or max(own.values()) > _MOST_OF_ONE * num_own
+    if script.is_alphabet and is_list and doubt == 1:
+        return 0.0
+    bases = Counter[str]()
+    for char, count in own.items():
+        bases[_base(char) if script.is_alphabet else char] += count
+    frequent, vowels = (
+        sum(bases[char] for char in chars) / num_own for chars in (script.frequent, script.vowels)
+    )  # fmt: skip
+    if frequent < doubt * script.fewest or vowels < doubt * script.fewest_vowels:
+        return 0.0
+    if script.is_alphabet and _share_of_usual_case(text) < doubt * _USUAL_CASE:
+        return 0.0
+    return frequent / script.fewest
+
+
+def _latin(text: str, counts: Counter[str], total: int) -> float:
+    letters = sum(count for char, count in counts.items() if "LATIN" in unicodedata.name(char, ""))
+    in_runs = sum(map(len, _NOT_ASCII_RUN.findall(text)))
+    return 0.5 if letters >= 0.9 * total and in_runs < 0.3 * total else 0.0
+
+
+@lru_cache(maxsize=_REMEMBERED_CHARS)
+def _base(char: str) -> str:
+    """The lower-case letter without accents."""
+    return unicodedata.normalize("NFD", char.lower())[0]
+
+
+def _is_hangul(text: str) -> bool:
+    """Other text that was read as Korean has Chinese characters, too."""
+    letters = [char for char in text[:_JUDGED_CHARS] if char > "\u02ff" and char not in _PLAIN]
+    return sum("\uac00" <= char <= "\ud7a3" for char in letters) >= 0.9 * max(1, len(letters))
+
+
+def _is_cyrillic(text: str) -> bool:
+    return any("\u0400" <= char <= "\u04ff" for char in text)
+
+
+def _is_flipped(word: str) -> bool:
+    """Whether all letters of a word but the first are capitals: `мОСКВА`."""
+    return len(word) > 2 and word[0].islower() and word[1:].isupper()
+
+
+def _share_of_capitals(text: str) -> float:
+    letters = [char for char in text[:_JUDGED_CHARS] if char > "\x7f" and char.lower() != char.upper()]
+    return sum(map(str.isupper, letters)) / max(1, len(letters))
+
+
+def _share_of_usual_case(text: str) -> float:
+    """The share of words in lower case, in upper case or with one capital at the beginning."""
+    words = _WORD.findall(text)
+    usual = sum(word in (word.lower(), word.upper(), word.capitalize()) for word in words)
+    return usual / max(1, len(words))

@@ -1,0 +1,1 @@
+"""Junk that a classifier tells from trusted text."""

@@ -1,0 +1,222 @@
+"""A calibrated linear classifier of trusted text against junk, on hashed n-grams of words and characters.
+
+The classifier judges only forms of text that it knows: a chat, a table or a language that the trusted text does not
+have is rare, which does not make it junk. How it is trained and tested is `data/clean/noise/cascade.py`. The second
+model, `NoiseModel`, is any Hugging Face sequence-classification model on disk.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
+
+from modelwright.core.errors import DataError
+from modelwright.core.resources import num_usable_cores
+
+_BUCKETS = 2**18
+_HEAD_CHARS = 4000
+"""Characters at the beginning of a text that are read; the rest of a longer one is not."""
+_FOLDS = 5
+_RARE = 0.01
+"""A form with a smaller share of the trusted documents is one that the trusted text does not have."""
+_SPEAKER = re.compile(r"\s*(?:[\[(]?\d{1,2}:\d\d(?::\d\d)?[\])]?\s*)?(<[^<>\s]{1,24}>|[^\W\d][\w .'-]{0,24}:(?=\s))")
+_CELLS = re.compile(r"\||\t|;|,(?! )| {3,}")
+_MIN_LINES = 4
+_LEAST_THRESHOLD = 0.5
+"""Where samples are easy to tell apart, a lower threshold would keep its promise for them, and for no other text."""
+
+Layout = Literal["chat", "table", "text"]
+_BATCH = 16
+_MAX_TOKENS = 512
+
+
+def layout_of(text: str) -> Layout:
+    """Whether the lines of a text are turns of a chat, rows of a table or anything else."""
+    lines = [line for line in text[:_HEAD_CHARS].split("\n") if line.strip()]
+    if len(lines) < _MIN_LINES:
+        return "text"
+    speakers = [match[1] for line in lines if (match := _SPEAKER.match(line))]
+    if len(speakers) >= 0.5 * len(lines) and len(set(speakers)) <= 0.5 * len(speakers):
+        return "chat"
+    cells = Counter(len(_CELLS.findall(line)) for line in lines)
+    return "table" if sum(count for number, count in cells.items() if number >= 2) >= 0.6 * len(lines) else "text"
+
+
+def language_of(text: str) -> str:
+    """The ISO 639-1 code of a text's language, "" where its halves disagree, as those of junk often do."""
+    import py3langid  # takes half a second
+
+    head = text[:_HEAD_CHARS]
+    first, second = (py3langid.classify(half)[0] for half in (head[: len(head) // 2], head[len(head) // 2 :]))
+    return first if first == second != "zxx" else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownForms:
+    """The layouts and languages of the trusted text."""
+
+    layouts: tuple[str, ...]
+    languages: tuple[str, ...]
+
+    @classmethod
+    def of(cls, texts: Sequence[str]) -> "KnownForms":
+        counts = [Counter(form(text) for text in texts) for form in (layout_of, language_of)]
+        layouts, languages = (sorted(name for name, n in one.items() if n >= _RARE * len(texts)) for one in counts)
+        return cls(layouts=tuple(layouts), languages=tuple(languages))
+
+    def includes(self, text: str) -> bool:
+        """Whether a text has a form that is known; one whose language cannot be told has no other language."""
+        return layout_of(text) in self.layouts and language_of(text) in ("", *self.languages)
+
+
+@dataclass(frozen=True)
+class LinearClassifier:
+    """P(noise) = sigmoid(slope * (weights . n-grams + bias) + offset)."""
+
+    weights: NDArray[np.float32]
+    bias: float
+    slope: float
+    offset: float
+
+    @classmethod
+    def fit(
+        cls, texts: Sequence[str], labels: NDArray[np.bool_], groups: NDArray[np.int64]
+    ) -> tuple["LinearClassifier", NDArray[np.float64]]:
+        """Fit and calibrate by cross-validation; returns P(noise) of each text by a classifier that has not seen it,
+        too [N]. labels [N]: whether noise; groups [N]: texts of one group are in one fold. Deterministic.
+        """
+        from sklearn.linear_model import LogisticRegression
+        from sklearn.model_selection import GroupKFold
+
+        inputs, num_texts = _ngrams(texts), len(texts)
+        folds = [(known, unknown) for known, unknown in GroupKFold(_FOLDS).split(inputs, labels, groups)]
+
+        def fit(rows: NDArray[np.int64]) -> Any:
+            return LogisticRegression(C=10.0, solver="liblinear", random_state=0).fit(inputs[rows], labels[rows])
+
+        with ThreadPoolExecutor(num_usable_cores()) as threads:  # liblinear releases the interpreter's lock
+            whole, *parts = threads.map(fit, [np.arange(num_texts), *(known for known, _ in folds)])
+        unseen = np.empty(num_texts)
+        for part, (_, unknown) in zip(parts, folds, strict=True):
+            unseen[unknown] = part.decision_function(inputs[unknown])
+        slope, offset = _sigmoid(unseen, labels)
+        result = cls(whole.coef_[0].astype(np.float32), float(whole.intercept_[0]), slope, offset)
+        return result, logistic(slope * unseen + offset)
+
+    def probabilities(self, texts: Sequence[str]) -> NDArray[np.float64]:
+        """P(noise) of each text [N]."""
+        if not len(texts):
+            return np.empty(0)
+        scores: NDArray[np.float64] = _ngrams(texts) @ self.weights + self.bias
+        return logistic(self.slope * scores + self.offset)
+
+    def save(self, path: Path) -> None:
+        scalars = np.array([self.bias, self.slope, self.offset])
+        save_file({"weights": self.weights, "scalars": scalars}, path)
+
+    @classmethod
+    def load(cls, path: Path) -> "LinearClassifier":
+        arrays = load_file(path)
+        return cls(arrays["weights"], *map(float, arrays["scalars"]))
+
+
+def _sigmoid(scores: NDArray[np.float64], labels: NDArray[np.bool_]) -> tuple[float, float]:
+    """Slope and offset with which a logistic function of the scores is the probability of the label (Platt 1999)."""
+    from sklearn.calibration import CalibratedClassifierCV
+    from sklearn.frozen import FrozenEstimator
+    from sklearn.linear_model import LogisticRegression
+
+    identity: Any = LogisticRegression()
+    identity.classes_, identity.coef_, identity.intercept_ = np.array([False, True]), np.ones((1, 1)), np.zeros(1)
+    calibrated: Any = CalibratedClassifierCV(FrozenEstimator(identity), method="sigmoid")
+    (calibrated,) = calibrated.fit(scores[:, None], labels).calibrated_classifiers_
+    (sigmoid,) = calibrated.calibrators
+    return -float(sigmoid.a_), -float(sigmoid.b_)
+
+
+def logistic(scores: Any) -> Any:
+    """The logistic function, without overflow."""
+    return 1 / (1 + np.exp(-np.clip(scores, -50, 50)))
+
+
+def threshold_for(p: NDArray[np.float64], labels: NDArray[np.bool_], min_precision: float, share: float) -> float:
+    """The lowest threshold, at least a half, from which the precision is at least `min_precision` if a share of `share`
+    of all documents is noise, whatever its share among the samples; above 1 if there is none. One more trusted sample
+    than there are counts as noise for sure (Laplace's rule), so that few samples promise little.
+    """
+    from sklearn.metrics import precision_recall_curve
+
+    if not labels.any():
+        return 2.0
+    p, labels = np.append(p, 1.0), np.append(labels, False)
+    weights = np.where(labels, share / labels.sum(), (1 - share) / (~labels).sum())
+    precision, _, thresholds = precision_recall_curve(labels, p, sample_weight=weights)
+    good = np.flatnonzero(precision[:-1] >= min_precision)
+    return max(_LEAST_THRESHOLD, float(thresholds[good[0]])) if len(good) else 2.0
+
+
+def _ngrams(texts: Sequence[str]) -> Any:
+    """Hashed n-grams of the beginnings of texts, a sparse matrix [N, 2 * _BUCKETS]."""
+    from scipy.sparse import hstack
+    from sklearn.feature_extraction.text import HashingVectorizer
+
+    single: Any = np.float32
+    words = HashingVectorizer(n_features=_BUCKETS, ngram_range=(1, 2), token_pattern=r"\w+|[^\w\s]", dtype=single)
+    chars = HashingVectorizer(n_features=_BUCKETS, analyzer="char_wb", ngram_range=(1, 4), dtype=single)
+    heads = [text[:_HEAD_CHARS] for text in texts]
+    return hstack([words.transform(heads), chars.transform(heads)], format="csr")
+
+
+class NoiseModel:
+    """Scores of noise, in logits, by a model in `folder` whose class `noise_label` stands for noise.
+
+    Raises `DataError` if it cannot be loaded or has no such class.
+    """
+
+    def __init__(self, folder: str, noise_label: str) -> None:
+        try:
+            import transformers
+        except ImportError:
+            raise DataError("noise.model: needs the package transformers; install modelwright[hf]") from None
+        transformers.logging.set_verbosity_error()
+        try:
+            self._tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            self._model: Any = transformers.AutoModelForSequenceClassification.from_pretrained(
+                folder, local_files_only=True, use_safetensors=True
+            ).eval()
+        except (OSError, ValueError) as error:
+            text = f"noise.model: {folder}: cannot be loaded ({str(error).splitlines()[0]})"
+            raise DataError(f"{text}; give a folder of a sequence-classification model with safetensors") from None
+        self._noise = self._class_of(noise_label)
+        self._longest = min(_MAX_TOKENS, getattr(self._model.config, "max_position_embeddings", _MAX_TOKENS))
+
+    def scores(self, texts: Sequence[str]) -> NDArray[np.float64]:
+        """The logit of noise against all other classes of each text [N]."""
+        result: list[float] = []
+        with torch.inference_mode():
+            for start in range(0, len(texts), _BATCH):
+                batch = self._tokenizer(
+                    list(texts[start : start + _BATCH]), truncation=True, max_length=self._longest, padding=True,
+                    return_tensors="pt",
+                )  # fmt: skip
+                logits = self._model(**batch).logits.double()
+                others = [number for number in range(logits.shape[1]) if number != self._noise]
+                result += (logits[:, self._noise] - logits[:, others].logsumexp(dim=1)).tolist()
+        return np.array(result)
+
+    def _class_of(self, label: str) -> int:
+        config = self._model.config
+        by_name = {name.lower(): int(number) for number, name in config.id2label.items()}
+        noise = by_name.get(label.lower(), int(label) if label.isdigit() else -1)
+        if not 0 <= noise < config.num_labels:
+            known = ", ".join(config.id2label.values())
+            raise DataError(f"noise.model_noise_label: {label!r} is not one of {known}")
+        return noise

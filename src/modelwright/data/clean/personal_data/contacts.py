@@ -1,0 +1,321 @@
+"""E-mail and IP addresses, and telephone numbers by the rules of `phonenumbers` and the ways of writing them.
+
+Top-level domains are those of the IANA root zone (data.iana.org/TLD): all countries' and the common ones. Brands and
+words that are names of files, units and methods (`zip`, `mov`, `service`) are left out on purpose; `example` (RFC 2606)
+is in, because addresses of made-up people must become markers too.
+"""
+
+import ipaddress
+import re
+
+import phonenumbers
+from phonenumbers import NumberParseException, PhoneNumber, PhoneNumberFormat
+
+from modelwright.data.clean.personal_data.pattern import (
+    DIGITS,
+    OTHER_NUMBER,
+    Candidate,
+    Match,
+    Pattern,
+    ascii_regex,
+    words,
+)
+
+_COUNTRIES = """
+ac ad ae af ag ai al am ao aq ar as at au aw ax az ba bb bd be bf bg bh bi bj bm bn bo br bs bt bw by bz ca cc cd cf
+cg ch ci ck cl cm cn co cr cu cv cw cx cy cz de dj dk dm do dz ec ee eg er es et eu fi fj fk fm fo fr ga gd ge gf gg
+gh gi gl gm gn gp gq gr gs gt gu gw gy hk hm hn hr ht hu id ie il im in io iq ir is it je jm jo jp ke kg kh ki km kn
+kp kr kw ky kz la lb lc li lk lr ls lt lu lv ly ma mc md me mg mh mk ml mm mn mo mp mq mr ms mt mu mv mw mx my mz na
+nc ne nf ng ni nl no np nr nu nz om pa pe pf pg ph pk pl pm pn pr ps pt pw py qa re ro rs ru rw sa sb sc sd se sg sh
+si sk sl sm sn so sr ss st su sv sx sy sz tc td tf tg th tj tk tl tm tn to tr tt tv tw tz ua ug uk us uy uz va vc ve
+vg vi vn vu wf ws ye yt za zm zw
+"""
+_GENERIC = """
+academy aero africa agency app art asia bank berlin bio biz blog business capital care cat center city clinic cloud
+club coach college com community company consulting coop dental design dev digital direct earth edu education email
+energy engineering events example expert family finance foundation fun fund games global gmbh gov group guru health
+house info ink institute insurance int international jobs land law legal life live london ltd management market
+marketing media medical mil mobi money museum name net network news ngo nyc one online org paris partners
+photography post press pro pub research school science services shop site social solutions space store studio swiss
+systems team tech technology tel today tokyo tools top training travel university vip wiki work world xyz zone ελ
+бел москва онлайн орг рус рф укр 中国 公司 網絡
+"""
+_DOMAINS = frozenset(f"{_COUNTRIES} {_GENERIC}".split())
+_LETTER = r"A-Za-z0-9\u00c0-\u024f\u0370-\u03ff\u0400-\u04ff"
+_LABEL = rf"[{_LETTER}](?:[{_LETTER}\-]{{0,61}}[{_LETTER}])?"
+_REPOSITORY_USERS = frozenset({"git", "hg", "svn"})
+"""User names of version control servers: `git@github.com:owner/name` is an address of a repository."""
+
+_USER_OF_URL = ascii_regex(r"://[^\s/@]*:$")
+_ADDRESS = words(
+    r"(?<!\.)\bips?\b|ipv[46]|\bhosts?\b|hostname|addr|adresse|\bservers?\b|\bclients?\b|\bpeer|\bping\b|\bfrom\s*$|\bdns\b|gateway|"
+    r"netmask|subnet|cidr|firewall|login|logged in|connect|\bssh\b|visitor|dirección|endereço|servidor|serveur|"
+    r"地址|服务器|主机|访问|登录|アドレス|サーバ|接続|ログイン|ホスト"
+)
+_VERSION = words(
+    r"(?:\b(?:version|versions|ver|v|release|released|rel|build|rfc|sections?|sect?|chapter|clause|article|table|figure|"
+    r"fig|appendix|annex|item|rule|paragraph|see|oid|firmware|driver|kernel|upgraded? to|updated? to|since|since \w+|"
+    r"before|until|prior to|abschnitt|kapitel|tabelle|abbildung|versión|sección|capítulo|"
+    r"chapitre|tableau|versão|seção|firefox|chrome|safari|edge|windows|linux|android|python|node|java)\b[.:]?|"
+    r"§+|版本|版|章|节|第|バージョン|節|項)[\s(\[\"'v]{0,4}$"
+)
+"""What stands right before a version or the number of a section."""
+_NAME_OF_SOFTWARE = ascii_regex(r"[A-Za-z][A-Za-z0-9]*[-_/=]v?$|[-_~=<>^]$")
+_RELEASE = re.compile(
+    r"\)? ?(?:unstable|stable|experimental|testing|urgency|alpha|beta|rc\d|lts|release)", re.IGNORECASE
+)
+_LARGE_PART, _LARGE_SUM = 32, 150
+_NEAR_CHARS = 30
+"""An address with small parts needs a word that is nearer than other context: versions stand near servers."""
+_PHONE_WORDS = words(
+    r"\btel\b|telep?hon|telef[oó]n|phone|\bmobile?\b|mobilnummer|mobiltel|\bcell\b|cellular|\bfax\b|whatsapp|\bsms\b|"
+    r"(?<!recent )\bcall(?:s|ed|ing)?\b|\btext me|hotline|\bdial(?:ed|led|ing)?\b|\bring\b|\bcontact\b|handy|"
+    r"reach (?:me|us|him|her|them)|anruf|\brufen|rufnummer|durchwahl|festnetz|erreich|téléphon|\btél\b|portable|"
+    r"appel|joindre|numéro de|móvil|llam|llám|celular|ligue|ligar|\bfone\b|telemóvel|contato|contacto|"
+    r"电话|手机|致电|拨打|联系|热线|号码|来电|短信|電話|携帯|連絡|ファックス|ケータイ|お問い合わせ|番号"
+)
+_NOT_A_PHONE = words(
+    r"(?:\b(?:isbn|issn|doi|rfc|pages?|pp?|vol|volume|no|nos|version|lines?|ports?|uid|gid|pid|coordinates?|"
+    r"latitude|longitude|lat|lon|unicode|u\+|range|years?|seiten?|páginas?|zip|plz|postcode|account|konto|kontonummer|"
+    r"iban|bic|blz|ssn|total|price|preis|prix|precio|preço|population|einwohner|id)\b|[$€£¥₹]|\bU\+|isbn-1[03]|"
+    r"身份证|人口|页|ページ|邮编|〒)[\s.:：#=°º(\"'“「]*$"
+)
+"""What stands right before a number of another kind."""
+_CJK = re.compile(r"[\u3040-\u30ff\u4e00-\u9fff]")
+_SEPARATOR = r"(?: ?[.\-/\u2010-\u2015] ?|[ \u00a0\u202f])"
+_EXTENSION = r"(?: ?(?:x|ext\.? ?|extension )\d{1,6})?"
+_NORTH_AMERICAN = re.compile(
+    r"(?:(?:\+|00|011[ \-.]?)?1[ \-.]?)?"
+    r"(?:\([2-9]\d\d\)[ \-.]?[2-9]\d\d[ \-.]|[2-9]\d\d(?:([\-.\u2011])[2-9]\d\d\1| [2-9]\d\d[ \-]))\d{4}"
+)
+_BRACKETED = re.compile(r"\(0\d{1,5}\)[ \-/]?\d{2,4}(?:[ \-/]?\d{2,4}){0,3}")
+_BRAZILIAN = re.compile(r"\(?[1-9]\d\)? ?9?\d{4}-\d{4}")
+_JAPANESE = re.compile(r"0\d{1,3}-\d{2,4}-\d{4}")
+_CHINESE = re.compile(r"1[3-9]\d[ \-]?\d{4}[ \-]?\d{4}")
+"""Forms in which people write numbers, and that little else has; area codes need not be assigned."""
+_DATE = re.compile(
+    r"\(?(?:1[89]|20)\d\d[-/. ](?:0?[1-9]|1[0-2])[-/. ].*|\(?\d{1,2}[-/. ]\d{1,2}[-/. ](?:1[89]|20)\d\d(?!\d).*|"
+    r"(?:1[5-9]|20)\d\d *[-\u2010-\u2015/] *(?:1[5-9]|20)\d\d.*|"
+    r"\d{1,2}\D(?:1[5-9]|20)\d\d[-\u2010-\u2015/](?:1[5-9]|20)\d\d|"
+    r"(?:19|20)\d{6}(?:[ \-]?\d{4,6})?|.*\b(?:19|20)\d\d-[01]\d-[0-3]\d\b.*"
+)
+_QUANTITY = re.compile(r"\d+\.\d+|\d{1,3}(?:[ \u00a0\u202f]\d{3}){3,}|(?:\d{3,4}[ \-/]){3,}\d{3,4}")
+"""A decimal, thousands with spaces between them, and a table's row."""
+_OTHER_FORM = re.compile(
+    r"\d{8,}\.\d+|\d+\.\d{1,3}|\d+/\d+/\d.*|(?:\d{1,3}\.){3}\d{1,3}|\d{5}-\d{4}|\d{8}(?:-\d{4})+.*|"
+    r"97[89](?:[ \-]?\d){10}|(?:19|20)\d\d -\d{4}"
+)
+"""What no word makes a telephone number: times and quantities with a fraction, dates, addresses, ZIP codes, UUIDs,
+ISBNs, and a year with a time zone."""
+_UNIT = words(
+    r" ?(?:bytes?|[kmgt]i?b|bits?|ms|seconds?|km|people|users|times|rows|lines|eur|usd|dollars?|[€$¥元円人])\b"
+)
+"""What stands right behind a quantity."""
+_COUNTING = "01234567890123456789"
+_CHARS_AFTER, _CHARS_DIRECT = 14, 14
+"""How near a word for telephones stands behind a number, and how near it outweighs `_NOT_A_PHONE`, as in "fax no."."""
+_FEWEST_DIGITS, _MOST_DIGITS = 7, 15
+"""E.164 has at most fifteen digits; local numbers of fewer than seven are not told from others."""
+
+
+def is_top_level(label: str) -> bool:
+    """Whether a label, in any case, is a top-level domain; those in Punycode all count."""
+    label = label.lower()
+    return label in _DOMAINS or label.startswith("xn--")
+
+
+def _email(candidate: Candidate) -> Match | None:
+    """The longest part of the candidate whose domain ends in a known top-level domain."""
+    local, _, domain = candidate.value.rpartition("@")
+    if ".." in local or candidate.follows(_USER_OF_URL):
+        return None
+    labels = domain.split(".")
+    while len(labels) > 1 and not is_top_level(labels[-1]):
+        labels.pop()
+    if len(labels) < 2:
+        return None
+    address = f"{local}@{'.'.join(labels)}"
+    after = candidate.text[candidate.start + len(address) :][:2]
+    if local.lower() in _REPOSITORY_USERS and after[:1] in (":", "/"):
+        return None
+    if re.match(r"\.\d", after) or (candidate.is_code and re.match(r"[(=\[]", after)):
+        return None  # a library, name@hash.so.6, and the method of a product of matrices, x@y.to(device)
+    return candidate.cut(address.lower(), end=len(address))
+
+
+def _ipv4(candidate: Candidate) -> Match | None:
+    parts = [int(part) for part in candidate.value.split(".")]
+    address = _public_address(candidate)
+    if (
+        address is None
+        or candidate.follows(_VERSION)
+        or candidate.follows(_NAME_OF_SOFTWARE)
+        or _RELEASE.match(candidate.after)
+    ):
+        return None
+    if re.search(r"\d $", candidate.before) and re.match(r" [\d.]", candidate.after):
+        return None  # one of many numbers, such as the path of an SVG file
+    named = (
+        _ADDRESS.search(candidate.before[-_NEAR_CHARS:])
+        or _ADDRESS.search(candidate.after[:15])
+        or (re.match(r":\d{2,5}\b|/\d\d\b", candidate.after) and max(parts) >= _LARGE_PART)
+    )
+    # Numbers of sections and versions are small; one random address in a hundred is so small that it needs a name.
+    looks_like_one = sum(part >= _LARGE_PART for part in parts) >= 2 and sum(parts) >= _LARGE_SUM
+    quoted = candidate.before[-1:] in ("'", '"', "/", "@")
+    return address if named or (looks_like_one and (quoted or not candidate.is_code)) else None
+
+
+def _ipv6(candidate: Candidate) -> Match | None:
+    if not re.search(r"(?=[0-9A-Fa-f]*\d)[0-9A-Fa-f]{3}", candidate.value):
+        return None  # a::b is a name in C++
+    return _public_address(candidate)
+
+
+def _public_address(candidate: Candidate) -> Match | None:
+    """Loopback, private networks and examples in documentation name nobody."""
+    try:
+        address = ipaddress.ip_address(candidate.value)
+    except ValueError:
+        return None
+    return candidate.cut(address.compressed) if address.is_global and not address.is_multicast else None
+
+
+CONTACTS: tuple[Pattern, ...] = (
+    Pattern(
+        kind="email",
+        name="email",
+        anchors=("@",),
+        regex=ascii_regex(
+            r"(?<![\w.+\-/@%])[A-Za-z0-9_](?:[\w.+%'\-]{0,62}[\w+%\-])?@"
+            rf"(?:{_LABEL}\.)+(?:xn--[a-z0-9\-]{{2,40}}|[A-Za-z\u00c0-\u024f\u0370-\u03ff\u0400-\u04ff]{{2,24}}|"
+            r"(?:中国|公司|網絡))(?![@A-Za-z0-9])"
+        ),
+        check=_email,
+    ),
+    Pattern(
+        kind="ip",
+        name="ipv4",
+        shape=ascii_regex(r"\d\.\d{1,3}\.\d"),
+        regex=ascii_regex(r"(?<![\w.\-])(?:\d{1,3}\.){3}\d{1,3}(?![\w\-]|\.\w|/\d*\.)"),
+        check=_ipv4,
+    ),
+    Pattern(
+        kind="ip",
+        name="ipv6",
+        shape=ascii_regex(r"[0-9A-Fa-f]{1,4}:[0-9A-Fa-f]{0,4}:"),
+        regex=ascii_regex(
+            r"(?<![\w:.])(?:[0-9A-Fa-f]{0,4}:){2,7}(?:[0-9A-Fa-f]{1,4}|(?:\d{1,3}\.){3}\d{1,3})?(?![\w:]|\.\w)"
+        ),
+        check=_ipv6,
+    ),
+)
+
+
+def _phone(candidate: Candidate) -> Match | None:
+    start, end, value = _without_brackets(candidate.value)
+    digits = re.sub(r"\D", "", value)
+    if not _FEWEST_DIGITS <= len(digits) <= _MOST_DIGITS or len(set(digits)) < 4 or digits in _COUNTING:
+        return None
+    is_direct = _PHONE_WORDS.search(candidate.before[-_CHARS_DIRECT:])
+    if (candidate.follows(_NOT_A_PHONE) and not is_direct) or _UNIT.match(candidate.after):
+        return None
+    if _DATE.fullmatch(value) or _OTHER_FORM.fullmatch(value):
+        return None
+    if candidate.after[:1] == ":" == candidate.before[-1:]:
+        return None  # a field of a longer identifier, such as a resource name of AWS
+    named = bool(_PHONE_WORDS.search(candidate.before) or _PHONE_WORDS.search(candidate.after[:_CHARS_AFTER]))
+    number = _international(candidate, value, named) or _national(candidate, value, digits, named)
+    return candidate.cut(number, start=start, end=end) if number else None
+
+
+def _without_brackets(value: str) -> tuple[int, int, str]:
+    """Where a number starts and ends without a bracket around it or opened behind it, and it without an extension."""
+    start = int(value[0] == "(" and ")" not in value)
+    opened = value.rfind("(")
+    end = len(value)
+    if opened > max(0, value.rfind(")")):
+        end = len(value[:opened].rstrip(" "))
+    return start, end, re.split(r" ?(?:x|ext)", value[start:end])[0]
+
+
+def _international(candidate: Candidate, value: str, named: bool) -> str | None:
+    """`+49 30 901820`, and 00, 001 or 011 in place of the plus sign."""
+    prefix = re.match(r"\+|\(\+|00(?=[1-9])|011[ \-.]?(?=[1-9])", value)
+    if prefix is None:
+        return None
+    number = _parse("+" + value[prefix.end() :].lstrip("( "), None)
+    if number is None:
+        return None
+    num_groups = len(re.findall(r"\d+", value))
+    has_plus = "+" in prefix.group()
+    is_good = phonenumbers.is_valid_number(number) or (
+        phonenumbers.is_possible_number(number) and (named or (has_plus and (num_groups >= 3 or not candidate.is_code)))
+    )
+    has_form = has_plus or num_groups >= 3 or named
+    return phonenumbers.format_number(number, PhoneNumberFormat.E164) if has_form and is_good else None
+
+
+def _national(candidate: Candidate, value: str, digits: str, named: bool) -> str | None:
+    """A number without its country: one that has a form which nothing else has, or one that is named a number."""
+    if candidate.is_code and not named:
+        return None
+    written = _is_written_like_one(candidate, value)
+    starts_with_zero = re.match(r"\(?0[1-9]", value) is not None and not value.startswith("0.")
+    if not (named or written or starts_with_zero):
+        return None
+    if not named and ((not written and _QUANTITY.fullmatch(value)) or _is_in_table(candidate)):
+        return None
+    for region in candidate.regions:
+        number = _parse(value, region)
+        if number is None or not phonenumbers.is_valid_number_for_region(number, region):
+            continue
+        if named or written or _is_plausible_unnamed(value, digits):
+            return phonenumbers.format_number(number, PhoneNumberFormat.E164)
+    return digits if written or (named and _is_possible(value, digits)) else None
+
+
+def _is_in_table(candidate: Candidate) -> bool:
+    """Whether other numbers stand right before or after, or an operator does."""
+    return bool(re.search(r"\d[ \t]$", candidate.before) or re.match(r"[ \t]\d|[+*/=\]]", candidate.after))
+
+
+def _is_written_like_one(candidate: Candidate, value: str) -> bool:
+    forms = {"US": _NORTH_AMERICAN, "DE": _BRACKETED, "BR": _BRAZILIAN, "JP": _JAPANESE}
+    if any(region in candidate.regions and form.fullmatch(value) for region, form in forms.items()):
+        return not re.fullmatch(r"(?:\d{3} ){2}\d{4}", value)
+    near = candidate.before[-20:] + candidate.after[:20]
+    return "CN" in candidate.regions and bool(_CHINESE.fullmatch(value)) and bool(_CJK.search(near))
+
+
+def _is_plausible_unnamed(value: str, digits: str) -> bool:
+    """A number that starts with the zero of its country and is not one run of digits that could be anything."""
+    groups = re.findall(r"\d+", value)
+    return digits[0] == "0" and len(digits) >= 9 and (len(groups) > 1 or len(digits) in (10, 11))
+
+
+def _is_possible(value: str, digits: str) -> bool:
+    """What people who write a number after the word for it mean: not a quantity, a year or an identifier."""
+    return 9 <= len(digits) <= 13 and not re.fullmatch(r"\d{1,3}(?:[., ]\d{3})+", value) and "/" not in value
+
+
+def _parse(value: str, region: str | None) -> PhoneNumber | None:
+    try:
+        return phonenumbers.parse(value, region)
+    except NumberParseException:
+        return None
+
+
+PHONES: tuple[Pattern, ...] = (
+    Pattern(
+        kind="phone",
+        name="phonenumbers",
+        shape=DIGITS,
+        regex=ascii_regex(
+            rf"(?<![\w.,/=#$%<>@+\-])(?<!\d:)(?:\(?\+|\()?\d(?:(?:{_SEPARATOR}|\){_SEPARATOR}?|{_SEPARATOR}?\()?\d){{6,17}}"
+            rf"(?:{_EXTENSION}(?![\w%]|[.,:]\d|-\w))"
+        ),
+        unless=OTHER_NUMBER,
+        check=_phone,
+    ),
+)

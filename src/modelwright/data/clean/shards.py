@@ -1,0 +1,209 @@
+"""What is done to each shard of documents by itself, in worker processes."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from modelwright.core.errors import DataError
+from modelwright.data.clean.measured_corpus import DOCUMENTS, IDS, ShardFiles, as_array, pack_lines, unpack_lines
+from modelwright.data.clean.steps.quality import language_of
+from modelwright.data.clean.steps.step import CorpusStep, CountingStep, Drop, DroppedDocument, Phase, Redactor, Step
+from modelwright.data.document import KINDS, Document
+
+WRITTEN = "written"
+DROPPED, KEPT = "dropped", "kept"
+_LANGUAGE_OF_EVERY = 20
+_MOST_LANGUAGES = 25
+"""The language is recognized for every twentieth document of a shard, and for 25 at most, because it takes as long as
+all other steps of some documents."""
+_FEWEST_FOR_LANGUAGES = 500
+"""Languages are recognized only in shards with at least this many documents: for fewer, loading the model is not worth
+100 MB of memory and half a second."""
+_FAST = 1
+"""Zstandard's level for files that are read once and removed."""
+
+
+def measured(phase: int) -> str:
+    """The stage of a shard whose documents went through the steps of a phase and were measured."""
+    return f"measured{phase}"
+
+
+def decided(phase: int) -> str:
+    """The stage of a shard for which the corpus steps of a phase have decided."""
+    return f"decided{phase}"
+
+
+@dataclass(frozen=True)
+class StepJob:
+    """A shard of the work in `folder`, and the phase of the steps that is to be done."""
+
+    folder: str
+    number: int
+    phases: tuple[Phase, ...]
+    phase: int
+    documents: tuple[Document, ...] = ()
+    """What was read, for the first phase of a shard that is not measured yet."""
+
+    @property
+    def files(self) -> ShardFiles:
+        return ShardFiles(Path(self.folder), self.number)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """num_documents: that were in the shard; facts: of its stage."""
+
+    number: int
+    num_documents: int
+    facts: dict[str, Any]
+
+
+def measure_shard(job: StepJob) -> StepResult:
+    """Take the documents through the steps of a phase, and measure what its corpus steps want to know of the rest."""
+    stage, phase = measured(job.phase), job.phases[job.phase]
+    facts = job.files.facts(stage)
+    if facts is None:
+        kept: list[Document] = []
+        dropped: list[DroppedDocument] = []
+        for result, _ in _results(job):
+            if isinstance(result, DroppedDocument):
+                dropped.append(result)
+            else:
+                kept.append(result)
+        arrays = {
+            **_columns(kept, phase.corpus_steps),
+            IDS: as_array(json.dumps([document.id for document in kept]).encode()),
+            DOCUMENTS: as_array(pack_lines((document.to_json() for document in kept), level=_FAST)),
+            DROPPED: as_array(pack_lines((entry.to_json() for entry in dropped), level=_FAST)),
+        }
+        num_bytes = sum(len(document.text.encode("utf-8", "replace")) for document in job.documents)
+        facts = {"documents": len(kept) + len(dropped), "bytes": num_bytes, "counts": _counts(phase.steps)}
+        job.files.write_arrays(stage, arrays, facts)
+    return StepResult(job.number, facts["documents"], facts)
+
+
+def write_shard(job: StepJob) -> StepResult:
+    """Take the documents through the last steps, and write what is kept and all that was dropped."""
+    facts = job.files.facts(WRITTEN)
+    if facts is None:
+        steps = [step for phase in job.phases for step in phase.steps]
+        tally = _Tally(steps)
+        for phase in range(job.phase):
+            job.files.verify(measured(phase))
+            for line in unpack_lines(job.files.array(measured(phase), DROPPED).tobytes()):
+                tally.drop(DroppedDocument.from_json(line))
+        for result, line in _results(job):
+            if isinstance(result, DroppedDocument):
+                tally.drop(result)
+            else:
+                tally.keep(result, line)
+        arrays = {KEPT: as_array(pack_lines(tally.kept)), DROPPED: as_array(pack_lines(tally.dropped))}
+        earlier = [(job.files.facts(measured(phase)) or {}).get("counts", {}) for phase in range(job.phase)]
+        counts = _sum([*earlier, _counts(steps), tally.counts()])
+        num_documents = len(tally.kept) + len(tally.dropped)
+        facts = {**tally.facts(), "counts": counts, "documents": num_documents}
+        job.files.write_arrays(WRITTEN, arrays, facts)
+    return StepResult(job.number, facts["documents"], facts)
+
+
+def _results(job: StepJob) -> Iterator[tuple[Document | DroppedDocument, str]]:
+    """The documents that enter a phase, dropped as the corpus steps of the phase before decided, or after the steps of
+    this one; with the line of JSON that they were read from if they are still the same, "" otherwise.
+    """
+    steps = job.phases[job.phase].steps
+    if job.phase == 0:
+        yield from ((_through(document, steps), "") for document in job.documents)
+        return
+    before = job.phase - 1
+    job.files.verify(measured(before))
+    drops = {index: drop for index, *drop in job.files.finished(decided(before))["drops"]}
+    for index, line in enumerate(unpack_lines(job.files.array(measured(before), DOCUMENTS).tobytes())):
+        document = Document.from_json(line)
+        result = DroppedDocument(document, *drops[index]) if index in drops else _through(document, steps)
+        yield result, line if result is document else ""
+
+
+def _through(document: Document, steps: Sequence[Step]) -> Document | DroppedDocument:
+    for step in steps:
+        result = step(document)
+        if isinstance(result, Drop):
+            return DroppedDocument(document, step.name, result.reason, result.detail)
+        document = result
+    return document
+
+
+def _columns(documents: Sequence[Document], steps: Sequence[CorpusStep]) -> dict[str, NDArray[Any]]:
+    """Raises `DataError` for a step that measures under the name of another one's column."""
+    columns: dict[str, NDArray[Any]] = {
+        "kind": np.array([KINDS.index(document.kind) for document in documents], np.int8),
+        "split": np.array([document.split == "heldout" for document in documents], np.int8),
+    }
+    for step in steps:
+        new = step.measure(documents, columns)
+        if taken := [name for name in new if name in (*columns, IDS, DOCUMENTS, DROPPED)]:
+            raise DataError(f"{step.name}: measures {taken[0]!r}, which another step measures; rename the column")
+        columns |= new
+    return columns
+
+
+def _counts(steps: Sequence[Step]) -> dict[str, dict[str, int]]:
+    return _sum([step.take_counts() for step in steps if isinstance(step, CountingStep)])
+
+
+def _sum(counts: Sequence[Any]) -> dict[str, dict[str, int]]:
+    total: dict[str, Counter[str]] = {}
+    for entry in counts:
+        for name, counters in entry.items():
+            total.setdefault(name, Counter()).update(counters)
+    return {name: dict(counters) for name, counters in total.items()}
+
+
+class _Tally:
+    """The lines of kept and dropped documents, and how many documents and bytes they are by two names."""
+
+    def __init__(self, steps: Sequence[Step]) -> None:
+        self._redactors = [step for step in steps if isinstance(step, Redactor)]
+        self.kept: list[str] = []
+        self.dropped: list[str] = []
+        self._entries: dict[str, dict[tuple[str, str], dict[str, int]]] = {KEPT: {}, DROPPED: {}}
+        self._lengths = {KEPT: Counter[str](), DROPPED: Counter[str]()}
+        self._sampled: list[Document] = []
+        self._num_of_language = 0
+
+    def keep(self, document: Document, line: str) -> None:
+        """line: its JSON, if that is known."""
+        self._add(KEPT, document.kind, document.split, document.text)
+        if document.kind in ("prose", "qa"):
+            if self._num_of_language % _LANGUAGE_OF_EVERY == 0:
+                self._sampled.append(document)
+            self._num_of_language += 1
+        self.kept.append(line or document.to_json())
+
+    def drop(self, entry: DroppedDocument) -> None:
+        document = entry.document
+        self._add(DROPPED, entry.step, entry.reason, document.text)
+        for step in self._redactors:
+            document = step.redact(document)
+        self.dropped.append(DroppedDocument(document, entry.step, entry.reason, entry.detail).to_json())
+
+    def facts(self) -> dict[str, list[tuple[str, str, dict[str, int]]]]:
+        return {which: [(*names, entry) for names, entry in part.items()] for which, part in self._entries.items()}
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        """Lengths and languages, by field of `CleanReport`."""
+        lengths = {f"{which}_lengths": dict(counter) for which, counter in self._lengths.items()}
+        is_large = len(self.kept) + len(self.dropped) >= _FEWEST_FOR_LANGUAGES
+        sampled = self._sampled[:: -(-len(self._sampled) // _MOST_LANGUAGES) or 1] if is_large else []
+        return {**lengths, "languages": dict(Counter(map(language_of, sampled)))}
+
+    def _add(self, which: str, first: str, second: str, text: str) -> None:
+        self._lengths[which][str(1 << max(0, len(text).bit_length() - 1))] += 1
+        entry = self._entries[which].setdefault((first, second), {"documents": 0, "bytes": 0})
+        entry["documents"] += 1
+        entry["bytes"] += len(text.encode("utf-8", "replace"))

@@ -1,0 +1,184 @@
+"""What a step of cleaning is: `Step` looks at one document at a time, `CorpusStep` at the whole corpus.
+
+`STEPS` in `data/clean/config.py` lists the steps of this package; `data/clean/clean.py` runs any list of them.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from modelwright.data.clean.measured_corpus import MeasuredCorpus
+from modelwright.data.document import Document
+
+Columns = Mapping[str, NDArray[Any]]
+"""Arrays by name, usually with one row for each document."""
+
+
+@dataclass(frozen=True)
+class Drop:
+    """A step drops a document. reason: short and from a fixed set, because reasons become counters; detail: the
+    measured value and the limit, or the document that was kept instead.
+    """
+
+    reason: str
+    detail: str = ""
+
+
+class Drops(Mapping[int, Drop]):
+    """Drops by the number of the document, each made when it is asked for: a corpus may lose millions of documents."""
+
+    def __init__(self, numbers: NDArray[np.int64], drop: Callable[[int], Drop]) -> None:
+        """numbers: ascending; drop: makes the drop of a document from its place among them."""
+        self._numbers, self._drop = numbers, drop
+
+    def __getitem__(self, number: int) -> Drop:
+        place = int(np.searchsorted(self._numbers, number))
+        if place == len(self._numbers) or self._numbers[place] != number:
+            raise KeyError(number)
+        return self._drop(place)
+
+    def __iter__(self) -> Iterator[int]:
+        return map(int, self._numbers)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+
+@dataclass(frozen=True)
+class DroppedDocument:
+    """A document that cleaning dropped, the step that dropped it, and why."""
+
+    document: Document
+    step: str
+    reason: str
+    detail: str
+
+    def to_json(self) -> str:
+        """One JSON line, without the line end; `from_json` reads it back."""
+        entry = {"step": self.step, "reason": self.reason, "detail": self.detail, **self.document.plain()}
+        return json.dumps(entry, ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, line: str) -> "DroppedDocument":
+        entry = json.loads(line)
+        step, reason, detail = (entry.pop(name) for name in ("step", "reason", "detail"))
+        return cls(Document.from_plain(entry), step, reason, detail)
+
+
+class Step(Protocol):
+    """Looks at one document at a time, in worker processes, so it can be pickled.
+
+    What it returns depends on the document and its own settings alone. Its dataclass fields tell one setting of it
+    from another: work that was interrupted goes on with equal steps only.
+    """
+
+    @property
+    def name(self) -> str:
+        """The key of the step in the report."""
+        ...
+
+    def __call__(self, document: Document) -> Document | Drop:
+        """The document, a changed copy of it, or why it is dropped. Nothing is changed in place: a document that comes
+        back itself is written as it was read.
+        """
+        ...
+
+
+@runtime_checkable
+class Redactor(Protocol):
+    """A `Step` that takes personal data out of dropped documents, too, before they are written."""
+
+    def redact(self, document: Document) -> Document: ...
+
+
+@runtime_checkable
+class CountingStep(Protocol):
+    """A `Step` that counts what it does to documents."""
+
+    def take_counts(self) -> Mapping[str, Mapping[str, int]]:
+        """The counters since the last call, by field of `CleanReport`."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decisions:
+    """What a `CorpusStep` decides."""
+
+    drops: Mapping[int, Drop]
+    """By the number of the document; `Drops` for many."""
+    report: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `CleanReport`, or `figures` of the step by names of its own."""
+
+
+@runtime_checkable
+class CorpusStep(Protocol):
+    """Decides about documents from what it measured of all of them. As for `Step`, its fields are its settings."""
+
+    @property
+    def name(self) -> str:
+        """The key of the step in the report."""
+        ...
+
+    def measure(self, documents: Sequence[Document], columns: Columns) -> Columns:
+        """Measure a shard of N documents, in worker processes; the columns are stored.
+
+        columns: `kind` and `split` (1 for held out), and what the corpus steps before this one measured.
+        """
+        ...
+
+    def decide(self, corpus: MeasuredCorpus) -> Decisions:
+        """Decide about the documents that are `alive`, in one process."""
+        ...
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Steps that see one document each, and the corpus steps that then decide about what these kept."""
+
+    steps: tuple[Step, ...]
+    corpus_steps: tuple[CorpusStep, ...]
+
+
+def divide(steps: Sequence[Step | CorpusStep]) -> tuple[Phase, ...]:
+    """The phases of a list of steps, two or more. The last one has no corpus steps: its documents are the result."""
+    phases: list[Phase] = []
+    single: list[Step] = []
+    deciding: list[CorpusStep] = []
+    for step in steps:
+        if isinstance(step, CorpusStep):
+            deciding.append(step)
+            continue
+        if deciding:
+            phases.append(Phase(tuple(single), tuple(deciding)))
+            single, deciding = [], []
+        single.append(step)
+    if deciding or not phases:
+        phases.append(Phase(tuple(single), tuple(deciding)))
+        single = []
+    return (*phases, Phase(tuple(single), ()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSpec:
+    """An entry of `STEPS`."""
+
+    name: str
+    """The name of the step and, unless `section` names another, of its section of `CleanConfig`."""
+    build: Callable[[Any, int], Step | CorpusStep | None]
+    """The step for its section and the seed of the run; none if the section switches it off."""
+    remedies: Mapping[str, str] = field(default_factory=dict)
+    """By the reason for a drop: the option that keeps such documents."""
+    sources: Callable[[Any], Sequence[str]] = lambda config: ()
+    """The sources that the step reads, which decide its result as its settings do."""
+    files: Callable[[Any], Sequence[str]] = lambda config: ()
+    """Files besides the sources that decide the result of the step."""
+    section: str = ""
+    """The section that the step reads, where it has none of its own."""
+
+    def settings_of(self, config: Any) -> Any:
+        """The section of a `CleanConfig` that the step reads."""
+        return getattr(config, self.section or self.name)

@@ -1,0 +1,1 @@
+"""Documents as packed rows of tokens, and their batches."""

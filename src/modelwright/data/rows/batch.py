@@ -1,0 +1,187 @@
+"""A batch of packed token rows: what a loader yields and a training step consumes."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+IGNORED = -100
+"""Label of a token that is not predicted (padding, a prompt, the last token of a document)."""
+LENGTH_MULTIPLE = 8
+"""Rows of a batch are padded to a multiple of this, for matrix units and sequence parallelism."""
+
+
+def part_sizes(num_groups: int, num_parts: int) -> list[int]:
+    """Groups of rows in each part: equal, or one more in the first parts if they do not divide evenly. Raises
+    `ValueError` if there are fewer groups than parts.
+    """
+    if num_groups < num_parts:
+        raise ValueError(f"{num_groups} groups of rows cannot be divided into {num_parts} microbatches")
+    size, rest = divmod(num_groups, num_parts)
+    return [size + 1] * rest + [size] * (num_parts - rest)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenBatch:
+    """Packed rows. B rows of T tokens.
+
+    input_ids_BT int64; labels_BT int64, the next token or `IGNORED`; positions_BT int64, from 0 in each document
+    piece; segments_BT int32, the number of the piece within its row, -1 for padding.
+
+    extras: further tensors that an objective needs, by name: advantages, old log-probabilities, rewards. A name ends in
+    the shape: `_B`, followed by anything, is one entry for each row; `_BT` one for each token, of which context
+    parallelism gives each rank its own. group_size: so many consecutive rows belong together (2 for a preference pair,
+    G for a GRPO group); no split and no selection cuts a group.
+
+    Rows of padding have no labels and extras of zero. An objective must give them no weight.
+    """
+
+    input_ids_BT: Tensor
+    labels_BT: Tensor
+    positions_BT: Tensor
+    segments_BT: Tensor
+    extras: Mapping[str, Tensor] = field(default_factory=dict)
+    group_size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.group_size < 1 or self.num_rows % self.group_size:
+            raise ValueError(f"group_size: {self.num_rows} rows do not divide into groups of {self.group_size}")
+        for name, values in self.extras.items():
+            if not re.search("_BT?[A-Za-z]*$", name):
+                raise ValueError(f"extras: {name} does not end in its shape; name it {name}_B or {name}_BT")
+            shape = self.input_ids_BT.shape[: 2 if _has_tokens(name) else 1]
+            if values.shape[: len(shape)] != shape:
+                raise ValueError(
+                    f"extras: {name} has shape {list(values.shape)}, which does not start with {list(shape)}"
+                )
+
+    @classmethod
+    def of_sequences(cls, sequences: Sequence[Sequence[int] | np.ndarray]) -> "TokenBatch":
+        """One sequence of token ids in each row, padded at the end, without labels: for scoring."""
+        length = max(map(len, sequences))
+        ids_BT = torch.zeros(len(sequences), length, dtype=torch.int64)
+        segments_BT = torch.full((len(sequences), length), -1, dtype=torch.int32)
+        for row, ids in enumerate(sequences):
+            ids_BT[row, : len(ids)] = torch.as_tensor(ids)
+            segments_BT[row, : len(ids)] = 0
+        return cls(
+            input_ids_BT=ids_BT,
+            labels_BT=torch.full_like(ids_BT, IGNORED),
+            positions_BT=torch.arange(length).expand_as(ids_BT).contiguous(),
+            segments_BT=segments_BT,
+        )
+
+    @property
+    def num_rows(self) -> int:
+        return self.input_ids_BT.shape[0]
+
+    @property
+    def num_groups(self) -> int:
+        return self.num_rows // self.group_size
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the rows, padding included."""
+        return self.input_ids_BT.numel()
+
+    @property
+    def num_targets(self) -> int:
+        """Tokens that are predicted: labels that count."""
+        return int((self.labels_BT != IGNORED).sum())
+
+    def split(self, num_parts: int) -> list["TokenBatch"]:
+        """Split into `num_parts` batches of consecutive groups, sized by `part_sizes`."""
+        ends = [end * self.group_size for end in accumulate(part_sizes(self.num_groups, num_parts), initial=0)]
+        return [self.map(lambda x, rows=slice(*pair): x[rows]) for pair in pairwise(ends)]
+
+    def padded(self, num_groups: int) -> "TokenBatch":
+        """Padded with empty groups to at least `num_groups`."""
+        missing = (num_groups - self.num_groups) * self.group_size
+        if missing <= 0:
+            return self
+        padding = self.map(lambda x: x.new_zeros(missing, *x.shape[1:]))
+        padding.labels_BT.fill_(IGNORED)
+        padding.segments_BT.fill_(-1)
+        return self._join(padding)
+
+    def take(self, groups: Tensor) -> "TokenBatch":
+        """The groups with these numbers, in the given order."""
+        rows = self.rows_of(groups)
+        return self.map(lambda x: x[rows])
+
+    def rows_of(self, groups: Tensor) -> Tensor:
+        """The numbers of the rows in these groups."""
+        places = torch.arange(self.group_size, device=groups.device)
+        return (groups[:, None] * self.group_size + places).flatten()
+
+    def without_weight(self, groups: Tensor) -> "TokenBatch":
+        """The batch with the labels and extras of these groups replaced by those of padding."""
+        rows = self.rows_of(groups)
+        extras = {name: values.index_fill(0, rows, 0) for name, values in self.extras.items()}
+        return replace(self, labels_BT=self.labels_BT.index_fill(0, rows, IGNORED), extras=extras)
+
+    def take_tokens(self, places_S: Tensor) -> "TokenBatch":
+        """These positions of every row, in the given order."""
+        return self.map(lambda x: x[:, places_S], of_rows=lambda x: x)
+
+    def to(self, device: torch.device | str) -> "TokenBatch":
+        return self.map(lambda x: x.to(device, non_blocking=True))
+
+    def rows_at(self, place: int) -> "TokenBatch":
+        """The rows at one place of every group, each a group of its own."""
+        return replace(self, group_size=1).map(lambda x: x[place :: self.group_size])
+
+    def map(
+        self, change: Callable[[Tensor], Tensor], *, of_rows: Callable[[Tensor], Tensor] | None = None
+    ) -> "TokenBatch":
+        """The batch with every tensor changed. of_rows: for extras without an entry for each token."""
+        extras = {
+            name: change(values) if of_rows is None or _has_tokens(name) else of_rows(values)
+            for name, values in self.extras.items()
+        }
+        return TokenBatch(
+            input_ids_BT=change(self.input_ids_BT),
+            labels_BT=change(self.labels_BT),
+            positions_BT=change(self.positions_BT),
+            segments_BT=change(self.segments_BT),
+            extras=extras,
+            group_size=self.group_size,
+        )
+
+    def _join(self, other: "TokenBatch") -> "TokenBatch":
+        return TokenBatch(
+            input_ids_BT=torch.cat([self.input_ids_BT, other.input_ids_BT]),
+            labels_BT=torch.cat([self.labels_BT, other.labels_BT]),
+            positions_BT=torch.cat([self.positions_BT, other.positions_BT]),
+            segments_BT=torch.cat([self.segments_BT, other.segments_BT]),
+            extras={name: torch.cat([values, other.extras[name]]) for name, values in self.extras.items()},
+            group_size=self.group_size,
+        )
+
+
+def _has_tokens(name: str) -> bool:
+    """Whether the extra of this name has an entry for each token."""
+    return re.search("_BT[A-Za-z]*$", name) is not None
+
+
+def padded_len(length: int, longest: int) -> int:
+    """Tokens of the rows of a batch whose longest row has `length` tokens; at most `longest`."""
+    return min(-(-length // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, longest)
+
+
+def cut(lengths: np.ndarray, budget: int, longest: int) -> np.ndarray:
+    """Ends [num_batches] int64 of batches of consecutive rows: as many rows each as fit into `budget` tokens, at least
+    one. lengths: tokens of the rows, descending [N]. The last batch may be small; a step divides by its own tokens.
+    """
+    ends: list[int] = []
+    start = 0
+    while start < len(lengths):
+        # Not rounded to a multiple of 8 rows, as in fairseq: that leaves up to 7 of 15 rows of a batch empty.
+        num_rows = max(1, budget // padded_len(int(lengths[start]), longest))
+        start = min(start + num_rows, len(lengths))
+        ends.append(start)
+    return np.array(ends, dtype=np.int64)

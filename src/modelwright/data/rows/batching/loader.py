@@ -1,0 +1,269 @@
+"""`build_loader`: packed rows to batches, with a token budget, a curriculum and a mixture of sources.
+
+The global sequence of rows is planned in blocks: one batch of whole rows, or about `POOL_BATCHES` batches of
+a token budget, whose rows are sorted by length before they are divided into batches. Competence and shares of sources
+are those of a block's first batch. Every rank plans all blocks alike, from the lengths alone, and reads its share of a
+batch's rows, so any number of ranks gives the same global batches. Batch number n is a function of n and of the
+updates of the mixture; a resumed run plans the blocks before it again. Where rows were packed in groups, "row" means
+such a group here, and its length is that of its longest row.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from modelwright.core.errors import ConfigError
+from modelwright.core.seeds import derive_seed
+from modelwright.data.rows.batch import TokenBatch, cut, padded_len
+from modelwright.data.rows.batching.order import (
+    BatchingConfig,
+    CurriculumConfig,
+    Mixture,
+    Pacing,
+    RowOrder,
+    apportion,
+    permutation,
+)
+from modelwright.data.rows.loader import PackedLoader, PackedRows, RowShare
+
+POOL_BATCHES = 50
+"""Batches of a block; a quarter of an epoch at most (as the length-grouped sampler of Hugging Face Transformers)."""
+GRADUAL_BLOCKS = 20
+"""Blocks, at least, in which a curriculum grows or shares of sources change."""
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """Consecutive batches that are planned together."""
+
+    rows: np.ndarray
+    """[N] int64."""
+    epochs: np.ndarray
+    """`RowShare.epochs` of the rows, [N] int64."""
+    ends: np.ndarray
+    """Where each batch ends in `rows`, [num_batches] int64."""
+    order: np.ndarray
+    """Which of the batches comes when, [num_batches] int64."""
+
+    @property
+    def num_batches(self) -> int:
+        return len(self.ends)
+
+    def batch(self, number: int) -> slice:
+        """Where the rows of one of the batches are."""
+        chosen = int(self.order[number])
+        return slice(int(self.ends[chosen - 1]) if chosen else 0, int(self.ends[chosen]))
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a block begins. num_drawn: rows that each source has given before, [S] int64. owed: rows by which each is
+    behind its share, [S] float64.
+    """
+
+    block: int
+    first_batch: int
+    num_drawn: np.ndarray
+    owed: np.ndarray
+
+
+class PlannedLoader:
+    """Batches of packed rows by the plan that the module describes. orders: one for each source of the mixture.
+    block_rows: rows of a block. budget: tokens of a batch, whose rows are of similar length; 0 makes a block one batch.
+    """
+
+    def __init__(
+        self,
+        rows: PackedRows,
+        *,
+        orders: Sequence[RowOrder],
+        mixture: Mixture,
+        pacing: Pacing,
+        block_rows: int,
+        budget: int,
+        num_batches_per_epoch: int,
+        seed: int,
+    ) -> None:
+        self.rows = rows
+        self.orders = orders
+        self.mixture = mixture
+        self.pacing = pacing
+        self.block_rows = block_rows
+        self.budget = budget
+        self.num_batches_per_epoch = num_batches_per_epoch
+        """About the number of batches after which as many rows were read as there are."""
+        self.seed = seed
+        self.lengths = rows.group_lengths()
+        self._generation = mixture.generation
+        self._begin()
+
+    def batch(self, index: int, *, rank: int = 0, world_size: int = 1) -> TokenBatch:
+        """This rank's share of global batch `index` (from 0, without end). With a token budget a rank takes every
+        `world_size`-th row, in the order of their lengths; a rank for which there is none gets a row of padding.
+
+        Raises `ConfigError` if batches without a token budget do not divide into equal shares.
+        """
+        share = self.share(index, rank=rank, world_size=world_size)
+        return self.rows.gather(share.groups, share.num_tokens).padded(1)
+
+    def share(self, index: int, *, rank: int = 0, world_size: int = 1) -> RowShare:
+        """The rows of `batch`; without any there is one of padding."""
+        chosen, epochs = self.global_rows(index), self.global_epochs(index)
+        if self.budget:
+            own = slice(rank, None, world_size)
+            longest = int(self.lengths[chosen[own]].max(initial=1))
+            return RowShare(chosen[own], epochs[own], padded_len(longest, self.rows.seq_len))
+        if len(chosen) % world_size:
+            text = f"batch_rows: {len(chosen)} rows cannot be shared equally by {world_size} ranks"
+            raise ConfigError(f"{text}; choose a multiple of {world_size}")
+        num_rows = len(chosen) // world_size
+        own = slice(rank * num_rows, (rank + 1) * num_rows)
+        return RowShare(chosen[own], epochs[own])
+
+    @property
+    def plan_version(self) -> tuple[int, int]:
+        """Changes whenever the plan of batches to come may have changed."""
+        return self.mixture.generation, len(self.mixture.history)
+
+    def fork(self) -> "PlannedLoader":
+        """A loader with the same plan and the same mixture, which can be asked for other batches at the same time."""
+        return copy.copy(self)  # positions and plans of blocks are never changed in place
+
+    def global_rows(self, index: int) -> np.ndarray:
+        """The rows of global batch `index`, [B] int64. Going back plans again from the beginning."""
+        return self._block_of(index).rows[self._place(index)]
+
+    def global_epochs(self, index: int) -> np.ndarray:
+        """`RowShare.epochs` of the rows of global batch `index`, [B] int64."""
+        return self._block_of(index).epochs[self._place(index)]
+
+    def _place(self, index: int) -> slice:
+        return self._planned().batch(index - self._position.first_batch)
+
+    def _block_of(self, index: int) -> BatchPlan:
+        """Move to the block with global batch `index`."""
+        if self._generation != self.mixture.generation or index < self._position.first_batch:
+            self._generation = self.mixture.generation
+            self._begin()
+        while index >= self._position.first_batch + self._num_batches():
+            self._advance()
+        return self._planned()
+
+    def _begin(self) -> None:
+        zeros = np.zeros(len(self.orders))
+        self._move(Position(block=0, first_batch=0, num_drawn=zeros.astype(np.int64), owed=zeros))
+
+    def _advance(self) -> None:
+        before, shares = self._position, self.mixture.shares(self._position.first_batch)
+        position = Position(
+            block=before.block + 1,
+            first_batch=before.first_batch + self._num_batches(),
+            num_drawn=before.num_drawn + self._counts,
+            owed=before.owed + shares * self.block_rows - self._counts,
+        )
+        self._move(position)
+
+    def _move(self, position: Position) -> None:
+        shares = self.mixture.shares(position.first_batch)
+        self._position = position
+        self._counts = apportion(position.owed + shares * self.block_rows, self.block_rows)
+        self._block: BatchPlan | None = None
+
+    def _num_batches(self) -> int:
+        """Batches of the block at the current position; only a token budget has to plan it to know."""
+        return self._planned().num_batches if self.budget else 1
+
+    def _planned(self) -> BatchPlan:
+        if self._block is None:
+            self._block = self._plan(self._position, self._counts)
+        return self._block
+
+    def _plan(self, position: Position, counts: np.ndarray) -> BatchPlan:
+        """The batches of the block at `position`, in which each source has `counts` [S] rows."""
+        sources = np.repeat(np.arange(len(counts)), counts)
+        sources = sources[permutation(derive_seed(self.seed, "sources", position.block), len(sources))]
+        competence = self.pacing.competence(position.first_batch)
+        rows, epochs = np.empty(len(sources), dtype=np.int64), np.empty(len(sources), dtype=np.int64)
+        for source in np.flatnonzero(counts):
+            numbers = position.num_drawn[source] + np.arange(counts[source])
+            rows[sources == source] = self.orders[int(source)].draw(numbers, competence)
+            epochs[sources == source] = self.orders[int(source)].epochs(numbers, competence)
+        if not self.budget:
+            return BatchPlan(rows=rows, epochs=epochs, ends=np.array([len(rows)]), order=np.zeros(1, dtype=np.int64))
+        lengths = self.lengths[rows]
+        by_length = np.argsort(-lengths, kind="stable")
+        ends = cut(lengths[by_length], self.budget, self.rows.seq_len)
+        order = permutation(derive_seed(self.seed, "batches", position.block), len(ends))
+        return BatchPlan(rows=rows[by_length], epochs=epochs[by_length], ends=ends, order=order)
+
+
+def build_loader(
+    rows: PackedRows,
+    config: BatchingConfig,
+    *,
+    batch_rows: int,
+    by_tokens: bool,
+    seed: int,
+    num_steps_of: Callable[[int], int],
+    row_losses: Callable[[], np.ndarray],
+) -> PackedLoader | PlannedLoader:
+    """The batches of a training. batch_rows: whole rows of a batch. by_tokens: batches of rows of similar length that
+    have at most as many tokens as `batch_rows` whole rows. num_steps_of: steps of the run by the batches of an epoch.
+    row_losses: called for a curriculum by loss; the loss of each row.
+
+    Raises `ConfigError` if the mixture names a source that the rows do not have.
+    """
+    curriculum = config.curriculum
+    if not by_tokens and curriculum.by == "none" and not config.mixture.is_on:
+        return PackedLoader(rows, batch_rows=batch_rows, seed=seed)
+    lengths, budget = rows.group_lengths(), batch_rows * rows.seq_len if by_tokens else 0
+    num_batches = -(-rows.num_groups // batch_rows)
+    if by_tokens:
+        num_batches = _batches_per_epoch(lengths, budget, rows.seq_len, seed=seed)
+    num_steps = num_steps_of(num_batches)
+    names = list(rows.sources) if config.mixture.is_on else [""]
+    members = [rows.source_groups(name) for name in names] if config.mixture.is_on else [np.arange(rows.num_groups)]
+    difficulty = _difficulty(rows, curriculum, row_losses)
+    return PlannedLoader(
+        rows,
+        orders=[
+            RowOrder(own, None if difficulty is None else difficulty[own], seed=derive_seed(seed, "source", name))
+            for name, own in zip(names, members, strict=True)
+        ],
+        mixture=Mixture(config.mixture, names, [int(lengths[own].sum()) for own in members], num_steps=num_steps),
+        pacing=Pacing(curriculum, num_steps),
+        block_rows=_block_rows(config, rows.num_groups, num_batches, num_steps) if by_tokens else batch_rows,
+        budget=budget,
+        num_batches_per_epoch=num_batches,
+        seed=seed,
+    )
+
+
+def _batches_per_epoch(lengths: np.ndarray, budget: int, longest: int, *, seed: int) -> int:
+    """Batches of a token budget that the rows make once, in blocks of rows in any order."""
+    fewest = len(cut(np.sort(lengths)[::-1], budget, longest))
+    num_blocks = max(1, fewest // min(POOL_BATCHES, max(1, fewest // 4)))
+    blocks = np.array_split(lengths[permutation(derive_seed(seed, "epoch"), len(lengths))], num_blocks)
+    return sum(len(cut(np.sort(block)[::-1], budget, longest)) for block in blocks)
+
+
+def _block_rows(config: BatchingConfig, num_rows: int, num_batches: int, num_steps: int) -> int:
+    """Rows of a block with a token budget: few enough that what changes during the run changes gradually."""
+    most = min(POOL_BATCHES, num_batches // 4)
+    if config.curriculum.by != "none":
+        most = min(most, int(config.curriculum.fraction * num_steps) // GRADUAL_BLOCKS)
+    if config.mixture.update != "none":
+        most = min(most, num_steps // GRADUAL_BLOCKS)
+    num_blocks = -(-num_batches // max(1, most))
+    return -(-num_rows // num_blocks)
+
+
+def _difficulty(rows: PackedRows, config: CurriculumConfig, row_losses: Callable[[], np.ndarray]) -> np.ndarray | None:
+    """The difficulty of each row, [rows]; None without a curriculum."""
+    if config.by == "none":
+        return None
+    if config.by == "length":
+        return rows.group_lengths()
+    return row_losses() if config.model else rows.group_scores()

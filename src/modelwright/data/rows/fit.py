@@ -1,0 +1,189 @@
+"""Conversations and preferences to token sequences that fit into rows; those that do not fit are counted.
+
+A conversation is truncated at its end, as in TRL and torchtune. The tokens that remain are still correct targets, and
+no end token follows them, so a truncated answer does not teach the model to stop early. A preference is a pair of a
+chosen and a rejected answer, or a single answer with a label; one that does not fit is dropped.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from modelwright.data.document import Document, Message, says_something
+from modelwright.data.tokenizer.tokenizer import Tokenizer
+
+WHOLE_SHARE = 0.99
+"""Share of the conversations that fit into a row of the suggested length."""
+PROMPT_TOO_LONG, TOO_LONG = "prompt longer than a row", "longer than a row"
+EMPTY, SAME = "empty answer", "chosen and rejected are the same"
+
+
+@dataclass(kw_only=True)
+class ConversationFit:
+    """Truncates conversations to `seq_len` tokens.
+
+    `overlong`: "split" truncates a longer conversation, "skip" drops it. `num_dropped` includes conversations whose
+    truncation would leave no token of an answer. `lengths`: number of conversations by length in tokens.
+    `num_empty_answers`: turns of the assistant that say nothing, which are context and not learned.
+    """
+
+    seq_len: int
+    overlong: Literal["split", "skip"]
+    num_conversations: int = 0
+    num_truncated: int = 0
+    num_dropped: int = 0
+    num_empty_answers: int = 0
+    lengths: Counter[int] = field(default_factory=Counter)
+
+    def fit(
+        self, ids: np.ndarray, mask: np.ndarray, *, stop_ids: Sequence[int]
+    ) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return the token ids [T] and the loss mask [T] to pack, or None if the conversation is dropped.
+
+        Tokens after the last answer are removed. If the chat template puts no end token after an answer,
+        `stop_ids[0]` is appended to the last one.
+        """
+        self.num_conversations += 1
+        answered = np.flatnonzero(mask)
+        end = int(answered[-1]) + 1 if len(answered) else 0
+        ids, mask = ids[:end], mask[:end]
+        if end and int(ids[-1]) not in stop_ids:
+            ids, mask = np.append(ids, stop_ids[0]), np.append(mask, np.uint8(1))
+        self.lengths[len(ids)] += 1
+        if end and len(ids) <= self.seq_len:
+            return ids, mask
+        if self.overlong == "skip" or not mask[1 : self.seq_len].any():
+            self.num_dropped += 1
+            return None
+        self.num_truncated += 1
+        return ids[: self.seq_len], mask[: self.seq_len]
+
+    @property
+    def num_overlong(self) -> int:
+        return self.num_truncated + self.num_dropped
+
+    def row_len(self, share: float = WHOLE_SHARE) -> int:
+        """The shortest row length, in tokens, that at least `share` of the conversations fit into."""
+        num_whole = 0
+        for length, times in sorted(self.lengths.items()):
+            num_whole += times
+            if num_whole >= share * self.num_conversations:
+                return length
+        return 0
+
+    def facts(self) -> dict[str, Any]:
+        """The counts as plain data for the artifact's manifest."""
+        return {
+            "seq_len": self.seq_len,
+            "num_conversations": self.num_conversations,
+            "num_truncated": self.num_truncated,
+            "num_dropped": self.num_dropped,
+            "num_empty_answers": self.num_empty_answers,
+            "row_len_for_99_percent": self.row_len(),
+        }
+
+
+@dataclass(frozen=True)
+class PromptedAnswer:
+    """A prompt with an answer, truncated to the length of a row."""
+
+    ids: np.ndarray
+    """[T] int64."""
+    mask: np.ndarray
+    """[T] uint8, 1 for the tokens of the answer."""
+
+    @property
+    def prompt_len(self) -> int:
+        """Number of tokens before the answer."""
+        return int(np.flatnonzero(self.mask)[0])
+
+    @property
+    def prompt(self) -> bytes:
+        """The prompt's token ids, for comparison."""
+        return self.ids[: self.prompt_len].tobytes()
+
+    def answered_by(self, other: "PromptedAnswer", *, seq_len: int) -> "PromptedAnswer":
+        """This prompt with the answer of another one, truncated to `seq_len` tokens."""
+        own, theirs = self.prompt_len, other.prompt_len
+        ids = np.concatenate([self.ids[:own], other.ids[theirs:]])[:seq_len]
+        mask = np.concatenate([self.mask[:own], other.mask[theirs:]])[:seq_len]
+        return PromptedAnswer(ids, mask)
+
+
+@dataclass(kw_only=True)
+class PreferenceFit:
+    """Encodes preferences and truncates their answers to the length of a row. What cannot be learned from is counted
+    in `skipped`, by reason.
+    """
+
+    tokenizer: Tokenizer
+    answers: ConversationFit
+    """Fits each answer with its prompt; a pair has two."""
+    num_preferences: int = 0
+    skipped: Counter[str] = field(default_factory=Counter[str])
+
+    def pair(self, document: Document) -> tuple[PromptedAnswer, PromptedAnswer] | None:
+        """The chosen and the rejected answer of a pair; None if it is skipped."""
+        chosen, rejected = document.messages[document.prompt_turns :], document.rejected
+        self.num_preferences += 1
+        found = self._completion(document, chosen), self._completion(document, rejected)
+        if isinstance(found[0], str) or isinstance(found[1], str):
+            return self._skip(next(reason for reason in found if isinstance(reason, str)))
+        if np.array_equal(found[0].ids, found[1].ids):
+            return self._skip(SAME)
+        return found[0], found[1]
+
+    def single(self, document: Document) -> PromptedAnswer | None:
+        """The answer of an unpaired preference; None if it is skipped."""
+        self.num_preferences += 1
+        found = self._completion(document, document.messages[document.prompt_turns :])
+        return self._skip(found) if isinstance(found, str) else found
+
+    def facts(self) -> dict[str, Any]:
+        """The counts as plain data."""
+        return {
+            "seq_len": self.answers.seq_len,
+            "num_preferences": self.num_preferences,
+            "num_truncated": self.answers.num_truncated,
+            "skipped": dict(self.skipped),
+        }
+
+    def _skip(self, reason: str) -> None:
+        self.skipped[reason] += 1
+
+    def _completion(self, document: Document, answer: Sequence[Message]) -> PromptedAnswer | str:
+        """The prompt of a document with an answer; why it cannot be learned from."""
+        if not says_something(answer[-1]):
+            return EMPTY
+        prompt = document.messages[: document.prompt_turns]
+        ids, mask = self.tokenizer.encode_completion([*prompt, *answer], len(prompt), tools=document.tools)
+        fitted = self.answers.fit(ids, mask, stop_ids=self.tokenizer.stop_ids)
+        if fitted is not None:
+            return PromptedAnswer(*fitted)
+        return TOO_LONG if mask[: self.answers.seq_len].any() else PROMPT_TOO_LONG
+
+
+def with_mismatched_answers(
+    completions: Iterable[PromptedAnswer], *, seq_len: int
+) -> Iterator[tuple[PromptedAnswer, PromptedAnswer]]:
+    """Each prompt with its own answer, and with the last answer before it to another prompt; the first ones, before
+    which there is none, with the first answer to another prompt. Yields nothing if all prompts are equal.
+
+    These are the pairs by which KTO estimates a KL divergence (Ethayarajh et al. 2024, section 4.1). Neighbors often
+    have the same prompt, where several answers to it were judged; they would not be mismatched.
+    """
+    waiting: list[PromptedAnswer] = []
+    previous = other = None
+    for completion in completions:
+        if previous is not None and completion.prompt != previous.prompt:
+            other = previous
+        previous = completion
+        if other is None:
+            waiting.append(completion)
+            continue
+        yield from ((early, early.answered_by(completion, seq_len=seq_len)) for early in waiting)
+        waiting.clear()
+        yield completion, completion.answered_by(other, seq_len=seq_len)

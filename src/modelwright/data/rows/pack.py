@@ -1,0 +1,454 @@
+"""Token sequences to packed rows on disk.
+
+A shard folder holds rows of `seq_len` tokens, filled with whole sequences where they fit (best fit, longest first):
+
+    index.json        seq_len, counts, dtypes, files
+    tokens-00000.bin  [rows, seq_len] uint16, or uint32 when the vocabulary needs it; unused ends hold the end token
+    mask-00000.bin    [rows, seq_len] uint8, only when a sequence came with a loss mask: 1 where the token is a target
+    lengths.bin       uint32, the lengths of the pieces, row after row
+    offsets.bin       int64 [rows + 1], where each row's pieces start in lengths.bin
+    checksums.bin     of each block of rows, for those who read them from afar (`cache/layout.py`)
+    scores.bin        float32 [rows], only when sequences came with scores: the mean over the tokens of the row
+    values.bin        float32 [pieces], only when sequences came with values; in the order of lengths.bin
+
+and the documents of the rows where sequences came with an origin (`row_origins.py`).
+
+A sequence longer than a row is cut into pieces that overlap by one token: the last token of a piece is the first of the
+next, so every token but a sequence's first is predicted exactly once. Chunks overlap by more: the tokens that an
+earlier chunk has too are context in the later one, without a label. Sequences of different sources never share a row,
+and the rows of a source follow one another.
+
+Sequences that belong together (the two answers of a preference pair) are packed as groups of `group_size` consecutive
+rows: the first sequences of all of them share the first row of a group, the second ones the second row, in the same
+order, so that piece k of each row belongs to the same group of sequences. They are never cut.
+
+Memory is bounded by about 60 bytes a piece: the tokens wait in a spool file while the rows are planned.
+"""
+
+import json
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, NamedTuple
+
+import numpy as np
+
+from modelwright.core.artifacts import write_atomic
+from modelwright.core.config import constant, only_for
+from modelwright.core.errors import ConfigError, DataError, writing
+from modelwright.data.rows.cache.layout import CHECKSUMS, block_checksums, rows_of_block
+from modelwright.data.rows.origins import Origin, OriginSpool
+from modelwright.data.tokenizer.chat import ChatLoss
+
+FORMAT = "modelwright-rows/1"
+INDEX = "index.json"
+
+TokenIds = Sequence[int] | np.ndarray
+LossMask = Sequence[int] | np.ndarray
+MAX_SOURCES = 2**16
+ROWS_AT_ONCE = 4096
+"""Rows that are put together before they are written."""
+
+
+class TokenSequence(NamedTuple):
+    """What `pack` packs: the tokens of a document or a conversation."""
+
+    ids: TokenIds
+    mask: LossMask | None = None
+    """1 where the token is a target; None if every token is."""
+    source: str = ""
+    """Sequences of different sources never share a row."""
+    score: float | None = None
+    """How difficult or how good it is; of all sequences or of none."""
+    value: float | None = None
+    """A number that an objective reads, such as a label or a margin; of all sequences or of none."""
+    origin: Origin | None = None
+    """The document that is kept beside the rows; of all sequences or of none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackConfig:
+    """How sequences become rows."""
+
+    seq_len: int = 512
+    """Tokens in a row."""
+    mode: Literal["best_fit", "one_per_row", "length_buckets"] = "best_fit"
+    """`best_fit` packs several sequences into a row; `one_per_row` pads each; `length_buckets` makes batches of single
+    sequences of similar length, padded to the longest, as many as fit into `batch_tokens`."""
+    long_documents: Literal["split", "chunk", "skip"] = "split"
+    """What happens to documents that are longer than a row: `split` divides them; `chunk` divides them into chunks of
+    `seq_len` tokens that overlap; both truncate conversations. `skip` drops and counts documents and conversations."""
+    text_kinds: tuple[Literal["prose", "code", "qa"], ...] = ("prose", "code")
+    """Kinds of documents whose whole text pretraining learns; with `qa`, conversations too. Where none is left of
+    these kinds, it learns from conversations."""
+    chat_loss: ChatLoss = "assistant"
+    """Tokens of a conversation that fine-tuning learns: `assistant` those of all answers, `last_answer` those of the
+    last one (completion only), `all` also those of prompts, up to the last answer. Where a chat template marks what
+    the assistant generates, answers are what it marks."""
+    chunk_overlap: int = field(default=50, metadata=only_for("long_documents", "chunk"))
+    """`chunk`: tokens that a chunk repeats from the one before it, as context."""
+    min_chunk_tokens: int = field(default=256, metadata=only_for("long_documents", "chunk"))
+    """`chunk`: shortest chunk, at most a row. If less is left of a document, its last chunk begins earlier and repeats
+    more."""
+    count_overlap: bool = field(default=False, metadata=only_for("long_documents", "chunk"))
+    """`chunk`: whether repeated tokens count in the loss again."""
+    group_by: Literal["none", "kind", "source"] = constant("none")
+    """Whether only documents of the same kind, or of the same source, share a row; `batching.mixture` asks for it."""
+    score: str = constant("")
+    """The score that is stored with each row (`row_labels.row_score`); `batching.curriculum` asks for it."""
+    keep_documents: bool = constant(False)
+    """Whether the documents of training rows are kept beside them; the section `augmentation` asks for it."""
+    shard_bytes: int = constant(256 * 2**20)
+    """Size at which a shard file is closed."""
+
+    def __post_init__(self) -> None:
+        if self.seq_len < 2:
+            raise ConfigError(f"seq_len: {self.seq_len} leaves nothing to predict; choose 2 or more")
+        if not self.text_kinds:
+            raise ConfigError("text_kinds: is empty, so that pretraining has nothing to learn; name prose, code or qa")
+        if len(set(self.text_kinds)) < len(self.text_kinds):
+            raise ConfigError(f"text_kinds: names a kind twice, got {', '.join(self.text_kinds)}; name each once")
+        if self.shard_bytes < 1:
+            raise ConfigError(f"shard_bytes: {self.shard_bytes} is not positive; for example 268435456")
+        if self.long_documents == "chunk":
+            self._check_chunks()
+
+    def _check_chunks(self) -> None:
+        if not 1 <= self.chunk_overlap < self.seq_len:
+            raise ConfigError(
+                f"chunk_overlap: must be from 1 to {self.seq_len - 1} (pack.seq_len - 1), got {self.chunk_overlap}; "
+                "a tenth of pack.seq_len is usual"
+            )
+        if self.min_chunk_tokens <= self.chunk_overlap:
+            raise ConfigError(
+                f"min_chunk_tokens: must be above chunk_overlap ({self.chunk_overlap}), got {self.min_chunk_tokens}; "
+                "half of pack.seq_len is usual"
+            )
+
+
+@dataclass(kw_only=True)
+class PackReport:
+    """What packing did. `num_tokens` counts pieces' tokens (the overlap of cut sequences twice), `fill` is their share
+    of the rows, `skipped` counts sequences and pieces left out, by reason."""
+
+    num_sequences: int = 0
+    num_cut: int = 0
+    num_pieces: int = 0
+    num_rows: int = 0
+    num_tokens: int = 0
+    num_targets: int = 0
+    fill: float = 0.0
+    skipped: dict[str, int] = field(default_factory=dict)
+
+    def skip(self, reason: str) -> None:
+        self.skipped[reason] = self.skipped.get(reason, 0) + 1
+
+
+def pack(
+    sequences: Iterable[TokenSequence | tuple[TokenIds, LossMask | None]],
+    folder: Path,
+    config: PackConfig,
+    *,
+    vocab_size: int,
+    eos_id: int,
+    group_size: int = 1,
+) -> PackReport:
+    """Pack sequences into the shard folder `folder` (made if absent).
+
+    Each sequence comes with None (every token is a target) or a loss mask of the same length (1: the token is a
+    target). A sequence without a mask ends with `eos_id`: it is appended where it is missing. One with a mask is taken
+    as it is. The same sequences give the same bytes. group_size: so many consecutive sequences belong together; each
+    must fit into a row, with a target. Raises `DataError` when there is nothing to pack or an id lies outside the
+    vocabulary, and `StorageError` when the disk is full.
+    """
+    report = PackReport()
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        spool = _Spool(folder, np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32), group_size)
+        try:
+            for sequence in sequences:
+                whole = sequence if isinstance(sequence, TokenSequence) else TokenSequence(*sequence)
+                _add(spool, whole, config, report, vocab_size=vocab_size, eos_id=eos_id)
+            spool.finish()
+            if not spool.lengths:
+                raise DataError(f"{folder}: there is nothing to pack; {_why_empty(report)}")
+            lengths = np.array(spool.lengths, dtype=np.int64)
+            rows = _assign_rows(lengths, spool, config)
+            _write_rows(spool, lengths, rows, folder, config, report, vocab_size=vocab_size, eos_id=eos_id)
+        finally:
+            spool.remove()
+    return report
+
+
+def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
+    """The row of each piece [N] int64: longest first, each into the row with the least space that still takes it.
+
+    Pieces of equal length are placed together: the fullest row that takes one takes as many more as fit, which is
+    where one-by-one best fit puts them too. Cost grows with the number of distinct lengths, not of pieces.
+    """
+    order = np.argsort(-lengths, kind="stable")
+    row_of = np.empty(len(lengths), dtype=np.int64)
+    values, counts = np.unique(lengths, return_counts=True)
+    open_rows: list[list[int]] = [[] for _ in range(capacity + 1)]  # by the space that is left
+    present = 0  # bit c is set when open_rows[c] has a row
+    num_rows = start = 0
+    for length, count in zip(values[::-1].tolist(), counts[::-1].tolist(), strict=True):
+        end = start + count
+        while start < end:
+            wide_enough = present >> length
+            space = length + (wide_enough & -wide_enough).bit_length() - 1 if wide_enough else capacity
+            per_row = space // length
+            needed = -(-(end - start) // per_row)
+            if wide_enough:
+                taken, open_rows[space] = open_rows[space][:needed], open_rows[space][needed:]
+                present &= ~(1 << space) if not open_rows[space] else -1
+            else:
+                taken = list(range(num_rows, num_rows + needed))
+                num_rows += needed
+            placed = min(end - start, len(taken) * per_row)
+            row_of[order[start : start + placed]] = np.repeat(taken, per_row)[:placed]
+            start += placed
+            in_last = placed - (len(taken) - 1) * per_row
+            for rows, left in ((taken[:-1], space - per_row * length), (taken[-1:], space - in_last * length)):
+                if rows and left:
+                    open_rows[left].extend(rows)
+                    present |= 1 << left
+    return row_of
+
+
+def _assign_rows(lengths: np.ndarray, spool: "_Spool", config: PackConfig) -> np.ndarray:
+    """The row of each piece [N] int64; the rows of a source follow one another, in the order of the sources."""
+    size = spool.group_size
+    group_of = np.empty(len(lengths) // size, dtype=np.int64)
+    longest = lengths.reshape(-1, size).max(axis=1)
+    sources = np.frombuffer(spool.piece_sources, dtype=np.uint16)[::size]
+    num_groups = 0
+    for source, number in spool.source_numbers.items():
+        chosen = np.flatnonzero(sources == number)
+        groups = best_fit(longest[chosen], config.seq_len) if config.mode == "best_fit" else np.arange(len(chosen))
+        group_of[chosen] = num_groups + groups
+        spool.source_rows[source] = (int(groups.max()) + 1) * size
+        num_groups += int(groups.max()) + 1
+    return (group_of[:, None] * size + np.arange(size)).flatten()
+
+
+class _Spool:
+    """Tokens and masks of the pieces in files, one after another, until their rows are known."""
+
+    def __init__(self, folder: Path, dtype: np.dtype, group_size: int) -> None:
+        self.dtype = dtype
+        self.group_size = group_size
+        self.lengths: list[int] = []
+        self.has_mask = False
+        self.source_numbers: dict[str, int] = {}
+        self.source_rows: dict[str, int] = {}
+        """The number of rows of each source, once they are assigned."""
+        self.piece_sources = array("H")
+        self.scores = array("f")
+        self.values = array("f")
+        self.folder = folder
+        self.origins: OriginSpool | None = None
+        self._paths = [folder / "spool-tokens.tmp", folder / "spool-mask.tmp"]
+        self._files: list[BinaryIO] = [open(path, "wb", buffering=2**20) for path in self._paths]  # noqa: SIM115
+
+    def add(self, ids: np.ndarray, mask: np.ndarray | None, sequence: TokenSequence) -> None:
+        """Add a piece of a sequence."""
+        number = self.source_numbers.setdefault(sequence.source, len(self.source_numbers))
+        if number == MAX_SOURCES:
+            raise DataError(
+                f"the documents come from more than {MAX_SOURCES:,} sources; set pack.group_by to kind or none"
+            )
+        for name, numbers, own in (("score", self.scores, sequence.score), ("value", self.values, sequence.value)):
+            if len(numbers) != (0 if own is None else len(self.lengths)):
+                raise ValueError(f"only some of the sequences have a {name}")
+            if own is not None:
+                numbers.append(own)
+        self.piece_sources.append(number)
+        self.lengths.append(len(ids))
+        self.has_mask |= mask is not None
+        self._files[0].write(ids.astype(self.dtype).tobytes())
+        self._files[1].write(b"\1" * len(ids) if mask is None else mask.tobytes())
+
+    def add_origin(self, origin: Origin | None, *, first: int, num_repeated: int, is_last: bool) -> None:
+        """Add where the piece that was added last comes from."""
+        if origin is None:
+            return
+        if self.origins is None:
+            self.origins = OriginSpool(self.folder)
+        self.origins.add(origin, first=first, num_repeated=num_repeated, is_last=is_last)
+
+    def finish(self) -> None:
+        for file in [*self._files, *([self.origins] if self.origins else [])]:
+            file.close()
+
+    def tokens(self) -> np.ndarray:
+        return np.memmap(self._paths[0], dtype=self.dtype, mode="r")
+
+    def masks(self) -> np.ndarray:
+        return np.memmap(self._paths[1], dtype=np.uint8, mode="r")
+
+    def remove(self) -> None:
+        try:
+            self.finish()
+        finally:  # closing fails on a full disk
+            for path in self._paths:
+                path.unlink(missing_ok=True)
+
+
+def _add(
+    spool: _Spool, sequence: TokenSequence, config: PackConfig, report: PackReport, *, vocab_size: int, eos_id: int
+) -> None:
+    tokens = np.ascontiguousarray(sequence.ids, dtype=np.int64)
+    targets = None if sequence.mask is None else np.asarray(sequence.mask, dtype=np.uint8)
+    if targets is not None and len(targets) != len(tokens):
+        raise ValueError(f"sequence {report.num_sequences}: {len(tokens)} tokens but {len(targets)} mask values")
+    if len(tokens) and int(tokens.view(np.uint64).max()) >= vocab_size:  # a negative id is a huge one
+        text = f"sequence {report.num_sequences}: a token id lies outside the vocabulary of {vocab_size}"
+        raise DataError(f"{text}; tokenize again with the tokenizer that the model was built for")
+    if targets is None:
+        tokens = with_end(tokens, eos_id)
+    fits = 2 <= len(tokens) <= config.seq_len and (targets is None or bool(targets[1:].any()))
+    if spool.group_size > 1 and not fits:
+        raise ValueError(f"sequence {report.num_sequences}: does not fit into a row with a target, but is in a group")
+    report.num_sequences += 1
+    if len(tokens) < 2:
+        return report.skip("empty")
+    if len(tokens) > config.seq_len:
+        if config.long_documents == "skip":
+            return report.skip("longer than a row")
+        report.num_cut += 1
+    for start, end, num_repeated in _cuts(len(tokens), config):
+        num_repeated = 0 if config.count_overlap else num_repeated
+        piece_targets = targets_of_piece(targets, start, end, num_repeated)
+        if piece_targets is not None and not piece_targets[1:].any():
+            report.skip("piece without a target")
+            continue
+        spool.add(tokens[start:end], piece_targets, sequence)
+        spool.add_origin(sequence.origin, first=start, num_repeated=num_repeated, is_last=end == len(tokens))
+        report.num_targets += end - start - 1 if piece_targets is None else int(piece_targets[1:].sum())
+    return None
+
+
+def with_end(tokens: np.ndarray, eos_id: int) -> np.ndarray:
+    """A sequence without a mask, which ends with `eos_id`: it is appended where it is missing."""
+    return tokens if len(tokens) and tokens[-1] == eos_id else np.append(tokens, eos_id)
+
+
+def _cuts(length: int, config: PackConfig) -> Iterator[tuple[int, int, int]]:
+    """`[start, end)` of each piece, and how many of its first tokens the pieces before it have."""
+    if config.long_documents == "chunk":
+        min_tokens = min(config.min_chunk_tokens, config.seq_len)
+        cuts = chunks(length, config.seq_len, overlap=config.chunk_overlap, min_tokens=min_tokens)
+    else:
+        cuts = pieces(length, config.seq_len)
+    before = 0
+    for start, end in cuts:
+        yield start, end, before - start
+        before = end
+
+
+def targets_of_piece(targets: np.ndarray | None, start: int, end: int, num_repeated: int) -> np.ndarray | None:
+    """The loss mask of a piece. The first token of a piece is never a target, so one that is repeated needs none."""
+    if num_repeated <= 1:
+        return None if targets is None else targets[start:end]
+    piece_targets = np.ones(end - start, dtype=np.uint8) if targets is None else targets[start:end].copy()
+    piece_targets[:num_repeated] = 0
+    return piece_targets
+
+
+def chunks(length: int, chunk_len: int, *, overlap: int, min_tokens: int) -> Iterator[tuple[int, int]]:
+    """Where to divide a sequence: `[start, end)` of chunks of `chunk_len` tokens of which each repeats `overlap` tokens
+    of the one before. A last chunk that would have fewer than `min_tokens` begins earlier and repeats more, so that no
+    token is lost. A sequence that is not longer than a chunk is one, however short.
+    """
+    start, end = 0, min(length, chunk_len)
+    yield start, end
+    while end < length:
+        start, end = end - overlap, min(length, end - overlap + chunk_len)
+        yield min(start, end - min_tokens), end
+
+
+def pieces(length: int, seq_len: int) -> Iterator[tuple[int, int]]:
+    """Where to split a sequence: `[start, end)` of pieces of at most `seq_len` tokens that overlap by one token."""
+    for start in range(0, length - 1, seq_len - 1):
+        yield start, min(start + seq_len, length)
+
+
+def _write_rows(
+    spool: _Spool, lengths: np.ndarray, rows: np.ndarray, folder: Path, config: PackConfig, report: PackReport, *,
+    vocab_size: int, eos_id: int,
+) -> None:  # fmt: skip
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    order = np.argsort(rows, kind="stable")
+    num_rows = int(rows.max()) + 1
+    offsets = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=num_rows))]).astype(np.int64)
+    tokens, masks = spool.tokens(), spool.masks() if spool.has_mask else None
+    row_bytes = config.seq_len * spool.dtype.itemsize
+    per_file, block_rows = max(1, config.shard_bytes // row_bytes), rows_of_block(row_bytes)
+    files, checksums = [], list[list[list[int]]]()
+    for number, first in enumerate(range(0, num_rows, per_file)):
+        last = min(first + per_file, num_rows)
+        chosen = (order, starts, offsets[first : last + 1], config.seq_len, block_rows)
+        files.append({"tokens": f"tokens-{number:05d}.bin", "rows": last - first})
+        checksums.append([_fill_file(folder / files[-1]["tokens"], tokens, *chosen, empty=eos_id)])
+        if masks is not None:
+            files[-1]["mask"] = f"mask-{number:05d}.bin"
+            checksums[-1].append(_fill_file(folder / files[-1]["mask"], masks, *chosen, empty=0))
+    np.hstack([np.array(of_file, dtype=np.uint32) for of_file in checksums]).T.tofile(folder / CHECKSUMS)
+    lengths[order].astype(np.uint32).tofile(folder / "lengths.bin")
+    offsets.tofile(folder / "offsets.bin")
+    report.num_rows, report.num_pieces, report.num_tokens = num_rows, len(lengths), int(lengths.sum())
+    report.fill = report.num_tokens / (num_rows * config.seq_len)
+    further: dict[str, Any] = {}
+    if list(spool.source_rows) != [""]:
+        further["sources"] = spool.source_rows
+    if spool.scores:
+        totals = np.bincount(rows, weights=lengths * np.frombuffer(spool.scores, dtype=np.float32))
+        (totals / np.bincount(rows, weights=lengths)).astype(np.float32).tofile(folder / "scores.bin")
+        further["has_scores"] = True
+    if spool.values:
+        np.frombuffer(spool.values, dtype=np.float32)[order].tofile(folder / "values.bin")
+        further["has_values"] = True
+    if spool.origins:
+        spool.origins.write(order)
+        further["has_origins"] = True
+    if spool.group_size > 1:
+        further["group_size"] = spool.group_size
+    index = {
+        "format": FORMAT, "seq_len": config.seq_len, "vocab_size": vocab_size, "eos_id": eos_id,
+        "dtype": spool.dtype.name, "has_mask": spool.has_mask, "block_rows": block_rows, "files": files,
+        **asdict(report), **further,
+    }  # fmt: skip
+    write_atomic(folder / INDEX, json.dumps(index, indent=1))
+
+
+def _fill_file(
+    path: Path, flat: np.ndarray, order: np.ndarray, starts: np.ndarray, offsets: np.ndarray, seq_len: int,
+    block_rows: int, *, empty: int,
+) -> list[int]:  # fmt: skip
+    """Write the rows whose pieces `offsets` [rows + 1] names, some blocks at a time; returns the blocks' checksums."""
+    checksums, rows_at_once = list[int](), max(1, ROWS_AT_ONCE // block_rows) * block_rows
+    with open(path, "wb") as file:
+        for first in range(0, len(offsets) - 1, rows_at_once):
+            block = offsets[first : first + rows_at_once + 1]
+            out = np.full((len(block) - 1, seq_len), empty, dtype=flat.dtype)
+            chosen = order[block[0] : block[-1]]
+            begins, ends = starts[chosen].tolist(), starts[chosen + 1].tolist()
+            piece = 0
+            for row, count in zip(out, np.diff(block).tolist(), strict=True):
+                at = 0
+                for begin, end in zip(begins[piece : piece + count], ends[piece : piece + count], strict=True):
+                    row[at : at + end - begin] = flat[begin:end]
+                    at += end - begin
+                piece += count
+            file.write(out.tobytes())
+            checksums += block_checksums(out, block_rows)
+    return checksums
+
+
+def _why_empty(report: PackReport) -> str:
+    if not report.num_sequences:
+        return "no document reached this stage; look at the counts of the clean stage"
+    reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(report.skipped.items()))
+    return f"all {report.num_sequences} sequences were left out ({reasons}); raise seq_len or look at the documents"

@@ -1,0 +1,1 @@
+"""Text and images from files and programs, as documents."""

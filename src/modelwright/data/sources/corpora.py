@@ -1,0 +1,73 @@
+"""Corpora that a program makes: the words of `data.sources` that name no file."""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from modelwright.core.extensions import offered
+from modelwright.core.resources import versions
+from modelwright.data.document import Document, Unsplit
+from modelwright.data.sources.arithmetic import arithmetic_problems
+from modelwright.data.sources.digits import digit_images
+from modelwright.data.sources.sentence_pairs import NAME as SENTENCE_PAIRS
+from modelwright.data.sources.sentence_pairs import sentence_pairs
+from modelwright.data.sources.stdlib_corpus import machine_corpus
+from modelwright.data.workers import ShardEngine
+
+BUILTIN = "stdlib"
+CORPORA_GROUP = "modelwright.corpora"
+"""Entry points of other packages: each a `NamedCorpus`; the entry point's name is the word in `data.sources`."""
+
+
+class ReadCorpus(Protocol):
+    """Makes the documents, in a fixed order."""
+
+    def __call__(
+        self, *, fraction: float, skip: Callable[[str, str], None], engine: ShardEngine
+    ) -> Iterator[Document | Unsplit]:
+        """fraction: `data.stdlib_fraction`, for a corpus that has a smaller form; skip: told the reason and the name of
+        what cannot be read; engine: may compute a part of the documents in other processes.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedCorpus:
+    """Documents by the word that names them."""
+
+    read: ReadCorpus
+    title: str = ""
+    """What a report calls it; "" for its word."""
+    decided_by: Callable[[], list[str]] | None = None
+    """Versions of what the documents come from: other ones, and they are read again. None if the version of its own
+    package alone decides them."""
+
+
+CORPORA: Mapping[str, NamedCorpus] = {
+    BUILTIN: NamedCorpus(
+        read=machine_corpus,
+        title="Python's standard library, torch and NumPy",
+        decided_by=lambda: [sys.version, *versions("torch", "numpy").values()],
+    ),
+    "arithmetic": NamedCorpus(read=lambda **_: arithmetic_problems()),
+    SENTENCE_PAIRS: NamedCorpus(read=lambda **_: sentence_pairs()),
+    "digits": NamedCorpus(read=lambda **_: digit_images()),
+}
+"""The only list of the package's own corpora, in the order in which they are read."""
+
+
+def corpus_words() -> tuple[str, ...]:
+    """The words that name a corpus, those of other packages included, in the order in which they are read."""
+    return tuple(dict.fromkeys([*CORPORA, *offered(CORPORA_GROUP, NamedCorpus)]))
+
+
+def without_corpora(sources: Sequence[str]) -> tuple[str, ...]:
+    """The sources that name files."""
+    words = corpus_words()
+    return tuple(source for source in sources if source not in words)
+
+
+def find_corpus(word: str) -> NamedCorpus:
+    """The corpus of a word; of other packages only the one that offers it is imported. Raises `ConfigError`."""
+    return CORPORA[word] if word in CORPORA else offered(CORPORA_GROUP, NamedCorpus)[word]()
