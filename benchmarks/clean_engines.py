@@ -29,13 +29,12 @@ from clean_scale import RESULTS, descendants, write_documents
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.resources import num_usable_cores
 from modelwright.data.clean.clean import SHARD_DOCUMENTS
-from modelwright.data.clean.folder import DROPPED, KEPT, REPORT
+from modelwright.data.clean.folder import DROPPED, ORDER, REPORT, kept_files
 from modelwright.data.clean.shards import measured
 from modelwright_claims.results import circumstances, machine_slug
 
 DOCUMENTS = 50_000
 PROGRAM = ("-m", "modelwright.cli.main")
-FILES = (KEPT, DROPPED, REPORT)
 LOCAL, RAY, WORKER_KILLED, COMMAND_KILLED = "local", "ray", "ray, a worker killed", "ray, the command killed"
 RAY_TASK = b"ray::_in_folder"
 """The name of a process while it is at work on a shard (`modelwright.data.workers`)."""
@@ -153,7 +152,8 @@ def measure(count: int, seed: int, folder: Path, settings: Sequence[str]) -> Ite
         with closing(Command(source, out, engine, settings)) as command:
             facts = run(command, max(1, count // SHARD_DOCUMENTS // 4), links)
         wall_s = round(time.perf_counter() - started, 2)
-        hashes = {file: hashlib.sha256((out / file).read_bytes()).hexdigest() for file in FILES}
+        files = [*(file for of_split in kept_files(out).values() for file in of_split.values()), ORDER, DROPPED, REPORT]
+        hashes = {file: hashlib.sha256((out / file).read_bytes()).hexdigest() for file in files}
         kept = json.loads((out / REPORT).read_text())["kept"]
         num_kept = sum(entry["documents"] for splits in kept.values() for entry in splits.values())
         yield name, {"wall_s": wall_s, **facts, "kept": num_kept, "sha256": hashes}
@@ -163,7 +163,8 @@ def verdicts(record: Mapping[str, Any]) -> Iterator[str]:
     """What the record says to each part of the target."""
     runs = record["runs"]
     for name in (RAY, WORKER_KILLED, COMMAND_KILLED):
-        differing = [file for file in FILES if runs[name]["sha256"][file] != runs[LOCAL]["sha256"][file]]
+        hashes, own = runs[LOCAL]["sha256"], runs[name]["sha256"]
+        differing = [file for file in hashes if own.get(file) != hashes[file]]
         text = f"files of {name!r} that differ from those of {LOCAL!r}: {', '.join(differing) or 'none'}"
         yield _verdict(not differing, text)
     before, again = runs[COMMAND_KILLED]["shards_before"], runs[COMMAND_KILLED]["done_again"]

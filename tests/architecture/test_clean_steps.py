@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from cleaned import result_files
 from modelwright.cli.main import main
 from modelwright.core.errors import ConfigError, DataError
 from modelwright.core.progress import SilentProgress
@@ -41,7 +42,6 @@ def document(number: int, text: str = "") -> Document:
 TABLE = "a table | " * 30
 BROKEN = "this cannot be read at all, says the secret word swordfish"
 NAMES = ("NoTables", "FewOfEachOpening", "shout")
-RESULTS = ("kept.jsonl.zst", "dropped.jsonl.zst", "report.json")
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,7 @@ def test_they_resume_with_the_same_bytes(stage: str, source: Path, tmp_path: Pat
     assert not (killed / "report.json").exists()
     for out in (killed, whole):
         clean_slowly_enough(source, out)
-    for name in RESULTS:
+    for name in result_files(whole):
         assert (killed / name).read_bytes() == (whole / name).read_bytes(), name
 
 

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-import zstandard
 
 from modelwright.core.errors import ArtifactError, ConfigError, DataError
 from modelwright.core.progress import SilentProgress
@@ -12,7 +11,8 @@ from modelwright.data.clean.clean import clean_documents
 from modelwright.data.clean.config import CleanConfig, build_steps
 from modelwright.data.clean.duplicates.corpus import DuplicatesConfig
 from modelwright.data.clean.features import data_share, duplicate_share, is_data_line
-from modelwright.data.clean.folder import KEPT, read_dropped, read_kept
+from modelwright.data.clean.folder import kept_files, read_dropped, read_kept
+from modelwright.data.clean.measured_corpus import pack_lines, unpack_lines
 from modelwright.data.clean.report import CleanReport
 from modelwright.data.clean.steps.format import normalize
 from modelwright.data.clean.steps.quality import QualityConfig
@@ -59,12 +59,14 @@ def test_everything_is_kept_or_dropped_and_counted(tmp_path: Path) -> None:
         "d6": ("duplicates", "duplicate"),
     }
     assert [entry.id for entry in read_kept(tmp_path)] == ["d0", "d7"]
-    assert [entry.id for entry in read_kept(tmp_path, split="heldout", kind="prose")] == ["d7"]
+    assert [entry.id for entry in read_kept(tmp_path, split="heldout", kinds=("prose",))] == ["d7"]
     assert report.num_documents == 8
     assert (report.num_kept, report.num_dropped) == (2, 6)
     assert report.dropped["quality"]["too short"] == {"documents": 2, "bytes": 5}
     assert json.loads((tmp_path / "report.json").read_text())["kept"] == report.kept
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["dropped.jsonl.zst", "kept.jsonl.zst", "report.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "dropped.jsonl.zst", "kept-heldout-prose.jsonl.zst", "kept-train-prose.jsonl.zst", "order.zst", "report.json",
+    ]  # fmt: skip
 
 
 def test_the_held_out_side_wins_over_training(tmp_path: Path) -> None:
@@ -110,7 +112,7 @@ def test_two_runs_write_the_same_bytes(tmp_path: Path) -> None:
     documents = [document(f"Sentence number {i % 40}, long enough.", i) for i in range(60)]
     for name in ("a", "b"):
         clean(tmp_path / name, *documents)
-    for name in ("kept.jsonl.zst", "dropped.jsonl.zst", "report.json"):
+    for name in ("kept-train-prose.jsonl.zst", "order.zst", "dropped.jsonl.zst", "report.json"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
 
@@ -123,8 +125,11 @@ def test_a_line_that_is_kept_is_what_its_document_would_be_written_as(tmp_path: 
         document("A sentence with half a surrogate \ud800 pair in it.", 1),
         document("A sentence about someone@example.com and others.", 2, split="heldout"),
     )
-    content = zstandard.ZstdDecompressor().decompressobj().decompress((tmp_path / KEPT).read_bytes()).decode()
-    lines = content.split("\n")[:-1]
+    lines = [
+        line
+        for split in ("train", "heldout")
+        for line in unpack_lines((tmp_path / f"kept-{split}-prose.jsonl.zst").read_bytes())
+    ]
     documents = [Document.from_json(line) for line in lines]
     assert lines == [document.to_json() for document in documents]
     assert [one.id for one in documents] == ["d0", "d1", "d2"]
@@ -142,9 +147,51 @@ def test_nothing_left_is_an_error_that_says_why(tmp_path: Path) -> None:
 def test_missing_and_damaged_files(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="run the clean stage"):
         list(read_kept(tmp_path))
-    (tmp_path / "kept.jsonl.zst").write_bytes(b"rubbish")
-    with pytest.raises(ArtifactError, match="is damaged"):
+    clean(tmp_path, document("A sentence that is long enough.", 0), pair("What is it?", "Quite a good question.", 1))
+    with pytest.raises(ArtifactError, match="is missing; run the clean stage"):
+        list(read_dropped(tmp_path / "elsewhere"))
+    whole = (tmp_path / "kept-train-prose.jsonl.zst").read_bytes()
+    for content, problem in ((b"rubbish", "is damaged"), (pack_lines([]), "is damaged .it ends too early")):
+        (tmp_path / "kept-train-prose.jsonl.zst").write_bytes(content)
+        with pytest.raises(ArtifactError, match=rf"kept-train-prose.jsonl.zst: {problem}.*; run the clean stage again"):
+            list(read_kept(tmp_path))
+    (tmp_path / "kept-train-prose.jsonl.zst").write_bytes(whole)
+    (tmp_path / "order.zst").unlink()
+    assert len(list(read_kept(tmp_path, kinds=("prose",)))) == 1, "one file is in order by itself"
+    with pytest.raises(ArtifactError, match=r"order.zst: is missing; run the clean stage"):
         list(read_kept(tmp_path))
+
+
+def test_a_folder_of_an_earlier_version_is_named(tmp_path: Path) -> None:
+    """It has all kept documents in one file, and a report that names no files."""
+    (tmp_path / "kept.jsonl.zst").write_bytes(pack_lines([document("A sentence.", 0).to_json()]))
+    (tmp_path / "report.json").write_text('{"num_documents": 1}')
+    with pytest.raises(ArtifactError, match=r"an earlier version wrote this folder.*; run the clean stage again"):
+        list(read_kept(tmp_path))
+
+
+def test_kept_documents_come_in_the_order_of_the_corpus(tmp_path: Path) -> None:
+    """From files by split and kind, over several shards; files of an earlier result with another kind go."""
+    made = [
+        pair(f"What is number {n} of this list?", f"It is the {n}th of many.", n) if n % 3 == 1
+        else document(f"Sentence number {n} of this text, long enough.", n, split="heldout" if n % 5 == 0 else "train")
+        for n in range(40)
+    ]  # fmt: skip
+    (tmp_path / "kept.jsonl.zst").write_bytes(b"of an earlier version")
+    (tmp_path / "kept-train-image.jsonl.zst").write_bytes(b"of an earlier result")
+    clean_documents(iter(made), [], tmp_path, SilentProgress(), shard_documents=7)
+    assert list(read_kept(tmp_path)) == made
+    assert list(read_kept(tmp_path, split="train")) == [one for one in made if one.split == "train"]
+    assert list(read_kept(tmp_path, kinds=("qa",))) == [one for one in made if one.kind == "qa"]
+    assert list(read_kept(tmp_path, split="heldout", kinds=("image",))) == []
+    files = kept_files(tmp_path)
+    assert sorted(path.name for path in tmp_path.glob("kept*")) == sorted(
+        name for of_split in files.values() for name in of_split.values()
+    )
+    assert {split: list(of_split) for split, of_split in files.items()} == {
+        "train": ["prose", "qa"],
+        "heldout": ["prose"],
+    }
 
 
 def test_config_is_checked() -> None:

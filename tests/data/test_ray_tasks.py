@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from cleaned import result_files
 from modelwright.core.errors import ConfigError
 from modelwright.core.progress import SilentProgress
 from modelwright.data.clean.clean import clean_documents
@@ -21,7 +22,6 @@ from modelwright.data.workers import InProcess, RayTasks
 
 pytest.importorskip("ray")
 
-RESULTS = ("kept.jsonl.zst", "dropped.jsonl.zst", "report.json")
 SCRIPT = """
 import os, signal, sys
 from dataclasses import dataclass
@@ -89,7 +89,7 @@ def test_the_files_are_those_of_one_process_though_a_worker_is_killed(tmp_path: 
     assert (with_ray / "bands").read_text() == "16 in workers: True"
     clean(here, [KilledOnce(str(with_ray))], InProcess())
     assert sum(entry.reason == "near-duplicate" for entry in read_dropped(here)) > 10
-    for name in RESULTS:
+    for name in result_files(here):
         assert (here / name).read_bytes() == (with_ray / name).read_bytes(), name
 
 
@@ -127,7 +127,7 @@ def test_the_command_is_killed_and_goes_on_with_the_shards_that_are_left(tmp_pat
         facts = with_the_command_killed(with_ray, 3, links)
     assert 3 <= facts["shards_before"] < 15
     assert facts["done_again"] == 0
-    for name in RESULTS:
+    for name in result_files(tmp_path / "local"):
         assert (tmp_path / "local" / name).read_bytes() == (tmp_path / "ray" / name).read_bytes(), name
     assert json.loads((tmp_path / "ray" / "report.json").read_text())["dropped"]["duplicates"]
 

@@ -16,7 +16,7 @@ from modelwright.core.errors import ConfigError, DataError
 from modelwright.core.progress import SilentProgress
 from modelwright.data.clean import parquet
 from modelwright.data.clean.config import CleanConfig
-from modelwright.data.clean.folder import read_kept
+from modelwright.data.clean.folder import kept_files, read_kept
 from modelwright.data.clean.steps.quality import QualityConfig
 from modelwright.data.document import Document
 from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents
@@ -84,11 +84,12 @@ def test_datasets_loads_the_folder(
         assert rows(loaded[name]) == columns([one for one in kept if one.split == split])
     assert any("url" in one.meta for one in kept)
     assert any(one.kind == "qa" for one in kept)
-    kept_lines = str(out / "kept.jsonl.zst")
-    lines_of_json = datasets.load_dataset(
-        "json", data_files=kept_lines, split="train", cache_dir=str(tmp_path / "cache")
-    )
-    assert lines_of_json["text"][:] == [one.text for one in kept]
+    for split, files in kept_files(out).items():
+        for kind, name in files.items():
+            lines_of_json = datasets.load_dataset(
+                "json", data_files=str(out / name), split="train", cache_dir=str(tmp_path / "cache")
+            )
+            assert lines_of_json["text"][:] == [one.text for one in kept if (one.split, one.kind) == (split, kind)]
     config = SourceConfig(sources=(str(out / "data"),), validation_fraction=0.0)
     again = {one.id: one for one in read_documents(config, report=SourceReport(), leave_open=True)}
     assert again == {one.id: one for one in kept}, "a run can train on the files"

@@ -116,12 +116,12 @@ def test_no_result_inside_of_its_sources(folder: Path, tmp_path: Path, inside: C
     (tmp_path / "link").symlink_to(folder)
     out = tmp_path / "link" if place == "link" else folder / place
     done = inside("clean", str(folder), "--out", str(out))
-    assert (done.returncode, (folder / "kept.jsonl.zst").exists()) == (2, False)
+    assert (done.returncode, list(folder.glob("kept*"))) == (2, [])
     assert "lies in the source" in done.stderr
     assert "choose a folder outside of the sources" in done.stderr
     good = tmp_path / "good"
     assert inside("clean", str(folder), "--out", str(good)).returncode == 0
-    assert "holds the source" in inside("clean", str(good / "kept.jsonl.zst"), "--out", str(good)).stderr
+    assert "holds the source" in inside("clean", str(good / "kept-*.jsonl.zst"), "--out", str(good)).stderr
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 import fsspec
 import pytest
 
+from cleaned import result_files
 from modelwright.core.errors import ConfigError, StorageError
 from modelwright.core.progress import SilentProgress
 from modelwright.data.clean.config import CleanConfig
@@ -16,7 +17,6 @@ from modelwright.data.sources.sources import SourceConfig, SourceReport, read_do
 from modelwright.pipeline.clean_command import clean_sources, explain_document
 
 NOUNS = ("river", "house", "teacher", "garden", "letter", "market", "bridge", "window", "doctor", "village")
-RESULTS = ("kept.jsonl.zst", "dropped.jsonl.zst", "report.json", "quarantine.jsonl", "sources.json", "settings.json")
 
 
 def sentences(seed: int) -> str:
@@ -55,10 +55,10 @@ def test_from_a_store_into_a_store(store: str, tmp_path: Path, monkeypatch: pyte
     lines = clean(f"{store}/texts", f"{store}/cleaned")
     clean(f"{store}/texts", f"file://{tmp_path}/here")
     filesystem, path = fsspec.core.url_to_fs(f"{store}/cleaned")
-    for name in RESULTS:
+    for name in (*result_files(tmp_path / "here"), "quarantine.jsonl", "sources.json", "settings.json"):
         assert filesystem.cat_file(f"{path}/{name}") == (tmp_path / "here" / name).read_bytes()
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["here"], "nothing stays in the current folder"
-    assert f"kept {store}/cleaned/kept.jsonl.zst, dropped {store}/cleaned/dropped.jsonl.zst" in lines
+    assert f"kept {store}/cleaned/kept-*.jsonl.zst, dropped {store}/cleaned/dropped.jsonl.zst" in lines
     config = SourceConfig(sources=(f"{store}/cleaned",), validation_fraction=0)
     kept = list(read_documents(config, report=SourceReport()))
     assert len(kept) == 19

@@ -5,11 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import zstandard
 
+from cleaned import keep_all
 from modelwright.core.artifacts import read_manifest
 from modelwright.core.rundir import RunDir
-from modelwright.data.clean.folder import KEPT
 from modelwright.data.document import Document
 from modelwright.data.tokenizer.tokenizer import TokenizerConfig, train_tokenizer
 from modelwright.model.config import ModelConfig
@@ -54,8 +53,7 @@ def clean_stage(questions: list[str]) -> Stage:
             )
             for number, question in enumerate(questions)
         ]  # fmt: skip
-        lines = "".join(document.to_json() + "\n" for document in documents)
-        (context.output.path / KEPT).write_bytes(zstandard.compress(lines.encode()))
+        keep_all(context.output.path, documents)
 
     return Stage(name="clean", title="", settings="", parents=(), run=run)
 

@@ -13,12 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import zstandard
 
+from cleaned import keep_all
 from modelwright.compress.grid_linear import GridLinear
 from modelwright.core.artifacts import read_manifest
 from modelwright.core.errors import ConfigError, DataError, ModelError
-from modelwright.data.clean import clean
 from modelwright.data.document import Document
 from modelwright.data.images.labeled import LabeledImages, class_of, write_labels
 from modelwright.data.images.store import ImageStore, write_images
@@ -238,7 +237,7 @@ def test_images_without_classes_to_learn_are_refused(labels: list[str], tmp_path
         for number, label in enumerate(labels)
     ]
     assert [class_of(document) for document in documents] == labels
-    (tmp_path / clean.KEPT).write_bytes(zstandard.compress("".join(one.to_json() + "\n" for one in documents).encode()))
+    keep_all(tmp_path, documents)
     with pytest.raises(DataError, match="field label"):
         training_classes(tmp_path)
 

@@ -16,7 +16,7 @@ from modelwright.core.progress import Progress
 from modelwright.core.rundir import check_folder, lock_folder
 from modelwright.data.clean.clean import clean_documents
 from modelwright.data.clean.config import CleanConfig, build_steps
-from modelwright.data.clean.folder import DROPPED, KEPT, REPORT, read_dropped
+from modelwright.data.clean.folder import DROPPED, KEPT_NAME, ORDER, REPORT, kept_files, read_dropped
 from modelwright.data.clean.parquet import (
     FILE_NAME,
     FOLDER,
@@ -75,7 +75,9 @@ def _clean_into_store(
     lines = _clean_into_folder(data, clean, folder, store.url, progress, parquet)
     store.remove(FOLDER, FILE_NAME)
     tables = [f"{FOLDER}/{path.name}" for path in sorted((folder / FOLDER).glob("*"))]
-    store.upload(folder, [KEPT, DROPPED, *tables, QUARANTINE, SOURCES, SETTINGS, REPORT])
+    kept = _kept_names(folder)
+    store.remove("", KEPT_NAME, keep=kept)
+    store.upload(folder, [*kept, ORDER, DROPPED, *tables, QUARANTINE, SOURCES, SETTINGS, REPORT])
     shutil.rmtree(folder)
     return lines
 
@@ -105,7 +107,7 @@ def _clean_into_folder(
     if sources["skipped"]:
         lines.append(f"skipped records are listed in {base}/{QUARANTINE}")
     lines.append(describe_drops(cleaned))
-    lines.append(f"kept {base}/{KEPT}, dropped {base}/{DROPPED}")
+    lines.append(f"kept {base}/kept-*.jsonl.zst, dropped {base}/{DROPPED}")
     if tables:
         files = {name: f"{base}/{FOLDER}/{name}-*.parquet" for name in names_of_splits(tables)}
         words = f'"parquet", data_files={files}' if is_store(out) else repr(base)
@@ -120,8 +122,14 @@ def explain_document(out: str, identifier: str) -> str:
     if not is_store(out):
         return explain(Path(local_path(out)), identifier)
     with tempfile.TemporaryDirectory() as name:
-        ResultStore.open(out, "--out").fetch(Path(name), [KEPT, DROPPED, REPORT])
-        return explain(Path(name), identifier)
+        store, folder = ResultStore.open(out, "--out"), Path(name)
+        store.fetch(folder, [REPORT])
+        store.fetch(folder, [*_kept_names(folder), ORDER, DROPPED])
+        return explain(folder, identifier)
+
+
+def _kept_names(folder: Path) -> list[str]:
+    return [name for files in kept_files(folder).values() for name in files.values()]
 
 
 def try_cleaning(data: SourceConfig, clean: CleanConfig, progress: Progress) -> list[str]:
@@ -185,7 +193,7 @@ def _changed(folder: Path, settings: Mapping[str, Any]) -> str:
     try:
         earlier: Any = json.loads((folder / SETTINGS).read_text())
     except (OSError, ValueError):
-        return "unknown settings" if (folder / KEPT).exists() else ""
+        return "unknown settings" if (folder / REPORT).exists() else ""
     now, before = json.loads(json.dumps(settings)), cast(dict[str, Any], earlier)
     return ", ".join(dict.fromkeys([*_names(difference(now, before)), *_names(difference(before, now))]))
 

@@ -56,8 +56,8 @@ class ResultStore:
             for name in names:
                 self.filesystem.put_file(str(folder / name), f"{self.path}/{name}")
 
-    def remove(self, folder: str, pattern: re.Pattern[str]) -> None:
-        """Remove the files of a folder whose whole name matches. Raises `StorageError`."""
+    def remove(self, folder: str, pattern: re.Pattern[str], *, keep: Sequence[str] = ()) -> None:
+        """Remove the files of a folder whose whole name matches, but not those of `keep`. Raises `StorageError`."""
         with self._reporting("be written"):
             self.filesystem.invalidate_cache()
             try:
@@ -65,7 +65,8 @@ class ResultStore:
             except FileNotFoundError:
                 return
             for path in paths:
-                if pattern.fullmatch(path.rpartition("/")[2]):
+                name = path.rpartition("/")[2]
+                if pattern.fullmatch(name) and name not in keep:
                     self.filesystem.rm_file(path)
 
     def fetch(self, folder: Path, names: Sequence[str]) -> None:

@@ -62,7 +62,7 @@ class Smoothed(Objective):
 
 def pack_reversed(job: PackJob, split: Split) -> None:
     """Each document from its end to its beginning."""
-    texts = (document.text[::-1] for document in read_kept(job.clean, split=split, kind="prose"))
+    texts = (document.text[::-1] for document in read_kept(job.clean, split=split, kinds=("prose",)))
     encoded = job.tokenizer.encode_documents(texts, num_threads=1)
     job.pack(f"{REVERSED_ROWS.name}/{split}", ((ids, None) for ids in encoded))
 

@@ -98,7 +98,10 @@ def span_infilling(config: SpanInfillingConfig, load: LoadLanguageModel) -> Augm
         return [
             with_texts(
                 document,
-                [_edited(text, edits.get((number, place), [])) for place, text in enumerate(texts_of(document))],
+                [
+                    repair_articles(replace_spans(text, edits.get((number, place), [])), text)
+                    for place, text in enumerate(texts_of(document))
+                ],
             )
             for number, document in enumerate(documents)
         ]
@@ -150,7 +153,3 @@ def first_words(completion: str) -> str:
     """
     words = completion.split(" ")[1:-1][:_SPAN_WORDS] if completion.startswith(" ") else []
     return " ".join(words) if words and all(word.isalpha() and word.islower() for word in words) else ""
-
-
-def _edited(text: str, edits: Sequence[Span]) -> str:
-    return repair_articles(replace_spans(text, edits), text)

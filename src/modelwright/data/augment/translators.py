@@ -54,7 +54,8 @@ class TranslationCache:
 
     def __call__(self, texts: Sequence[str]) -> list[str]:
         keys = [hashlib.sha256(f"{self.name}\0{text}".encode()).hexdigest() for text in texts]
-        known = {key: text for key in dict.fromkeys(keys) for text in self._read(key)}
+        select = "SELECT text FROM translations WHERE key = ?"
+        known = {key: text for key in dict.fromkeys(keys) for (text,) in self._run(select, [(key,)])}
         missing = {key: text for key, text in zip(keys, texts, strict=True) if key not in known}
         if missing:
             results = dict(zip(missing, self.translate(list(missing.values())), strict=True))
@@ -62,9 +63,6 @@ class TranslationCache:
             self._run("INSERT OR REPLACE INTO translations VALUES (?, ?)", entries)
             known |= results
         return [known[key] for key in keys]
-
-    def _read(self, key: str) -> list[str]:
-        return [row[0] for row in self._run("SELECT text FROM translations WHERE key = ?", [(key,)])]
 
     def _run(self, statement: str, rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
         try:

@@ -1,10 +1,6 @@
 """Cleaning: takes documents through a list of steps, and leaves what is kept and what is dropped as files to look at.
 
-`STEPS` in `data/clean/config.py` lists the steps. A folder of cleaned documents holds:
-
-    kept.jsonl.zst      documents, one JSON object a line
-    dropped.jsonl.zst   the same with `step`, `reason` and `detail`
-    report.json         the counts and the limits in effect
+`STEPS` in `data/clean/config.py` lists the steps. `folder.py` says which files a folder of cleaned documents holds.
 
 The work is cut into shards. Each is read, measured and written by itself, on all cores; what needs the whole corpus
 (automatic limits, duplicates) is decided in between from small arrays. Every shard's results are files that are whole
@@ -14,9 +10,10 @@ or absent (`measured_corpus.py`), so a run that was killed goes on where it was,
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,8 +22,7 @@ from modelwright.core.artifacts import write_atomic
 from modelwright.core.config import digest
 from modelwright.core.errors import DataError, writing
 from modelwright.core.progress import Progress
-from modelwright.data.clean import shards as clean_shards
-from modelwright.data.clean.folder import DROPPED, KEPT, REPORT
+from modelwright.data.clean.folder import DROPPED, KEPT_NAME, ORDER, REPORT, files_by_split
 from modelwright.data.clean.measured_corpus import MeasuredCorpus, numbered
 from modelwright.data.clean.report import CleanReport, describe_drops
 from modelwright.data.clean.shards import (
@@ -45,8 +41,8 @@ from modelwright.data.workers import InProcess, ShardEngine
 SHARD_DOCUMENTS = 1000
 _SHARD_CHARS = 8_000_000
 _IN_PROCESS = InProcess()
-_VERSION = 4
-"""Raised when the same documents and steps give another result."""
+_VERSION = 5
+"""Raised when the same documents and steps give another result or other files of it."""
 
 
 def clean_documents(
@@ -61,7 +57,7 @@ def clean_documents(
     engine: ShardEngine = _IN_PROCESS,
     shard_documents: int = SHARD_DOCUMENTS,
 ) -> tuple[CleanReport, dict[str, Any]]:
-    """Take the documents through the steps and write the three files into `folder` (created if absent).
+    """Take the documents through the steps and write the files of `folder.py` into `folder` (created if absent).
 
     steps: any list; ours are made by `build_steps`.
     work: folder for what is unfinished, which the caller removes; by default one in `folder`.
@@ -88,8 +84,7 @@ def clean_documents(
                 run.measure(phase, read)
             run.decide(phase, read)
         report = run.write(read)
-        _join(folder / KEPT, work, read.num_shards, clean_shards.KEPT)
-        _join(folder / DROPPED, work, read.num_shards, clean_shards.DROPPED)
+        report.files = files_by_split(_join(folder, work, read.num_shards))
         assert report.num_kept + report.num_dropped == report.num_documents, "a step lost or added documents"
         write_atomic(folder / REPORT, json.dumps(report.plain(), indent=1))
         if own_work is not None:
@@ -223,10 +218,24 @@ def _shards(documents: Iterator[Document], shard_documents: int) -> Iterator[lis
         yield shard
 
 
-def _join(target: Path, work: Path, num_shards: int, name: str) -> None:
-    """The files of all shards one after another: Zstandard frames may follow each other."""
-    partial = target.with_name(target.name + ".partial")
-    with open(partial, "wb") as joined:
-        for files in numbered(work, num_shards):
-            joined.write(files.read_arrays(WRITTEN)[name].tobytes())
-    partial.replace(target)
+def _join(folder: Path, work: Path, num_shards: int) -> list[str]:
+    """Write the files of all shards one after another: Zstandard frames may follow each other. Returns their names."""
+    files: dict[str, IO[bytes]] = {}
+    with ExitStack() as stack:
+
+        def append(name: str, content: bytes) -> None:
+            if name not in files:
+                files[name] = stack.enter_context(open(folder / f"{name}.partial", "wb"))
+            files[name].write(content)
+
+        for name in (ORDER, DROPPED):  # which are there without any shard, too
+            append(name, b"")
+        for shard in numbered(work, num_shards):
+            for name, content in shard.read_arrays(WRITTEN).items():
+                append(name, content.tobytes())
+    for name in files:
+        (folder / f"{name}.partial").replace(folder / name)
+    for path in folder.iterdir():  # of an earlier result, which had documents of another split or kind
+        if KEPT_NAME.fullmatch(path.name) and path.name not in files:
+            path.unlink()
+    return list(files)

@@ -156,7 +156,9 @@ def _meant_as_other(line: str) -> str:
     if before and not (is_certain and _share_of_capitals(line) >= _MOSTLY):
         return ""
     best = _most_natural(line, _READ_AS[1:])
-    is_lower = not before or (_share_of_capitals(best) <= 1 - _MOSTLY and _is_cyrillic(best))
+    is_lower = not before or (
+        _share_of_capitals(best) <= 1 - _MOSTLY and any("\u0400" <= char <= "\u04ff" for char in best)
+    )
     enough = before if is_flipped else _CLEARLY * before
     return best if best and is_lower and _naturalness(best) >= enough else ""
 
@@ -218,6 +220,7 @@ def _likeness(text: str, counts: Counter[str], total: int, name: str, doubt: flo
         return 0.0
     bases = Counter[str]()
     for char, count in own.items():
+        # The tables of frequent letters and vowels have no accents.
         bases[_base(char) if script.is_alphabet else char] += count
     frequent, vowels = (
         sum(bases[char] for char in chars) / num_own for chars in (script.frequent, script.vowels)
@@ -245,10 +248,6 @@ def _is_hangul(text: str) -> bool:
     """Other text that was read as Korean has Chinese characters, too."""
     letters = [char for char in text[:_JUDGED_CHARS] if char > "\u02ff" and char not in _PLAIN]
     return sum("\uac00" <= char <= "\ud7a3" for char in letters) >= 0.9 * max(1, len(letters))
-
-
-def _is_cyrillic(text: str) -> bool:
-    return any("\u0400" <= char <= "\u04ff" for char in text)
 
 
 def _is_flipped(word: str) -> bool:

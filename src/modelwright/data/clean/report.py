@@ -34,6 +34,8 @@ class CleanReport:
     """The steps that ran, in their order."""
     kept: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
     """`kept[kind][split]`: `{"documents": n, "bytes": UTF-8 bytes}`."""
+    files: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Names of the files of kept documents: `files[split][kind]`."""
     dropped: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
     """`dropped[step][reason]`, in the same form."""
     replaced: dict[str, int] = field(default_factory=dict)

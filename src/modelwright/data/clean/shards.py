@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import zstandard
 from numpy.typing import NDArray
 
 from modelwright.core.errors import DataError
+from modelwright.data.clean.folder import DROPPED as DROPPED_FILE
+from modelwright.data.clean.folder import KEPT_FILES, ORDER, place_of_file
 from modelwright.data.clean.measured_corpus import DOCUMENTS, IDS, ShardFiles, as_array, pack_lines, unpack_lines
 from modelwright.data.clean.steps.quality import language_of
 from modelwright.data.clean.steps.step import CorpusStep, CountingStep, Drop, DroppedDocument, Phase, Redactor, Step
@@ -103,10 +106,12 @@ def write_shard(job: StepJob) -> StepResult:
                 tally.drop(result)
             else:
                 tally.keep(result, line)
-        arrays = {KEPT: as_array(pack_lines(tally.kept)), DROPPED: as_array(pack_lines(tally.dropped))}
+        arrays = {KEPT_FILES[place]: as_array(pack_lines(lines)) for place, lines in sorted(tally.kept.items())}
+        order = zstandard.ZstdCompressor(write_checksum=True).compress(bytes(tally.order))
+        arrays |= {ORDER: as_array(order), DROPPED_FILE: as_array(pack_lines(tally.dropped))}
         earlier = [(job.files.facts(measured(phase)) or {}).get("counts", {}) for phase in range(job.phase)]
         counts = _sum([*earlier, _counts(steps), tally.counts()])
-        num_documents = len(tally.kept) + len(tally.dropped)
+        num_documents = len(tally.order) + len(tally.dropped)
         facts = {**tally.facts(), "counts": counts, "documents": num_documents}
         job.files.write_arrays(WRITTEN, arrays, facts)
     return StepResult(job.number, facts["documents"], facts)
@@ -165,11 +170,15 @@ def _sum(counts: Sequence[Any]) -> dict[str, dict[str, int]]:
 
 
 class _Tally:
-    """The lines of kept and dropped documents, and how many documents and bytes they are by two names."""
+    """The lines of kept and dropped documents, and how many documents and bytes they are by two names.
+
+    kept: by the place of the file in `KEPT_FILES`; order: these places, in the order of the documents.
+    """
 
     def __init__(self, steps: Sequence[Step]) -> None:
         self._redactors = [step for step in steps if isinstance(step, Redactor)]
-        self.kept: list[str] = []
+        self.kept: dict[int, list[str]] = {}
+        self.order = bytearray()
         self.dropped: list[str] = []
         self._entries: dict[str, dict[tuple[str, str], dict[str, int]]] = {KEPT: {}, DROPPED: {}}
         self._lengths = {KEPT: Counter[str](), DROPPED: Counter[str]()}
@@ -183,7 +192,9 @@ class _Tally:
             if self._num_of_language % _LANGUAGE_OF_EVERY == 0:
                 self._sampled.append(document)
             self._num_of_language += 1
-        self.kept.append(line or document.to_json())
+        place = place_of_file(document)
+        self.kept.setdefault(place, []).append(line or document.to_json())
+        self.order.append(place)
 
     def drop(self, entry: DroppedDocument) -> None:
         document = entry.document
@@ -198,7 +209,7 @@ class _Tally:
     def counts(self) -> dict[str, dict[str, int]]:
         """Lengths and languages, by field of `CleanReport`."""
         lengths = {f"{which}_lengths": dict(counter) for which, counter in self._lengths.items()}
-        is_large = len(self.kept) + len(self.dropped) >= _FEWEST_FOR_LANGUAGES
+        is_large = len(self.order) + len(self.dropped) >= _FEWEST_FOR_LANGUAGES
         sampled = self._sampled[:: -(-len(self._sampled) // _MOST_LANGUAGES) or 1] if is_large else []
         return {**lengths, "languages": dict(Counter(map(language_of, sampled)))}
 

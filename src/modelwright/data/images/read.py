@@ -118,7 +118,8 @@ def is_image_record(record: Mapping[str, Any]) -> bool:
     """Whether a record holds an image or names an image file; the URL of an image is neither."""
     if _named_image(record):
         return True
-    return isinstance(record.get("image"), bytes) or _is_structure(record.get("image"))
+    image = record.get("image")
+    return isinstance(image, bytes) or (isinstance(image, dict) and {"bytes", "path"} <= image.keys())
 
 
 def read_image_record(where: str, record: Record, file: File, complain: Complaint) -> Iterator[Document]:
@@ -309,10 +310,6 @@ def _bytes_of_record(record: Mapping[str, Any], file: File) -> bytes:
     if not isinstance(name, str) or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
         raise DataError(f"names the image {name!r}, which is no path within the folder of the table")
     return _bytes_of(file, str(PurePosixPath(file.path).parent / name))
-
-
-def _is_structure(value: Any) -> bool:
-    return isinstance(value, dict) and {"bytes", "path"} <= value.keys()
 
 
 def _named_image(record: Mapping[str, Any]) -> str:

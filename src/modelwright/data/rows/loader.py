@@ -19,6 +19,7 @@ import torch
 from modelwright.core.errors import ArtifactError, ConfigError
 from modelwright.core.seeds import derive_seed
 from modelwright.data.rows.batch import IGNORED, TokenBatch
+from modelwright.data.rows.batching.order import permutation
 from modelwright.data.rows.cache.cold import ColdStore, is_remote, rows_at
 from modelwright.data.rows.cache.layout import RowLayout
 from modelwright.data.rows.cache.reader import NUM_READERS, BlockReader, Tiers
@@ -192,7 +193,10 @@ class PackedLoader:
         self.rows = rows
         self.batch_rows = batch_rows
         self.seed = seed
-        self._epoch_order = lru_cache(maxsize=2)(self._shuffle)  # a batch touches two epochs at most, unless it is huge
+        # A batch touches two epochs at most, unless it is huge.
+        self._epoch_order = lru_cache(maxsize=2)(
+            lambda epoch: permutation(derive_seed(seed, "rows", epoch), rows.num_groups)
+        )
 
     @property
     def num_batches_per_epoch(self) -> int:
@@ -230,11 +234,6 @@ class PackedLoader:
         numbers = range(first // num_groups, -(-last // num_groups))
         parts = [self._epoch_order(epoch)[places[epochs == epoch] % num_groups] for epoch in numbers]
         return np.concatenate(parts)
-
-    def _shuffle(self, epoch: int) -> np.ndarray:
-        """A permutation from Philox's raw stream, which NumPy keeps stable (its `permutation` it does not)."""
-        bits = np.random.Philox(derive_seed(self.seed, "rows", epoch))
-        return np.argsort(bits.random_raw(self.rows.num_groups), kind="stable")
 
 
 def read_index(folder: Path) -> dict[str, Any]:

@@ -54,7 +54,8 @@ def _document(number: int, gray: NDArray[np.float64], label: int) -> Document:
     form = _FORMS[derive_seed(0, "digits", "form", number) % len(_FORMS)]
     caption = form.format(word=_WORDS[label], digit=label, thickness=traits.thickness, lean=traits.lean)
     pixels = np.repeat((255 * (1.0 - gray / _MOST)).round().astype(np.uint8)[..., None], 3, axis=2)
-    file = encode(_enlarged(pixels), lossless=True)
+    factor = SIDE // pixels.shape[0]
+    file = encode(np.repeat(np.repeat(pixels, factor, axis=0), factor, axis=1), lossless=True)
     return Document(
         id=f"digits:{number}",
         text=caption[0].upper() + caption[1:],
@@ -76,8 +77,3 @@ def _traits(gray: NDArray[np.float64]) -> _DigitTraits:
     thickness = "thin strokes" if mean < _THIN else "thick strokes" if mean > _THICK else "medium strokes"
     lean = "leaning left" if slope < _LEFT else "leaning right" if slope > _RIGHT else "upright"
     return _DigitTraits(thickness, lean)
-
-
-def _enlarged(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    factor = SIDE // pixels.shape[0]
-    return np.repeat(np.repeat(pixels, factor, axis=0), factor, axis=1)

@@ -106,7 +106,9 @@ def answer(text: str) -> str:
             break
         if ended or len(" ".join(parts)) >= ENOUGH_CHARS or (prose and prose not in parts):
             break
-    result = _without_announcement(" ".join(parts))
+    result = " ".join(parts)
+    if result.endswith(":"):  # a last sentence that announces omitted content ("For example:")
+        result = _whole_sentences(result)
     enough = len(result) >= MIN_ANSWER_CHARS and len(result.split()) >= MIN_ANSWER_WORDS
     return result if enough and not result.lower().startswith(("see ", "alias ", "same as ")) else ""
 
@@ -143,11 +145,6 @@ def _whole_sentences(text: str) -> str:
     return text[: end + 1]
 
 
-def _without_announcement(text: str) -> str:
-    """Remove a last sentence that announces omitted content ("For example:")."""
-    return _whole_sentences(text) if text.endswith(":") else text
-
-
 @dataclass(frozen=True)
 class Pair:
     """A question with its answer. lead: the words with which the answer begins and that are none of the
@@ -168,7 +165,8 @@ def pair(docstring: Docstring, *, canonical: bool) -> Pair | None:
     summary = answer(docstring.text)
     if not summary:
         return None
-    purpose = _purpose(docstring, summary, canonical=canonical)
+    lead = f"`{docstring.name}`:"
+    purpose = Pair(question(docstring, canonical=canonical), f"{lead} {summary}", lead)
     if canonical:
         return purpose
     drawn_from = [purpose] * PURPOSE_WEIGHT
@@ -176,11 +174,6 @@ def pair(docstring: Docstring, *, canonical: bool) -> Pair | None:
         if made := form(docstring, summary):
             drawn_from += [made] * weight
     return drawn_from[derive_seed(0, "form", docstring.name) % len(drawn_from)]
-
-
-def _purpose(docstring: Docstring, summary: str, *, canonical: bool) -> Pair:
-    lead = f"`{docstring.name}`:"
-    return Pair(question(docstring, canonical=canonical), f"{lead} {summary}", lead)
 
 
 def arguments_pair(docstring: Docstring, summary: str) -> Pair | None:

@@ -334,12 +334,13 @@ class Tokenizer:
     def _encode_spans(
         self, spans: Sequence[TextSpan], *, ends_at_stop: bool, image_text: str = ""
     ) -> tuple[np.ndarray, np.ndarray]:
-        """ends_at_stop: whether an answer ends with the first token that stops generation."""
+        """ends_at_stop: whether an answer ends with the first token that stops generation, that token included."""
         ids: list[int] = []
         mask: list[int] = []
         for span in spans:
             part = self.encode_rendered(span.text, image_text)
-            num_spoken = _answer_len(part, self.stop_ids) if ends_at_stop else len(part)
+            ends = (place + 1 for place, token in enumerate(part) if ends_at_stop and token in self.stop_ids)
+            num_spoken = next(ends, len(part))
             num_learned = num_spoken if span.spoken else 0
             ids += part
             mask += [1] * num_learned + [0] * (len(part) - num_learned)
@@ -395,11 +396,6 @@ def _sample(texts: Iterable[str], sample_bytes: int) -> list[str]:
         while size > sample_bytes and len(chosen) > 1:
             size -= len(heapq.heappop(chosen)[1].encode("utf-8"))
     return [text for _, text in sorted(chosen, reverse=True)]
-
-
-def _answer_len(ids: Sequence[int], stop_ids: Sequence[int]) -> int:
-    """Tokens of an answer up to and including the first one that stops generation; all if none does."""
-    return next((place + 1 for place, token in enumerate(ids) if token in stop_ids), len(ids))
 
 
 def _without_special_tokens(definition: dict[str, Any]) -> tokenizers.Tokenizer:

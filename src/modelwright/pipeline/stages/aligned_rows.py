@@ -47,7 +47,7 @@ def _sequences(job: PackJob, split: Split, images: StoreWriter) -> Sequences:
 
     def texts() -> Iterator[str]:
         """The text of each pair, and its code where it has any."""
-        for document in read_kept(job.clean, split=split):
+        for document in read_kept(job.clean, split=split, kinds=("image", "code")):
             if document.kind == "image":
                 number = images.add(StoredImage.from_plain(document.meta[KEY]).data)
                 if number > MOST_IMAGES:

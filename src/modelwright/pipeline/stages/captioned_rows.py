@@ -116,7 +116,7 @@ def _sequences(
     job: PackJob, config: CaptionConfig, split: Split, images: StoreWriter, labels: _Labels, fit: ConversationFit
 ) -> Sequences:
     image_text = config.image_token * tower_shape(job.config).num_patches
-    for document in read_kept(job.clean, split=split, kind="image"):
+    for document in read_kept(job.clean, split=split, kinds=("image",)):
         turns = turns_about(document, config.question)
         fit.num_empty_answers += num_empty_answers(turns)
         try:
@@ -144,7 +144,9 @@ def _sequences(
 def _classes(clean: Path) -> list[str]:
     """The labels of all images, sorted; [] where some have none, or nearly each its own."""
     labels = [
-        document.meta.get(LABEL_FIELD) for split in SPLITS for document in read_kept(clean, split=split, kind="image")
+        document.meta.get(LABEL_FIELD)
+        for split in SPLITS
+        for document in read_kept(clean, split=split, kinds=("image",))
     ]
     names = sorted({str(label) for label in labels if label})
     return names if all(labels) and 1 < len(names) <= len(labels) / 2 else []

@@ -37,7 +37,12 @@ def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
     return Stage(
         name=CLEAN.name,
         title=CLEAN.title,
-        settings={"data": dump(config.data), "clean": settings, "sources": fingerprint(config.data, clean)},
+        settings={
+            "data": dump(config.data),
+            "clean": settings,
+            "sources": fingerprint(config.data, clean),
+            "files": "by split and kind",  # an artifact of an earlier version, with one file, is made again
+        },
         parents=(),
         run=lambda context: _run(context, config),
     )

@@ -53,7 +53,7 @@ def _pack_labeled(job: PackJob, split: Split) -> None:
 
 def training_classes(clean: Path) -> list[str]:
     """The names of the classes, sorted. Raises `DataError` where the images have no classes to learn."""
-    names = [class_of(document) for document in read_kept(clean, split="train", kind="image")]
+    names = [class_of(document) for document in read_kept(clean, split="train", kinds=("image",))]
     classes = sorted(set(names))
     remedy = "give every record a field label, or every image a caption that is the name of its class"
     if names and len(classes) < 2:
@@ -82,7 +82,7 @@ def _sequences(
 
 
 def _images(clean: Path, split: Split) -> Iterator[Document]:
-    return read_kept(clean, split=split, kind="image")
+    return read_kept(clean, split=split, kinds=("image",))
 
 
 LABELED_ROWS = RowSet(

@@ -9,7 +9,7 @@ from modelwright.core.artifacts import Manifest
 from modelwright.core.config import dump
 from modelwright.core.errors import ConfigError, DataError
 from modelwright.core.rundir import RunDir
-from modelwright.data.clean.folder import read_kept
+from modelwright.data.clean.folder import kept_files
 from modelwright.data.document import SPLITS, Kind
 from modelwright.data.rows.pack import PackConfig
 from modelwright.data.tokenizer.tokenizer import Tokenizer
@@ -144,8 +144,7 @@ def packed_row_len(config: RunConfig) -> int:
 
 def pretraining_kinds(clean: Path, wanted: tuple[Kind, ...]) -> tuple[Kind, ...]:
     """The kinds of documents that pretraining learns from: those that are wanted, or pairs where there are none."""
-    has_text = any(document.kind in wanted for document in read_kept(clean, split="train"))
-    return wanted if has_text else QA_ONLY
+    return wanted if not kept_files(clean).get("train", {}).keys().isdisjoint(wanted) else QA_ONLY
 
 
 def check_context(config: RunConfig) -> None:

@@ -55,7 +55,7 @@ def _new_fit(job: PackJob) -> PreferenceFit:
 
 
 def _documents(job: PackJob, split: Split, field: str) -> Iterator[Document]:
-    return (one for one in read_kept(job.clean, split=split, kind="qa") if field in one.meta)
+    return (one for one in read_kept(job.clean, split=split, kinds=("qa",)) if field in one.meta)
 
 
 def _sequences(

@@ -26,7 +26,7 @@ def _pack_prompts(job: PackJob, split: Split) -> None:
     """The tokens of each prompt, and a token that stands for the answer: the only target."""
     prompts, name = list[PromptRecord](), f"{PROMPT_ROWS.name}/{split}"
     num_long = 0
-    for document in read_kept(job.clean, split=split, kind="qa"):
+    for document in read_kept(job.clean, split=split, kinds=("qa",)):
         try:
             prompt = PromptRecord.of(document, job.tokenizer)
         except DataError as error:

@@ -95,8 +95,8 @@ def _texts(job: PackJob, split: Split) -> Sequences:
     waiting: deque[Document] = deque()
 
     def texts() -> Iterator[str]:
-        for document in read_kept(job.clean, split=split):
-            if document.kind in job.text_kinds and not document.is_undesirable:
+        for document in read_kept(job.clean, split=split, kinds=job.text_kinds):
+            if not document.is_undesirable:
                 waiting.append(document)
                 yield document.text
 
@@ -124,7 +124,7 @@ def _pack_chats(job: PackJob, split: Split) -> None:
 
 
 def _conversations(job: PackJob, split: Split, fit: ConversationFit) -> Sequences:
-    for document in read_kept(job.clean, split=split, kind="qa"):
+    for document in read_kept(job.clean, split=split, kinds=("qa",)):
         if document.is_undesirable:
             continue
         for part, fitted in enumerate(_chats(job.tokenizer, document, job.settings.chat_loss, fit)):

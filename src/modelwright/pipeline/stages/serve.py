@@ -290,7 +290,7 @@ def _answer(url: str, config: RunConfig, question: str, reference: str, *, strea
 
 def _heldout_pairs(clean: Path) -> list[tuple[str, str]]:
     """Held-out questions with their reference answers, in order."""
-    documents = islice(read_kept(clean, split="heldout", kind="qa"), _MAX_READ)
+    documents = islice(read_kept(clean, split="heldout", kinds=("qa",)), _MAX_READ)
     return [(str(d.meta["question"]), str(d.meta["answer"])) for d in documents if "question" in d.meta]
 
 

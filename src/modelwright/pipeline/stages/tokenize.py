@@ -61,7 +61,7 @@ def _bytes_per_token(clean: Path, tokenizer: Tokenizer) -> dict[str, float]:
     """Bytes per token by kind, on the first held-out documents of each."""
     result = {}
     for kind in ("prose", "code", "qa"):
-        texts = [d.text for d in islice(read_kept(clean, split="heldout", kind=kind), FERTILITY_DOCUMENTS)]
+        texts = [d.text for d in islice(read_kept(clean, split="heldout", kinds=(kind,)), FERTILITY_DOCUMENTS)]
         if texts:
             num_tokens = sum(len(tokenizer.encode(text)) for text in texts)
             result[kind] = sum(len(text.encode("utf-8")) for text in texts) / max(1, num_tokens)

@@ -136,7 +136,7 @@ class RowOrder:
     def __init__(self, rows: np.ndarray, difficulty: np.ndarray | None, *, seed: int) -> None:
         self.rows = rows if difficulty is None else rows[np.argsort(difficulty, kind="stable")]
         self.seed = seed
-        self._epoch_order = lru_cache(maxsize=2)(self._shuffle)
+        self._epoch_order = lru_cache(maxsize=2)(lambda epoch: permutation(derive_seed(seed, "rows", epoch), len(rows)))
 
     def draw(self, numbers: np.ndarray, competence: float) -> np.ndarray:
         """The rows of the draws `numbers` [K] int64. Below full competence they are drawn evenly, with replacement,
@@ -158,13 +158,12 @@ class RowOrder:
         """How often the row of each draw [K] int64 was drawn before; with replacement, the number of the draw."""
         return numbers if competence < 1.0 else numbers // len(self.rows)
 
-    def _shuffle(self, epoch: int) -> np.ndarray:
-        """A permutation from Philox's raw stream, which NumPy keeps stable (its `permutation` it does not)."""
-        return permutation(derive_seed(self.seed, "rows", epoch), len(self.rows))
-
 
 def permutation(seed: int, size: int) -> np.ndarray:
-    """A permutation of `size` numbers [size] int64, from a stream that is the same in all versions of NumPy."""
+    """A permutation of `size` numbers [size] int64.
+
+    It is made of Philox's raw stream, which NumPy keeps stable across versions; `Generator.permutation` is not.
+    """
     return np.argsort(np.random.Philox(seed).random_raw(size), kind="stable")
 
 
