@@ -25,7 +25,8 @@ from modelwright.data.clean.noise.cascade import (
     NoiseConfig,
     heldout_report,
 )
-from modelwright.data.clean.noise.classifier import LinearClassifier, NoiseModel, layout_of, threshold_for
+from modelwright.data.clean.noise.classifier import LinearClassifier, layout_of, threshold_for
+from modelwright.data.clean.noise.model import NoiseModel
 from modelwright.data.clean.report import CleanReport
 from modelwright.data.document import Document
 from modelwright.pipeline.cleaning import noise_warnings

@@ -201,6 +201,7 @@ def with_splits(documents: Iterator[Document | Unsplit], fraction: float, rest: 
             with_heldout.add(document.kind)
             yield replace(document, split="heldout")
             continue
+        # Below: the document with the smallest hash so far waits, in case no other one of its kind is held out.
         num_train[document.kind] = num_train.get(document.kind, 0) + 1
         if fraction and document.kind not in with_heldout:
             smallest = kept_back.setdefault(document.kind, (place, document))

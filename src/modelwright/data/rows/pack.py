@@ -197,6 +197,7 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
         end = start + count
         while start < end:
             wide_enough = present >> length
+            # The lowest bit that is set: the least space that takes a piece of this length.
             space = length + (wide_enough & -wide_enough).bit_length() - 1 if wide_enough else capacity
             per_row = space // length
             needed = -(-(end - start) // per_row)
@@ -365,12 +366,14 @@ def chunks(length: int, chunk_len: int, *, overlap: int, min_tokens: int) -> Ite
     start, end = 0, min(length, chunk_len)
     yield start, end
     while end < length:
+        # The right side uses the old `end`: the next chunk begins `overlap` tokens before it.
         start, end = end - overlap, min(length, end - overlap + chunk_len)
         yield min(start, end - min_tokens), end
 
 
 def pieces(length: int, seq_len: int) -> Iterator[tuple[int, int]]:
     """Where to split a sequence: `[start, end)` of pieces of at most `seq_len` tokens that overlap by one token."""
+    # The last token of a piece is the first of the next one, or it would be predicted by none.
     for start in range(0, length - 1, seq_len - 1):
         yield start, min(start + seq_len, length)
 
@@ -404,6 +407,7 @@ def _write_rows(
     if list(spool.source_rows) != [""]:
         further["sources"] = spool.source_rows
     if spool.scores:
+        # The score of a row is the mean of its pieces' scores, weighted by their tokens.
         totals = np.bincount(rows, weights=lengths * np.frombuffer(spool.scores, dtype=np.float32))
         (totals / np.bincount(rows, weights=lengths)).astype(np.float32).tofile(folder / "scores.bin")
         further["has_scores"] = True

@@ -108,7 +108,9 @@ def _needles(
     if not len(numbers):
         return None
     firsts, lasts = corpus.shingles.ends(numbers)
+    # Needles of equal first hashes follow one another, the shortest first, for the binary search of `_search`.
     order = np.lexsort((lengths[numbers], firsts))
+    # At most one in 64 of the hashes that are in no needle passes the filter.
     shift = np.uint32(32 - min(_FILTER_BITS, len(numbers).bit_length() + 6))
     is_first = np.zeros(1 << (32 - int(shift)), np.bool_)
     is_first[firsts >> shift] = True
@@ -134,6 +136,7 @@ def _search(
         if not searched[outer]:
             continue
         room = int(store.offsets[outer + 1]) - start - int(place)
+        # One less than the length: an equal text is a duplicate and not inside.
         fits = np.searchsorted(needles.lengths[low:high], min(room, store.length(outer) - 1), side="right")
         lengths = needles.lengths[low : low + int(fits)].astype(np.int64)
         # Thousands of documents may begin with one license: compare their ends before whole texts.
@@ -215,6 +218,7 @@ def _still_inside(inside: list[Duplicate], corpus: Corpus, near: NearDuplicates)
     for found in inside:
         outer_of[found.numbers] = found.instead
     lengths = store.offsets[numbers + 1] - store.offsets[numbers]
+    # Longest first: an outer text is settled before the texts inside it.
     for number in map(int, numbers[np.lexsort((numbers, -lengths))]):
         outer = int(outer_of[number])
         outer = near.kept_instead(int(kept[outer]) if kept[outer] != NO_NUMBER else outer)

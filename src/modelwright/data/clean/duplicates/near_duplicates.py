@@ -74,7 +74,9 @@ def group_band(job: GroupJob) -> int:
     is_shared[:-1] |= is_shared[1:]
     starts = np.flatnonzero(is_first[is_shared])
     sizes = np.diff(starts, append=int(is_shared.sum()))
+    # The last document of a group is no candidate for another one.
     capacities = np.minimum(sizes - 1, min(job.most, _FILL))
+    # One slot more for the head: capacity in the high bits, fill in the low ones.
     firsts = np.cumsum(capacities + 1) - capacities - 1
     places[ranked[is_shared]] = np.repeat(firsts.astype(np.uint32), sizes)
     slots = np.zeros(int((capacities + 1).sum()), np.uint32)
@@ -164,6 +166,7 @@ def _best_first(
     length = corpus.num_shingles
     members = np.flatnonzero(is_member & (length > config.min_near_words - SHINGLE_WORDS)).astype(np.uint32)
     is_new, is_trained_on = members < num_new, corpus.split[members] != HELDOUT
+    # `lexsort` sorts by the last key first: earlier runs' documents, held-out ones, the better, the longer.
     keys = (members, -length[members], -corpus.quality[members], is_trained_on, is_new)
     return members[np.lexsort(keys)]
 
@@ -251,7 +254,9 @@ class Similarities:
 
     def of(self, number: int, candidate: int) -> float:
         """The similarity of two documents, 0 where their lengths alone make it smaller than needed."""
+        # Plus 1, because 0 marks an empty place.
         pair = (number << 32 | candidate) + 1
+        # Fibonacci hashing (Knuth, vol. 3, 6.4): the high bits of the product.
         place = pair * _MULTIPLIER % 2**64 >> 64 - _REMEMBERED_BITS
         if self._pairs[place] != pair:
             own, other = self._store.unique(number), self._store.unique(candidate)

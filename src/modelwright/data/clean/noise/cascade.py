@@ -337,7 +337,7 @@ def _with_model(
     """
     from sklearn.linear_model import LogisticRegression
 
-    from modelwright.data.clean.noise.classifier import NoiseModel
+    from modelwright.data.clean.noise.model import NoiseModel
 
     model = NoiseModel(config.model, config.model_noise_label)
     is_noise = samples.names != ""

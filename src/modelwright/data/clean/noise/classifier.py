@@ -1,8 +1,7 @@
 """A calibrated linear classifier of trusted text against junk, on hashed n-grams of words and characters.
 
 The classifier judges only forms of text that it knows: a chat, a table or a language that the trusted text does not
-have is rare, which does not make it junk. How it is trained and tested is `data/clean/noise/cascade.py`. The second
-model, `NoiseModel`, is any Hugging Face sequence-classification model on disk.
+have is rare, which does not make it junk. How it is trained and tested is `data/clean/noise/cascade.py`.
 """
 
 import re
@@ -14,11 +13,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
-from modelwright.core.errors import DataError
 from modelwright.core.resources import num_usable_cores
 
 _BUCKETS = 2**18
@@ -34,8 +31,6 @@ _LEAST_THRESHOLD = 0.5
 """Where samples are easy to tell apart, a lower threshold would keep its promise for them, and for no other text."""
 
 Layout = Literal["chat", "table", "text"]
-_BATCH = 16
-_MAX_TOKENS = 512
 
 
 def layout_of(text: str) -> Layout:
@@ -134,6 +129,7 @@ def _sigmoid(scores: NDArray[np.float64], labels: NDArray[np.bool_]) -> tuple[fl
     from sklearn.frozen import FrozenEstimator
     from sklearn.linear_model import LogisticRegression
 
+    # A classifier whose decision function is its input, so that scikit-learn fits Platt's sigmoid to the scores.
     identity: Any = LogisticRegression()
     identity.classes_, identity.coef_, identity.intercept_ = np.array([False, True]), np.ones((1, 1)), np.zeros(1)
     calibrated: Any = CalibratedClassifierCV(FrozenEstimator(identity), method="sigmoid")
@@ -156,6 +152,7 @@ def threshold_for(p: NDArray[np.float64], labels: NDArray[np.bool_], min_precisi
 
     if not labels.any():
         return 2.0
+    # Laplace's rule: one trusted sample more, which the classifier gets wrong.
     p, labels = np.append(p, 1.0), np.append(labels, False)
     weights = np.where(labels, share / labels.sum(), (1 - share) / (~labels).sum())
     precision, _, thresholds = precision_recall_curve(labels, p, sample_weight=weights)
@@ -173,50 +170,3 @@ def _ngrams(texts: Sequence[str]) -> Any:
     chars = HashingVectorizer(n_features=_BUCKETS, analyzer="char_wb", ngram_range=(1, 4), dtype=single)
     heads = [text[:_HEAD_CHARS] for text in texts]
     return hstack([words.transform(heads), chars.transform(heads)], format="csr")
-
-
-class NoiseModel:
-    """Scores of noise, in logits, by a model in `folder` whose class `noise_label` stands for noise.
-
-    Raises `DataError` if it cannot be loaded or has no such class.
-    """
-
-    def __init__(self, folder: str, noise_label: str) -> None:
-        try:
-            import transformers
-        except ImportError:
-            raise DataError("noise.model: needs the package transformers; install modelwright[hf]") from None
-        transformers.logging.set_verbosity_error()
-        try:
-            self._tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-            self._model: Any = transformers.AutoModelForSequenceClassification.from_pretrained(
-                folder, local_files_only=True, use_safetensors=True
-            ).eval()
-        except (OSError, ValueError) as error:
-            text = f"noise.model: {folder}: cannot be loaded ({str(error).splitlines()[0]})"
-            raise DataError(f"{text}; give a folder of a sequence-classification model with safetensors") from None
-        self._noise = self._class_of(noise_label)
-        self._longest = min(_MAX_TOKENS, getattr(self._model.config, "max_position_embeddings", _MAX_TOKENS))
-
-    def scores(self, texts: Sequence[str]) -> NDArray[np.float64]:
-        """The logit of noise against all other classes of each text [N]."""
-        result: list[float] = []
-        with torch.inference_mode():
-            for start in range(0, len(texts), _BATCH):
-                batch = self._tokenizer(
-                    list(texts[start : start + _BATCH]), truncation=True, max_length=self._longest, padding=True,
-                    return_tensors="pt",
-                )  # fmt: skip
-                logits = self._model(**batch).logits.double()
-                others = [number for number in range(logits.shape[1]) if number != self._noise]
-                result += (logits[:, self._noise] - logits[:, others].logsumexp(dim=1)).tolist()
-        return np.array(result)
-
-    def _class_of(self, label: str) -> int:
-        config = self._model.config
-        by_name = {name.lower(): int(number) for number, name in config.id2label.items()}
-        noise = by_name.get(label.lower(), int(label) if label.isdigit() else -1)
-        if not 0 <= noise < config.num_labels:
-            known = ", ".join(config.id2label.values())
-            raise DataError(f"noise.model_noise_label: {label!r} is not one of {known}")
-        return noise

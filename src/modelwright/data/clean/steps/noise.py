@@ -150,7 +150,7 @@ def score_shard(job: _ScoreJob) -> tuple[int, dict[str, NDArray[Any]]]:
         by_model = np.zeros(len(texts))
         uncertain = np.flatnonzero(has_form & job.cascade.is_uncertain(p))
         if job.config.model and len(uncertain):
-            from modelwright.data.clean.noise.classifier import NoiseModel
+            from modelwright.data.clean.noise.model import NoiseModel
 
             model = NoiseModel(job.config.model, job.config.model_noise_label)
             by_model[uncertain] = job.cascade.by_model(model.scores([texts[index] for index in uncertain]))

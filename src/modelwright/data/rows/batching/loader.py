@@ -112,6 +112,7 @@ class PlannedLoader:
         """The rows of `batch`; without any there is one of padding."""
         chosen, epochs = self.global_rows(index), self.global_epochs(index)
         if self.budget:
+            # Every `world_size`-th row: ranks get rows of nearly the same lengths, and so equal work.
             own = slice(rank, None, world_size)
             longest = int(self.lengths[chosen[own]].max(initial=1))
             return RowShare(chosen[own], epochs[own], padded_len(longest, self.rows.seq_len))
@@ -183,6 +184,7 @@ class PlannedLoader:
     def _plan(self, position: Position, counts: np.ndarray) -> BatchPlan:
         """The batches of the block at `position`, in which each source has `counts` [S] rows."""
         sources = np.repeat(np.arange(len(counts)), counts)
+        # Sources are mixed within a block, so that a batch has about the shares of the block.
         sources = sources[permutation(derive_seed(self.seed, "sources", position.block), len(sources))]
         competence = self.pacing.competence(position.first_batch)
         rows, epochs = np.empty(len(sources), dtype=np.int64), np.empty(len(sources), dtype=np.int64)
@@ -194,6 +196,7 @@ class PlannedLoader:
             return BatchPlan(rows=rows, epochs=epochs, ends=np.array([len(rows)]), order=np.zeros(1, dtype=np.int64))
         lengths = self.lengths[rows]
         by_length = np.argsort(-lengths, kind="stable")
+        # Batches of similar lengths waste little padding; they come in random order, not the longest first.
         ends = cut(lengths[by_length], self.budget, self.rows.seq_len)
         order = permutation(derive_seed(self.seed, "batches", position.block), len(ends))
         return BatchPlan(rows=rows[by_length], epochs=epochs[by_length], ends=ends, order=order)

@@ -76,6 +76,7 @@ class Tiers:
         with self._lock:
             self.figures.blocks[name] += 1
             self.figures.bytes[name] += len(content)
+        # Without waiting: where writing falls behind, blocks are not placed, and training goes on.
         if place and self._waiting.acquire(blocking=False):
             self._placing.submit(self._place, block, content, score, place)
         return content
@@ -115,6 +116,7 @@ class Tiers:
             if taken is False:
                 continue
             behind = self._tiers[place + 1 :]
+            # A block is in one tier only, or it would take the room of another block twice.
             for _, other in behind:
                 other.drop(block)
             if isinstance(taken, Displaced):
@@ -126,6 +128,7 @@ class Tiers:
         assert self._counts is not None
         with self._lock:
             self.figures.num_demoted += 1
+        # A displaced block may have been overwritten while it was read; a damaged one is forgotten.
         if damaged(self.blocks, *displaced) is None:
             score = float(self._counts.scores(np.array([displaced.block]))[0])
             any(self._write(name, tier, *displaced, score) is not False for name, tier in tiers)
