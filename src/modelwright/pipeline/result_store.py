@@ -57,11 +57,14 @@ class ResultStore:
                 self.filesystem.put_file(str(folder / name), f"{self.path}/{name}")
 
     def remove(self, folder: str, pattern: re.Pattern[str], *, keep: Sequence[str] = ()) -> None:
-        """Remove the files of a folder whose whole name matches, but not those of `keep`. Raises `StorageError`."""
+        """Remove the files of a folder, "" for the place itself, whose whole name matches, but not those of `keep`.
+
+        Raises `StorageError`.
+        """
         with self._reporting("be written"):
             self.filesystem.invalidate_cache()
             try:
-                paths: Any = self.filesystem.ls(f"{self.path}/{folder}", detail=False)
+                paths: Any = self.filesystem.ls(f"{self.path}/{folder}".rstrip("/"), detail=False)
             except FileNotFoundError:
                 return
             for path in paths:
