@@ -1,1 +1,5 @@
-"""Floor 1: text to documents to tokens to resumable batches."""
+"""Text to documents, documents to tokens, tokens to batches that resume.
+
+`sources` reads documents, `clean` decides which ones are kept, `tokenizer` turns them into token ids, and `rows` packs
+these and makes batches of them. `images` and `augment` take part in all of it.
+"""
