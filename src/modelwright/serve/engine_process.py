@@ -23,7 +23,7 @@ from modelwright.compress.int8 import Int8WeightsConfig
 from modelwright.compress.int8_linear import Backend, Int8Linear
 from modelwright.core.errors import ConfigError, ModelwrightError
 from modelwright.infer.engine import Engine, EngineConfig
-from modelwright.infer.lm_head import HeadKind, fastest_head_kind, head_of
+from modelwright.infer.products import HeadKind, fastest_head_kind, head_of
 from modelwright.model.adapter_bank import load_adapters
 from modelwright.model.decoder import Decoder
 from modelwright.serve.adapter_loading import AdapterLoader

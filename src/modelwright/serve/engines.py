@@ -11,7 +11,7 @@ from modelwright.compress.gguf.export import GgufFormat
 from modelwright.core.errors import ConfigError
 from modelwright.core.extensions import offered
 from modelwright.infer.engine import Engine
-from modelwright.infer.lm_head import HEAD_KINDS
+from modelwright.infer.products import HEAD_KINDS
 from modelwright.model.adapter_bank import load_adapters
 from modelwright.model.decoder import Decoder
 from modelwright.serve.config import OWN_BACKEND, ServeConfig

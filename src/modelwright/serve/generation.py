@@ -9,8 +9,7 @@ from typing import Any
 from modelwright.core.errors import ConfigError
 from modelwright.core.seeds import derive_seed
 from modelwright.infer.engine import StepOutput
-from modelwright.infer.prompt_images import Pixels
-from modelwright.infer.sequence import SamplingParams, ScoredToken
+from modelwright.infer.sequence import Pixels, SamplingParams, ScoredToken
 from modelwright.serve.detokenizer import Delta, IncrementalDetokenizer, TokenInfo
 from modelwright.serve.errors import ApiError
 from modelwright.serve.grammars import CompiledGrammar

@@ -9,7 +9,7 @@ from modelwright.core.errors import ConfigError
 from modelwright.data.images.decode import ImageFault, decode
 from modelwright.data.images.squares import squared
 from modelwright.data.images.stored import STORED_SIDE
-from modelwright.infer.prompt_images import Pixels
+from modelwright.infer.sequence import Pixels
 from modelwright.serve.errors import ApiError
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from modelwright.infer.engine import StepOutput
-from modelwright.infer.prompt_images import Pixels
-from modelwright.infer.sequence import Pooling, SamplingParams, ScoredToken
+from modelwright.infer.sequence import Pixels, Pooling, SamplingParams, ScoredToken
 from modelwright.serve.errors import ApiError
 from modelwright.serve.grammars import CompiledGrammar, GrammarSource
 from modelwright.serve.step_engine import StepEngine

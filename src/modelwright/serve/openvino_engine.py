@@ -21,8 +21,7 @@ from modelwright.compress.gguf.export import GgufFormat, export_gguf
 from modelwright.compress.int8 import is_int8_folder
 from modelwright.core.errors import ConfigError, ModelError
 from modelwright.infer.engine import EngineConfig, EngineStats, StepOutput
-from modelwright.infer.prompt_images import Pixels
-from modelwright.infer.sequence import Pooling, SamplingParams, TokenConstraint
+from modelwright.infer.sequence import Pixels, Pooling, SamplingParams, TokenConstraint
 from modelwright.model.hf import is_sequence_classifier, load_config
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.engine_client import EngineClient, EngineInfo

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from modelwright.infer.engine import EngineStats, StepOutput
-from modelwright.infer.prompt_images import Pixels
-from modelwright.infer.sequence import Pooling, SamplingParams, TokenConstraint
+from modelwright.infer.sequence import Pixels, Pooling, SamplingParams, TokenConstraint
 
 
 class StepEngine(Protocol):
