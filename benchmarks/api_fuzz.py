@@ -49,7 +49,7 @@ from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import SCORE
 from modelwright.serve.config import ServeConfig
-from modelwright.serve.engines import engine_in_thread
+from modelwright.serve.engines.backends import engine_in_thread
 from modelwright.serve.keys import ALL_SCOPES, key_hash
 from modelwright.serve.server import ServerThread
 from modelwright.serve.tokenizer import Codec

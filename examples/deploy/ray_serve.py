@@ -14,11 +14,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from modelwright.core.config import parse
 from modelwright.core.errors import ConfigError
 from modelwright.serve.application import Application
-from modelwright.serve.config import OWN_BACKEND, ServeConfig
-from modelwright.serve.engine_client import discarded_on_error
-from modelwright.serve.engines import load_engines
+from modelwright.serve.config import OWN_BACKEND, RequestsConfig, ServeConfig
+from modelwright.serve.engines.backends import load_engines
+from modelwright.serve.engines.client import discarded_on_error
 from modelwright.serve.load import ModelSource
-from modelwright.serve.requests_config import RequestsConfig
 
 if TYPE_CHECKING:
     from ray.serve import Application as RayApplication

@@ -12,7 +12,7 @@ from modelwright.data.clean_config import CleanConfig
 from modelwright.data.sources import SourceConfig, SourceReport, read_documents
 from modelwright.pipeline.cleaning import fingerprint
 from modelwright.serve.config import ServeConfig
-from modelwright.serve.engines import backend_of
+from modelwright.serve.engines.backends import backend_of
 
 SOURCE = """
 from pathlib import Path

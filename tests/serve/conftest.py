@@ -16,11 +16,10 @@ from modelwright.infer.engine import EngineConfig
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import save_model
-from modelwright.serve.config import OWN_BACKEND, ServeConfig
-from modelwright.serve.engine_client import EngineClient
-from modelwright.serve.engines import BACKENDS, Backend, engine_in_thread
+from modelwright.serve.config import OWN_BACKEND, RequestsConfig, ServeConfig
+from modelwright.serve.engines.backends import BACKENDS, Backend, engine_in_thread
+from modelwright.serve.engines.client import EngineClient
 from modelwright.serve.load import ModelSource, load_folder
-from modelwright.serve.requests_config import RequestsConfig
 from modelwright.serve.server import ServerThread
 from modelwright.serve.tokenizer import Codec
 

@@ -26,11 +26,10 @@ from modelwright.infer.sequence import SamplingParams
 from modelwright.model.adapter_config import AdapterConfig
 from modelwright.model.adapters import attach_adapters
 from modelwright.model.peft_folder import CONFIG, TENSORS, load_adapter, save_adapter
-from modelwright.serve.adapter_loading import AdapterLoader
-from modelwright.serve.config import ServeConfig
-from modelwright.serve.engines import load_engines
+from modelwright.serve.config import RequestsConfig, ServeConfig
+from modelwright.serve.engines.backends import load_engines
+from modelwright.serve.engines.process import AdapterLoader
 from modelwright.serve.load import ModelSource, load_folder
-from modelwright.serve.requests_config import RequestsConfig
 from modelwright.serve.server import NOTHING_KEPT, ServerThread
 from serve.conftest import make_model, write_model
 from serve.patience import held, wait_until
@@ -289,7 +288,7 @@ def test_an_engine_process_outlives_an_unforeseen_adapter(monkeypatch: pytest.Mo
     def fail(*arguments):
         raise RuntimeError("something else")
 
-    monkeypatch.setattr("modelwright.serve.adapter_loading.prepare_adapter", fail)
+    monkeypatch.setattr("modelwright.serve.engines.process.prepare_adapter", fail)
     loader, replies = AdapterLoader(Engine(make_model(), ENGINE)), []
     loader.begin(3, "poet", str(tmp_path))
     wait_until(lambda: bool(replies.extend(loader.replies()) or replies))

@@ -19,7 +19,7 @@ from modelwright.infer.engine import Engine, EngineConfig
 from modelwright.infer.sequence import SamplingParams
 from modelwright.serve import images
 from modelwright.serve.config import ServeConfig
-from modelwright.serve.engines import load_engines
+from modelwright.serve.engines.backends import load_engines
 from modelwright.serve.load import ModelSource
 from modelwright.serve.server import ServerThread
 from serve.image_model import (

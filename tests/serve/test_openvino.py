@@ -21,10 +21,10 @@ from modelwright.infer.engine import EngineConfig
 from modelwright.infer.generate import generate
 from modelwright.infer.sequence import SamplingParams
 from modelwright.serve.config import ServeConfig
-from modelwright.serve.engine_thread import EngineThread
-from modelwright.serve.engines import load_engines
+from modelwright.serve.engines.backends import load_engines
+from modelwright.serve.engines.openvino import OpenVinoEngine
+from modelwright.serve.engines.thread import EngineThread
 from modelwright.serve.load import ModelSource, load_folder
-from modelwright.serve.openvino_engine import OpenVinoEngine
 from modelwright.serve.server import ServerThread
 from serve.conftest import make_model, make_tokenizer, write_model
 from serve.patience import wait_until

@@ -19,9 +19,8 @@ from modelwright.infer.engine import EngineConfig
 from modelwright.infer.generate import generate
 from modelwright.infer.sequence import SamplingParams
 from modelwright.serve.config import ServeConfig
-from modelwright.serve.engines import load_engines
-from modelwright.serve.fingerprint import weights_fingerprint
-from modelwright.serve.load import ModelSource, load_folder
+from modelwright.serve.engines.backends import load_engines
+from modelwright.serve.load import ModelSource, load_folder, weights_fingerprint
 from modelwright.serve.server import ServerThread
 from serve.conftest import write_model
 from serve.patience import held, wait_until

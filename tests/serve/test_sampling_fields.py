@@ -13,7 +13,7 @@ from modelwright.infer.generate import generate
 from modelwright.infer.sequence import SamplingParams
 from modelwright.model.attention import causal_attend
 from modelwright.serve.config import ServeConfig
-from modelwright.serve.engines import engine_in_thread
+from modelwright.serve.engines.backends import engine_in_thread
 from modelwright.serve.server import ServerThread
 from serve.conftest import make_codec, make_model
 from serve.test_monitoring import samples

@@ -18,7 +18,7 @@ from modelwright.model.hf import load_sequence_classifier, save_sequence_classif
 from modelwright.objectives.model_reward import ModelRewardConfig
 from modelwright.reward.reward import Sample
 from modelwright.serve.config import ServeConfig
-from modelwright.serve.engines import load_engines
+from modelwright.serve.engines.backends import load_engines
 from modelwright.serve.load import ModelSource
 from modelwright.serve.server import ServerThread
 from serve.conftest import make_model, make_tokenizer

@@ -18,7 +18,7 @@ from openai import OpenAI
 from modelwright.infer.engine import Engine, EngineConfig
 from modelwright.infer.sequence import SamplingParams
 from modelwright.serve.config import ServeConfig
-from modelwright.serve.engines import engine_in_thread
+from modelwright.serve.engines.backends import engine_in_thread
 from modelwright.serve.server import ServerThread
 from serve.conftest import make_codec, make_model
 

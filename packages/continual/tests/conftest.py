@@ -9,10 +9,9 @@ from continual_update import QUICK, write_world
 from continual_world import BASE, LOG, World, words_of
 from modelwright.cli.main import main
 from modelwright.infer.engine import EngineConfig
-from modelwright.serve.config import ServeConfig
-from modelwright.serve.engines import load_engines
+from modelwright.serve.config import RequestsConfig, ServeConfig
+from modelwright.serve.engines.backends import load_engines
 from modelwright.serve.load import ModelSource
-from modelwright.serve.requests_config import RequestsConfig
 from modelwright.serve.server import ServerThread
 from modelwright_continual.benchmark import load_benchmark
 from serve.test_keys import write_keys

@@ -10,10 +10,9 @@ from modelwright.core.errors import ConfigError, ModelError
 from modelwright.model.hf import is_sequence_classifier, load_config
 from modelwright.model.vision.llava import is_llava_folder
 from modelwright.serve.config import ServeConfig
-from modelwright.serve.engine_client import EngineClient, EngineInfo
-from modelwright.serve.engines import Backend
-from modelwright.serve.fingerprint import FINGERPRINT_LEN
-from modelwright.serve.load import ModelSource, require_folder
+from modelwright.serve.engines.backends import Backend
+from modelwright.serve.engines.client import EngineClient, EngineInfo
+from modelwright.serve.load import FINGERPRINT_LEN, ModelSource, require_folder
 from modelwright.serve.tokenizer import Codec
 from modelwright_vllm.command import VARIABLE, vllm_command
 

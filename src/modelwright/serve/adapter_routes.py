@@ -9,7 +9,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from modelwright.serve.bodies import parsed, read_body
 from modelwright.serve.errors import ApiError
-from modelwright.serve.fingerprint import adapted_fingerprint
+from modelwright.serve.load import adapted_fingerprint
 from modelwright.serve.parsing import parse_request
 from modelwright.serve.protocol import LoadAdapterRequest, UnloadAdapterRequest
 from modelwright.serve.reload import Reloader

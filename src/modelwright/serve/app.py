@@ -15,12 +15,12 @@ from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from modelwright.serve.ab.controller import Experiments
+from modelwright.serve.account.logs import ID_HEADER, ID_SCOPE, request_id, with_fields
+from modelwright.serve.account.tracing import Tracing
 from modelwright.serve.errors import ApiError, error_body
-from modelwright.serve.logs import ID_HEADER, ID_SCOPE, request_id, with_fields
 from modelwright.serve.operations import OPERATIONS
 from modelwright.serve.reload import Reloader
 from modelwright.serve.service import VERSION_HEADER, Service
-from modelwright.serve.tracing import Tracing
 
 log = logging.getLogger("modelwright.serve")
 

@@ -10,22 +10,21 @@ from dataclasses import replace
 from starlette.types import ASGIApp
 
 from modelwright.serve.ab.controller import Experiments
+from modelwright.serve.account.metrics import Metrics
+from modelwright.serve.account.request_log import RequestLog
+from modelwright.serve.account.tracing import Tracing, tracing_to
 from modelwright.serve.app import build_app
-from modelwright.serve.config import ServeConfig
-from modelwright.serve.engine_client import EngineClient
-from modelwright.serve.engines import load_engines
+from modelwright.serve.config import RequestsConfig, ServeConfig
+from modelwright.serve.engines.backends import load_engines
+from modelwright.serve.engines.client import EngineClient
+from modelwright.serve.engines.worker import RETRY_AFTER_S
 from modelwright.serve.errors import shutting_down
 from modelwright.serve.keys import key_ring
 from modelwright.serve.load import ModelSource
-from modelwright.serve.metrics import Metrics
 from modelwright.serve.reload import Locate, Reloader, same_place
-from modelwright.serve.request_log.log import RequestLog
-from modelwright.serve.requests_config import RequestsConfig
 from modelwright.serve.served_model import ServedModel, serve_model
 from modelwright.serve.service import Service
 from modelwright.serve.tokenizer import Codec
-from modelwright.serve.tracing import Tracing, tracing_to
-from modelwright.serve.worker import RETRY_AFTER_S
 
 log = logging.getLogger("modelwright.serve")
 

@@ -7,8 +7,8 @@ from typing import TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
+from modelwright.serve.account.logs import ID_SCOPE, with_fields
 from modelwright.serve.errors import ApiError
-from modelwright.serve.logs import ID_SCOPE, with_fields
 from modelwright.serve.service import Lease
 
 log = logging.getLogger("modelwright.serve")

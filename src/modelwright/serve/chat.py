@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from modelwright.serve.detokenizer import Delta, TokenInfo
 from modelwright.serve.generation import Answer, Generation
 from modelwright.serve.logprobs import finite, prompt_logprobs, token_name
+from modelwright.serve.tokenizer import Delta, TokenInfo
 from modelwright.serve.tools import CallDelta, CallText
 
 CHUNK = "chat.completion.chunk"

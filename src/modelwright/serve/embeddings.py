@@ -9,9 +9,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from modelwright.serve.bodies import parsed
+from modelwright.serve.engines.jobs import EmbeddingJob
 from modelwright.serve.errors import ApiError
 from modelwright.serve.inputs import admit, not_empty, require_fitting, token_ids
-from modelwright.serve.jobs import EmbeddingJob
 from modelwright.serve.limits import MAX_INPUTS
 from modelwright.serve.parsing import parse_request
 from modelwright.serve.pooled_outputs import pooled_outputs

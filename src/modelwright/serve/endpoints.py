@@ -8,11 +8,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from modelwright.serve import chat, completions
+from modelwright.serve.account.exchange import Exchange, RouteName, subject_of
 from modelwright.serve.bodies import parsed, read_body
+from modelwright.serve.engines.grammars import CompiledGrammar
 from modelwright.serve.errors import ApiError
-from modelwright.serve.exchange import Exchange, RouteName, subject_of
 from modelwright.serve.generation import Generation, Prompt, start
-from modelwright.serve.grammars import CompiledGrammar
 from modelwright.serve.images import read_images
 from modelwright.serve.inputs import admit, known_ids, not_empty, require_generator, token_ids
 from modelwright.serve.keys import Caller

@@ -10,17 +10,16 @@ from modelwright.core.errors import ConfigError
 from modelwright.core.seeds import derive_seed
 from modelwright.infer.engine import StepOutput
 from modelwright.infer.sequence import Pixels, SamplingParams, ScoredToken
-from modelwright.serve.detokenizer import Delta, IncrementalDetokenizer, TokenInfo
+from modelwright.serve.engines.grammars import CompiledGrammar
+from modelwright.serve.engines.jobs import GenerationJob
+from modelwright.serve.engines.worker import Stream
 from modelwright.serve.errors import ApiError
-from modelwright.serve.grammars import CompiledGrammar
-from modelwright.serve.jobs import GenerationJob
 from modelwright.serve.keys import Caller
 from modelwright.serve.limits import too_many_answers
 from modelwright.serve.protocol import GenerationRequest
 from modelwright.serve.served_model import ServedModel
-from modelwright.serve.tokenizer import Codec
+from modelwright.serve.tokenizer import Codec, Delta, IncrementalDetokenizer, TokenInfo
 from modelwright.serve.tools import CallText, ForcedCall
-from modelwright.serve.worker import Stream
 
 
 @dataclass(frozen=True)

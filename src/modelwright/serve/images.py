@@ -2,42 +2,18 @@
 
 import base64
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from modelwright.core.errors import ConfigError
 from modelwright.data.images.decode import ImageFault, decode
 from modelwright.data.images.squares import squared
 from modelwright.data.images.stored import STORED_SIDE
 from modelwright.infer.sequence import Pixels
+from modelwright.serve.config import PromptImagesConfig
 from modelwright.serve.errors import ApiError
 
 if TYPE_CHECKING:
-    from modelwright.serve.engine_client import EngineInfo
+    from modelwright.serve.engines.client import EngineInfo
     from modelwright.serve.protocol import Message
-
-
-@dataclass(frozen=True, kw_only=True)
-class PromptImagesConfig:
-    """Images in chat requests, for a model that reads any."""
-
-    max_count: int = 4
-    """Most images of one request."""
-    max_bytes: int = 2_000_000
-    """Most bytes of one image file. Bodies may be larger by what `max_count` such images take, up to
-    `max_body_bytes`."""
-    max_pixels: int = 16_000_000
-    """Most pixels of an image; the number is read before anything is decompressed."""
-
-    def __post_init__(self) -> None:
-        for name in ("max_count", "max_bytes", "max_pixels"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}: must be at least 1, got {getattr(self, name)}")
-
-    @property
-    def body_bytes(self) -> int:
-        """What images take of a body, in base64."""
-        return self.max_count * (self.max_bytes // 3 + 1) * 4
 
 
 def read_images(messages: Sequence["Message"], info: "EngineInfo", config: PromptImagesConfig) -> list[Pixels]:

@@ -1,10 +1,14 @@
 """Loads a model for serving: a folder in the Hugging Face layout, also that of a model that reads images, and that of a
 sequence classification with one label, which scores texts instead of generating any; or an INT8 folder with a
-tokenizer.
+tokenizer. Says which weights it has and what to expect of it.
 """
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from modelwright.compress.int8 import Int8WeightsConfig, is_int8_folder, load_int8
 from modelwright.core.errors import ModelError
@@ -63,3 +67,39 @@ def _load(folder: Path, int8: Int8WeightsConfig) -> Decoder:
     if is_llava_folder(folder):
         return load_llava(folder)
     return load_sequence_classifier(folder, head=SCORE) if is_sequence_classifier(folder) else load_model(folder)
+
+
+FINGERPRINT_LEN = 12
+
+
+def adapted_fingerprint(base: str, digest: str) -> str:
+    """The same for a model of a fingerprint with an adapter, whose values have a digest."""
+    return f"fp_{hashlib.sha256(f'{base} {digest}'.encode()).hexdigest()[:FINGERPRINT_LEN]}"
+
+
+def weights_fingerprint(model: Decoder) -> str:
+    """A hash over names, formats and values of the tensors that a model computes with: "fp_" and 12 hex digits."""
+    hashed = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        if not isinstance(tensor, Tensor):
+            continue
+        plain = tensor.detach().cpu().contiguous()
+        hashed.update(f"{name} {plain.dtype} {list(plain.shape)}".encode())
+        hashed.update(plain.view(-1).view(torch.uint8).numpy().data)
+    return f"fp_{hashed.hexdigest()[:FINGERPRINT_LEN]}"
+
+
+SMALLEST_CHAT_MODEL = 135_000_000
+"""Parameters of SmolLM2-135M-Instruct, among the smallest published models that answer questions."""
+
+
+def expectation(num_parameters: int) -> str:
+    """One sentence for a model that is too small to answer questions; "" for a larger one."""
+    if num_parameters >= SMALLEST_CHAT_MODEL:
+        return ""
+    millions = num_parameters / 1e6
+    amount = f"{millions:.0f}" if millions >= 10 else f"{millions:.1f}".removesuffix(".0")
+    return (
+        f"This model has {amount} million parameters: it has learned what answers look like, not facts, "
+        "and most of what it says is wrong."
+    )

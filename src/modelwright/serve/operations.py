@@ -2,7 +2,7 @@
 
 from modelwright.serve import adapter_routes, admin, embeddings, endpoints, feedback, pages, scores
 from modelwright.serve.ab import routes
-from modelwright.serve.ab.requests import EndRequest, ExperimentRequest, ShareRequest
+from modelwright.serve.ab.experiment import EndRequest, ExperimentRequest, ShareRequest
 from modelwright.serve.openapi import Operation
 from modelwright.serve.protocol import (
     ChatRequest,

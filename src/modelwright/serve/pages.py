@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from modelwright.serve.errors import ApiError
-from modelwright.serve.expectation import expectation
+from modelwright.serve.load import expectation
 from modelwright.serve.openapi import describe
 from modelwright.serve.service import Service, service_of
 

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 from starlette.requests import Request
 
+from modelwright.serve.engines.jobs import EmbeddingJob
+from modelwright.serve.engines.worker import Stream
 from modelwright.serve.errors import ApiError
-from modelwright.serve.jobs import EmbeddingJob
 from modelwright.serve.keys import Caller
 from modelwright.serve.service import Lease, service_of
 from modelwright.serve.streams import unless_disconnected
-from modelwright.serve.worker import Stream
 
 
 async def pooled_outputs(

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from modelwright.infer.sequence import MAX_TEMPERATURE
+from modelwright.serve.engines.grammars import GrammarSource
 from modelwright.serve.fields import (
     Content,
     LogitBias,
@@ -24,7 +25,6 @@ from modelwright.serve.fields import (
     as_list,
     unsupported,
 )
-from modelwright.serve.grammars import GrammarSource
 from modelwright.serve.limits import Limits
 from modelwright.serve.structured import ResponseFormat, StructuredOutputs, only_source
 from modelwright.serve.tools import ForcedCall, NamedTool, Tool, ToolCall, forced_call, tool_prompt

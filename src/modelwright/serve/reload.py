@@ -11,11 +11,11 @@ from typing import Any
 
 from modelwright.core.errors import ConfigError, ModelwrightError
 from modelwright.infer.sequence import SamplingParams
+from modelwright.serve.account.metrics import Metrics
+from modelwright.serve.engines.jobs import EmbeddingJob, GenerationJob, Job
 from modelwright.serve.errors import ApiError
-from modelwright.serve.jobs import EmbeddingJob, GenerationJob, Job
 from modelwright.serve.keys import ANYONE, Caller
 from modelwright.serve.load import ModelSource
-from modelwright.serve.metrics import Metrics
 from modelwright.serve.served_model import ServedModel
 from modelwright.serve.service import Service
 

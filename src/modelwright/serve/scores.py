@@ -14,8 +14,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from modelwright.serve.bodies import parsed
+from modelwright.serve.engines.jobs import EmbeddingJob
 from modelwright.serve.inputs import admit, require_fitting, require_scorer
-from modelwright.serve.jobs import EmbeddingJob
 from modelwright.serve.keys import Caller
 from modelwright.serve.limits import MAX_INPUTS
 from modelwright.serve.parsing import parse_request

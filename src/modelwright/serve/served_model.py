@@ -5,16 +5,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from modelwright.serve.account.metrics import Metrics
 from modelwright.serve.config import ServeConfig
-from modelwright.serve.engine_client import EngineClient, EngineInfo
+from modelwright.serve.engines.client import EngineClient, EngineInfo
+from modelwright.serve.engines.grammars import GrammarCompiler
+from modelwright.serve.engines.worker import EngineWorker
 from modelwright.serve.errors import ApiError
-from modelwright.serve.fingerprint import adapted_fingerprint
-from modelwright.serve.grammars import GrammarCompiler
 from modelwright.serve.limits import Limits
-from modelwright.serve.load import ModelSource
-from modelwright.serve.metrics import Metrics
+from modelwright.serve.load import ModelSource, adapted_fingerprint
 from modelwright.serve.tokenizer import Codec
-from modelwright.serve.worker import EngineWorker
 
 
 @dataclass(frozen=True)

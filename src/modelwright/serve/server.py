@@ -13,15 +13,14 @@ from types import FrameType
 import uvicorn
 
 from modelwright.core.errors import ConfigError
+from modelwright.serve.account.logs import log_to_stderr
 from modelwright.serve.application import NOTHING_KEPT, Application
-from modelwright.serve.config import ServeConfig
+from modelwright.serve.config import RequestsConfig, ServeConfig
 from modelwright.serve.connections import ACCEPTS_PER_ROUND, ConnectionTable, connection_limits
-from modelwright.serve.engine_client import EngineClient, discarded_on_error
-from modelwright.serve.engines import load_engines
+from modelwright.serve.engines.backends import load_engines
+from modelwright.serve.engines.client import EngineClient, discarded_on_error
 from modelwright.serve.load import ModelSource
-from modelwright.serve.logs import log_to_stderr
 from modelwright.serve.reload import Locate
-from modelwright.serve.requests_config import RequestsConfig
 from modelwright.serve.service import Service
 from modelwright.serve.tokenizer import Codec
 

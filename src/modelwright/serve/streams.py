@@ -9,12 +9,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Message
 
-from modelwright.serve.detokenizer import Delta
+from modelwright.serve.account.exchange import Exchange
+from modelwright.serve.engines.worker import Stream
 from modelwright.serve.errors import ApiError
-from modelwright.serve.exchange import Exchange
 from modelwright.serve.generation import Generation
 from modelwright.serve.service import version_header
-from modelwright.serve.worker import Stream
+from modelwright.serve.tokenizer import Delta
 
 
 class AnswerForm(Protocol):

@@ -4,9 +4,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from modelwright.serve.engines.grammars import MAX_GRAMMAR_CHARACTERS, GrammarSource, choice_source, json_source
 from modelwright.serve.errors import ApiError
 from modelwright.serve.fields import Strict
-from modelwright.serve.grammars import MAX_GRAMMAR_CHARACTERS, GrammarSource, choice_source, json_source
 
 GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARACTERS)]
 

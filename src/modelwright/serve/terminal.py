@@ -9,10 +9,8 @@ from pathlib import Path
 from modelwright.compress.int8 import Int8WeightsConfig
 from modelwright.infer.engine import Engine, EngineConfig
 from modelwright.infer.sequence import SamplingParams
-from modelwright.serve.detokenizer import IncrementalDetokenizer
-from modelwright.serve.expectation import expectation
-from modelwright.serve.load import load_folder
-from modelwright.serve.tokenizer import Codec
+from modelwright.serve.load import expectation, load_folder
+from modelwright.serve.tokenizer import Codec, IncrementalDetokenizer
 
 HELP = "Type a question and press Enter. /new starts over, /exit (or Ctrl-D) leaves, Ctrl-C stops an answer, or leaves."
 

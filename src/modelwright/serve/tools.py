@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from modelwright.serve.engines.grammars import GrammarSource, json_source
 from modelwright.serve.errors import ApiError
 from modelwright.serve.fields import Strict
-from modelwright.serve.grammars import GrammarSource, json_source
 
 FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 

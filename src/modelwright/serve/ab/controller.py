@@ -8,22 +8,19 @@ from typing import Any, TypeVar
 
 from modelwright.core.errors import StorageError
 from modelwright.serve.ab import experiment as tables
-from modelwright.serve.ab.assignment import Assignment, arm_of
-from modelwright.serve.ab.experiment import Experiment
+from modelwright.serve.ab.experiment import Experiment, ExperimentRequest
 from modelwright.serve.ab.report import report_of
-from modelwright.serve.ab.requests import ExperimentRequest
 from modelwright.serve.ab.shadow import Shadows
-from modelwright.serve.ab.state import RequestEvent
-from modelwright.serve.database import Database, open_database
-from modelwright.serve.database_writer import DatabaseWriter, WriterBusy
+from modelwright.serve.ab.state import Assignment, RequestEvent, arm_of
+from modelwright.serve.account.database import Database, DatabaseWriter, WriterBusy, open_database
+from modelwright.serve.account.exchange import Exchange, FinishedRequest, Subject, pseudonym
+from modelwright.serve.account.metrics import Metrics
+from modelwright.serve.engines.worker import RETRY_AFTER_S
 from modelwright.serve.errors import ApiError, shutting_down
-from modelwright.serve.exchange import Exchange, FinishedRequest, Subject, pseudonym
-from modelwright.serve.metrics import Metrics
 from modelwright.serve.protocol import FeedbackRequest
 from modelwright.serve.reload import Reloader
 from modelwright.serve.served_model import ServedModel
 from modelwright.serve.service import Service
-from modelwright.serve.worker import RETRY_AFTER_S
 
 log = logging.getLogger("modelwright.serve")
 

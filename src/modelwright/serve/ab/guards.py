@@ -5,9 +5,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from modelwright.core.event_log import EventKind
-from modelwright.serve.ab.assignment import CONTROL, TREATMENT
-from modelwright.serve.ab.sequential import difference_interval, log_e_rate, log_e_value
-from modelwright.serve.ab.state import ExperimentState
+from modelwright.serve.ab.state import CONTROL, TREATMENT, ExperimentState
+from modelwright.serve.ab.statistics import difference_interval, log_e_rate, log_e_value
 
 GUARD_ALPHA = 0.001
 """The probability that a guard ever takes a version away that is not worse. There are four guards and the check, so a

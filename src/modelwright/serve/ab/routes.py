@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from modelwright.serve.ab.controller import Experiments
-from modelwright.serve.ab.requests import EndRequest, ExperimentRequest, ShareRequest
+from modelwright.serve.ab.experiment import EndRequest, ExperimentRequest, ShareRequest
 from modelwright.serve.bodies import parsed, read_body
 from modelwright.serve.errors import ApiError
 from modelwright.serve.fields import RequestModel

@@ -11,9 +11,9 @@ from typing import Any, Literal, Protocol
 from modelwright.core.event_log import EventKind
 from modelwright.infer.engine import Engine, EngineStats, StepOutput
 from modelwright.model.vision.image_prefix import image_prefix
-from modelwright.serve.engine_health import EjectionReason
+from modelwright.serve.engines.jobs import Job
+from modelwright.serve.engines.routing import EjectionReason
 from modelwright.serve.errors import ApiError
-from modelwright.serve.jobs import Job
 
 EngineEnd = Literal["stopped", "died", "wedged", "outdated"]
 """On purpose; the process has ended; it gave no sign of life for too long; adapters were loaded or unloaded while it

@@ -13,9 +13,9 @@ import pyarrow.parquet as pq
 from modelwright.core.artifacts import fsync_folder, make_folder
 from modelwright.core.errors import ConfigError, writing
 from modelwright.core.progress import Progress
-from modelwright.serve.database import Database
-from modelwright.serve.request_log import store
-from modelwright.serve.request_log.record import RequestRecord
+from modelwright.serve.account import request_store
+from modelwright.serve.account.database import Database
+from modelwright.serve.account.request_store import RequestRecord
 
 _GROUP_RECORDS = 1024
 
@@ -45,12 +45,12 @@ def export_records(database: Database, target: Path, *, since: float, until: flo
     if target.is_dir():
         raise ConfigError(f"{target}: is a folder; give the name of a file")
     partial = target.with_name(target.name + ".partial")
-    progress.begin("export", store.num_records(database, since=since, until=until), "records")
+    progress.begin("export", request_store.num_records(database, since=since, until=until), "records")
     count = 0
 
     def groups() -> Groups:
         nonlocal count
-        found = store.records(database, since=since, until=until)
+        found = request_store.records(database, since=since, until=until)
         while group := list(islice(found, _GROUP_RECORDS)):
             yield group
             count += len(group)

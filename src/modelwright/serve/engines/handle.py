@@ -11,9 +11,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Self, cast
 
 from modelwright.core.errors import ConfigError, ModelError, ModelwrightError
-from modelwright.serve.engine_client import EngineEnd, EngineInfo
-from modelwright.serve.engine_process import EngineReport, EngineSetup
-from modelwright.serve.messages import BlockingChannel, LineDecoder, encode
+from modelwright.serve.engines.client import EngineEnd, EngineInfo
+from modelwright.serve.engines.process import BlockingChannel, EngineReport, EngineSetup, LineDecoder, encode
 
 log = logging.getLogger("modelwright.serve")
 
@@ -52,7 +51,7 @@ class EngineHandle:
         end it. Raises `ModelError` if the engine does not become ready, `ConfigError` if that is for a setting.
         """
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "modelwright.serve.engine_process", str(theirs.fileno())]
+        command = [sys.executable, "-m", "modelwright.serve.engines.process", str(theirs.fileno())]
         with theirs:  # a session of its own: Ctrl-C reaches the gateway only, which drains first
             process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
         on_start(process)

@@ -4,8 +4,8 @@ An engine that dies is noticed at once by the end of its socket, one that hangs 
 with growing pauses if that happens often. Engines of one version give the same bits, so its answers continue on another
 engine: their tokens are computed again, and those that the client has are compared and not sent again. Where engines
 are not batch-invariant, an answer is tried again only if the client has seen nothing of it, within a budget, and else
-ends with an error. So is an answer whose first token an engine could not compute. See `engine_health` for engines that
-run and should get no new answers.
+ends with an error. So is an answer whose first token an engine could not compute. See `routing` for engines that run
+and should get no new answers.
 """
 
 import asyncio
@@ -23,15 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from modelwright.infer.engine import EngineStats, StepOutput
-from modelwright.serve.adapter_calls import AdapterCalls, AdapterReply
-from modelwright.serve.engine_client import EngineEnd, EngineEvents
-from modelwright.serve.engine_handle import EngineHandle, EngineLink, relaunch
-from modelwright.serve.engine_health import EjectionReason, EngineHealth
-from modelwright.serve.engine_process import EngineSetup
-from modelwright.serve.engine_thread import can_do_all
+from modelwright.serve.engines.client import EngineEnd, EngineEvents
+from modelwright.serve.engines.handle import EngineHandle, EngineLink, relaunch
+from modelwright.serve.engines.jobs import Job, output_of
+from modelwright.serve.engines.process import EngineSetup
+from modelwright.serve.engines.routing import EjectionReason, EngineHealth, RetryBudget, Router, cache_salt
+from modelwright.serve.engines.thread import can_do_all
 from modelwright.serve.errors import ENGINE_LOST, ApiError, engine_lost
-from modelwright.serve.jobs import Job, output_of
-from modelwright.serve.router import RetryBudget, Router, cache_salt
 
 log = logging.getLogger("modelwright.serve")
 
@@ -47,6 +45,48 @@ ORPHAN_TIMEOUT_S = 60.0
 """Answers wait so long for an engine when all are lost."""
 
 ORPHAN_POLL_S = 0.5
+
+
+@dataclass(frozen=True)
+class AdapterReply:
+    """text: the digest of the adapter's values, or why it cannot be used."""
+
+    is_done: bool
+    text: str
+
+
+class AdapterCalls:
+    """Loading and unloading of adapters in engine processes (`AdapterLoader`). A reply of a lost engine never comes."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._waiting: dict[int, tuple[str, asyncio.Future[AdapterReply | None]]] = {}
+
+    async def ask(self, links: Mapping[str, EngineLink], name: str, folder: str) -> dict[str, AdapterReply]:
+        """Ask engines, by their names, what `AdapterLoader.begin` does; returns the replies of those that are not lost
+        meanwhile.
+        """
+        loop, futures = asyncio.get_running_loop(), dict[str, asyncio.Future[AdapterReply | None]]()
+        for engine_name, link in links.items():
+            number = next(self._numbers)
+            futures[engine_name] = loop.create_future()
+            self._waiting[number] = (engine_name, futures[engine_name])
+            link.send({"adapters": [[number, name, folder]]})
+        replies = dict(zip(futures, await asyncio.gather(*futures.values()), strict=True))
+        return {engine_name: reply for engine_name, reply in replies.items() if reply is not None}
+
+    def take(self, number: int, reply: AdapterReply) -> None:
+        """Pass on a reply."""
+        waiting = self._waiting.pop(number, None)
+        if waiting is not None and not waiting[1].done():
+            waiting[1].set_result(reply)
+
+    def lose(self, engine_name: str) -> None:
+        """Wait no longer for an engine."""
+        for number in [number for number, (name, _) in self._waiting.items() if name == engine_name]:
+            _, future = self._waiting.pop(number)
+            if not future.done():
+                future.set_result(None)
 
 
 @dataclass(eq=False)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from modelwright.serve.ab.assignment import Assignment
+from modelwright.serve.ab.state import Assignment
 from modelwright.serve.errors import ApiError
 from modelwright.serve.generation import Generation
 from modelwright.serve.keys import Caller

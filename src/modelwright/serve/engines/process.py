@@ -1,18 +1,22 @@
-"""An engine in a process of its own: `python -m modelwright.serve.engine_process FD`, started by `engine_pool`.
+"""An engine in a process of its own: `python -m modelwright.serve.engines.process FD`, started by `pool`.
 
 FD is its end of a Unix socket. The first message that it reads is an `EngineSetup`, the first that it sends an
 `EngineReport`, or why there is none. Then it sends one message per step: new tokens, load, refusals, and how long the
-step took (0 for one without work). Without work it
-sends one every `HEARTBEAT_S`, from the same loop, so that a process whose engine hangs falls silent. It ends when the
-gateway closes the socket or is gone.
+step took (0 for one without work). Without work it sends one every `HEARTBEAT_S`, from the same loop, so that a process
+whose engine hangs falls silent. It ends when the gateway closes the socket or is gone. Messages are JSON objects, one
+per line.
 """
 
 import functools
 import gc
+import json
+import logging
+import select
 import socket
 import sys
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,16 +28,13 @@ from modelwright.compress.int8_linear import Backend, Int8Linear
 from modelwright.core.errors import ConfigError, ModelwrightError
 from modelwright.infer.engine import Engine, EngineConfig
 from modelwright.infer.products import HeadKind, fastest_head_kind, head_of
-from modelwright.model.adapter_bank import load_adapters
+from modelwright.model.adapter_bank import PreparedAdapter, load_adapters, prepare_adapter
 from modelwright.model.decoder import Decoder
-from modelwright.serve.adapter_loading import AdapterLoader
-from modelwright.serve.engine_client import EngineInfo, engine_info
+from modelwright.serve.engines.client import EngineInfo, engine_info
+from modelwright.serve.engines.grammars import GrammarCompiler
+from modelwright.serve.engines.jobs import job_of, output_message
 from modelwright.serve.errors import ApiError
-from modelwright.serve.fingerprint import weights_fingerprint
-from modelwright.serve.grammars import GrammarCompiler
-from modelwright.serve.jobs import job_of, output_message
-from modelwright.serve.load import load_folder
-from modelwright.serve.messages import BlockingChannel
+from modelwright.serve.load import load_folder, weights_fingerprint
 from modelwright.serve.tokenizer import Codec
 
 HEARTBEAT_S = 0.25
@@ -44,6 +45,64 @@ SMALL_MODEL_PARAMETERS = 50_000_000
 engine's. Measured on two cores with 8.6M parameters: an engine in a thread of the server bore 160 requests of 8 tokens
 a second at a 99th percentile of 150 ms with one thread, and fewer than 80 with two. The limit itself was not measured.
 """
+
+
+RECEIVE_BYTES = 1 << 20
+
+
+def encode(message: Mapping[str, Any]) -> bytes:
+    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
+
+
+class LineDecoder:
+    """Puts messages together from the parts in which they arrive."""
+
+    def __init__(self) -> None:
+        self._rest = bytearray()
+
+    def feed(self, data: bytes) -> list[dict[str, Any]]:
+        """The messages that are complete with `data`."""
+        self._rest += data
+        if b"\n" not in data:
+            return []
+        *lines, rest = bytes(self._rest).split(b"\n")
+        self._rest = bytearray(rest)
+        return [json.loads(line) for line in lines]
+
+
+class BlockingChannel:
+    """One end of the connection, for a process or thread that waits."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self._decoder = LineDecoder()
+        self._poll = select.poll()  # select.select takes no descriptor above 1023
+        self._poll.register(connection, select.POLLIN)
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Raises `OSError` if the other side is gone."""
+        self.connection.sendall(encode(message))
+
+    def receive_one(self, timeout_s: float) -> dict[str, Any]:
+        """The next message, where no other follows it. Raises `TimeoutError` if it does not arrive in time, and like
+        `receive`.
+        """
+        deadline = time.monotonic() + timeout_s
+        while (left_s := deadline - time.monotonic()) > 0:
+            for message in self.receive(left_s):
+                return message
+        raise TimeoutError
+
+    def receive(self, timeout_s: float) -> list[dict[str, Any]]:
+        """Messages that are here, or arrive within a time; none if none does. Raises `EOFError` when the other side is
+        gone.
+        """
+        if not self._poll.poll(1000 * timeout_s):
+            return []
+        data = self.connection.recv(RECEIVE_BYTES)
+        if not data:
+            raise EOFError
+        return self._decoder.feed(data)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +135,48 @@ class EngineReport:
     head: HeadKind
     int8_backend: Backend | str
     decodes_by_operator: bool = False
+
+
+class AdapterLoader:
+    """Loads and unloads adapters when the gateway says so (`AdapterCalls`), between two steps of the engine. A file is
+    read in a thread, so that the engine goes on meanwhile.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._threads = ThreadPoolExecutor(1)
+        self._reading: dict[int, tuple[str, Future[PreparedAdapter]]] = {}
+        self._replies: list[list[Any]] = []
+
+    def begin(self, number: int, name: str, folder: str) -> None:
+        """Load the adapter in a folder, or without a folder let no later job name it."""
+        if folder:
+            future = self._threads.submit(prepare_adapter, self._engine.model, Path(folder))
+            self._reading[number] = (name, future)
+            return
+        if name in self._engine.adapters.names:
+            self._engine.remove_adapter(name)
+        self._replies.append([number, True, ""])
+
+    def replies(self) -> list[list[Any]]:
+        """Number of the call and fields of an `AdapterReply`, for all calls that are finished since the last time."""
+        for number, (name, future) in list(self._reading.items()):
+            if future.done():
+                del self._reading[number]
+                self._replies.append([number, *self._installed(name, future)])
+        replies, self._replies = self._replies, []
+        return replies
+
+    def _installed(self, name: str, future: "Future[PreparedAdapter]") -> tuple[bool, str]:
+        try:
+            adapter = future.result()
+            self._engine.add_adapter(name, adapter)
+        except ModelwrightError as error:
+            return False, str(error)
+        except Exception as error:  # a file that nobody has thought of must not end the engine and all its answers
+            log.exception("the adapter %s could not be loaded", name)
+            return False, f"{type(error).__name__}: {error}"
+        return True, adapter.digest
 
 
 class EngineProcess:
@@ -186,3 +287,6 @@ def _serve(channel: BlockingChannel) -> None:
 
 if __name__ == "__main__":
     main()
+
+
+log = logging.getLogger("modelwright.serve")

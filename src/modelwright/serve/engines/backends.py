@@ -15,13 +15,12 @@ from modelwright.infer.products import HEAD_KINDS
 from modelwright.model.adapter_bank import load_adapters
 from modelwright.model.decoder import Decoder
 from modelwright.serve.config import OWN_BACKEND, ServeConfig
-from modelwright.serve.engine_client import EngineClient, engine_info
-from modelwright.serve.engine_pool import launch_pool
-from modelwright.serve.engine_process import EngineSetup
-from modelwright.serve.engine_thread import EngineAdapters, EngineThread
-from modelwright.serve.fingerprint import weights_fingerprint
-from modelwright.serve.load import ModelSource
-from modelwright.serve.openvino_engine import openvino_engine
+from modelwright.serve.engines.client import EngineClient, engine_info
+from modelwright.serve.engines.openvino import openvino_engine
+from modelwright.serve.engines.pool import launch_pool
+from modelwright.serve.engines.process import EngineSetup
+from modelwright.serve.engines.thread import EngineAdapters, EngineThread
+from modelwright.serve.load import ModelSource, weights_fingerprint
 from modelwright.serve.tokenizer import Codec
 
 Loader = Callable[[ModelSource, ServeConfig], tuple[EngineClient, Codec]]

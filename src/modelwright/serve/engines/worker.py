@@ -9,12 +9,12 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from modelwright.infer.engine import EngineStats, StepOutput
-from modelwright.serve.engine_client import EngineClient, EngineEnd, MoveOutcome
-from modelwright.serve.engine_health import EjectionReason
+from modelwright.serve.account.metrics import Metrics, RequestTimer
+from modelwright.serve.engines.client import EngineClient, EngineEnd, MoveOutcome
+from modelwright.serve.engines.jobs import Job
+from modelwright.serve.engines.routing import EjectionReason
 from modelwright.serve.errors import ApiError, limit_reached, shutting_down
-from modelwright.serve.jobs import Job
 from modelwright.serve.keys import Caller, Reservation
-from modelwright.serve.metrics import Metrics, RequestTimer
 
 RETRY_AFTER_S = 2
 """For a server that is shutting down or has no connection left: another one may answer."""

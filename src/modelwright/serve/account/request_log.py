@@ -1,24 +1,52 @@
-"""The running log: takes finished requests from the event loop and writes them from a thread of its own."""
+"""The request and feedback log: what was asked and answered, for monitoring and training. Finished requests come from
+the event loop; a thread of its own replaces personal data by markers (the step `privacy` of cleaning) and writes.
+"""
 
 import logging
 import time
+from dataclasses import dataclass, field
 
 from modelwright.core.errors import StorageError
-from modelwright.serve.database import Database, open_database
-from modelwright.serve.database_writer import DatabaseWriter, WriterBusy
+from modelwright.data.document import Document
+from modelwright.data.steps.privacy import Privacy, PrivacyConfig
+from modelwright.serve.account import request_store
+from modelwright.serve.account.database import Database, DatabaseWriter, WriterBusy, open_database
+from modelwright.serve.account.exchange import Exchange, FinishedRequest, pseudonym
+from modelwright.serve.account.metrics import Metrics
+from modelwright.serve.account.request_store import RequestRecord
+from modelwright.serve.config import RequestsConfig
+from modelwright.serve.engines.worker import RETRY_AFTER_S
 from modelwright.serve.errors import shutting_down
-from modelwright.serve.exchange import Exchange, FinishedRequest, pseudonym
-from modelwright.serve.metrics import Metrics
 from modelwright.serve.protocol import FeedbackRequest
-from modelwright.serve.request_log import store
-from modelwright.serve.request_log.record import RequestRecord
-from modelwright.serve.request_log.redaction import RedactionFailed, TextRedaction
-from modelwright.serve.requests_config import RequestsConfig
-from modelwright.serve.worker import RETRY_AFTER_S
 
 log = logging.getLogger("modelwright.serve")
 
 DAY_S = 86_400.0
+
+
+class RedactionFailed(Exception):
+    """A check of the privacy step raised an exception, so nobody knows what the text holds."""
+
+
+@dataclass(frozen=True)
+class TextRedaction:
+    """Equal values of one record get the same marker."""
+
+    _step: Privacy = field(default_factory=lambda: Privacy(PrivacyConfig()))
+
+    def pair(self, prompt: str, answer: str) -> tuple[str, str]:
+        """Both texts with markers. Raises `RedactionFailed`; cleaning goes on there, because its texts are public."""
+        meta = {"question": prompt, "answer": answer}
+        document = Document(id="", text=f"{prompt}\n\n{answer}", kind="qa", split="open", source="", meta=meta)
+        redacted = self._step.redact(document)
+        failures = self._step.take_counts()["failed_validators"]
+        if failures:
+            raise RedactionFailed(", ".join(failures))
+        return redacted.meta["question"], redacted.meta["answer"]
+
+    def text(self, text: str) -> str:
+        """The same for a text alone."""
+        return self.pair(text, "")[0]
 
 
 class RequestLog:
@@ -32,7 +60,7 @@ class RequestLog:
         self._metrics = metrics
         self._redaction = TextRedaction()
         database = open_database(config.log, setting="requests.log")
-        self._salt = store.create_tables(database)
+        self._salt = request_store.create_tables(database)
         self._writer = DatabaseWriter("request log", database, dropped=self._dropped, housekeeping=self._prune)
 
     def start(self) -> None:
@@ -55,7 +83,7 @@ class RequestLog:
         """Write a request; returns why it is not logged, "" if it is."""
         user = pseudonym(self._salt, finished.subject.user)
         most = self._config.max_per_user
-        if most and store.num_since(database, user, finished.time - DAY_S) >= most:
+        if most and request_store.num_since(database, user, finished.time - DAY_S) >= most:
             return "user_cap"
         try:
             prompt, answer = self._redaction.pair(finished.prompt, finished.answer)
@@ -80,7 +108,7 @@ class RequestLog:
             ttft_s=finished.ttft_s,
             latency_s=finished.latency_s,
         )
-        store.insert(database, record)
+        request_store.insert(database, record)
         return ""
 
     def _count(self, lost: str) -> None:
@@ -91,10 +119,10 @@ class RequestLog:
 
     def _set_feedback(self, database: Database, feedback: FeedbackRequest) -> bool:
         label, text = (value and self._redaction.text(value) for value in (feedback.label, feedback.text))
-        return store.set_feedback(database, feedback.id, score=feedback.score, label=label, text=text)
+        return request_store.set_feedback(database, feedback.id, score=feedback.score, label=label, text=text)
 
     def _prune(self, database: Database) -> None:
-        num_deleted = store.delete_before(database, time.time() - self._config.retention_days * DAY_S)
+        num_deleted = request_store.delete_before(database, time.time() - self._config.retention_days * DAY_S)
         if num_deleted:
             log.info("the request log's retention has deleted %d records", num_deleted)
 

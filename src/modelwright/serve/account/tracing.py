@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from modelwright import __version__
 from modelwright.core.errors import ConfigError
-from modelwright.serve.exchange import CLIENT_LEFT, Exchange, FinishedRequest
+from modelwright.serve.account.exchange import CLIENT_LEFT, Exchange, FinishedRequest
 from modelwright.serve.generation import Generation
 from modelwright.serve.protocol import ChatRequest, FeedbackRequest, GenerationRequest
 

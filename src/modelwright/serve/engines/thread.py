@@ -16,10 +16,9 @@ from modelwright.core.errors import ModelwrightError
 from modelwright.infer.engine import Engine
 from modelwright.memory.tensor_heap import give_back_memory
 from modelwright.model.adapter_bank import PreparedAdapter, prepare_adapter
-from modelwright.serve.engine_client import EngineEvents, EngineInfo
+from modelwright.serve.engines.client import EngineEvents, EngineInfo
+from modelwright.serve.engines.jobs import Job, StepEngine
 from modelwright.serve.errors import ApiError
-from modelwright.serve.jobs import Job
-from modelwright.serve.step_engine import StepEngine
 
 log = logging.getLogger("modelwright.serve")
 REST_AFTER_S = 10.0

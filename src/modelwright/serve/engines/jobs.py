@@ -8,11 +8,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from modelwright.infer.engine import StepOutput
-from modelwright.infer.sequence import Pixels, Pooling, SamplingParams, ScoredToken
+from modelwright.infer.engine import EngineStats, StepOutput
+from modelwright.infer.sequence import Pixels, Pooling, SamplingParams, ScoredToken, TokenConstraint
+from modelwright.serve.engines.grammars import CompiledGrammar, GrammarSource
 from modelwright.serve.errors import ApiError
-from modelwright.serve.grammars import CompiledGrammar, GrammarSource
-from modelwright.serve.step_engine import StepEngine
 
 ABILITIES = {
     "alternatives": "log-probabilities of other tokens",
@@ -23,6 +22,47 @@ ABILITIES = {
     "images": "images in prompts",
 }
 """What not every engine can do, in words."""
+
+
+class StepEngine(Protocol):
+    """Computes the answers of many requests, one step after the other. See `Engine` for what the arguments mean."""
+
+    @property
+    def has_work(self) -> bool: ...
+
+    def add(
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        constraint: TokenConstraint | None = None,
+        *,
+        cache_salt: str = "",
+        adapter: str = "",
+        images: Sequence[Pixels] = (),
+    ) -> None:
+        """Queue a request. Raises `ConfigError` for one that cannot be computed."""
+        ...
+
+    def embed(
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        *,
+        pooling: Pooling = "last",
+        cache_salt: str = "",
+        adapter: str = "",
+    ) -> None:
+        """Queue a request for a vector. Raises `ConfigError` for one that cannot be computed."""
+        ...
+
+    def abort(self, request_id: str) -> bool:
+        """Whether there was such a request."""
+        ...
+
+    def step(self) -> list[StepOutput]: ...
+
+    def stats(self) -> EngineStats: ...
 
 
 class Job(Protocol):

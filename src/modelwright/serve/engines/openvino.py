@@ -23,13 +23,12 @@ from modelwright.core.errors import ConfigError, ModelError
 from modelwright.infer.engine import EngineConfig, EngineStats, StepOutput
 from modelwright.infer.sequence import Pixels, Pooling, SamplingParams, TokenConstraint
 from modelwright.model.hf import is_sequence_classifier, load_config
+from modelwright.serve.account.metrics import NO_LOAD
 from modelwright.serve.config import ServeConfig
-from modelwright.serve.engine_client import EngineClient, EngineInfo
-from modelwright.serve.engine_thread import EngineThread
-from modelwright.serve.fingerprint import FINGERPRINT_LEN
-from modelwright.serve.jobs import ABILITIES, refusing
-from modelwright.serve.load import ModelSource
-from modelwright.serve.metrics import NO_LOAD
+from modelwright.serve.engines.client import EngineClient, EngineInfo
+from modelwright.serve.engines.jobs import ABILITIES, refusing
+from modelwright.serve.engines.thread import EngineThread
+from modelwright.serve.load import FINGERPRINT_LEN, ModelSource
 from modelwright.serve.tokenizer import Codec
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Sends one JSON message to a webhook. What is sent again after a failure, and when, is the caller's affair."""
+"""Sends one JSON message to a webhook. The caller decides what is sent again after a failure, and when."""
 
 import http.client
 import json
@@ -9,15 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from modelwright.core.errors import ConfigError
-
-
-class NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Takes redirects for failures: a redirected POST becomes a GET without the message, whose success would say
-    nothing, and the headers, with a key among them, would go to another host.
-    """
-
-    def redirect_request(self, *args: Any, **kwargs: Any) -> None:
-        return None
+from modelwright.serve.ab.client import NoRedirects
 
 
 def check_webhook(url: str) -> None:
@@ -29,11 +21,6 @@ def check_webhook(url: str) -> None:
         is_address = False
     if not is_address:
         raise ConfigError("--webhook: is no address; write https://HOST/PATH")
-
-
-def shown_host(url: str) -> str:
-    """The part of a webhook's address that may stand in a log."""
-    return urllib.parse.urlsplit(url).hostname or ""
 
 
 def post_json(url: str, message: Mapping[str, Any], *, idempotency_key: str, timeout_s: float) -> str:

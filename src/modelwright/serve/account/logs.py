@@ -8,9 +8,9 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
-LogFormat = Literal["text", "json"]
+from modelwright.serve.config import LogFormat
 
 ROOT = "modelwright.serve"
 ID_HEADER = "X-Request-Id"

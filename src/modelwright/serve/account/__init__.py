@@ -1,0 +1,1 @@
+"""What the server keeps of its requests and reports of them: log, metrics, spans."""
