@@ -14,11 +14,12 @@ import pytest
 
 from modelwright.model.hf import save_model
 from modelwright.pipeline.stages.serve import start_server
+from modelwright.serve.api.chat import ChatRequest
+from modelwright.serve.api.completions import CompletionRequest
+from modelwright.serve.api.parsing import parse_request
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.errors import ApiError
 from modelwright.serve.limits import Limits
-from modelwright.serve.parsing import parse_request
-from modelwright.serve.protocol import ChatRequest, CompletionRequest
 from modelwright.serve.server import ServerThread
 from serve.conftest import make_model, make_tokenizer
 

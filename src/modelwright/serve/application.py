@@ -13,7 +13,7 @@ from modelwright.serve.ab.controller import Experiments
 from modelwright.serve.account.metrics import Metrics
 from modelwright.serve.account.request_log import RequestLog
 from modelwright.serve.account.tracing import Tracing, tracing_to
-from modelwright.serve.app import build_app
+from modelwright.serve.api.asgi import build_app
 from modelwright.serve.config import RequestsConfig, ServeConfig
 from modelwright.serve.engines.backends import load_engines
 from modelwright.serve.engines.client import EngineClient

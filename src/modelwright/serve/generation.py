@@ -1,25 +1,133 @@
-"""From a validated request to the pieces of its answers, for completions and chat."""
+"""From a request for generated text to the pieces of its answers, for completions and chat.
+
+Requests are as OpenAI clients send them, validated strictly: wrong types, values out of range, unknown fields and
+features that this server lacks are rejected with the field's name instead of being ignored. Fields that OpenAI does not
+have are named as vLLM names them.
+"""
 
 import secrets
 import time
+from abc import abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from modelwright.core.errors import ConfigError
 from modelwright.core.seeds import derive_seed
 from modelwright.infer.engine import StepOutput
-from modelwright.infer.sequence import Pixels, SamplingParams, ScoredToken
-from modelwright.serve.engines.grammars import CompiledGrammar
+from modelwright.infer.sequence import MAX_TEMPERATURE, Pixels, SamplingParams, ScoredToken
+from modelwright.serve.api.fields import LogitBias, NumLogprobs, Penalty, RequestModel, StopTexts, Strict, TokenIds
+from modelwright.serve.api.structured import CallText, ForcedCall, ResponseFormat, StructuredOutputs, only_source
+from modelwright.serve.engines.grammars import CompiledGrammar, GrammarSource
 from modelwright.serve.engines.jobs import GenerationJob
 from modelwright.serve.engines.worker import Stream
 from modelwright.serve.errors import ApiError
 from modelwright.serve.keys import Caller
 from modelwright.serve.limits import too_many_answers
-from modelwright.serve.protocol import GenerationRequest
 from modelwright.serve.served_model import ServedModel
 from modelwright.serve.tokenizer import Codec, Delta, IncrementalDetokenizer, TokenInfo
-from modelwright.serve.tools import CallText, ForcedCall
+
+
+class StreamOptions(Strict):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class GenerationRequest(RequestModel):
+    """Fields that both kinds of request share. The last group is accepted and has no effect."""
+
+    model: str
+    temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    n: Annotated[int, Field(ge=1)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: StopTexts = ()
+    stop_token_ids: TokenIds | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    logit_bias: LogitBias = ()
+    prompt_logprobs: NumLogprobs | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    @property
+    @abstractmethod
+    def asked_tokens(self) -> int | None:
+        """The most new tokens of each answer, if the client says so."""
+
+    @abstractmethod
+    def default_tokens(self, room: int) -> int:
+        """The most new tokens of each answer, if the client does not; room: what the context has left."""
+
+    @property
+    @abstractmethod
+    def num_logprobs(self) -> int | None:
+        """Alternatives to report with each new token; None if log-probabilities are not asked for."""
+
+    @abstractmethod
+    def texts(self) -> list[str]:
+        """What the client wrote, prompt by prompt or turn by turn; [] for prompts of token ids."""
+
+    @abstractmethod
+    def session_text(self) -> str:
+        """The part that all requests of one conversation share; "" if there is none."""
+
+    def grammar(self) -> GrammarSource | None:
+        """The grammar of the answers, None for any text. Raises `ApiError` 400 for a bad one and for several."""
+        return self.form_of_text()
+
+    def form_of_text(self) -> GrammarSource | None:
+        """The grammar that the fields for the form of a text ask for. Raises like `grammar`."""
+        formats = [self.response_format, self.structured_outputs]
+        return only_source([one.source() for one in formats if one is not None])
+
+    def forced_call(self) -> ForcedCall | None:
+        """The functions one of which the answer must call; None for text."""
+        return None
+
+    @property
+    def has_images(self) -> bool:
+        """Whether there are images to decode."""
+        return False
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Alternatives to report with each token of the prompt; None if nothing needs their log-probabilities."""
+        return self.prompt_logprobs
+
+    @property
+    def echoes(self) -> bool:
+        """Whether an answer begins with its prompt."""
+        return False
+
+    @property
+    def wants_usage_chunk(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def wants_usage_always(self) -> bool:
+        """Whether every event of a stream has the usage so far."""
+        return self.wants_usage_chunk and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
 @dataclass(frozen=True)

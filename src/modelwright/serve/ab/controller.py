@@ -13,11 +13,10 @@ from modelwright.serve.ab.report import report_of
 from modelwright.serve.ab.shadow import Shadows
 from modelwright.serve.ab.state import Assignment, RequestEvent, arm_of
 from modelwright.serve.account.database import Database, DatabaseWriter, WriterBusy, open_database
-from modelwright.serve.account.exchange import Exchange, FinishedRequest, Subject, pseudonym
+from modelwright.serve.account.exchange import Exchange, FeedbackRequest, FinishedRequest, Subject, pseudonym
 from modelwright.serve.account.metrics import Metrics
 from modelwright.serve.engines.worker import RETRY_AFTER_S
 from modelwright.serve.errors import ApiError, shutting_down
-from modelwright.serve.protocol import FeedbackRequest
 from modelwright.serve.reload import Reloader
 from modelwright.serve.served_model import ServedModel
 from modelwright.serve.service import Service

@@ -12,7 +12,7 @@ from pydantic import Field
 from modelwright.serve.ab.guards import GuardLimits, verdict
 from modelwright.serve.ab.state import Assignment, ExperimentState, RequestEvent
 from modelwright.serve.account.database import Database
-from modelwright.serve.fields import RequestModel
+from modelwright.serve.api.fields import RequestModel
 from modelwright.serve.limits import Limits
 
 Share = Annotated[float, Field(gt=0, lt=1)]

@@ -1,7 +1,7 @@
 """The arms of an A/B test: who gets which, and what has been counted in each.
 
-A salted hash decides the arm, so that nobody is asked twice and nothing has to be remembered. All counts survive a round
-trip through JSON.
+A salted hash decides the arm, so that nobody is asked twice and nothing has to be remembered. All counts survive a
+round trip through JSON.
 """
 
 import hashlib

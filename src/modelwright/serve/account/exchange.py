@@ -10,13 +10,16 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
+
+from pydantic import Field, model_validator
 
 from modelwright.serve.ab.state import Assignment
+from modelwright.serve.api.fields import RequestModel
 from modelwright.serve.errors import ApiError
-from modelwright.serve.generation import Generation
+from modelwright.serve.generation import Generation, GenerationRequest
 from modelwright.serve.keys import Caller
-from modelwright.serve.protocol import FeedbackRequest, GenerationRequest
+from modelwright.serve.limits import Limits
 from modelwright.serve.served_model import ServedModel
 
 RouteName = Literal["chat", "completion"]
@@ -71,6 +74,25 @@ class FinishedRequest:
     status: int
     ttft_s: float | None
     latency_s: float | None
+
+
+class FeedbackRequest(RequestModel):
+    """POST /v1/feedback. `id`: of the answer, as its body has it; `score`: from -1 (bad) to 1 (good)."""
+
+    id: Annotated[str, Field(pattern="^[A-Za-z0-9-]{1,64}$")]
+    score: Annotated[float, Field(ge=-1, le=1, allow_inf_nan=False)] | None = None
+    label: Annotated[str, Field(pattern="^[A-Za-z][A-Za-z_ -]{0,63}$")] | None = None
+    text: Annotated[str, Field(max_length=4000)] | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> "FeedbackRequest":
+        if self.score is None and self.label is None and not self.text:
+            raise ValueError("give a score, a label or a text")
+        return self
+
+    @classmethod
+    def check_size(cls, data: dict[str, Any], limits: Limits) -> None:
+        """The fields' own limits are enough."""
 
 
 class ExchangeObserver(Protocol):

@@ -1,13 +1,22 @@
-"""The route for feedback on answers."""
+"""/v1/feedback: what people think of answers. Its body is with those who keep it (`FeedbackRequest`)."""
 
+from typing import Literal
+
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from modelwright.serve.bodies import parsed, read_body
+from modelwright.serve.account.exchange import FeedbackRequest
+from modelwright.serve.api.parsing import parse_request, parsed, read_body
 from modelwright.serve.errors import ApiError
-from modelwright.serve.parsing import parse_request
-from modelwright.serve.protocol import FeedbackRequest
 from modelwright.serve.service import service_of
+
+
+class FeedbackReply(BaseModel):
+    """The feedback is committed."""
+
+    status: Literal["recorded"]
+    id: str
 
 
 async def give_feedback(request: Request) -> Response:

@@ -1,22 +1,78 @@
-"""The routes that load and unload adapters while the server runs, as vLLM has them."""
+"""The routes that change what is served: reloading the model, and loading and unloading adapters as vLLM has it."""
 
 import logging
 import secrets
 from pathlib import Path
+from typing import Annotated, Any, Literal
 
+from pydantic import BaseModel, Field
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from modelwright.serve.bodies import parsed, read_body
+from modelwright.serve.api.fields import RequestModel
+from modelwright.serve.api.parsing import parse_request, parsed, read_body
 from modelwright.serve.errors import ApiError
+from modelwright.serve.limits import Limits
 from modelwright.serve.load import adapted_fingerprint
-from modelwright.serve.parsing import parse_request
-from modelwright.serve.protocol import LoadAdapterRequest, UnloadAdapterRequest
 from modelwright.serve.reload import Reloader
 from modelwright.serve.served_model import ServedAdapter
 from modelwright.serve.service import service_of, version_header
 
 log = logging.getLogger("modelwright.serve")
+
+
+class ReloadRequest(RequestModel):
+    """POST /admin/reload. `path`: a run or model folder on the server's machine; "" is where the model in service came
+    from.
+    """
+
+    path: Annotated[str, Field(max_length=4096)] = ""
+
+    @classmethod
+    def check_size(cls, data: dict[str, Any], limits: Limits) -> None:
+        """One short field needs no further check."""
+
+
+class ReloadReply(BaseModel):
+    """Which version new requests get from now on, and which one they got before."""
+
+    status: Literal["reloaded"]
+    version: str
+    previous_version: str
+
+
+async def reload_model(request: Request) -> Response:
+    """Answers when the new version is in service, or why it is not."""
+    service = service_of(request)
+    service.caller(request, "admin")
+    with service.lease() as lease:
+        body = await read_body(request, lease, num_prompts=1)
+        asked = await parsed(lambda: parse_request(ReloadRequest, body or b"{}", lease.model.limits), len(body), lease)
+    previous = service.model
+    fresh = await _reloader(request).reload(asked.path)
+    reply = {"status": "reloaded", "version": fresh.fingerprint, "previous_version": previous.fingerprint}
+    return JSONResponse(reply, headers=version_header(fresh.fingerprint))
+
+
+class LoadAdapterRequest(RequestModel):
+    """POST /v1/load_lora_adapter, in vLLM's form. `lora_path`: a folder in PEFT's layout on the server's machine."""
+
+    lora_name: Annotated[str, Field(min_length=1, max_length=200)]
+    lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
+
+    @classmethod
+    def check_size(cls, data: dict[str, Any], limits: Limits) -> None:
+        """Short fields need no further check."""
+
+
+class UnloadAdapterRequest(RequestModel):
+    """POST /v1/unload_lora_adapter, in vLLM's form."""
+
+    lora_name: Annotated[str, Field(min_length=1, max_length=200)]
+
+    @classmethod
+    def check_size(cls, data: dict[str, Any], limits: Limits) -> None:
+        """One short field needs no further check."""
 
 
 async def load_lora_adapter(request: Request) -> Response:

@@ -1,4 +1,4 @@
-"""The ASGI application: routes, request log, and errors in OpenAI's form."""
+"""The ASGI application: routes, a log line for each request, and errors in OpenAI's form."""
 
 import logging
 import time
@@ -17,8 +17,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from modelwright.serve.ab.controller import Experiments
 from modelwright.serve.account.logs import ID_HEADER, ID_SCOPE, request_id, with_fields
 from modelwright.serve.account.tracing import Tracing
+from modelwright.serve.api.operations import OPERATIONS
 from modelwright.serve.errors import ApiError, error_body
-from modelwright.serve.operations import OPERATIONS
 from modelwright.serve.reload import Reloader
 from modelwright.serve.service import VERSION_HEADER, Service
 
@@ -38,7 +38,6 @@ def build_app(
     app.state.service = service
     app.state.reloader = reloader
     app.state.experiments = experiments
-    app.state.operations = OPERATIONS
     inner = _with_cors(app, service.config.cors_origins)
     return _observed(tracing.around(inner) if tracing else inner, service)
 

@@ -1,15 +1,14 @@
-"""The routes that describe the server: pages, probes, metrics, models, /openapi.json."""
+"""The routes that describe the server: pages, probes, metrics, models."""
 
-import asyncio
 import importlib.resources
-from typing import Any
+from typing import Any, Literal
 
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from modelwright.serve.errors import ApiError
 from modelwright.serve.load import expectation
-from modelwright.serve.openapi import describe
 from modelwright.serve.service import Service, service_of
 
 PAGE_POLICY = (
@@ -47,6 +46,28 @@ def _static(name: str) -> str:
     return (importlib.resources.files("modelwright.serve") / "static" / name).read_text(encoding="utf-8")
 
 
+class LiveReply(BaseModel):
+    """The server needs no restart."""
+
+    status: Literal["alive"]
+
+
+class ReadyReply(BaseModel):
+    """The server takes requests. `version`: of the weights that answer new ones."""
+
+    status: Literal["ready"]
+    model: str
+    version: str
+
+
+class HealthReply(BaseModel):
+    """The state of the server."""
+
+    status: Literal["ok", "starting", "draining", "failed"]
+    model: str
+    open_answers: int
+
+
 async def livez(request: Request) -> Response:
     """Fails when only a restart helps, as Kubernetes takes it."""
     state = service_of(request).state
@@ -75,6 +96,30 @@ async def metrics(request: Request) -> Response:
     if service.keys.has_scopes:
         service.caller(request, "metrics")
     return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+class ModelReply(BaseModel):
+    """A name of the model or of an adapter, whose `parent` is the model. `root`, `stage` and `digest` are absent for a
+    model that came from no folder, `stage` and `digest` for an adapter.
+    """
+
+    id: str
+    object: Literal["model"]
+    parent: str | None
+    created: int
+    owned_by: str
+    max_model_len: int
+    description: str
+    root: str = ""
+    stage: str = ""
+    digest: str = ""
+
+
+class ModelListReply(BaseModel):
+    """All names of the model."""
+
+    object: Literal["list"]
+    data: list[ModelReply]
 
 
 async def list_models(request: Request) -> Response:
@@ -108,8 +153,3 @@ def _describe(service: Service, name: str) -> dict[str, Any]:
         "input_modalities": ["text", "image"] if service.model.info.reads_images else ["text"],
         "description": expectation(service.model.info.num_parameters),
     }
-
-
-async def openapi(request: Request) -> Response:
-    """The description of the routes of this application."""
-    return JSONResponse(await asyncio.to_thread(describe, request.app.state.operations))

@@ -6,14 +6,12 @@ import functools
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
 from starlette.responses import Response
-
-from modelwright.serve import replies
 
 REFERENCE = "#/components/schemas/{model}"
 
@@ -40,17 +38,34 @@ REASONS = {
 }
 
 
+class ErrorDetail(BaseModel):
+    """What went wrong: `param` names the field of the request, `code` is stable and meant for programs."""
+
+    message: str
+    type: Literal[
+        "invalid_request_error", "authentication_error", "permission_error", "rate_limit_error", "server_error"
+    ]
+    param: str | None
+    code: str | None
+
+
+class ErrorReply(BaseModel):
+    """The body of every reply with a status of 400 or more, and the last event of a stream that failed."""
+
+    error: ErrorDetail
+
+
 @dataclass(frozen=True)
 class Operation:
-    """A route. body: None for one without a body; reply: the name of its schema or, with a slash, its
-    media type; errors: the statuses that a client has to expect besides 200.
+    """A route. body: None for one without a body; reply: the model of its reply, the name of one of OpenAI's, or, with
+    a slash, its media type; errors: the statuses that a client has to expect besides 200.
     """
 
     method: str
     path: str
     handler: Callable[[Request], Awaitable[Response]]
     summary: str
-    reply: str
+    reply: type[BaseModel] | str
     body: type[BaseModel] | None = None
     errors: tuple[int, ...] = ()
     event: str = ""
@@ -65,7 +80,9 @@ def describe(operations: Sequence[Operation]) -> dict[str, Any]:
     """The whole document."""
     bodies = {operation.body for operation in operations if operation.body}
     modes: list[Any] = [(model, "validation") for model in sorted(bodies, key=lambda model: model.__name__)]
-    modes += [(model, "serialization") for model in _replies().values()]
+    own = {operation.reply for operation in operations if not isinstance(operation.reply, str)}
+    replies = [*_client_models(), ErrorReply, *sorted(own, key=lambda model: model.__name__)]
+    modes += [(model, "serialization") for model in replies]
     _, definitions = models_json_schema(modes, ref_template=REFERENCE)
     schemas = definitions["$defs"]
     _complete(schemas)
@@ -85,19 +102,12 @@ def describe(operations: Sequence[Operation]) -> dict[str, Any]:
 
 
 @functools.cache
-def _replies() -> dict[str, type[BaseModel]]:
-    """Reply models by name. Imported here, because OpenAI's client takes a second to import."""
+def _client_models() -> list[type[BaseModel]]:
+    """Replies that are OpenAI's. Imported here, because OpenAI's client takes a second to import."""
     from openai.types import Completion, CreateEmbeddingResponse
     from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-    models = [
-        Completion, ChatCompletion, ChatCompletionChunk, CreateEmbeddingResponse,
-        replies.ErrorReply, replies.HealthReply, replies.LiveReply, replies.ReadyReply, replies.ModelReply,
-        replies.ModelListReply, replies.ReloadReply, replies.ScoreReply, replies.RerankReply,
-        replies.TokenizeReply, replies.DetokenizeReply, replies.FeedbackReply,
-        replies.ExperimentReply, replies.ExperimentListReply,
-    ]  # fmt: skip
-    return {model.__name__: model for model in models}
+    return [Completion, ChatCompletion, ChatCompletionChunk, CreateEmbeddingResponse]
 
 
 def _complete(schemas: dict[str, Any]) -> None:
@@ -132,9 +142,10 @@ def _operation(operation: Operation) -> dict[str, Any]:
 
 
 def _success(operation: Operation) -> dict[str, Any]:
-    if "/" in operation.reply:
-        return {"description": operation.summary, "content": {operation.reply: {}}}
-    content: dict[str, Any] = {"application/json": {"schema": _reference(operation.reply)}}
+    reply = operation.reply if isinstance(operation.reply, str) else operation.reply.__name__
+    if "/" in reply:
+        return {"description": operation.summary, "content": {reply: {}}}
+    content: dict[str, Any] = {"application/json": {"schema": _reference(reply)}}
     if operation.event:
         event = {"anyOf": [_reference(operation.event), _reference("ErrorReply"), {"const": "[DONE]"}]}
         content["text/event-stream"] = {"schema": EVENT_SCHEMA, "x-event-schema": event}
