@@ -98,11 +98,11 @@ def server_of(arguments: RayArguments) -> RayServer:
     source = ModelSource(
         name=arguments.model_name, folder=Path(arguments.folder), stage=arguments.stage, digest=arguments.digest
     )
-    client, codec = load_engines(source, arguments.config)
+    client, tokenizer = load_engines(source, arguments.config)
     with discarded_on_error(client):
         requests = parse(RequestsConfig, arguments.requests, "requests")
         application = Application(
-            client, codec, arguments.config, model_name=arguments.model_name, requests=requests, source=source
+            client, tokenizer, arguments.config, model_name=arguments.model_name, requests=requests, source=source
         )
     return RayServer(application)
 

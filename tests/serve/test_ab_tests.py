@@ -67,8 +67,8 @@ def start(folders: dict[str, Path], tmp_path: Path) -> Iterator:
         config = ServeConfig(port=0, engine=ENGINE, keys_file=keys)
         source = ModelSource(name="tiny", folder=folders[arm])
         requests = RequestsConfig(ab_state=str(tmp_path / "ab.sqlite"), **settings)
-        client, codec = load_engines(source, config)
-        server = ServerThread(client, codec, config, model_name="tiny", source=source, requests=requests)
+        client, tokenizer = load_engines(source, config)
+        server = ServerThread(client, tokenizer, config, model_name="tiny", source=source, requests=requests)
         started.append(server.start())
         return server
 

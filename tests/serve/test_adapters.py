@@ -69,11 +69,11 @@ def texts(folders: dict[str, Path]) -> dict[str, str]:
     """The greedy answer of a model that has one adapter alone, and of the base."""
     found = {}
     for name in ("tiny", "poet", "coder"):
-        model, codec = load_folder(folders["base"], Int8WeightsConfig())
+        model, tokenizer = load_folder(folders["base"], Int8WeightsConfig())
         if name != "tiny":
             load_adapter(model, folders[name])
-        params = [SamplingParams(max_tokens=12, temperature=0, stop_ids=codec.stop_ids)]
-        found[name] = codec.decode(generate(model, [codec.encode(PROMPT)], params, ENGINE)[0].token_ids)
+        params = [SamplingParams(max_tokens=12, temperature=0, stop_ids=tokenizer.stop_ids)]
+        found[name] = tokenizer.decode(generate(model, [tokenizer.encode(PROMPT)], params, ENGINE)[0].token_ids)
     assert len(set(found.values())) == 3
     return found
 
@@ -229,10 +229,10 @@ def test_an_ab_test_has_the_adapters_of_a(folders, tmp_path: Path):
     save_file(load_file(anyones / TENSORS), anyones / TENSORS, metadata={"format": "pt"})
     expected = {}
     for arm, base in (("A", "base"), ("B", "other")):
-        model, codec = load_folder(folders[base], Int8WeightsConfig())
+        model, tokenizer = load_folder(folders[base], Int8WeightsConfig())
         load_adapter(model, anyones)
-        params = [SamplingParams(max_tokens=12, temperature=0, stop_ids=codec.stop_ids)]
-        expected[arm] = codec.decode(generate(model, [codec.encode(PROMPT)], params, ENGINE)[0].token_ids)
+        params = [SamplingParams(max_tokens=12, temperature=0, stop_ids=tokenizer.stop_ids)]
+        expected[arm] = tokenizer.decode(generate(model, [tokenizer.encode(PROMPT)], params, ENGINE)[0].token_ids)
     keys = write_keys(tmp_path / "keys.yaml", root={"scopes": ["infer", "admin", "metrics"]})
     kept = RequestsConfig(ab_state=str(tmp_path / "ab.sqlite"), log=str(tmp_path / "requests.sqlite"))
     with serve(folders, requests=kept, adapters={"any": str(anyones)}, keys_file=keys) as server:

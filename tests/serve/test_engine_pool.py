@@ -136,9 +136,9 @@ def test_lost_engines_lose_no_answer(server: ServerThread, folder: Path):
     """One process is killed, another one stopped: all streams continue with the same tokens."""
     expected = [read(server, request, lambda: None) for request in REQUESTS]
     assert len({json.dumps(one) for one in expected}) == len(REQUESTS)
-    model, codec = load_folder(folder, Int8WeightsConfig())
-    params = SamplingParams(max_tokens=150, temperature=0, stop_ids=codec.stop_ids)
-    (alone,) = generate(model, [codec.encode(REQUESTS[0]["prompt"])], [params], ENGINE)
+    model, tokenizer = load_folder(folder, Int8WeightsConfig())
+    params = SamplingParams(max_tokens=150, temperature=0, stop_ids=tokenizer.stop_ids)
+    (alone,) = generate(model, [tokenizer.encode(REQUESTS[0]["prompt"])], [params], ENGINE)
     assert expected[0][0][1] == alone.token_ids
     before = counts(server)
     assert before["modelwright_engines"] == 2
@@ -257,10 +257,10 @@ def test_no_engine_outlives_a_server_that_cannot_be_built(folder: Path):
     source = ModelSource(name="tiny", folder=folder)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         config = ServeConfig(port=taken.getsockname()[1], engine=ENGINE)
-        client, codec = load_engines(source, config)
+        client, tokenizer = load_engines(source, config)
         assert isinstance(client, EnginePool)
         with pytest.raises(ConfigError, match="port: cannot listen"):
-            ServerThread(client, codec, config, model_name="tiny", source=source)
+            ServerThread(client, tokenizer, config, model_name="tiny", source=source)
     assert all(slot.handle.process.poll() is not None for slot in client._slots)
 
 

@@ -63,9 +63,9 @@ def post(server: ServerThread, prompt: str, route: str = "/v1/completions", **fi
 
 def test_greedy_answers_are_those_of_our_engine(server: ServerThread, folder: Path) -> None:
     """Four at once, with log-probabilities of the chosen tokens."""
-    model, codec = load_folder(folder, Int8WeightsConfig())
-    params = SamplingParams(max_tokens=20, temperature=0, stop_ids=codec.stop_ids)
-    expected = generate(model, [codec.encode(prompt) for prompt in PROMPTS], [params] * len(PROMPTS), ENGINE)
+    model, tokenizer = load_folder(folder, Int8WeightsConfig())
+    params = SamplingParams(max_tokens=20, temperature=0, stop_ids=tokenizer.stop_ids)
+    expected = generate(model, [tokenizer.encode(prompt) for prompt in PROMPTS], [params] * len(PROMPTS), ENGINE)
     with ThreadPoolExecutor(len(PROMPTS)) as threads:
         replies = list(threads.map(lambda one: post(server, one, logprobs=0, return_token_ids=True).json(), PROMPTS))
     for reply, ours in zip(replies, expected, strict=True):

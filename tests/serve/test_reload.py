@@ -45,9 +45,9 @@ def answers(folders: dict[str, Path]) -> dict[tuple[str, str], str]:
     params = SamplingParams(max_tokens=12, temperature=0)
     found = {}
     for version, folder in folders.items():
-        model, codec = load_folder(folder, Int8WeightsConfig())
-        completions = generate(model, [codec.encode(p) for p in PROMPTS], [params] * len(PROMPTS), ENGINE)
-        found |= {(version, p): codec.decode(c.token_ids) for p, c in zip(PROMPTS, completions, strict=True)}
+        model, tokenizer = load_folder(folder, Int8WeightsConfig())
+        completions = generate(model, [tokenizer.encode(p) for p in PROMPTS], [params] * len(PROMPTS), ENGINE)
+        found |= {(version, p): tokenizer.decode(c.token_ids) for p, c in zip(PROMPTS, completions, strict=True)}
     assert len(set(found.values())) == len(found)
     return found
 

@@ -44,9 +44,9 @@ def server(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     keys = write_keys(tmp_path / "keys.yaml", root={"scopes": ["infer", "admin", "metrics", "feedback"]})
     config = ServeConfig(port=0, engine=EngineConfig(max_num_seqs=4), keys_file=keys)
     source = ModelSource(name="tiny", folder=world.base / "quantize/artifact")
-    client, codec = load_engines(source, config)
+    client, tokenizer = load_engines(source, config)
     requests = RequestsConfig(ab_state=str(tmp_path / "ab.sqlite"), log=str(tmp_path / LOG))
-    running = ServerThread(client, codec, config, model_name="tiny", source=source, requests=requests).start()
+    running = ServerThread(client, tokenizer, config, model_name="tiny", source=source, requests=requests).start()
     yield running
     running.stop_soon(at_once=True)
     assert running.join(120)

@@ -24,7 +24,7 @@ from modelwright.serve.load import ModelSource
 from modelwright.serve.reload import Locate, Reloader, same_place
 from modelwright.serve.served_model import ServedModel, serve_model
 from modelwright.serve.service import Service
-from modelwright.serve.tokenizer import Codec
+from modelwright.serve.tokenizer import ServedTokenizer
 
 log = logging.getLogger("modelwright.serve")
 
@@ -39,7 +39,7 @@ class Application:
     def __init__(
         self,
         client: EngineClient,
-        codec: Codec,
+        tokenizer: ServedTokenizer,
         config: ServeConfig,
         *,
         model_name: str,
@@ -53,7 +53,7 @@ class Application:
         config.check_names(model_name)
         keys = key_ring(config)
         self.metrics = Metrics(model_name)
-        served = serve_model(client, codec, config, self.metrics, source)
+        served = serve_model(client, tokenizer, config, self.metrics, source)
         self.service = Service(config, model_name, served, self.metrics, keys)
         self.reloader = Reloader(self.service, locate or same_place(source), self._load)
         self.tracing: Tracing | None = None
@@ -118,5 +118,5 @@ class Application:
         """A version with the adapters of the present one."""
         adapters = {name: str(adapter.folder) for name, adapter in self.service.model.adapters.items()}
         config = replace(self.service.config, adapters=adapters)
-        client, codec = load_engines(source, config)
-        return serve_model(client, codec, config, metrics, source)
+        client, tokenizer = load_engines(source, config)
+        return serve_model(client, tokenizer, config, metrics, source)

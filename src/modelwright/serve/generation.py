@@ -27,7 +27,7 @@ from modelwright.serve.errors import ApiError
 from modelwright.serve.keys import Caller
 from modelwright.serve.limits import too_many_answers
 from modelwright.serve.served_model import ServedModel
-from modelwright.serve.tokenizer import Codec, Delta, IncrementalDetokenizer, TokenInfo
+from modelwright.serve.tokenizer import Delta, IncrementalDetokenizer, ServedTokenizer, TokenInfo
 
 
 class StreamOptions(Strict):
@@ -196,8 +196,8 @@ class Generation:
     """When the first token arrived, by `time.perf_counter`; 0 before that."""
 
     @property
-    def codec(self) -> Codec:
-        return self.model.codec
+    def tokenizer(self) -> ServedTokenizer:
+        return self.model.tokenizer
 
     async def pieces(self) -> AsyncIterator[tuple[int, Delta]]:
         """`(answer number, piece)` as pieces become final; always closes the engine's stream."""
@@ -267,7 +267,7 @@ class Generation:
         if self.request.num_logprobs is None:
             return Delta(answer.prompt.text)
         ids, scores = answer.prompt.ids, answer.prompt_scores
-        offsets = _offsets(ids, self.codec)
+        offsets = _offsets(ids, self.tokenizer)
         tokens = [TokenInfo(ids[0], None, (), 0)]
         tokens += [
             TokenInfo(score.token_id, score.logprob, score.alternatives[: self.request.num_logprobs], offset)
@@ -315,7 +315,7 @@ def start(
         answers += [
             Answer(
                 prompt,
-                IncrementalDetokenizer(model.codec.stream(), request.stop, num_echoed, request.min_tokens or 0),
+                IncrementalDetokenizer(model.tokenizer.stream(), request.stop, num_echoed, request.min_tokens or 0),
                 num_echoed=num_echoed,
                 keeps_tokens=request.num_logprobs is not None and not request.stream,
                 call=call.text() if call else None,
@@ -337,9 +337,9 @@ def _require_good(output: StepOutput) -> None:
         raise ApiError(500, "The model's output is not finite; its weights are broken.", code="model_failed")
 
 
-def _offsets(ids: Sequence[int], codec: Codec) -> list[int]:
+def _offsets(ids: Sequence[int], tokenizer: ServedTokenizer) -> list[int]:
     """The place in the text at which each token begins."""
-    text = IncrementalDetokenizer(codec.stream())
+    text = IncrementalDetokenizer(tokenizer.stream())
     pieces = [text.push(token, 0.0, ()) for token in ids] + [text.finish("length")]
     offsets = [info.offset for piece in pieces for info in piece.tokens]
     return offsets + [text.num_shown] * (len(ids) - len(offsets))
@@ -361,7 +361,7 @@ def _answer_limit(request: GenerationRequest, num_prompt: int, context: int) -> 
 
 def _sampling(request: GenerationRequest, model: ServedModel, num_prompt: int) -> SamplingParams:
     _require_known_ids(request, model)
-    end_ids = () if request.ignore_eos else model.codec.stop_ids
+    end_ids = () if request.ignore_eos else model.tokenizer.stop_ids
     try:
         return SamplingParams(
             max_tokens=_answer_limit(request, num_prompt, model.limits.context),

@@ -15,7 +15,7 @@ from modelwright.core.errors import ModelError
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import SCORE, is_sequence_classifier, load_model, load_sequence_classifier
 from modelwright.model.vision.llava import is_llava_folder, load_llava
-from modelwright.serve.tokenizer import Codec
+from modelwright.serve.tokenizer import ServedTokenizer
 
 SHORT_DIGEST = 12
 
@@ -38,17 +38,17 @@ class ModelSource:
         return f"{self.stage} of {self.name} ({self.folder}, sha256 {self.digest[:SHORT_DIGEST]})"
 
 
-def load_folder(folder: Path, int8: Int8WeightsConfig) -> tuple[Decoder, Codec]:
+def load_folder(folder: Path, int8: Int8WeightsConfig) -> tuple[Decoder, ServedTokenizer]:
     """The model and its tokenizer. Raises `ModelError` if files are missing or do not match."""
     require_folder(folder)
     model = _load(folder, int8)
-    codec = Codec.load(folder)
-    if codec.vocab_size > model.config.vocab_size:
+    tokenizer = ServedTokenizer.load(folder)
+    if tokenizer.vocab_size > model.config.vocab_size:
         raise ModelError(
-            f"{folder}: the tokenizer has {codec.vocab_size} tokens, the model only {model.config.vocab_size}; "
+            f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, the model only {model.config.vocab_size}; "
             "they do not match"
         )
-    return model.eval(), codec
+    return model.eval(), tokenizer
 
 
 def require_folder(folder: Path) -> None:

@@ -151,13 +151,13 @@ class Reloader:
 def _smoke_job(model: ServedModel, prompt_ids: Sequence[int]) -> Job:
     if model.info.scores:
         return EmbeddingJob(prompt_ids, pooling="score")
-    params = SamplingParams(max_tokens=SMOKE_TOKENS, temperature=0.0, stop_ids=model.codec.stop_ids)
+    params = SamplingParams(max_tokens=SMOKE_TOKENS, temperature=0.0, stop_ids=model.tokenizer.stop_ids)
     return GenerationJob(prompt_ids, params)
 
 
 async def _smoke_test(model: ServedModel) -> str:
     """Let a version answer; returns what is wrong, "" for a good answer."""
-    prompt_ids = model.codec.encode(SMOKE_TEXT)[: model.limits.context - 1]
+    prompt_ids = model.tokenizer.encode(SMOKE_TEXT)[: model.limits.context - 1]
     reason, token_ids = "", list[int]()
     try:
         stream = model.worker.submit([_smoke_job(model, prompt_ids)], Caller(ANYONE))
@@ -174,5 +174,5 @@ async def _smoke_test(model: ServedModel) -> str:
         return error.message
     if reason not in ("stop", "length"):
         return "its output is not finite; its weights are broken"
-    model.codec.decode(token_ids)
+    model.tokenizer.decode(token_ids)
     return ""

@@ -22,7 +22,7 @@ from modelwright.serve.engines.client import EngineClient, discarded_on_error
 from modelwright.serve.load import ModelSource
 from modelwright.serve.reload import Locate
 from modelwright.serve.service import Service
-from modelwright.serve.tokenizer import Codec
+from modelwright.serve.tokenizer import ServedTokenizer
 
 _CLOSE_TIMEOUT_S = 2
 _LISTEN_BACKLOG = 256
@@ -38,7 +38,7 @@ class ServerThread:
     def __init__(
         self,
         client: EngineClient,
-        codec: Codec,
+        tokenizer: ServedTokenizer,
         config: ServeConfig,
         *,
         model_name: str,
@@ -50,7 +50,7 @@ class ServerThread:
         with discarded_on_error(client):
             _check_tls(config)
             self.application = Application(
-                client, codec, config, model_name=model_name, requests=requests, source=source, locate=locate
+                client, tokenizer, config, model_name=model_name, requests=requests, source=source, locate=locate
             )
             self._socket = _bind(config)
         host, port = self._socket.getsockname()[:2]

@@ -16,7 +16,7 @@ from modelwright.serve.errors import ApiError, shutting_down
 from modelwright.serve.keys import Caller, KeyRing, KeyScope
 from modelwright.serve.limits import Limits
 from modelwright.serve.served_model import ServedModel
-from modelwright.serve.tokenizer import Codec
+from modelwright.serve.tokenizer import ServedTokenizer
 
 
 class Arms(Protocol):
@@ -99,8 +99,8 @@ class Service:
         return self.model.worker
 
     @property
-    def codec(self) -> Codec:
-        return self.model.codec
+    def tokenizer(self) -> ServedTokenizer:
+        return self.model.tokenizer
 
     @property
     def limits(self) -> Limits:

@@ -16,7 +16,7 @@ from modelwright.data.tokenizer import SPECIAL_TOKENS, Tokenizer
 from modelwright.serve.errors import ApiError
 
 
-class Codec:
+class ServedTokenizer:
     """A tokenizer for serving. `bytes_of`: the bytes of each token of a byte-level vocabulary, else empty.
     `definition`: the text of its `tokenizer.json`.
 
@@ -36,7 +36,7 @@ class Codec:
         self.stop_ids = tuple(sorted({*tokenizer.stop_ids, *(token for token in control if token is not None)}))
 
     @classmethod
-    def load(cls, folder: Path) -> "Codec":
+    def load(cls, folder: Path) -> "ServedTokenizer":
         """Read a tokenizer folder. Raises `ArtifactError` if it cannot be read."""
         tokenizer = Tokenizer.load(folder)
         text = (folder / "tokenizer.json").read_text(encoding="utf-8")

@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 from modelwright.serve.ab.controller import Experiments
 from modelwright.serve.ab.experiment import EndRequest, ExperimentRequest, ShareRequest
 from modelwright.serve.api.fields import RequestModel
-from modelwright.serve.api.parsing import parse_request, parsed, read_body
+from modelwright.serve.api.parsing import read_request
 from modelwright.serve.errors import ApiError
 from modelwright.serve.service import service_of
 
@@ -70,11 +70,8 @@ async def list_tests(request: Request) -> Response:
 async def _change(
     request: Request, kind: type[R], change: Callable[[Experiments, R], Awaitable[dict[str, Any]]]
 ) -> Response:
-    service = service_of(request)
-    service.caller(request, "admin")
-    with service.lease() as lease:
-        body = await read_body(request, lease, num_prompts=1)
-        asked = await parsed(lambda: parse_request(kind, body, lease.model.limits), len(body), lease)
+    service_of(request).caller(request, "admin")
+    asked = await read_request(request, kind)
     tests = request.app.state.experiments
     if tests is None:
         text = "This server keeps no state of A/B tests; start it with --requests.ab_state FILE."

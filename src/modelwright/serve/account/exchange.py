@@ -168,7 +168,7 @@ class Exchange:
         answers = generation.answers if generation else []
         first_token = generation.first_token if generation else 0.0
         elapsed_s = time.perf_counter() - self._started
-        codec = self.model.codec
+        tokenizer = self.model.tokenizer
         return FinishedRequest(
             id=generation.answer_id if generation else f"refused-{secrets.token_hex(12)}",
             time=self.started_at,
@@ -177,7 +177,7 @@ class Exchange:
             model=self.asked.model,
             version=generation.version if generation else self.model.fingerprint,
             assignment=self.assignment,
-            prompt=_joined(self.asked.texts() or [codec.decode(answer.prompt.ids) for answer in answers]),
+            prompt=_joined(self.asked.texts() or [tokenizer.decode(answer.prompt.ids) for answer in answers]),
             answer=_joined([answer.new_text for answer in answers]),
             prompt_tokens=generation.num_prompt_tokens if generation else 0,
             completion_tokens=generation.num_completion_tokens if generation else 0,

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from modelwright.serve.api.fields import RequestModel
-from modelwright.serve.api.parsing import parse_request, parsed, read_body
+from modelwright.serve.api.parsing import read_request
 from modelwright.serve.errors import ApiError
 from modelwright.serve.limits import Limits
 from modelwright.serve.load import adapted_fingerprint
@@ -45,9 +45,7 @@ async def reload_model(request: Request) -> Response:
     """Answers when the new version is in service, or why it is not."""
     service = service_of(request)
     service.caller(request, "admin")
-    with service.lease() as lease:
-        body = await read_body(request, lease, num_prompts=1)
-        asked = await parsed(lambda: parse_request(ReloadRequest, body or b"{}", lease.model.limits), len(body), lease)
+    asked = await read_request(request, ReloadRequest, default=b"{}")
     previous = service.model
     fresh = await _reloader(request).reload(asked.path)
     reply = {"status": "reloaded", "version": fresh.fingerprint, "previous_version": previous.fingerprint}
@@ -79,9 +77,7 @@ async def load_lora_adapter(request: Request) -> Response:
     """Answers when requests can ask for the adapter, or why they cannot."""
     service = service_of(request)
     service.caller(request, "admin")
-    with service.lease() as lease:
-        body = await read_body(request, lease, num_prompts=1)
-        asked = await parsed(lambda: parse_request(LoadAdapterRequest, body, lease.model.limits), len(body), lease)
+    asked = await read_request(request, LoadAdapterRequest)
     name, folder = asked.lora_name, Path(asked.lora_path)
     async with _reloader(request).without_test():
         model = service.model
@@ -102,9 +98,7 @@ async def unload_lora_adapter(request: Request) -> Response:
     """Open answers finish with the adapter; new requests cannot ask for it any more."""
     service = service_of(request)
     service.caller(request, "admin")
-    with service.lease() as lease:
-        body = await read_body(request, lease, num_prompts=1)
-        asked = await parsed(lambda: parse_request(UnloadAdapterRequest, body, lease.model.limits), len(body), lease)
+    asked = await read_request(request, UnloadAdapterRequest)
     name = asked.lora_name
     async with _reloader(request).without_test():
         model = service.model

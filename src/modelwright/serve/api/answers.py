@@ -174,7 +174,7 @@ def token_name(generation: Generation, token_id: int) -> str:
     for that.
     """
     by_id = generation.request.return_tokens_as_token_ids
-    return f"{ID_PREFIX}{token_id}" if by_id else generation.codec.token_text(token_id)
+    return f"{ID_PREFIX}{token_id}" if by_id else generation.tokenizer.token_text(token_id)
 
 
 def finite(logprob: float) -> float:
@@ -195,7 +195,7 @@ def prompt_logprobs(generation: Generation, answer: Answer) -> list[dict[str, An
                 str(token): {
                     "logprob": finite(logprob),
                     "rank": rank,
-                    "decoded_token": generation.codec.token_text(token),
+                    "decoded_token": generation.tokenizer.token_text(token),
                 }
                 for rank, token, logprob in ranked
             }

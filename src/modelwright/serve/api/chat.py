@@ -14,14 +14,7 @@ from modelwright.data.images.decode import ImageFault, decode
 from modelwright.data.images.squares import squared
 from modelwright.data.images.stored import STORED_SIDE
 from modelwright.infer.sequence import Pixels
-from modelwright.serve.api.answers import (
-    AnswerKind,
-    finite,
-    prompt_logprobs,
-    read_generation,
-    respond,
-    token_name,
-)
+from modelwright.serve.api.answers import AnswerKind, finite, prompt_logprobs, read_generation, respond, token_name
 from modelwright.serve.api.fields import Content, NumLogprobs, Strict, Unsupported
 from modelwright.serve.api.structured import (
     CallDelta,
@@ -157,7 +150,7 @@ def _read_chat(body: bytes, lease: Lease) -> ChatRequest:
 def _chat_prompts(asked: ChatRequest, lease: Lease) -> list[Prompt]:
     model = lease.model
     images = read_images(asked.messages, model.info, lease.config.images)
-    return [Prompt(model.codec.encode_chat(asked.plain_messages(), image_text=model.image_text), "", images)]
+    return [Prompt(model.tokenizer.encode_chat(asked.plain_messages(), image_text=model.image_text), "", images)]
 
 
 def read_images(messages: Sequence[Message], info: EngineInfo, config: PromptImagesConfig) -> list[Pixels]:
@@ -279,7 +272,7 @@ def _logprobs(generation: Generation, tokens: Sequence[TokenInfo]) -> dict[str, 
 
 
 def _entry(generation: Generation, token_id: int, logprob: float) -> dict[str, Any]:
-    name, data = token_name(generation, token_id), generation.codec.token_bytes(token_id)
+    name, data = token_name(generation, token_id), generation.tokenizer.token_bytes(token_id)
     return {"token": name, "logprob": finite(logprob), "bytes": list(data)}
 
 

@@ -8,14 +8,7 @@ from pydantic import Field, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
-from modelwright.serve.api.answers import (
-    AnswerKind,
-    finite,
-    prompt_logprobs,
-    read_generation,
-    respond,
-    token_name,
-)
+from modelwright.serve.api.answers import AnswerKind, finite, prompt_logprobs, read_generation, respond, token_name
 from modelwright.serve.api.fields import NumLogprobs, PromptEntries, Unsupported, as_list, unsupported
 from modelwright.serve.api.parsing import not_empty, token_ids
 from modelwright.serve.generation import Answer, Generation, GenerationRequest, Prompt
@@ -94,7 +87,7 @@ def _prompt(prompt: str | list[int], asked: CompletionRequest, lease: Lease) -> 
     ids = token_ids(prompt, "prompt", lease)
     if isinstance(prompt, str) or not asked.echo:
         return Prompt(ids, prompt if isinstance(prompt, str) else "")
-    return Prompt(ids, lease.model.codec.decode(ids))
+    return Prompt(ids, lease.model.tokenizer.decode(ids))
 
 
 def _full(generation: Generation) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from modelwright.serve.account.exchange import FeedbackRequest
-from modelwright.serve.api.parsing import parse_request, parsed, read_body
+from modelwright.serve.api.parsing import read_request
 from modelwright.serve.errors import ApiError
 from modelwright.serve.service import service_of
 
@@ -23,9 +23,7 @@ async def give_feedback(request: Request) -> Response:
     """Answers when the feedback is committed. The same feedback again changes nothing; another one replaces it."""
     service = service_of(request)
     service.caller(request, "feedback")
-    with service.lease() as lease:
-        body = await read_body(request, lease, num_prompts=1)
-        feedback = await parsed(lambda: parse_request(FeedbackRequest, body, lease.model.limits), len(body), lease)
+    feedback = await read_request(request, FeedbackRequest)
     keepers = [observer for observer in service.observers if observer.keeps_answers]
     if not keepers:
         text = "This server keeps no account of its answers; start it with --requests.log or --requests.ab_state."

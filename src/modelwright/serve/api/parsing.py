@@ -17,7 +17,7 @@ from modelwright.serve.account.logs import ID_SCOPE, with_fields
 from modelwright.serve.api.fields import SHOWN_CHARACTERS, RequestModel, short
 from modelwright.serve.errors import ApiError
 from modelwright.serve.limits import SPARE_ENTRIES, Limits, body_shape, lone_surrogate
-from modelwright.serve.service import Lease
+from modelwright.serve.service import Lease, service_of
 
 log = logging.getLogger("modelwright.serve")
 
@@ -200,6 +200,13 @@ async def _discard(parts: AsyncIterator[bytes]) -> None:
         await asyncio.sleep(DISCARD_PAUSE_S)
 
 
+async def read_request(request: Request, kind: type[R], *, default: bytes = b"") -> R:
+    """The validated request of a body that needs no engine. default: stands for an empty body. Raises `ApiError`."""
+    with service_of(request).lease() as lease:
+        body = await read_body(request, lease, num_prompts=1)
+        return await parsed(lambda: parse_request(kind, body or default, lease.model.limits), len(body), lease)
+
+
 async def admit(request: Request, lease: Lease, *, num_prompts: int) -> bytes:
     """What all requests to the engine pass before they are parsed: capacity, body. Raises `ApiError`."""
     lease.require_open()
@@ -229,7 +236,7 @@ def not_empty(prompts: list[str] | list[list[int]], param: str) -> list[str] | l
 
 def token_ids(prompt: str | list[int], param: str, lease: Lease) -> list[int]:
     """Raises `ApiError` 400 for an empty prompt and for ids that the model does not have."""
-    ids = lease.model.codec.encode(prompt) if isinstance(prompt, str) else known_ids(prompt, param, lease)
+    ids = lease.model.tokenizer.encode(prompt) if isinstance(prompt, str) else known_ids(prompt, param, lease)
     if not ids:
         raise _empty(param)
     return ids

@@ -248,7 +248,7 @@ def _read_rerank(body: bytes, lease: Lease) -> tuple[RerankRequest, list[list[in
 
 
 def _conversations(pairs: Sequence[tuple[str, str]], param: str, lease: Lease) -> list[list[int]]:
-    inputs = [lease.model.codec.encode_answer(question, answer) for question, answer in pairs]
+    inputs = [lease.model.tokenizer.encode_answer(question, answer) for question, answer in pairs]
     return require_fitting(inputs, param, lease)
 
 

@@ -85,17 +85,17 @@ async def _without_engine(request: Request, read: Callable[[bytes, Lease], dict[
 def _tokenized(body: bytes, lease: Lease) -> dict[str, Any]:
     asked = parse_request(TokenizeRequest, body, lease.model.limits)
     lease.require_model(asked.model)
-    codec = lease.model.codec
+    tokenizer = lease.model.tokenizer
     if asked.messages is not None:
         plain = [message.plain() for message in asked.messages]
-        ids = codec.encode_chat(plain, image_text=lease.model.image_text)
+        ids = tokenizer.encode_chat(plain, image_text=lease.model.image_text)
     else:
-        ids = codec.encode(asked.prompt or "", with_begin=asked.add_special_tokens)
-    texts = {"token_strs": [codec.token_text(token) for token in ids]} if asked.return_token_strs else {}
+        ids = tokenizer.encode(asked.prompt or "", with_begin=asked.add_special_tokens)
+    texts = {"token_strs": [tokenizer.token_text(token) for token in ids]} if asked.return_token_strs else {}
     return {"count": len(ids), "max_model_len": lease.model.limits.context, "tokens": ids, **texts}
 
 
 def _detokenized(body: bytes, lease: Lease) -> dict[str, Any]:
     asked = parse_request(DetokenizeRequest, body, lease.model.limits)
     lease.require_model(asked.model)
-    return {"prompt": lease.model.codec.decode(known_ids(asked.tokens, "tokens", lease))}
+    return {"prompt": lease.model.tokenizer.decode(known_ids(asked.tokens, "tokens", lease))}

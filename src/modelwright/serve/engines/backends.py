@@ -21,9 +21,9 @@ from modelwright.serve.engines.pool import launch_pool
 from modelwright.serve.engines.process import EngineSetup
 from modelwright.serve.engines.thread import EngineAdapters, EngineThread
 from modelwright.serve.load import ModelSource, weights_fingerprint
-from modelwright.serve.tokenizer import Codec
+from modelwright.serve.tokenizer import ServedTokenizer
 
-Loader = Callable[[ModelSource, ServeConfig], tuple[EngineClient, Codec]]
+Loader = Callable[[ModelSource, ServeConfig], tuple[EngineClient, ServedTokenizer]]
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Backend:
     weights: tuple[str, ...] = ()
 
 
-def load_engines(source: ModelSource, config: ServeConfig) -> tuple[EngineClient, Codec]:
+def load_engines(source: ModelSource, config: ServeConfig) -> tuple[EngineClient, ServedTokenizer]:
     """The engines of a model and its tokenizer. Raises `ModelError` if the folder cannot be loaded, `ConfigError` if
     the cache is too small for the model, or the back-end cannot do what the settings ask for.
     """
@@ -62,7 +62,7 @@ def backend_of(config: ServeConfig) -> Backend:
     return backend
 
 
-def _own_engines(source: ModelSource, config: ServeConfig) -> tuple[EngineClient, Codec]:
+def _own_engines(source: ModelSource, config: ServeConfig) -> tuple[EngineClient, ServedTokenizer]:
     setup = EngineSetup(
         folder=str(source.folder),
         engine=asdict(config.engine),
@@ -72,7 +72,7 @@ def _own_engines(source: ModelSource, config: ServeConfig) -> tuple[EngineClient
         int8_backend=config.int8.backend,
         adapters=config.adapters,
     )
-    return launch_pool(setup, config.engines), Codec.load(source.folder)
+    return launch_pool(setup, config.engines), ServedTokenizer.load(source.folder)
 
 
 def engine_in_thread(model: Decoder, config: ServeConfig) -> EngineThread:

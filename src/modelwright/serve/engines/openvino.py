@@ -29,7 +29,7 @@ from modelwright.serve.engines.client import EngineClient, EngineInfo
 from modelwright.serve.engines.jobs import ABILITIES, refusing
 from modelwright.serve.engines.thread import EngineThread
 from modelwright.serve.load import FINGERPRINT_LEN, ModelSource
-from modelwright.serve.tokenizer import Codec
+from modelwright.serve.tokenizer import ServedTokenizer
 
 if TYPE_CHECKING:
     from openvino_genai import ContinuousBatchingPipeline, GenerationConfig
@@ -48,7 +48,7 @@ FILE_NAME = "served"
 REASONS = {"STOP": "stop", "LENGTH": "length"}
 
 
-def openvino_engine(source: ModelSource, config: ServeConfig) -> tuple[EngineClient, Codec]:
+def openvino_engine(source: ModelSource, config: ServeConfig) -> tuple[EngineClient, ServedTokenizer]:
     """Raises `ConfigError` for settings that OpenVINO cannot follow and without the extra, `ModelError` for a model
     that it cannot read.
     """
@@ -59,7 +59,7 @@ def openvino_engine(source: ModelSource, config: ServeConfig) -> tuple[EngineCli
         raise ModelError(f"{folder}: OpenVINO reads no INT8 folder; serve the model before it with openvino:q8_0")
     if is_sequence_classifier(folder):
         raise ModelError(f"{folder}: the back-end openvino generates texts and scores none")
-    model, codec = load_config(folder), Codec.load(folder)
+    model, tokenizer = load_config(folder), ServedTokenizer.load(folder)
     if config.engine.kv_cache_tokens // BLOCK_LEN * BLOCK_LEN < model.max_seq_len:
         text = f"{config.engine.kv_cache_tokens} cannot hold a sequence of {model.max_seq_len} tokens, the context"
         raise ConfigError(f"kv_cache_tokens: {text}, in blocks of {BLOCK_LEN}; raise it")
@@ -75,7 +75,7 @@ def openvino_engine(source: ModelSource, config: ServeConfig) -> tuple[EngineCli
         adapters={},
     )
     engine = OpenVinoEngine(pipeline, config.engine, info)
-    return EngineThread(engine, info, check=refusing("openvino", ABILITIES)), codec
+    return EngineThread(engine, info, check=refusing("openvino", ABILITIES)), tokenizer
 
 
 class OpenVinoEngine:

@@ -35,7 +35,7 @@ from modelwright.serve.engines.grammars import GrammarCompiler
 from modelwright.serve.engines.jobs import job_of, output_message
 from modelwright.serve.errors import ApiError
 from modelwright.serve.load import load_folder, weights_fingerprint
-from modelwright.serve.tokenizer import Codec
+from modelwright.serve.tokenizer import ServedTokenizer
 
 HEARTBEAT_S = 0.25
 SETUP_TIMEOUT_S = 60.0
@@ -182,10 +182,10 @@ class AdapterLoader:
 class EngineProcess:
     """The engine's side of the connection."""
 
-    def __init__(self, channel: BlockingChannel, engine: Engine, codec: Codec) -> None:
+    def __init__(self, channel: BlockingChannel, engine: Engine, tokenizer: ServedTokenizer) -> None:
         self._channel = channel
         self._engine = engine
-        self._grammars = GrammarCompiler(codec.definition, engine.vocab_size, codec.stop_ids)
+        self._grammars = GrammarCompiler(tokenizer.definition, engine.vocab_size, tokenizer.stop_ids)
         self._adapters = AdapterLoader(engine)
 
     def run(self) -> None:
@@ -240,10 +240,10 @@ def threads_for(model: Decoder, setup: EngineSetup) -> int:
     return max(1, setup.num_threads - (setup.may_spare_thread and is_small))
 
 
-def load(setup: EngineSetup) -> tuple[Engine, Codec, EngineReport]:
+def load(setup: EngineSetup) -> tuple[Engine, ServedTokenizer, EngineReport]:
     """Raises `ModelwrightError` if the folder cannot be loaded."""
     torch.set_num_threads(setup.num_threads)
-    model, codec = load_folder(Path(setup.folder), Int8WeightsConfig(backend=setup.int8_backend))  # type: ignore[arg-type]
+    model, tokenizer = load_folder(Path(setup.folder), Int8WeightsConfig(backend=setup.int8_backend))  # type: ignore[arg-type]
     torch.set_num_threads(threads_for(model, setup))
     head = setup.heads[0] if len(setup.heads) == 1 else fastest_head_kind(model)
     adapters = load_adapters(model, {name: Path(folder) for name, folder in setup.adapters.items()})
@@ -256,7 +256,7 @@ def load(setup: EngineSetup) -> tuple[Engine, Codec, EngineReport]:
         int8_backend=_backend_of(model, setup.int8_backend),
         decodes_by_operator=not engine.why_no_operator,
     )
-    return engine, codec, report
+    return engine, tokenizer, report
 
 
 def _backend_of(model: Decoder, asked: Backend | str) -> Backend | str:
@@ -275,14 +275,14 @@ def main() -> None:
 def _serve(channel: BlockingChannel) -> None:
     message = channel.receive_one(SETUP_TIMEOUT_S)
     try:
-        engine, codec, report = load(EngineSetup(**{**message, "heads": tuple(message["heads"])}))
+        engine, tokenizer, report = load(EngineSetup(**{**message, "heads": tuple(message["heads"])}))
     except ModelwrightError as error:
         channel.send({"failed": str(error), "is_setting": isinstance(error, ConfigError)})
         return
     channel.send({"report": asdict(report), "full_step_s": full_step_s(engine)})
     gc.collect()
     gc.freeze()  # collections hold up all answers, and most of what is here stays
-    EngineProcess(channel, engine, codec).run()
+    EngineProcess(channel, engine, tokenizer).run()
 
 
 if __name__ == "__main__":
