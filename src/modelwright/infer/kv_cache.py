@@ -203,7 +203,10 @@ class PrefixCache:
         if sequence.hashed_len != sequence.num_prefill:
             sequence.hashed_len = sequence.num_prefill
             sequence.block_hashes = []
-            before = json.dumps([sequence.cache_salt, sequence.adapter, self._frequencies(sequence)]).encode()
+            # Keys are shared only where the rotary frequencies are equal, which may depend on the prompt's length.
+            is_scaled = self._rope.depends_on_length and sequence.num_prefill > self._rope.original_max_len
+            frequencies = sequence.num_prefill if is_scaled else 0
+            before = json.dumps([sequence.cache_salt, sequence.adapter, frequencies]).encode()
             for start in range(0, num_blocks * block_len, block_len):
                 end = start + block_len
                 tokens = array("q", sequence.token_ids[start:end]).tobytes()
@@ -211,8 +214,3 @@ class PrefixCache:
                 before = hashlib.sha256(b"".join([before, tokens, *images])).digest()
                 sequence.block_hashes.append(before)
         return sequence.block_hashes
-
-    def _frequencies(self, sequence: Sequence) -> int:
-        """A number that is equal only for sequences with the same rotary frequencies."""
-        is_scaled = self._rope.depends_on_length and sequence.num_prefill > self._rope.original_max_len
-        return sequence.num_prefill if is_scaled else 0

@@ -42,7 +42,8 @@ def fastest_head(model: Decoder) -> Product:
 @torch.inference_mode()
 def fastest_head_kind(model: Decoder) -> HeadKind:
     """What `fastest_head` takes, by measuring: engines that are to agree bit for bit need the same."""
-    if not _is_plain(model) or not _can_pack(model.head_weight):
+    is_quantized = not (model.head is None or isinstance(model.head, nn.Linear))  # it has a product of its own
+    if is_quantized or not _can_pack(model.head_weight):
         return "plain"
     width = model.head_weight.shape[1]
     return min(HEAD_KINDS, key=lambda kind: _seconds(head_of(model, kind), width))
@@ -59,11 +60,6 @@ def head_of(model: Decoder, kind: HeadKind) -> Product:
         return model.cap(products(hidden_BD))
 
     return packed
-
-
-def _is_plain(model: Decoder) -> bool:
-    """Whether the head is not quantized, which brings a product of its own."""
-    return model.head is None or isinstance(model.head, torch.nn.Linear)
 
 
 def _can_pack(weight_VD: Tensor) -> bool:

@@ -155,7 +155,8 @@ class Scheduler:
             # The newest sequence is preempted first, so the oldest always progresses and no two evict each other.
             while not self.blocks.grow(sequence, sequence.num_cached + 1):
                 newest = self.running[-1]
-                self._preempt(newest)
+                self._requeue(newest)
+                self.num_preemptions += 1
                 if newest is sequence:
                     break
             else:
@@ -168,10 +169,6 @@ class Scheduler:
             guesses = self._lookup.guess(sequence)
             has_room = self.blocks.grow(sequence, sequence.num_cached + 1 + len(guesses))
             self._lookup.draft(sequence, guesses if has_room else [])
-
-    def _preempt(self, sequence: Sequence) -> None:
-        self._requeue(sequence)
-        self.num_preemptions += 1
 
     def _requeue(self, sequence: Sequence) -> None:
         self.running.remove(sequence)

@@ -360,7 +360,11 @@ def _answer_limit(request: GenerationRequest, num_prompt: int, context: int) -> 
 
 
 def _sampling(request: GenerationRequest, model: ServedModel, num_prompt: int) -> SamplingParams:
-    _require_known_ids(request, model)
+    size = model.info.vocab_size
+    named = {"logit_bias": [token for token, _ in request.logit_bias], "stop_token_ids": request.stop_token_ids or []}
+    for param, ids in named.items():
+        if any(not 0 <= token < size for token in ids):
+            raise ApiError(400, f"Token ids must be between 0 and {size - 1}.", param=param, code="invalid_value")
     end_ids = () if request.ignore_eos else model.tokenizer.stop_ids
     try:
         return SamplingParams(
@@ -380,11 +384,3 @@ def _sampling(request: GenerationRequest, model: ServedModel, num_prompt: int) -
         )
     except ConfigError as error:
         raise ApiError(400, str(error), param=str(error).partition(":")[0], code="invalid_value") from None
-
-
-def _require_known_ids(request: GenerationRequest, model: ServedModel) -> None:
-    size = model.info.vocab_size
-    named = {"logit_bias": [token for token, _ in request.logit_bias], "stop_token_ids": request.stop_token_ids or []}
-    for param, ids in named.items():
-        if any(not 0 <= token < size for token in ids):
-            raise ApiError(400, f"Token ids must be between 0 and {size - 1}.", param=param, code="invalid_value")

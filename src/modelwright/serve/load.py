@@ -41,7 +41,14 @@ class ModelSource:
 def load_folder(folder: Path, int8: Int8WeightsConfig) -> tuple[Decoder, ServedTokenizer]:
     """The model and its tokenizer. Raises `ModelError` if files are missing or do not match."""
     require_folder(folder)
-    model = _load(folder, int8)
+    if is_int8_folder(folder):
+        model = load_int8(folder, int8)
+    elif is_llava_folder(folder):
+        model = load_llava(folder)
+    elif is_sequence_classifier(folder):
+        model = load_sequence_classifier(folder, head=SCORE)
+    else:
+        model = load_model(folder)
     tokenizer = ServedTokenizer.load(folder)
     if tokenizer.vocab_size > model.config.vocab_size:
         raise ModelError(
@@ -59,14 +66,6 @@ def require_folder(folder: Path) -> None:
         raise ModelError(f"{str(folder)[:100]}: no model folder ({error.strerror})") from None
     if not is_folder:
         raise ModelError(f"{folder}: no such model folder")
-
-
-def _load(folder: Path, int8: Int8WeightsConfig) -> Decoder:
-    if is_int8_folder(folder):
-        return load_int8(folder, int8)
-    if is_llava_folder(folder):
-        return load_llava(folder)
-    return load_sequence_classifier(folder, head=SCORE) if is_sequence_classifier(folder) else load_model(folder)
 
 
 FINGERPRINT_LEN = 12

@@ -4,7 +4,7 @@ and tried, then new requests get it, while open answers finish on the old one.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -148,19 +148,16 @@ class Reloader:
         self._service.retiring.remove(old)
 
 
-def _smoke_job(model: ServedModel, prompt_ids: Sequence[int]) -> Job:
-    if model.info.scores:
-        return EmbeddingJob(prompt_ids, pooling="score")
-    params = SamplingParams(max_tokens=SMOKE_TOKENS, temperature=0.0, stop_ids=model.tokenizer.stop_ids)
-    return GenerationJob(prompt_ids, params)
-
-
 async def _smoke_test(model: ServedModel) -> str:
     """Let a version answer; returns what is wrong, "" for a good answer."""
     prompt_ids = model.tokenizer.encode(SMOKE_TEXT)[: model.limits.context - 1]
+    job: Job = EmbeddingJob(prompt_ids, pooling="score")
+    if not model.info.scores:
+        params = SamplingParams(max_tokens=SMOKE_TOKENS, temperature=0.0, stop_ids=model.tokenizer.stop_ids)
+        job = GenerationJob(prompt_ids, params)
     reason, token_ids = "", list[int]()
     try:
-        stream = model.worker.submit([_smoke_job(model, prompt_ids)], Caller(ANYONE))
+        stream = model.worker.submit([job], Caller(ANYONE))
         try:
             async with asyncio.timeout(SMOKE_TIMEOUT_S):
                 async for _, output in stream:

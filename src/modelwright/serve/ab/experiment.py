@@ -3,7 +3,7 @@
 import json
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal
 
@@ -112,12 +112,9 @@ def experiments(database: Database, status: str = "%") -> Iterator[Experiment]:
     """All, or those of one status; the newest first."""
     query = f"SELECT {', '.join(COLUMNS)} FROM experiments WHERE status LIKE :status ORDER BY started_at DESC"
     for row in database.rows(query, {"status": status}):
-        yield _experiment(dict(zip(COLUMNS, row, strict=True)))
-
-
-def _experiment(plain: Mapping[str, Any]) -> Experiment:
-    request = ExperimentRequest.model_validate(json.loads(plain["request"]))
-    return Experiment(**{**plain, "request": request, "state": ExperimentState.from_json(plain["state"])})
+        plain = dict(zip(COLUMNS, row, strict=True))
+        plain["request"] = ExperimentRequest.model_validate(json.loads(plain["request"]))
+        yield Experiment(**{**plain, "state": ExperimentState.from_json(plain["state"])})
 
 
 def find_running(database: Database, name: str = "") -> Experiment | None:

@@ -306,7 +306,8 @@ class DatabaseWriter:
     def _run_tasks(self, entries: Sequence[_Queued]) -> None:
         """All in one transaction; if one fails, each in its own, so that it takes no other along."""
         try:
-            results = self._in_transaction(entries)
+            with self._database.transaction():
+                results = [entry.task(self._database) for entry in entries]
         except Exception as error:
             if len(entries) > 1:
                 for entry in entries:
@@ -317,10 +318,6 @@ class DatabaseWriter:
         for entry, result in zip(entries, results, strict=True):
             entry.result.set_result(result)
             entry.then(result)
-
-    def _in_transaction(self, entries: Sequence[_Queued]) -> list[Any]:
-        with self._database.transaction():
-            return [entry.task(self._database) for entry in entries]
 
     def _failed(self, entry: _Queued, error: Exception) -> None:
         """The error's text is not logged: it may repeat what was to be written."""

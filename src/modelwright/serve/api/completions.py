@@ -80,14 +80,12 @@ async def create_completion(request: Request) -> Response:
 
 
 def _completion_prompts(asked: CompletionRequest, lease: Lease) -> list[Prompt]:
-    return [_prompt(prompt, asked, lease) for prompt in not_empty(asked.prompts, "prompt")]
-
-
-def _prompt(prompt: str | list[int], asked: CompletionRequest, lease: Lease) -> Prompt:
-    ids = token_ids(prompt, "prompt", lease)
-    if isinstance(prompt, str) or not asked.echo:
-        return Prompt(ids, prompt if isinstance(prompt, str) else "")
-    return Prompt(ids, lease.model.tokenizer.decode(ids))
+    prompts: list[Prompt] = []
+    for prompt in not_empty(asked.prompts, "prompt"):
+        ids = token_ids(prompt, "prompt", lease)
+        text = prompt if isinstance(prompt, str) else lease.model.tokenizer.decode(ids) if asked.echo else ""
+        prompts.append(Prompt(ids, text))
+    return prompts
 
 
 def _full(generation: Generation) -> dict[str, Any]:

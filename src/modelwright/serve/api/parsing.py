@@ -7,10 +7,10 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from modelwright.serve.account.logs import ID_SCOPE, with_fields
@@ -53,7 +53,9 @@ def parse_request(kind: type[R], body: bytes, limits: Limits) -> R:
         raise ApiError(400, "The body must be a JSON object.", code="invalid_json")
     unknown = next((name for name, value in data.items() if name not in kind.model_fields and value is not None), None)
     if unknown is not None:
-        raise _unknown_field(kind, unknown)
+        known, shown = ", ".join(sorted(kind.model_fields)), short(unknown)
+        text = f"Unknown field {shown!r}. Known fields: {known}."
+        raise ApiError(400, text, param=shown, code="unknown_parameter")
     kind.check_size(data, limits)
     try:
         return kind.model_validate(data)
@@ -118,12 +120,6 @@ def _not_json(reason: str) -> ApiError:
     return ApiError(400, f"The body is not valid JSON: {reason}.", code="invalid_json")
 
 
-def _unknown_field(kind: type[BaseModel], name: str) -> ApiError:
-    known = ", ".join(sorted(kind.model_fields))
-    shown = short(name)
-    return ApiError(400, f"Unknown field {shown!r}. Known fields: {known}.", param=shown, code="unknown_parameter")
-
-
 def _refusal(problem: Any) -> ApiError:
     path = [str(part) for part in problem["loc"]]
     if not path:
@@ -178,7 +174,10 @@ async def read_body(request: Request, lease: Lease, *, num_prompts: int) -> byte
                 body += part
                 is_too_large = len(body) > most
             if is_too_large:
-                await _discard(parts)
+                # The rest is read, so that the client receives the answer and not a broken connection; slowly, because
+                # every read takes time from the streams.
+                async for _ in parts:
+                    await asyncio.sleep(DISCARD_PAUSE_S)
                 raise lease.model.limits.body_too_large(num_prompts)
     except TimeoutError:
         if is_too_large:
@@ -190,14 +189,6 @@ async def read_body(request: Request, lease: Lease, *, num_prompts: int) -> byte
         text, name = body.decode("utf-8", errors="replace"), request.scope[ID_SCOPE]
         log.info("%s %s %s", request.url.path, text, name, extra=with_fields(request_id=name))
     return bytes(body)
-
-
-async def _discard(parts: AsyncIterator[bytes]) -> None:
-    """Read the rest of a rejected body, so that the client receives the answer and not a broken connection; slowly,
-    because every read takes time from the streams.
-    """
-    async for _ in parts:
-        await asyncio.sleep(DISCARD_PAUSE_S)
 
 
 async def read_request(request: Request, kind: type[R], *, default: bytes = b"") -> R:

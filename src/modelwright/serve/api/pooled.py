@@ -11,7 +11,7 @@ import secrets
 import struct
 import time
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, Field, model_validator
 from starlette.requests import Request
@@ -33,7 +33,6 @@ from modelwright.serve.engines.worker import Stream
 from modelwright.serve.errors import ApiError
 from modelwright.serve.keys import Caller
 from modelwright.serve.limits import MAX_INPUTS, Limits
-from modelwright.serve.served_model import NamedWeights
 from modelwright.serve.service import Lease, service_of, version_header
 
 
@@ -174,6 +173,10 @@ class RerankRequest(RequestModel):
 
     user: str | None = None
 
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        return [(self.query, document) for document in self.documents]
+
     @classmethod
     def check_size(cls, data: dict[str, Any], limits: Limits) -> None:
         for param in ("query", "documents"):
@@ -203,72 +206,48 @@ class RerankReply(BaseModel):
     usage: InputUsage
 
 
+S = TypeVar("S", ScoreRequest, RerankRequest)
+
+
 async def create_score(request: Request) -> Response:
-    service = service_of(request)
-    caller = service.caller(request, "infer")
-    with service.lease() as lease:
-        body = await admit(request, lease, num_prompts=MAX_INPUTS)
-        asked, inputs = await parsed(lambda: _read_score(body, lease), len(body), lease)
-        weights = lease.model.weights_of(asked.model)
-        scores = await _scores(request, lease, weights, inputs, asked, caller)
+    asked, inputs, scores, version = await _scored(request, ScoreRequest, "text_2")
     data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
     reply = _envelope("score", asked, inputs) | {"object": "list", "created": int(time.time()), "data": data}
-    return JSONResponse(reply, headers=version_header(weights.version))
+    return JSONResponse(reply, headers=version_header(version))
 
 
 async def rerank(request: Request) -> Response:
-    service = service_of(request)
-    caller = service.caller(request, "infer")
-    with service.lease() as lease:
-        body = await admit(request, lease, num_prompts=MAX_INPUTS)
-        asked, inputs = await parsed(lambda: _read_rerank(body, lease), len(body), lease)
-        weights = lease.model.weights_of(asked.model)
-        scores = await _scores(request, lease, weights, inputs, asked, caller)
+    asked, inputs, scores, version = await _scored(request, RerankRequest, "documents")
     best = sorted(range(len(scores)), key=lambda index: (-scores[index], index))[: asked.top_n or None]
     results: list[dict[str, Any]] = [{"index": index, "relevance_score": scores[index]} for index in best]
     if asked.return_documents is not False:
         results = [result | {"document": {"text": asked.documents[result["index"]]}} for result in results]
-    return JSONResponse(
-        _envelope("rerank", asked, inputs) | {"results": results}, headers=version_header(weights.version)
-    )
+    return JSONResponse(_envelope("rerank", asked, inputs) | {"results": results}, headers=version_header(version))
 
 
-def _read_score(body: bytes, lease: Lease) -> tuple[ScoreRequest, list[list[int]]]:
-    asked = parse_request(ScoreRequest, body, lease.model.limits.of_inputs)
-    lease.require_model(asked.model)
-    require_scorer(lease, asked.model)
-    return asked, _conversations(asked.pairs, "text_2", lease)
+async def _scored(request: Request, kind: type[S], param: str) -> tuple[S, list[list[int]], list[float], str]:
+    """The validated request, its pairs in tokens, their scores, and the version of the weights. param: the field that
+    errors name.
+    """
+    service = service_of(request)
+    caller = service.caller(request, "infer")
+    with service.lease() as lease:
+        body = await admit(request, lease, num_prompts=MAX_INPUTS)
 
+        def read() -> tuple[S, list[list[int]]]:
+            asked = parse_request(kind, body, lease.model.limits.of_inputs)
+            lease.require_model(asked.model)
+            require_scorer(lease, asked.model)
+            inputs = [lease.model.tokenizer.encode_answer(question, text) for question, text in asked.pairs]
+            return asked, require_fitting(inputs, param, lease)
 
-def _read_rerank(body: bytes, lease: Lease) -> tuple[RerankRequest, list[list[int]]]:
-    asked = parse_request(RerankRequest, body, lease.model.limits.of_inputs)
-    lease.require_model(asked.model)
-    require_scorer(lease, asked.model)
-    return asked, _conversations([(asked.query, document) for document in asked.documents], "documents", lease)
-
-
-def _conversations(pairs: Sequence[tuple[str, str]], param: str, lease: Lease) -> list[list[int]]:
-    inputs = [lease.model.tokenizer.encode_answer(question, answer) for question, answer in pairs]
-    return require_fitting(inputs, param, lease)
-
-
-async def _scores(
-    request: Request,
-    lease: Lease,
-    weights: NamedWeights,
-    inputs: Sequence[Sequence[int]],
-    asked: ScoreRequest | RerankRequest,
-    caller: Caller,
-) -> list[float]:
-    jobs = [EmbeddingJob(ids, caller.salt, weights.adapter, "score") for ids in inputs]
-    outputs = await pooled_outputs(request, lease, jobs, caller)
-    scores = [output[0] for output in outputs]
-    return scores if asked.use_activation is False else [_sigmoid(score) for score in scores]
-
-
-def _sigmoid(score: float) -> float:
-    """In a form that does not overflow."""
-    return 0.5 * (1 + math.tanh(0.5 * score))
+        asked, inputs = await parsed(read, len(body), lease)
+        weights = lease.model.weights_of(asked.model)
+        jobs = [EmbeddingJob(ids, caller.salt, weights.adapter, "score") for ids in inputs]
+        scores = [output[0] for output in await pooled_outputs(request, lease, jobs, caller)]
+    if asked.use_activation is not False:
+        scores = [0.5 * (1 + math.tanh(0.5 * score)) for score in scores]  # a sigmoid that does not overflow
+    return asked, inputs, scores, weights.version
 
 
 def _envelope(kind: str, asked: ScoreRequest | RerankRequest, inputs: Sequence[Sequence[int]]) -> dict[str, Any]:

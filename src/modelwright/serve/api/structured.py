@@ -82,7 +82,15 @@ class ForcedCall:
             own = _moved(function.schema_of_arguments, f"#/$defs/{number}")
             definitions[str(number)] = own
             arguments = {"$ref": f"#/$defs/{number}"}
-            calls.append(_object({"name": {"const": function.name}, "arguments": arguments}))
+            properties = {"name": {"const": function.name}, "arguments": arguments}
+            calls.append(
+                {
+                    "type": "object",
+                    "properties": properties,
+                    "required": list(properties),
+                    "additionalProperties": False,
+                }
+            )
         return json_source({"anyOf": calls, "$defs": definitions}, "tools")
 
     def text(self) -> "CallText":
@@ -158,11 +166,6 @@ def tool_prompt(functions: tuple[FunctionDefinition, ...]) -> str:
         for one in functions
     ]
     return "\n".join(["Answer with a call of one of these functions, as JSON:", *lines])
-
-
-def _object(properties: dict[str, Any]) -> dict[str, Any]:
-    required = list(properties)
-    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
 
 def _moved(node: Any, root: str) -> Any:

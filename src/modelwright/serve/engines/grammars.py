@@ -125,14 +125,12 @@ class GrammarCompiler:
         except ValueError as error:
             raise _bad(source.param, str(error)[:300]) from None
         limits = LLParserLimits(verbose_errors=False)
-        matcher = LLMatcher(self._shared_tokenizer(), grammar, log_level=0, limits=limits)
+        with self._lock:  # two threads must not both make the tokenizer
+            tokenizer = self._tokenizer
+        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
         if matcher.is_error():
             raise _bad(source.param, matcher.get_error().strip().splitlines()[0][:300])
         return CompiledGrammar(source, matcher, self._vocab_size)
-
-    def _shared_tokenizer(self) -> "LLTokenizer":
-        with self._lock:
-            return self._tokenizer
 
     @functools.cached_property
     def _tokenizer(self) -> "LLTokenizer":

@@ -248,20 +248,16 @@ def load(setup: EngineSetup) -> tuple[Engine, ServedTokenizer, EngineReport]:
     head = setup.heads[0] if len(setup.heads) == 1 else fastest_head_kind(model)
     adapters = load_adapters(model, {name: Path(folder) for name, folder in setup.adapters.items()})
     engine = Engine(model, EngineConfig(**setup.engine), head=head_of(model, head), adapters=adapters)
+    backends = {module.backend for module in model.modules() if isinstance(module, Int8Linear)}
     report = EngineReport(
         info=engine_info(engine, weights_fingerprint(model)),
         is_batch_invariant=engine.is_batch_invariant,
         row_multiple=engine.row_multiple,
         head=head,
-        int8_backend=_backend_of(model, setup.int8_backend),
+        int8_backend=backends.pop() if backends else setup.int8_backend,
         decodes_by_operator=not engine.why_no_operator,
     )
     return engine, tokenizer, report
-
-
-def _backend_of(model: Decoder, asked: Backend | str) -> Backend | str:
-    chosen = {module.backend for module in model.modules() if isinstance(module, Int8Linear)}
-    return chosen.pop() if chosen else asked
 
 
 def main() -> None:
