@@ -83,7 +83,7 @@ class ServeConfig:
     """Folders of LoRA adapters of the model, by the names by which clients ask for them. No setting: they belong to the
     model that is served and not to the run."""
     backend: str = constant(OWN_BACKEND)
-    """What computes the answers: see `BACKENDS` in `engines`. No setting: a run's model can be served by any."""
+    """What computes the answers: see `BACKENDS` in `engines/backends.py`. No setting: any can serve a run's model."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     images: PromptImagesConfig = field(default_factory=PromptImagesConfig, metadata={"constant": True})
     """Limits on images in chat requests."""

@@ -72,7 +72,7 @@ FINGERPRINT_LEN = 12
 
 
 def adapted_fingerprint(base: str, digest: str) -> str:
-    """The same for a model of a fingerprint with an adapter, whose values have a digest."""
+    """The fingerprint of a model with an adapter. base: fingerprint of the model; digest: of the adapter's values."""
     return f"fp_{hashlib.sha256(f'{base} {digest}'.encode()).hexdigest()[:FINGERPRINT_LEN]}"
 
 

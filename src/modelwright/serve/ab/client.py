@@ -70,7 +70,7 @@ class AbClient:
 
 
 def _message(body: bytes) -> str:
-    """What an answer with an error says."""
+    """The message of an error reply, or its first bytes if it is not one of ours."""
     try:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):

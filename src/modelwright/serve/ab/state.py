@@ -45,7 +45,7 @@ LATENCY_SAMPLE = 100
 SLOW_QUANTILE = 0.95
 
 SEEN, FAILED, SLOW, RATED = 1, 2, 4, 8
-"""What a unit has had already: bits of one number."""
+"""Bits that record which events a unit has already had."""
 
 EventKind = Literal["seen", "failed", "slow"]
 

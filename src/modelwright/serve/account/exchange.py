@@ -155,7 +155,7 @@ class Exchange:
             self._end(status)
 
     def _end(self, status: int) -> None:
-        if not self._is_open:
+        if not self._is_open:  # an error may end the exchange before `answering` does
             return
         self._is_open = False
         if self.observers:

@@ -157,8 +157,8 @@ async def _events(generation: Generation, kind: AnswerKind[Any], exchange: Excha
 
 
 def _usage_so_far(generation: Generation) -> dict[str, Any]:
-    """What an event before the last one says of usage: figures if the client asked for them in every event, null if it
-    asked for those of the end, nothing otherwise.
+    """The field `usage` of an event before the last one: figures if the client asked for them in every event, null if
+    it asked for those of the end, absent otherwise.
     """
     if generation.request.wants_usage_always:
         return {"usage": generation.usage()}

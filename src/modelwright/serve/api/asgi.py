@@ -71,7 +71,7 @@ def _observed(app: ASGIApp, service: Service) -> ASGIApp:
         if scope["type"] != "http":
             await app(scope, receive, send)
             return
-        started, status = time.perf_counter(), 499
+        started, status = time.perf_counter(), 499  # nginx's status for a client that left before any reply
         scope[ID_SCOPE] = name = request_id(Headers(scope=scope))
 
         async def sending(message: Message) -> None:

@@ -15,7 +15,7 @@ from modelwright.data.chat import IMAGE_MARK
 from modelwright.serve.limits import Limits
 
 SHOWN_CHARACTERS = 80
-"""What a message repeats of a client's own words at most."""
+"""Most characters of a client's own text that an error message repeats."""
 
 
 def unsupported(*neutral: Any) -> AfterValidator:
@@ -115,7 +115,7 @@ class ImagePart:
 
 @dataclass(frozen=True)
 class Said:
-    """The content of a message. marked: its text with a mark where each image stands."""
+    """The content of a message. marked: its text with a mark in the place of each image."""
 
     marked: str
     images: tuple[ImagePart, ...] = ()

@@ -157,7 +157,7 @@ def forced_call(tools: list[Tool] | None, choice: str | NamedTool | None) -> For
 
 
 def tool_prompt(functions: tuple[FunctionDefinition, ...]) -> str:
-    """What the model is told of the functions that it may call."""
+    """The text that describes the callable functions to the model."""
     lines = [
         json.dumps(
             {"name": one.name, "description": one.description or "", "parameters": one.schema_of_arguments},

@@ -330,6 +330,7 @@ class EnginePool:
         answers, slot.answers = list(slot.answers.values()), {}
         self._events.engine_lost(slot.name, end)
         self._adapter_calls.lose(slot.name)
+        # Where engines give the same bits, an answer continues elsewhere; otherwise only an unseen one starts anew.
         for answer in answers:
             answer.engine = None
             if self._is_reproducible and answer.num_moves < MAX_MOVES:

@@ -94,9 +94,7 @@ class BlockingChannel:
         raise TimeoutError
 
     def receive(self, timeout_s: float) -> list[dict[str, Any]]:
-        """Messages that are here, or arrive within a time; none if none does. Raises `EOFError` when the other side is
-        gone.
-        """
+        """Wait up to `timeout_s` for messages; none if none is complete. Raises `EOFError` if the other side is gone."""
         if not self._poll.poll(1000 * timeout_s):
             return []
         data = self.connection.recv(RECEIVE_BYTES)
@@ -189,7 +187,7 @@ class EngineProcess:
         self._adapters = AdapterLoader(engine)
 
     def run(self) -> None:
-        """Until the gateway is gone."""
+        """Serve the gateway until it closes the socket."""
         engine = self._engine
         while True:
             refused: dict[str, list[Any]] = {}

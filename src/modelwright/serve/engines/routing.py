@@ -72,7 +72,7 @@ class Breaker:
         return "open" if self._clock() < self._opens_again_at else "half_open"
 
     def succeed(self) -> None:
-        """An answer is whole. One that began before the breaker opened proves nothing while it is open."""
+        """Record a complete answer. One that began before the breaker opened proves nothing while it is open."""
         self._num_failures = 0
         if self.state == "half_open":
             self._opens_again_at, self._closed_at = None, self._clock()

@@ -1,6 +1,6 @@
 """Answers in progress: the streams by which engines report to the event loop, and how many of them may be open.
 
-The event loop never waits for an engine; see `engine_client`.
+The event loop never waits for an engine; see `EngineClient`.
 """
 
 import asyncio
