@@ -94,7 +94,7 @@ class BlockingChannel:
         raise TimeoutError
 
     def receive(self, timeout_s: float) -> list[dict[str, Any]]:
-        """Wait up to `timeout_s` for messages; none if none is complete. Raises `EOFError` if the other side is gone."""
+        """Wait up to `timeout_s` for messages; empty if none is complete. Raises `EOFError` when the peer is gone."""
         if not self._poll.poll(1000 * timeout_s):
             return []
         data = self.connection.recv(RECEIVE_BYTES)
