@@ -19,7 +19,7 @@ from pathlib import Path
 from modelwright.data.corpora import NamedCorpus
 from modelwright.data.document import Document
 from modelwright.pipeline.exports.export import Export
-from modelwright.serve.engines import Backend
+from modelwright.serve.engines.backends import Backend
 
 def write(found, target, options):
     target.write_text(f"{found.source.name} as {options.dtype}")
