@@ -254,7 +254,7 @@ def _plain(weight: Tensor) -> Tensor:
 
 
 def _norm(module: nn.Module) -> Tensor:
-    """The FP32 factors of a norm; none for what stands in its place."""
+    """The FP32 factors of a norm; none for its replacement."""
     if isinstance(module, nn.Identity):
         return NO_NORM
     refuse_unless(type(module) is RMSNorm, f"it has {type(module).__name__}s")

@@ -41,8 +41,8 @@ CONTEXT_STEP = 64
 
 @dataclass(frozen=True)
 class CachedContext:
-    """What the queries of one attention span read of the cache: a block table for each sequence, concatenated, and
-    which of its L tokens each query sees.
+    """The part of the cache that the queries of one attention span read: a block table for each sequence, concatenated,
+    and which of its L tokens each query sees.
     """
 
     table: Tensor
@@ -272,7 +272,9 @@ class ModelRunner:
         return ChunkPiece(start, len(tokens), chunk.start == 0, contexts)
 
     def _contexts(self, tables: list[list[int]], positions_BC: Tensor, *, earliest: int) -> dict[int, CachedContext]:
-        """For each window of the model. tables: of B sequences, equally long; earliest: no query stands before it."""
+        """The context of each window of the model. tables: of B sequences, equally long; earliest: lower bound of the
+        queries' positions.
+        """
         contexts = {}
         for window in self._windows:
             first_block = max(0, earliest - window + 1) // self._cache.block_len if window else 0

@@ -174,7 +174,7 @@ class NgramIndex:
 
     def guess(self, token_ids: Ids[int], count: int) -> list[int]:
         """`count` tokens that may come next, none if the last tokens have not occurred before. A match that reaches the
-        end goes on with the guesses themselves, as text that repeats does.
+        end continues with the guesses themselves, as repeating text does.
         """
         for length in range(min(LONGEST_MATCH, len(token_ids)), SHORTEST_MATCH - 1, -1):
             start = self.places.get(tuple(token_ids[len(token_ids) - length :]))

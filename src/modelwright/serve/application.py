@@ -1,4 +1,4 @@
-"""A server without its sockets: what is served, who keeps account of it, and how it begins and ends.
+"""A server without its sockets: the model, its observers, start and shutdown.
 
 `server` gives it a socket of its own; `examples/deploy/ray_serve.py` puts it behind Ray Serve.
 """
@@ -101,7 +101,7 @@ class Application:
             await self._wait_idle(CUT_OFF_TIMEOUT_S)
 
     async def close(self) -> None:
-        """Stop the engines and write what is left."""
+        """Stop the engines and write all queued records."""
         await self.reloader.close()
         await self.service.worker.stop()
         if self._experiments:

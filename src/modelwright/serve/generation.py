@@ -86,7 +86,7 @@ class GenerationRequest(RequestModel):
 
     @abstractmethod
     def texts(self) -> list[str]:
-        """What the client wrote, prompt by prompt or turn by turn; [] for prompts of token ids."""
+        """Texts of the client, by prompt or turn; [] for prompts of token ids."""
 
     @abstractmethod
     def session_text(self) -> str:
@@ -132,7 +132,7 @@ class GenerationRequest(RequestModel):
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt as token ids, and the text that an echo shows. images: what its image tokens stand for, in order."""
+    """A prompt as token ids, and the text that an echo shows. images: pixels for its image tokens, in order."""
 
     ids: Sequence[int]
     text: str

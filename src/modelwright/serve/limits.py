@@ -98,7 +98,7 @@ class Limits:
 
     @property
     def of_inputs(self) -> "Limits":
-        """Those of a request for embeddings or scores, whose inputs are no answers."""
+        """Limits of a request for embeddings or scores, whose inputs do not count as answers."""
         return replace(self, max_choices=MAX_INPUTS)
 
     def check_shape(self, shape: BodyShape) -> None:
@@ -221,7 +221,7 @@ def _outside_strings(data: Bytes) -> Mask:
 
 def _longest(is_open: Mask, begins_entry: Mask, depths: npt.NDArray[np.int32]) -> int:
     """The most entries of one list or object. A stable sort by depth puts each opening bracket directly before the
-    commas of its own list: between two lists of a level stands the bracket of the second.
+    commas of its own list: the bracket of the second list separates the entries of two lists of a level.
     """
     entries = np.flatnonzero(begins_entry)
     levels = np.clip(depths[entries], 0, DEEPEST).astype(np.uint16)

@@ -59,7 +59,7 @@ def load_folder(folder: Path, int8: Int8WeightsConfig) -> tuple[Decoder, ServedT
 
 
 def require_folder(folder: Path) -> None:
-    """Raises `ModelError` for what is no folder, or cannot be the name of one."""
+    """Raise `ModelError` unless `folder` is an existing folder."""
     try:
         is_folder = folder.is_dir()
     except OSError as error:  # the name is too long, or has parts that may not be read

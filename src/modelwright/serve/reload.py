@@ -149,7 +149,7 @@ class Reloader:
 
 
 async def _smoke_test(model: ServedModel) -> str:
-    """Let a version answer; returns what is wrong, "" for a good answer."""
+    """Let a version answer; returns the problem, "" for a good answer."""
     prompt_ids = model.tokenizer.encode(SMOKE_TEXT)[: model.limits.context - 1]
     job: Job = EmbeddingJob(prompt_ids, pooling="score")
     if not model.info.scores:

@@ -61,7 +61,7 @@ class ServedModel:
 
     @property
     def image_text(self) -> str:
-        """What stands for an image in a prompt; "" if the model reads none."""
+        """The text of an image's tokens in a prompt; "" if the model reads no images."""
         return (
             self.tokenizer.token_text(self.info.image_token) * self.info.image_patches if self.info.reads_images else ""
         )

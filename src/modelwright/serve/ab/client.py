@@ -78,5 +78,5 @@ def _message(body: bytes) -> str:
 
 
 def shown_host(url: str) -> str:
-    """The part of an address that may stand in a log: it has neither a password nor a token."""
+    """The host of an address, which may be logged because it has neither a password nor a token."""
     return urllib.parse.urlsplit(url).hostname or ""

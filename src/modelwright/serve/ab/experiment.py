@@ -1,4 +1,4 @@
-"""An A/B test: what was asked for, how it stands, and its tables. All functions belong to the database's thread."""
+"""An A/B test: its request, its state and its tables. All functions belong to the database's thread."""
 
 import json
 import secrets

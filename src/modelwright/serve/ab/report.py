@@ -1,4 +1,4 @@
-"""What the page and the API say about an A/B test."""
+"""The report on an A/B test, for its page and the API."""
 
 import math
 from typing import Any

@@ -1,1 +1,1 @@
-"""What the server keeps of its requests and reports of them: log, metrics, spans."""
+"""Accounts of requests: the request log, metrics, spans and the server's own log."""

@@ -55,7 +55,7 @@ class Database(Protocol):
         ...
 
     def transaction(self) -> AbstractContextManager[None]:
-        """What is executed inside is kept as a whole or, on an exception, not at all."""
+        """Statements inside are committed together, or rolled back on an exception."""
         ...
 
     def vacate(self) -> None:
@@ -283,7 +283,7 @@ class DatabaseWriter:
         return await asyncio.shield(asyncio.wrap_future(entry.result))
 
     def close(self) -> None:
-        """Finish what is in the queue and close the database. Waits."""
+        """Run all queued tasks and close the database. Waits."""
         self._queue.put(None)
         self._thread.join()
 

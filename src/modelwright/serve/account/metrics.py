@@ -164,7 +164,7 @@ class VersionMetrics:
 
 
 class RequestLogMetrics:
-    """What the request log has taken and lost."""
+    """Requests that the request log has written and lost."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.logged = Counter("modelwright_logged_requests", "Requests written to the request log", registry=registry)
@@ -177,7 +177,7 @@ class RequestLogMetrics:
 
 
 class AbMetrics:
-    """What A/B tests have counted and done."""
+    """Requests counted by A/B tests, and rollbacks."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.requests = Counter(
@@ -204,7 +204,7 @@ class AbMetrics:
 
 
 class Metrics:
-    """All metrics, by what they tell of."""
+    """All metrics of a server, by subject."""
 
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()

@@ -24,7 +24,7 @@ DAY_S = 86_400.0
 
 
 class RedactionFailed(Exception):
-    """A check of the privacy step raised an exception, so nobody knows what the text holds."""
+    """A check of the privacy step raised an exception, so the text may still hold personal data."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class TextRedaction:
     _step: Privacy = field(default_factory=lambda: Privacy(PrivacyConfig()))
 
     def pair(self, prompt: str, answer: str) -> tuple[str, str]:
-        """Both texts with markers. Raises `RedactionFailed`; cleaning goes on there, because its texts are public."""
+        """Both texts with markers. Raises `RedactionFailed`; cleaning continues here, because its texts are public."""
         meta = {"question": prompt, "answer": answer}
         document = Document(id="", text=f"{prompt}\n\n{answer}", kind="qa", split="open", source="", meta=meta)
         redacted = self._step.redact(document)
@@ -66,7 +66,7 @@ class RequestLog:
         self._writer.start()
 
     def close(self) -> None:
-        """Write what is left. Waits."""
+        """Write all queued records. Waits."""
         self._writer.close()
 
     def ended(self, exchange: Exchange, finished: FinishedRequest) -> None:

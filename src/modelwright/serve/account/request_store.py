@@ -71,7 +71,7 @@ COLUMNS = tuple(_RESERVED.get(name, name) for name in FIELDS)
 
 
 def create_tables(database: Database) -> str:
-    """Make what is missing; returns the salt of the log's pseudonyms."""
+    """Create missing tables; returns the salt of the log's pseudonyms."""
     with database.transaction():
         for statement in _TABLES:
             database.execute(statement)

@@ -137,7 +137,7 @@ class Tracing:
         return False
 
     async def close(self) -> None:
-        """Export what is left, for a bounded time."""
+        """Export the spans in the queue, for a bounded time."""
         closing = threading.Thread(target=self._provider.shutdown, name="spans", daemon=True)
         closing.start()
         await asyncio.to_thread(closing.join, CLOSE_TIMEOUT_S)

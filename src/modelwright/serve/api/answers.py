@@ -26,7 +26,7 @@ from modelwright.serve.tokenizer import Delta
 G = TypeVar("G", bound=GenerationRequest)
 
 LOWEST_LOGPROB = -9999.0
-"""What stands for minus infinity, as in vLLM: JSON has no such number."""
+"""Replaces minus infinity, as in vLLM, because JSON cannot represent it."""
 
 ID_PREFIX = "token_id:"
 """Before the id of a token that is called by it, as in vLLM."""
@@ -64,7 +64,7 @@ def read_generation(kind: type[G], body: bytes, lease: Lease) -> G:
 
 
 async def respond(request: Request, kind: AnswerKind[G]) -> Response:
-    """The handler of a request for answers."""
+    """Handle a request for answers: read it, choose the version, start the answers and send them."""
     service = service_of(request)
     caller = service.caller(request, "infer")
     most = service.config.max_completions

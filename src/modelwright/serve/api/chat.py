@@ -243,7 +243,7 @@ def _call_delta(call: CallText, part: CallDelta) -> dict[str, Any]:
 
 
 def _reason(generation: Generation, reason: str) -> str:
-    """A finished call has a reason of its own."""
+    """The finish reason; a complete call is reported as "tool_calls"."""
     return "tool_calls" if generation.call is not None and reason == "stop" else reason
 
 

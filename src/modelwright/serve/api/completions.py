@@ -121,7 +121,7 @@ def _choice(generation: Generation, index: int, text: str, tokens: Sequence[Toke
 
 
 def _tokens(generation: Generation, answer: Answer, shown: Sequence[TokenInfo]) -> Sequence[TokenInfo]:
-    """The tokens whose log-probabilities stand in a body: those of its text, `shown`, or as in vLLM, where the client
+    """The tokens whose log-probabilities are in a body: those of its text, `shown`, or as in vLLM, where the client
     asks for ids, one for each id.
     """
     if not generation.request.return_token_ids or generation.request.echoes:

@@ -134,7 +134,7 @@ def _refusal(problem: Any) -> ApiError:
 
 
 def _reason(problem: Any) -> str:
-    """What is wrong, and the value if it is a short one."""
+    """The expectation that a value violates, and the value if it is short."""
     value = problem["input"]
     if problem["type"] == "value_error":
         return problem["msg"].removeprefix("Value error, ")
@@ -199,7 +199,7 @@ async def read_request(request: Request, kind: type[R], *, default: bytes = b"")
 
 
 async def admit(request: Request, lease: Lease, *, num_prompts: int) -> bytes:
-    """What all requests to the engine pass before they are parsed: capacity, body. Raises `ApiError`."""
+    """Check capacity and read the body of a request to the engines, before it is parsed. Raises `ApiError`."""
     lease.require_open()
     lease.model.worker.require_room(1)
     return await read_body(request, lease, num_prompts=num_prompts)

@@ -107,7 +107,7 @@ class CallDelta:
 
 @dataclass
 class CallText:
-    """Takes the text of a forced call piece by piece. call_id: what the client calls the call by."""
+    """Takes the text of a forced call piece by piece. call_id: the id by which the client refers to the call."""
 
     call: ForcedCall
     call_id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}")

@@ -1,5 +1,5 @@
-"""What the event loop sees of engines, wherever they run: in a thread of this process (`EngineThread`) or in processes
-of their own (`EnginePool`).
+"""The interface between the event loop and engines, wherever they run: in a thread of this process (`EngineThread`) or
+in processes of their own (`EnginePool`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What an engine is asked to compute, and its form in messages to an engine process."""
+"""Jobs for an engine, the interface of the engine that computes them, and their form in messages to a process."""
 
 import base64
 import math
@@ -25,7 +25,7 @@ ABILITIES = {
 
 
 class StepEngine(Protocol):
-    """Computes the answers of many requests, one step after the other. See `Engine` for what the arguments mean."""
+    """Computes the answers of many requests, one step after the other. `Engine` documents the arguments."""
 
     @property
     def has_work(self) -> bool: ...

@@ -54,7 +54,7 @@ class AdapterHost(Protocol):
     """Loads adapters into an engine: see `EngineAdapters`."""
 
     def prepare(self, folder: Path) -> PreparedAdapter:
-        """Beside the engine's thread. Raises `ModelwrightError`."""
+        """Called outside the engine's thread. Raises `ModelwrightError`."""
         ...
 
     def add(self, name: str, adapter: PreparedAdapter) -> None: ...
@@ -147,7 +147,7 @@ class EngineThread:
         del self._events  # a cycle would keep the model in memory until the collector comes
 
     def discard(self) -> None:
-        """There is no thread yet."""
+        """Nothing to end: the thread has not been started."""
 
     def _run(self) -> None:
         try:

@@ -69,7 +69,7 @@ class Stream:
                 self._reservation.settle(self._num_used_tokens)
 
     def close(self) -> None:
-        """Abort what is still running and free the slots."""
+        """Abort running answers and free their slots."""
         self._close_all("aborted")
 
     def _close_all(self, reason: str) -> None:
