@@ -49,10 +49,10 @@ from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import SCORE
 from modelwright.serve.config import ServeConfig
-from modelwright.serve.engines import engine_in_thread
+from modelwright.serve.engines.backends import engine_in_thread
 from modelwright.serve.keys import ALL_SCOPES, key_hash
 from modelwright.serve.server import ServerThread
-from modelwright.serve.tokenizer import Codec
+from modelwright.serve.tokenizer import ServedTokenizer
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 KEY = "root"
@@ -150,12 +150,12 @@ def small_server(*, scores: bool, context: int = 64) -> Iterator[ServerThread]:
         model.heads[SCORE] = torch.nn.Linear(config.model_dim, 1, bias=False)
     with tempfile.TemporaryDirectory() as name:
         tokenizer.save(Path(name))
-        codec = Codec.load(Path(name))
+        served = ServedTokenizer.load(Path(name))
         keys = Path(name) / "keys.yaml"
         entry = {"name": KEY, "sha256": key_hash(KEY), "scopes": list(ALL_SCOPES)}
         keys.write_text(yaml.safe_dump({"keys": [entry]}), encoding="utf-8")
         settings = ServeConfig(port=0, keys_file=str(keys))
-        with ServerThread(engine_in_thread(model, settings), codec, settings, model_name="tiny") as server:
+        with ServerThread(engine_in_thread(model, settings), served, settings, model_name="tiny") as server:
             yield server
 
 

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from modelwright.core.resources import hardware
-from modelwright.infer.batch_invariance import stable_row_multiple
 from modelwright.infer.decode_operator import decode_operator
 from modelwright.infer.kv_cache import PagedCache
 from modelwright.infer.model_runner import ModelRunner
+from modelwright.infer.products import stable_row_multiple
 from modelwright.infer.scheduler import SchedulerOutput
 from modelwright.infer.sequence import SamplingParams, Sequence
 from modelwright.memory.tensor_heap import use_tensor_heap

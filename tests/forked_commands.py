@@ -22,7 +22,7 @@ from unittest import mock
 
 SPAWNING_POPEN = subprocess.Popen
 """The class that forks nothing, for what waits for its child by itself (`os.wait4`)."""
-FORKED = ("modelwright.cli.main", "modelwright.serve.engine_process")
+FORKED = ("modelwright.cli.main", "modelwright.serve.engines.process")
 """Modules that are started by `python -m`."""
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 

@@ -46,7 +46,7 @@ IMPORTED = (
     "modelwright.parallel.strategies.config",
     "modelwright.pipeline.run",
     "modelwright.recipes.load",
-    "modelwright.serve.engine_process",
+    "modelwright.serve.engines.process",
     "modelwright.serve.server",
     "pytest",
     "tensorboardX",

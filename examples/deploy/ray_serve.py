@@ -14,11 +14,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from modelwright.core.config import parse
 from modelwright.core.errors import ConfigError
 from modelwright.serve.application import Application
-from modelwright.serve.config import OWN_BACKEND, ServeConfig
-from modelwright.serve.engine_client import discarded_on_error
-from modelwright.serve.engines import load_engines
+from modelwright.serve.config import OWN_BACKEND, RequestsConfig, ServeConfig
+from modelwright.serve.engines.backends import load_engines
+from modelwright.serve.engines.client import discarded_on_error
 from modelwright.serve.load import ModelSource
-from modelwright.serve.requests_config import RequestsConfig
 
 if TYPE_CHECKING:
     from ray.serve import Application as RayApplication
@@ -99,11 +98,11 @@ def server_of(arguments: RayArguments) -> RayServer:
     source = ModelSource(
         name=arguments.model_name, folder=Path(arguments.folder), stage=arguments.stage, digest=arguments.digest
     )
-    client, codec = load_engines(source, arguments.config)
+    client, tokenizer = load_engines(source, arguments.config)
     with discarded_on_error(client):
         requests = parse(RequestsConfig, arguments.requests, "requests")
         application = Application(
-            client, codec, arguments.config, model_name=arguments.model_name, requests=requests, source=source
+            client, tokenizer, arguments.config, model_name=arguments.model_name, requests=requests, source=source
         )
     return RayServer(application)
 

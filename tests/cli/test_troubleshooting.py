@@ -8,8 +8,8 @@ from typing import get_args
 import modelwright
 from modelwright.pipeline.report.watch import EVENT_KINDS
 from modelwright.serve.ab.guards import GUARDS, REASONS
-from modelwright.serve.engine_client import ENGINE_LOSSES, EngineEnd
-from modelwright.serve.engine_health import EJECTIONS, EjectionReason
+from modelwright.serve.engines.client import ENGINE_LOSSES, EngineEnd
+from modelwright.serve.engines.routing import EJECTIONS, EjectionReason
 from modelwright_continual.drift.features import ALARMS, EMBEDDING, FEATURES
 
 ROOT = Path(__file__).parents[2]

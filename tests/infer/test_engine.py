@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from modelwright.core.errors import ConfigError
-from modelwright.infer.batch_invariance import stable_row_multiple
 from modelwright.infer.engine import Engine, EngineConfig, StepOutput
 from modelwright.infer.generate import generate
-from modelwright.infer.lm_head import _can_pack, _packed, fastest_head
+from modelwright.infer.products import _can_pack, _packed, fastest_head, stable_row_multiple
 from modelwright.infer.sequence import SamplingParams
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder

@@ -9,9 +9,8 @@ import torch
 from infer.engine_runs import GREEDY, SAMPLED, VOCAB_SIZE, answer, drain, make_engine, make_model, tokens
 from modelwright.core.errors import ConfigError
 from modelwright.infer.generate import generate
-from modelwright.infer.prompt_images import Pixels
 from modelwright.infer.sampler import SampleRequest, sample
-from modelwright.infer.sequence import SamplingParams
+from modelwright.infer.sequence import Pixels, SamplingParams
 from modelwright.model.attention import causal_attend
 from modelwright.model.decoder import Decoder
 from modelwright.model.vision.config import VisionConfig

@@ -7,10 +7,9 @@ import torch
 
 from infer.engine_runs import VOCAB_SIZE, alone, answer, drain, make_engine, make_model, tokens
 from modelwright.core.errors import ConfigError
-from modelwright.infer.batch_invariance import stable_row_multiple
 from modelwright.infer.engine import EngineConfig
-from modelwright.infer.ngram_index import LONGEST_MATCH, SHORTEST_MATCH, NgramIndex
-from modelwright.infer.sequence import SamplingParams
+from modelwright.infer.products import stable_row_multiple
+from modelwright.infer.sequence import LONGEST_MATCH, SHORTEST_MATCH, NgramIndex, SamplingParams
 from modelwright.model.config import AttentionConfig
 from modelwright.ops.rope_scaling import RopeScaling
 

@@ -12,7 +12,7 @@ import torch
 from hf_folders import CASES, VOCAB_SIZE, write_folder
 from modelwright.compress.int8 import Int8WeightsConfig, load_int8, quantize_model, save_int8
 from modelwright.core.errors import ConfigError, ModelError
-from modelwright.infer.lm_head import fastest_head
+from modelwright.infer.products import fastest_head
 from modelwright.model.attention import causal_attend, packed_attend
 from modelwright.model.config import NormConfig
 from modelwright.model.decoder import Decoder

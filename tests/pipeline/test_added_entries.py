@@ -12,14 +12,14 @@ from modelwright.data.clean.config import CleanConfig
 from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents
 from modelwright.pipeline.cleaning import fingerprint
 from modelwright.serve.config import ServeConfig
-from modelwright.serve.engines import backend_of
+from modelwright.serve.engines.backends import backend_of
 
 SOURCE = """
 from pathlib import Path
 from modelwright.data.sources.corpora import NamedCorpus
 from modelwright.data.document import Document
 from modelwright.pipeline.exports.export import Export
-from modelwright.serve.engines import Backend
+from modelwright.serve.engines.backends import Backend
 
 def write(found, target, options):
     target.write_text(f"{found.source.name} as {options.dtype}")

@@ -18,7 +18,7 @@ from modelwright.pipeline.report.results import power
 from modelwright.pipeline.report.run_data import StageData
 from modelwright.pipeline.report.watch import watch_blocks
 from modelwright.pipeline.stages.evaluate import EVALUATE, headline
-from modelwright.serve.expectation import SMALLEST_CHAT_MODEL, expectation
+from modelwright.serve.load import SMALLEST_CHAT_MODEL, expectation
 
 
 def notes(folder: Path, *kinds: str) -> list[Note]:

@@ -16,13 +16,12 @@ from modelwright.infer.engine import EngineConfig
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import save_model
-from modelwright.serve.config import OWN_BACKEND, ServeConfig
-from modelwright.serve.engine_client import EngineClient
-from modelwright.serve.engines import BACKENDS, Backend, engine_in_thread
+from modelwright.serve.config import OWN_BACKEND, RequestsConfig, ServeConfig
+from modelwright.serve.engines.backends import BACKENDS, Backend, engine_in_thread
+from modelwright.serve.engines.client import EngineClient
 from modelwright.serve.load import ModelSource, load_folder
-from modelwright.serve.requests_config import RequestsConfig
 from modelwright.serve.server import ServerThread
-from modelwright.serve.tokenizer import Codec
+from modelwright.serve.tokenizer import ServedTokenizer
 
 TEXT = [
     "the quick brown fox jumps over the lazy dog",
@@ -36,10 +35,10 @@ def make_tokenizer() -> Tokenizer:
     return train_tokenizer(TEXT * 3, TokenizerConfig(vocab_size=330))
 
 
-def make_codec() -> Codec:
+def make_served_tokenizer() -> ServedTokenizer:
     with tempfile.TemporaryDirectory() as folder:
         make_tokenizer().save(Path(folder))
-        return Codec.load(Path(folder))
+        return ServedTokenizer.load(Path(folder))
 
 
 def make_model(max_seq_len: int = 512, *, seed: int = 7) -> Decoder:
@@ -67,7 +66,9 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerThread]:
     config = ServeConfig(port=0, max_queued=64, max_body_bytes=20_000)
-    with ServerThread(engine_in_thread(make_model(), config), make_codec(), config, model_name="tiny") as running:
+    with ServerThread(
+        engine_in_thread(make_model(), config), make_served_tokenizer(), config, model_name="tiny"
+    ) as running:
         yield running
 
 
@@ -75,9 +76,9 @@ def server() -> Iterator[ServerThread]:
 def engines_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Servers of model folders compute in this process, where a test can hold their engines."""
 
-    def load(source: ModelSource, config: ServeConfig) -> tuple[EngineClient, Codec]:
-        model, codec = load_folder(source.folder, config.int8)
-        return engine_in_thread(model, config), codec
+    def load(source: ModelSource, config: ServeConfig) -> tuple[EngineClient, ServedTokenizer]:
+        model, tokenizer = load_folder(source.folder, config.int8)
+        return engine_in_thread(model, config), tokenizer
 
     monkeypatch.setitem(BACKENDS, OWN_BACKEND, Backend(load))  # type: ignore[arg-type]
 
@@ -99,7 +100,7 @@ def slow_server() -> Iterator[Callable[..., ServerThread]]:
         requests = settings.pop("requests", RequestsConfig())
         config = ServeConfig(port=settings.pop("port", 0), engine=engine, **settings)
         client = engine_in_thread(make_model(2048), config)
-        server = ServerThread(client, make_codec(), config, model_name="tiny", requests=requests)
+        server = ServerThread(client, make_served_tokenizer(), config, model_name="tiny", requests=requests)
         started.append(server.start())
         return started[-1]
 

@@ -5,12 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from modelwright.serve.ab.assignment import CONTROL, TREATMENT
-from modelwright.serve.ab.experiment import Experiment, create_tables, end, insert
-from modelwright.serve.ab.requests import ExperimentRequest
-from modelwright.serve.ab.state import ExperimentState, RequestEvent
-from modelwright.serve.database import SqliteDatabase
-from modelwright.serve.requests_config import RequestsConfig
+from modelwright.serve.ab.experiment import Experiment, ExperimentRequest, create_tables, end, insert
+from modelwright.serve.ab.state import CONTROL, TREATMENT, ExperimentState, RequestEvent
+from modelwright.serve.account.database import SqliteDatabase
+from modelwright.serve.config import RequestsConfig
 from serve.test_chat_page import browser, new_page, pytestmark, sync_api  # noqa: F401
 from serve.test_keys import write_keys
 

@@ -11,13 +11,21 @@ import pytest
 from scipy import stats
 
 from modelwright.serve.ab import guards
-from modelwright.serve.ab.assignment import CONTROL, TREATMENT, arm_of, position
-from modelwright.serve.ab.fixed_horizon import Moments, two_proportions, welch
 from modelwright.serve.ab.guards import GUARD_ALPHA, GUARDS, GuardLimits, mismatch, verdict
-from modelwright.serve.ab.sequential import (
+from modelwright.serve.ab.state import (
+    CONTROL,
+    LATENCY_SAMPLE,
+    TREATMENT,
+    ExperimentState,
+    RequestEvent,
+    arm_of,
+    position,
+)
+from modelwright.serve.ab.statistics import (
     BURN_IN,
     PRIOR_SPREAD,
     Epoch,
+    Moments,
     difference_interval,
     half_width,
     log_e_rate,
@@ -25,8 +33,9 @@ from modelwright.serve.ab.sequential import (
     log_likelihood,
     promised_requests,
     ratio_interval,
+    two_proportions,
+    welch,
 )
-from modelwright.serve.ab.state import LATENCY_SAMPLE, ExperimentState, RequestEvent
 
 LIMITS = GuardLimits(max_error_rate=0.01)
 UNITS = [f"unit {number}" for number in range(20_000)]

@@ -20,16 +20,21 @@ import pytest
 from modelwright.compress.int8 import Int8WeightsConfig
 from modelwright.infer.engine import EngineConfig
 from modelwright.serve.ab.client import AbClient, ServerUnreachable
-from modelwright.serve.ab.experiment import Experiment, create_tables, end, experiments, insert, set_share
-from modelwright.serve.ab.requests import ExperimentRequest
+from modelwright.serve.ab.experiment import (
+    Experiment,
+    ExperimentRequest,
+    create_tables,
+    end,
+    experiments,
+    insert,
+    set_share,
+)
 from modelwright.serve.ab.state import FAILED, RATED, SEEN, ExperimentState
-from modelwright.serve.config import ServeConfig
-from modelwright.serve.database import SqliteDatabase
-from modelwright.serve.engines import load_engines
+from modelwright.serve.account.database import SqliteDatabase
+from modelwright.serve.config import RequestsConfig, ServeConfig
+from modelwright.serve.engines.backends import load_engines
 from modelwright.serve.errors import ApiError
-from modelwright.serve.fingerprint import weights_fingerprint
-from modelwright.serve.load import ModelSource, load_folder
-from modelwright.serve.requests_config import RequestsConfig
+from modelwright.serve.load import ModelSource, load_folder, weights_fingerprint
 from modelwright.serve.server import ServerThread
 from serve.conftest import write_model
 from serve.patience import held, wait_until
@@ -62,8 +67,8 @@ def start(folders: dict[str, Path], tmp_path: Path) -> Iterator:
         config = ServeConfig(port=0, engine=ENGINE, keys_file=keys)
         source = ModelSource(name="tiny", folder=folders[arm])
         requests = RequestsConfig(ab_state=str(tmp_path / "ab.sqlite"), **settings)
-        client, codec = load_engines(source, config)
-        server = ServerThread(client, codec, config, model_name="tiny", source=source, requests=requests)
+        client, tokenizer = load_engines(source, config)
+        server = ServerThread(client, tokenizer, config, model_name="tiny", source=source, requests=requests)
         started.append(server.start())
         return server
 

@@ -26,11 +26,10 @@ from modelwright.infer.sequence import SamplingParams
 from modelwright.model.adapter_config import AdapterConfig
 from modelwright.model.adapters import attach_adapters
 from modelwright.model.peft_folder import CONFIG, TENSORS, load_adapter, save_adapter
-from modelwright.serve.adapter_loading import AdapterLoader
-from modelwright.serve.config import ServeConfig
-from modelwright.serve.engines import load_engines
+from modelwright.serve.config import RequestsConfig, ServeConfig
+from modelwright.serve.engines.backends import load_engines
+from modelwright.serve.engines.process import AdapterLoader
 from modelwright.serve.load import ModelSource, load_folder
-from modelwright.serve.requests_config import RequestsConfig
 from modelwright.serve.server import NOTHING_KEPT, ServerThread
 from serve.conftest import make_model, write_model
 from serve.patience import held, wait_until
@@ -70,11 +69,11 @@ def texts(folders: dict[str, Path]) -> dict[str, str]:
     """The greedy answer of a model that has one adapter alone, and of the base."""
     found = {}
     for name in ("tiny", "poet", "coder"):
-        model, codec = load_folder(folders["base"], Int8WeightsConfig())
+        model, tokenizer = load_folder(folders["base"], Int8WeightsConfig())
         if name != "tiny":
             load_adapter(model, folders[name])
-        params = [SamplingParams(max_tokens=12, temperature=0, stop_ids=codec.stop_ids)]
-        found[name] = codec.decode(generate(model, [codec.encode(PROMPT)], params, ENGINE)[0].token_ids)
+        params = [SamplingParams(max_tokens=12, temperature=0, stop_ids=tokenizer.stop_ids)]
+        found[name] = tokenizer.decode(generate(model, [tokenizer.encode(PROMPT)], params, ENGINE)[0].token_ids)
     assert len(set(found.values())) == 3
     return found
 
@@ -230,10 +229,10 @@ def test_an_ab_test_has_the_adapters_of_a(folders, tmp_path: Path):
     save_file(load_file(anyones / TENSORS), anyones / TENSORS, metadata={"format": "pt"})
     expected = {}
     for arm, base in (("A", "base"), ("B", "other")):
-        model, codec = load_folder(folders[base], Int8WeightsConfig())
+        model, tokenizer = load_folder(folders[base], Int8WeightsConfig())
         load_adapter(model, anyones)
-        params = [SamplingParams(max_tokens=12, temperature=0, stop_ids=codec.stop_ids)]
-        expected[arm] = codec.decode(generate(model, [codec.encode(PROMPT)], params, ENGINE)[0].token_ids)
+        params = [SamplingParams(max_tokens=12, temperature=0, stop_ids=tokenizer.stop_ids)]
+        expected[arm] = tokenizer.decode(generate(model, [tokenizer.encode(PROMPT)], params, ENGINE)[0].token_ids)
     keys = write_keys(tmp_path / "keys.yaml", root={"scopes": ["infer", "admin", "metrics"]})
     kept = RequestsConfig(ab_state=str(tmp_path / "ab.sqlite"), log=str(tmp_path / "requests.sqlite"))
     with serve(folders, requests=kept, adapters={"any": str(anyones)}, keys_file=keys) as server:
@@ -289,7 +288,7 @@ def test_an_engine_process_outlives_an_unforeseen_adapter(monkeypatch: pytest.Mo
     def fail(*arguments):
         raise RuntimeError("something else")
 
-    monkeypatch.setattr("modelwright.serve.adapter_loading.prepare_adapter", fail)
+    monkeypatch.setattr("modelwright.serve.engines.process.prepare_adapter", fail)
     loader, replies = AdapterLoader(Engine(make_model(), ENGINE)), []
     loader.begin(3, "poet", str(tmp_path))
     wait_until(lambda: bool(replies.extend(loader.replies()) or replies))

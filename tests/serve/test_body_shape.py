@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modelwright.serve import parsing
-from modelwright.serve.body_shape import BodyShape, body_shape, lone_surrogate
+from modelwright.serve.api import parsing
+from modelwright.serve.api.chat import ChatRequest
+from modelwright.serve.api.completions import CompletionRequest
+from modelwright.serve.api.parsing import MAX_DEPTH, PAUSE_NUMBERS, parse_request
+from modelwright.serve.api.tokens import DetokenizeRequest
 from modelwright.serve.errors import ApiError
-from modelwright.serve.limits import KEYS_PER_TOKEN, SPARE_ENTRIES, Limits
-from modelwright.serve.parsing import MAX_DEPTH, PAUSE_NUMBERS, parse_request
-from modelwright.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest
+from modelwright.serve.limits import KEYS_PER_TOKEN, SPARE_ENTRIES, BodyShape, Limits, body_shape, lone_surrogate
 
 CONTEXT, MAX_CHOICES = 20_000, 4
 LIMITS = Limits(context=CONTEXT, max_choices=MAX_CHOICES, max_token_bytes=10, max_body_bytes=4_000_000)

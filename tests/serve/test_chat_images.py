@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from modelwright.serve.config import ServeConfig
-from modelwright.serve.engines import load_engines
+from modelwright.serve.engines.backends import load_engines
 from modelwright.serve.load import ModelSource
 from modelwright.serve.server import ServerThread
 from serve.image_model import png, write_image_model

@@ -22,7 +22,7 @@ from modelwright.core.errors import ConfigError
 from modelwright.serve import connections
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.connections import MIN_CONNECTIONS, connection_limits
-from modelwright.serve.engine_handle import EngineLink
+from modelwright.serve.engines.handle import EngineLink
 from modelwright.serve.server import ServerThread
 from serve.patience import held, wait_until
 

@@ -25,16 +25,15 @@ from modelwright.core.errors import ConfigError
 from modelwright.infer.engine import EngineConfig, StepOutput
 from modelwright.infer.generate import generate
 from modelwright.infer.sequence import SamplingParams, ScoredToken
-from modelwright.serve import engine_process
 from modelwright.serve.config import ServeConfig
-from modelwright.serve.engine_pool import EnginePool
-from modelwright.serve.engine_process import EngineSetup, threads_for
-from modelwright.serve.engines import load_engines
-from modelwright.serve.grammars import CompiledGrammar, GrammarSource
-from modelwright.serve.jobs import EmbeddingJob, GenerationJob, job_of, output_message, output_of
+from modelwright.serve.engines import process as engine_process
+from modelwright.serve.engines.backends import load_engines
+from modelwright.serve.engines.grammars import CompiledGrammar, GrammarSource
+from modelwright.serve.engines.jobs import EmbeddingJob, GenerationJob, job_of, output_message, output_of
+from modelwright.serve.engines.pool import EnginePool
+from modelwright.serve.engines.process import BlockingChannel, EngineSetup, LineDecoder, encode, threads_for
+from modelwright.serve.engines.routing import RetryBudget, choose_engine, prompt_key
 from modelwright.serve.load import ModelSource, load_folder
-from modelwright.serve.messages import BlockingChannel, LineDecoder, encode
-from modelwright.serve.router import RetryBudget, choose_engine, prompt_key
 from modelwright.serve.server import ServerThread
 from serve.conftest import make_model, write_model
 from serve.patience import wait_until
@@ -137,9 +136,9 @@ def test_lost_engines_lose_no_answer(server: ServerThread, folder: Path):
     """One process is killed, another one stopped: all streams continue with the same tokens."""
     expected = [read(server, request, lambda: None) for request in REQUESTS]
     assert len({json.dumps(one) for one in expected}) == len(REQUESTS)
-    model, codec = load_folder(folder, Int8WeightsConfig())
-    params = SamplingParams(max_tokens=150, temperature=0, stop_ids=codec.stop_ids)
-    (alone,) = generate(model, [codec.encode(REQUESTS[0]["prompt"])], [params], ENGINE)
+    model, tokenizer = load_folder(folder, Int8WeightsConfig())
+    params = SamplingParams(max_tokens=150, temperature=0, stop_ids=tokenizer.stop_ids)
+    (alone,) = generate(model, [tokenizer.encode(REQUESTS[0]["prompt"])], [params], ENGINE)
     assert expected[0][0][1] == alone.token_ids
     before = counts(server)
     assert before["modelwright_engines"] == 2
@@ -258,10 +257,10 @@ def test_no_engine_outlives_a_server_that_cannot_be_built(folder: Path):
     source = ModelSource(name="tiny", folder=folder)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         config = ServeConfig(port=taken.getsockname()[1], engine=ENGINE)
-        client, codec = load_engines(source, config)
+        client, tokenizer = load_engines(source, config)
         assert isinstance(client, EnginePool)
         with pytest.raises(ConfigError, match="port: cannot listen"):
-            ServerThread(client, codec, config, model_name="tiny", source=source)
+            ServerThread(client, tokenizer, config, model_name="tiny", source=source)
     assert all(slot.handle.process.poll() is not None for slot in client._slots)
 
 

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from modelwright.serve import engine_thread
-from modelwright.serve.engine_thread import EngineThread, _Abort, _Stop
+from modelwright.serve.engines import thread as engine_thread
+from modelwright.serve.engines.thread import EngineThread, _Abort, _Stop
 
 
 def test_memory_goes_back_once_while_an_engine_is_idle(monkeypatch):

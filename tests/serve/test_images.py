@@ -17,9 +17,9 @@ from PIL import Image
 from modelwright.data.images.decode import square_pixels
 from modelwright.infer.engine import Engine, EngineConfig
 from modelwright.infer.sequence import SamplingParams
-from modelwright.serve import images
-from modelwright.serve.config import ServeConfig
-from modelwright.serve.engines import load_engines
+from modelwright.serve.api import chat
+from modelwright.serve.config import PromptImagesConfig, ServeConfig
+from modelwright.serve.engines.backends import load_engines
 from modelwright.serve.load import ModelSource
 from modelwright.serve.server import ServerThread
 from serve.image_model import (
@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reader(folder: Path) -> Iterator[ServerThread]:
-    config = ServeConfig(port=0, images=images.PromptImagesConfig(max_count=2, max_bytes=200_000))
+    config = ServeConfig(port=0, images=PromptImagesConfig(max_count=2, max_bytes=200_000))
     source = ModelSource(name="eyes", folder=folder)
     with ServerThread(*load_engines(source, config), config, model_name="eyes", source=source) as running:
         yield running
@@ -211,14 +211,14 @@ def test_a_model_that_reads_text_only_refuses_images_by_name(server: ServerThrea
 def test_images_are_decoded_beside_the_event_loop(reader: ServerThread, monkeypatch: pytest.MonkeyPatch) -> None:
     """While one is decoded, however small its file, the server answers others."""
     is_decoding, may_end = threading.Event(), threading.Event()
-    decode = images.decode
+    decode = chat.decode
 
     def slow(*arguments: Any, **named: Any) -> Any:
         is_decoding.set()
         assert may_end.wait(60)
         return decode(*arguments, **named)
 
-    monkeypatch.setattr(images, "decode", slow)
+    monkeypatch.setattr(chat, "decode", slow)
     found: list[int] = []
     asking = threading.Thread(
         target=lambda: found.append(ask(reader, [image_part(data_url(png(1, width=4, height=4)))]).status_code)

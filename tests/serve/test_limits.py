@@ -14,11 +14,12 @@ import pytest
 
 from modelwright.model.hf import save_model
 from modelwright.pipeline.stages.serve import start_server
+from modelwright.serve.api.chat import ChatRequest
+from modelwright.serve.api.completions import CompletionRequest
+from modelwright.serve.api.parsing import parse_request
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.errors import ApiError
 from modelwright.serve.limits import Limits
-from modelwright.serve.parsing import parse_request
-from modelwright.serve.protocol import ChatRequest, CompletionRequest
 from modelwright.serve.server import ServerThread
 from serve.conftest import make_model, make_tokenizer
 
@@ -76,11 +77,11 @@ def test_what_the_context_can_hold_is_read():
 
 
 def test_no_text_of_a_full_context_is_longer_than_the_limit(server: ServerThread):
-    codec, limits = server.service.codec, server.service.limits
-    longest = max(range(codec.vocab_size), key=lambda token: len(codec.token_bytes(token)) * (token > 6))
-    assert limits.max_token_bytes == len(codec.token_bytes(longest)) > 1
-    text = codec.token_text(longest) * (limits.context - 1)
-    assert len(codec.encode(text)) == limits.context
+    tokenizer, limits = server.service.tokenizer, server.service.limits
+    longest = max(range(tokenizer.vocab_size), key=lambda token: len(tokenizer.token_bytes(token)) * (token > 6))
+    assert limits.max_token_bytes == len(tokenizer.token_bytes(longest)) > 1
+    text = tokenizer.token_text(longest) * (limits.context - 1)
+    assert len(tokenizer.encode(text)) == limits.context
     assert len(text) <= limits.context * limits.max_token_bytes
 
 
@@ -99,9 +100,11 @@ def test_a_body_too_large_for_the_context_is_413(slow_server, chunked):
 
 def test_large_bodies_are_read_in_another_thread(slow_server, monkeypatch):
     server = slow_server()
-    codec, threads = server.service.codec, []
-    encode = codec.encode
-    monkeypatch.setattr(codec, "encode", lambda text: threads.append(threading.current_thread().name) or encode(text))
+    tokenizer, threads = server.service.tokenizer, []
+    encode = tokenizer.encode
+    monkeypatch.setattr(
+        tokenizer, "encode", lambda text: threads.append(threading.current_thread().name) or encode(text)
+    )
     for prompt in ("a", ["the quick brown fox " * 60] * 16):
         body = {"model": "tiny", "prompt": prompt, "max_tokens": 1}
         assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).status_code == 200

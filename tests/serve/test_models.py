@@ -18,9 +18,9 @@ from modelwright.serve.server import ServerThread
 def test_hugging_face_folder(server: ServerThread, tmp_path: Path):
     model = server.service.worker.client.engine._runner._model
     save_model(model, tmp_path, eos_id=1)
-    server.service.codec._tokenizer.save(tmp_path)
-    loaded, codec = load_folder(tmp_path, Int8WeightsConfig())
-    tokens = torch.tensor([codec.encode_chat([{"role": "user", "content": "the quick brown fox"}])])
+    server.service.tokenizer._tokenizer.save(tmp_path)
+    loaded, tokenizer = load_folder(tmp_path, Int8WeightsConfig())
+    tokens = torch.tensor([tokenizer.encode_chat([{"role": "user", "content": "the quick brown fox"}])])
     positions = torch.arange(tokens.shape[1])[None]
     with torch.inference_mode():
         left, right = (m.logits(m(tokens, positions, causal_attend())) for m in (model, loaded))
@@ -28,9 +28,9 @@ def test_hugging_face_folder(server: ServerThread, tmp_path: Path):
 
 
 def test_int8_folder(model_folder: Path):
-    model, codec = load_folder(model_folder, Int8WeightsConfig(backend="int_mm"))
+    model, tokenizer = load_folder(model_folder, Int8WeightsConfig(backend="int_mm"))
     assert isinstance(model.blocks["0"].ffn.up_proj, Int8Linear)
-    assert codec.decode(codec.encode("the quick")) == "the quick"
+    assert tokenizer.decode(tokenizer.encode("the quick")) == "the quick"
 
 
 def test_folders_that_do_not_fit_are_named(model_folder: Path):

@@ -21,10 +21,10 @@ from modelwright.infer.engine import EngineConfig
 from modelwright.infer.generate import generate
 from modelwright.infer.sequence import SamplingParams
 from modelwright.serve.config import ServeConfig
-from modelwright.serve.engine_thread import EngineThread
-from modelwright.serve.engines import load_engines
+from modelwright.serve.engines.backends import load_engines
+from modelwright.serve.engines.openvino import OpenVinoEngine
+from modelwright.serve.engines.thread import EngineThread
 from modelwright.serve.load import ModelSource, load_folder
-from modelwright.serve.openvino_engine import OpenVinoEngine
 from modelwright.serve.server import ServerThread
 from serve.conftest import make_model, make_tokenizer, write_model
 from serve.patience import wait_until
@@ -63,9 +63,9 @@ def post(server: ServerThread, prompt: str, route: str = "/v1/completions", **fi
 
 def test_greedy_answers_are_those_of_our_engine(server: ServerThread, folder: Path) -> None:
     """Four at once, with log-probabilities of the chosen tokens."""
-    model, codec = load_folder(folder, Int8WeightsConfig())
-    params = SamplingParams(max_tokens=20, temperature=0, stop_ids=codec.stop_ids)
-    expected = generate(model, [codec.encode(prompt) for prompt in PROMPTS], [params] * len(PROMPTS), ENGINE)
+    model, tokenizer = load_folder(folder, Int8WeightsConfig())
+    params = SamplingParams(max_tokens=20, temperature=0, stop_ids=tokenizer.stop_ids)
+    expected = generate(model, [tokenizer.encode(prompt) for prompt in PROMPTS], [params] * len(PROMPTS), ENGINE)
     with ThreadPoolExecutor(len(PROMPTS)) as threads:
         replies = list(threads.map(lambda one: post(server, one, logprobs=0, return_token_ids=True).json(), PROMPTS))
     for reply, ours in zip(replies, expected, strict=True):

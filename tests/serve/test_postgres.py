@@ -17,12 +17,10 @@ import pytest
 
 from modelwright.core.errors import StorageError
 from modelwright.serve.ab import experiment as tables
-from modelwright.serve.ab.assignment import Assignment
-from modelwright.serve.ab.experiment import Experiment
-from modelwright.serve.ab.requests import ExperimentRequest
-from modelwright.serve.ab.state import FAILED, RATED, SEEN, RequestEvent
-from modelwright.serve.database import Database, UrlDatabase, open_database
-from modelwright.serve.request_log import store
+from modelwright.serve.ab.experiment import Experiment, ExperimentRequest
+from modelwright.serve.ab.state import FAILED, RATED, SEEN, Assignment, RequestEvent
+from modelwright.serve.account import request_store
+from modelwright.serve.account.database import Database, UrlDatabase, open_database
 from serve.conftest import write_model
 from serve.patience import wait_until
 from serve.test_ab_tests import Process
@@ -109,30 +107,30 @@ def database(postgres: Postgres) -> Iterator[Database]:
 
 def test_the_log_keeps_what_it_is_given(database: Database) -> None:
     """As with SQLite: records in order, transactions, feedback, retention; and texts that PostgreSQL refuses."""
-    salt = store.create_tables(database)
-    assert store.create_tables(database) == salt
+    salt = request_store.create_tables(database)
+    assert request_store.create_tables(database) == salt
     with database.transaction():
         for number in range(600):
-            store.insert(database, record(number))
-        store.insert(database, record(600, prompt="a\0b 你好 \U0001f600", latency_s=None, time=1600.123456789))
+            request_store.insert(database, record(number))
+        request_store.insert(database, record(600, prompt="a\0b 你好 \U0001f600", latency_s=None, time=1600.123456789))
 
     def insert_one_twice() -> None:
         with database.transaction():
-            store.insert(database, record(601))
-            store.insert(database, record(5))
+            request_store.insert(database, record(601))
+            request_store.insert(database, record(5))
 
     with pytest.raises(StorageError, match="request_log_pkey"):
         insert_one_twice()
-    assert store.set_feedback(database, "chatcmpl-5", score=0.5, label=None, text="so so")
-    assert not store.set_feedback(database, "chatcmpl-601", score=0.5, label=None, text=None)
-    assert store.delete_before(database, 1005.0) == 5
-    assert store.num_records(database, since=1005, until=1010) == 5
-    found = list(store.records(database, since=1005, until=1600))
+    assert request_store.set_feedback(database, "chatcmpl-5", score=0.5, label=None, text="so so")
+    assert not request_store.set_feedback(database, "chatcmpl-601", score=0.5, label=None, text=None)
+    assert request_store.delete_before(database, 1005.0) == 5
+    assert request_store.num_records(database, since=1005, until=1010) == 5
+    found = list(request_store.records(database, since=1005, until=1600))
     assert found[0] == record(5, feedback_score=0.5, feedback_text="so so")
     assert found[1:] == [record(number) for number in range(6, 600)]
-    [last] = store.records(database, since=1600, until=1700)
+    [last] = request_store.records(database, since=1600, until=1700)
     assert last == record(600, prompt="a�b 你好 \U0001f600", latency_s=None, time=1600.123456789)
-    assert store.num_since(database, "u", 1598) == 3
+    assert request_store.num_since(database, "u", 1598) == 3
 
 
 def test_the_state_of_a_test_is_the_same_as_in_sqlite(database: Database, tmp_path: Path) -> None:

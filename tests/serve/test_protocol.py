@@ -5,16 +5,14 @@ import json
 import httpx
 import pytest
 
+from modelwright.serve.api.chat import ChatRequest
+from modelwright.serve.api.completions import CompletionRequest
+from modelwright.serve.api.parsing import parse_request
+from modelwright.serve.api.pooled import EmbeddingRequest
+from modelwright.serve.api.tokens import TokenizeRequest
 from modelwright.serve.errors import ApiError
+from modelwright.serve.generation import GenerationRequest
 from modelwright.serve.limits import Limits
-from modelwright.serve.parsing import parse_request
-from modelwright.serve.protocol import (
-    ChatRequest,
-    CompletionRequest,
-    EmbeddingRequest,
-    GenerationRequest,
-    TokenizeRequest,
-)
 from modelwright.serve.server import ServerThread
 
 LIMITS = Limits(context=100, max_choices=4, max_token_bytes=10, max_body_bytes=4_000_000)

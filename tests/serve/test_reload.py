@@ -19,9 +19,8 @@ from modelwright.infer.engine import EngineConfig
 from modelwright.infer.generate import generate
 from modelwright.infer.sequence import SamplingParams
 from modelwright.serve.config import ServeConfig
-from modelwright.serve.engines import load_engines
-from modelwright.serve.fingerprint import weights_fingerprint
-from modelwright.serve.load import ModelSource, load_folder
+from modelwright.serve.engines.backends import load_engines
+from modelwright.serve.load import ModelSource, load_folder, weights_fingerprint
 from modelwright.serve.server import ServerThread
 from serve.conftest import write_model
 from serve.patience import held, wait_until
@@ -46,9 +45,9 @@ def answers(folders: dict[str, Path]) -> dict[tuple[str, str], str]:
     params = SamplingParams(max_tokens=12, temperature=0)
     found = {}
     for version, folder in folders.items():
-        model, codec = load_folder(folder, Int8WeightsConfig())
-        completions = generate(model, [codec.encode(p) for p in PROMPTS], [params] * len(PROMPTS), ENGINE)
-        found |= {(version, p): codec.decode(c.token_ids) for p, c in zip(PROMPTS, completions, strict=True)}
+        model, tokenizer = load_folder(folder, Int8WeightsConfig())
+        completions = generate(model, [tokenizer.encode(p) for p in PROMPTS], [params] * len(PROMPTS), ENGINE)
+        found |= {(version, p): tokenizer.decode(c.token_ids) for p, c in zip(PROMPTS, completions, strict=True)}
     assert len(set(found.values())) == len(found)
     return found
 

@@ -19,14 +19,13 @@ from modelwright.core.config import dump
 from modelwright.core.errors import ConfigError, DataError, StorageError
 from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents
 from modelwright.recipes.load import recipe
-from modelwright.serve.database import SqliteDatabase, UrlDatabase, open_database
-from modelwright.serve.database_writer import DatabaseWriter, WriterBusy
-from modelwright.serve.exchange import pseudonym
-from modelwright.serve.request_log import store
-from modelwright.serve.request_log.export import SCHEMA
-from modelwright.serve.request_log.record import FIELDS, RequestRecord
-from modelwright.serve.request_log.redaction import RedactionFailed, TextRedaction
-from modelwright.serve.requests_config import RequestsConfig
+from modelwright.serve.account import request_store
+from modelwright.serve.account.database import DatabaseWriter, SqliteDatabase, UrlDatabase, WriterBusy, open_database
+from modelwright.serve.account.exchange import pseudonym
+from modelwright.serve.account.export import SCHEMA
+from modelwright.serve.account.request_log import RedactionFailed, TextRedaction
+from modelwright.serve.account.request_store import FIELDS, RequestRecord
+from modelwright.serve.config import RequestsConfig
 from modelwright.serve.server import ServerThread
 from planted_values import planted_values
 from serve.patience import held, wait_until
@@ -163,7 +162,7 @@ def test_a_record_says_what_happened(slow_server, tmp_path: Path, capsys):
     assert first["user"] == second["user"] == fourth["user"] != third["user"]
     assert (refused["status"], refused["prompt"], refused["answer"], refused["ttft_s"]) == (400, "too long", "", None)
     assert (left["status"], left["latency_s"]) == (499, None)
-    assert left["prompt"] == server.service.codec.decode([70, 71])
+    assert left["prompt"] == server.service.tokenizer.decode([70, 71])
     assert exported(path, tmp_path / "none.jsonl", "--until", "2020-01-01") == []
     assert len(exported(path, tmp_path / "some.jsonl", "--since", str(fourth["time"]))) == 3
     assert main(["requests", "prune", str(path), "--older-than-days", "0"]) == 0
@@ -227,11 +226,13 @@ def test_feedback_is_idempotent_and_asks_for_its_scope(slow_server, tmp_path: Pa
 def test_users_are_capped_and_old_records_deleted(slow_server, tmp_path: Path):
     path = tmp_path / "requests.sqlite"
     database = SqliteDatabase(path)
-    salt = store.create_tables(database)
+    salt = request_store.create_tables(database)
     now = time.time()
     for number, age_days in enumerate((40, 2, 0.5)):
         user = pseudonym(salt, "anonymous\0one")
-        store.insert(database, record(number, time=now - age_days * 86_400, user=user, answer="ancient history"))
+        request_store.insert(
+            database, record(number, time=now - age_days * 86_400, user=user, answer="ancient history")
+        )
     database.close()
     server = slow_server(requests=RequestsConfig(log=str(path), max_per_user=3, retention_days=30))
     for user, count in (("one", 4), ("two", 1)):
@@ -254,7 +255,7 @@ def test_a_failed_check_keeps_the_text_out(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_the_writer_never_waits_and_counts_what_it_loses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("modelwright.serve.database_writer.QUEUE_TASKS", 4)
+    monkeypatch.setattr("modelwright.serve.account.database.QUEUE_TASKS", 4)
     database = SqliteDatabase(tmp_path / "some.sqlite")
     database.execute("CREATE TABLE numbers (number INTEGER PRIMARY KEY)")
     lost: list[tuple[str, int]] = []
@@ -274,7 +275,7 @@ def test_the_writer_never_waits_and_counts_what_it_loses(tmp_path: Path, monkeyp
 
 
 def test_housekeeping_comes_round_however_busy_the_writer_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("modelwright.serve.database_writer.HOUSEKEEPING_PERIOD_S", 0.1)
+    monkeypatch.setattr("modelwright.serve.account.database.HOUSEKEEPING_PERIOD_S", 0.1)
     times: list[float] = []
     database = SqliteDatabase(tmp_path / "some.sqlite")
     writer = DatabaseWriter("test", database, dropped=print, housekeeping=lambda _: times.append(time.monotonic()))
@@ -321,8 +322,8 @@ def test_a_commit_that_fails_leaves_no_transaction_open(tmp_path: Path):
 def test_an_answer_that_repeats_its_prompt_is_logged_whole(slow_server, tmp_path: Path):
     path = tmp_path / "requests.sqlite"
     server = slow_server(requests=RequestsConfig(log=str(path)))
-    (token,) = server.service.codec.encode("the", with_begin=False)[:1]
-    prompt = server.service.codec.decode([token])
+    (token,) = server.service.tokenizer.encode("the", with_begin=False)[:1]
+    prompt = server.service.tokenizer.decode([token])
     body = {"model": "tiny", "prompt": prompt, "max_tokens": 3, "logit_bias": {str(token): 100}, "temperature": 0}
     for echo in (False, True):
         reply = httpx.post(f"{server.url}/v1/completions", json=body | {"echo": echo}, timeout=60)
@@ -339,27 +340,27 @@ def test_both_databases_do_the_same(kind: str, tmp_path: Path):
     location = str(path) if kind == "file" else f"sqlite:///{path}"
     database = open_database(location, setting="path")
     assert isinstance(database, SqliteDatabase if kind == "file" else UrlDatabase)
-    salt = store.create_tables(database)
-    assert store.create_tables(database) == salt
+    salt = request_store.create_tables(database)
+    assert request_store.create_tables(database) == salt
     with database.transaction():
         for number in range(600):
-            store.insert(database, record(number))
+            request_store.insert(database, record(number))
 
     def insert_one_twice() -> None:
         with database.transaction():
-            store.insert(database, record(600))
-            store.insert(database, record(5))
+            request_store.insert(database, record(600))
+            request_store.insert(database, record(5))
 
     with pytest.raises(Exception, match="UNIQUE"):
         insert_one_twice()
-    assert store.set_feedback(database, "chatcmpl-5", score=0.5, label=None, text="so so")
-    assert not store.set_feedback(database, "chatcmpl-600", score=0.5, label=None, text=None)
-    assert store.delete_before(database, 1005.0) == 5
-    assert store.num_records(database, since=1005, until=1010) == 5
-    found = list(store.records(database, since=1005, until=1600))
+    assert request_store.set_feedback(database, "chatcmpl-5", score=0.5, label=None, text="so so")
+    assert not request_store.set_feedback(database, "chatcmpl-600", score=0.5, label=None, text=None)
+    assert request_store.delete_before(database, 1005.0) == 5
+    assert request_store.num_records(database, since=1005, until=1010) == 5
+    found = list(request_store.records(database, since=1005, until=1600))
     assert found[0] == record(5, feedback_score=0.5, feedback_text="so so")
     assert found[1:] == [record(number) for number in range(6, 600)]
-    assert store.num_since(database, "u", 1598) == 2
+    assert request_store.num_since(database, "u", 1598) == 2
     database.close()
 
 
@@ -384,7 +385,7 @@ def test_locations_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_wrong_exports_are_refused(tmp_path: Path, capsys):
     database = SqliteDatabase(tmp_path / "log.sqlite")
-    store.create_tables(database)
+    request_store.create_tables(database)
     database.close()
     SqliteDatabase(tmp_path / "other.sqlite").close()
     (tmp_path / "folder.jsonl").mkdir()
@@ -412,9 +413,9 @@ def test_wrong_exports_are_refused(tmp_path: Path, capsys):
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_own_answers_are_refused_as_training_text(suffix: str, tmp_path: Path, capsys):
     database = SqliteDatabase(tmp_path / "log.sqlite")
-    store.create_tables(database)
+    request_store.create_tables(database)
     for number in range(3):
-        store.insert(database, record(number, prompt=f"what is number {number}?"))
+        request_store.insert(database, record(number, prompt=f"what is number {number}?"))
     database.close()
     path = tmp_path / f"out{suffix}"
     exported(tmp_path / "log.sqlite", path)
@@ -456,8 +457,8 @@ def test_the_log_of_a_run_is_found(tmp_path: Path, capsys):
     assert "names no requests.log" in capsys.readouterr().err
     for name in ("requests.sqlite", "elsewhere.sqlite"):
         database = SqliteDatabase(tmp_path / name)
-        store.create_tables(database)
-        store.insert(database, record(prompt=name))
+        request_store.create_tables(database)
+        request_store.insert(database, record(prompt=name))
         database.close()
     assert [entry["prompt"] for entry in exported(tmp_path, tmp_path / "out.jsonl")] == ["requests.sqlite"]
     config["requests"]["log"] = str(tmp_path / "elsewhere.sqlite")

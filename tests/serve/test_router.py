@@ -17,23 +17,22 @@ import pytest
 
 from modelwright.infer.engine import EngineConfig, StepOutput
 from modelwright.infer.sequence import SamplingParams
-from modelwright.serve.engine_client import EngineInfo
-from modelwright.serve.engine_handle import EngineHandle
-from modelwright.serve.engine_health import (
+from modelwright.serve.account.metrics import NO_LOAD
+from modelwright.serve.engines.client import EngineInfo
+from modelwright.serve.engines.handle import EngineHandle
+from modelwright.serve.engines.jobs import GenerationJob, output_message
+from modelwright.serve.engines.pool import EnginePool
+from modelwright.serve.engines.process import BlockingChannel, EngineReport, EngineSetup
+from modelwright.serve.engines.routing import (
     EJECTION_S,
     FAILURES_TO_OPEN,
     LONGEST_EJECTION_S,
     STEPS_OF_WINDOW,
     Breaker,
     EngineHealth,
+    Router,
 )
-from modelwright.serve.engine_pool import EnginePool
-from modelwright.serve.engine_process import EngineReport, EngineSetup
 from modelwright.serve.errors import ApiError
-from modelwright.serve.jobs import GenerationJob, output_message
-from modelwright.serve.messages import BlockingChannel
-from modelwright.serve.metrics import NO_LOAD
-from modelwright.serve.router import Router
 
 
 class FakeClock:

@@ -13,9 +13,9 @@ from modelwright.infer.generate import generate
 from modelwright.infer.sequence import SamplingParams
 from modelwright.model.attention import causal_attend
 from modelwright.serve.config import ServeConfig
-from modelwright.serve.engines import engine_in_thread
+from modelwright.serve.engines.backends import engine_in_thread
 from modelwright.serve.server import ServerThread
-from serve.conftest import make_codec, make_model
+from serve.conftest import make_model, make_served_tokenizer
 from serve.test_monitoring import samples
 
 PROMPT = "the quick brown fox"
@@ -51,9 +51,9 @@ FIELDS = [
 
 @pytest.mark.parametrize("fields", FIELDS, ids=[list(fields)[-1] for fields in FIELDS])
 def test_fields_of_sampling_mean_what_the_engine_means(server: ServerThread, fields: dict[str, Any]):
-    codec = server.service.codec
-    params = SamplingParams(max_tokens=10, stop_ids=codec.stop_ids, **fields)
-    (wanted,) = generate(make_model(), [codec.encode(PROMPT)], [params])
+    tokenizer = server.service.tokenizer
+    params = SamplingParams(max_tokens=10, stop_ids=tokenizer.stop_ids, **fields)
+    (wanted,) = generate(make_model(), [tokenizer.encode(PROMPT)], [params])
     assert ids_of(server, **fields) == wanted.token_ids
 
 
@@ -101,7 +101,7 @@ def test_several_answers_are_distinct_and_can_be_repeated(server: ServerThread):
 def test_log_probabilities_of_prompt_and_answer(server: ServerThread):
     reply = complete(server, logprobs=20, prompt_logprobs=3)
     (choice,) = reply["choices"]
-    ids = server.service.codec.encode(PROMPT)
+    ids = server.service.tokenizer.encode(PROMPT)
     assert choice["prompt_token_ids"] == ids
     whole = ids + choice["token_ids"]
     with torch.no_grad():
@@ -147,7 +147,7 @@ def test_tokens_there_and_back(server: ServerThread):
     assert post("/detokenize", model="tiny", tokens=there["tokens"]) == {"prompt": PROMPT}
     turns = [{"role": "user", "content": PROMPT}]
     chat = post("/tokenize", model="tiny", messages=turns)
-    assert chat["tokens"] == server.service.codec.encode_chat(turns)
+    assert chat["tokens"] == server.service.tokenizer.encode_chat(turns)
     for body in ({"prompt": "a", "x": 1}, {"model": "nobody", "prompt": "a"}, {"model": "tiny"}):
         assert "error" in post("/tokenize", **body)
 
@@ -155,7 +155,9 @@ def test_tokens_there_and_back(server: ServerThread):
 def test_guessed_tokens_change_no_answer_and_are_counted(server: ServerThread):
     config = ServeConfig(port=0, engine=EngineConfig(num_speculative_tokens=4))
     text, changes = "the lazy dog jumps " * 6, ({"temperature": 0}, {"temperature": 0.3, "seed": 2, "n": 3})
-    with ServerThread(engine_in_thread(make_model(), config), make_codec(), config, model_name="tiny") as guessing:
+    with ServerThread(
+        engine_in_thread(make_model(), config), make_served_tokenizer(), config, model_name="tiny"
+    ) as guessing:
         for change in changes:
             asked = {"prompt": text, "max_tokens": 60, "logprobs": 1} | change
             plain, guessed = (complete(one, **asked)["choices"] for one in (server, guessing))

@@ -18,9 +18,9 @@ from openai import OpenAI
 from modelwright.infer.engine import Engine, EngineConfig
 from modelwright.infer.sequence import SamplingParams
 from modelwright.serve.config import ServeConfig
-from modelwright.serve.engines import engine_in_thread
+from modelwright.serve.engines.backends import engine_in_thread
 from modelwright.serve.server import ServerThread
-from serve.conftest import make_codec, make_model
+from serve.conftest import make_model, make_served_tokenizer
 
 pytest.importorskip("llguidance")
 
@@ -206,7 +206,9 @@ def test_a_60000_deep_schema_is_refused_in_time(deep_server: ServerThread, openi
 def deep_server() -> Iterator[ServerThread]:
     """A server whose context lets large bodies in."""
     config = ServeConfig(port=0, engine=EngineConfig(kv_cache_tokens=65_536))
-    with ServerThread(engine_in_thread(make_model(65_536), config), make_codec(), config, model_name="tiny") as running:
+    with ServerThread(
+        engine_in_thread(make_model(65_536), config), make_served_tokenizer(), config, model_name="tiny"
+    ) as running:
         yield running
 
 

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from modelwright.data.tokenizer.stream_decode import ByteStream
-from modelwright.serve.detokenizer import IncrementalDetokenizer
+from modelwright.serve.tokenizer import IncrementalDetokenizer
 
 
 def of_bytes() -> ByteStream:

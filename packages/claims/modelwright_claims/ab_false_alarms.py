@@ -13,11 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from modelwright.core.seeds import derive_seed
-from modelwright.serve.ab.assignment import CONTROL, TREATMENT, arm_of
-from modelwright.serve.ab.fixed_horizon import two_proportions, welch
 from modelwright.serve.ab.guards import REPORT_ALPHA, GuardLimits, verdict
-from modelwright.serve.ab.sequential import BURN_IN, difference_interval, log_e_value
-from modelwright.serve.ab.state import EventKind, ExperimentState, RequestEvent
+from modelwright.serve.ab.state import CONTROL, TREATMENT, EventKind, ExperimentState, RequestEvent, arm_of
+from modelwright.serve.ab.statistics import BURN_IN, difference_interval, log_e_value, two_proportions, welch
 from modelwright_claims.binomial import share
 from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict
 from modelwright_claims.judging import Judgment

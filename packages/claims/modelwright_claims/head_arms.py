@@ -16,10 +16,10 @@ from torch import Tensor
 
 from modelwright.compress.prune import input_moments, prune
 from modelwright.data.rows.batch import TokenBatch
-from modelwright.infer.batch_invariance import stable_row_multiple
 from modelwright.infer.decode_operator import decode_operator
 from modelwright.infer.kv_cache import PagedCache
 from modelwright.infer.model_runner import ModelRunner
+from modelwright.infer.products import stable_row_multiple
 from modelwright.infer.scheduler import Chunk, SchedulerOutput
 from modelwright.infer.sequence import SamplingParams
 from modelwright.infer.sequence import Sequence as EngineSequence

@@ -9,10 +9,9 @@ from continual_update import QUICK, write_world
 from continual_world import BASE, LOG, World, words_of
 from modelwright.cli.main import main
 from modelwright.infer.engine import EngineConfig
-from modelwright.serve.config import ServeConfig
-from modelwright.serve.engines import load_engines
+from modelwright.serve.config import RequestsConfig, ServeConfig
+from modelwright.serve.engines.backends import load_engines
 from modelwright.serve.load import ModelSource
-from modelwright.serve.requests_config import RequestsConfig
 from modelwright.serve.server import ServerThread
 from modelwright_continual.benchmark import load_benchmark
 from serve.test_keys import write_keys
@@ -45,9 +44,9 @@ def server(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     keys = write_keys(tmp_path / "keys.yaml", root={"scopes": ["infer", "admin", "metrics", "feedback"]})
     config = ServeConfig(port=0, engine=EngineConfig(max_num_seqs=4), keys_file=keys)
     source = ModelSource(name="tiny", folder=world.base / "quantize/artifact")
-    client, codec = load_engines(source, config)
+    client, tokenizer = load_engines(source, config)
     requests = RequestsConfig(ab_state=str(tmp_path / "ab.sqlite"), log=str(tmp_path / LOG))
-    running = ServerThread(client, codec, config, model_name="tiny", source=source, requests=requests).start()
+    running = ServerThread(client, tokenizer, config, model_name="tiny", source=source, requests=requests).start()
     yield running
     running.stop_soon(at_once=True)
     assert running.join(120)

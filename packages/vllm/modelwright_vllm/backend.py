@@ -10,11 +10,10 @@ from modelwright.core.errors import ConfigError, ModelError
 from modelwright.model.hf import is_sequence_classifier, load_config
 from modelwright.model.vision.llava import is_llava_folder
 from modelwright.serve.config import ServeConfig
-from modelwright.serve.engine_client import EngineClient, EngineInfo
-from modelwright.serve.engines import Backend
-from modelwright.serve.fingerprint import FINGERPRINT_LEN
-from modelwright.serve.load import ModelSource, require_folder
-from modelwright.serve.tokenizer import Codec
+from modelwright.serve.engines.backends import Backend
+from modelwright.serve.engines.client import EngineClient, EngineInfo
+from modelwright.serve.load import FINGERPRINT_LEN, ModelSource, require_folder
+from modelwright.serve.tokenizer import ServedTokenizer
 from modelwright_vllm.command import VARIABLE, vllm_command
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -22,7 +21,7 @@ MOST_LOGPROBS = 20
 """Alternatives that a request may ask for (`NumLogprobs`)."""
 
 
-def vllm_engine(source: ModelSource, config: ServeConfig) -> tuple[EngineClient, Codec]:
+def vllm_engine(source: ModelSource, config: ServeConfig) -> tuple[EngineClient, ServedTokenizer]:
     """Start vLLM and wait until it is ready. Raises `ConfigError` for settings that it cannot follow and where there is
     no vLLM, `ModelError` for a model that it cannot load.
     """
@@ -33,7 +32,7 @@ def vllm_engine(source: ModelSource, config: ServeConfig) -> tuple[EngineClient,
     from modelwright_vllm.client import VllmClient  # needs an HTTP client, which other back-ends do not
     from modelwright_vllm.process import VllmLaunch, VllmProcess
 
-    model, codec = load_config(folder), Codec.load(folder)
+    model, tokenizer = load_config(folder), ServedTokenizer.load(folder)
     dtype = config.backend.partition(":")[2] or "auto"
     launch = VllmLaunch(
         program=command.program,
@@ -57,7 +56,7 @@ def vllm_engine(source: ModelSource, config: ServeConfig) -> tuple[EngineClient,
     except BaseException:
         process.end()
         raise
-    return VllmClient(launch, process, info, fingerprint), codec
+    return VllmClient(launch, process, info, fingerprint), tokenizer
 
 
 def weights_of_files(folder: Path, dtype: str) -> str:

@@ -11,10 +11,10 @@ from typing import Any
 
 from modelwright.infer.engine import StepOutput
 from modelwright.infer.sequence import ScoredToken
+from modelwright.serve.api.answers import ID_PREFIX
+from modelwright.serve.engines.grammars import JSON_FORM
+from modelwright.serve.engines.jobs import Job
 from modelwright.serve.errors import ApiError
-from modelwright.serve.grammars import JSON_FORM
-from modelwright.serve.jobs import Job
-from modelwright.serve.logprobs import ID_PREFIX
 
 SERVED_NAME = "model"
 """What vLLM calls the model."""

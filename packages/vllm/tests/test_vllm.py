@@ -20,9 +20,9 @@ from modelwright.core.errors import ConfigError, ModelError
 from modelwright.infer.engine import EngineConfig
 from modelwright.infer.sequence import SamplingParams
 from modelwright.serve.config import ServeConfig
-from modelwright.serve.engines import load_engines
+from modelwright.serve.engines.backends import load_engines
+from modelwright.serve.engines.jobs import GenerationJob
 from modelwright.serve.errors import ApiError
-from modelwright.serve.jobs import GenerationJob
 from modelwright.serve.load import ModelSource
 from modelwright.serve.server import ServerThread
 from modelwright_vllm import client as vllm_client

@@ -14,7 +14,7 @@ import uvicorn
 from modelwright.infer.engine import EngineConfig
 from modelwright.serve.application import Application
 from modelwright.serve.config import ServeConfig
-from modelwright.serve.engines import load_engines
+from modelwright.serve.engines.backends import load_engines
 from modelwright.serve.load import ModelSource
 
 REASON = "ValueError: No available memory for the cache blocks."

@@ -42,8 +42,8 @@ def requests(words: Sequence[str]) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    from modelwright.serve.database import open_database
-    from modelwright.serve.request_log.export import export_records
+    from modelwright.serve.account.database import open_database
+    from modelwright.serve.account.export import export_records
 
     display = choose_display(sys.stderr)
     database = open_database(_location(options.log), setting="LOG", must_exist=True)
@@ -59,8 +59,8 @@ def _export(options: argparse.Namespace) -> int:
 def _prune(options: argparse.Namespace) -> int:
     if not 0 <= options.older_than_days < math.inf:
         raise ConfigError(f"--older-than-days: must be 0 or more, got {options.older_than_days}")
-    from modelwright.serve.database import open_database
-    from modelwright.serve.request_log.store import delete_before
+    from modelwright.serve.account.database import open_database
+    from modelwright.serve.account.request_store import delete_before
 
     database = open_database(_location(options.log), setting="LOG", must_exist=True)
     try:

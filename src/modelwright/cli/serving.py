@@ -72,8 +72,7 @@ def settings_help() -> str:
 
 def _settings() -> "list[Setting]":
     from modelwright.core.config_docs import settings_of
-    from modelwright.serve.config import ServeConfig
-    from modelwright.serve.requests_config import RequestsConfig
+    from modelwright.serve.config import RequestsConfig, ServeConfig
 
     return [*settings_of(ServeConfig), *settings_of(RequestsConfig, "requests")]
 
@@ -87,8 +86,7 @@ def read_serving(
     from modelwright.core.config import dump, merge, parse
     from modelwright.pipeline.models import find_model
     from modelwright.recipes.load import find_target
-    from modelwright.serve.config import ServeConfig
-    from modelwright.serve.requests_config import RequestsConfig
+    from modelwright.serve.config import RequestsConfig, ServeConfig
 
     result = find_model(find_target(parsed.target), stage=parsed.stage, int8=parsed.int8)
     kept, rest = split_section("requests", settings)

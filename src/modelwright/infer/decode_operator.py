@@ -58,7 +58,8 @@ class DecodeOperator:
         refuse_unless(device == "cpu", f"it is on the device {device}")  # first, as kernels are compiled when asked for
         refuse_unless("decode_step" in cpu_kernels.used(), "the kernel decode_step is not used here")
         ends = model.ends
-        formats = {ends.stream_dtype, ends.head_dtype, *(norm.out_dtype for norm in _norms(model))}
+        norms = [module for module in (model.norm, *model.blocks.modules()) if isinstance(module, RMSNorm)]
+        formats = {ends.stream_dtype, ends.head_dtype, *(norm.out_dtype for norm in norms)}
         refuse_unless(formats <= {None, *CASTS}, "the model computes in a training format")
         blocks = [_checked_block(block) for block in model.blocks.values()]
         self._model = model
@@ -252,12 +253,8 @@ def _plain(weight: Tensor) -> Tensor:
     return weight.detach()
 
 
-def _norms(model: Decoder) -> list[RMSNorm]:
-    return [module for module in (model.norm, *model.blocks.modules()) if isinstance(module, RMSNorm)]
-
-
 def _norm(module: nn.Module) -> Tensor:
-    """The FP32 factors of a norm; none for what stands in its place."""
+    """The FP32 factors of a norm; none for its replacement."""
     if isinstance(module, nn.Identity):
         return NO_NORM
     refuse_unless(type(module) is RMSNorm, f"it has {type(module).__name__}s")

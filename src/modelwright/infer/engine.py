@@ -1,7 +1,7 @@
 """The engine: requests of token ids go in, tokens come out step by step.
 
 One thread calls it. A request's tokens depend on the model, its prompt, its parameters and its seed, and not on what
-else is running: see `model_runner`, `scheduler` and `batch_invariance`.
+else is running: see `model_runner`, `scheduler` and `products`.
 """
 
 import math
@@ -10,22 +10,25 @@ from collections.abc import Sequence as Ids
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
-from modelwright.infer.batch_invariance import MULTIPLES, adapter_row_multiple, stable_row_multiple
 from modelwright.infer.decode_operator import decode_operator
-from modelwright.infer.kv_cache import BlockManager, PagedCache
-from modelwright.infer.lm_head import Product, fastest_head
+from modelwright.infer.kv_cache import BlockManager, PagedCache, PrefixCache
 from modelwright.infer.model_runner import CONTEXT_STEP, ModelRunner
-from modelwright.infer.pooling import pooled
-from modelwright.infer.prefix_cache import PrefixCache
-from modelwright.infer.prompt_images import Pixels, prompt_images
-from modelwright.infer.prompt_lookup import PromptLookup
+from modelwright.infer.products import MULTIPLES, Product, adapter_row_multiple, fastest_head, stable_row_multiple
 from modelwright.infer.sampler import SampledToken, SampleRequest, sample
-from modelwright.infer.scheduler import Scheduler
-from modelwright.infer.sequence import Pooling, SamplingParams, ScoredToken, Sequence, TokenConstraint
+from modelwright.infer.scheduler import PromptLookup, Scheduler
+from modelwright.infer.sequence import (
+    Pixels,
+    Pooling,
+    SamplingParams,
+    ScoredToken,
+    Sequence,
+    TokenConstraint,
+    prompt_images,
+)
 from modelwright.memory.tensor_heap import use_tensor_heap
 from modelwright.model.adapter_bank import BASE, AdapterSet, PreparedAdapter
 from modelwright.model.decoder import Decoder
@@ -250,9 +253,9 @@ class Engine:
         cache_salt: str = "",
         adapter: str = BASE,
     ) -> None:
-        """Queue a request for what a text as a whole gives (`pooling.py`). Embeddings are hidden states after the final
-        norm, which is how a model without a pooling layer embeds a text. Raises like `add`, and for a score of a model
-        without a head for it.
+        """Queue a request for one embedding or score of a whole text (`pooled`). Embeddings are hidden states after the
+        final norm, which is how a model without a pooling layer embeds a text. Raises like `add`, and for a score of a
+        model without a head for it.
         """
         prompt = self._checked(request_id, prompt_ids)
         if pooling == "score" and self.score_head is None:
@@ -309,15 +312,14 @@ class Engine:
         for row, sequence in enumerate(sequences):
             rows.setdefault(sequence, []).append(row)
         outputs = [self._pooled(sequence, hidden_BD[own[0]]) for sequence, own in rows.items() if sequence.pooling]
+        # A draft's rows are sampled one place after the other: a token counts only if the draft guessed the one before.
         live, place = [sequence for sequence in rows if not sequence.pooling], 0
         while live:
             outputs += self._sampled(live, [rows[sequence][place] for sequence in live], logits_BV)
-            live = [one for one in live if self._is_running(one) and self._lookup.accepts(one, place)]
+            still_running = [one for one in live if self._sequences.get(one.request_id) is one]
+            live = [one for one in still_running if self._lookup.accepts(one, place)]
             place += 1
         return outputs
-
-    def _is_running(self, sequence: Sequence) -> bool:
-        return self._sequences.get(sequence.request_id) is sequence
 
     def _sampled(self, sequences: list[Sequence], rows: list[int], logits_BV: Tensor) -> list[StepOutput]:
         """The next token of each sequence, from its row of the logits."""
@@ -382,3 +384,20 @@ def _request(sequence: Sequence) -> SampleRequest:
     allowed_V = sequence.constraint.allowed() if sequence.constraint is not None else None
     prompt_ids = sequence.token_ids[: sequence.num_prompt] if sequence.params.repetition_penalty != 1 else ()
     return SampleRequest(sequence.params, sequence.num_new, sequence.counts, prompt_ids, allowed_V)
+
+
+@torch.inference_mode()
+def pooled(kind: Pooling, last_D: Tensor, sum_D: Tensor | None, num_tokens: int, head: nn.Module | None) -> list[float]:
+    """The embedding of a text, which has unit length, or its score, one number; empty if a value is not finite.
+
+    last_D: the last token's hidden state; sum_D: over all tokens, for "mean"; head: a product with `weight` [1, D], for
+    "score". In FP64 and for one text at a time, so that nothing depends on what else is computed.
+    """
+    if kind == "score":
+        assert head is not None
+        values = (last_D.double() * head.get_parameter("weight")[0].double()).sum()[None]
+    else:
+        assert kind == "last" or sum_D is not None
+        hidden_D = last_D.double() if sum_D is None or kind == "last" else sum_D / num_tokens
+        values = hidden_D / hidden_D.norm().clamp_min(1e-12)
+    return values.float().tolist() if bool(torch.isfinite(values).all()) else []

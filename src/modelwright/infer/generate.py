@@ -7,8 +7,7 @@ from torch.distributed.tensor import DTensor
 
 from modelwright.core.errors import ConfigError
 from modelwright.infer.engine import Engine, EngineConfig
-from modelwright.infer.prompt_images import Pixels
-from modelwright.infer.sequence import SamplingParams
+from modelwright.infer.sequence import Pixels, SamplingParams
 from modelwright.model.decoder import Decoder
 
 

@@ -1,10 +1,15 @@
-"""The paged key/value cache: fixed-size blocks handed out to sequences, as in vLLM (Kwon et al. 2023).
+"""The paged key/value cache: fixed-size blocks handed out to sequences, as in vLLM (Kwon et al. 2023), and the prompts
+that are found in it again.
 
 Block 0 is never handed out: padded entries of block tables point at it, and their contents are masked.
 
 Legend: L blocks, S tokens per block, B sequences, N tokens, K key/value heads, d head width.
 """
 
+import hashlib
+import json
+import math
+from array import array
 from collections import OrderedDict
 
 import torch
@@ -12,6 +17,7 @@ from torch import Tensor
 
 from modelwright.infer.sequence import Sequence
 from modelwright.model.config import ModelConfig
+from modelwright.ops.rope_scaling import RopeScaling
 
 
 class BlockManager:
@@ -60,7 +66,7 @@ class BlockManager:
 
     def release(self, sequence: Sequence) -> None:
         """Give back all blocks of `sequence`. What can be found again is overwritten from its end on."""
-        for block in reversed(sequence.block_table):
+        for block in reversed(sequence.block_table):  # the end first: a block is found only through those before it
             self._num_users[block] -= 1
             if self._num_users[block] == 0 and block in self._hash_of:
                 self._reusable[block] = None
@@ -79,6 +85,8 @@ class BlockManager:
             self._hash_of[block], self._block_of[block_hash] = block_hash, block
 
     def _take(self) -> int:
+        # A block without a known prompt goes first, then the one that was released longest ago: its prompt is the least
+        # likely to return.
         block = self._free.pop() if self._free else self._reusable.popitem(last=False)[0]
         if block in self._hash_of:
             del self._block_of[self._hash_of.pop(block)]
@@ -133,3 +141,76 @@ class PagedCache:
             return heads.view(num_sequences, num_heads, -1, heads.shape[-1]).transpose(1, 2)
 
         return taken(self._keys), taken(self._values)
+
+
+class PrefixCache:
+    """Finds the beginnings of prompts that the cache holds already, by a hash chained over blocks as in vLLM.
+
+    A hit ends at a multiple of the prefill chunk, and at the latest before a prompt's last token, whose logits are
+    needed. So the rest of a prompt is computed in the same chunks as without a hit, and a hit changes no bit. Only
+    tokens that were computed in chunks are found again: decoding one token at a time rounds differently. enabled: False
+    finds nothing.
+
+    Two prompts share blocks only if their sequences have the same `cache_salt` and `adapter`, the same images up to
+    there, and, where the rotary frequencies depend on the length of the sequence, the same frequencies.
+    """
+
+    def __init__(self, blocks: BlockManager, rope: RopeScaling, *, prefill_chunk: int, enabled: bool) -> None:
+        self._blocks = blocks
+        self._rope = rope
+        self._unit_len = math.lcm(prefill_chunk, blocks.block_len)
+        self._enabled = enabled
+        self.num_queries = 0
+        """Prompt tokens that were looked up so far."""
+        self.num_hits = 0
+        """Those of them that were found."""
+
+    def find(self, sequence: Sequence) -> list[int]:
+        """The blocks with the longest known beginning of a sequence's prompt. None of them is taken yet."""
+        if not self._enabled or not sequence.num_cacheable:
+            return []
+        unit_blocks = self._unit_len // self._blocks.block_len
+        num_usable = sequence.num_cacheable // self._unit_len * unit_blocks
+        found: list[int] = []
+        for block_hash in self._hashes(sequence)[:num_usable]:
+            block = self._blocks.find(block_hash)
+            if block is None:
+                break
+            found.append(block)
+        return found[: len(found) // unit_blocks * unit_blocks]
+
+    def count(self, sequence: Sequence, num_blocks: int) -> None:
+        """Record that a sequence starts with so many blocks that were found."""
+        if self._enabled and sequence.num_cacheable:
+            self.num_queries += sequence.num_prefill
+            self.num_hits += num_blocks * self._blocks.block_len
+
+    def store(self, sequence: Sequence, start: int) -> None:
+        """Make the chunks of a sequence that are in the cache known, those before token `start` excepted."""
+        if not self._enabled:
+            return
+        block_len = self._blocks.block_len
+        first = start // self._unit_len * self._unit_len // block_len
+        last = min(sequence.num_cached, sequence.num_prefill) // self._unit_len * self._unit_len // block_len
+        hashes = self._hashes(sequence)
+        for index in range(first, last):
+            self._blocks.store(sequence.block_table[index], hashes[index])
+
+    def _hashes(self, sequence: Sequence) -> list[bytes]:
+        """The hash of each block of whole chunks of the prompt, computed once per length of the prompt."""
+        block_len = self._blocks.block_len
+        num_blocks = sequence.num_prefill // self._unit_len * self._unit_len // block_len
+        if sequence.hashed_len != sequence.num_prefill:
+            sequence.hashed_len = sequence.num_prefill
+            sequence.block_hashes = []
+            # Keys are shared only where the rotary frequencies are equal, which may depend on the prompt's length.
+            is_scaled = self._rope.depends_on_length and sequence.num_prefill > self._rope.original_max_len
+            frequencies = sequence.num_prefill if is_scaled else 0
+            before = json.dumps([sequence.cache_salt, sequence.adapter, frequencies]).encode()
+            for start in range(0, num_blocks * block_len, block_len):
+                end = start + block_len
+                tokens = array("q", sequence.token_ids[start:end]).tobytes()
+                images = [one.digest for one in sequence.images if one.has_tokens_in(start, end)]
+                before = hashlib.sha256(b"".join([before, tokens, *images])).digest()
+                sequence.block_hashes.append(before)
+        return sequence.block_hashes

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from modelwright.infer.decode_operator import DecodeOperator
 from modelwright.infer.kv_cache import PagedCache
-from modelwright.infer.lm_head import Product
+from modelwright.infer.products import Product
 from modelwright.infer.sampler import score
 from modelwright.infer.scheduler import Chunk, SchedulerOutput
 from modelwright.infer.sequence import DecodeRow, Sequence
@@ -41,8 +41,8 @@ CONTEXT_STEP = 64
 
 @dataclass(frozen=True)
 class CachedContext:
-    """What the queries of one attention span read of the cache: a block table for each sequence, concatenated, and
-    which of its L tokens each query sees.
+    """The part of the cache that the queries of one attention span read: a block table for each sequence, concatenated,
+    and which of its L tokens each query sees.
     """
 
     table: Tensor
@@ -210,10 +210,14 @@ class ModelRunner:
         tokens: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
+        # Rows: decoding tokens grouped by rounded context, then the chunks of prompts, then padding. `adapters`,
+        # `lengths_1N` and `logit_rows` rely on this order.
         rows = _decode_rows(plan.decodes)
         ordered = [row for members in _by_context(rows) for row in members]
         groups = self._decode_groups(rows, tokens, positions, slots)
         pieces = [self._chunk_piece(chunk, tokens, positions, slots) for chunk in plan.chunks]
+        # A token sees the length that its sequence had when it was first computed, also when it is replayed after a
+        # preemption, so that rotary frequencies that depend on the length are the same both times.
         first = [row.sequence.num_prefill for row in ordered]
         first += [chunk.sequence.num_prefill for chunk in plan.chunks for _ in range(chunk.start, chunk.end)]
         lengths = [max(prefill, position + 1) for prefill, position in zip(first, positions, strict=True)]
@@ -224,7 +228,7 @@ class ModelRunner:
         sampled += [
             (piece.end - 1, sequence)
             for piece, chunk in zip(pieces, plan.chunks, strict=True)
-            for sequence in (chunk.sequence, *chunk.followers)
+            for sequence in (chunk.sequence, *chunk.followers)  # followers share their leader's row of logits
             if chunk.end == len(sequence.token_ids)
         ]
         padding = [0] * (-len(tokens) % self._row_multiple)
@@ -268,7 +272,9 @@ class ModelRunner:
         return ChunkPiece(start, len(tokens), chunk.start == 0, contexts)
 
     def _contexts(self, tables: list[list[int]], positions_BC: Tensor, *, earliest: int) -> dict[int, CachedContext]:
-        """For each window of the model. tables: of B sequences, equally long; earliest: no query stands before it."""
+        """The context of each window of the model. tables: of B sequences, equally long; earliest: lower bound of the
+        queries' positions.
+        """
         contexts = {}
         for window in self._windows:
             first_block = max(0, earliest - window + 1) // self._cache.block_len if window else 0

@@ -14,9 +14,7 @@ gets a copy of the last block, which is not full, and a row of logits of its own
 from collections import deque
 from dataclasses import dataclass, field
 
-from modelwright.infer.kv_cache import BlockManager
-from modelwright.infer.prefix_cache import PrefixCache
-from modelwright.infer.prompt_lookup import PromptLookup
+from modelwright.infer.kv_cache import BlockManager, PrefixCache
 from modelwright.infer.sequence import Sequence
 
 
@@ -36,6 +34,52 @@ class SchedulerOutput:
 
     decodes: list[Sequence] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
+
+
+@dataclass
+class PromptLookup:
+    """Guesses the next tokens of a sequence from its own earlier text (prompt lookup, Saxena 2023): what followed the
+    last time that the sequence had its last few tokens. The engine computes the guesses together with the token before
+    them and keeps those that it would have chosen anyway, so a wrong guess costs time and changes nothing.
+
+    switch_len: length at which a sequence is computed anew, 0 for none (see `Engine.step`); no guess goes past it.
+    """
+
+    num_guesses: int
+    switch_len: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    """How many drafts were verified since the start, their tokens, and those that were accepted."""
+
+    def guess(self, sequence: Sequence) -> list[int]:
+        """Tokens that may come after those of a decoding sequence; as many as it may still have, but one, because a
+        step that accepts all of them gives one more.
+        """
+        length = len(sequence.token_ids)
+        count = min(self.num_guesses, sequence.params.max_tokens - sequence.num_new - 1)
+        if length < self.switch_len:
+            count = min(count, self.switch_len - length - 1)
+        if count < 1 or sequence.is_replaying:
+            return []
+        sequence.ngrams.extend(sequence.token_ids)
+        return sequence.ngrams.guess(sequence.token_ids, count)
+
+    def draft(self, sequence: Sequence, guesses: list[int]) -> None:
+        """Let the present step verify these tokens, which there is room for in the cache."""
+        sequence.draft = guesses
+        self.num_drafts += bool(guesses)
+        self.num_draft_tokens += len(guesses)
+
+    def accepts(self, sequence: Sequence, place: int) -> bool:
+        """Whether a running sequence has just got the token at `place` of its draft, so that the row of that token is
+        the one from which the next token is chosen.
+        """
+        if place >= len(sequence.draft) or sequence.token_ids[-1] != sequence.draft[place]:
+            return False
+        sequence.num_cached += 1
+        self.num_accepted_tokens += 1
+        return True
 
 
 class Scheduler:
@@ -81,6 +125,8 @@ class Scheduler:
 
     def plan(self) -> SchedulerOutput:
         """Choose the next step. An empty plan means that there is no work."""
+        # Decodes come first, then prompts in progress, then admissions: what has begun is finished before anything new
+        # takes blocks.
         plan = SchedulerOutput(decodes=self._reserve_decodes())
         self._draft(plan.decodes)
         budget = self._prefill_budget
@@ -106,9 +152,11 @@ class Scheduler:
         for sequence in list(self.running):
             if sequence.in_prefill or sequence not in self.running:
                 continue  # a follower counts as in prefill until it forks
+            # The newest sequence is preempted first, so the oldest always progresses and no two evict each other.
             while not self.blocks.grow(sequence, sequence.num_cached + 1):
                 newest = self.running[-1]
-                self._preempt(newest)
+                self._requeue(newest)
+                self.num_preemptions += 1
                 if newest is sequence:
                     break
             else:
@@ -121,10 +169,6 @@ class Scheduler:
             guesses = self._lookup.guess(sequence)
             has_room = self.blocks.grow(sequence, sequence.num_cached + 1 + len(guesses))
             self._lookup.draft(sequence, guesses if has_room else [])
-
-    def _preempt(self, sequence: Sequence) -> None:
-        self._requeue(sequence)
-        self.num_preemptions += 1
 
     def _requeue(self, sequence: Sequence) -> None:
         self.running.remove(sequence)

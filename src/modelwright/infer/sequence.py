@@ -1,15 +1,26 @@
-"""The parameters of one request and the state of its sequence."""
+"""The parameters of one request, the images of its prompt, and the state of its sequence.
 
+An image is encoded alone and once, when a chunk of its prompt needs it: its bits depend on no other request, and an
+image whose keys and values are in the cache is not encoded at all.
+
+Legend: V vocabulary, C colors, S pixels of a side, P patches, D model width.
+"""
+
+import hashlib
 from collections import Counter
+from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from modelwright.core.errors import ConfigError
 from modelwright.core.seeds import derive_seed
-from modelwright.infer.ngram_index import NgramIndex
-from modelwright.infer.prompt_images import PromptImage
+from modelwright.model.decoder import Decoder
+from modelwright.model.vision.image_prefix import ImagePrefix, image_prefix
 
 MAX_TEMPERATURE = 2.0
 """As in OpenAI's API; above it the tokens are close to random."""
@@ -23,7 +34,7 @@ class SamplingParams:
     with at least this mass (nucleus sampling, Holtzman et al. 2020). `min_p`: smallest probability of a token, as a
     share of the likeliest token's (Nguyen et al. 2024). `seed`: all randomness of the request. `stop_ids`: tokens that
     end it; they are not chosen before `min_tokens` tokens. `num_logprobs`: how many likeliest alternatives to report
-    beside each token's own log-probability; `num_prompt_logprobs`: the same for the tokens of the prompt, None for no
+    next to each token's own log-probability; `num_prompt_logprobs`: the same for the tokens of the prompt, None for no
     log-probabilities of the prompt; `prompt_logprobs_start`: the first token of the prompt that is scored, so that what
     comes before may be taken from the cache. `logit_bias`: (token, number added to its logit). Presence and frequency
     penalty are subtracted from the logits of tokens generated before, once and once per occurrence.
@@ -114,6 +125,67 @@ class TokenConstraint(Protocol):
         ...
 
 
+Pixels = NDArray[np.uint8]
+"""An image as a square of the size that the model reads, [C, S, S]."""
+
+
+@dataclass(eq=False)
+class PromptImage:
+    """An image whose tokens are those from `start` to `end` of a prompt. digest: of its pixels; embeddings_PD: None
+    until they are needed.
+    """
+
+    start: int
+    end: int
+    pixels_CSS: Tensor
+    digest: bytes
+    embeddings_PD: Tensor | None = None
+
+    def embeddings(self, prefix: ImagePrefix) -> Tensor:
+        """What takes the place of the embeddings of its tokens, [P, D]."""
+        found = self.embeddings_PD
+        if found is None:
+            found = self.embeddings_PD = torch.as_tensor(prefix(self.pixels_CSS[None])[0])
+        return found
+
+    def has_tokens_in(self, start: int, end: int) -> bool:
+        return self.start < end and start < self.end
+
+
+LONGEST_MATCH = 4
+SHORTEST_MATCH = 2
+"""How many last tokens are looked up, the longest match first. One token alone recurs too often to say what follows."""
+
+
+@dataclass
+class NgramIndex:
+    """Where each run of `SHORTEST_MATCH` to `LONGEST_MATCH` tokens was last followed by another token."""
+
+    num_indexed: int = 0
+    places: dict[tuple[int, ...], int] = field(default_factory=dict)
+    """The index of the token that followed, by the run before it."""
+
+    def extend(self, token_ids: Ids[int]) -> None:
+        """Take note of the tokens since the last call; token_ids: all of the sequence."""
+        for place in range(self.num_indexed, len(token_ids)):
+            for length in range(SHORTEST_MATCH, min(LONGEST_MATCH, place) + 1):
+                self.places[tuple(token_ids[place - length : place])] = place
+        self.num_indexed = len(token_ids)
+
+    def guess(self, token_ids: Ids[int], count: int) -> list[int]:
+        """`count` tokens that may come next, none if the last tokens have not occurred before. A match that reaches the
+        end continues with the guesses themselves, as repeating text does.
+        """
+        for length in range(min(LONGEST_MATCH, len(token_ids)), SHORTEST_MATCH - 1, -1):
+            start = self.places.get(tuple(token_ids[len(token_ids) - length :]))
+            if start is not None:
+                guesses = list(token_ids[start : start + count])
+                while len(guesses) < count:
+                    guesses.append(guesses[len(guesses) - (len(token_ids) - start)])
+                return guesses
+        return []
+
+
 @dataclass(eq=False)
 class Sequence:
     """A request in progress: all its tokens, and how many of them the cache holds. num_prefill: how many of the first
@@ -147,7 +219,7 @@ class Sequence:
     hidden_sum_D: Tensor | None = None
     """FP64 sum of the hidden states of the prompt so far, for the pooling "mean"."""
     draft: list[int] = field(default_factory=list)
-    """Guesses of the next tokens that the present step verifies (`prompt_lookup`)."""
+    """Guesses of the next tokens that the present step verifies (`PromptLookup`)."""
     ngrams: NgramIndex = field(default_factory=NgramIndex)
     prompt_scores: list[ScoredToken] = field(default_factory=list)
     """The scores of the tokens of the prompt from `prompt_logprobs_start` on, as far as they are computed, if they were
@@ -224,3 +296,30 @@ class DecodeRow:
 
     sequence: Sequence
     position: int
+
+
+def prompt_images(model: Decoder, prompt_ids: Ids[int], images: Ids[Pixels]) -> tuple[PromptImage, ...]:
+    """The images of a prompt, in the order of their tokens. Raises `ConfigError` if they do not fit the model or the
+    image tokens of the prompt.
+    """
+    prefix = image_prefix(model)
+    if prefix is None:
+        if images:
+            raise ConfigError("images: this model reads text only; leave them out")
+        return ()
+    tokens, size = prefix.tokens, prefix.tower.config.image_size
+    starts = tokens.starts(prompt_ids)
+    if len(starts) != len(images):
+        raise ConfigError(f"images: the prompt has image tokens for {len(starts)} images, and {len(images)} were given")
+    if any(image.shape != (3, size, size) for image in images):
+        raise ConfigError(f"images: each must have 3 colors of {size} x {size} pixels")
+    device = model.norm.weight.device
+    return tuple(
+        PromptImage(
+            start,
+            start + tokens.num_patches,
+            torch.from_numpy(np.ascontiguousarray(image)).to(device),
+            hashlib.sha256(image.tobytes()).digest(),
+        )
+        for start, image in zip(starts, images, strict=True)
+    )

@@ -21,8 +21,7 @@ from modelwright.model.config import ModelConfig
 from modelwright.parallel.config import ParallelConfig
 from modelwright.pipeline.augmentation_config import AugmentationConfig
 from modelwright.pipeline.stage import StageSpec
-from modelwright.serve.config import ServeConfig
-from modelwright.serve.requests_config import RequestsConfig
+from modelwright.serve.config import RequestsConfig, ServeConfig
 from modelwright.train.config import SharedTrainConfig, TrainConfig
 from modelwright.train.monitors.energy import EnergyConfig
 from modelwright.train.techniques.ewc import EwcConfig

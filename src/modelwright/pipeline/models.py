@@ -11,9 +11,8 @@ from modelwright.core.rundir import RunDir
 from modelwright.pipeline.run_config import read_run_config
 from modelwright.pipeline.stage_log import read_attempts
 from modelwright.pipeline.stages.quantize import QUANTIZE
-from modelwright.serve.config import ServeConfig
+from modelwright.serve.config import RequestsConfig, ServeConfig
 from modelwright.serve.load import ModelSource
-from modelwright.serve.requests_config import RequestsConfig
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A server without its sockets: what is served, who keeps account of it, and how it begins and ends.
+"""A server without its sockets: the model, its observers, start and shutdown.
 
 `server` gives it a socket of its own; `examples/deploy/ray_serve.py` puts it behind Ray Serve.
 """
@@ -10,22 +10,21 @@ from dataclasses import replace
 from starlette.types import ASGIApp
 
 from modelwright.serve.ab.controller import Experiments
-from modelwright.serve.app import build_app
-from modelwright.serve.config import ServeConfig
-from modelwright.serve.engine_client import EngineClient
-from modelwright.serve.engines import load_engines
+from modelwright.serve.account.metrics import Metrics
+from modelwright.serve.account.request_log import RequestLog
+from modelwright.serve.account.tracing import Tracing, tracing_to
+from modelwright.serve.api.asgi import build_app
+from modelwright.serve.config import RequestsConfig, ServeConfig
+from modelwright.serve.engines.backends import load_engines
+from modelwright.serve.engines.client import EngineClient
+from modelwright.serve.engines.worker import RETRY_AFTER_S
 from modelwright.serve.errors import shutting_down
 from modelwright.serve.keys import key_ring
 from modelwright.serve.load import ModelSource
-from modelwright.serve.metrics import Metrics
 from modelwright.serve.reload import Locate, Reloader, same_place
-from modelwright.serve.request_log.log import RequestLog
-from modelwright.serve.requests_config import RequestsConfig
 from modelwright.serve.served_model import ServedModel, serve_model
 from modelwright.serve.service import Service
-from modelwright.serve.tokenizer import Codec
-from modelwright.serve.tracing import Tracing, tracing_to
-from modelwright.serve.worker import RETRY_AFTER_S
+from modelwright.serve.tokenizer import ServedTokenizer
 
 log = logging.getLogger("modelwright.serve")
 
@@ -40,7 +39,7 @@ class Application:
     def __init__(
         self,
         client: EngineClient,
-        codec: Codec,
+        tokenizer: ServedTokenizer,
         config: ServeConfig,
         *,
         model_name: str,
@@ -54,7 +53,7 @@ class Application:
         config.check_names(model_name)
         keys = key_ring(config)
         self.metrics = Metrics(model_name)
-        served = serve_model(client, codec, config, self.metrics, source)
+        served = serve_model(client, tokenizer, config, self.metrics, source)
         self.service = Service(config, model_name, served, self.metrics, keys)
         self.reloader = Reloader(self.service, locate or same_place(source), self._load)
         self.tracing: Tracing | None = None
@@ -102,7 +101,7 @@ class Application:
             await self._wait_idle(CUT_OFF_TIMEOUT_S)
 
     async def close(self) -> None:
-        """Stop the engines and write what is left."""
+        """Stop the engines and write all queued records."""
         await self.reloader.close()
         await self.service.worker.stop()
         if self._experiments:
@@ -119,5 +118,5 @@ class Application:
         """A version with the adapters of the present one."""
         adapters = {name: str(adapter.folder) for name, adapter in self.service.model.adapters.items()}
         config = replace(self.service.config, adapters=adapters)
-        client, codec = load_engines(source, config)
-        return serve_model(client, codec, config, metrics, source)
+        client, tokenizer = load_engines(source, config)
+        return serve_model(client, tokenizer, config, metrics, source)

@@ -1,15 +1,38 @@
-"""Settings of the server."""
+"""Settings of the server, and of what it keeps of its requests: a log, the state of A/B tests, and spans."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from modelwright.compress.int8 import Int8WeightsConfig
 from modelwright.core.config import constant, only_for, word_for_none
 from modelwright.core.errors import ConfigError
 from modelwright.infer.engine import EngineConfig
-from modelwright.serve.images import PromptImagesConfig
-from modelwright.serve.logs import LogFormat
 
 OWN_BACKEND = "modelwright"
+LogFormat = Literal["text", "json"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptImagesConfig:
+    """Images in chat requests, for a model that reads any."""
+
+    max_count: int = 4
+    """Most images of one request."""
+    max_bytes: int = 2_000_000
+    """Most bytes of one image file. Bodies may be larger by what `max_count` such images take, up to
+    `max_body_bytes`."""
+    max_pixels: int = 16_000_000
+    """Most pixels of an image; the number is read before anything is decompressed."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_count", "max_bytes", "max_pixels"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: must be at least 1, got {getattr(self, name)}")
+
+    @property
+    def body_bytes(self) -> int:
+        """What images take of a body, in base64."""
+        return self.max_count * (self.max_bytes // 3 + 1) * 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +83,7 @@ class ServeConfig:
     """Folders of LoRA adapters of the model, by the names by which clients ask for them. No setting: they belong to the
     model that is served and not to the run."""
     backend: str = constant(OWN_BACKEND)
-    """What computes the answers: see `BACKENDS` in `engines`. No setting: a run's model can be served by any."""
+    """What computes the answers: see `BACKENDS` in `engines/backends.py`. No setting: any can serve a run's model."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     images: PromptImagesConfig = field(default_factory=PromptImagesConfig, metadata={"constant": True})
     """Limits on images in chat requests."""
@@ -104,3 +127,29 @@ class ServeConfig:
         for name in ("body_timeout_s", "drain_timeout_s"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}: must not be negative, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestsConfig:
+    """What the server keeps of its requests and reports of them; nothing unless a place for it is named."""
+
+    log: str = ""
+    """SQLite file for prompts, answers and feedback, with personal data replaced by markers; a SQLAlchemy URL for other
+    databases, or `env:NAME` for an environment variable with either; "" keeps no log."""
+    retention_days: float = field(default=30.0, metadata=only_for("log"))
+    """Records are deleted after so many days."""
+    max_per_user: int = field(default=0, metadata=only_for("log"))
+    """Requests of one user that are logged within 24 hours; 0 means no limit. Without keys and without the field `user`
+    all requests have one user."""
+    ab_state: str = ""
+    """SQLite file with the state of A/B tests, which go on after a restart, or another database as for `log`; "" allows
+    no tests (docs/ab-tests.md). Servers must not share it."""
+    traces: str = ""
+    """Address of an OpenTelemetry collector that takes OTLP over HTTP (`http://localhost:4318`), for a span of each
+    request; texts are in it only with `serve.log_prompts`. "" sends none."""
+
+    def __post_init__(self) -> None:
+        if not self.retention_days > 0:
+            raise ConfigError(f"retention_days: must be above 0, got {self.retention_days}")
+        if self.max_per_user < 0:
+            raise ConfigError(f"max_per_user: must not be negative (0 means no limit), got {self.max_per_user}")

@@ -18,10 +18,10 @@ from typing import Any, cast
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from modelwright.core.errors import ConfigError
+from modelwright.serve.account.metrics import Metrics
 from modelwright.serve.config import ServeConfig
+from modelwright.serve.engines.worker import RETRY_AFTER_S
 from modelwright.serve.errors import busy_response
-from modelwright.serve.metrics import Metrics
-from modelwright.serve.worker import RETRY_AFTER_S
 
 log = logging.getLogger("modelwright.serve")
 

@@ -1,32 +1,138 @@
-"""From a validated request to the pieces of its answers, for completions and chat."""
+"""From a request for generated text to the pieces of its answers, for completions and chat.
+
+Requests are as OpenAI clients send them, validated strictly: wrong types, values out of range, unknown fields and
+features that this server lacks are rejected with the field's name instead of being ignored. Fields that OpenAI does not
+have are named as vLLM names them.
+"""
 
 import secrets
 import time
+from abc import abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from modelwright.core.errors import ConfigError
 from modelwright.core.seeds import derive_seed
 from modelwright.infer.engine import StepOutput
-from modelwright.infer.prompt_images import Pixels
-from modelwright.infer.sequence import SamplingParams, ScoredToken
-from modelwright.serve.detokenizer import Delta, IncrementalDetokenizer, TokenInfo
+from modelwright.infer.sequence import MAX_TEMPERATURE, Pixels, SamplingParams, ScoredToken
+from modelwright.serve.api.fields import LogitBias, NumLogprobs, Penalty, RequestModel, StopTexts, Strict, TokenIds
+from modelwright.serve.api.structured import CallText, ForcedCall, ResponseFormat, StructuredOutputs, only_source
+from modelwright.serve.engines.grammars import CompiledGrammar, GrammarSource
+from modelwright.serve.engines.jobs import GenerationJob
+from modelwright.serve.engines.worker import Stream
 from modelwright.serve.errors import ApiError
-from modelwright.serve.grammars import CompiledGrammar
-from modelwright.serve.jobs import GenerationJob
 from modelwright.serve.keys import Caller
 from modelwright.serve.limits import too_many_answers
-from modelwright.serve.protocol import GenerationRequest
 from modelwright.serve.served_model import ServedModel
-from modelwright.serve.tokenizer import Codec
-from modelwright.serve.tools import CallText, ForcedCall
-from modelwright.serve.worker import Stream
+from modelwright.serve.tokenizer import Delta, IncrementalDetokenizer, ServedTokenizer, TokenInfo
+
+
+class StreamOptions(Strict):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class GenerationRequest(RequestModel):
+    """Fields that both kinds of request share. The last group is accepted and has no effect."""
+
+    model: str
+    temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    n: Annotated[int, Field(ge=1)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: StopTexts = ()
+    stop_token_ids: TokenIds | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    logit_bias: LogitBias = ()
+    prompt_logprobs: NumLogprobs | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    @property
+    @abstractmethod
+    def asked_tokens(self) -> int | None:
+        """The most new tokens of each answer, if the client says so."""
+
+    @abstractmethod
+    def default_tokens(self, room: int) -> int:
+        """The most new tokens of each answer, if the client does not; room: what the context has left."""
+
+    @property
+    @abstractmethod
+    def num_logprobs(self) -> int | None:
+        """Alternatives to report with each new token; None if log-probabilities are not asked for."""
+
+    @abstractmethod
+    def texts(self) -> list[str]:
+        """Texts of the client, by prompt or turn; [] for prompts of token ids."""
+
+    @abstractmethod
+    def session_text(self) -> str:
+        """The part that all requests of one conversation share; "" if there is none."""
+
+    def grammar(self) -> GrammarSource | None:
+        """The grammar of the answers, None for any text. Raises `ApiError` 400 for a bad one and for several."""
+        return self.form_of_text()
+
+    def form_of_text(self) -> GrammarSource | None:
+        """The grammar that the fields for the form of a text ask for. Raises like `grammar`."""
+        formats = [self.response_format, self.structured_outputs]
+        return only_source([one.source() for one in formats if one is not None])
+
+    def forced_call(self) -> ForcedCall | None:
+        """The functions one of which the answer must call; None for text."""
+        return None
+
+    @property
+    def has_images(self) -> bool:
+        """Whether there are images to decode."""
+        return False
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Alternatives to report with each token of the prompt; None if nothing needs their log-probabilities."""
+        return self.prompt_logprobs
+
+    @property
+    def echoes(self) -> bool:
+        """Whether an answer begins with its prompt."""
+        return False
+
+    @property
+    def wants_usage_chunk(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def wants_usage_always(self) -> bool:
+        """Whether every event of a stream has the usage so far."""
+        return self.wants_usage_chunk and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt as token ids, and the text that an echo shows. images: what its image tokens stand for, in order."""
+    """A prompt as token ids, and the text that an echo shows. images: pixels for its image tokens, in order."""
 
     ids: Sequence[int]
     text: str
@@ -90,8 +196,8 @@ class Generation:
     """When the first token arrived, by `time.perf_counter`; 0 before that."""
 
     @property
-    def codec(self) -> Codec:
-        return self.model.codec
+    def tokenizer(self) -> ServedTokenizer:
+        return self.model.tokenizer
 
     async def pieces(self) -> AsyncIterator[tuple[int, Delta]]:
         """`(answer number, piece)` as pieces become final; always closes the engine's stream."""
@@ -161,7 +267,7 @@ class Generation:
         if self.request.num_logprobs is None:
             return Delta(answer.prompt.text)
         ids, scores = answer.prompt.ids, answer.prompt_scores
-        offsets = _offsets(ids, self.codec)
+        offsets = _offsets(ids, self.tokenizer)
         tokens = [TokenInfo(ids[0], None, (), 0)]
         tokens += [
             TokenInfo(score.token_id, score.logprob, score.alternatives[: self.request.num_logprobs], offset)
@@ -209,7 +315,7 @@ def start(
         answers += [
             Answer(
                 prompt,
-                IncrementalDetokenizer(model.codec.stream(), request.stop, num_echoed, request.min_tokens or 0),
+                IncrementalDetokenizer(model.tokenizer.stream(), request.stop, num_echoed, request.min_tokens or 0),
                 num_echoed=num_echoed,
                 keeps_tokens=request.num_logprobs is not None and not request.stream,
                 call=call.text() if call else None,
@@ -231,9 +337,9 @@ def _require_good(output: StepOutput) -> None:
         raise ApiError(500, "The model's output is not finite; its weights are broken.", code="model_failed")
 
 
-def _offsets(ids: Sequence[int], codec: Codec) -> list[int]:
+def _offsets(ids: Sequence[int], tokenizer: ServedTokenizer) -> list[int]:
     """The place in the text at which each token begins."""
-    text = IncrementalDetokenizer(codec.stream())
+    text = IncrementalDetokenizer(tokenizer.stream())
     pieces = [text.push(token, 0.0, ()) for token in ids] + [text.finish("length")]
     offsets = [info.offset for piece in pieces for info in piece.tokens]
     return offsets + [text.num_shown] * (len(ids) - len(offsets))
@@ -254,8 +360,12 @@ def _answer_limit(request: GenerationRequest, num_prompt: int, context: int) -> 
 
 
 def _sampling(request: GenerationRequest, model: ServedModel, num_prompt: int) -> SamplingParams:
-    _require_known_ids(request, model)
-    end_ids = () if request.ignore_eos else model.codec.stop_ids
+    size = model.info.vocab_size
+    named = {"logit_bias": [token for token, _ in request.logit_bias], "stop_token_ids": request.stop_token_ids or []}
+    for param, ids in named.items():
+        if any(not 0 <= token < size for token in ids):
+            raise ApiError(400, f"Token ids must be between 0 and {size - 1}.", param=param, code="invalid_value")
+    end_ids = () if request.ignore_eos else model.tokenizer.stop_ids
     try:
         return SamplingParams(
             max_tokens=_answer_limit(request, num_prompt, model.limits.context),
@@ -274,11 +384,3 @@ def _sampling(request: GenerationRequest, model: ServedModel, num_prompt: int) -
         )
     except ConfigError as error:
         raise ApiError(400, str(error), param=str(error).partition(":")[0], code="invalid_value") from None
-
-
-def _require_known_ids(request: GenerationRequest, model: ServedModel) -> None:
-    size = model.info.vocab_size
-    named = {"logit_bias": [token for token, _ in request.logit_bias], "stop_token_ids": request.stop_token_ids or []}
-    for param, ids in named.items():
-        if any(not 0 <= token < size for token in ids):
-            raise ApiError(400, f"Token ids must be between 0 and {size - 1}.", param=param, code="invalid_value")

@@ -3,15 +3,18 @@
 `json`, `pydantic` and most tokenizers hold the interpreter's lock (GIL) while they work, and the event loop takes that
 lock for every token that it passes on. A large body therefore stalls every running answer, whichever thread works on
 it; the defense is to reject what cannot fit the model's context before it is parsed: by its bytes, then by its
-shape, then by what its fields hold. Many numbers can be legitimate, token ids of several prompts: they are parsed with
-pauses (`parsing.py`).
+shape, then by what its fields hold. NumPy releases the lock during every pass over the bytes, so that counting a shape
+stops no stream. Many numbers can be legitimate, token ids of several prompts: they are parsed with pauses
+(`api/parsing.py`).
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from modelwright.serve.body_shape import BodyShape
+import numpy as np
+import numpy.typing as npt
+
 from modelwright.serve.errors import ApiError
 
 BODY_BYTES = 16_384
@@ -37,6 +40,36 @@ SPARE_ENTRIES = 16_384
 
 KEYS_PER_TOKEN = 3
 """A part of a message has two keys and a message with one part four, at three tokens at least: role, part, end."""
+
+
+Bytes = npt.NDArray[np.uint8]
+Mask = npt.NDArray[np.bool_]
+
+BACKSLASH, QUOTE, COMMA, COLON, LOWER_U, LOWER_D, LOWER_F = (ord(character) for character in '\\",:udf')
+LOWER = 0x20
+"""The bit that makes an ASCII letter small, and one of `[]` one of `{}`."""
+OPEN, CLOSE = ord("{"), ord("}")
+
+ESCAPE_LEN = 6
+"""Length of an escape such as `\\ud83d`."""
+
+DEEPEST = 65_535
+"""Levels that are told apart: sorting 16-bit numbers takes linear time."""
+
+
+@dataclass(frozen=True)
+class BodyShape:
+    """`entries`: of all lists and objects together, an empty one counted as 1; `longest`: of one list or object;
+    `containers`: lists and objects; `keys`: of all objects together; `depth`: lists and objects inside each other;
+    `is_closed`: whether the last string ends and there are as many closing brackets as opening ones, as in all JSON.
+    """
+
+    entries: int
+    longest: int
+    containers: int
+    keys: int
+    depth: int
+    is_closed: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +98,7 @@ class Limits:
 
     @property
     def of_inputs(self) -> "Limits":
-        """Those of a request for embeddings or scores, whose inputs are no answers."""
+        """Limits of a request for embeddings or scores, whose inputs do not count as answers."""
         return replace(self, max_choices=MAX_INPUTS)
 
     def check_shape(self, shape: BodyShape) -> None:
@@ -155,3 +188,76 @@ def _check_fields(entry: Any) -> None:
         if name != "content" and isinstance(value, (list, dict)) and len(value) > MAX_ENTRIES:
             text = f"Invalid value for 'messages': {name!r} has {len(value)} entries; at most {MAX_ENTRIES} are read."
             raise ApiError(400, text, param="messages", code="invalid_value")
+
+
+def body_shape(body: bytes) -> BodyShape:
+    """The shape of a body of JSON in UTF-8, in which no byte of a longer character looks like one of ASCII; of a body
+    that is not JSON, the counts of its brackets, commas and colons.
+    """
+    data = np.frombuffer(body, np.uint8)
+    outside = _outside_strings(data)
+    folded = data | LOWER
+    is_symbol = (((folded == OPEN) | (folded == CLOSE)) | (data == COMMA)) & outside
+    symbols = data[np.flatnonzero(is_symbol)]  # half the time of a mask as index
+    is_comma = symbols == COMMA
+    is_open = (symbols | LOWER) == OPEN
+    depths = np.cumsum(2 * is_open.view(np.int8) + is_comma - 1, dtype=np.int32)  # each other symbol closes one
+    containers = int(np.count_nonzero(is_open))
+    return BodyShape(
+        entries=containers + int(np.count_nonzero(is_comma)),
+        longest=_longest(is_open, is_open | is_comma, depths),
+        containers=containers,
+        keys=int(np.count_nonzero((data == COLON) & outside)),
+        depth=max(0, int(depths.max(initial=0))),
+        is_closed=not np.any(depths[-1:]) and bool(np.all(outside[-1:])),
+    )
+
+
+def _outside_strings(data: Bytes) -> Mask:
+    """True for each byte outside strings. shape: (bytes,)"""
+    toggles = (data == QUOTE) & ~_escaped(data)
+    return np.logical_not(np.bitwise_xor.accumulate(toggles.view(np.uint8)).view(np.bool_))
+
+
+def _longest(is_open: Mask, begins_entry: Mask, depths: npt.NDArray[np.int32]) -> int:
+    """The most entries of one list or object. A stable sort by depth puts each opening bracket directly before the
+    commas of its own list: the bracket of the second list separates the entries of two lists of a level.
+    """
+    entries = np.flatnonzero(begins_entry)
+    levels = np.clip(depths[entries], 0, DEEPEST).astype(np.uint16)
+    starts = np.flatnonzero(is_open[entries[np.argsort(levels, kind="stable")]])
+    return int(np.diff(starts, append=len(levels)).max(initial=0))
+
+
+def _escaped(data: Bytes) -> Mask:
+    """True for each byte behind a backslash that begins an escape: every second one of a run. shape: (bytes,)"""
+    is_backslash = data == BACKSLASH
+    escaped = np.zeros(len(data), np.bool_)
+    escaped[1:] = is_backslash[:-1]
+    if not np.any(escaped & is_backslash):
+        return escaped
+    backslashes = np.flatnonzero(is_backslash)
+    numbers = np.arange(len(backslashes))
+    begins_run = np.diff(backslashes, prepend=-2) != 1
+    run_starts = np.maximum.accumulate(np.where(begins_run, numbers, 0))
+    behind = backslashes[(numbers - run_starts) % 2 == 1] + 1
+    escaped[behind[behind < len(data)]] = False
+    return escaped
+
+
+def lone_surrogate(body: bytes) -> str:
+    """The first escaped half of a surrogate pair without its other half in a body of valid JSON; "" if there is none.
+    Such a half is no character that a tokenizer could read. UTF-8 has no halves other than escaped ones.
+    """
+    data = np.frombuffer(body, np.uint8)
+    escapes = np.flatnonzero(_escaped(data) & (data == LOWER_U)) - 1
+    escapes = escapes[data[escapes + 2] | LOWER == LOWER_D]
+    digits = data[escapes + 3] | LOWER
+    is_low = (digits >= ord("c")) & (digits <= LOWER_F)
+    is_high = ((digits >= ord("8")) & (digits <= ord("9"))) | ((digits >= ord("a")) & (digits <= ord("b")))
+    joins_next = np.zeros(len(escapes), np.bool_)
+    joins_next[:-1] = is_high[:-1] & is_low[1:] & (np.diff(escapes) == ESCAPE_LEN)
+    joins_last = np.zeros(len(escapes), np.bool_)
+    joins_last[1:] = joins_next[:-1]
+    lone = escapes[(is_high & ~joins_next) | (is_low & ~joins_last)]
+    return chr(int(body[lone[0] + 2 : lone[0] + ESCAPE_LEN], 16)) if len(lone) else ""

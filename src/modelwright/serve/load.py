@@ -1,17 +1,21 @@
 """Loads a model for serving: a folder in the Hugging Face layout, also that of a model that reads images, and that of a
 sequence classification with one label, which scores texts instead of generating any; or an INT8 folder with a
-tokenizer.
+tokenizer. Says which weights it has and what to expect of it.
 """
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from modelwright.compress.int8 import Int8WeightsConfig, is_int8_folder, load_int8
 from modelwright.core.errors import ModelError
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import SCORE, is_sequence_classifier, load_model, load_sequence_classifier
 from modelwright.model.vision.llava import is_llava_folder, load_llava
-from modelwright.serve.tokenizer import Codec
+from modelwright.serve.tokenizer import ServedTokenizer
 
 SHORT_DIGEST = 12
 
@@ -34,21 +38,28 @@ class ModelSource:
         return f"{self.stage} of {self.name} ({self.folder}, sha256 {self.digest[:SHORT_DIGEST]})"
 
 
-def load_folder(folder: Path, int8: Int8WeightsConfig) -> tuple[Decoder, Codec]:
+def load_folder(folder: Path, int8: Int8WeightsConfig) -> tuple[Decoder, ServedTokenizer]:
     """The model and its tokenizer. Raises `ModelError` if files are missing or do not match."""
     require_folder(folder)
-    model = _load(folder, int8)
-    codec = Codec.load(folder)
-    if codec.vocab_size > model.config.vocab_size:
+    if is_int8_folder(folder):
+        model = load_int8(folder, int8)
+    elif is_llava_folder(folder):
+        model = load_llava(folder)
+    elif is_sequence_classifier(folder):
+        model = load_sequence_classifier(folder, head=SCORE)
+    else:
+        model = load_model(folder)
+    tokenizer = ServedTokenizer.load(folder)
+    if tokenizer.vocab_size > model.config.vocab_size:
         raise ModelError(
-            f"{folder}: the tokenizer has {codec.vocab_size} tokens, the model only {model.config.vocab_size}; "
+            f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, the model only {model.config.vocab_size}; "
             "they do not match"
         )
-    return model.eval(), codec
+    return model.eval(), tokenizer
 
 
 def require_folder(folder: Path) -> None:
-    """Raises `ModelError` for what is no folder, or cannot be the name of one."""
+    """Raise `ModelError` unless `folder` is an existing folder."""
     try:
         is_folder = folder.is_dir()
     except OSError as error:  # the name is too long, or has parts that may not be read
@@ -57,9 +68,37 @@ def require_folder(folder: Path) -> None:
         raise ModelError(f"{folder}: no such model folder")
 
 
-def _load(folder: Path, int8: Int8WeightsConfig) -> Decoder:
-    if is_int8_folder(folder):
-        return load_int8(folder, int8)
-    if is_llava_folder(folder):
-        return load_llava(folder)
-    return load_sequence_classifier(folder, head=SCORE) if is_sequence_classifier(folder) else load_model(folder)
+FINGERPRINT_LEN = 12
+
+
+def adapted_fingerprint(base: str, digest: str) -> str:
+    """The fingerprint of a model with an adapter. base: fingerprint of the model; digest: of the adapter's values."""
+    return f"fp_{hashlib.sha256(f'{base} {digest}'.encode()).hexdigest()[:FINGERPRINT_LEN]}"
+
+
+def weights_fingerprint(model: Decoder) -> str:
+    """A hash over names, formats and values of the tensors that a model computes with: "fp_" and 12 hex digits."""
+    hashed = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        if not isinstance(tensor, Tensor):
+            continue
+        plain = tensor.detach().cpu().contiguous()
+        hashed.update(f"{name} {plain.dtype} {list(plain.shape)}".encode())
+        hashed.update(plain.view(-1).view(torch.uint8).numpy().data)
+    return f"fp_{hashed.hexdigest()[:FINGERPRINT_LEN]}"
+
+
+SMALLEST_CHAT_MODEL = 135_000_000
+"""Parameters of SmolLM2-135M-Instruct, among the smallest published models that answer questions."""
+
+
+def expectation(num_parameters: int) -> str:
+    """One sentence for a model that is too small to answer questions; "" for a larger one."""
+    if num_parameters >= SMALLEST_CHAT_MODEL:
+        return ""
+    millions = num_parameters / 1e6
+    amount = f"{millions:.0f}" if millions >= 10 else f"{millions:.1f}".removesuffix(".0")
+    return (
+        f"This model has {amount} million parameters: it has learned what answers look like, not facts, "
+        "and most of what it says is wrong."
+    )

@@ -4,18 +4,18 @@ and tried, then new requests get it, while open answers finish on the old one.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from modelwright.core.errors import ConfigError, ModelwrightError
 from modelwright.infer.sequence import SamplingParams
+from modelwright.serve.account.metrics import Metrics
+from modelwright.serve.engines.jobs import EmbeddingJob, GenerationJob, Job
 from modelwright.serve.errors import ApiError
-from modelwright.serve.jobs import EmbeddingJob, GenerationJob, Job
 from modelwright.serve.keys import ANYONE, Caller
 from modelwright.serve.load import ModelSource
-from modelwright.serve.metrics import Metrics
 from modelwright.serve.served_model import ServedModel
 from modelwright.serve.service import Service
 
@@ -148,19 +148,16 @@ class Reloader:
         self._service.retiring.remove(old)
 
 
-def _smoke_job(model: ServedModel, prompt_ids: Sequence[int]) -> Job:
-    if model.info.scores:
-        return EmbeddingJob(prompt_ids, pooling="score")
-    params = SamplingParams(max_tokens=SMOKE_TOKENS, temperature=0.0, stop_ids=model.codec.stop_ids)
-    return GenerationJob(prompt_ids, params)
-
-
 async def _smoke_test(model: ServedModel) -> str:
-    """Let a version answer; returns what is wrong, "" for a good answer."""
-    prompt_ids = model.codec.encode(SMOKE_TEXT)[: model.limits.context - 1]
+    """Let a version answer; returns the problem, "" for a good answer."""
+    prompt_ids = model.tokenizer.encode(SMOKE_TEXT)[: model.limits.context - 1]
+    job: Job = EmbeddingJob(prompt_ids, pooling="score")
+    if not model.info.scores:
+        params = SamplingParams(max_tokens=SMOKE_TOKENS, temperature=0.0, stop_ids=model.tokenizer.stop_ids)
+        job = GenerationJob(prompt_ids, params)
     reason, token_ids = "", list[int]()
     try:
-        stream = model.worker.submit([_smoke_job(model, prompt_ids)], Caller(ANYONE))
+        stream = model.worker.submit([job], Caller(ANYONE))
         try:
             async with asyncio.timeout(SMOKE_TIMEOUT_S):
                 async for _, output in stream:
@@ -174,5 +171,5 @@ async def _smoke_test(model: ServedModel) -> str:
         return error.message
     if reason not in ("stop", "length"):
         return "its output is not finite; its weights are broken"
-    model.codec.decode(token_ids)
+    model.tokenizer.decode(token_ids)
     return ""

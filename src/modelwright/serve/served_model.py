@@ -5,16 +5,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from modelwright.serve.account.metrics import Metrics
 from modelwright.serve.config import ServeConfig
-from modelwright.serve.engine_client import EngineClient, EngineInfo
+from modelwright.serve.engines.client import EngineClient, EngineInfo
+from modelwright.serve.engines.grammars import GrammarCompiler
+from modelwright.serve.engines.worker import EngineWorker
 from modelwright.serve.errors import ApiError
-from modelwright.serve.fingerprint import adapted_fingerprint
-from modelwright.serve.grammars import GrammarCompiler
 from modelwright.serve.limits import Limits
-from modelwright.serve.load import ModelSource
-from modelwright.serve.metrics import Metrics
-from modelwright.serve.tokenizer import Codec
-from modelwright.serve.worker import EngineWorker
+from modelwright.serve.load import ModelSource, adapted_fingerprint
+from modelwright.serve.tokenizer import ServedTokenizer
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class ServedModel:
     """
 
     worker: EngineWorker
-    codec: Codec
+    tokenizer: ServedTokenizer
     limits: Limits
     grammars: GrammarCompiler
     source: ModelSource | None = None
@@ -62,8 +61,10 @@ class ServedModel:
 
     @property
     def image_text(self) -> str:
-        """What stands for an image in a prompt; "" if the model reads none."""
-        return self.codec.token_text(self.info.image_token) * self.info.image_patches if self.info.reads_images else ""
+        """The text of an image's tokens in a prompt; "" if the model reads no images."""
+        return (
+            self.tokenizer.token_text(self.info.image_token) * self.info.image_patches if self.info.reads_images else ""
+        )
 
     @property
     def fingerprint(self) -> str:
@@ -86,21 +87,21 @@ class ServedModel:
 
 
 def serve_model(
-    client: EngineClient, codec: Codec, config: ServeConfig, metrics: Metrics, source: ModelSource | None
+    client: EngineClient, tokenizer: ServedTokenizer, config: ServeConfig, metrics: Metrics, source: ModelSource | None
 ) -> ServedModel:
     """A version whose worker is not started yet."""
     info = client.info
     limits = Limits(
         context=info.max_seq_len,
         max_choices=config.max_completions,
-        max_token_bytes=codec.max_token_bytes,
+        max_token_bytes=tokenizer.max_token_bytes,
         max_body_bytes=config.max_body_bytes,
         image_bytes=config.images.body_bytes if info.reads_images else 0,
     )
     worker = EngineWorker(client, metrics, max_queue=config.max_queued, max_tokens=config.max_queued_tokens)
-    grammars = GrammarCompiler(codec.definition, info.vocab_size, codec.stop_ids)
+    grammars = GrammarCompiler(tokenizer.definition, info.vocab_size, tokenizer.stop_ids)
     adapters = {
         name: ServedAdapter(Path(config.adapters[name]), name, adapted_fingerprint(info.fingerprint, digest))
         for name, digest in info.adapters.items()
     }
-    return ServedModel(worker, codec, limits, grammars, source, adapters, config.aliases)
+    return ServedModel(worker, tokenizer, limits, grammars, source, adapters, config.aliases)

@@ -13,17 +13,16 @@ from types import FrameType
 import uvicorn
 
 from modelwright.core.errors import ConfigError
+from modelwright.serve.account.logs import log_to_stderr
 from modelwright.serve.application import NOTHING_KEPT, Application
-from modelwright.serve.config import ServeConfig
+from modelwright.serve.config import RequestsConfig, ServeConfig
 from modelwright.serve.connections import ACCEPTS_PER_ROUND, ConnectionTable, connection_limits
-from modelwright.serve.engine_client import EngineClient, discarded_on_error
-from modelwright.serve.engines import load_engines
+from modelwright.serve.engines.backends import load_engines
+from modelwright.serve.engines.client import EngineClient, discarded_on_error
 from modelwright.serve.load import ModelSource
-from modelwright.serve.logs import log_to_stderr
 from modelwright.serve.reload import Locate
-from modelwright.serve.requests_config import RequestsConfig
 from modelwright.serve.service import Service
-from modelwright.serve.tokenizer import Codec
+from modelwright.serve.tokenizer import ServedTokenizer
 
 _CLOSE_TIMEOUT_S = 2
 _LISTEN_BACKLOG = 256
@@ -39,7 +38,7 @@ class ServerThread:
     def __init__(
         self,
         client: EngineClient,
-        codec: Codec,
+        tokenizer: ServedTokenizer,
         config: ServeConfig,
         *,
         model_name: str,
@@ -51,7 +50,7 @@ class ServerThread:
         with discarded_on_error(client):
             _check_tls(config)
             self.application = Application(
-                client, codec, config, model_name=model_name, requests=requests, source=source, locate=locate
+                client, tokenizer, config, model_name=model_name, requests=requests, source=source, locate=locate
             )
             self._socket = _bind(config)
         host, port = self._socket.getsockname()[:2]

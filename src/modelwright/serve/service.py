@@ -7,16 +7,16 @@ from typing import Literal, Protocol
 
 from starlette.requests import Request
 
-from modelwright.serve.ab.assignment import CONTROL, Assignment
+from modelwright.serve.ab.state import CONTROL, Assignment
+from modelwright.serve.account.exchange import ExchangeObserver, Subject
+from modelwright.serve.account.metrics import Metrics
 from modelwright.serve.config import ServeConfig
+from modelwright.serve.engines.worker import RETRY_AFTER_S, EngineWorker
 from modelwright.serve.errors import ApiError, shutting_down
-from modelwright.serve.exchange import ExchangeObserver, Subject
 from modelwright.serve.keys import Caller, KeyRing, KeyScope
 from modelwright.serve.limits import Limits
-from modelwright.serve.metrics import Metrics
 from modelwright.serve.served_model import ServedModel
-from modelwright.serve.tokenizer import Codec
-from modelwright.serve.worker import RETRY_AFTER_S, EngineWorker
+from modelwright.serve.tokenizer import ServedTokenizer
 
 
 class Arms(Protocol):
@@ -99,8 +99,8 @@ class Service:
         return self.model.worker
 
     @property
-    def codec(self) -> Codec:
-        return self.model.codec
+    def tokenizer(self) -> ServedTokenizer:
+        return self.model.tokenizer
 
     @property
     def limits(self) -> Limits:

@@ -9,10 +9,8 @@ from pathlib import Path
 from modelwright.compress.int8 import Int8WeightsConfig
 from modelwright.infer.engine import Engine, EngineConfig
 from modelwright.infer.sequence import SamplingParams
-from modelwright.serve.detokenizer import IncrementalDetokenizer
-from modelwright.serve.expectation import expectation
-from modelwright.serve.load import load_folder
-from modelwright.serve.tokenizer import Codec
+from modelwright.serve.load import expectation, load_folder
+from modelwright.serve.tokenizer import IncrementalDetokenizer, ServedTokenizer
 
 HELP = "Type a question and press Enter. /new starts over, /exit (or Ctrl-D) leaves, Ctrl-C stops an answer, or leaves."
 
@@ -23,9 +21,9 @@ ANSWER_ROOM = 4
 class Conversation:
     """A conversation with one model: keeps the turns, and drops the oldest when the context is full."""
 
-    def __init__(self, engine: Engine, codec: Codec, params: SamplingParams) -> None:
+    def __init__(self, engine: Engine, tokenizer: ServedTokenizer, params: SamplingParams) -> None:
         self._engine = engine
-        self._codec = codec
+        self._tokenizer = tokenizer
         self._params = params
         self.messages: list[dict[str, str]] = []
 
@@ -35,8 +33,8 @@ class Conversation:
         """
         self.messages.append({"role": "user", "content": question})
         prompt = self._fitting_prompt()
-        text = IncrementalDetokenizer(self._codec.stream())
-        params = replace(self._params, stop_ids=self._codec.stop_ids, max_tokens=self._engine.max_seq_len)
+        text = IncrementalDetokenizer(self._tokenizer.stream())
+        params = replace(self._params, stop_ids=self._tokenizer.stop_ids, max_tokens=self._engine.max_seq_len)
         params = replace(params, seed=secrets.randbits(62))
         answer: list[str] = []
         self._engine.add("terminal", prompt, params)
@@ -55,7 +53,7 @@ class Conversation:
     def _fitting_prompt(self) -> list[int]:
         limit = self._engine.max_seq_len - self._engine.max_seq_len // ANSWER_ROOM
         while True:
-            prompt = self._codec.encode_chat(self.messages)
+            prompt = self._tokenizer.encode_chat(self.messages)
             if len(prompt) <= limit:
                 return prompt
             if len(self.messages) == 1:
@@ -78,9 +76,9 @@ def chat(
     """Read questions and write answers until the end of input. Ctrl-C ends an answer, and raises `KeyboardInterrupt`
     elsewhere. Raises `ModelError` if the folder cannot be loaded.
     """
-    model, codec = load_folder(folder, Int8WeightsConfig())
+    model, tokenizer = load_folder(folder, Int8WeightsConfig())
     engine = Engine(model, EngineConfig(max_num_seqs=1, kv_cache_tokens=-(-model.config.max_seq_len // 16) * 16))
-    conversation = Conversation(engine, codec, params)
+    conversation = Conversation(engine, tokenizer, params)
     hint = expectation(model.config.num_parameters)
     write("\n".join([HELP, *([hint] if hint else []), ""]))
     while True:
@@ -95,7 +93,7 @@ def chat(
         if question == "/exit":
             return
         if question == "/new":
-            conversation = Conversation(engine, codec, params)
+            conversation = Conversation(engine, tokenizer, params)
         elif question:
             _answer(conversation, question, write)
 

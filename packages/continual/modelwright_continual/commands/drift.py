@@ -104,10 +104,10 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _watch(options: argparse.Namespace) -> int:
-    from modelwright.serve.webhook import check_webhook
     from modelwright_continual.drift.config import WatchConfig
     from modelwright_continual.drift.reference import load_reference
     from modelwright_continual.drift.watch import watch
+    from modelwright_continual.drift.webhook import check_webhook
 
     webhook = options.webhook or os.environ.get(WEBHOOK_VARIABLE, "")
     if webhook:

@@ -28,9 +28,9 @@ from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.pretrain import PRETRAIN
 from modelwright.pipeline.stages.serve import start_server
 from modelwright.serve.ab.client import AbClient
-from modelwright.serve.database import open_database
-from modelwright.serve.request_log.export import export_records
-from modelwright.serve.requests_config import RequestsConfig
+from modelwright.serve.account.database import open_database
+from modelwright.serve.account.export import export_records
+from modelwright.serve.config import RequestsConfig
 from modelwright_continual.benchmark import Benchmark, freeze_benchmark, load_benchmark
 from modelwright_continual.demo.size import DemoSize
 from modelwright_continual.demo.texts import DemoTexts, write_texts

@@ -11,13 +11,14 @@ from typing import Any
 from modelwright.core.artifacts import make_folder, write_atomic
 from modelwright.core.errors import ConfigError, DataError
 from modelwright.core.progress import Progress
-from modelwright.serve.webhook import post_json, shown_host
+from modelwright.serve.ab.client import shown_host
 from modelwright_continual.drift.check import DriftReport, check
 from modelwright_continual.drift.config import WatchConfig
 from modelwright_continual.drift.outbox import Outbox
 from modelwright_continual.drift.recent import RecentWindows
 from modelwright_continual.drift.reference import DriftReference
 from modelwright_continual.drift.requests import RequestRecord, checked
+from modelwright_continual.drift.webhook import post_json
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from modelwright.model.hf import load_model
 from modelwright.pipeline.resolve import resolved_device
 from modelwright.pipeline.run_config import read_run_config
 from modelwright.pipeline.stages.clean import CLEAN
-from modelwright.serve.fingerprint import weights_fingerprint
+from modelwright.serve.load import weights_fingerprint
 from modelwright_continual.benchmark import TASKS, Benchmark, Task, level_of_use
 from modelwright_continual.caps import template_groups
 from modelwright_continual.gate.measures import GateMeasure, PairedComparison, Rule

@@ -22,13 +22,13 @@ from drift_traffic import Shift, Traffic
 from modelwright.cli.main import main
 from modelwright.core.errors import ArtifactError, ConfigError, DataError
 from modelwright.core.progress import SilentProgress
-from modelwright.serve.webhook import check_webhook, post_json
 from modelwright_continual.drift.check import check
 from modelwright_continual.drift.config import WatchConfig
 from modelwright_continual.drift.outbox import Outbox
 from modelwright_continual.drift.reference import DriftReference
 from modelwright_continual.drift.report import as_text
 from modelwright_continual.drift.watch import fresh_features, message, read_window, watch
+from modelwright_continual.drift.webhook import check_webhook, post_json
 from rank_processes import start_process
 
 PAGE = Path(__file__).parents[4] / "docs" / "drift.md"

@@ -22,7 +22,7 @@ from modelwright.pipeline.report.blocks import (
 from modelwright.pipeline.report.charts import bar_chart
 from modelwright.pipeline.report.format import count, kind_title, number, percent, plural, power_of_ten, seconds, size
 from modelwright.pipeline.report.run_data import RunData, StageData
-from modelwright.serve.expectation import expectation
+from modelwright.serve.load import expectation
 
 
 def evaluation_section(data: RunData, stage: StageData) -> Section:

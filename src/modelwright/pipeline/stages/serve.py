@@ -37,8 +37,7 @@ from modelwright.pipeline.stage import Rates, Stage, StageContext, StageSpec
 from modelwright.pipeline.stages.clean import CLEAN
 from modelwright.pipeline.stages.stage_inputs import final_model, needed_model
 from modelwright.plan.estimate import StageEstimate
-from modelwright.serve.config import ServeConfig
-from modelwright.serve.requests_config import RequestsConfig
+from modelwright.serve.config import RequestsConfig, ServeConfig
 
 ANSWERS = "answers.json"
 LINE_LEN = 100

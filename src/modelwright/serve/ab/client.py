@@ -3,12 +3,12 @@
 import http.client
 import json
 import urllib.error
+import urllib.parse
 import urllib.request
 from dataclasses import dataclass, field
 from typing import Any
 
 from modelwright.core.errors import ModelwrightError
-from modelwright.serve.webhook import NoRedirects, shown_host
 
 TIMEOUT_S = 300.0
 """Loading a version may take long."""
@@ -18,6 +18,15 @@ AWAY = (502, 503, 504)
 
 class ServerUnreachable(ModelwrightError):
     """The server did not answer; it may do so later."""
+
+
+class NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Takes redirects for failures: a redirected POST becomes a GET without the message, whose success would say
+    nothing, and the headers, with a key among them, would go to another host.
+    """
+
+    def redirect_request(self, *args: Any, **kwargs: Any) -> None:
+        return None
 
 
 @dataclass(frozen=True)
@@ -61,8 +70,13 @@ class AbClient:
 
 
 def _message(body: bytes) -> str:
-    """What an answer with an error says."""
+    """The message of an error reply, or its first bytes if it is not one of ours."""
     try:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):
         return body[:200].decode("utf-8", "replace") or "no explanation"
+
+
+def shown_host(url: str) -> str:
+    """The host of an address, which may be logged because it has neither a password nor a token."""
+    return urllib.parse.urlsplit(url).hostname or ""

@@ -8,22 +8,18 @@ from typing import Any, TypeVar
 
 from modelwright.core.errors import StorageError
 from modelwright.serve.ab import experiment as tables
-from modelwright.serve.ab.assignment import Assignment, arm_of
-from modelwright.serve.ab.experiment import Experiment
+from modelwright.serve.ab.experiment import Experiment, ExperimentRequest
 from modelwright.serve.ab.report import report_of
-from modelwright.serve.ab.requests import ExperimentRequest
 from modelwright.serve.ab.shadow import Shadows
-from modelwright.serve.ab.state import RequestEvent
-from modelwright.serve.database import Database, open_database
-from modelwright.serve.database_writer import DatabaseWriter, WriterBusy
+from modelwright.serve.ab.state import Assignment, RequestEvent, arm_of
+from modelwright.serve.account.database import Database, DatabaseWriter, WriterBusy, open_database
+from modelwright.serve.account.exchange import Exchange, FeedbackRequest, FinishedRequest, Subject, pseudonym
+from modelwright.serve.account.metrics import Metrics
+from modelwright.serve.engines.worker import RETRY_AFTER_S
 from modelwright.serve.errors import ApiError, shutting_down
-from modelwright.serve.exchange import Exchange, FinishedRequest, Subject, pseudonym
-from modelwright.serve.metrics import Metrics
-from modelwright.serve.protocol import FeedbackRequest
 from modelwright.serve.reload import Reloader
 from modelwright.serve.served_model import ServedModel
 from modelwright.serve.service import Service
-from modelwright.serve.worker import RETRY_AFTER_S
 
 log = logging.getLogger("modelwright.serve")
 
@@ -64,7 +60,12 @@ class Experiments:
         self._running: RunningTest | None = None
         database = open_database(location, setting="requests.ab_state")
         tables.create_tables(database)
-        self._writer = DatabaseWriter("A/B tests", database, dropped=self._dropped, housekeeping=lambda _: None)
+        self._writer = DatabaseWriter(
+            "A/B tests",
+            database,
+            dropped=lambda reason, count: self._metrics.ab.uncounted.labels(reason).inc(count),
+            housekeeping=lambda _: None,
+        )
 
     async def start(self) -> None:
         """Go on with the test that was running when the server ended, however it ended; call before requests come."""
@@ -102,7 +103,9 @@ class Experiments:
         taken, 400 with the reason if B cannot be put in service.
         """
         async with self._reloader.exclusively():
-            self._require_no_test()
+            if self._running is not None:
+                text = f"The test {self._running.name!r} is running; end it first with POST /admin/ab/end."
+                raise ApiError(409, text, code="test_running")
             if any(one.name == request.name for one in await self._call(_all)):
                 text = f"There has been a test {request.name!r}; choose another name."
                 raise ApiError(409, text, param="name", code="name_taken")
@@ -231,11 +234,6 @@ class Experiments:
         if running.shadows is not None:
             await running.shadows.close()
 
-    def _require_no_test(self) -> None:
-        if self._running is not None:
-            text = f"The test {self._running.name!r} is running; end it first with POST /admin/ab/end."
-            raise ApiError(409, text, code="test_running")
-
     def _require_test(self) -> RunningTest:
         if self._running is None:
             raise ApiError(404, "No A/B test is running; begin one with POST /admin/ab.", code="no_test")
@@ -249,9 +247,6 @@ class Experiments:
             return await self._writer.call(task)
         except (WriterBusy, StorageError):
             raise shutting_down("The state of the A/B tests is busy; try again later.", RETRY_AFTER_S) from None
-
-    def _dropped(self, reason: str, count: int) -> None:
-        self._metrics.ab.uncounted.labels(reason).inc(count)
 
 
 def _all(database: Database) -> list[Experiment]:

@@ -1,17 +1,60 @@
-"""An A/B test: what was asked for, how it stands, and its tables. All functions belong to the database's thread."""
+"""An A/B test: its request, its state and its tables. All functions belong to the database's thread."""
 
 import json
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from modelwright.serve.ab.assignment import Assignment
+from pydantic import Field
+
 from modelwright.serve.ab.guards import GuardLimits, verdict
-from modelwright.serve.ab.requests import ExperimentRequest
-from modelwright.serve.ab.state import ExperimentState, RequestEvent
-from modelwright.serve.database import Database
+from modelwright.serve.ab.state import Assignment, ExperimentState, RequestEvent
+from modelwright.serve.account.database import Database
+from modelwright.serve.api.fields import RequestModel
+from modelwright.serve.limits import Limits
+
+Share = Annotated[float, Field(gt=0, lt=1)]
+
+
+class ExperimentRequest(RequestModel):
+    """POST /admin/ab. `path`: the run or model folder of B; `share`: of units that get B; `unit`: what keeps its arm;
+    `mode`: "split", or "shadow" for copies of requests to B whose answers nobody gets; `max_error_rate`: of requests to
+    B, above which it goes whatever A does.
+    """
+
+    name: Annotated[str, Field(pattern="^[a-z0-9][a-z0-9-]{0,39}$")]
+    path: Annotated[str, Field(min_length=1, max_length=4096)]
+    share: Share = 0.5
+    unit: Literal["session", "user"] = "session"
+    mode: Literal["split", "shadow"] = "split"
+    max_error_rate: Annotated[float, Field(gt=0, le=0.5)] = 0.01
+
+    @classmethod
+    def check_size(cls, data: dict[str, Any], limits: Limits) -> None:
+        """The fields' own limits are enough."""
+
+
+class ShareRequest(RequestModel):
+    """POST /admin/ab/share."""
+
+    share: Share
+
+    @classmethod
+    def check_size(cls, data: dict[str, Any], limits: Limits) -> None:
+        """One short field needs no further check."""
+
+
+class EndRequest(RequestModel):
+    """POST /admin/ab/end. `promote`: B becomes the version in service, else A stays."""
+
+    promote: bool
+
+    @classmethod
+    def check_size(cls, data: dict[str, Any], limits: Limits) -> None:
+        """One short field needs no further check."""
+
 
 Status = Literal["running", "rolled_back", "ended", "promoted", "interrupted"]
 
@@ -69,12 +112,9 @@ def experiments(database: Database, status: str = "%") -> Iterator[Experiment]:
     """All, or those of one status; the newest first."""
     query = f"SELECT {', '.join(COLUMNS)} FROM experiments WHERE status LIKE :status ORDER BY started_at DESC"
     for row in database.rows(query, {"status": status}):
-        yield _experiment(dict(zip(COLUMNS, row, strict=True)))
-
-
-def _experiment(plain: Mapping[str, Any]) -> Experiment:
-    request = ExperimentRequest.model_validate(json.loads(plain["request"]))
-    return Experiment(**{**plain, "request": request, "state": ExperimentState.from_json(plain["state"])})
+        plain = dict(zip(COLUMNS, row, strict=True))
+        plain["request"] = ExperimentRequest.model_validate(json.loads(plain["request"]))
+        yield Experiment(**{**plain, "state": ExperimentState.from_json(plain["state"])})
 
 
 def find_running(database: Database, name: str = "") -> Experiment | None:

@@ -3,11 +3,11 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import SupportsFloat
 
 from modelwright.core.event_log import EventKind
-from modelwright.serve.ab.assignment import CONTROL, TREATMENT
-from modelwright.serve.ab.sequential import difference_interval, log_e_rate, log_e_value
-from modelwright.serve.ab.state import ExperimentState
+from modelwright.serve.ab.state import CONTROL, TREATMENT, ExperimentState
+from modelwright.serve.ab.statistics import difference_interval, log_e_rate, log_e_value
 
 GUARD_ALPHA = 0.001
 """The probability that a guard ever takes a version away that is not worse. There are four guards and the check, so a
@@ -36,29 +36,15 @@ def mismatch(state: ExperimentState) -> bool:
     """Whether the numbers of units in the arms contradict the shares: then requests of an arm get lost, and nothing
     else that the test says can be trusted.
     """
-    return _exceeds(float(log_e_value(state.events["seen"].as_epochs())))
-
-
-def _too_many_errors(state: ExperimentState, limits: GuardLimits) -> bool:
-    return _exceeds(float(log_e_rate(state.requests[TREATMENT], state.errors[TREATMENT], limits.max_error_rate)))
-
-
-def _more_errors(state: ExperimentState, limits: GuardLimits) -> bool:
-    return _exceeds(float(log_e_value(state.events["failed"].as_epochs(), one_sided=True)))
-
-
-def _slower(state: ExperimentState, limits: GuardLimits) -> bool:
-    return _exceeds(float(log_e_value(state.events["slow"].as_epochs(), one_sided=True)))
-
-
-def _rated_worse(state: ExperimentState, limits: GuardLimits) -> bool:
-    return difference_interval(state.scores[CONTROL], state.scores[TREATMENT], GUARD_ALPHA)[1] < 0
+    return _exceeds(log_e_value(state.events["seen"].as_epochs()))
 
 
 SAMPLE_RATIO = "sample_ratio"
 GUARDS: dict[str, Guard] = {
     "error_limit": Guard(
-        _too_many_errors,
+        lambda state, limits: _exceeds(
+            log_e_rate(state.requests[TREATMENT], state.errors[TREATMENT], limits.max_error_rate)
+        ),
         EventKind(
             "more requests of B end with an error than the test allows",
             "B fails by itself, whatever A does: its errors are in the server's log. Judge it on the frozen benchmark "
@@ -66,7 +52,7 @@ GUARDS: dict[str, Guard] = {
         ),
     ),
     "errors": Guard(
-        _more_errors,
+        lambda state, _: _exceeds(log_e_value(state.events["failed"].as_epochs(), one_sided=True)),
         EventKind(
             "more requests of B than of A end with an error",
             "Requests that A answers are too long or too many for B, or B is damaged: its errors are in the server's "
@@ -74,7 +60,7 @@ GUARDS: dict[str, Guard] = {
         ),
     ),
     "latency": Guard(
-        _slower,
+        lambda state, _: _exceeds(log_e_value(state.events["slow"].as_epochs(), one_sided=True)),
         EventKind(
             "B answers more slowly than A",
             "B is larger or in a slower format, or two models are too much for the machine: see what it can do "
@@ -82,7 +68,7 @@ GUARDS: dict[str, Guard] = {
         ),
     ),
     "quality": Guard(
-        _rated_worse,
+        lambda state, _: difference_interval(state.scores[CONTROL], state.scores[TREATMENT], GUARD_ALPHA)[1] < 0,
         EventKind(
             "users rate B's answers lower than A's",
             "Compare both on the same records (modelwright compare), and train on examples of what was rated lower "
@@ -109,5 +95,6 @@ def verdict(state: ExperimentState, limits: GuardLimits) -> str:
     return next((name for name, guard in GUARDS.items() if guard.fires(state, limits)), "")
 
 
-def _exceeds(log_e: float) -> bool:
-    return log_e >= math.log(1 / GUARD_ALPHA)
+def _exceeds(log_e: SupportsFloat) -> bool:
+    """Whether an e-value refutes its hypothesis: by Ville's inequality, at a level of `GUARD_ALPHA` at every moment."""
+    return float(log_e) >= math.log(1 / GUARD_ALPHA)

@@ -1,20 +1,21 @@
-"""What the page and the API say about an A/B test."""
+"""The report on an A/B test, for its page and the API."""
 
 import math
 from typing import Any
 
-from modelwright.serve.ab.assignment import CONTROL, TREATMENT
 from modelwright.serve.ab.experiment import Experiment
-from modelwright.serve.ab.fixed_horizon import FixedHorizonResult, two_proportions, welch
 from modelwright.serve.ab.guards import GUARD_ALPHA, REPORT_ALPHA, mismatch
-from modelwright.serve.ab.sequential import (
+from modelwright.serve.ab.state import CONTROL, TREATMENT, ExperimentState
+from modelwright.serve.ab.statistics import (
     Epoch,
+    FixedHorizonResult,
     difference_interval,
     log_e_value,
     promised_requests,
     ratio_interval,
+    two_proportions,
+    welch,
 )
-from modelwright.serve.ab.state import ExperimentState
 
 PROMISED_FACTOR = 5.0
 """The promise is for a version whose error rate is so many times the limit."""

@@ -1,20 +1,49 @@
 """The routes of A/B tests."""
 
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from modelwright.serve.ab.controller import Experiments
-from modelwright.serve.ab.requests import EndRequest, ExperimentRequest, ShareRequest
-from modelwright.serve.bodies import parsed, read_body
+from modelwright.serve.ab.experiment import EndRequest, ExperimentRequest, ShareRequest
+from modelwright.serve.api.fields import RequestModel
+from modelwright.serve.api.parsing import read_request
 from modelwright.serve.errors import ApiError
-from modelwright.serve.fields import RequestModel
-from modelwright.serve.parsing import parse_request
 from modelwright.serve.service import service_of
 
 R = TypeVar("R", bound=RequestModel)
+
+
+class ExperimentReply(BaseModel):
+    """An A/B test (docs/ab-tests.md). Bounds of intervals are null where they are infinite."""
+
+    name: str
+    mode: Literal["split", "shadow"]
+    unit: Literal["session", "user"]
+    share: float
+    status: Literal["running", "rolled_back", "ended", "promoted", "interrupted"]
+    reason: str
+    started_at: float
+    ended_at: float | None
+    versions: dict[str, str]
+    requests: dict[str, int]
+    errors: dict[str, int]
+    shadows: dict[str, int]
+    sample_ratio: dict[str, Any]
+    measures: list[dict[str, Any]]
+    slow_s: float | None
+    guard: dict[str, Any]
+    fixed_horizon: dict[str, Any]
+
+
+class ExperimentListReply(BaseModel):
+    """All tests, the newest first. `is_on`: whether the server keeps the state of tests."""
+
+    is_on: bool
+    tests: list[ExperimentReply]
 
 
 async def begin_test(request: Request) -> Response:
@@ -41,11 +70,8 @@ async def list_tests(request: Request) -> Response:
 async def _change(
     request: Request, kind: type[R], change: Callable[[Experiments, R], Awaitable[dict[str, Any]]]
 ) -> Response:
-    service = service_of(request)
-    service.caller(request, "admin")
-    with service.lease() as lease:
-        body = await read_body(request, lease, num_prompts=1)
-        asked = await parsed(lambda: parse_request(kind, body, lease.model.limits), len(body), lease)
+    service_of(request).caller(request, "admin")
+    asked = await read_request(request, kind)
     tests = request.app.state.experiments
     if tests is None:
         text = "This server keeps no state of A/B tests; start it with --requests.ab_state FILE."

@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from modelwright.serve.account.exchange import Exchange, FinishedRequest
 from modelwright.serve.errors import ApiError
-from modelwright.serve.exchange import Exchange, FinishedRequest
 from modelwright.serve.generation import Generation
 from modelwright.serve.keys import ANYONE, Caller
 from modelwright.serve.served_model import ServedModel

@@ -1,13 +1,43 @@
-"""What an A/B test has counted so far, and how one event changes it. All numbers survive a round trip through JSON."""
+"""The arms of an A/B test: who gets which, and what has been counted in each.
 
+A salted hash decides the arm, so that nobody is asked twice and nothing has to be remembered. All counts survive a
+round trip through JSON.
+"""
+
+import hashlib
 import json
 import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from modelwright.serve.ab.assignment import CONTROL, TREATMENT
-from modelwright.serve.ab.fixed_horizon import Moments
-from modelwright.serve.ab.sequential import Epoch
+from modelwright.serve.ab.statistics import Epoch, Moments
+
+CONTROL, TREATMENT = "A", "B"
+
+_BITS = 53
+"""Bits of the hash that are used: as many as a float holds exactly."""
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """The arm of one request. unit: the pseudonym of its user or session; share: of units that get B at that moment."""
+
+    experiment: str
+    unit: str
+    arm: str
+    share: float
+
+
+def position(salt: str, unit: str) -> float:
+    """A number in [0, 1) that belongs to a unit: uniform over units, and another one under another salt."""
+    digest = hashlib.sha256(f"{salt}\0{unit}".encode("utf-8", "surrogatepass")).digest()
+    return (int.from_bytes(digest[:8], "big") >> (64 - _BITS)) / 2**_BITS
+
+
+def arm_of(salt: str, unit: str, share: float) -> str:
+    """The arm of a unit when B has this share of them. As the share grows, units change from A to B and none back."""
+    return TREATMENT if position(salt, unit) < share else CONTROL
+
 
 LATENCY_SAMPLE = 100
 """Answers of A from which the threshold for slow ones is taken; it does not change afterwards."""
@@ -15,7 +45,7 @@ LATENCY_SAMPLE = 100
 SLOW_QUANTILE = 0.95
 
 SEEN, FAILED, SLOW, RATED = 1, 2, 4, 8
-"""What a unit has had already: bits of one number."""
+"""Bits that record which events a unit has already had."""
 
 EventKind = Literal["seen", "failed", "slow"]
 

@@ -1,0 +1,144 @@
+"""Matrix products as this machine computes them: the fastest method for logits, and the padding that keeps a row's
+result independent of its neighbors. Both are measured.
+
+The head is the largest product of a step. A BLAS that does not know that the weight is constant repacks a
+vocabulary-sized matrix in every call; oneDNN can pack it once. An INT8 head brings its own product.
+
+A BLAS chooses its kernel by the number of rows: one row goes through a matrix-vector kernel that sums in another
+order than the blocked kernel that many rows get. The last bits of a sequence's logits would then depend on how many
+other requests happen to run. Padding the rows to a multiple for which all products agree bit for bit removes that
+(the idea of batch-invariant inference: He et al., Thinking Machines 2025; measured here instead of assumed).
+"""
+
+import itertools
+import statistics
+from collections.abc import Callable, Iterable
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from modelwright.model.adapter_bank import AdapterPart, PreparedAdapter
+from modelwright.model.decoder import Decoder
+from modelwright.ops.microbenchmark import repeated, seconds_of
+
+Product = Callable[[Tensor], Tensor]
+"""Hidden states [rows, D] to logits [rows, V]."""
+
+HeadKind = Literal["plain", "packed"]
+"""`plain` is PyTorch's product, or that of an INT8 head; `packed` packs the weight once, for oneDNN."""
+
+HEAD_KINDS: tuple[HeadKind, ...] = get_args(HeadKind)
+
+_ROWS = (4, 32)
+
+
+@torch.inference_mode()
+def fastest_head(model: Decoder) -> Product:
+    """The fastest way to multiply by the head on this machine; all ways agree up to rounding."""
+    return head_of(model, fastest_head_kind(model))
+
+
+@torch.inference_mode()
+def fastest_head_kind(model: Decoder) -> HeadKind:
+    """What `fastest_head` takes, by measuring: engines that are to agree bit for bit need the same."""
+    is_quantized = not (model.head is None or isinstance(model.head, nn.Linear))  # it has a product of its own
+    if is_quantized or not _can_pack(model.head_weight):
+        return "plain"
+    width = model.head_weight.shape[1]
+    return min(HEAD_KINDS, key=lambda kind: _seconds(head_of(model, kind), width))
+
+
+@torch.inference_mode()
+def head_of(model: Decoder, kind: HeadKind) -> Product:
+    """One way to multiply by the head."""
+    if kind == "plain":
+        return model.logits
+    products = _packed(model.head_weight)
+
+    def packed(hidden_BD: Tensor) -> Tensor:
+        return model.cap(products(hidden_BD))
+
+    return packed
+
+
+def _can_pack(weight_VD: Tensor) -> bool:
+    has_operators = all(hasattr(torch.ops.mkldnn, name) for name in ("_reorder_linear_weight", "_linear_pointwise"))
+    on_cpu = weight_VD.device.type == "cpu" and weight_VD.dtype == torch.float32
+    return on_cpu and torch.backends.mkldnn.is_available() and has_operators
+
+
+def _packed(weight_VD: Tensor) -> Product:
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight_VD.detach(), _ROWS[0])
+
+    def product(hidden_BD: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(hidden_BD, packed, None, "none", [], "")
+
+    return product
+
+
+def _seconds(product: Product, width: int) -> float:
+    """Sum over `_ROWS` of the median time of three products, after a warm-up."""
+    total = 0.0
+    for rows in _ROWS:
+        x = torch.randn(rows, width, generator=torch.Generator().manual_seed(0))
+        times = repeated(lambda x=x: seconds_of(lambda: product(x), "cpu"), num_rounds=3, num_warmups=1)
+        total += statistics.median(times)
+    return total
+
+
+MULTIPLES = (1, 2, 4, 8, 16)
+PROBE_ROWS = 64
+
+
+@torch.inference_mode()
+def stable_row_multiple(model: Decoder, head: Product) -> int:
+    """The smallest multiple in `MULTIPLES` that makes every product of `model` independent of the number of rows.
+
+    `head` is how its logits are made. 0 when none does on this machine: results may then differ in the last bits with
+    the load.
+    """
+    return _smallest(_distinct_products(model, head), model.norm.weight)
+
+
+@torch.inference_mode()
+def adapter_row_multiple(adapter: PreparedAdapter, model: Decoder) -> int:
+    """The same for the products of an adapter with the rows that it computes."""
+    shapes = {(part.a_RI.shape, part.b_OR.shape): part for part in adapter.parts.values()}
+    products = [(_product_of(part), part.a_RI.shape[1]) for part in shapes.values()]
+    return _smallest(products, model.norm.weight)
+
+
+def _product_of(part: AdapterPart) -> Product:
+    def product(x_NI: Tensor) -> Tensor:
+        return part.apply(x_NI, x_NI.new_ones(x_NI.shape[0], part.b_OR.shape[0]))
+
+    return product
+
+
+def _smallest(products: Iterable[tuple[Product, int]], like: Tensor) -> int:
+    products = list(products)
+    for multiple in MULTIPLES:
+        if all(_is_stable(product, width, multiple, like) for product, width in products):
+            return multiple
+    return 0
+
+
+def _distinct_products(model: Decoder, head: Product) -> list[tuple[Product, int]]:
+    """One module of each kind and shape, and the head."""
+    result: dict[tuple[type, int, int], tuple[Product, int]] = {}
+    for module in model.blocks.modules():
+        width, height = getattr(module, "in_features", 0), getattr(module, "out_features", 0)
+        if isinstance(module, nn.Module) and width and height:
+            result.setdefault((type(module), width, height), (module, width))
+    return [*result.values(), (head, model.config.model_dim)]
+
+
+def _is_stable(product: Product, width: int, multiple: int, like: Tensor) -> bool:
+    """like: its format and device are those of the rows."""
+    x = torch.randn(PROBE_ROWS, width, generator=torch.Generator().manual_seed(0)).to(like)
+    full = product(x)
+    counts = [multiple * n for n in itertools.chain(range(1, 9), (12, 16, 24, 32)) if multiple * n < PROBE_ROWS]
+    heads = all(torch.equal(product(x[:count]), full[:count]) for count in counts)
+    tails = all(torch.equal(product(x[-count:]), full[-count:]) for count in counts)
+    return heads and tails

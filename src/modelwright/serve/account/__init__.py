@@ -1,0 +1,1 @@
+"""Accounts of requests: the request log, metrics, spans and the server's own log."""

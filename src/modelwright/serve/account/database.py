@@ -1,0 +1,326 @@
+"""Databases behind the server: SQLite files in WAL mode by the standard library, anything else by SQLAlchemy.
+
+Statements have named parameters (`:name`), which both understand. `DatabaseWriter` writes from a thread of its own,
+behind a bounded queue: the event loop never waits for a disk.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import queue
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from modelwright.core.errors import ConfigError, StorageError, writing
+
+log = logging.getLogger("modelwright.serve")
+
+T = TypeVar("T")
+
+
+FROM_ENVIRONMENT = "env:"
+"""Begins a location that an environment variable holds, because URLs with passwords belong in no config file."""
+
+QUEUE_TASKS = 4096
+BATCH_TASKS = 128
+"""Tasks that share a transaction."""
+
+HOUSEKEEPING_PERIOD_S = 3600.0
+
+
+_BUSY_TIMEOUT_S = 30.0
+_FETCH_ROWS = 256
+_OWNER_ONLY = 0o600
+
+Values = Mapping[str, Any]
+
+
+class Database(Protocol):
+    """An open database. One thread at a time. All methods raise `StorageError` for what the database refuses."""
+
+    def execute(self, statement: str, values: Values | Sequence[Values] = ()) -> int:
+        """Run a statement, once for each entry of a list of values; returns the number of rows that it changed."""
+        ...
+
+    def rows(self, statement: str, values: Values = {}) -> Iterator[tuple[Any, ...]]:  # noqa: B006
+        """The rows of a query, read as they are asked for."""
+        ...
+
+    def transaction(self) -> AbstractContextManager[None]:
+        """Statements inside are committed together, or rolled back on an exception."""
+        ...
+
+    def vacate(self) -> None:
+        """Leave nothing of deleted rows behind, as far as that is up to us."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def open_database(location: str, *, setting: str, must_exist: bool = False) -> Database:
+    """Open a file, a SQLAlchemy URL, or what an environment variable names (`env:NAME`). setting: for messages.
+
+    Raises `ConfigError` if there is no such variable, package or file, or a URL shows a password; `StorageError` if
+    the database cannot be used.
+    """
+    url = location
+    if location.startswith(FROM_ENVIRONMENT):
+        name = location.removeprefix(FROM_ENVIRONMENT)
+        url = os.environ.get(name, "")
+        if not url:
+            raise ConfigError(f"{setting}: the environment variable {name} is not set; set it to a path or a URL")
+    if "://" not in url:
+        path = Path(url)
+        if must_exist and not path.is_file():
+            raise ConfigError(f"{setting}: {path}: no such database; give the file that a server has written")
+        return SqliteDatabase(path)
+    return _open_url(url, setting=setting, is_written_down=url == location)
+
+
+def _open_url(url: str, *, setting: str, is_written_down: bool) -> Database:
+    try:
+        import sqlalchemy
+        from sqlalchemy import exc
+    except ImportError:
+        raise ConfigError(
+            f"{setting}: a database URL needs SQLAlchemy and the driver of the database; "
+            "pip install modelwright[requests-log], or give a path for SQLite"
+        ) from None
+    try:
+        parsed = sqlalchemy.make_url(url)
+        if parsed.password is not None and is_written_down:
+            text = "the URL has a password, which configs would keep"
+            raise ConfigError(f"{setting}: {text}; put the URL into an environment variable and write env:NAME")
+        engine = sqlalchemy.create_engine(parsed, hide_parameters=True)
+        return UrlDatabase(engine.connect(), parsed.render_as_string(hide_password=True))
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{setting}: the driver {error.name} is not installed; pip install {error.name}") from None
+    except exc.ArgumentError:
+        raise ConfigError(f"{setting}: is not a SQLAlchemy URL such as postgresql+psycopg://host/database") from None
+    except exc.SQLAlchemyError as error:
+        raise StorageError(f"{setting}: the database cannot be used ({_reason(error)}); check the URL") from None
+
+
+def _reason(error: Exception) -> str:
+    """The first line of a driver's message, without the statement."""
+    return str(getattr(error, "orig", None) or error).partition("\n")[0]
+
+
+@contextmanager
+def _refusals(place: Path | str, kind: type[Exception]) -> Iterator[None]:
+    """Turn a driver's errors into `StorageError`."""
+    try:
+        yield
+    except kind as error:
+        text = f"{place}: the database refuses this ({_reason(error)})"
+        raise StorageError(f"{text}; check that it is the right one and that no other program holds it") from error
+
+
+class SqliteDatabase:
+    """A file that its owner alone can read. What is committed outlives `kill -9`; deleted rows are overwritten."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with writing(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                os.close(os.open(path, os.O_CREAT | os.O_RDWR, _OWNER_ONLY))
+            self._connection = sqlite3.connect(
+                path, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+            )
+            for setting in ("journal_mode = WAL", "synchronous = NORMAL", "secure_delete = ON"):
+                self._connection.execute(f"PRAGMA {setting}")
+        except (sqlite3.Error, OSError) as error:
+            if isinstance(error, StorageError):
+                raise
+            raise StorageError(
+                f"{path}: cannot be used as a database ({error}); remove it or give another path"
+            ) from None
+
+    def execute(self, statement: str, values: Values | Sequence[Values] = ()) -> int:
+        with _refusals(self.path, sqlite3.Error):
+            if isinstance(values, Mapping) or not values:
+                return self._connection.execute(statement, values or {}).rowcount
+            return self._connection.executemany(statement, values).rowcount
+
+    def rows(self, statement: str, values: Values = {}) -> Iterator[tuple[Any, ...]]:  # noqa: B006
+        with _refusals(self.path, sqlite3.Error):
+            cursor = self._connection.execute(statement, values)
+        while True:
+            with _refusals(self.path, sqlite3.Error):
+                rows = cursor.fetchmany(_FETCH_ROWS)
+            if not rows:
+                return
+            yield from rows
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        self.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self.execute("COMMIT")
+        except BaseException:
+            if self._connection.in_transaction:  # some errors, such as a full disk, have ended it
+                self.execute("ROLLBACK")
+            raise
+
+    def vacate(self) -> None:
+        """Move the journal into the file, so that no deleted text stays in it."""
+        self.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def _storable(values: Values) -> dict[str, Any]:
+    """Without the character NUL, which PostgreSQL refuses in texts."""
+    return {name: one.replace("\0", "\ufffd") if isinstance(one, str) else one for name, one in values.items()}
+
+
+class UrlDatabase:
+    """Any database that SQLAlchemy reaches. connection: of SQLAlchemy; name: for messages."""
+
+    def __init__(self, connection: Any, name: str) -> None:
+        self.name = name
+        self._connection = connection
+
+    def execute(self, statement: str, values: Values | Sequence[Values] = ()) -> int:
+        from sqlalchemy import exc, text
+
+        plain = _storable(values) if isinstance(values, Mapping) else [_storable(one) for one in values]
+        with _refusals(self.name, exc.SQLAlchemyError), self.transaction():
+            return self._connection.execute(text(statement), plain or None).rowcount
+
+    def rows(self, statement: str, values: Values = {}) -> Iterator[tuple[Any, ...]]:  # noqa: B006
+        from sqlalchemy import exc, text
+
+        with _refusals(self.name, exc.SQLAlchemyError), self.transaction():
+            # Options of the statement alone: those of a connection stay, and a cursor of the server takes no INSERT.
+            options = {"yield_per": _FETCH_ROWS}
+            with closing(self._connection.execute(text(statement), values, execution_options=options)) as result:
+                yield from map(tuple, result)
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        from sqlalchemy import exc
+
+        if self._connection.in_transaction():
+            yield
+            return
+        with _refusals(self.name, exc.SQLAlchemyError), self._connection.begin():
+            yield
+
+    def vacate(self) -> None:
+        """The database's own affair."""
+
+    def close(self) -> None:
+        self._connection.close()
+        self._connection.engine.dispose()
+
+
+Task = Callable[[Database], T]
+"""Reads and writes inside a transaction. It may be called a second time, after a transaction that was rolled back."""
+
+
+class WriterBusy(Exception):
+    """The queue is full."""
+
+
+@dataclass
+class _Queued:
+    task: Task[Any]
+    then: Callable[[Any], None] = lambda result: None
+    result: "Future[Any]" = field(default_factory=Future)
+
+
+class DatabaseWriter:
+    """Runs tasks in the order in which they came. The database belongs to its thread from `start` on.
+
+    dropped: is told from any thread why how many tasks were lost ("queue_full", "failed"). housekeeping: run at the
+    start and every hour.
+    """
+
+    def __init__(
+        self, name: str, database: Database, *, dropped: Callable[[str, int], None], housekeeping: Task[None]
+    ) -> None:
+        self._name = name
+        self._database = database
+        self._dropped = dropped
+        self._housekeeping = housekeeping
+        self._queue: queue.Queue[_Queued | None] = queue.Queue(QUEUE_TASKS)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def offer(self, task: Task[T], then: Callable[[T], None] = lambda result: None) -> bool:
+        """Run a task some time; false, and counted as dropped, if the queue is full. Never waits. then: gets the result
+        once it is committed, in the writer's thread.
+        """
+        try:
+            self._queue.put_nowait(_Queued(task, then))
+        except queue.Full:
+            self._dropped("queue_full", 1)
+            return False
+        return True
+
+    async def call(self, task: Task[T]) -> T:
+        """The result of a task, once it is committed. Raises `WriterBusy`, and what the task raises."""
+        entry = _Queued(task)
+        try:
+            self._queue.put_nowait(entry)
+        except queue.Full:
+            raise WriterBusy from None
+        # a caller who is canceled must not cancel the future, which the writer's thread is going to set
+        return await asyncio.shield(asyncio.wrap_future(entry.result))
+
+    def close(self) -> None:
+        """Run all queued tasks and close the database. Waits."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        is_open, due = True, time.monotonic()
+        while is_open:
+            entries: list[_Queued | None] = []
+            if time.monotonic() >= due:
+                entries.append(_Queued(self._housekeeping))
+                due = time.monotonic() + HOUSEKEEPING_PERIOD_S
+            else:
+                with contextlib.suppress(queue.Empty):
+                    entries.append(self._queue.get(timeout=max(0.0, due - time.monotonic())))
+            while len(entries) < BATCH_TASKS and not self._queue.empty():
+                entries.append(self._queue.get())
+            is_open = None not in entries
+            self._run_tasks([entry for entry in entries if entry is not None])
+        self._database.close()
+
+    def _run_tasks(self, entries: Sequence[_Queued]) -> None:
+        """All in one transaction; if one fails, each in its own, so that it takes no other along."""
+        try:
+            with self._database.transaction():
+                results = [entry.task(self._database) for entry in entries]
+        except Exception as error:
+            if len(entries) > 1:
+                for entry in entries:
+                    self._run_tasks([entry])
+            elif entries:
+                self._failed(entries[0], error)
+            return
+        for entry, result in zip(entries, results, strict=True):
+            entry.result.set_result(result)
+            entry.then(result)
+
+    def _failed(self, entry: _Queued, error: Exception) -> None:
+        """The error's text is not logged: it may repeat what was to be written."""
+        self._dropped("failed", 1)
+        log.error("%s: could not be written (%s)", self._name, type(error.__cause__ or error).__name__)
+        entry.result.set_exception(error)

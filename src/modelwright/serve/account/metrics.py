@@ -1,0 +1,282 @@
+"""Prometheus metrics of one server, in a registry of their own. Those that vLLM has, too, appear a second time under
+vLLM's names, so that dashboards and autoscalers made for it work here.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from modelwright.infer.engine import EngineStats
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_FINE_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 5)
+
+NO_LOAD = EngineStats(
+    num_running=0,
+    num_waiting=0,
+    num_blocks=0,
+    num_free_blocks=0,
+    num_preemptions=0,
+    num_prefix_queries=0,
+    num_prefix_hits=0,
+    num_drafts=0,
+    num_draft_tokens=0,
+    num_accepted_tokens=0,
+)
+
+
+class HttpMetrics:
+    """Requests and connections, whatever they are for."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.requests = Counter(
+            "modelwright_http_requests", "Finished HTTP requests", ["route", "method", "status"], registry=registry
+        )
+        self.connections = Gauge("modelwright_connections", "Open connections", registry=registry)
+        self.closed_connections = Counter(
+            "modelwright_closed_connections",
+            "Connections closed by the server (header_timeout, send_timeout, replaced, refused)",
+            ["reason"],
+            registry=registry,
+        )
+
+
+class AnswerMetrics:
+    """What users got, and how fast. Times are in seconds."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.finished = Counter(
+            "modelwright_generations",
+            "Finished answers by reason (stop, length, aborted, error)",
+            ["reason"],
+            registry=registry,
+        )
+        self.prompt_tokens = Counter("modelwright_prompt_tokens", "Tokens of prompts taken in", registry=registry)
+        self.output_tokens = Counter("modelwright_output_tokens", "Tokens generated", registry=registry)
+        self.first_token = Histogram(
+            "modelwright_time_to_first_token_seconds", "Arrival to first token", buckets=_SECONDS, registry=registry
+        )
+        self.next_token = Histogram(
+            "modelwright_inter_token_seconds", "Between tokens of one answer", buckets=_FINE_SECONDS, registry=registry
+        )
+        self.duration = Histogram(
+            "modelwright_answer_seconds", "Arrival to last token", buckets=_SECONDS, registry=registry
+        )
+
+
+class EngineMetrics:
+    """The load of all engines together, and what became of engines and their answers."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.running = Gauge("modelwright_running_answers", "Answers being computed", registry=registry)
+        self.waiting = Gauge("modelwright_waiting_answers", "Answers in the queue", registry=registry)
+        self.preemptions = Gauge(
+            "modelwright_preemptions",
+            "Answers put back to the queue for lack of cache since the start",
+            registry=registry,
+        )
+        self.kv_blocks = Gauge("modelwright_kv_blocks", "Blocks of the key/value cache", ["state"], registry=registry)
+        self.kv_usage = Gauge(
+            "modelwright_kv_cache_usage_ratio", "Used share of the key/value cache, 0 to 1", registry=registry
+        )
+        self.prefix_queries = Counter(
+            "modelwright_prefix_cache_queries", "Prompt tokens looked up in the prefix cache", registry=registry
+        )
+        self.prefix_hits = Counter(
+            "modelwright_prefix_cache_hits", "Prompt tokens found in the prefix cache", registry=registry
+        )
+        self.drafts = Counter("modelwright_drafts", "Drafts of guessed tokens that were verified", registry=registry)
+        self.draft_tokens = Counter("modelwright_draft_tokens", "Guessed tokens that were verified", registry=registry)
+        self.accepted_tokens = Counter(
+            "modelwright_accepted_tokens", "Guessed tokens that were right", registry=registry
+        )
+        self.up = Gauge("modelwright_engines", "Engines that run", registry=registry)
+        self.failures = Counter(
+            "modelwright_engine_failures",
+            "Lost engines by reason (died, wedged, outdated)",
+            ["reason"],
+            registry=registry,
+        )
+        self.ejections = Counter(
+            "modelwright_engine_ejections",
+            "Times that an engine got no new answers for a while by reason (failures, slow)",
+            ["reason"],
+            registry=registry,
+        )
+        self.moved_answers = Counter(
+            "modelwright_moved_answers",
+            "Answers of lost or failing engines by outcome (continued, retried, lost)",
+            ["outcome"],
+            registry=registry,
+        )
+        self._stats: dict[str, EngineStats] = {}
+
+    def observe(self, engine_name: str, stats: EngineStats) -> None:
+        """Update from one engine's figures; those of all engines are added up."""
+        before = self._stats.get(engine_name, NO_LOAD)
+        self._stats[engine_name] = stats
+        self.preemptions.inc(stats.num_preemptions - before.num_preemptions)
+        self.prefix_queries.inc(stats.num_prefix_queries - before.num_prefix_queries)
+        self.prefix_hits.inc(stats.num_prefix_hits - before.num_prefix_hits)
+        self.drafts.inc(stats.num_drafts - before.num_drafts)
+        self.draft_tokens.inc(stats.num_draft_tokens - before.num_draft_tokens)
+        self.accepted_tokens.inc(stats.num_accepted_tokens - before.num_accepted_tokens)
+        self._set_load()
+
+    def forget(self, engine_name: str) -> None:
+        """Leave out an engine that has ended."""
+        self._stats.pop(engine_name, None)
+        self._set_load()
+
+    def _set_load(self) -> None:
+        engines = self._stats.values()
+        num_blocks, num_free = (sum(e.num_blocks for e in engines), sum(e.num_free_blocks for e in engines))
+        self.up.set(len(engines))
+        self.running.set(sum(e.num_running for e in engines))
+        self.waiting.set(sum(e.num_waiting for e in engines))
+        self.kv_blocks.labels("free").set(num_free)
+        self.kv_blocks.labels("used").set(num_blocks - num_free)
+        self.kv_usage.set(1 - num_free / num_blocks if num_blocks else 0)
+
+
+class VersionMetrics:
+    """Which version of the model is in service."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.info = Gauge(
+            "modelwright_model_info",
+            "The version that new requests get, with the value 1",
+            ["version"],
+            registry=registry,
+        )
+        self.reloads = Counter(
+            "modelwright_reloads", "Reloads of the model by outcome (done, failed)", ["outcome"], registry=registry
+        )
+
+    def show(self, version: str) -> None:
+        """Name the version that new requests get from now on."""
+        self.info.clear()
+        self.info.labels(version).set(1)
+
+
+class RequestLogMetrics:
+    """Requests that the request log has written and lost."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.logged = Counter("modelwright_logged_requests", "Requests written to the request log", registry=registry)
+        self.unlogged = Counter(
+            "modelwright_unlogged_requests",
+            "Requests or feedback that the request log lost by reason (queue_full, failed, user_cap, redaction_failed)",
+            ["reason"],
+            registry=registry,
+        )
+
+
+class AbMetrics:
+    """Requests counted by A/B tests, and rollbacks."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.requests = Counter(
+            "modelwright_ab_requests", "Requests of A/B tests by arm (A, B)", ["arm"], registry=registry
+        )
+        self.uncounted = Counter(
+            "modelwright_ab_uncounted",
+            "Requests that the state of an A/B test lost by reason (queue_full, failed)",
+            ["reason"],
+            registry=registry,
+        )
+        self.rollbacks = Counter(
+            "modelwright_ab_rollbacks",
+            "A/B tests ended by a guard (sample_ratio, error_limit, errors, latency, quality)",
+            ["reason"],
+            registry=registry,
+        )
+        self.shadows = Counter(
+            "modelwright_ab_shadows",
+            "Copies of requests to B by outcome (answered, failed, refused, preempted, dropped, same, different)",
+            ["outcome"],
+            registry=registry,
+        )
+
+
+class Metrics:
+    """All metrics of a server, by subject."""
+
+    def __init__(self, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        self.http = HttpMetrics(self.registry)
+        self.answers = AnswerMetrics(self.registry)
+        self.engines = EngineMetrics(self.registry)
+        self.versions = VersionMetrics(self.registry)
+        self.request_log = RequestLogMetrics(self.registry)
+        self.ab = AbMetrics(self.registry)
+        self.registry.register(VllmNames(model_name, self.answers, self.engines))
+
+    def text(self) -> bytes:
+        """Prometheus text format."""
+        return generate_latest(self.registry)
+
+
+class VllmNames(Collector):
+    """Metrics of vLLM (vllm.v1.metrics.loggers), with the values of ours and the label that vLLM gives them."""
+
+    def __init__(self, model_name: str, answers: AnswerMetrics, engines: EngineMetrics) -> None:
+        self._label = {"model_name": model_name}
+        self._sources: dict[str, tuple[str, Collector]] = {
+            "num_requests_running": ("gauge", engines.running),
+            "num_requests_waiting": ("gauge", engines.waiting),
+            "kv_cache_usage_perc": ("gauge", engines.kv_usage),
+            "gpu_cache_usage_perc": ("gauge", engines.kv_usage),
+            "num_preemptions": ("counter", engines.preemptions),
+            "prefix_cache_queries": ("counter", engines.prefix_queries),
+            "prefix_cache_hits": ("counter", engines.prefix_hits),
+            "spec_decode_num_drafts": ("counter", engines.drafts),
+            "spec_decode_num_draft_tokens": ("counter", engines.draft_tokens),
+            "spec_decode_num_accepted_tokens": ("counter", engines.accepted_tokens),
+            "prompt_tokens": ("counter", answers.prompt_tokens),
+            "generation_tokens": ("counter", answers.output_tokens),
+            "time_to_first_token_seconds": ("histogram", answers.first_token),
+            "inter_token_latency_seconds": ("histogram", answers.next_token),
+            "time_per_output_token_seconds": ("histogram", answers.next_token),
+            "e2e_request_latency_seconds": ("histogram", answers.duration),
+        }
+
+    def collect(self) -> Iterator[Metric]:
+        for name, (kind, source) in self._sources.items():
+            for metric in source.collect():
+                renamed = Metric(f"vllm:{name}", metric.documentation, kind)
+                for sample in metric.samples:
+                    suffix = sample.name.removeprefix(metric.name)
+                    if suffix != "_created":
+                        suffix = "_total" if kind == "counter" else suffix
+                        renamed.add_sample(renamed.name + suffix, self._label | sample.labels, sample.value)
+                yield renamed
+
+
+@dataclass
+class RequestTimer:
+    """Times one answer."""
+
+    metrics: AnswerMetrics
+    started: float = field(default_factory=time.perf_counter)
+    last_token: float = 0.0
+
+    def token(self) -> None:
+        now = time.perf_counter()
+        self.metrics.output_tokens.inc()
+        if self.last_token:
+            self.metrics.next_token.observe(now - self.last_token)
+        else:
+            self.metrics.first_token.observe(now - self.started)
+        self.last_token = now
+
+    def end(self, reason: str) -> float:
+        """Seconds since the answer was asked for."""
+        elapsed_s = time.perf_counter() - self.started
+        self.metrics.finished.labels(reason).inc()
+        self.metrics.duration.observe(elapsed_s)
+        return elapsed_s

@@ -1,0 +1,127 @@
+"""One record of the request log, as it is exported, and the tables that hold records. All functions belong to one
+thread with its database. docs/serving.md describes the fields for other programs.
+"""
+
+import secrets
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from modelwright.data.sources.records import OWN_AUTHOR
+from modelwright.serve.account.database import Database
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestRecord:
+    """A request with its answer and the feedback on it."""
+
+    id: str
+    """The answer's id, as the client got it."""
+    time: float
+    """Unix seconds."""
+    session: str
+    """A pseudonym, as is `user`: HMAC-SHA-256 with the salt of the log."""
+    user: str
+    route: str
+    """"chat" or "completion"."""
+    model: str
+    version: str
+    """The version of the weights, those of the adapter included."""
+    arm: str
+    """The arm of an A/B test; "" without one."""
+    prompt: str
+    answer: str
+    prompt_tokens: int
+    completion_tokens: int
+    finish_reason: str
+    status: int
+    ttft_s: float | None
+    latency_s: float | None
+    feedback_score: float | None = None
+    feedback_label: str | None = None
+    feedback_text: str | None = None
+    answer_by: str = OWN_AUTHOR
+    """Marks our own answers, which `data/sources.py` refuses as training text."""
+
+    def plain(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+FIELDS = tuple(field.name for field in fields(RequestRecord))
+
+
+_TABLES = (
+    """CREATE TABLE IF NOT EXISTS request_log (
+        id VARCHAR(64) NOT NULL PRIMARY KEY, logged_at DOUBLE PRECISION NOT NULL, session_hash VARCHAR(64) NOT NULL,
+        user_hash VARCHAR(64) NOT NULL, route VARCHAR(32) NOT NULL, model VARCHAR(255) NOT NULL,
+        version VARCHAR(64) NOT NULL, arm VARCHAR(32) NOT NULL, prompt TEXT NOT NULL, answer TEXT NOT NULL,
+        prompt_tokens INTEGER NOT NULL, completion_tokens INTEGER NOT NULL, finish_reason VARCHAR(255) NOT NULL,
+        status INTEGER NOT NULL, ttft_s DOUBLE PRECISION, latency_s DOUBLE PRECISION,
+        feedback_score DOUBLE PRECISION, feedback_label VARCHAR(255), feedback_text TEXT,
+        answer_by VARCHAR(64) NOT NULL)""",
+    "CREATE INDEX IF NOT EXISTS request_log_time ON request_log (logged_at)",
+    "CREATE INDEX IF NOT EXISTS request_log_user ON request_log (user_hash, logged_at)",
+    "CREATE TABLE IF NOT EXISTS request_log_secret (name VARCHAR(64) NOT NULL PRIMARY KEY, value TEXT NOT NULL)",
+)
+
+_RESERVED = {"time": "logged_at", "session": "session_hash", "user": "user_hash"}
+"""Columns whose fields have names that mean something to a database."""
+
+COLUMNS = tuple(_RESERVED.get(name, name) for name in FIELDS)
+
+
+def create_tables(database: Database) -> str:
+    """Create missing tables; returns the salt of the log's pseudonyms."""
+    with database.transaction():
+        for statement in _TABLES:
+            database.execute(statement)
+    query = "SELECT value FROM request_log_secret WHERE name = 'salt'"
+    with database.transaction():
+        known = [value for (value,) in database.rows(query)]
+        if known:
+            return known[0]
+        salt = secrets.token_hex(32)
+        database.execute("INSERT INTO request_log_secret (name, value) VALUES ('salt', :salt)", {"salt": salt})
+        return salt
+
+
+def insert(database: Database, record: RequestRecord) -> None:
+    values = dict(zip(COLUMNS, record.plain().values(), strict=True))
+    names = ", ".join(f":{column}" for column in COLUMNS)
+    database.execute(f"INSERT INTO request_log ({', '.join(COLUMNS)}) VALUES ({names})", values)
+
+
+def num_since(database: Database, user: str, since: float) -> int:
+    """Records of a user from a time on."""
+    query = "SELECT COUNT(*) FROM request_log WHERE user_hash = :user AND logged_at >= :since"
+    return next(iter(database.rows(query, {"user": user, "since": since})))[0]
+
+
+def set_feedback(
+    database: Database, request_id: str, *, score: float | None, label: str | None, text: str | None
+) -> bool:
+    """Replace the feedback of a record; false if there is no such record."""
+    statement = (
+        "UPDATE request_log SET feedback_score = :score, feedback_label = :label, feedback_text = :text WHERE id = :id"
+    )
+    return database.execute(statement, {"id": request_id, "score": score, "label": label, "text": text}) > 0
+
+
+def delete_before(database: Database, before: float) -> int:
+    """Delete records that are older; returns how many."""
+    return database.execute("DELETE FROM request_log WHERE logged_at < :before", {"before": before})
+
+
+def records(database: Database, *, since: float, until: float) -> Iterator[RequestRecord]:
+    """Those from `since` on and before `until`, in the order of time."""
+    query = (
+        f"SELECT {', '.join(COLUMNS)} FROM request_log WHERE logged_at >= :since AND logged_at < :until "
+        "ORDER BY logged_at, id"
+    )
+    for row in database.rows(query, {"since": since, "until": until}):
+        yield RequestRecord(**dict(zip(FIELDS, row, strict=True)))
+
+
+def num_records(database: Database, *, since: float, until: float) -> int:
+    query = "SELECT COUNT(*) FROM request_log WHERE logged_at >= :since AND logged_at < :until"
+    return next(iter(database.rows(query, {"since": since, "until": until})))[0]

@@ -1,0 +1,226 @@
+"""OpenTelemetry spans of requests, by the semantic conventions for HTTP servers and for generative AI.
+
+A request that is posted has a span of the server, a child of the span that its header traceparent names. Answers of
+completions and chat have a span inside it with model, parameters, tokens and finish reasons. Spans have texts only
+where `log_prompts` allows them. Needs the extra `otel` where a server is to send spans.
+"""
+
+import asyncio
+import json
+import logging
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from modelwright import __version__
+from modelwright.core.errors import ConfigError
+from modelwright.serve.account.exchange import CLIENT_LEFT, Exchange, FeedbackRequest, FinishedRequest
+from modelwright.serve.api.chat import ChatRequest
+from modelwright.serve.generation import Generation, GenerationRequest
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace.export import SpanExporter
+    from opentelemetry.trace import Span
+
+log = logging.getLogger("modelwright.serve")
+
+PROVIDER = "modelwright"
+TRACES_PATH = "/v1/traces"
+EXPORT_TIMEOUT_S = 5.0
+CLOSE_TIMEOUT_S = 3.0
+"""What has not been exported so long after the last request is given up."""
+
+OPERATIONS = {"chat": "chat", "completion": "text_completion"}
+"""The convention's `gen_ai.operation.name` by our names of routes."""
+
+
+def tracing_to(endpoint: str, *, log_prompts: bool) -> "Tracing":
+    """Spans go to a collector that takes OTLP over HTTP. Raises `ConfigError` for a bad address and without the extra.
+
+    endpoint: its base address, as the variable OTEL_EXPORTER_OTLP_ENDPOINT has it; secrets belong into
+    `OTEL_EXPORTER_OTLP_HEADERS`.
+    """
+    check_collector(endpoint)
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    except ImportError as error:
+        text = f"spans need a package that is not installed ({error.name})"
+        raise ConfigError(f"requests.traces: {text}; pip install 'modelwright[otel]'") from None
+    address = endpoint.rstrip("/") + TRACES_PATH
+    return Tracing(OTLPSpanExporter(endpoint=address, timeout=EXPORT_TIMEOUT_S), log_prompts=log_prompts)
+
+
+def check_collector(endpoint: str) -> None:
+    """Raise `ConfigError` unless `endpoint` is the base address of a collector, without a secret."""
+    try:
+        parts = urlsplit(endpoint)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_address = False
+    if not is_address or parts.query or parts.fragment:
+        raise ConfigError("requests.traces: must be the address of a collector, such as http://localhost:4318")
+    if parts.username is not None or parts.password is not None:
+        text = "the address has a password, which configs would keep"
+        raise ConfigError(f"requests.traces: {text}; put a header into OTEL_EXPORTER_OTLP_HEADERS")
+
+
+class Tracing:
+    """An `ExchangeObserver` that makes spans. They wait in a bounded queue for a thread of the SDK, which drops what it
+    cannot take, so an exporter that hangs or fails holds up no request.
+    """
+
+    keeps_answers = False
+
+    def __init__(self, exporter: "SpanExporter", *, log_prompts: bool) -> None:
+        from opentelemetry import context, trace
+        from opentelemetry.sdk.resources import SERVICE_NAME, OTELResourceDetector, Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        named = Resource({SERVICE_NAME: PROVIDER}).merge(OTELResourceDetector().detect())  # OTEL_SERVICE_NAME wins
+        self._provider = TracerProvider(resource=Resource.create().merge(named), shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._tracer = self._provider.get_tracer("modelwright.serve", __version__)
+        self._log_prompts = log_prompts
+        self._context, self._trace = context, trace
+        self._propagator = TraceContextTextMapPropagator()
+
+    def around(self, app: ASGIApp) -> ASGIApp:
+        """An application whose posted requests have spans. Probes and pages are not worth one."""
+
+        async def traced(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] != "http" or scope["method"] != "POST":
+                await app(scope, receive, send)
+                return
+            span = self._server_span(scope)
+            token, status = self._context.attach(self._trace.set_span_in_context(span)), CLIENT_LEFT
+
+            async def sending(message: Message) -> None:
+                nonlocal status
+                status = message.get("status", status)
+                await send(message)
+
+            try:
+                await app(scope, receive, sending)
+            finally:
+                self._context.detach(token)
+                self._end(span, scope, status)
+
+        return traced
+
+    def ended(self, exchange: Exchange, finished: FinishedRequest) -> None:
+        asked, generation = exchange.asked, exchange.generation
+        attributes = request_attributes(asked, OPERATIONS[finished.route])
+        if generation is not None:
+            attributes |= response_attributes(asked, generation, finished)
+        if finished.status >= 400:
+            attributes["error.type"] = str(finished.status)
+        if self._log_prompts:
+            attributes |= texts_of(asked, finished, generation)
+        span = self._tracer.start_span(
+            f"{attributes['gen_ai.operation.name']} {asked.model}",
+            context=exchange.context.run(self._context.get_current),
+            kind=self._trace.SpanKind.INTERNAL,
+            attributes=attributes,
+            start_time=int(exchange.started_at * 1e9),
+        )
+        if finished.status >= 500:
+            span.set_status(self._trace.StatusCode.ERROR)
+        span.end()
+
+    async def take_feedback(self, feedback: FeedbackRequest) -> bool:
+        return False
+
+    async def close(self) -> None:
+        """Export the spans in the queue, for a bounded time."""
+        closing = threading.Thread(target=self._provider.shutdown, name="spans", daemon=True)
+        closing.start()
+        await asyncio.to_thread(closing.join, CLOSE_TIMEOUT_S)
+        if closing.is_alive():
+            log.warning("some spans could not be exported")
+
+    def _server_span(self, scope: Scope) -> "Span":
+        headers = Headers(scope=scope)
+        address, port = scope.get("server") or ("", None)
+        attributes = {
+            "http.request.method": scope["method"],
+            "url.path": scope["path"],
+            "url.scheme": scope["scheme"],
+            "server.address": address,
+            **({"server.port": port} if port else {}),
+        }
+        carrier = {name: headers[name] for name in self._propagator.fields if name in headers}
+        parent = self._propagator.extract(carrier)
+        kind = self._trace.SpanKind.SERVER
+        return self._tracer.start_span(scope["method"], context=parent, kind=kind, attributes=attributes)
+
+    def _end(self, span: "Span", scope: Scope, status: int) -> None:
+        route = getattr(scope.get("route"), "path", "")
+        if route:
+            span.update_name(f"{scope['method']} {route}")
+            span.set_attribute("http.route", route)
+        span.set_attribute("http.response.status_code", status)
+        if status >= 500:
+            span.set_attribute("error.type", str(status))
+            span.set_status(self._trace.StatusCode.ERROR)
+        span.end()
+
+
+def request_attributes(asked: GenerationRequest, operation: str) -> dict[str, Any]:
+    """What a client has asked for; what it has left out is left out."""
+    optional = {
+        "gen_ai.request.max_tokens": asked.asked_tokens,
+        "gen_ai.request.temperature": asked.temperature,
+        "gen_ai.request.top_p": asked.top_p,
+        "gen_ai.request.top_k": asked.top_k,
+        "gen_ai.request.frequency_penalty": asked.frequency_penalty,
+        "gen_ai.request.presence_penalty": asked.presence_penalty,
+        "gen_ai.request.seed": asked.seed,
+        "gen_ai.request.stream": asked.stream or None,
+        "gen_ai.request.choice.count": asked.n if asked.n != 1 else None,
+        "gen_ai.output.type": "json" if asked.response_format is not None else None,
+    }
+    return {
+        "gen_ai.operation.name": operation,
+        "gen_ai.provider.name": PROVIDER,
+        "gen_ai.request.model": asked.model,
+        **{name: value for name, value in optional.items() if value is not None},
+    }
+
+
+def response_attributes(asked: GenerationRequest, generation: Generation, finished: FinishedRequest) -> dict[str, Any]:
+    """What became of a request whose answers were begun. The model's name is the version of its weights."""
+    details = generation.usage()["prompt_tokens_details"]
+    times = {} if finished.ttft_s is None else {"gen_ai.response.time_to_first_chunk": finished.ttft_s}
+    return {
+        "gen_ai.response.id": finished.id,
+        "gen_ai.response.model": finished.version,
+        "gen_ai.response.finish_reasons": [one.finish_reason for one in generation.answers if one.finish_reason],
+        "gen_ai.usage.input_tokens": finished.prompt_tokens,
+        "gen_ai.usage.output_tokens": finished.completion_tokens,
+        "gen_ai.usage.cache_read.input_tokens": details["cached_tokens"],
+        **(times if asked.stream else {}),
+    }
+
+
+def texts_of(asked: GenerationRequest, finished: FinishedRequest, generation: Generation | None) -> dict[str, str]:
+    """Prompts and answers as the convention's messages, in JSON."""
+    if isinstance(asked, ChatRequest):
+        turns = [(one["role"], one["content"]) for one in asked.plain_messages()]
+    else:
+        turns = [("user", text) for text in asked.texts() or [finished.prompt]]
+    asked_turns = [{"role": role, "parts": list(_parts(text))} for role, text in turns]
+    answers = [
+        {"role": "assistant", "parts": list(_parts(one.new_text)), "finish_reason": one.finish_reason}
+        for one in (generation.answers if generation else [])
+    ]
+    return {"gen_ai.input.messages": json.dumps(asked_turns), "gen_ai.output.messages": json.dumps(answers)}
+
+
+def _parts(text: str) -> Iterator[dict[str, str]]:
+    yield {"type": "text", "content": text}

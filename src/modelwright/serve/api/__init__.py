@@ -1,0 +1,1 @@
+"""The HTTP interface: each route's body, handler and reply together, and what routes share."""

@@ -1,0 +1,242 @@
+"""Fields that requests share, with their validators. Reasons are written for people (see `parsing`).
+
+Images come in the request itself, as `data:` URLs; an address is never fetched. They are read (`read_images`) when the
+model is known that answers.
+"""
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, cast
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+
+from modelwright.data.tokenizer.chat import IMAGE_MARK
+from modelwright.serve.limits import Limits
+
+SHOWN_CHARACTERS = 80
+"""Most characters of a client's own text that an error message repeats."""
+
+
+def unsupported(*neutral: Any) -> AfterValidator:
+    """Accepts the values that ask for nothing, `neutral` and empty ones, and refuses all others."""
+
+    def check(value: Any) -> None:
+        if value and value not in neutral:
+            raise ValueError("is not supported by this server; remove it")
+
+    return AfterValidator(check)
+
+
+def prompt_entries(prompt: Any) -> Any:
+    """A text, a list of texts, of token ids, or of lists of token ids, as it came."""
+    entries = cast(list[Any], prompt) if isinstance(prompt, list) else [""]
+    is_known = isinstance(prompt, (str, list)) and (
+        all(isinstance(entry, str) for entry in entries)
+        or _are_ids(entries)
+        or all(isinstance(entry, list) and _are_ids(cast(list[Any], entry)) for entry in entries)
+    )
+    if not is_known:
+        raise ValueError("must be a text, a list of texts, a list of token ids, or a list of lists of token ids")
+    return prompt
+
+
+def _are_ids(entries: list[Any]) -> bool:
+    return set(map(type, entries)) <= {int}  # without a line of Python per id: there may be half a million
+
+
+def as_list(prompt: Any) -> list[str] | list[list[int]]:
+    """Prompts as a list, a single one included."""
+    return [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt
+
+
+def stop_texts(stop: Any) -> tuple[str, ...]:
+    texts = [stop] if isinstance(stop, str) else cast(list[Any], stop or [])
+    is_known = isinstance(texts, list) and len(texts) <= 16
+    if not is_known or not all(isinstance(text, str) and 0 < len(text) <= 1000 for text in texts):
+        raise ValueError("give at most 16 stop strings of 1 to 1000 characters")
+    return tuple(texts)
+
+
+def text_list(texts: Any) -> list[str]:
+    """One text or several, as a list."""
+    entries = cast(list[Any], texts) if isinstance(texts, list) else [texts]
+    if not entries or not all(isinstance(entry, str) for entry in entries):
+        raise ValueError("must be a text or a list of texts")
+    return entries
+
+
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Unsupported = Annotated[Any, unsupported(), WithJsonSchema({"type": "null"})]
+"""A field of the API for something that this server lacks."""
+
+
+class Strict(BaseModel):
+    """Refuses unknown fields. A field that is null asks for nothing, so it is read as one that is left out."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: Any) -> Any:
+        return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
+
+
+class RequestModel(Strict):
+    """A kind of request."""
+
+    @classmethod
+    @abstractmethod
+    def check_size(cls, data: dict[str, Any], limits: Limits) -> None:
+        """Raise `ApiError` 400 if `data` has more entries or characters than the server can use."""
+
+
+def _biases(value: Any) -> tuple[tuple[int, float], ...]:
+    """`{"token id": bias}` as pairs; ids are texts, because they are keys of a JSON object."""
+    entries: Mapping[Any, Any] = cast(Mapping[Any, Any], value) if isinstance(value, dict) else {}
+    is_known = value is None or isinstance(value, dict)
+    is_known = is_known and all(isinstance(key, str) and key.isascii() and key.isdigit() for key in entries)
+    if not is_known or not all(_is_bias(bias) for bias in entries.values()):
+        raise ValueError('must be an object of token ids and numbers from -100 to 100, such as {"50256": -100}')
+    return tuple((int(key), float(bias)) for key, bias in entries.items())
+
+
+def _is_bias(bias: Any) -> bool:
+    return isinstance(bias, (int, float)) and not isinstance(bias, bool) and -100 <= bias <= 100
+
+
+@dataclass(frozen=True)
+class ImagePart:
+    """An image in a message. number: of the part, from 0; data: base64."""
+
+    number: int
+    data: str
+
+
+@dataclass(frozen=True)
+class Said:
+    """The content of a message. marked: its text with a mark in the place of each image."""
+
+    marked: str
+    images: tuple[ImagePart, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """Without images."""
+        return self.marked.replace(IMAGE_MARK, "").strip("\n") if self.images else self.marked
+
+
+def read_content(content: Any) -> Said | None:
+    """The content of a message; parts are joined by line breaks."""
+    if content is None:
+        return None
+    if isinstance(content, str):
+        return Said(_unmarked(content))
+    if not isinstance(content, list):
+        raise ValueError("must be a text or a list of parts")
+    images: list[ImagePart] = []
+    texts: list[str] = []
+    for number, part in enumerate(cast(list[Any], content)):
+        kind = cast(Mapping[str, Any], part).get("type") if isinstance(part, dict) else None
+        if kind == "image_url":
+            images.append(ImagePart(number, _data_of(part, number)))
+            texts.append(IMAGE_MARK)
+        else:
+            texts.append(_unmarked(_part_text(part)))
+    return Said("\n".join(texts), tuple(images))
+
+
+def short(text: str) -> str:
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
+
+
+def _unmarked(text: str) -> str:
+    """Unicode keeps the mark out of texts."""
+    return text.replace(IMAGE_MARK, "") if IMAGE_MARK in text else text
+
+
+def _part_text(part: Any) -> str:
+    kind = cast(Mapping[str, Any], part).get("type") if isinstance(part, dict) else None
+    if isinstance(kind, str) and kind != "text":
+        raise ValueError(f"parts of type {short(kind)!r} are not supported by this server, which reads text and images")
+    if kind != "text" or set(part) != {"type", "text"} or not isinstance(part["text"], str):
+        raise ValueError('each part must be {"type": "text", "text": "..."}')
+    return part["text"]
+
+
+def _data_of(part: Mapping[str, Any], number: int) -> str:
+    """The base64 text of an image part."""
+    image = part.get("image_url")
+    url = cast(Mapping[str, Any], image).get("url") if isinstance(image, dict) else None
+    if set(part) != {"type", "image_url"} or not isinstance(url, str) or not {"url", "detail"} >= set(cast(Any, image)):
+        raise ValueError(
+            f'part {number}: an image must be {{"type": "image_url", "image_url": {{"url": "data:image/..."}}}}'
+        )
+    head, comma, data = url.partition(",")
+    if not head.lower().startswith("data:"):
+        raise ValueError(
+            f"part {number}: this server fetches nothing, so {short(url)!r} is not read; send the image itself as "
+            "data:image/png;base64,..."
+        )
+    if not comma or not head.lower().endswith(";base64"):
+        raise ValueError(f"part {number}: a data: URL must have its image in base64: data:image/png;base64,...")
+    return data
+
+
+PROMPT_SCHEMA = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}},
+        {"type": "array", "items": {"type": "integer"}},
+        {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
+    ]
+}
+STOP_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "maxItems": 16}]}
+TEXTS_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]}
+BIAS_SCHEMA = {"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}
+
+CONTENT_SCHEMA = {
+    "anyOf": [
+        {"type": "string"},
+        {
+            "type": "array",
+            "items": {
+                "anyOf": [
+                    {
+                        "type": "object",
+                        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+                        "required": ["type", "text"],
+                        "additionalProperties": False,
+                    },
+                    {
+                        "type": "object",
+                        "properties": {
+                            "type": {"const": "image_url"},
+                            "image_url": {
+                                "type": "object",
+                                "properties": {
+                                    "url": {"type": "string", "pattern": "^data:[^,]*;base64,"},
+                                    "detail": {"enum": ["auto", "low", "high"]},
+                                },
+                                "required": ["url"],
+                                "additionalProperties": False,
+                            },
+                        },
+                        "required": ["type", "image_url"],
+                        "additionalProperties": False,
+                    },
+                ]
+            },
+        },
+        {"type": "null"},
+    ]
+}
+
+
+PromptEntries = Annotated[Any, BeforeValidator(prompt_entries), WithJsonSchema(PROMPT_SCHEMA)]
+Content = Annotated[Said | None, BeforeValidator(read_content), WithJsonSchema(CONTENT_SCHEMA)]
+StopTexts = Annotated[tuple[str, ...], BeforeValidator(stop_texts), WithJsonSchema(STOP_SCHEMA)]
+Texts = Annotated[list[str], BeforeValidator(text_list), WithJsonSchema(TEXTS_SCHEMA)]
+LogitBias = Annotated[tuple[tuple[int, float], ...], BeforeValidator(_biases), WithJsonSchema(BIAS_SCHEMA)]
+TokenIds = Annotated[list[int], Field(max_length=64)]
+NumLogprobs = Annotated[int, Field(ge=0, le=20)]

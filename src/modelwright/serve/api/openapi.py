@@ -1,0 +1,162 @@
+"""The OpenAPI description of the server, made from the list of routes and the models that validate requests. Replies
+that are OpenAI's have the schemas of OpenAI's own client.
+"""
+
+import functools
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any, Literal
+
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette.requests import Request
+from starlette.responses import Response
+
+REFERENCE = "#/components/schemas/{model}"
+
+EVENT_SCHEMA = {
+    "type": "object",
+    "description": "Each server-sent event.",
+    "properties": {
+        "data": {"type": "string", "description": "JSON in the form of x-event-schema; of the last event [DONE]."}
+    },
+    "required": ["data"],
+}
+
+REASONS = {
+    400: "The request is not understood or asks for something that this server lacks",
+    401: "The API key is missing or wrong",
+    403: "The API key may not do this",
+    404: "There is no such model, answer or test",
+    409: "Another reload, test or change of adapters is under way, or the name is taken",
+    408: "The body did not arrive in time",
+    413: "The body is too large",
+    429: "A limit of the key is reached or the queue is full; Retry-After says when to try again",
+    500: "The engine or the model has failed",
+    503: "The server is draining, starting or broken",
+}
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong: `param` names the field of the request, `code` is stable and meant for programs."""
+
+    message: str
+    type: Literal[
+        "invalid_request_error", "authentication_error", "permission_error", "rate_limit_error", "server_error"
+    ]
+    param: str | None
+    code: str | None
+
+
+class ErrorReply(BaseModel):
+    """The body of every reply with a status of 400 or more, and the last event of a stream that failed."""
+
+    error: ErrorDetail
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A route. body: None for one without a body; reply: the model of its reply, the name of one of OpenAI's, or, with
+    a slash, its media type; errors: the statuses that a client has to expect besides 200.
+    """
+
+    method: str
+    path: str
+    handler: Callable[[Request], Awaitable[Response]]
+    summary: str
+    reply: type[BaseModel] | str
+    body: type[BaseModel] | None = None
+    errors: tuple[int, ...] = ()
+    event: str = ""
+    """The name of the schema of a stream's events, if the route can stream."""
+
+    @property
+    def name(self) -> str:
+        return self.handler.__name__
+
+
+def describe(operations: Sequence[Operation]) -> dict[str, Any]:
+    """The whole document."""
+    bodies = {operation.body for operation in operations if operation.body}
+    modes: list[Any] = [(model, "validation") for model in sorted(bodies, key=lambda model: model.__name__)]
+    own = {operation.reply for operation in operations if not isinstance(operation.reply, str)}
+    replies = [*_client_models(), ErrorReply, *sorted(own, key=lambda model: model.__name__)]
+    modes += [(model, "serialization") for model in replies]
+    _, definitions = models_json_schema(modes, ref_template=REFERENCE)
+    schemas = definitions["$defs"]
+    _complete(schemas)
+    paths: dict[str, dict[str, Any]] = {}
+    for operation in operations:
+        entry = paths.setdefault(operation.path.replace(":path", ""), {})
+        entry[operation.method.lower()] = _operation(operation)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Modelwright", "version": version("modelwright")},
+        "paths": paths,
+        "components": {
+            "schemas": schemas,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+@functools.cache
+def _client_models() -> list[type[BaseModel]]:
+    """Replies that are OpenAI's. Imported here, because OpenAI's client takes a second to import."""
+    from openai.types import Completion, CreateEmbeddingResponse
+    from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+    return [Completion, ChatCompletion, ChatCompletionChunk, CreateEmbeddingResponse]
+
+
+def _complete(schemas: dict[str, Any]) -> None:
+    """What the client's own models do not say: the first token of an echoed prompt has no log-probability, and events
+    before the last have no finish reason, and embeddings may be base64.
+    """
+    logprobs = schemas["Logprobs"]["properties"]
+    for name in ("token_logprobs", "top_logprobs"):
+        for choice in logprobs[name]["anyOf"]:
+            if "items" in choice:
+                choice["items"] = {"anyOf": [choice["items"], {"type": "null"}]}
+    choice = schemas["CompletionChoice"]["properties"]
+    embedding = schemas["Embedding"]["properties"]
+    embedding["embedding"] = {"anyOf": [embedding["embedding"], {"type": "string"}]}
+    choice["finish_reason"] = {"anyOf": [choice["finish_reason"], {"type": "null"}]}
+
+
+def _operation(operation: Operation) -> dict[str, Any]:
+    entry: dict[str, Any] = {
+        "operationId": operation.name,
+        "summary": operation.summary,
+        "responses": {"200": _success(operation)} | {str(status): _error(status) for status in operation.errors},
+    }
+    if operation.body:
+        content = {"application/json": {"schema": _reference(operation.body.__name__)}}
+        entry["requestBody"] = {"required": True, "content": content}
+    if 401 in operation.errors:
+        entry["security"] = [{"key": []}]
+    if "{name" in operation.path:
+        entry["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
+    return entry
+
+
+def _success(operation: Operation) -> dict[str, Any]:
+    reply = operation.reply if isinstance(operation.reply, str) else operation.reply.__name__
+    if "/" in reply:
+        return {"description": operation.summary, "content": {reply: {}}}
+    content: dict[str, Any] = {"application/json": {"schema": _reference(reply)}}
+    if operation.event:
+        event = {"anyOf": [_reference(operation.event), _reference("ErrorReply"), {"const": "[DONE]"}]}
+        content["text/event-stream"] = {"schema": EVENT_SCHEMA, "x-event-schema": event}
+    return {"description": operation.summary, "content": content}
+
+
+def _error(status: int) -> dict[str, Any]:
+    headers = {"Retry-After": {"schema": {"type": "integer"}}} if status in (429, 503) else {}
+    content = {"application/json": {"schema": _reference("ErrorReply")}}
+    return {"description": REASONS[status], "headers": headers, "content": content}
+
+
+def _reference(name: str) -> dict[str, str]:
+    return {"$ref": REFERENCE.format(model=name)}

@@ -1,0 +1,172 @@
+"""The list of all routes; the application and /openapi.json are made from it."""
+
+import asyncio
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from modelwright.serve.ab import experiment, routes
+from modelwright.serve.account.exchange import FeedbackRequest
+from modelwright.serve.api import admin, chat, completions, feedback, pages, pooled, tokens
+from modelwright.serve.api.openapi import Operation, describe
+
+GENERATES = (400, 401, 403, 404, 408, 413, 429, 500, 503)
+"""Statuses of errors of routes that need the engine."""
+
+READS_BODY = (400, 401, 403, 404, 408, 413, 429)
+"""Statuses of errors of routes that read a body and do not need the engine."""
+
+
+ADMINISTERS = (400, 401, 403, 408, 409, 413, 429)
+"""Statuses of errors of routes that change what is served."""
+
+NEEDS_KEY = (401, 403, 429)
+"""Statuses of errors of routes that ask for a key and read no body."""
+
+
+TESTS = (400, 401, 403, 404, 408, 409, 413, 429, 503)
+"""Statuses of errors of routes that change A/B tests."""
+
+
+async def openapi(request: Request) -> Response:
+    """The description of the routes of this application."""
+    return JSONResponse(await asyncio.to_thread(describe, OPERATIONS))
+
+
+OPERATIONS = (
+    Operation("GET", "/", pages.chat_page, "The chat page", "text/html"),
+    Operation("GET", "/live", pages.live_page, "Load, latencies and cache as they change", "text/html"),
+    Operation("GET", "/pages.css", pages.page_style, "The style that pages share", "text/css"),
+    Operation("GET", "/health", pages.health, "Whether the server takes requests", pages.HealthReply, errors=(503,)),
+    Operation("GET", "/livez", pages.livez, "Whether the server needs no restart", pages.LiveReply, errors=(503,)),
+    Operation("GET", "/readyz", pages.readyz, "Whether new requests are taken", pages.ReadyReply, errors=(503,)),
+    Operation("GET", "/grafana.json", pages.grafana_dashboard, "A dashboard for Grafana", "application/json"),
+    Operation("GET", "/metrics", pages.metrics, "Metrics for Prometheus", "text/plain", errors=NEEDS_KEY),
+    Operation("GET", "/openapi.json", openapi, "This description", "application/json"),
+    Operation("GET", "/v1/models", pages.list_models, "The names of the model", pages.ModelListReply, errors=NEEDS_KEY),
+    Operation("GET", "/v1/models/{name:path}", pages.get_model, "One name", pages.ModelReply, errors=(404, *NEEDS_KEY)),
+    Operation(
+        "POST",
+        "/v1/completions",
+        completions.create_completion,
+        "Continue texts",
+        "Completion",
+        completions.CompletionRequest,
+        GENERATES,
+        event="Completion",
+    ),
+    Operation(
+        "POST",
+        "/v1/chat/completions",
+        chat.create_chat_completion,
+        "Answer in a conversation",
+        "ChatCompletion",
+        chat.ChatRequest,
+        GENERATES,
+        event="ChatCompletionChunk",
+    ),
+    Operation(
+        "POST",
+        "/v1/embeddings",
+        pooled.create_embeddings,
+        "Embed texts",
+        "CreateEmbeddingResponse",
+        pooled.EmbeddingRequest,
+        GENERATES,
+    ),
+    Operation(
+        "POST",
+        "/v1/score",
+        pooled.create_score,
+        "Score pairs of texts",
+        pooled.ScoreReply,
+        pooled.ScoreRequest,
+        GENERATES,
+    ),
+    Operation(
+        "POST",
+        "/v1/rerank",
+        pooled.rerank,
+        "Order documents by score",
+        pooled.RerankReply,
+        pooled.RerankRequest,
+        GENERATES,
+    ),
+    Operation(
+        "POST",
+        "/v1/feedback",
+        feedback.give_feedback,
+        "Say how good an answer was",
+        feedback.FeedbackReply,
+        FeedbackRequest,
+        (400, 401, 403, 404, 408, 413, 429, 503),
+    ),
+    Operation(
+        "POST",
+        "/admin/reload",
+        admin.reload_model,
+        "Put another version of the model in service",
+        admin.ReloadReply,
+        admin.ReloadRequest,
+        ADMINISTERS,
+    ),
+    Operation(
+        "POST",
+        "/v1/load_lora_adapter",
+        admin.load_lora_adapter,
+        "Let requests ask for an adapter",
+        "text/plain",
+        admin.LoadAdapterRequest,
+        (*ADMINISTERS, 503),
+    ),
+    Operation(
+        "POST",
+        "/v1/unload_lora_adapter",
+        admin.unload_lora_adapter,
+        "Let no request ask for an adapter any more",
+        "text/plain",
+        admin.UnloadAdapterRequest,
+        (*ADMINISTERS, 404, 503),
+    ),
+    Operation("GET", "/ab", pages.ab_page, "A/B tests as they stand", "text/html"),
+    Operation("GET", "/ab.json", routes.list_tests, "All A/B tests", routes.ExperimentListReply, errors=NEEDS_KEY),
+    Operation(
+        "POST",
+        "/admin/ab",
+        routes.begin_test,
+        "Begin an A/B test",
+        routes.ExperimentReply,
+        experiment.ExperimentRequest,
+        TESTS,
+    ),
+    Operation(
+        "POST",
+        "/admin/ab/share",
+        routes.set_test_share,
+        "Change B's share",
+        routes.ExperimentReply,
+        experiment.ShareRequest,
+        TESTS,
+    ),
+    Operation(
+        "POST",
+        "/admin/ab/end",
+        routes.end_test,
+        "End the A/B test",
+        routes.ExperimentReply,
+        experiment.EndRequest,
+        TESTS,
+    ),
+    Operation(
+        "POST", "/tokenize", tokens.tokenize, "Text to tokens", tokens.TokenizeReply, tokens.TokenizeRequest, READS_BODY
+    ),
+    Operation(
+        "POST",
+        "/detokenize",
+        tokens.detokenize,
+        "Tokens to text",
+        tokens.DetokenizeReply,
+        tokens.DetokenizeRequest,
+        READS_BODY,
+    ),
+)

@@ -1,0 +1,155 @@
+"""The routes that describe the server: pages, probes, metrics, models."""
+
+import importlib.resources
+from typing import Any, Literal
+
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+
+from modelwright.serve.errors import ApiError
+from modelwright.serve.load import expectation
+from modelwright.serve.service import Service, service_of
+
+PAGE_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'self' 'unsafe-inline'; connect-src 'self'; "
+    "img-src data:"
+)
+
+
+async def chat_page(request: Request) -> Response:
+    return _page("chat.html")
+
+
+async def live_page(request: Request) -> Response:
+    return _page("live.html")
+
+
+async def ab_page(request: Request) -> Response:
+    return _page("ab.html")
+
+
+async def page_style(request: Request) -> Response:
+    return Response(_static("pages.css"), media_type="text/css", headers={"X-Content-Type-Options": "nosniff"})
+
+
+def _page(name: str) -> Response:
+    headers = {"Content-Security-Policy": PAGE_POLICY, "X-Content-Type-Options": "nosniff"}
+    return HTMLResponse(_static(name), headers=headers)
+
+
+async def grafana_dashboard(request: Request) -> Response:
+    return Response(_static("grafana.json"), media_type="application/json")
+
+
+def _static(name: str) -> str:
+    return (importlib.resources.files("modelwright.serve") / "static" / name).read_text(encoding="utf-8")
+
+
+class LiveReply(BaseModel):
+    """The server needs no restart."""
+
+    status: Literal["alive"]
+
+
+class ReadyReply(BaseModel):
+    """The server takes requests. `version`: of the weights that answer new ones."""
+
+    status: Literal["ready"]
+    model: str
+    version: str
+
+
+class HealthReply(BaseModel):
+    """The state of the server."""
+
+    status: Literal["ok", "starting", "draining", "failed"]
+    model: str
+    open_answers: int
+
+
+async def livez(request: Request) -> Response:
+    """Fails when only a restart helps, as Kubernetes takes it."""
+    state = service_of(request).state
+    if state.name == "broken":
+        raise ApiError(503, state.reason, code=state.name)
+    return JSONResponse({"status": "alive"})
+
+
+async def readyz(request: Request) -> Response:
+    """Fails while new requests would be refused."""
+    service = service_of(request)
+    if service.state.name != "ready":
+        raise ApiError(503, service.state.reason, code=service.state.name)
+    return JSONResponse({"status": "ready", "model": service.model_name, "version": service.model.fingerprint})
+
+
+async def health(request: Request) -> Response:
+    service = service_of(request)
+    state = {"ready": "ok", "broken": "failed"}.get(service.state.name, service.state.name)
+    body = {"status": state, "model": service.model_name, "open_answers": service.num_open}
+    return JSONResponse(body, status_code=200 if state == "ok" else 503)
+
+
+async def metrics(request: Request) -> Response:
+    service = service_of(request)
+    if service.keys.has_scopes:
+        service.caller(request, "metrics")
+    return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+class ModelReply(BaseModel):
+    """A name of the model or of an adapter, whose `parent` is the model. `root`, `stage` and `digest` are absent for a
+    model that came from no folder, `stage` and `digest` for an adapter.
+    """
+
+    id: str
+    object: Literal["model"]
+    parent: str | None
+    created: int
+    owned_by: str
+    max_model_len: int
+    description: str
+    root: str = ""
+    stage: str = ""
+    digest: str = ""
+
+
+class ModelListReply(BaseModel):
+    """All names of the model."""
+
+    object: Literal["list"]
+    data: list[ModelReply]
+
+
+async def list_models(request: Request) -> Response:
+    service = service_of(request)
+    service.caller(request, "infer")
+    names = service.names_of(service.model)
+    return JSONResponse({"object": "list", "data": [_describe(service, name) for name in names]})
+
+
+async def get_model(request: Request) -> Response:
+    service = service_of(request)
+    service.caller(request, "infer")
+    service.require_name(request.path_params["name"], service.model)
+    return JSONResponse(_describe(service, request.path_params["name"]))
+
+
+def _describe(service: Service, name: str) -> dict[str, Any]:
+    """An entry of /v1/models; `root` (as vLLM has it), `stage` and `digest` say which model it is, `parent` (as
+    vLLM has it) of which model it is an adapter, `description` what to expect of it.
+    """
+    source, adapter = service.model.source, service.model.adapter_of(name)
+    origin = {"root": str(source.folder), "stage": source.stage, "digest": source.digest} if source else {}
+    origin = {"root": str(adapter.folder)} if adapter else origin
+    return origin | {
+        "id": name,
+        "object": "model",
+        "parent": service.model_name if adapter else None,
+        "created": adapter.created if adapter else service.model.created,
+        "owned_by": "modelwright",
+        "max_model_len": service.model.info.max_seq_len,
+        "input_modalities": ["text", "image"] if service.model.info.reads_images else ["text"],
+        "description": expectation(service.model.info.num_parameters),
+    }

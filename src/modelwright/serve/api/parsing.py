@@ -1,0 +1,254 @@
+"""From a body to a validated request and its token ids, with refusals in plain words that name the field.
+
+Bodies are read up to a size and within a time. Large ones are parsed in another thread, so that streams continue.
+"""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+from starlette.requests import ClientDisconnect, Request
+
+from modelwright.serve.account.logs import ID_SCOPE, with_fields
+from modelwright.serve.api.fields import SHOWN_CHARACTERS, RequestModel, short
+from modelwright.serve.errors import ApiError
+from modelwright.serve.limits import SPARE_ENTRIES, Limits, body_shape, lone_surrogate
+from modelwright.serve.service import Lease, service_of
+
+log = logging.getLogger("modelwright.serve")
+
+T = TypeVar("T")
+
+
+R = TypeVar("R", bound=RequestModel)
+
+INLINE_BODY_BYTES = 16_384
+"""Smaller bodies are read in less time than it takes to hand them to another thread and back."""
+
+DISCARD_PAUSE_S = 0.01
+"""Between two reads (of up to 256 KiB each) of a body that is too large."""
+
+
+UNCOUNTED_BYTES = 2 * SPARE_ENTRIES
+"""Bodies up to this size cannot have too many entries: each takes a byte and a comma."""
+
+MAX_DEPTH = 1000
+"""Lists and objects inside each other in a large body: Python's recursion limit, unless someone has changed it."""
+
+PAUSE_NUMBERS = 4096
+"""Numbers of a large body that are parsed without a pause, in less than 1 ms."""
+
+PAUSE_S = 0.001
+"""Long enough for a waiting thread to take the interpreter's lock."""
+
+
+def parse_request(kind: type[R], body: bytes, limits: Limits) -> R:
+    """Parse a request from a body. Raises `ApiError` 400 that names the field and the remedy."""
+    data = _load(body, limits)
+    if not isinstance(data, dict):
+        raise ApiError(400, "The body must be a JSON object.", code="invalid_json")
+    unknown = next((name for name, value in data.items() if name not in kind.model_fields and value is not None), None)
+    if unknown is not None:
+        known, shown = ", ".join(sorted(kind.model_fields)), short(unknown)
+        text = f"Unknown field {shown!r}. Known fields: {known}."
+        raise ApiError(400, text, param=shown, code="unknown_parameter")
+    kind.check_size(data, limits)
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        raise _refusal(first) from None
+
+
+def _load(body: bytes, limits: Limits) -> Any:
+    try:
+        text = body.decode("utf-8")
+        data = json.loads(text) if len(body) <= UNCOUNTED_BYTES else _load_large(text, body, limits)
+    except json.JSONDecodeError as error:
+        raise _not_json(str(error)) from None
+    except UnicodeDecodeError:
+        raise _not_json("it is not UTF-8 text") from None
+    except RecursionError:
+        raise _not_json("it is nested too deep") from None
+    except ValueError:  # Python converts no integers of more than 4300 digits
+        raise _not_json("it has an integer with too many digits") from None
+    if "\\u" in text and (half := lone_surrogate(body)):
+        raise _not_json(f"it has one half of a surrogate pair alone, {half!r}")
+    return data
+
+
+def _load_large(text: str, body: bytes, limits: Limits) -> Any:
+    """`json.loads` of what `limits` allow, with pauses in which other threads get the interpreter's lock."""
+    shape = body_shape(body)
+    if shape.depth > MAX_DEPTH:
+        raise RecursionError
+    try:
+        limits.check_shape(shape)
+    except ApiError:
+        if shape.is_closed:
+            raise
+        raise _not_json("a string, list or object in it has no end") from None
+    pauses = _Pauses()
+    return json.loads(text, parse_int=pauses.parse_int, parse_float=pauses.parse_float)
+
+
+class _Pauses:
+    """Converts numbers as `json` does and pauses now and then."""
+
+    def __init__(self) -> None:
+        self._num_parsed = 0
+
+    def parse_int(self, text: str) -> int:
+        self._count()
+        return int(text)
+
+    def parse_float(self, text: str) -> float:
+        self._count()
+        return float(text)
+
+    def _count(self) -> None:
+        self._num_parsed += 1
+        if self._num_parsed % PAUSE_NUMBERS == 0:
+            time.sleep(PAUSE_S)
+
+
+def _not_json(reason: str) -> ApiError:
+    return ApiError(400, f"The body is not valid JSON: {reason}.", code="invalid_json")
+
+
+def _refusal(problem: Any) -> ApiError:
+    path = [str(part) for part in problem["loc"]]
+    if not path:
+        return ApiError(400, f"The request contradicts itself: {_reason(problem)}.", code="invalid_value")
+    name = path[0]
+    where = ".".join(part for part in path if part.isdigit() or part.isidentifier())
+    if problem["type"] == "missing":
+        return ApiError(400, f"Missing required field {where!r}.", param=name, code="missing_required_parameter")
+    if problem["type"] == "extra_forbidden":
+        return ApiError(400, f"Unknown field {where!r}; remove it.", param=name, code="unknown_parameter")
+    return ApiError(400, f"Invalid value for {where!r}: {_reason(problem)}.", param=name, code="invalid_value")
+
+
+def _reason(problem: Any) -> str:
+    """The expectation that a value violates, and the value if it is short."""
+    value = problem["input"]
+    if problem["type"] == "value_error":
+        return problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "too_short":
+        return "must not be empty"
+    expected = "must be an object" if problem["type"] == "model_type" else problem["msg"]
+    expected = (
+        expected.replace("Input should be a valid ", "must be a ")
+        .replace("must be a integer", "must be an integer")
+        .replace("Input should be ", "must be ")
+    )
+    is_scalar = value is None or isinstance(value, (bool, int, float, str))
+    return f"{expected}, got {json.dumps(value)}" if is_scalar and len(str(value)) <= SHOWN_CHARACTERS else expected
+
+
+async def parsed(read: Callable[[], T], num_bytes: int, lease: Lease, *, is_slow: bool = False) -> T:
+    """`read`, in another thread if the body that it works on is large, so that streams continue meanwhile. is_slow: the
+    same for a small one.
+    """
+    if num_bytes <= INLINE_BODY_BYTES and not is_slow:
+        return read()
+    result = await asyncio.to_thread(read)
+    lease.require_open()
+    return result
+
+
+async def read_body(request: Request, lease: Lease, *, num_prompts: int) -> bytes:
+    """The body, up to the size limit. Raises `ApiError`."""
+    config, most = lease.config, lease.model.limits.body_bytes(num_prompts)
+    length = request.headers.get("content-length", "0")
+    is_too_large = length.isdigit() and int(length) > most
+    body = bytearray()
+    try:
+        async with asyncio.timeout(config.body_timeout_s):
+            parts = request.stream()
+            while not is_too_large and (part := await anext(parts, None)) is not None:
+                body += part
+                is_too_large = len(body) > most
+            if is_too_large:
+                # The rest is read, so that the client receives the answer and not a broken connection; slowly, because
+                # every read takes time from the streams.
+                async for _ in parts:
+                    await asyncio.sleep(DISCARD_PAUSE_S)
+                raise lease.model.limits.body_too_large(num_prompts)
+    except TimeoutError:
+        if is_too_large:
+            raise lease.model.limits.body_too_large(num_prompts) from None
+        raise ApiError(408, f"The body did not arrive within {config.body_timeout_s:g} s.", code="timeout") from None
+    except ClientDisconnect:
+        raise ApiError(400, "The client left before the body had arrived.") from None
+    if config.log_prompts:
+        text, name = body.decode("utf-8", errors="replace"), request.scope[ID_SCOPE]
+        log.info("%s %s %s", request.url.path, text, name, extra=with_fields(request_id=name))
+    return bytes(body)
+
+
+async def read_request(request: Request, kind: type[R], *, default: bytes = b"") -> R:
+    """The validated request of a body that needs no engine. default: stands for an empty body. Raises `ApiError`."""
+    with service_of(request).lease() as lease:
+        body = await read_body(request, lease, num_prompts=1)
+        return await parsed(lambda: parse_request(kind, body or default, lease.model.limits), len(body), lease)
+
+
+async def admit(request: Request, lease: Lease, *, num_prompts: int) -> bytes:
+    """Check capacity and read the body of a request to the engines, before it is parsed. Raises `ApiError`."""
+    lease.require_open()
+    lease.model.worker.require_room(1)
+    return await read_body(request, lease, num_prompts=num_prompts)
+
+
+def require_generator(lease: Lease, name: str) -> None:
+    """Raises `ApiError` 400 for a model that scores texts and generates none."""
+    if lease.model.info.scores:
+        text = f"The model {name!r} scores texts and generates none; ask /v1/score or /v1/rerank."
+        raise ApiError(400, text, param="model", code="unsupported_task")
+
+
+def require_scorer(lease: Lease, name: str) -> None:
+    """Raises `ApiError` 400 for a model that cannot score texts."""
+    if not lease.model.info.scores:
+        text = f"The model {name!r} generates text and has no head that scores it; serve a reward model for that."
+        raise ApiError(400, text, param="model", code="unsupported_task")
+
+
+def not_empty(prompts: list[str] | list[list[int]], param: str) -> list[str] | list[list[int]]:
+    if not prompts:
+        raise _empty(param)
+    return prompts
+
+
+def token_ids(prompt: str | list[int], param: str, lease: Lease) -> list[int]:
+    """Raises `ApiError` 400 for an empty prompt and for ids that the model does not have."""
+    ids = lease.model.tokenizer.encode(prompt) if isinstance(prompt, str) else known_ids(prompt, param, lease)
+    if not ids:
+        raise _empty(param)
+    return ids
+
+
+def known_ids(ids: list[int], param: str, lease: Lease) -> list[int]:
+    """Raises `ApiError` 400 for ids that the model does not have."""
+    size = lease.model.info.vocab_size
+    if ids and not 0 <= min(ids) <= max(ids) < size:
+        raise ApiError(400, f"Token ids must be between 0 and {size - 1}.", param=param, code="invalid_value")
+    return ids
+
+
+def require_fitting(inputs: list[list[int]], param: str, lease: Lease) -> list[list[int]]:
+    """Raises `ApiError` 400 for an input that is longer than the context."""
+    longest, context = max(map(len, inputs)), lease.model.limits.context
+    if longest >= context:
+        text = f"This model's context is {context} tokens; an input has {longest}. Shorten it."
+        raise ApiError(400, text, param=param, code="context_length_exceeded")
+    return inputs
+
+
+def _empty(param: str) -> ApiError:
+    return ApiError(400, f"The {param} is empty; give at least one token.", param=param, code="invalid_value")

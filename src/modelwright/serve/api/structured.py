@@ -1,0 +1,248 @@
+"""Fields that constrain the form of an answer: OpenAI's `response_format`, vLLM's `structured_outputs`, and functions
+that a model may call, with the grammar of a forced call and calls in answers.
+
+Only forced calls are supported (`tool_choice` "required" or a function): their form follows from the grammar, whatever
+the model. Whether to call at all is for a model to decide that was trained with one particular notation.
+"""
+
+import json
+import secrets
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from modelwright.serve.api.fields import Strict
+from modelwright.serve.engines.grammars import MAX_GRAMMAR_CHARACTERS, GrammarSource, choice_source, json_source
+from modelwright.serve.errors import ApiError
+
+FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+
+
+class FunctionDefinition(Strict):
+    """A function: `parameters` is the JSON schema of its arguments."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    @property
+    def schema_of_arguments(self) -> dict[str, Any]:
+        return {"type": "object", "additionalProperties": False} if self.parameters is None else self.parameters
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class FunctionReference(Strict):
+    name: FunctionName
+
+
+class NamedTool(Strict):
+    """A function that must be called."""
+
+    type: Literal["function"]
+    function: FunctionReference
+
+
+class FunctionCall(Strict):
+    name: FunctionName
+    arguments: str
+
+
+class ToolCall(Strict):
+    """A call in an earlier turn of the assistant."""
+
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+    def plain(self) -> str:
+        """The call as the model writes it."""
+        return f'{{"name": {json.dumps(self.function.name)}, "arguments": {self.function.arguments}}}'
+
+
+@dataclass(frozen=True)
+class ForcedCall:
+    """The functions one of which an answer has to call. With a single named one the answer is its arguments alone."""
+
+    functions: tuple[FunctionDefinition, ...]
+    is_named: bool
+
+    def source(self) -> GrammarSource:
+        """The grammar of the answer. Raises `ApiError`."""
+        if self.is_named:
+            return json_source(self.functions[0].schema_of_arguments, "tools")
+        definitions: dict[str, Any] = {}
+        calls = []
+        for number, function in enumerate(self.functions):
+            own = _moved(function.schema_of_arguments, f"#/$defs/{number}")
+            definitions[str(number)] = own
+            arguments = {"$ref": f"#/$defs/{number}"}
+            properties = {"name": {"const": function.name}, "arguments": arguments}
+            calls.append(
+                {
+                    "type": "object",
+                    "properties": properties,
+                    "required": list(properties),
+                    "additionalProperties": False,
+                }
+            )
+        return json_source({"anyOf": calls, "$defs": definitions}, "tools")
+
+    def text(self) -> "CallText":
+        return CallText(self)
+
+
+@dataclass(frozen=True)
+class CallDelta:
+    """A part of a call: the name, once, and a piece of the arguments. Both may be empty."""
+
+    name: str = ""
+    arguments: str = ""
+
+
+@dataclass
+class CallText:
+    """Takes the text of a forced call piece by piece. call_id: the id by which the client refers to the call."""
+
+    call: ForcedCall
+    call_id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}")
+    name: str = ""
+    _held: str = ""
+
+    def push(self, text: str) -> CallDelta:
+        """What `text` adds to the call."""
+        self._held += text
+        name = "" if self.name else self._found_name()
+        self.name = self.name or name
+        if not self.name:
+            return CallDelta()
+        keep = 0 if self.call.is_named else 1  # the brace that closes the call may have come already
+        end = max(0, len(self._held) - keep)
+        arguments, self._held = self._held[:end], self._held[end:]
+        return CallDelta(name, arguments)
+
+    def _found_name(self) -> str:
+        if self.call.is_named:
+            return self.call.functions[0].name
+        for function in self.call.functions:
+            head = f'{{"name": {json.dumps(function.name)}, "arguments": '
+            if self._held.startswith(head):
+                self._held = self._held.removeprefix(head)
+                return function.name
+        return ""
+
+
+def forced_call(tools: list[Tool] | None, choice: str | NamedTool | None) -> ForcedCall | None:
+    """What `tool_choice` forces; None for plain text. Raises `ApiError` 400 for "auto" and for a function that is not
+    among the tools.
+    """
+    functions = tuple(tool.function for tool in tools or [])
+    if isinstance(choice, NamedTool):
+        named = tuple(function for function in functions if function.name == choice.function.name)
+        if not named:
+            text = f"tool_choice names the function {choice.function.name!r}, which is not among the tools."
+            raise ApiError(400, text, param="tool_choice", code="invalid_value")
+        return ForcedCall(named[:1], is_named=True)
+    if choice == "required" and not functions:
+        raise ApiError(400, "tool_choice is required, but there are no tools.", param="tool_choice")
+    if functions and choice in (None, "auto"):
+        text = 'tool_choice "auto" is not supported by this server; take "required", "none", or name a function.'
+        raise ApiError(400, text, param="tool_choice", code="invalid_value")
+    return ForcedCall(functions, is_named=False) if choice == "required" else None
+
+
+def tool_prompt(functions: tuple[FunctionDefinition, ...]) -> str:
+    """The text that describes the callable functions to the model."""
+    lines = [
+        json.dumps(
+            {"name": one.name, "description": one.description or "", "parameters": one.schema_of_arguments},
+            ensure_ascii=False,
+        )
+        for one in functions
+    ]
+    return "\n".join(["Answer with a call of one of these functions, as JSON:", *lines])
+
+
+def _moved(node: Any, root: str) -> Any:
+    """A schema whose local references begin at another place."""
+    if isinstance(node, list):
+        return [_moved(entry, root) for entry in node]
+    if not isinstance(node, dict):
+        return node
+    moved = {key: _moved(value, root) for key, value in node.items()}
+    reference = node.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        moved["$ref"] = root + reference.removeprefix("#")
+    return moved
+
+
+GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARACTERS)]
+
+
+class JsonSchemaFormat(Strict):
+    """A JSON schema with a name. Answers keep to it whether `strict` or not."""
+
+    name: Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+    description: str | None = None
+    json_schema: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    """OpenAI's `response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> "ResponseFormat":
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema belongs to the type json_schema, which needs it")
+        return self
+
+    def source(self) -> GrammarSource | None:
+        """The grammar; None for plain text. Raises `ApiError`."""
+        if self.type == "text":
+            return None
+        schema = self.json_schema.json_schema if self.json_schema else None
+        return json_source({"type": "object"} if schema is None else schema, "response_format")
+
+
+class StructuredOutputs(Strict):
+    """vLLM's `structured_outputs`: one of a JSON schema, a regular expression, a list of texts, a Lark grammar."""
+
+    json_schema: Annotated[dict[str, Any] | None, Field(alias="json")] = None
+    regex: GrammarText | None = None
+    choice: Annotated[list[GrammarText], Field(min_length=1, max_length=1024)] | None = None
+    grammar: GrammarText | None = None
+
+    @model_validator(mode="after")
+    def _has_one(self) -> "StructuredOutputs":
+        if sum(value is not None for value in (self.json_schema, self.regex, self.choice, self.grammar)) != 1:
+            raise ValueError("give exactly one of json, regex, choice and grammar")
+        return self
+
+    def source(self) -> GrammarSource:
+        """Raises `ApiError`."""
+        param = "structured_outputs"
+        if self.json_schema is not None:
+            return json_source(self.json_schema, param)
+        if self.choice is not None:
+            return choice_source(self.choice, param)
+        if self.regex is not None:
+            return GrammarSource("regex", self.regex, param)
+        return GrammarSource("lark", self.grammar or "", param)
+
+
+def only_source(sources: list[GrammarSource | None]) -> GrammarSource | None:
+    """The one grammar of a request, None if there is none. Raises `ApiError` 400 for several."""
+    given = [source for source in sources if source is not None]
+    if len(given) > 1:
+        text = f"{given[0].param} and {given[1].param} cannot be combined; give one of them."
+        raise ApiError(400, text, param=given[1].param, code="invalid_value")
+    return given[0] if given else None

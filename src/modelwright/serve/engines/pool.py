@@ -1,0 +1,401 @@
+"""Engines in processes of their own behind one gateway: routing, and what happens when an engine is lost.
+
+An engine that dies is noticed at once by the end of its socket, one that hangs by its silence. It is started again,
+with growing pauses if that happens often. Engines of one version give the same bits, so its answers continue on another
+engine: their tokens are computed again, and those that the client has are compared and not sent again. Where engines
+are not batch-invariant, an answer is tried again only if the client has seen nothing of it, within a budget, and else
+ends with an error. So is an answer whose first token an engine could not compute. See `routing` for engines that run
+and should get no new answers.
+"""
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import logging
+import math
+import secrets
+import subprocess
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from modelwright.infer.engine import EngineStats, StepOutput
+from modelwright.serve.engines.client import EngineEnd, EngineEvents
+from modelwright.serve.engines.handle import EngineHandle, EngineLink, relaunch
+from modelwright.serve.engines.jobs import Job, output_of
+from modelwright.serve.engines.process import EngineSetup
+from modelwright.serve.engines.routing import EjectionReason, EngineHealth, RetryBudget, Router, cache_salt
+from modelwright.serve.engines.thread import can_do_all
+from modelwright.serve.errors import ENGINE_LOST, ApiError, engine_lost
+
+log = logging.getLogger("modelwright.serve")
+
+MAX_MOVES = 2
+"""A request that ends every engine that computes it must not end them all."""
+
+FIRST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 30.0
+STABLE_S = 60.0
+"""Pauses before an engine is started again double until one has run for so long."""
+
+ORPHAN_TIMEOUT_S = 60.0
+"""Answers wait so long for an engine when all are lost."""
+
+ORPHAN_POLL_S = 0.5
+
+
+@dataclass(frozen=True)
+class AdapterReply:
+    """text: the digest of the adapter's values, or why it cannot be used."""
+
+    is_done: bool
+    text: str
+
+
+class AdapterCalls:
+    """Loading and unloading of adapters in engine processes (`AdapterLoader`). A reply of a lost engine never comes."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._waiting: dict[int, tuple[str, asyncio.Future[AdapterReply | None]]] = {}
+
+    async def ask(self, links: Mapping[str, EngineLink], name: str, folder: str) -> dict[str, AdapterReply]:
+        """Ask engines, by their names, what `AdapterLoader.begin` does; returns the replies of those that are not lost
+        meanwhile.
+        """
+        loop, futures = asyncio.get_running_loop(), dict[str, asyncio.Future[AdapterReply | None]]()
+        for engine_name, link in links.items():
+            number = next(self._numbers)
+            futures[engine_name] = loop.create_future()
+            self._waiting[number] = (engine_name, futures[engine_name])
+            link.send({"adapters": [[number, name, folder]]})
+        replies = dict(zip(futures, await asyncio.gather(*futures.values()), strict=True))
+        return {engine_name: reply for engine_name, reply in replies.items() if reply is not None}
+
+    def take(self, number: int, reply: AdapterReply) -> None:
+        """Pass on a reply."""
+        waiting = self._waiting.pop(number, None)
+        if waiting is not None and not waiting[1].done():
+            waiting[1].set_result(reply)
+
+    def lose(self, engine_name: str) -> None:
+        """Wait no longer for an engine."""
+        for number in [number for number, (name, _) in self._waiting.items() if name == engine_name]:
+            _, future = self._waiting.pop(number)
+            if not future.done():
+                future.set_result(None)
+
+
+@dataclass(eq=False)
+class PooledAnswer:
+    """An answer in progress. token_ids: those that were passed on; num_repeated: how many of them the present engine
+    has computed again; orphaned_at: since when it has no engine, 0 while it has one.
+    """
+
+    request_id: str
+    job: Job
+    engine: "Slot | None" = None
+    token_ids: list[int] = field(default_factory=list)
+    num_repeated: int = 0
+    num_moves: int = 0
+    orphaned_at: float = 0.0
+
+    @property
+    def num_outstanding(self) -> int:
+        """Tokens that are still to be computed, at most."""
+        return self.job.max_total_tokens - len(self.token_ids)
+
+
+@dataclass(eq=False)
+class Slot:
+    """A place for an engine. name: of the process that has it now; link: None while it has none."""
+
+    number: int
+    handle: EngineHandle
+    name: str = ""
+    link: EngineLink | None = None
+    is_lost: bool = False
+    answers: dict[str, PooledAnswer] = field(default_factory=dict)
+
+    @property
+    def num_outstanding(self) -> int:
+        """Tokens of all its answers."""
+        return sum(answer.num_outstanding for answer in self.answers.values())
+
+
+class EnginePool:
+    """The `EngineClient` of engine processes with one version of the model."""
+
+    def __init__(self, setup: EngineSetup, handles: Sequence[EngineHandle]) -> None:
+        self._setup = setup
+        self._report = handles[0].report
+        self._is_reproducible = self._report.is_batch_invariant
+        self.info = replace(self._report.info, max_num_seqs=self._report.info.max_num_seqs * len(handles))
+        self._slots = [Slot(number, handle) for number, handle in enumerate(handles)]
+        self._answers: dict[str, PooledAnswer] = {}
+        self._orphans: dict[str, PooledAnswer] = {}
+        self._budget = RetryBudget()
+        self._health = EngineHealth(range(len(handles)), self._note_ejection)
+        self._router = Router(self._health, setup.engine["prefill_chunk_size"])
+        self._tasks: list[asyncio.Task[None]] = []
+        self._lost_at = -math.inf
+        self._starting: dict[int, subprocess.Popen[bytes]] = {}
+        self._adapter_calls = AdapterCalls()
+
+    @property
+    def unavailable(self) -> str:
+        is_running = any(not slot.is_lost for slot in self._slots)
+        return "" if is_running else "All engines are being started again; try again soon."
+
+    @property
+    def is_back_soon(self) -> bool:
+        """Whether the outage is no longer than the start of a process, so that requests wait in the queue."""
+        return asyncio.get_running_loop().time() - self._lost_at < ORPHAN_TIMEOUT_S
+
+    def start(self, events: EngineEvents) -> None:
+        self._events = events
+        tasks = (*map(self._keep_running, self._slots), self._watch_orphans())
+        self._tasks = list(map(asyncio.get_running_loop().create_task, tasks))
+
+    check = staticmethod(can_do_all)
+
+    def add(self, jobs: Mapping[str, Job]) -> None:
+        answers = [PooledAnswer(request_id, job) for request_id, job in jobs.items()]
+        self._answers |= {answer.request_id: answer for answer in answers}
+        self._budget.note_request()
+        self._place_all(answers)
+
+    def abort(self, request_id: str) -> None:
+        answer = self._answers.get(request_id)
+        if answer is not None:
+            self._forget(answer)
+            if answer.engine is not None and answer.engine.link is not None:
+                answer.engine.link.send({"abort": [request_id]})
+
+    async def load_adapter(self, name: str, folder: Path) -> str:
+        """All engines load it, also those that are connected or started meanwhile."""
+        digests: dict[str, str] = {}
+        while links := {slot.name: slot.link for slot in self._slots if slot.link and slot.name not in digests}:
+            replies = await self._adapter_calls.ask(links, name, str(folder))
+            problems = [reply.text for reply in replies.values() if not reply.is_done]
+            digests |= {engine: reply.text for engine, reply in replies.items()}
+            if len(set(digests.values())) > 1 and not problems:
+                problems = [f"{folder}: its files have changed while engines read them; try again"]
+            if problems:
+                await self.unload_adapter(name)
+                raise ApiError(400, problems[0], param="lora_path", code="invalid_value")
+        if not digests:
+            raise ApiError(503, "All engines are being started again; try again soon.", code="engine_lost")
+        digest = next(iter(digests.values()))
+        self._expect({**self._report.info.adapters, name: digest}, {**self._setup.adapters, name: str(folder)}, digests)
+        return digest
+
+    async def unload_adapter(self, name: str) -> None:
+        adapters = {other: digest for other, digest in self._report.info.adapters.items() if other != name}
+        folders = {other: folder for other, folder in self._setup.adapters.items() if other != name}
+        links = {slot.name: slot.link for slot in self._slots if slot.link}
+        self._expect(adapters, folders, links)
+        await self._adapter_calls.ask(links, name, "")
+
+    def _expect(self, adapters: Mapping[str, str], folders: Mapping[str, str], engines: Collection[str]) -> None:
+        """What engines have from now on. engines: names of those that have it; another one is started again with it."""
+        self._setup = replace(self._setup, adapters=folders)
+        self._report = replace(self._report, info=replace(self._report.info, adapters=adapters))
+        for slot in self._slots:
+            if slot.link is not None and slot.name in engines:
+                slot.handle.report = self._report
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        for process in self._starting.values():
+            process.kill()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(asyncio.to_thread(slot.handle.end) for slot in self._slots))
+        for slot in self._slots:
+            self._events.engine_lost(slot.name, "stopped")
+
+    def discard(self) -> None:
+        for slot in self._slots:
+            slot.handle.end()
+
+    async def _keep_running(self, slot: Slot) -> None:
+        """Connect to a slot's engine, and when it is lost to the one that takes its place."""
+        pause_s, loop = FIRST_PAUSE_S, asyncio.get_running_loop()
+        while True:
+            started = loop.time()
+            end = await self._attend(slot)
+            log.error("engine %s (process %d) %s", slot.name, slot.handle.process.pid, end)
+            self._lose(slot, end)
+            await asyncio.to_thread(_kill, slot.handle)
+            pause_s = FIRST_PAUSE_S if loop.time() - started > STABLE_S else pause_s
+            while True:
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+                if await self._restarted(slot):
+                    break
+
+    async def _attend(self, slot: Slot) -> EngineEnd:
+        """Stay connected to a slot's engine until it is lost; returns how."""
+        slot.name = f"engine-{slot.number}-{secrets.token_hex(4)}"
+        link = EngineLink(lambda message: self._receive(slot, message))
+        slot.handle.connection.setblocking(False)
+        await asyncio.get_running_loop().create_unix_connection(lambda: link, sock=slot.handle.connection)
+        if slot.handle.report != self._report:
+            link.close()
+            return "outdated"
+        if slot.is_lost:
+            log.warning("engine %s (process %d) has taken its place", slot.name, slot.handle.process.pid)
+        slot.link, slot.is_lost = link, False
+        self._place_all(list(self._orphans.values()))
+        try:
+            return await link.watch(slot.handle.silence_s)
+        finally:
+            slot.link = None
+            link.close()
+
+    async def _restarted(self, slot: Slot) -> bool:
+        """Start another process in a slot; false if that was not possible."""
+        note = functools.partial(self._starting.__setitem__, slot.number)
+        try:
+            handle = await asyncio.to_thread(relaunch, self._setup, lambda: self._report, note)
+        finally:
+            self._starting.pop(slot.number, None)
+        slot.handle = handle or slot.handle
+        return handle is not None
+
+    def _receive(self, slot: Slot, message: Mapping[str, Any]) -> None:
+        if message["step_s"]:
+            self._health.stepped(slot.number, message["step_s"], slot.handle.full_step_s)
+        outputs = [output for plain in message["outputs"] if self._take(slot, output := output_of(plain))]
+        self._events.deliver(slot.name, outputs, EngineStats(**message["stats"]))
+        for request_id, (status, text, code) in message["refused"].items():
+            if request_id in slot.answers:
+                self._refuse(slot.answers[request_id], ApiError(status, text, code=code))
+        for number, is_done, text in message["adapters"]:
+            self._adapter_calls.take(number, AdapterReply(is_done, text))
+
+    def _take(self, slot: Slot, output: StepOutput) -> bool:
+        """Whether an output is new to the client."""
+        answer = slot.answers.get(output.request_id)
+        if answer is None:
+            return False
+        if answer.num_repeated < len(answer.token_ids):
+            if output.token_id != answer.token_ids[answer.num_repeated]:
+                self._give_up(answer)
+                self._health.answered(slot.number, is_good=False)
+            answer.num_repeated += 1
+            return False
+        if output.finished:
+            self._forget(answer)
+            self._health.answered(slot.number, is_good=output.finish_reason != "error")
+            if output.finish_reason == "error" and self._may_retry(answer):
+                self._answers[answer.request_id] = answer
+                self._place([answer], avoided=slot)
+                return False
+        answer.token_ids.append(output.token_id)
+        answer.num_repeated += 1
+        return True
+
+    def _place_all(self, answers: Sequence[PooledAnswer]) -> None:
+        """Give answers to engines; neighbors with the same prompt go to the same one, which computes it once."""
+        for _, group in itertools.groupby(answers, key=lambda one: (cache_salt(one.job), tuple(one.job.prompt_ids))):
+            self._place(list(group))
+
+    def _place(self, group: Sequence[PooledAnswer], avoided: Slot | None = None) -> None:
+        running = {slot.number: slot for slot in self._slots if slot.link is not None}
+        slots = {number: slot for number, slot in running.items() if slot is not avoided} or running
+        if not slots:
+            for answer in group:
+                answer.orphaned_at = answer.orphaned_at or asyncio.get_running_loop().time()
+                self._orphans[answer.request_id] = answer
+            return
+        loads = {number: slot.num_outstanding for number, slot in slots.items()}
+        slot = slots[self._router.choose(loads, group[0].job)]
+        for answer in group:
+            self._orphans.pop(answer.request_id, None)
+            answer.engine, answer.num_repeated, answer.orphaned_at = slot, 0, 0.0
+            slot.answers[answer.request_id] = answer
+        assert slot.link is not None
+        slot.link.send({"add": {answer.request_id: answer.job.to_message() for answer in group}})
+
+    def _lose(self, slot: Slot, end: EngineEnd) -> None:
+        if not slot.is_lost:  # one that was outdated before it took answers ends no outage and begins none
+            self._lost_at = asyncio.get_running_loop().time()
+        slot.is_lost = True
+        self._health.lost(slot.number)
+        answers, slot.answers = list(slot.answers.values()), {}
+        self._events.engine_lost(slot.name, end)
+        self._adapter_calls.lose(slot.name)
+        # Where engines give the same bits, an answer continues elsewhere; otherwise only an unseen one starts anew.
+        for answer in answers:
+            answer.engine = None
+            if self._is_reproducible and answer.num_moves < MAX_MOVES:
+                answer.num_moves += 1
+                self._events.answer_moved("continued")
+            elif not self._may_retry(answer):
+                self._give_up(answer)
+        self._place_all([answer for answer in answers if answer.request_id in self._answers])
+
+    def _may_retry(self, answer: PooledAnswer) -> bool:
+        """Whether an answer of which the client has seen nothing is computed anew; counts as a retry then."""
+        if answer.token_ids or answer.num_moves >= MAX_MOVES or not self._budget.take():
+            return False
+        answer.num_moves += 1
+        self._events.answer_moved("retried")
+        return True
+
+    def _note_ejection(self, number: int, reason: EjectionReason) -> None:
+        log.warning("engine %s gets no new answers for a while (%s)", self._slots[number].name, reason)
+        self._events.engine_ejected(reason)
+
+    def _give_up(self, answer: PooledAnswer, text: str = ENGINE_LOST) -> None:
+        self.abort(answer.request_id)
+        self._events.answer_moved("lost")
+        self._refuse(answer, engine_lost(text))
+
+    def _refuse(self, answer: PooledAnswer, error: ApiError) -> None:
+        self._forget(answer)
+        self._events.refuse(answer.request_id, error)
+
+    def _forget(self, answer: PooledAnswer) -> None:
+        self._answers.pop(answer.request_id, None)
+        self._orphans.pop(answer.request_id, None)
+        if answer.engine is not None:
+            answer.engine.answers.pop(answer.request_id, None)
+
+    async def _watch_orphans(self) -> None:
+        """Give up answers that have waited too long for an engine."""
+        while True:
+            await asyncio.sleep(ORPHAN_POLL_S)
+            oldest = asyncio.get_running_loop().time() - ORPHAN_TIMEOUT_S
+            for answer in [one for one in self._orphans.values() if one.orphaned_at < oldest]:
+                waited = f"No engine was ready within {ORPHAN_TIMEOUT_S:g} s; send the request again later."
+                self._give_up(answer, ENGINE_LOST if answer.token_ids else waited)
+
+
+def launch_pool(setup: EngineSetup, count: int) -> EnginePool:
+    """Start `count` processes and wait until all are ready. The first one measures what is fastest; the others do the
+    same, so that all give the same bits. Raises `ModelError` or `ConfigError` if one cannot be started.
+    """
+    first = EngineHandle.launch(setup)
+    setup = replace(setup, heads=(first.report.head,), int8_backend=first.report.int8_backend)
+    with ThreadPoolExecutor(count) as threads:
+        launching = [threads.submit(EngineHandle.launch, setup) for _ in range(count - 1)]
+    problems = [problem for one in launching if (problem := one.exception())]
+    handles = [first, *(one.result() for one in launching if not one.exception())]
+    if problems:
+        for handle in handles:
+            handle.end()
+        raise problems[0]
+    return EnginePool(setup, handles)
+
+
+def _kill(handle: EngineHandle) -> None:
+    """A process that hangs does not end by itself."""
+    with contextlib.suppress(ProcessLookupError):
+        handle.process.kill()
+    handle.end()

@@ -1,0 +1,286 @@
+"""An engine in a process of its own: `python -m modelwright.serve.engines.process FD`, started by `pool`.
+
+FD is its end of a Unix socket. The first message that it reads is an `EngineSetup`, the first that it sends an
+`EngineReport`, or why there is none. Then it sends one message per step: new tokens, load, refusals, and how long the
+step took (0 for one without work). Without work it sends one every `HEARTBEAT_S`, from the same loop, so that a process
+whose engine hangs falls silent. It ends when the gateway closes the socket or is gone. Messages are JSON objects, one
+per line.
+"""
+
+import functools
+import gc
+import json
+import logging
+import select
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from modelwright.compress.int8 import Int8WeightsConfig
+from modelwright.compress.int8_linear import Backend, Int8Linear
+from modelwright.core.errors import ConfigError, ModelwrightError
+from modelwright.infer.engine import Engine, EngineConfig
+from modelwright.infer.products import HeadKind, fastest_head_kind, head_of
+from modelwright.model.adapter_bank import PreparedAdapter, load_adapters, prepare_adapter
+from modelwright.model.decoder import Decoder
+from modelwright.serve.engines.client import EngineInfo, engine_info
+from modelwright.serve.engines.grammars import GrammarCompiler
+from modelwright.serve.engines.jobs import job_of, output_message
+from modelwright.serve.errors import ApiError
+from modelwright.serve.load import load_folder, weights_fingerprint
+from modelwright.serve.tokenizer import ServedTokenizer
+
+HEARTBEAT_S = 0.25
+SETUP_TIMEOUT_S = 60.0
+
+SMALL_MODEL_PARAMETERS = 50_000_000
+"""The engine of a smaller model leaves a core to the gateway, whose work for a token takes about as long as the
+engine's. Measured on two cores with 8.6M parameters: an engine in a thread of the server bore 160 requests of 8 tokens
+a second at a 99th percentile of 150 ms with one thread, and fewer than 80 with two. The limit itself was not measured.
+"""
+
+
+RECEIVE_BYTES = 1 << 20
+
+
+def encode(message: Mapping[str, Any]) -> bytes:
+    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
+
+
+class LineDecoder:
+    """Puts messages together from the parts in which they arrive."""
+
+    def __init__(self) -> None:
+        self._rest = bytearray()
+
+    def feed(self, data: bytes) -> list[dict[str, Any]]:
+        """The messages that are complete with `data`."""
+        self._rest += data
+        if b"\n" not in data:
+            return []
+        *lines, rest = bytes(self._rest).split(b"\n")
+        self._rest = bytearray(rest)
+        return [json.loads(line) for line in lines]
+
+
+class BlockingChannel:
+    """One end of the connection, for a process or thread that waits."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self._decoder = LineDecoder()
+        self._poll = select.poll()  # select.select takes no descriptor above 1023
+        self._poll.register(connection, select.POLLIN)
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Raises `OSError` if the other side is gone."""
+        self.connection.sendall(encode(message))
+
+    def receive_one(self, timeout_s: float) -> dict[str, Any]:
+        """The next message, where no other follows it. Raises `TimeoutError` if it does not arrive in time, and like
+        `receive`.
+        """
+        deadline = time.monotonic() + timeout_s
+        while (left_s := deadline - time.monotonic()) > 0:
+            for message in self.receive(left_s):
+                return message
+        raise TimeoutError
+
+    def receive(self, timeout_s: float) -> list[dict[str, Any]]:
+        """Wait up to `timeout_s` for messages; empty if none is complete. Raises `EOFError` when the peer is gone."""
+        if not self._poll.poll(1000 * timeout_s):
+            return []
+        data = self.connection.recv(RECEIVE_BYTES)
+        if not data:
+            raise EOFError
+        return self._decoder.feed(data)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSetup:
+    """What an engine process computes with. `heads`: what it may choose from by measuring; `int8_backend`: "auto" for a
+    choice. Several engines must choose alike to give the same bits.
+    """
+
+    folder: str
+    engine: Mapping[str, Any]
+    """The fields of an `EngineConfig`."""
+    num_threads: int
+    heads: tuple[HeadKind, ...]
+    int8_backend: Backend | str
+    may_spare_thread: bool = False
+    """Whether the engine of a small model leaves one of its threads to the gateway."""
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    """Folders of adapters by what jobs call them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineReport:
+    """What an engine process has loaded and chosen. Two engines with equal reports give the same bits, if they are
+    batch-invariant.
+    """
+
+    info: EngineInfo
+    is_batch_invariant: bool
+    row_multiple: int
+    head: HeadKind
+    int8_backend: Backend | str
+    decodes_by_operator: bool = False
+
+
+class AdapterLoader:
+    """Loads and unloads adapters when the gateway says so (`AdapterCalls`), between two steps of the engine. A file is
+    read in a thread, so that the engine goes on meanwhile.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._threads = ThreadPoolExecutor(1)
+        self._reading: dict[int, tuple[str, Future[PreparedAdapter]]] = {}
+        self._replies: list[list[Any]] = []
+
+    def begin(self, number: int, name: str, folder: str) -> None:
+        """Load the adapter in a folder, or without a folder let no later job name it."""
+        if folder:
+            future = self._threads.submit(prepare_adapter, self._engine.model, Path(folder))
+            self._reading[number] = (name, future)
+            return
+        if name in self._engine.adapters.names:
+            self._engine.remove_adapter(name)
+        self._replies.append([number, True, ""])
+
+    def replies(self) -> list[list[Any]]:
+        """Number of the call and fields of an `AdapterReply`, for all calls that are finished since the last time."""
+        for number, (name, future) in list(self._reading.items()):
+            if future.done():
+                del self._reading[number]
+                self._replies.append([number, *self._installed(name, future)])
+        replies, self._replies = self._replies, []
+        return replies
+
+    def _installed(self, name: str, future: "Future[PreparedAdapter]") -> tuple[bool, str]:
+        try:
+            adapter = future.result()
+            self._engine.add_adapter(name, adapter)
+        except ModelwrightError as error:
+            return False, str(error)
+        except Exception as error:  # a file that nobody has thought of must not end the engine and all its answers
+            log.exception("the adapter %s could not be loaded", name)
+            return False, f"{type(error).__name__}: {error}"
+        return True, adapter.digest
+
+
+class EngineProcess:
+    """The engine's side of the connection."""
+
+    def __init__(self, channel: BlockingChannel, engine: Engine, tokenizer: ServedTokenizer) -> None:
+        self._channel = channel
+        self._engine = engine
+        self._grammars = GrammarCompiler(tokenizer.definition, engine.vocab_size, tokenizer.stop_ids)
+        self._adapters = AdapterLoader(engine)
+
+    def run(self) -> None:
+        """Serve the gateway until it closes the socket."""
+        engine = self._engine
+        while True:
+            refused: dict[str, list[Any]] = {}
+            for message in self._channel.receive(0.0 if engine.has_work else HEARTBEAT_S):
+                refused |= self._obey(message)
+            has_work, began = engine.has_work, time.monotonic()
+            outputs = [output_message(output) for output in engine.step()]
+            step_s = time.monotonic() - began if has_work else 0.0
+            report = {"outputs": outputs, "stats": asdict(engine.stats()), "refused": refused, "step_s": step_s}
+            self._channel.send(report | {"adapters": self._adapters.replies()})
+
+    def _obey(self, message: Mapping[str, Any]) -> dict[str, list[Any]]:
+        """Returns refusals by request: status, text and code."""
+        refused: dict[str, list[Any]] = {}
+        compile_once = functools.cache(self._grammars.compile_now)
+        for request_id, plain in message.get("add", {}).items():
+            try:
+                job_of(plain, compile_once).submit(self._engine, request_id)
+            except ApiError as error:
+                refused[request_id] = [error.status, error.message, error.code]
+            except ValueError as error:
+                refused[request_id] = [400, str(error), "invalid_value"]
+        for request_id in message.get("abort", []):
+            self._engine.abort(request_id)
+        for number, name, folder in message.get("adapters", []):
+            self._adapters.begin(number, name, folder)
+        return refused
+
+
+def full_step_s(engine: Engine) -> float:
+    """Seconds of a step with as many prompt tokens as one may have; the second of two, as the first one warms up."""
+    length = min(engine.config.max_num_batched_tokens, engine.config.prefill_chunk_size, engine.max_seq_len - 1)
+    elapsed_s = 0.0
+    for name in ("warm-up", "measured"):
+        engine.embed(name, [0] * length, cache_salt=name)
+        started = time.monotonic()
+        while engine.has_work:
+            engine.step()
+        elapsed_s = time.monotonic() - started
+    return elapsed_s * max(1, engine.config.max_num_batched_tokens // length)
+
+
+def threads_for(model: Decoder, setup: EngineSetup) -> int:
+    """Threads of the engine. They follow from the size of the model and from no measurement, because the last bits of
+    answers may depend on them, and answers are to be the same after a restart.
+    """
+    is_small = model.config.num_parameters < SMALL_MODEL_PARAMETERS
+    return max(1, setup.num_threads - (setup.may_spare_thread and is_small))
+
+
+def load(setup: EngineSetup) -> tuple[Engine, ServedTokenizer, EngineReport]:
+    """Raises `ModelwrightError` if the folder cannot be loaded."""
+    torch.set_num_threads(setup.num_threads)
+    model, tokenizer = load_folder(Path(setup.folder), Int8WeightsConfig(backend=setup.int8_backend))  # type: ignore[arg-type]
+    torch.set_num_threads(threads_for(model, setup))
+    head = setup.heads[0] if len(setup.heads) == 1 else fastest_head_kind(model)
+    adapters = load_adapters(model, {name: Path(folder) for name, folder in setup.adapters.items()})
+    engine = Engine(model, EngineConfig(**setup.engine), head=head_of(model, head), adapters=adapters)
+    backends = {module.backend for module in model.modules() if isinstance(module, Int8Linear)}
+    report = EngineReport(
+        info=engine_info(engine, weights_fingerprint(model)),
+        is_batch_invariant=engine.is_batch_invariant,
+        row_multiple=engine.row_multiple,
+        head=head,
+        int8_backend=backends.pop() if backends else setup.int8_backend,
+        decodes_by_operator=not engine.why_no_operator,
+    )
+    return engine, tokenizer, report
+
+
+def main() -> None:
+    with socket.socket(fileno=int(sys.argv[1])) as connection:
+        try:
+            _serve(BlockingChannel(connection))
+        except (EOFError, ConnectionError):
+            return  # the gateway is gone
+
+
+def _serve(channel: BlockingChannel) -> None:
+    message = channel.receive_one(SETUP_TIMEOUT_S)
+    try:
+        engine, tokenizer, report = load(EngineSetup(**{**message, "heads": tuple(message["heads"])}))
+    except ModelwrightError as error:
+        channel.send({"failed": str(error), "is_setting": isinstance(error, ConfigError)})
+        return
+    channel.send({"report": asdict(report), "full_step_s": full_step_s(engine)})
+    gc.collect()
+    gc.freeze()  # collections hold up all answers, and most of what is here stays
+    EngineProcess(channel, engine, tokenizer).run()
+
+
+if __name__ == "__main__":
+    main()
+
+
+log = logging.getLogger("modelwright.serve")

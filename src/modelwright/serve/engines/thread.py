@@ -1,0 +1,207 @@
+"""An engine in a thread of this process. The event loop puts commands on a queue and receives tokens by
+`call_soon_threadsafe`, one call per engine step.
+"""
+
+import asyncio
+import logging
+import queue
+import secrets
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from modelwright.core.errors import ModelwrightError
+from modelwright.infer.engine import Engine
+from modelwright.memory.tensor_heap import give_back_memory
+from modelwright.model.adapter_bank import PreparedAdapter, prepare_adapter
+from modelwright.serve.engines.client import EngineEvents, EngineInfo
+from modelwright.serve.engines.jobs import Job, StepEngine
+from modelwright.serve.errors import ApiError
+
+log = logging.getLogger("modelwright.serve")
+REST_AFTER_S = 10.0
+"""Seconds without work after which an engine returns the memory that a burst of long prompts has left it."""
+
+
+@dataclass(frozen=True)
+class _Add:
+    """All answers of one request at once, so that those with the same prompt start together."""
+
+    jobs: Mapping[str, Job]
+
+
+@dataclass(frozen=True)
+class _Abort:
+    request_id: str
+
+
+@dataclass(frozen=True)
+class _Call:
+    """Something to do between two steps, and who waits for it."""
+
+    function: Callable[[], None]
+    done: asyncio.Future[None]
+
+
+@dataclass(frozen=True)
+class _Stop:
+    pass
+
+
+class AdapterHost(Protocol):
+    """Loads adapters into an engine: see `EngineAdapters`."""
+
+    def prepare(self, folder: Path) -> PreparedAdapter:
+        """Called outside the engine's thread. Raises `ModelwrightError`."""
+        ...
+
+    def add(self, name: str, adapter: PreparedAdapter) -> None: ...
+
+    def remove(self, name: str) -> None: ...
+
+
+class EngineAdapters:
+    """The `AdapterHost` of our own engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.add = engine.add_adapter
+        self.remove = engine.remove_adapter
+
+    def prepare(self, folder: Path) -> PreparedAdapter:
+        return prepare_adapter(self._engine.model, folder)
+
+
+def can_do_all(job: Job) -> None:
+    """The check of an engine that refuses no kind of request."""
+
+
+class EngineThread:
+    """The `EngineClient` of one engine in this process. adapters: None for an engine without any; check: see
+    `EngineClient.check`.
+    """
+
+    def __init__(
+        self,
+        engine: StepEngine,
+        info: EngineInfo,
+        adapters: AdapterHost | None = None,
+        check: Callable[[Job], None] = can_do_all,
+    ) -> None:
+        self.engine = engine
+        self.info = info
+        self.check = check
+        self._adapters = adapters
+        self.unavailable = ""
+        self.is_back_soon = False
+        self._name = f"engine-{secrets.token_hex(4)}"
+        self._commands: queue.SimpleQueue[_Add | _Abort | _Call | _Stop] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self, events: EngineEvents) -> None:
+        self._events = events
+        self._loop = asyncio.get_running_loop()
+        self._ended: asyncio.Future[None] = self._loop.create_future()
+        events.deliver(self._name, [], self.engine.stats())
+        self._thread.start()
+
+    def add(self, jobs: Mapping[str, Job]) -> None:
+        self._commands.put(_Add(jobs))
+
+    def abort(self, request_id: str) -> None:
+        self._commands.put(_Abort(request_id))
+
+    async def load_adapter(self, name: str, folder: Path) -> str:
+        host = self._adapters
+        if host is None:
+            raise ApiError(400, "This server's engine has no adapters.", param="lora_path", code="unsupported_task")
+        try:
+            adapter = await asyncio.to_thread(host.prepare, folder)
+            await self._call(lambda: host.add(name, adapter))
+        except ModelwrightError as error:
+            raise ApiError(400, str(error), param="lora_path", code="invalid_value") from None
+        return adapter.digest
+
+    async def unload_adapter(self, name: str) -> None:
+        host = self._adapters
+        assert host is not None, "an engine without adapters has loaded none"
+        await self._call(lambda: host.remove(name))
+
+    async def _call(self, function: Callable[[], None]) -> None:
+        """Wait until the engine's thread has done something; raises what it raises."""
+        call = _Call(function, self._loop.create_future())
+        self._commands.put(call)
+        await asyncio.wait({call.done, self._ended}, return_when=asyncio.FIRST_COMPLETED)
+        if not call.done.done():
+            raise ApiError(503, self.unavailable or "The engine has been stopped.", code="engine_failed")
+        call.done.result()
+
+    async def stop(self) -> None:
+        """End the thread after its current step."""
+        self._commands.put(_Stop())
+        await asyncio.to_thread(self._thread.join)
+        self._end()
+        self._events.engine_lost(self._name, "stopped")
+        del self._events  # a cycle would keep the model in memory until the collector comes
+
+    def discard(self) -> None:
+        """Nothing to end: the thread has not been started."""
+
+    def _run(self) -> None:
+        try:
+            while self._obey():
+                self._tell(self._events.deliver, self._name, self.engine.step(), self.engine.stats())
+        except Exception:
+            log.exception("the engine has failed")
+            self._tell(self._fail)
+
+    def _obey(self) -> bool:
+        """Execute all commands; waits for one if there is nothing to compute. False: stop."""
+        has_rested = False
+        while True:
+            is_idle = not self.engine.has_work
+            try:
+                command = self._commands.get(block=is_idle, timeout=None if has_rested else REST_AFTER_S)
+            except queue.Empty:
+                if not is_idle:
+                    return True
+                give_back_memory()
+                has_rested = True
+                continue
+            if isinstance(command, _Stop):
+                return False
+            if isinstance(command, _Call):
+                self._carry_out(command)
+            elif isinstance(command, _Add):
+                for request_id, job in command.jobs.items():
+                    self._add(request_id, job)
+            elif self.engine.abort(command.request_id) and not self.engine.has_work:
+                self._tell(self._events.deliver, self._name, [], self.engine.stats())
+
+    def _carry_out(self, call: _Call) -> None:
+        try:
+            call.function()
+        except Exception as error:  # only who asked for it fails, not the engine and all its answers
+            self._tell(call.done.set_exception, error)
+        else:
+            self._tell(call.done.set_result, None)
+
+    def _add(self, request_id: str, job: Job) -> None:
+        try:
+            job.submit(self.engine, request_id)
+        except ValueError as error:
+            self._tell(self._events.refuse, request_id, ApiError(400, str(error), code="invalid_value"))
+
+    def _tell(self, callback: Callable[..., None], *arguments: object) -> None:
+        self._loop.call_soon_threadsafe(callback, *arguments)
+
+    def _end(self) -> None:
+        if not self._ended.done():
+            self._ended.set_result(None)
+
+    def _fail(self) -> None:
+        self.unavailable = "The engine has failed; restart the server and see its log."
+        self._end()
+        self._events.fail()

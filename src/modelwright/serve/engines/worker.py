@@ -1,0 +1,202 @@
+"""Answers in progress: the streams by which engines report to the event loop, and how many of them may be open.
+
+The event loop never waits for an engine; see `EngineClient`.
+"""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from modelwright.infer.engine import EngineStats, StepOutput
+from modelwright.serve.account.metrics import Metrics, RequestTimer
+from modelwright.serve.engines.client import EngineClient, EngineEnd, MoveOutcome
+from modelwright.serve.engines.jobs import Job
+from modelwright.serve.engines.routing import EjectionReason
+from modelwright.serve.errors import ApiError, limit_reached, shutting_down
+from modelwright.serve.keys import Caller, Reservation
+
+RETRY_AFTER_S = 2
+"""For a server that is shutting down or has no connection left: another one may answer."""
+
+TYPICAL_SHARE = 0.1
+"""Weight of the newest answer in the running average of how long answers take."""
+
+
+class Stream:
+    """The tokens of the answers to one request, in order of arrival. Iterate inside the event loop; call `close` at the
+    end, also after an early exit.
+    """
+
+    def __init__(self, worker: "EngineWorker", jobs: Mapping[str, Job], reservation: Reservation) -> None:
+        self._worker = worker
+        self._reservation = reservation
+        self._num_used_tokens = sum(len(job.prompt_ids) for job in jobs.values())
+        self._open = dict(enumerate(jobs))
+        self._clocks = [RequestTimer(worker.metrics.answers) for _ in jobs]
+        self._inbox: asyncio.Queue[tuple[int, StepOutput] | ApiError] = asyncio.Queue()
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, StepOutput]]:
+        """`(number of the answer, token)` until all are finished. Raises `ApiError` if the engine fails."""
+        while self._open:
+            item = await self._inbox.get()
+            if isinstance(item, ApiError):
+                self._close_all("error")
+                raise item
+            index, output = item
+            if index not in self._open:
+                continue
+            yield index, output
+            if output.finished:
+                self.finish(index, output.finish_reason)
+
+    def put_token(self, index: int, output: StepOutput) -> None:
+        if index in self._open:
+            if not output.embedding:
+                self._clocks[index].token()
+                self._num_used_tokens += 1
+            self._inbox.put_nowait((index, output))
+
+    def put_error(self, error: ApiError) -> None:
+        self._inbox.put_nowait(error)
+
+    def finish(self, index: int, reason: str) -> None:
+        """Mark one answer as finished; the engine is told to stop if it has not."""
+        request_id = self._open.pop(index, "")
+        if request_id:
+            self._worker.release(request_id, self._clocks[index].end(reason))
+            if not self._open:
+                self._reservation.settle(self._num_used_tokens)
+
+    def close(self) -> None:
+        """Abort running answers and free their slots."""
+        self._close_all("aborted")
+
+    def _close_all(self, reason: str) -> None:
+        for index in list(self._open):
+            self.finish(index, reason)
+
+
+class EngineWorker:
+    """The answers that the engines behind `client` compute for one version of the model. All methods belong to the
+    event loop.
+    """
+
+    def __init__(self, client: EngineClient, metrics: Metrics, *, max_queue: int, max_tokens: int) -> None:
+        self.client = client
+        self.metrics = metrics
+        self.failed = False
+        self.typical_answer_s = 1.0
+        self.num_held = 0
+        self._capacity = client.info.max_num_seqs + max_queue
+        self._max_tokens = max_tokens
+        self._num_tokens = 0
+        self._streams: dict[str, tuple[Stream, int]] = {}
+        self._jobs: dict[str, Job] = {}
+        self._numbers = itertools.count()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def start(self) -> None:
+        """Call inside the running event loop."""
+        self.client.start(self)
+
+    @property
+    def num_open(self) -> int:
+        """Answers that are running or waiting."""
+        return len(self._streams)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep the engines while a request that has no answer open yet is read."""
+        self.num_held += 1
+        try:
+            yield
+        finally:
+            self.num_held -= 1
+
+    def require_room(self, count: int, num_tokens: int = 0) -> None:
+        """Raises `ApiError` 429 if `count` more answers with so many tokens do not fit in the queue, 503 if there is no
+        engine. One request fits in an empty queue, whatever its tokens.
+        """
+        if self.failed:
+            raise ApiError(503, self.client.unavailable, code="engine_failed")
+        if self.client.unavailable and not self.client.is_back_soon:
+            raise shutting_down(self.client.unavailable, RETRY_AFTER_S)
+        excess = self.num_open + count - self._capacity
+        if excess > 0:
+            raise limit_reached("The queue is full.", self.typical_answer_s * excess / self.client.info.max_num_seqs)
+        if self.num_open and self._num_tokens + num_tokens > self._max_tokens:
+            raise limit_reached("The queue holds as many tokens as it may.", self.typical_answer_s)
+
+    def submit(self, jobs: Sequence[Job], caller: Caller) -> Stream:
+        """Start the answers of one request, all or none. Raises like `EngineClient.check`, `require_room` and
+        `Caller.reserve`.
+        """
+        for job in jobs:
+            self.client.check(job)
+        num_tokens = sum(job.max_total_tokens for job in jobs)
+        self.require_room(len(jobs), num_tokens)
+        reservation = caller.reserve(len(jobs), num_tokens, typical_answer_s=self.typical_answer_s)
+        number = next(self._numbers)
+        named = {f"{number}.{index}": job for index, job in enumerate(jobs)}
+        stream = Stream(self, named, reservation)
+        self._idle.clear()
+        self._jobs |= named
+        self._num_tokens += num_tokens
+        self._streams |= {request_id: (stream, index) for index, request_id in enumerate(named)}
+        self.client.add(named)
+        return stream
+
+    def release(self, request_id: str, answer_s: float) -> None:
+        """Forget an answer; it is aborted if an engine is still working on it. answer_s: how long it took."""
+        if self._streams.pop(request_id, None) is None:
+            return
+        self._num_tokens -= self._jobs.pop(request_id).max_total_tokens
+        self.typical_answer_s += TYPICAL_SHARE * (answer_s - self.typical_answer_s)
+        self.client.abort(request_id)
+        if not self._streams:
+            self._idle.set()
+
+    async def wait_idle(self, timeout_s: float) -> bool:
+        """Wait until no answer is open; false if that takes longer than `timeout_s`."""
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+    def abort_all(self, error: ApiError) -> None:
+        """End every open answer with `error`."""
+        for stream in {stream for stream, _ in self._streams.values()}:
+            stream.put_error(error)
+
+    async def stop(self) -> None:
+        """Stop the engines after their current step."""
+        await self.client.stop()
+
+    def deliver(self, engine_name: str, outputs: Sequence[StepOutput], stats: EngineStats) -> None:
+        self.metrics.engines.observe(engine_name, stats)
+        for output in outputs:
+            if output.request_id in self._streams:
+                stream, index = self._streams[output.request_id]
+                stream.put_token(index, output)
+
+    def engine_lost(self, engine_name: str, reason: EngineEnd) -> None:
+        self.metrics.engines.forget(engine_name)
+        if reason != "stopped":
+            self.metrics.engines.failures.labels(reason).inc()
+
+    def engine_ejected(self, reason: EjectionReason) -> None:
+        self.metrics.engines.ejections.labels(reason).inc()
+
+    def answer_moved(self, outcome: MoveOutcome) -> None:
+        self.metrics.engines.moved_answers.labels(outcome).inc()
+
+    def refuse(self, request_id: str, error: ApiError) -> None:
+        if request_id in self._streams:
+            self._streams[request_id][0].put_error(error)
+
+    def fail(self) -> None:
+        self.failed = True
+        self.abort_all(ApiError(500, "The engine has failed; see the server's log.", code="engine_failed"))
