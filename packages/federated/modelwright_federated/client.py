@@ -229,6 +229,10 @@ def rows_of(
         raise ConfigError(
             f"{name_of_stage}.lora.r: adapters of a federated training are in --settings; choose a --stage without them"
         )
+    if training.objective:
+        raise ConfigError(
+            f"{name_of_stage}.objective: clients of a federated training learn the next token; choose a --stage without"
+        )
     own = run.stage(tokenizer_stage(settings)).artifact / "tokenizer.json"
     expected = find_model(start).source.folder / "tokenizer.json"
     if not own.is_file() or own.read_bytes() != expected.read_bytes():

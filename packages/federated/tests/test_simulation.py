@@ -88,6 +88,7 @@ def simulated(runs: Path, settings: str, out: Path) -> tuple[np.ndarray, list[di
     return vector(out / "model"), list(read_records(out / "rounds.jsonl"))
 
 
+@pytest.mark.timeout(3 * SIMULATION_TIMEOUT_S)
 def test_simulation_and_processes_with_a_client_killed(runs: Path, tmp_path: Path) -> None:
     """Secure aggregation changes the simulation's result by no more than its quantization. In processes, the third
     client is killed after the first round, in which all took part; that round is the simulation's.

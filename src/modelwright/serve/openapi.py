@@ -3,6 +3,7 @@ that are OpenAI's have the schemas of OpenAI's own client.
 """
 
 import functools
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -42,7 +43,7 @@ REASONS = {
 
 @dataclass(frozen=True)
 class Operation:
-    """A route. body: None for one without a body; reply: the name of its schema or, with a slash, its
+    """A route. body: None for one without a body; reply: its schema or the name of one or, with a slash, its
     media type; errors: the statuses that a client has to expect besides 200.
     """
 
@@ -50,7 +51,7 @@ class Operation:
     path: str
     handler: Callable[[Request], Awaitable[Response]]
     summary: str
-    reply: str
+    reply: str | type[BaseModel]
     body: type[BaseModel] | None = None
     errors: tuple[int, ...] = ()
     event: str = ""
@@ -65,13 +66,14 @@ def describe(operations: Sequence[Operation]) -> dict[str, Any]:
     """The whole document."""
     bodies = {operation.body for operation in operations if operation.body}
     modes: list[Any] = [(model, "validation") for model in sorted(bodies, key=lambda model: model.__name__)]
-    modes += [(model, "serialization") for model in _replies().values()]
+    modes += [(model, "serialization") for model in reply_models().values()]
+    modes += [(one.reply, "serialization") for one in operations if isinstance(one.reply, type)]
     _, definitions = models_json_schema(modes, ref_template=REFERENCE)
     schemas = definitions["$defs"]
     _complete(schemas)
     paths: dict[str, dict[str, Any]] = {}
     for operation in operations:
-        entry = paths.setdefault(operation.path.replace(":path", ""), {})
+        entry = paths.setdefault(re.sub(r":\w+}", "}", operation.path), {})
         entry[operation.method.lower()] = _operation(operation)
     return {
         "openapi": "3.1.0",
@@ -85,7 +87,7 @@ def describe(operations: Sequence[Operation]) -> dict[str, Any]:
 
 
 @functools.cache
-def _replies() -> dict[str, type[BaseModel]]:
+def reply_models() -> dict[str, type[BaseModel]]:
     """Reply models by name. Imported here, because OpenAI's client takes a second to import."""
     from openai.types import Completion, CreateEmbeddingResponse
     from openai.types.chat import ChatCompletion, ChatCompletionChunk
@@ -126,15 +128,18 @@ def _operation(operation: Operation) -> dict[str, Any]:
         entry["requestBody"] = {"required": True, "content": content}
     if 401 in operation.errors:
         entry["security"] = [{"key": []}]
-    if "{name" in operation.path:
-        entry["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
+    if names := re.findall(r"{(\w+)", operation.path):
+        entry["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+        ]
     return entry
 
 
 def _success(operation: Operation) -> dict[str, Any]:
-    if "/" in operation.reply:
-        return {"description": operation.summary, "content": {operation.reply: {}}}
-    content: dict[str, Any] = {"application/json": {"schema": _reference(operation.reply)}}
+    reply = operation.reply if isinstance(operation.reply, str) else operation.reply.__name__
+    if "/" in reply:
+        return {"description": operation.summary, "content": {reply: {}}}
+    content: dict[str, Any] = {"application/json": {"schema": _reference(reply)}}
     if operation.event:
         event = {"anyOf": [_reference(operation.event), _reference("ErrorReply"), {"const": "[DONE]"}]}
         content["text/event-stream"] = {"schema": EVENT_SCHEMA, "x-event-schema": event}
