@@ -241,7 +241,7 @@ def test_paths_of_a_step_become_absolute_and_decide_the_result(
     (tmp_path / "texts.txt").write_text("a line\n")
     config = parse_run(
         {
-            "recipe": "tiny",
+            "name": "mine",
             "data": {"sources": ["texts.txt"]},
             "clean": {"steps": ["mine.py:Step", {"banned_words": {"lists": ["listed.txt"], "words": ["river"]}}]},
         }
@@ -333,7 +333,7 @@ def test_an_objective_is_checked_shown_and_part_of_the_run(with_learning: None) 
             check_layout(config, layout, num_processes=2)
     run = parse_run(
         {
-            "recipe": "tiny",
+            "name": "mine",
             "stages": ["clean", "tokenize", "pack", "pretrain", "dpo"],
             "dpo": {"objective": {"smoothed": {}}},
         }
@@ -363,10 +363,10 @@ def test_a_route_and_a_back_end_answer(tmp_path: Path, monkeypatch: pytest.Monke
     origin = "https://page.example"
     config = ServeConfig(port=0, backend="echo", keys_file=str(tmp_path / "keys.yaml"), cors_origins=(origin,))
     folder = write_model(tmp_path / "tiny")
-    client, codec = load_engines(ModelSource("tiny", folder), config)
+    client, codec = load_engines(ModelSource(name="tiny", folder=folder), config)
     import serving_words  # pyright: ignore[reportMissingImports]
 
-    assert serving_words.LOADED == [folder]
+    assert [str(one) for one in serving_words.LOADED] == [str(folder)]
     with ServerThread(client, codec, config, model_name="tiny") as server:
 
         def ask(path: str, key: str = "", method: str = "GET", **fields) -> httpx.Response:
