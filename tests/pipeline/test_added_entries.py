@@ -6,14 +6,16 @@ tests/cli/test_commands.py, augmentations in tests/data/test_augmenter.py.
 
 import json
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from added_package import add_package
 from finetune_files import write_model
+from modelwright import recipes
 from modelwright.cli.main import main
-from modelwright.core.config import digest, dump, parse
+from modelwright.core.config import digest, dump, load_yaml, merge, parse
 from modelwright.core.errors import ConfigError
 from modelwright.core.records import read_records
 from modelwright.data.clean import read_dropped, read_kept
@@ -21,6 +23,7 @@ from modelwright.data.clean_config import CleanConfig, build_steps
 from modelwright.data.sources import SourceConfig, SourceReport, read_documents
 from modelwright.parallel.config import ParallelConfig
 from modelwright.pipeline.cleaning import fingerprint
+from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.preflight import check_training
 from modelwright.pipeline.resolve import local_inputs, resolve_paths
 from modelwright.pipeline.run_config import parse_run
@@ -33,6 +36,11 @@ from modelwright.serve.load import ModelSource
 from modelwright.serve.operations import all_operations
 from modelwright.serve.server import ServerThread
 from modelwright.train.config import TrainConfig, check_layout
+
+
+def tiny_run(**settings: Any) -> RunConfig:
+    return parse_run(merge(load_yaml(Path(recipes.__file__).parent / "tiny.yaml"), settings))
+
 
 POEMS = """
 from pathlib import Path
@@ -239,13 +247,8 @@ def test_paths_of_a_step_become_absolute_and_decide_the_result(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "listed.txt").write_text("market\n")
     (tmp_path / "texts.txt").write_text("a line\n")
-    config = parse_run(
-        {
-            "name": "mine",
-            "data": {"sources": ["texts.txt"]},
-            "clean": {"steps": ["mine.py:Step", {"banned_words": {"lists": ["listed.txt"], "words": ["river"]}}]},
-        }
-    )
+    steps = ["mine.py:Step", {"banned_words": {"lists": ["listed.txt"], "words": ["river"]}}]
+    config = tiny_run(data={"sources": ["texts.txt"]}, clean={"steps": steps})
     resolved = resolve_paths(config)
     clean: CleanConfig = resolved.sections["clean"]
     listed = str(tmp_path / "listed.txt")
@@ -331,13 +334,7 @@ def test_an_objective_is_checked_shown_and_part_of_the_run(with_learning: None) 
     for layout in (ParallelConfig(tensor=2), ParallelConfig(context=2)):  # it declares nothing
         with pytest.raises(ConfigError, match=r"objective: smoothed needs"):
             check_layout(config, layout, num_processes=2)
-    run = parse_run(
-        {
-            "name": "mine",
-            "stages": ["clean", "tokenize", "pack", "pretrain", "dpo"],
-            "dpo": {"objective": {"smoothed": {}}},
-        }
-    )
+    run = tiny_run(stages=["clean", "tokenize", "pack", "pretrain", "dpo"], dpo={"objective": {"smoothed": {}}})
     with pytest.raises(ConfigError, match=r"dpo\.objective: smoothed would take the place of what dpo learns"):
         check_training(run, ParallelConfig(), num_processes=1, stages=["pretrain", "dpo"])
 
