@@ -131,7 +131,7 @@ def test_only_help_and_a_broken_command_itself_name_its_problem(
 
 
 def test_own_commands_import_no_other_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(tmp_path, monkeypatch, "far_words", GREETING, "greet = far_words:COMMAND", "wave = other_words:COMMAND")
+    add_package(tmp_path, monkeypatch, "far_words", GREETING, {"modelwright.commands": {"greet": "COMMAND"}})
     assert main(["recipes"]) == 0
     assert "far_words" not in sys.modules
     assert main(["greet"]) == 7, "the broken one of the same distribution does not matter"
