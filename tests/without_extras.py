@@ -4,7 +4,6 @@ Usage: python without_extras.py FILE, a JSON list of command lines. Prints a JSO
 """
 
 import contextlib
-import io
 import json
 import os
 import re
@@ -77,7 +76,7 @@ def outcome(words: list[str]) -> tuple[int, str]:
             os.dup2(errors.fileno(), 2)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            sys.stdout, sys.stderr, sys.stdin = open(1, "w"), open(2, "w"), io.StringIO()
+            sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
             code = 1
             try:
                 from modelwright.cli.main import main
@@ -96,6 +95,6 @@ def outcome(words: list[str]) -> tuple[int, str]:
 
 if __name__ == "__main__":
     hide_extras()
-    import modelwright.cli.main
+    import modelwright.cli.main  # noqa: F401  (once, and not in the process of each command)
 
     print(json.dumps([outcome(words) for words in json.loads(Path(sys.argv[1]).read_text())]))

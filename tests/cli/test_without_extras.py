@@ -37,7 +37,7 @@ def command_lines(folder: Path) -> dict[str, tuple[list[str], str]]:
         "clean": (["clean", text, "--out", str(folder / "cleaned")], ""),
         "clean by Ray": (["clean", text, "--out", str(folder / "by-ray"), "--clean.engine", "ray"], "ray"),
         "clean a store": (["clean", "s3://bucket/text.txt", "--out", str(folder / "of-store")], "remote"),
-        "augment": (["augment", text, str(folder / "changed.jsonl"), "--augmentation.methods", "keyboard_typos"], ""),
+        "augment": (["augment", text, str(folder / "changed.jsonl"), "--augment.methods", "keyboard_typos"], ""),
         "recipes": (["recipes"], ""),
         "config": (["config", "tiny"], ""),
         "explain": (["explain", "pretrain.num_steps"], ""),

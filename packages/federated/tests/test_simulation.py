@@ -88,21 +88,40 @@ def simulated(runs: Path, settings: str, out: Path) -> tuple[np.ndarray, list[di
     return vector(out / "model"), list(read_records(out / "rounds.jsonl"))
 
 
-@pytest.mark.timeout(3 * SIMULATION_TIMEOUT_S)
-def test_simulation_and_processes_with_a_client_killed(runs: Path, tmp_path: Path) -> None:
-    """Secure aggregation changes the simulation's result by no more than its quantization. In processes, the third
-    client is killed after the first round, in which all took part; that round is the simulation's.
-    """
-    begin = vector(runs / "base" / "pretrain" / "artifact")
-    plain, plain_rounds = simulated(runs, PLAIN, tmp_path / "plain")
-    secure, secure_rounds = simulated(runs, SECURE, tmp_path / "secure")
-    assert np.abs(plain - begin).max() > 1e-3
+Simulation = tuple[np.ndarray, list[dict]]
+
+
+@pytest.fixture(scope="module")
+def plain(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Simulation:
+    return simulated(runs, PLAIN, tmp_path_factory.mktemp("simulations") / "plain")
+
+
+@pytest.fixture(scope="module")
+def secure(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Simulation:
+    return simulated(runs, SECURE, tmp_path_factory.mktemp("simulations") / "secure")
+
+
+def test_a_simulation_trains(runs: Path, plain: Simulation) -> None:
+    weights, rounds = plain
+    assert np.abs(weights - vector(runs / "base" / "pretrain" / "artifact")).max() > 1e-3
+    assert [one["clients"] for one in rounds] == [list(NAMES)] * 3
+
+
+def test_secure_aggregation_changes_the_result_by_no_more_than_its_quantization(
+    plain: Simulation, secure: Simulation, tmp_path: Path
+) -> None:
+    (tmp_path / "secure.yaml").write_text(SECURE)
     config = load_settings(tmp_path / "secure.yaml")
     error = mean_error(config, num_drawn=3, num_clients=3, weight=3.0 * 256)  # far fewer labels than there are
-    assert np.abs(secure - plain).max() < 10 * error + 1e-6
-    for one, other in zip(plain_rounds, secure_rounds, strict=True):
+    assert np.abs(secure[0] - plain[0]).max() < 10 * error + 1e-6
+    for one, other in zip(plain[1], secure[1], strict=True):
         assert one["clients"] == other["clients"] == list(NAMES)
         assert other["loss"] == pytest.approx(one["loss"], abs=1e-4)
+
+
+def test_processes_with_a_client_killed(runs: Path, secure: Simulation, tmp_path: Path) -> None:
+    """The third client is killed after the first round, in which all took part; that round is the simulation's."""
+    _, secure_rounds = secure
     out, settings = tmp_path / "processes", tmp_path / "processes.yaml"
     settings.write_text(
         SECURE.replace("timeout_s: 200", "timeout_s: 40")
