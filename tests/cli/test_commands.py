@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from added_package import add_package
 from modelwright.cli.main import DISTRIBUTIONS, main, usable_commands
 from modelwright.core import extensions
 from modelwright_claims.ledger import listing
@@ -86,20 +87,10 @@ COMMAND = Command(name="greet", summary="greet whoever is there", run=run, parse
 """
 
 
-def install(folder: Path, monkeypatch: pytest.MonkeyPatch, module: str, source: str, *entries: str) -> None:
-    info = folder / f"{module}-1.0.dist-info"
-    info.mkdir(parents=True)
-    (folder / f"{module}.py").write_text(source)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[modelwright.commands]\n" + "\n".join(entries) + "\n")
-    monkeypatch.syspath_prepend(folder)
-    monkeypatch.delitem(sys.modules, module, raising=False)
-
-
 def test_another_package_adds_a_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    install(tmp_path, monkeypatch, "greeting_words", GREETING, "greet = greeting_words:COMMAND")
+    add_package(tmp_path, monkeypatch, "greeting_words", GREETING, {"modelwright.commands": {"greet": "COMMAND"}})
     assert main(["greet"]) == 7
     assert capsys.readouterr().out == "good day\n"
     assert main(["gret"]) == 2
@@ -113,9 +104,9 @@ def test_another_package_adds_a_command(
 @pytest.mark.parametrize(
     ("source", "entry", "problem"),
     [
-        ("1 / 0", "greet = bad_words:COMMAND", "(ZeroDivisionError: division by zero); reinstall or remove bad_words"),
-        ("COMMAND = 3", "greet = bad_words:COMMAND", "must be a Command, got 3"),
-        (GREETING, "recipes = bad_words:COMMAND", "the name 'recipes' is taken"),
+        ("1 / 0", "greet", "(ZeroDivisionError: division by zero); reinstall or remove bad_words"),
+        ("COMMAND = 3", "greet", "must be a Command, got 3"),
+        (GREETING, "recipes", "the name 'recipes' is taken"),
     ],
 )
 def test_only_help_and_a_broken_command_itself_name_its_problem(
@@ -126,7 +117,7 @@ def test_only_help_and_a_broken_command_itself_name_its_problem(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    install(tmp_path, monkeypatch, "bad_words", source, entry)
+    add_package(tmp_path, monkeypatch, "bad_words", source, {"modelwright.commands": {entry: "COMMAND"}})
     assert main(["recipes"]) == 0
     assert main(["completion", "bash"]) == 0
     assert problem not in "".join(capsys.readouterr())
@@ -134,13 +125,13 @@ def test_only_help_and_a_broken_command_itself_name_its_problem(
     shown = capsys.readouterr().out.splitlines()
     assert len([line for line in shown if problem in line]) == 1
     assert [line for line in shown if line.startswith("  run ")]
-    if entry.startswith("greet"):
+    if entry == "greet":
         assert main(["greet"]) == 2
         assert problem in capsys.readouterr().err
 
 
 def test_own_commands_import_no_other_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(tmp_path, monkeypatch, "far_words", GREETING, "greet = far_words:COMMAND", "wave = other_words:COMMAND")
+    add_package(tmp_path, monkeypatch, "far_words", GREETING, {"modelwright.commands": {"greet": "COMMAND"}})
     assert main(["recipes"]) == 0
     assert "far_words" not in sys.modules
     assert main(["greet"]) == 7, "the broken one of the same distribution does not matter"

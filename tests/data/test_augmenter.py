@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import augment_texts
+from added_package import add_package
 from modelwright.core.errors import ConfigError, DataError
 from modelwright.data.augment.augmenter import Augmenter
 from modelwright.data.augment.keyboard_typos import KeyboardTyposConfig, keyboard_typos, neighbors
@@ -97,12 +98,7 @@ SHOUT = Method("shout", ShoutConfig, lambda config, load: prose_augmentation("sh
 
 
 def test_a_method_of_an_installed_package_joins_the_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    info = tmp_path / "shouting-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: shouting\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[modelwright.augmentations]\nshout = shouting:SHOUT\n")
-    (tmp_path / "shouting.py").write_text(SHOUTING)
-    monkeypatch.syspath_prepend(tmp_path)
+    add_package(tmp_path, monkeypatch, "shouting", SHOUTING, {"modelwright.augmentations": {"shout": "SHOUT"}})
     assert AugmentationConfig(methods=("shout",)).is_on
     methods = build_methods(["shout", "random_swap"], {}, no_language_model)
     copies = Augmenter(methods, seed=0)(DOCUMENTS, epoch=0, strength=1.0)

@@ -136,6 +136,11 @@ def client_app(client_of: Callable[[Context], FederatedClient], note: Note) -> C
             note(f"training failed: {traceback.format_exc()}")
         return Message(Error(TRAINING_FAILED, "training failed; the client's own log says why"), reply_to=message)
 
+    @app.query()
+    def is_there(message: Message, context: Context) -> Message:
+        """The server of a simulation asks before the first round, so that this process has started by then."""
+        return Message(RecordDict(), reply_to=message)
+
     return app
 
 
@@ -223,6 +228,10 @@ def rows_of(
     if training.lora.r:
         raise ConfigError(
             f"{name_of_stage}.lora.r: adapters of a federated training are in --settings; choose a --stage without them"
+        )
+    if training.objective:
+        raise ConfigError(
+            f"{name_of_stage}.objective: clients of a federated training learn the next token; choose a --stage without"
         )
     own = run.stage(tokenizer_stage(settings)).artifact / "tokenizer.json"
     expected = find_model(start).source.folder / "tokenizer.json"

@@ -7,14 +7,16 @@ killed server has finished, and one reply with a NaN spoils its mean.
 
 import json
 import math
+import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, FedAdam, FedAvg, FedProx, Strategy
 from flwr.simulation import run_simulation
@@ -50,6 +52,11 @@ MOST_FAILED_ROUNDS = 5
 """In a row, before the training gives up."""
 LOG_FILE, STATE, GLOBAL, MODEL_FOLDER = "rounds.jsonl", "round.json", "global-{}.safetensors", "model"
 WAIT_S = 0.2
+START_TIMEOUT_S = 900.0
+"""Until the processes of a simulation have started."""
+RAY_STARTS = 3
+"""Attempts. Ray's raylet ends if an agent of its own needs more than 15 s to start, which cannot be set
+(ray-project/ray, issue 65983); the next attempt finds the agent's files in memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -367,12 +374,66 @@ def simulate(
 ) -> None:
     """Run a training in Flower's simulation: clients take turns in processes of Ray on this machine.
 
-    main: runs the rounds; client_of: makes a client from its number, in such a process, once for each message
+    main: runs the rounds, once the processes have started; client_of: makes a client from its number, in such a
+    process, once for each message. Raises `ModelwrightError` if the processes do not start.
     """
-    resources = {"num_cpus": num_processes, "_node_ip_address": "127.0.0.1", "include_dashboard": False}
+    _start_ray(min(num_processes, num_clients))
+
+    def started(grid: Grid, context: Context) -> None:
+        _await_processes(grid, num_clients)
+        main(grid, context)
+
     run_simulation(
-        server_app(main),
+        server_app(started),
         client_app(lambda context: client_of(int(context.node_config["partition-id"])), note),
         num_supernodes=num_clients,
-        backend_config={"init_args": resources, "client_resources": {"num_cpus": 1, "num_gpus": 0.0}},
+        backend_config={"client_resources": {"num_cpus": 1, "num_gpus": 0.0}},
     )
+
+
+def _start_ray(num_processes: int) -> None:
+    """Start Ray, where Flower would start it later: if Ray fails there, Flower's server goes on, and every round waits
+    for clients that do not exist. Raises `ModelwrightError` if Ray does not start.
+    """
+    import ray
+
+    import_path = os.pathsep.join(sys.path)  # Flower gives it to Ray's processes in the same way
+    for _ in range(RAY_STARTS):
+        try:
+            ray.init(
+                address="local",
+                num_cpus=num_processes,
+                include_dashboard=False,
+                runtime_env={"env_vars": {"PYTHONPATH": import_path}},
+                _node_ip_address="127.0.0.1",
+                # By default Ray lowers the priority of its processes, which do all the work here, below that of
+                # everything else on the machine; on a busy one they get no time, and no client answers.
+                _system_config={"worker_niceness": 0},
+            )
+            return
+        except Exception as error:  # whose type is `Exception`
+            ray.shutdown()
+            failure = error
+            note(f"Ray did not start: {error}")
+    raise ModelwrightError(
+        f"federated: Ray did not start in {RAY_STARTS} attempts ({failure}); its logs are in "
+        "/tmp/ray/session_latest/logs"
+    )
+
+
+def _await_processes(grid: Grid, num_clients: int) -> None:
+    """Ask all clients whether they are there. Ray's processes start and import PyTorch for the first message; on a busy
+    machine that takes minutes, which would be taken from the time of the first round.
+    """
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while len(nodes := list(grid.get_node_ids())) < num_clients and time.monotonic() < deadline:
+        time.sleep(WAIT_S)
+    questions = [Message(RecordDict(), node, MessageType.QUERY) for node in nodes]
+    answers = list(grid.send_and_receive(questions, timeout=deadline - time.monotonic()))
+    if errors := [str(answer.error.reason) for answer in answers if answer.has_error()]:
+        raise ModelwrightError(f"federated: a process of the simulation failed when it started ({errors[0]})")
+    if len(answers) < num_clients:
+        raise ModelwrightError(
+            f"federated: {len(answers)} of {num_clients} clients answered in {START_TIMEOUT_S:g} s; the logs of their "
+            "processes are in /tmp/ray/session_latest/logs"
+        )

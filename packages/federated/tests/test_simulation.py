@@ -1,22 +1,32 @@
 """The commands: Flower's simulation, and the same training by Flower's processes with one client killed."""
 
 import time
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 pytest.importorskip("flwr")
 
+from flwr.app import Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import ServerApp
+from flwr.supercore.task_identity import TaskIdentity
+
 from flower_processes import federation
 from modelwright.cli.main import main
-from modelwright.core.errors import ConfigError
+from modelwright.core.errors import ConfigError, ModelwrightError
 from modelwright.core.records import read_records
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.model.hf import load_model
+from modelwright_federated import server
 from modelwright_federated.command import federated
 from modelwright_federated.config import FederatedLoraConfig, load_settings
 from modelwright_federated.secure import mean_error
+from modelwright_federated.server import START_TIMEOUT_S
 from modelwright_federated.weights import GlobalWeights
 from rank_processes import start_process
 
@@ -31,6 +41,8 @@ round_timeout_s: 200
 """
 SECURE = PLAIN + "secure_aggregation: {enabled: true, threshold: 2}\nprivacy: {clip_norm: 2.0}\n"
 NAMES = ("0-a", "1-b", "2-c")
+SIMULATION_TIMEOUT_S = 600.0
+"""Ray's processes import PyTorch twice over, which takes minutes while other tests keep the machine busy."""
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +80,7 @@ def simulated(runs: Path, settings: str, out: Path) -> tuple[np.ndarray, list[di
     lines = ["import sys, warnings", "warnings.simplefilter('default')"]  # Flower and Ray warn of what they do
     lines += ["from modelwright_federated.command import federated", "federated(sys.argv[1:])"]
     script.write_text("\n".join(lines))
-    status, output, errors = start_process(script, *words).end()
+    status, output, errors = start_process(script, *words).end(time.monotonic() + SIMULATION_TIMEOUT_S)
     assert status == 0, output + errors
     assert (
         Tokenizer.load(out / "model").vocab_size == Tokenizer.load(runs / "base" / "tokenize" / "artifact").vocab_size
@@ -76,20 +88,40 @@ def simulated(runs: Path, settings: str, out: Path) -> tuple[np.ndarray, list[di
     return vector(out / "model"), list(read_records(out / "rounds.jsonl"))
 
 
-def test_simulation_and_processes_with_a_client_killed(runs: Path, tmp_path: Path) -> None:
-    """Secure aggregation changes the simulation's result by no more than its quantization. In processes, the third
-    client is killed after the first round, in which all took part; that round is the simulation's.
-    """
-    begin = vector(runs / "base" / "pretrain" / "artifact")
-    plain, plain_rounds = simulated(runs, PLAIN, tmp_path / "plain")
-    secure, secure_rounds = simulated(runs, SECURE, tmp_path / "secure")
-    assert np.abs(plain - begin).max() > 1e-3
+Simulation = tuple[np.ndarray, list[dict]]
+
+
+@pytest.fixture(scope="module")
+def plain(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Simulation:
+    return simulated(runs, PLAIN, tmp_path_factory.mktemp("simulations") / "plain")
+
+
+@pytest.fixture(scope="module")
+def secure(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Simulation:
+    return simulated(runs, SECURE, tmp_path_factory.mktemp("simulations") / "secure")
+
+
+def test_a_simulation_trains(runs: Path, plain: Simulation) -> None:
+    weights, rounds = plain
+    assert np.abs(weights - vector(runs / "base" / "pretrain" / "artifact")).max() > 1e-3
+    assert [one["clients"] for one in rounds] == [list(NAMES)] * 3
+
+
+def test_secure_aggregation_changes_the_result_by_no_more_than_its_quantization(
+    plain: Simulation, secure: Simulation, tmp_path: Path
+) -> None:
+    (tmp_path / "secure.yaml").write_text(SECURE)
     config = load_settings(tmp_path / "secure.yaml")
     error = mean_error(config, num_drawn=3, num_clients=3, weight=3.0 * 256)  # far fewer labels than there are
-    assert np.abs(secure - plain).max() < 10 * error + 1e-6
-    for one, other in zip(plain_rounds, secure_rounds, strict=True):
+    assert np.abs(secure[0] - plain[0]).max() < 10 * error + 1e-6
+    for one, other in zip(plain[1], secure[1], strict=True):
         assert one["clients"] == other["clients"] == list(NAMES)
         assert other["loss"] == pytest.approx(one["loss"], abs=1e-4)
+
+
+def test_processes_with_a_client_killed(runs: Path, secure: Simulation, tmp_path: Path) -> None:
+    """The third client is killed after the first round, in which all took part; that round is the simulation's."""
+    _, secure_rounds = secure
     out, settings = tmp_path / "processes", tmp_path / "processes.yaml"
     settings.write_text(
         SECURE.replace("timeout_s: 200", "timeout_s: 40")
@@ -120,6 +152,68 @@ def test_simulation_and_processes_with_a_client_killed(runs: Path, tmp_path: Pat
     assert rounds[0]["loss"] == pytest.approx(secure_rounds[0]["loss"], abs=1e-5)
     assert [one["clients"] for one in rounds[1:]] == [["0-a", "1-b"]] * 2, text
     assert rounds[2]["loss"] == pytest.approx(secure_rounds[2]["loss"], abs=0.2)
+
+
+class SlowGrid:
+    """Three clients, of which some answer, and whose processes take their time to start before the first answer."""
+
+    def __init__(self, num_answers: int) -> None:
+        self.num_answers, self.asked = num_answers, list[str]()
+
+    def get_node_ids(self) -> list[int]:
+        return [1, 2, 3]
+
+    def send_and_receive(self, messages: Sequence[Message], *, timeout: float) -> list[Message]:
+        assert timeout > START_TIMEOUT_S - 60
+        self.asked += [message.metadata.message_type for message in messages]
+        return [Message(RecordDict(), reply_to=_sent(message)) for message in messages[: self.num_answers]]
+
+
+def _sent(message: Message) -> Message:
+    message.metadata.__dict__["_message_id"] = "1"  # Flower's own grid gives one, and a reply must name it
+    return message
+
+
+@pytest.mark.parametrize("num_answers", [3, 2])
+def test_rounds_begin_when_all_processes_have_started(num_answers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time that processes take to start is not the first round's."""
+    grid, seen = SlowGrid(num_answers), list[list[str]]()
+
+    def run(server_app: ServerApp, client_app: ClientApp, **options: Any) -> None:
+        server_app(grid, Context(0, 0, {}, RecordDict(), {}))  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(server, "run_simulation", run)
+    for name in ("_run_id", "_task_id", "_node_id"):
+        monkeypatch.setattr(TaskIdentity, name, 1, raising=False)
+    monkeypatch.setattr(server, "_start_ray", lambda num_processes: None)
+    outcome = pytest.raises(ModelwrightError, match="2 of 3 clients") if num_answers < 3 else nullcontext()
+    with outcome:
+        server.simulate(lambda *_: seen.append(list(grid.asked)), lambda number: None, num_clients=3, num_processes=9)  # pyright: ignore
+    assert seen == ([["query"] * 3] if num_answers == 3 else [])
+
+
+@pytest.mark.parametrize("num_failures", [1, 3])
+def test_ray_that_does_not_start_ends_the_simulation(
+    num_failures: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import ray
+
+    starts, ran = list[int](), list[bool]()
+
+    def init(*, num_cpus: int, **options: Any) -> None:
+        starts.append(num_cpus)
+        if len(starts) <= num_failures:
+            raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(server, "run_simulation", lambda *_, **__: ran.append(True))
+    with (
+        pytest.raises(ModelwrightError, match=r"timed out during startup.*logs") if num_failures == 3 else nullcontext()
+    ):
+        server.simulate(lambda *_: None, lambda number: None, num_clients=2, num_processes=9)  # pyright: ignore
+    assert starts == [2] * min(num_failures + 1, 3)
+    assert ran == [True] * (num_failures < 3)
+    assert capsys.readouterr().err.count("Ray did not start") == num_failures
 
 
 @pytest.mark.parametrize(

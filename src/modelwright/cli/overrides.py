@@ -81,6 +81,8 @@ def field_type(config: type, dotted: str, own: Sequence[str] = ()) -> Any:
             hint = hints[name]
         elif typing.get_origin(hint) is dict:
             hint = typing.get_args(hint)[1]
+        elif hint is Any:
+            continue  # a setting of another package, which checks it
         else:
             near = _nearest(config, dotted, own)
             raise ConfigError(f"--{dotted}: unknown setting{near and f'; did you mean --{near}?'}{_known(hint)}")
@@ -88,13 +90,14 @@ def field_type(config: type, dotted: str, own: Sequence[str] = ()) -> Any:
 
 
 def _num_groups(config: type, dotted: str) -> int:
-    """How many dots of a path separate groups; those in the key of a mapping are a part of it, as in
-    `clean.quality.limits.prose.max_digit_fraction`.
+    """How many dots of a path separate groups; those in the key of a mapping of numbers are a part of it, as in
+    `clean.quality.limits.prose.max_digit_fraction`, and those below a mapping of anything are not, as in
+    `training.techniques.NAME.SETTING`.
     """
     hint: Any = config
     names = dotted.split(".")
     for number, name in enumerate(names):
-        if typing.get_origin(hint) is dict:
+        if typing.get_origin(hint) is dict and typing.get_args(hint)[1] is not Any:
             return number
         hint = _hints(hint).get(name)
     return len(names) - 1

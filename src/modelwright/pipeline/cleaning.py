@@ -17,7 +17,7 @@ from modelwright.core.progress import Progress
 from modelwright.core.redact import redact_text
 from modelwright.core.resources import num_usable_cores
 from modelwright.data.clean.clean import clean_documents
-from modelwright.data.clean.config import STEPS, CleanConfig, build_steps
+from modelwright.data.clean.config import CleanConfig, build_steps
 from modelwright.data.clean.noise.cascade import low_recall, refusal
 from modelwright.data.clean.report import CleanReport
 from modelwright.data.images.read import companions
@@ -31,19 +31,18 @@ QUARANTINE, SOURCES = "quarantine.jsonl", "sources.json"
 
 def fingerprint(data: SourceConfig, clean: CleanConfig) -> list[list[str | int | float]]:
     """Names, sizes and modification times of all files that decide the result, without reading them: sources, schema,
-    the trusted text and model of the step noise, and steps of a user's own. Raises `DataError` for a missing source.
+    steps of a user's own, and what the settings of steps name. Raises `DataError` for a missing source.
     """
     result: list[list[str | int | float]] = []
-    read_by_steps = [spec.sources(spec.settings_of(clean)) for spec in STEPS]
-    sources = (*data.sources, *(source for step in read_by_steps for source in step))
+    steps = clean.specs()
+    sources = (*data.sources, *(source for spec, settings in steps for source in spec.values(spec.sources, settings)))
     for word in corpus_words():
         if word in sources and (decided_by := find_corpus(word).decided_by):
             result.append([word, *decided_by()])
-    folders = [Path(clean.noise.model)] if clean.noise.model else []
-    of_steps = [Path(reference.rpartition(":")[0]) for reference in clean.steps]
-    of_steps += [Path(name) for spec in STEPS for name in spec.files(spec.settings_of(clean))]
-    single = [*([Path(data.schema)] if data.schema else []), *of_steps]
-    for path in [*single, *(path for folder in folders for path in sorted(folder.glob("*")))]:
+    of_steps = [entry.rpartition(":")[0] for entry in clean.steps if isinstance(entry, str)]
+    of_steps += [path for spec, settings in steps for path in spec.values(spec.files, settings)]
+    named = [Path(name) for name in ([data.schema] if data.schema else []) + of_steps]
+    for path in [file for one in named for file in ([one] if one.is_file() else sorted(one.glob("*")))]:
         if path.is_file():
             facts = path.stat()
             result.append([str(path), facts.st_size, facts.st_mtime])

@@ -126,7 +126,6 @@ def sweep(config: RunConfig, rows: BorrowedRows, test: RangeConfig, progress: Pr
     """The run itself, on packed rows, in this process alone; leaves nothing behind."""
     packed = PackedRows(rows.folder / "train")
     stage = config.trainings[0]
-    assert stage.objective is not None
     assert stage.fresh is not None
     training = range_settings(config.first_training, test)
     loader = PackedLoader(
@@ -152,7 +151,7 @@ def sweep(config: RunConfig, rows: BorrowedRows, test: RangeConfig, progress: Pr
             train(
                 TrainJob(
                     model=load_model(Path(config.init_from)) if config.init_from else stage.fresh(config),
-                    objective=stage.objective(inputs),
+                    objective=stage.new_objective(inputs),
                     config=training,
                     num_steps=test.num_steps,
                     stage=StageDir(Path(scratch)),

@@ -69,6 +69,12 @@ def _check_model(config: RunConfig, layout: ParallelConfig) -> None:
 
 def _check_stage(stage: StageSpec, layout: ParallelConfig, config: RunConfig, axes: Mapping[str, int]) -> None:
     training: TrainConfig = config.section(stage)
+    learns_tokens = type(training) is TrainConfig and stage.rows is not None and stage.rows.learned == "tokens"
+    if training.objective and not learns_tokens:
+        raise ConfigError(
+            f"objective: {', '.join(training.objective)} would take the place of what {stage.name} learns by settings "
+            "and rows of its own; name it in a stage that learns the next token, such as pretrain or sft"
+        )
     num_copies = training.num_copies(axes)
     group_tokens = config.section(PACK).seq_len * stage.trained_rows
     num_groups = training.batch_rows(group_tokens, num_copies=num_copies) // num_copies

@@ -117,22 +117,19 @@ def resolve_paths(config: RunConfig) -> RunConfig:
     if not config.has(CLEAN):
         return config
     clean: CleanConfig = config.section(CLEAN)
-    noise, duplicates = clean.noise, clean.duplicates
-    noise = replace(noise, trusted=tuple(map(_absolute, noise.trusted)), model=_absolute_path(noise.model))
-    duplicates = replace(duplicates, index=_absolute_path(duplicates.index))
-    evaluation_sets = replace(clean.decontamination, sources=tuple(map(_absolute, clean.decontamination.sources)))
-    urls = replace(clean.urls, blocked=tuple(map(_absolute_path, clean.urls.blocked)))
-    clean = replace(clean, noise=noise, duplicates=duplicates, decontamination=evaluation_sets, urls=urls)
-    return config.with_sections({CLEAN.name: replace(clean, steps=tuple(map(_absolute_path, clean.steps)))})
+    return config.with_sections({CLEAN.name: clean.replace_paths(_absolute, _absolute_path)})
 
 
 def local_inputs(config: RunConfig) -> dict[str, str]:
     """By setting, a file or folder of this machine that a run reads, and which other machines do not have."""
     inputs: dict[str, str] = {}
     for name, value in flatten(dump(resolve_paths(config))):
-        for path in value if isinstance(value, list) else [value]:
-            if isinstance(path, str) and _is_here(path) and not name.startswith("cache."):  # which a run makes itself
-                inputs.setdefault(name, path)
+        words = [value]
+        for word in words:  # which grows by the entries of lists and their settings
+            if isinstance(word, (list, dict)):
+                words += word.values() if isinstance(word, dict) else word
+            elif isinstance(word, str) and _is_here(word) and not name.startswith("cache."):  # which a run makes itself
+                inputs.setdefault(name, word)
     return inputs
 
 

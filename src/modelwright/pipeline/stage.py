@@ -249,6 +249,14 @@ class StageSpec:
     follows: str = ""
     """The stage after which a stage from another package comes in the pipeline's order."""
 
+    def new_objective(self, inputs: StageInputs) -> "Objective":
+        """What a training stage learns: the objective that its settings name, or its own."""
+        from modelwright.train.outside import named_objectives  # imports PyTorch
+
+        assert self.objective is not None
+        named = named_objectives(inputs.training.objective).values()
+        return next((spec.build(settings, inputs) for spec, settings in named), None) or self.objective(inputs)
+
     @property
     def trained_rows(self) -> int:
         """Rows that a training stage learns from together: those of a group, or one."""

@@ -47,7 +47,7 @@ from modelwright.precision.policy import PrecisionConfig
 from modelwright.train.monitors.anomalies import AnomalyConfig
 from modelwright.train.monitors.config import FaultToleranceConfig
 from modelwright.train.monitors.energy import EnergyConfig
-from modelwright.train.outside import named_features, named_settings
+from modelwright.train.outside import named_features, named_objectives, named_settings
 from modelwright.train.techniques.ewc import EwcConfig
 from modelwright.train.techniques.loss_spikes import LossSpikeConfig
 
@@ -185,9 +185,16 @@ class TrainConfig(SharedTrainConfig):
     lora: AdapterConfig = field(default_factory=AdapterConfig)
     ewc: EwcConfig = field(default_factory=EwcConfig)
     energy: EnergyConfig = field(default_factory=EnergyConfig)
+    objective: dict[str, Any] = field(default_factory=dict[str, Any], hash=False)
+    """An objective of another installed package (docs/extending.md) that a stage for the next token learns instead, by
+    its entry-point name, with its settings: `{label_smoothing: {epsilon: 0.1}}`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if len(self.objective) > 1:
+            raise ConfigError(f"objective: names {', '.join(self.objective)}; a training has one objective")
+        named = named_objectives(self.objective)
+        object.__setattr__(self, "objective", {name: dump(settings) for name, (_, settings) in named.items()})
         lengths = {name: getattr(self, name) for name in LENGTHS}
         if any(value < 0 for value in lengths.values()) or sum(value > 0 for value in lengths.values()) > 1:
             given = ", ".join(f"{name}={value}" for name, value in lengths.items())
@@ -263,6 +270,8 @@ class TrainConfig(SharedTrainConfig):
             needs = [SYNCHRONOUS_UPDATES, EQUAL_REPLICAS]
             result.append(feature("batching.mixture.update", self.batching.mixture.update, needs=needs))
         result += named_features(self.techniques)
+        for name, (spec, _) in named_objectives(self.objective).items():
+            result.append(feature("objective", name, needs=spec.needs))
         return result + sparsity_features(self.sparse_updates, self.batch_selection)
 
     def strategy(self, *, shares_memory: bool, further: Sequence[Feature] = ()) -> StrategyConfig:
@@ -330,6 +339,8 @@ class TrainConfig(SharedTrainConfig):
         result["techniques"] = list(result["techniques"].items())  # a digest sorts mappings, and the order matters
         if not self.techniques:
             del result["techniques"]  # as before there was such a setting
+        if not self.objective:
+            del result["objective"]  # as before there was such a setting
         if not (self.optimizer_in_backward and self.max_grad_norm):
             del result["optimizer_in_backward"]  # the same weights, to the last bit
         if not self.neftune_noise_alpha:

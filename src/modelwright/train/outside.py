@@ -1,5 +1,5 @@
 """Techniques that are not in the list of `build.py`: those that the setting `techniques` names, which other installed
-packages add, and those of a job. docs/extending.md shows how to write one.
+packages add, and those of a job; and the objectives of other packages. docs/extending.md shows how to write one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ from modelwright.core.errors import ConfigError
 from modelwright.core.extensions import NoSettings, configured
 from modelwright.core.seeds import derive_seed
 from modelwright.ops.tensor_view import TensorView
-from modelwright.train.objective import Batch
+from modelwright.train.objective import Batch, Objective
 from modelwright.train.seeding import generator_states, seed_generators
 from modelwright.train.technique import Request, StepInfo, Technique, Update
 
@@ -47,6 +47,27 @@ class TechniqueSpec:
     returns, because they have to be known before a run begins."""
     breaks: frozenset[str] = frozenset()
     """Properties of a run that it removes."""
+
+
+OBJECTIVES_GROUP = "modelwright.objectives"
+"""Entry points of other packages: each an `ObjectiveSpec`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveSpec:
+    """An objective that a training stage names in its setting `objective`."""
+
+    build: Callable[[Any, Any], Objective]
+    """Builds the objective from its settings and the stage's `StageInputs` (`pipeline/stage.py`)."""
+    config: type = NoSettings
+    """The dataclass of its settings."""
+    needs: frozenset[str] = UNDECLARED | Objective.needs
+    """Properties of a run that it relies on, those of the objective that `build` returns included."""
+
+
+def named_objectives(objective: Mapping[str, Any]) -> dict[str, tuple[ObjectiveSpec, Any]]:
+    """By name, the objective of another package and its settings; empty for a stage with its own."""
+    return configured(OBJECTIVES_GROUP, ObjectiveSpec, objective, "objective")
 
 
 def named_settings(techniques: Mapping[str, Any]) -> dict[str, Any]:

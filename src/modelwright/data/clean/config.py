@@ -1,12 +1,16 @@
 """Settings of cleaning, and the list of its steps."""
 
-from dataclasses import dataclass, field
-from typing import Literal
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
+from modelwright.core.config import dump
 from modelwright.core.errors import ConfigError
+from modelwright.core.extensions import configured
 from modelwright.data.clean.duplicates.corpus import DuplicatesConfig
 from modelwright.data.clean.noise.cascade import NoiseConfig
-from modelwright.data.clean.step_files import load_step
+from modelwright.data.clean.step_files import load_step, package_step
 from modelwright.data.clean.steps.decontamination import DECONTAMINATION, DecontaminationConfig
 from modelwright.data.clean.steps.duplicates import DUPLICATES
 from modelwright.data.clean.steps.format import FORMAT, FormatConfig
@@ -19,6 +23,8 @@ from modelwright.data.clean.steps.urls import URLS, UrlsConfig
 
 STEPS: tuple[StepSpec, ...] = (FORMAT, URLS, DECONTAMINATION, QUALITY, NOISE, DUPLICATES, IMAGES, PRIVACY)
 """The steps in their order. Those of a user's own (`CleanConfig.steps`) follow the first."""
+STEPS_GROUP = "modelwright.steps"
+"""Entry points of other packages: each a `StepSpec`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +32,9 @@ class CleanConfig:
     """The settings of the steps, in their order."""
 
     format: FormatConfig = field(default_factory=FormatConfig)
-    steps: tuple[str, ...] = ()
-    """Steps of your own, each `FILE.py:NAME`. They run in this order, after `format`."""
+    steps: tuple[str | dict[str, Any], ...] = field(default=(), hash=False)
+    """Further steps, each `FILE.py:NAME` of your own, or `NAME` or `{NAME: {SETTINGS}}` of another installed package
+    (docs/extending.md). They run in this order, after `format`."""
     urls: UrlsConfig = field(default_factory=UrlsConfig)
     decontamination: DecontaminationConfig = field(default_factory=DecontaminationConfig)
     quality: QualityConfig = field(default_factory=QualityConfig)
@@ -43,13 +50,54 @@ class CleanConfig:
     def __post_init__(self) -> None:
         if self.num_workers < 0:
             raise ConfigError(f"num_workers: must not be negative, got {self.num_workers}; 0 uses every core")
+        steps = list[str | dict[str, Any]]()
+        for entry in self.steps:
+            one = {entry: {}} if isinstance(entry, str) and re.fullmatch(r"[\w-]+", entry) else entry
+            if isinstance(one, dict):
+                if len(one) != 1:
+                    raise ConfigError(
+                        f"steps: {one} has {len(one)} names; write an entry {{NAME: {{SETTINGS}}}} for each"
+                    )
+                # With all its settings: what was cleaned does not change with the defaults of another package.
+                one = {name: dump(settings) for name, (_, settings) in _named(one).items()}
+            steps.append(one)
+        object.__setattr__(self, "steps", tuple(steps))
+
+    def specs(self) -> list[tuple[StepSpec, Any]]:
+        """All steps but those of files, each with its settings: this package's, then those of other ones."""
+        named = [one for entry in self.steps if isinstance(entry, dict) for one in _named(entry).values()]
+        return [*((spec, spec.settings_of(self)) for spec in STEPS), *named]
+
+    def replace_paths(self, source: Callable[[str], str], path: Callable[[str], str]) -> "CleanConfig":
+        """The settings with a function applied to each source that a step reads, and another one to each path."""
+        own = [spec for spec in STEPS if not spec.section]
+        sections = {spec.name: spec.replace_paths(spec.settings_of(self), source, path) for spec in own}
+        steps = list[str | dict[str, Any]]()
+        for entry in self.steps:
+            if isinstance(entry, str):
+                steps.append(path(entry))
+                continue
+            ((name, (spec, settings)),) = _named(entry).items()
+            steps.append({name: dump(spec.replace_paths(settings, source, path))})
+        return replace(self, **sections, steps=tuple(steps))
+
+
+def _named(entry: dict[str, Any]) -> dict[str, tuple[StepSpec, Any]]:
+    return configured(STEPS_GROUP, StepSpec, entry, "steps")
 
 
 def build_steps(config: CleanConfig, *, seed: int = 1) -> list[Step | CorpusStep]:
-    """The steps that the settings ask for. Raises `ConfigError` for a step of a user's own that cannot be loaded or has
-    the name of another one.
+    """The steps that the settings ask for. Raises `ConfigError` for one of a file or of another package that cannot be
+    loaded or has the name of another one.
     """
-    own = [load_step(reference) for reference in config.steps]
+    own = list[Step | CorpusStep]()
+    for entry in config.steps:
+        if isinstance(entry, str):
+            own.append(load_step(entry))
+        else:
+            ((name, (spec, settings)),) = _named(entry).items()
+            if (step := spec.build(settings, seed)) is not None:
+                own.append(package_step(name, step))
     known = {spec.name for spec in STEPS}
     for step in own:
         if step.name in known:

@@ -37,10 +37,21 @@ class _Place:
 
 
 @dataclass(frozen=True)
-class FileStep:
-    """A `Step` of a file."""
+class _Installed:
+    """A step of another package. path: of the module that has it."""
 
-    place: _Place
+    step: Any
+    path: str
+
+    def __str__(self) -> str:
+        return f"step {self.step.name} ({self.path})"
+
+
+@dataclass(frozen=True)
+class FileStep:
+    """A `Step` of a file or of another package."""
+
+    place: _Place | _Installed
     name: str
 
     def __call__(self, document: Document) -> Document | Drop:
@@ -59,9 +70,9 @@ class FileStep:
 
 @dataclass(frozen=True)
 class FileCorpusStep:
-    """A `CorpusStep` of a file."""
+    """A `CorpusStep` of a file or of another package."""
 
-    place: _Place
+    place: _Place | _Installed
     name: str
 
     def measure(self, documents: Sequence[Document], columns: Columns) -> Columns:
@@ -102,8 +113,21 @@ def load_step(reference: str) -> Step | CorpusStep:
     return FileStep(place, name)
 
 
+def package_step(name: str, step: Any) -> Step | CorpusStep:
+    """A step that another package has built, with errors in documents treated as those of a file's step."""
+    is_corpus_step = isinstance(step, CorpusStep)
+    if getattr(step, "name", None) != name or not (callable(step) or is_corpus_step):
+        raise ConfigError(f"steps.{name}: its package builds {step!r}, which is no step with the name {name!r}")
+    place = _Installed(step, getattr(sys.modules.get(type(step).__module__), "__file__", None) or "")
+    return FileCorpusStep(place, name) if is_corpus_step else FileStep(place, name)
+
+
+def _load(place: _Place | _Installed) -> Any:
+    return place.step if isinstance(place, _Installed) else _load_file(place)
+
+
 @cache
-def _load(place: _Place) -> Any:
+def _load_file(place: _Place) -> Any:
     """The step itself, once in each process."""
     module = _module(place.path, place.sha256)
     value = vars(module).get(place.attribute)

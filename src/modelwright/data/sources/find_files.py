@@ -90,7 +90,8 @@ def _filesystem(source: str) -> tuple[fsspec.AbstractFileSystem, str]:
     try:
         filesystem, path = fsspec.core.url_to_fs(os.path.expanduser(source) if local else source)
     except ImportError as error:
-        raise DataError(f"{source}: needs a package that is not installed ({error})") from None
+        remedy = "; pip install 'modelwright[remote]'" if source.startswith("s3://") else ""
+        raise DataError(f"{source}: needs a package that is not installed ({error}){remedy}") from None
     except ValueError as error:
         raise DataError(f"{source}: is not a URL that fsspec supports ({error}); check --data.sources") from None
     return filesystem, str(path)

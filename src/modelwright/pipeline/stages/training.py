@@ -179,7 +179,8 @@ def training_spec(
     traits = _Traits(start=start, further=further, techniques=techniques, row_use=row_use, save=save, prepare=prepare)
 
     def report(data: RunData, stage: StageData) -> Section:
-        section = training_section(stage, data.config.section(name), report_title, loss_unit=loss_unit)
+        training = data.config.section(name)
+        section = training_section(stage, training, report_title, loss_unit="" if training.objective else loss_unit)
         samples = () if _is_first(data, stage) else sample_block(stage.folder.path)
         own = [*samples, *blocks(stage), *section.blocks]
         return replace(section, blocks=[*own, *head_blocks(stage), *cache_blocks(stage)])
@@ -212,6 +213,7 @@ def training_spec(
 def _highlight(data: RunData, stage: StageData, loss_unit: str) -> Sequence[Block]:
     if not _is_first(data, stage):
         return ()
+    loss_unit = "" if data.config.section(stage.name).objective else loss_unit  # only the objective's package knows it
     return [*loss_highlight(stage, loss_unit), *sample_block(stage.folder.path)]
 
 
@@ -310,7 +312,6 @@ def fresh_model(config: RunConfig) -> Decoder:
 def _learn(
     context: StageContext, config: RunConfig, spec: StageSpec, model: Decoder, data: TrainingData, traits: _Traits
 ) -> dict[str, Any]:
-    assert spec.objective is not None
     name, training, packed = spec.name, config.section(spec), data.rows
     rows, world = packed.folder, context.ranks.world
     num_copies = training.num_copies(config.parallel.axes(world.size))
@@ -338,7 +339,7 @@ def _learn(
         folder=context.folder.path,
         note=context.progress.note,
     )
-    objective, row_use = spec.objective(inputs), traits.row_use
+    objective, row_use = spec.new_objective(inputs), traits.row_use
     known_needs = spec.run_needs.union(*(feature.needs for feature in training.features()))
     _check_declared(name, "its objective", objective.needs, known_needs)
     batches_per_epoch = math.ceil(loader.num_batches_per_epoch * row_use.updates_per_row(training))
@@ -393,8 +394,8 @@ def _check_declared(name: str, who: str, needs: frozenset[str], known_needs: fro
     """
     if unknown := needs - known_needs:
         raise ConfigError(
-            f"{name}: {who} needs {', '.join(sorted(unknown))}, which the stage does not declare; name it in "
-            "training_spec(run_needs=...)"
+            f"{name}: {who} needs {', '.join(sorted(unknown))}, which is not declared; name it in "
+            "training_spec(run_needs=...) of the stage, or in ObjectiveSpec(needs=...) of an objective in its settings"
         )
 
 
@@ -418,7 +419,7 @@ def _bits_per_byte(context: StageContext, config: RunConfig, spec: StageSpec) ->
     kinds = read_manifest(context.parents[PACK.name]).facts["pretrain_kinds"]
     measured = read_manifest(context.parents[tokenizer_stage(config)]).facts.get("bytes_per_token", {})
     bytes_per_token = [measured[kind] for kind in kinds if kind in measured]
-    if spec.rows is not TEXT_ROWS or not bytes_per_token:
+    if spec.rows is not TEXT_ROWS or not bytes_per_token or config.section(spec).objective:
         return []
     bits_per_nat = 1 / math.log(2) / statistics.mean(bytes_per_token)
 

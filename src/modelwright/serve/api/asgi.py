@@ -17,7 +17,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from modelwright.serve.ab.controller import Experiments
 from modelwright.serve.account.logs import ID_HEADER, ID_SCOPE, request_id, with_fields
 from modelwright.serve.account.tracing import Tracing
-from modelwright.serve.api.operations import OPERATIONS
+from modelwright.serve.api.openapi import Operation
+from modelwright.serve.api.operations import all_operations
 from modelwright.serve.errors import ApiError, error_body
 from modelwright.serve.reload import Reloader
 from modelwright.serve.service import VERSION_HEADER, Service
@@ -32,13 +33,15 @@ def build_app(
     service: Service, reloader: Reloader, experiments: Experiments | None, tracing: Tracing | None
 ) -> ASGIApp:
     """The application around a started worker. experiments, tracing: None for a server without them."""
-    routes = [_TracedRoute(one.path, one.handler, methods=[one.method]) for one in OPERATIONS]
+    operations = all_operations()
+    routes = [_TracedRoute(one.path, one.handler, methods=[one.method]) for one in operations]
     handlers: dict[Any, Any] = {ApiError: _api_error, HTTPException: _http_error, Exception: _bug}
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.state.service = service
     app.state.reloader = reloader
     app.state.experiments = experiments
-    inner = _with_cors(app, service.config.cors_origins)
+    app.state.operations = operations
+    inner = _with_cors(app, service.config.cors_origins, operations)
     return _observed(tracing.around(inner) if tracing else inner, service)
 
 
@@ -52,13 +55,13 @@ class _TracedRoute(Route):
         return match, matched if match == Match.NONE else {**matched, "route": self}
 
 
-def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+def _with_cors(app: ASGIApp, origins: Sequence[str], operations: Sequence[Operation]) -> ASGIApp:
     """Pages of these origins may send any header, because OpenAI's client sends a dozen of its own (`x-stainless-*`),
     and read those that say which weights answered and when to try again. Cookies are not allowed.
     """
     if not origins:
         return app
-    methods = sorted({operation.method for operation in OPERATIONS})
+    methods = sorted({operation.method for operation in operations})
     return CORSMiddleware(
         app, allow_origins=origins, allow_methods=methods, allow_headers=["*"], expose_headers=EXPOSED_HEADERS
     )

@@ -3,6 +3,7 @@ that are OpenAI's have the schemas of OpenAI's own client.
 """
 
 import functools
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -81,14 +82,14 @@ def describe(operations: Sequence[Operation]) -> dict[str, Any]:
     bodies = {operation.body for operation in operations if operation.body}
     modes: list[Any] = [(model, "validation") for model in sorted(bodies, key=lambda model: model.__name__)]
     own = {operation.reply for operation in operations if not isinstance(operation.reply, str)}
-    replies = [*_client_models(), ErrorReply, *sorted(own, key=lambda model: model.__name__)]
+    replies = [*reply_models().values(), *sorted(own, key=lambda model: model.__name__)]
     modes += [(model, "serialization") for model in replies]
     _, definitions = models_json_schema(modes, ref_template=REFERENCE)
     schemas = definitions["$defs"]
     _complete(schemas)
     paths: dict[str, dict[str, Any]] = {}
     for operation in operations:
-        entry = paths.setdefault(operation.path.replace(":path", ""), {})
+        entry = paths.setdefault(re.sub(r":\w+}", "}", operation.path), {})
         entry[operation.method.lower()] = _operation(operation)
     return {
         "openapi": "3.1.0",
@@ -102,12 +103,13 @@ def describe(operations: Sequence[Operation]) -> dict[str, Any]:
 
 
 @functools.cache
-def _client_models() -> list[type[BaseModel]]:
-    """Replies that are OpenAI's. Imported here, because OpenAI's client takes a second to import."""
+def reply_models() -> dict[str, type[BaseModel]]:
+    """Replies that several routes have, by name. OpenAI's are imported here, because its client takes a second."""
     from openai.types import Completion, CreateEmbeddingResponse
     from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-    return [Completion, ChatCompletion, ChatCompletionChunk, CreateEmbeddingResponse]
+    models = (Completion, ChatCompletion, ChatCompletionChunk, CreateEmbeddingResponse, ErrorReply)
+    return {model.__name__: model for model in models}
 
 
 def _complete(schemas: dict[str, Any]) -> None:
@@ -136,8 +138,10 @@ def _operation(operation: Operation) -> dict[str, Any]:
         entry["requestBody"] = {"required": True, "content": content}
     if 401 in operation.errors:
         entry["security"] = [{"key": []}]
-    if "{name" in operation.path:
-        entry["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
+    if names := re.findall(r"{(\w+)", operation.path):
+        entry["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+        ]
     return entry
 
 

@@ -1,14 +1,21 @@
-"""The list of all routes; the application and /openapi.json are made from it."""
+"""The list of all routes, those of other packages included; the application and /openapi.json are made from it."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import compile_path
 
+from modelwright.core.errors import ConfigError
+from modelwright.core.extensions import installed
 from modelwright.serve.ab import experiment, routes
 from modelwright.serve.account.exchange import FeedbackRequest
 from modelwright.serve.api import admin, chat, completions, feedback, pages, pooled, tokens
-from modelwright.serve.api.openapi import Operation, describe
+from modelwright.serve.api.openapi import Operation, describe, reply_models
+from modelwright.serve.keys import KeyScope
+from modelwright.serve.service import service_of
 
 GENERATES = (400, 401, 403, 404, 408, 413, 429, 500, 503)
 """Statuses of errors of routes that need the engine."""
@@ -30,7 +37,7 @@ TESTS = (400, 401, 403, 404, 408, 409, 413, 429, 503)
 
 async def openapi(request: Request) -> Response:
     """The description of the routes of this application."""
-    return JSONResponse(await asyncio.to_thread(describe, OPERATIONS))
+    return JSONResponse(await asyncio.to_thread(describe, request.app.state.operations))
 
 
 OPERATIONS = (
@@ -170,3 +177,52 @@ OPERATIONS = (
         READS_BODY,
     ),
 )
+
+ROUTES_GROUP = "modelwright.routes"
+"""Entry points of other packages: each a `RouteSpec`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouteSpec:
+    """A route of another package."""
+
+    operation: Operation
+    """Its name in /openapi.json is that of the entry point."""
+    scope: KeyScope | None = "admin"
+    """What a key must be allowed to do, which the server checks before it calls the handler; None lets anyone ask."""
+
+
+def all_operations() -> tuple[Operation, ...]:
+    """The routes of this package, then those of installed ones. Raises `ConfigError` as `installed` does, and for a
+    route that an earlier one hides or whose schemas have names that are taken.
+    """
+    result, names = list(OPERATIONS), tuple(one.name for one in OPERATIONS)
+    for name, route in installed(ROUTES_GROUP, RouteSpec, taken=names).items():
+        added, where = route.operation, f"entry point {name} of {ROUTES_GROUP}"
+        for one in result:
+            if one.method == added.method and compile_path(one.path)[0].match(added.path):
+                raise ConfigError(f"{where}: {added.method} {added.path} is answered by {one.method} {one.path}")
+        models = [model for one in result for model in (one.body, one.reply) if isinstance(model, type)]
+        by_name = {model.__name__: model for model in (*models, *reply_models().values())}
+        for model in (added.body, added.reply):
+            if isinstance(model, type) and by_name.get(model.__name__, model) is not model:
+                raise ConfigError(f"{where}: the name of its schema {model.__name__} is taken; choose another one")
+        if isinstance(added.reply, str) and "/" not in added.reply and added.reply not in reply_models():
+            raise ConfigError(f"{where}: its reply {added.reply!r} is no media type; give a model or, say, text/plain")
+        errors = tuple(sorted({*added.errors, *(NEEDS_KEY if route.scope else ())}))
+        result.append(replace(added, handler=_checked(name, added.handler, route.scope), errors=errors))
+    return tuple(result)
+
+
+def _checked(
+    name: str, handler: Callable[[Request], Awaitable[Response]], scope: KeyScope | None
+) -> Callable[[Request], Awaitable[Response]]:
+    """The handler of another package behind the server's own check of the key."""
+
+    async def checked(request: Request) -> Response:
+        if scope:
+            service_of(request).caller(request, scope)
+        return await handler(request)
+
+    checked.__name__ = name
+    return checked

@@ -68,7 +68,7 @@ DECONTAMINATION = StepSpec(
     name="decontamination",
     build=lambda config, seed: Decontamination(config) if config.sources else None,
     remedies={"in an evaluation set": "--clean.decontamination.sources []"},
-    sources=lambda config: config.sources,
+    sources=("sources",),
 )
 
 _NOTHING = np.empty(0, np.int64)

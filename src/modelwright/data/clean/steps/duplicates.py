@@ -72,6 +72,7 @@ DUPLICATES = StepSpec(
         "inside another text": "--clean.duplicates.contained heldout",
         "near-duplicate": "--clean.duplicates.near false",
     },
+    paths=("index",),
 )
 
 

@@ -109,7 +109,8 @@ NOISE = StepSpec(
     name="noise",
     build=lambda config, seed: Noise(config, seed) if config.enabled else None,
     remedies={"noise": "--clean.noise.trusted []"},
-    sources=lambda config: config.trusted,
+    sources=("trusted",),
+    files=("model",),
 )
 
 

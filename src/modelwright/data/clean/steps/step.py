@@ -5,12 +5,13 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
+from modelwright.core.extensions import NoSettings
 from modelwright.data.clean.measured_corpus import MeasuredCorpus
 from modelwright.data.document import Document
 
@@ -164,7 +165,7 @@ def divide(steps: Sequence[Step | CorpusStep]) -> tuple[Phase, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class StepSpec:
-    """An entry of `STEPS`."""
+    """An entry of `STEPS`, or what the entry point of another package names (docs/extending.md)."""
 
     name: str
     """The name of the step and, unless `section` names another, of its section of `CleanConfig`."""
@@ -172,12 +173,28 @@ class StepSpec:
     """The step for its section and the seed of the run; none if the section switches it off."""
     remedies: Mapping[str, str] = field(default_factory=dict)
     """By the reason for a drop: the option that keeps such documents."""
-    sources: Callable[[Any], Sequence[str]] = lambda config: ()
-    """The sources that the step reads, which decide its result as its settings do."""
-    files: Callable[[Any], Sequence[str]] = lambda config: ()
-    """Files besides the sources that decide the result of the step."""
+    config: type = NoSettings
+    """The dataclass of the settings of a step of another package; the others have a section of `CleanConfig`."""
+    sources: Sequence[str] = ()
+    """Settings that name sources. Like those of `files` they decide the result, and become absolute in a run."""
+    files: Sequence[str] = ()
+    """Settings that name files and folders which decide the result."""
+    paths: Sequence[str] = ()
+    """Settings that name other files and folders, such as one that the step writes."""
     section: str = ""
     """The section that the step reads, where it has none of its own."""
+
+    def values(self, names: Sequence[str], settings: Any) -> list[str]:
+        """The paths in some of the settings."""
+        values = [getattr(settings, name) for name in names]
+        return [path for value in values for path in ([value] if isinstance(value, str) else value) if path]
+
+    def replace_paths(self, settings: Any, source: Callable[[str], str], path: Callable[[str], str]) -> Any:
+        """The settings with a function applied to each source, and another one to each path."""
+        change = {**dict.fromkeys(self.sources, source), **dict.fromkeys((*self.files, *self.paths), path)}
+        old = {name: getattr(settings, name) for name in change}
+        new = {n: change[n](one) if isinstance(one, str) else tuple(map(change[n], one)) for n, one in old.items()}
+        return replace(settings, **new)
 
     def settings_of(self, config: Any) -> Any:
         """The section of a `CleanConfig` that the step reads."""

@@ -43,7 +43,7 @@ URLS = StepSpec(
     name="urls",
     build=lambda config, seed: Urls(config) if config.blocked else None,
     remedies={"blocked URL": "--clean.urls.blocked []"},
-    files=lambda config: config.blocked,
+    files=("blocked",),
 )
 
 

@@ -1,0 +1,23 @@
+"""A distribution outside of the repository, in a folder of the import path: one module and its entry points."""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+
+def add_package(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, module: str, source: str, entries: Mapping[str, Mapping[str, str]]
+) -> None:
+    """entries: by entry-point group, the names that the package adds and the attributes of its module behind them."""
+    info = folder / f"{module}-1.0.dist-info"
+    info.mkdir(parents=True)
+    (folder / f"{module}.py").write_text(source)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
+    lines = [
+        f"[{group}]\n" + "".join(f"{n} = {module}:{a}\n" for n, a in names.items()) for group, names in entries.items()
+    ]
+    (info / "entry_points.txt").write_text("".join(lines))
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, module, raising=False)
