@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from modelwright.cli.main import main
-from modelwright.plan.probes.survey import NAMES
+from modelwright.pipeline.estimate.probes.survey import NAMES
 
 
 def test_parts_are_left_out(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ from modelwright.cli.main import main
 from modelwright.core.config import digest, dump, load_yaml, merge, parse
 from modelwright.core.errors import ConfigError
 from modelwright.core.records import read_records
-from modelwright.data.clean.folder import read_dropped, read_kept
 from modelwright.data.clean.config import CleanConfig, build_steps
+from modelwright.data.clean.folder import read_dropped, read_kept
 from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents
 from modelwright.parallel.config import ParallelConfig
 from modelwright.pipeline.cleaning import fingerprint

@@ -23,12 +23,12 @@ from modelwright.objectives.rollouts import RolloutConfig
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import single
 from modelwright.pipeline.config import RunConfig
+from modelwright.pipeline.estimate.time_budget import fit_to_minutes
 from modelwright.pipeline.lr_find import RangeConfig, range_test
 from modelwright.pipeline.process_group import RunGroup
 from modelwright.pipeline.stage import Rates
 from modelwright.pipeline.stages.ppo import value_model_start
 from modelwright.pipeline.stages.rollout_training import build_terms, fitting, keep_completions
-from modelwright.pipeline.time_budget import fit_to_minutes
 from modelwright.recipes.load import load, recipe
 
 SMALL = (

@@ -13,12 +13,9 @@ from modelwright.core.config import load_yaml, save_yaml
 from modelwright.core.errors import ConfigError
 from modelwright.core.progress import SilentProgress
 from modelwright.core.rundir import RunDir
-from modelwright.pipeline import plan
-from modelwright.pipeline.process_group import join_ranks
-from modelwright.pipeline.resolve import resolve, resolve_paths
-from modelwright.pipeline.run_config import parse_run
-from modelwright.pipeline.stage import Rates
-from modelwright.pipeline.time_budget import (
+from modelwright.pipeline.estimate import plan
+from modelwright.pipeline.estimate.cost import TRAINING_OVERHEAD_S
+from modelwright.pipeline.estimate.time_budget import (
     num_steps_within,
     step_seconds,
     time_plan,
@@ -26,7 +23,10 @@ from modelwright.pipeline.time_budget import (
     training_seconds,
     with_lengths,
 )
-from modelwright.plan.estimate import TRAINING_OVERHEAD_S
+from modelwright.pipeline.process_group import join_ranks
+from modelwright.pipeline.resolve import resolve, resolve_paths
+from modelwright.pipeline.run_config import parse_run
+from modelwright.pipeline.stage import Rates
 from modelwright.recipes.load import load, recipe
 from rank_processes import run_ranks
 

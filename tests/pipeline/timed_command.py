@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from modelwright.cli.main import main
-from modelwright.pipeline.time_budget import Timed
+from modelwright.pipeline.estimate.time_budget import Timed
 
 if __name__ == "__main__":
     step_s, *words = sys.argv[1:]

@@ -7,7 +7,7 @@ from modelwright.memory.activations import block_shape
 from modelwright.memory.config import ActivationCheckpointingConfig
 from modelwright.model.config import ModelConfig
 from modelwright.ops import cpu_kernels
-from modelwright.plan.estimate import training_memory
+from modelwright.pipeline.estimate.cost import training_memory
 from modelwright_claims import memory_probe
 from modelwright_claims.claim import Claim, Conditions, Figure, Measurement, Samples, Setting, Verdict
 from modelwright_claims.judging import Judgment, names_between

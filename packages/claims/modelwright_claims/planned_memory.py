@@ -18,7 +18,7 @@ from modelwright.memory.lifetimes import MemoryTimeline
 from modelwright.memory.step_arena import plan_arena
 from modelwright.model.config import ModelConfig
 from modelwright.objectives.next_token import NextToken
-from modelwright.plan.doctor import measure_rates
+from modelwright.pipeline.estimate.doctor import measure_rates
 from modelwright.train.config import TrainConfig
 from modelwright_claims import memory_probe
 from modelwright_claims.activation_checkpointing import MEMORY_ERRORS

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from modelwright.memory.activations import total_recomputed_flops
 from modelwright.model.config import ModelConfig
-from modelwright.plan.layout import Layout, TrainingJob, layers_per_stage, rank_parts
-from modelwright.plan.memory import MemoryEstimate, RankPart, rank_memory
+from modelwright.pipeline.estimate.layout import Layout, TrainingJob, layers_per_stage, rank_parts
+from modelwright.pipeline.estimate.memory import MemoryEstimate, RankPart, rank_memory
 from modelwright_plan.bubble import StageTime, bubble_s, bubble_share
 from modelwright_plan.cluster import Cluster, axis_seconds
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from modelwright.core.errors import ConfigError
 from modelwright.model.config import ModelConfig
-from modelwright.plan.layout import ComputeFormat
+from modelwright.pipeline.estimate.layout import ComputeFormat
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from modelwright.core.errors import ConfigError
 from modelwright.model.config import ModelConfig
-from modelwright.plan.layout import sent_along
-from modelwright.plan.memory import RankPart
+from modelwright.pipeline.estimate.layout import sent_along
+from modelwright.pipeline.estimate.memory import RankPart
 from modelwright_plan.catalog import ComputeRate
 
 OVERLAP = {"cuda": 0.8, "cpu": 0.0}

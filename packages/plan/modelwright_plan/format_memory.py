@@ -7,7 +7,7 @@ from typing import Any
 
 from modelwright.memory.lifetimes import KINDS, Lifetime, MemoryTimeline
 from modelwright.memory.step_arena import Arena, plan_arena
-from modelwright.plan.estimate import size
+from modelwright.pipeline.estimate.cost import size
 from modelwright.train.config import TrainConfig
 from modelwright_plan.memory_plan import StepPlan
 

@@ -3,8 +3,8 @@
 import itertools
 
 from modelwright.memory.lifetimes import Kind, MemoryTimeline
+from modelwright.pipeline.estimate.cost import size
 from modelwright.pipeline.report.charts import Line, line_chart
-from modelwright.plan.estimate import size
 from modelwright.train.config import TrainConfig
 from modelwright_plan.format_memory import Known, plan_text
 from modelwright_plan.memory_plan import StepPlan

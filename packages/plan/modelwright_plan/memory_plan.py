@@ -26,7 +26,7 @@ from modelwright.memory.lifetimes import MemoryTimeline
 from modelwright.model.config import ModelConfig
 from modelwright.ops import cpu_kernels
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
-from modelwright.plan.estimate import size
+from modelwright.pipeline.estimate.cost import size
 from modelwright.train.config import TrainConfig
 from modelwright_plan.trace_step import ObjectiveOf, trace_step
 

@@ -14,7 +14,7 @@ from modelwright.memory.config import ActivationCheckpointingConfig
 from modelwright.model.config import ModelConfig
 from modelwright.parallel.config import ParallelConfig, Schedule, ZeroStage
 from modelwright.parallel.pipeline.stages import check_microbatches, is_v_shaped
-from modelwright.plan.layout import Layout, TrainingJob
+from modelwright.pipeline.estimate.layout import Layout, TrainingJob
 from modelwright_plan.assessment import Assessment, assess
 from modelwright_plan.cluster import Cluster
 

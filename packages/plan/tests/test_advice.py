@@ -17,9 +17,9 @@ from modelwright.memory.config import ActivationCheckpointingConfig
 from modelwright.model.config import ModelConfig
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.strategies.config import AsyncUpdatesConfig, GradientSyncConfig
-from modelwright.plan.estimate import ASSUMED_TRAIN_MFU
-from modelwright.plan.probes.probe import ProbeResult
-from modelwright.plan.probes.survey import NAMES, MachineProbes
+from modelwright.pipeline.estimate.cost import ASSUMED_TRAIN_MFU
+from modelwright.pipeline.estimate.probes.probe import ProbeResult
+from modelwright.pipeline.estimate.probes.survey import NAMES, MachineProbes
 from modelwright.precision.policy import PrecisionConfig
 from modelwright.recipes.load import recipe
 from modelwright.train.config import TrainConfig

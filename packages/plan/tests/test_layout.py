@@ -11,7 +11,7 @@ from modelwright.core.errors import ConfigError
 from modelwright.memory.config import ActivationCheckpointingConfig
 from modelwright.model.config import ModelConfig
 from modelwright.parallel.config import ParallelConfig
-from modelwright.plan.layout import Layout, TrainingJob, expected_traffic
+from modelwright.pipeline.estimate.layout import Layout, TrainingJob, expected_traffic
 from modelwright.recipes.load import load
 from modelwright_plan.assessment import assess
 from modelwright_plan.catalog import DEVICES, MODELS

@@ -102,7 +102,7 @@ def carry_out(
     options: those of `add_run_options`; line: the whole command line, for the processes that are started; only, hosts:
     as in `run_words`.
     """
-    from modelwright.pipeline.plan import describe_plan
+    from modelwright.pipeline.estimate.plan import describe_plan
     from modelwright.pipeline.run import check_request, execute
 
     if options.dry_run or not is_started():

@@ -25,11 +25,10 @@ from modelwright.parallel.mesh import World, join_world
 from modelwright.parallel.topology.link_costs import LinksConfig
 from modelwright.parallel.topology.rank_mapping import DEFAULT_TRAFFIC, AxisTraffic, Placement, find_places, take_places
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.plan_inputs import planned
+from modelwright.pipeline.estimate.layout import expected_traffic, planned
 from modelwright.pipeline.resolve import check_device, resolve_model, resolved_device
 from modelwright.pipeline.stage import StageSpec
 from modelwright.pipeline.stages.pack import PACK
-from modelwright.plan.layout import expected_traffic
 from modelwright.train.config import TrainConfig
 
 PATIENCE = timedelta(days=7)

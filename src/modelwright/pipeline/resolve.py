@@ -25,12 +25,12 @@ from modelwright.model.config import ModelConfig
 from modelwright.ops.lowp_emulation import is_emulated
 from modelwright.ops.microbenchmark import in_turn, undisturbed
 from modelwright.pipeline.config import HardwareConfig, RunConfig
+from modelwright.pipeline.estimate.cost import size
+from modelwright.pipeline.estimate.doctor import busy_note, measure_rates
 from modelwright.pipeline.stages.clean import CLEAN
 from modelwright.pipeline.stages.model_folder import initial_folder
 from modelwright.pipeline.stages.pack import check_context
 from modelwright.pipeline.stages.student import STUDENT, StudentConfig
-from modelwright.plan.doctor import busy_note, measure_rates
-from modelwright.plan.estimate import size
 from modelwright.precision.apply import fp32_products
 from modelwright.precision.hardware import onednn_speed_up
 from modelwright.precision.policy import PrecisionConfig

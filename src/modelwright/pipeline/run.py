@@ -29,6 +29,7 @@ from modelwright.memory.tensor_heap import use_tensor_heap
 from modelwright.parallel.elastic import fit, num_restarts, num_used
 from modelwright.parallel.topology.rank_mapping import Placement
 from modelwright.pipeline.config import RunConfig
+from modelwright.pipeline.estimate.time_budget import fit_to_minutes, with_lengths_of
 from modelwright.pipeline.kernel_choice import kernels_of_run
 from modelwright.pipeline.preflight import check_training
 from modelwright.pipeline.process_group import RunGroup, as_lost_peer, join_ranks, shared_rows, use_threads
@@ -41,7 +42,6 @@ from modelwright.pipeline.stage import Stage
 from modelwright.pipeline.stage_log import now
 from modelwright.pipeline.stages.build import build_stages
 from modelwright.pipeline.stages.report import REPORT
-from modelwright.pipeline.time_budget import fit_to_minutes, with_lengths_of
 
 PACKAGES = ("torch", "numpy", "tokenizers", "tiktoken", "safetensors", "openai", "transformers")
 LOCK_PATIENCE_S = 120.0

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from modelwright.data.rows.pack import PackConfig
     from modelwright.model.decoder import Decoder
     from modelwright.parallel.mesh import World
+    from modelwright.pipeline.estimate.cost import StageEstimate
     from modelwright.pipeline.report.blocks import Block, Fact, Section
-    from modelwright.plan.estimate import StageEstimate
     from modelwright.train.config import TrainConfig
     from modelwright.train.objective import BatchSource, Objective
 

@@ -11,12 +11,12 @@ from modelwright.core.errors import ConfigError
 from modelwright.core.rundir import RunDir
 from modelwright.core.suggest import hub_hint, nearest
 from modelwright.pipeline.config import RunConfig
+from modelwright.pipeline.estimate.time_budget import with_lengths_of
 from modelwright.pipeline.resolve import resolve_model, resolve_paths
 from modelwright.pipeline.run import previous_config
 from modelwright.pipeline.run_config import left_out, parse_run, stages_of, training_names
 from modelwright.pipeline.run_identity import is_same_run
 from modelwright.pipeline.stages.specs import stage_names
-from modelwright.pipeline.time_budget import with_lengths_of
 from modelwright.recipes.environment import environment_overrides, given_names
 from modelwright.train.config import LENGTHS
 

@@ -14,6 +14,7 @@ from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.next_token import numbered_batches
 from modelwright.pipeline.config import RunConfig
+from modelwright.pipeline.estimate.cost import StageEstimate
 from modelwright.pipeline.report.blocks import Fact, Note, Section
 from modelwright.pipeline.report.run_data import RunData, StageData
 from modelwright.pipeline.stage import Rates, RowSet
@@ -21,7 +22,6 @@ from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.rows import PackJob
 from modelwright.pipeline.stages.stage_inputs import needed_start
 from modelwright.pipeline.stages.training import training_spec
-from modelwright.plan.estimate import StageEstimate
 from modelwright.train.config import TrainConfig
 from modelwright.train.objective import BatchSource, Objective, Terms
 

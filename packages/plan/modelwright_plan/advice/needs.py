@@ -12,8 +12,8 @@ from modelwright.memory.config import ActivationCheckpointingConfig
 from modelwright.model.adapters import adapter_parameters
 from modelwright.model.config import ModelConfig
 from modelwright.parallel.config import ParallelConfig
-from modelwright.plan.estimate import training_memory
-from modelwright.plan.layout import Layout, TrainingJob, expected_traffic, fullest_memory
+from modelwright.pipeline.estimate.cost import training_memory
+from modelwright.pipeline.estimate.layout import Layout, TrainingJob, expected_traffic, fullest_memory
 from modelwright.train.config import TrainConfig
 
 STATE_BYTES = {"adamw": 8.0, "adamw_8bit": 2.0, "adamw_bf16_states": 4.0, "lion": 4.0, "muon": 4.0, "sgd": 0.0}

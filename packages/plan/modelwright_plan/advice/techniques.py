@@ -8,7 +8,7 @@ from typing import Literal
 
 from modelwright.data.rows.cache.row_cache import RowCacheConfig
 from modelwright.parallel.config import ParallelConfig
-from modelwright.plan.estimate import size
+from modelwright.pipeline.estimate.cost import size
 from modelwright.train.config import TrainConfig
 from modelwright_plan.advice.needs import StepNeeds
 from modelwright_plan.advice.times import StepTimes

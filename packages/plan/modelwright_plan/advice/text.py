@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from modelwright.plan.estimate import size
+from modelwright.pipeline.estimate.cost import size
 from modelwright_plan.advice.ledger import LedgerRow
 from modelwright_plan.advice.needs import StepNeeds
 from modelwright_plan.advice.techniques import TechniqueAdvice

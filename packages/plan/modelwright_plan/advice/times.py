@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from modelwright.plan.estimate import ASSUMED_TRAIN_MFU
-from modelwright.plan.probes.disk import BLOCK_BYTES
-from modelwright.plan.probes.survey import MachineProbes
+from modelwright.pipeline.estimate.cost import ASSUMED_TRAIN_MFU
+from modelwright.pipeline.estimate.probes.disk import BLOCK_BYTES
+from modelwright.pipeline.estimate.probes.survey import MachineProbes
 from modelwright_plan.advice.needs import StepNeeds
 
 Resource = Literal["compute", "communication", "memory", "disk"]

@@ -110,7 +110,7 @@ def _elsewhere(options: argparse.Namespace, model: "ModelConfig", train: "TrainC
     from modelwright.memory.config import ActivationCheckpointingConfig
     from modelwright.memory.offload import open_store
     from modelwright.parallel.mesh import default_device
-    from modelwright.plan.doctor import measure_rates
+    from modelwright.pipeline.estimate.doctor import measure_rates
     from modelwright_plan.memory_plan import NOWHERE, OffloadTarget
     from modelwright_plan.offload_cost import measure_flops_per_byte
 

@@ -11,7 +11,7 @@ from modelwright.core.quantities import parse_quantity
 from modelwright_plan.commands import advice, cost, energy, memory, spot
 
 if TYPE_CHECKING:  # PyTorch takes seconds to load
-    from modelwright.plan.layout import TrainingJob
+    from modelwright.pipeline.estimate.layout import TrainingJob
     from modelwright.precision.policy import PrecisionConfig
     from modelwright_plan.catalog import ComputeFormat, ComputeRate
     from modelwright_plan.cluster import Cluster
@@ -186,7 +186,7 @@ def number(text: str, name: str) -> float:
 
 def _job(options: argparse.Namespace):
     """The job, and notes on what was chosen for it."""
-    from modelwright.plan.layout import TrainingJob
+    from modelwright.pipeline.estimate.layout import TrainingJob
     from modelwright_plan.catalog import MODELS
 
     if options.target in MODELS:
@@ -277,8 +277,8 @@ def _compute_rate(options: argparse.Namespace, job: "TrainingJob", peak: float) 
     """Take the rate from the device's data sheet or from `peak` (0: not given), or measure it on this machine."""
     from dataclasses import replace
 
-    from modelwright.plan.doctor import busy_note, measure_rates
-    from modelwright.plan.estimate import ASSUMED_TRAIN_MFU
+    from modelwright.pipeline.estimate.cost import ASSUMED_TRAIN_MFU
+    from modelwright.pipeline.estimate.doctor import busy_note, measure_rates
     from modelwright_plan.catalog import DEVICES, ComputeRate
 
     if options.efficiency is not None and not 0.0 < options.efficiency <= 1.0:

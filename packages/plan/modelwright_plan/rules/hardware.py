@@ -2,7 +2,7 @@
 
 import math
 
-from modelwright.plan.estimate import duration, size
+from modelwright.pipeline.estimate.cost import duration, size
 from modelwright_plan.rules.rule import RuleOutcome, RuleRow, RuleTarget, refusal, value
 from modelwright_plan.spot.intervals import daly_interval_s, young_interval_s
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from modelwright.core.errors import ConfigError
-from modelwright.plan.estimate import duration
+from modelwright.pipeline.estimate.cost import duration
 from modelwright_plan.cost.sensitivity import Swing, tornado, tornado_lines
 from modelwright_plan.spot.intervals import CheckpointCosts, daly_interval_s, expected_wall_s, young_interval_s
 from modelwright_plan.spot.measured import MeasuredRate

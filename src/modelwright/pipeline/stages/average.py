@@ -24,12 +24,12 @@ from modelwright.evaluate.record_costs import record_costs
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import load_model
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.estimates import fixed_estimate
+from modelwright.pipeline.estimate.cost import StageEstimate
 from modelwright.pipeline.stage import Rates, Stage, StageContext, StageSpec
+from modelwright.pipeline.stages.estimates import fixed_estimate
 from modelwright.pipeline.stages.init import INIT
 from modelwright.pipeline.stages.model_folder import save_model_folder
 from modelwright.pipeline.stages.stage_inputs import model_before, needed_start, tokenizer_stage
-from modelwright.plan.estimate import StageEstimate
 
 
 @dataclass(frozen=True, kw_only=True)

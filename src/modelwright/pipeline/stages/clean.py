@@ -14,11 +14,11 @@ from modelwright.data.clean.folder import DROPPED
 from modelwright.data.clean.report import describe_drops
 from modelwright.pipeline.cleaning import clean_into, fingerprint, noise_warnings
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.estimates import IMPORT_S, fixed_estimate, moving_estimate
+from modelwright.pipeline.estimate.cost import StageEstimate
 from modelwright.pipeline.report.corpus import corpus_lines, corpus_section
 from modelwright.pipeline.stage import Rates, Stage, StageContext, StageSpec
+from modelwright.pipeline.stages.estimates import IMPORT_S, fixed_estimate, moving_estimate
 from modelwright.pipeline.stages.imported import imported_stage
-from modelwright.plan.estimate import StageEstimate
 
 BYTES_PER_S = 0.28e6
 """Measured on the built-in corpus, whose documents are short, with two worker processes."""

@@ -34,6 +34,7 @@ from modelwright.objectives.teacher import TeacherModel
 from modelwright.objectives.teacher_cache import TeacherCache
 from modelwright.ops.divergences import DivergenceKind, DivergenceName
 from modelwright.pipeline.config import RunConfig
+from modelwright.pipeline.estimate.cost import StageEstimate
 from modelwright.pipeline.report.blocks import Fact, Section, Table
 from modelwright.pipeline.report.format import count, kind_title, number
 from modelwright.pipeline.report.run_data import RunData, StageData
@@ -52,7 +53,6 @@ from modelwright.pipeline.stages.student import (
     teacher_stage,
 )
 from modelwright.pipeline.stages.training import TrainedModel, save_language_model, training_spec
-from modelwright.plan.estimate import StageEstimate
 from modelwright.train.config import TrainConfig
 from modelwright.train.objective import Objective
 

@@ -9,10 +9,10 @@ from modelwright.core.rundir import RunDir
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.model.hf import load_model, stored_dtype
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.estimates import fixed_estimate
+from modelwright.pipeline.estimate.cost import StageEstimate
 from modelwright.pipeline.stage import Rates, Stage, StageContext, StageSpec
+from modelwright.pipeline.stages.estimates import fixed_estimate
 from modelwright.pipeline.stages.model_folder import folder_fingerprint, save_model_folder
-from modelwright.plan.estimate import StageEstimate
 
 
 def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:

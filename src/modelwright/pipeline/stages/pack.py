@@ -14,18 +14,18 @@ from modelwright.data.document import SPLITS, Kind
 from modelwright.data.rows.pack import PackConfig
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.estimates import IMPORT_S, fixed_estimate, moving_estimate
+from modelwright.pipeline.estimate.cost import StageEstimate
 from modelwright.pipeline.report.blocks import Section
 from modelwright.pipeline.report.corpus import tokens_section
 from modelwright.pipeline.report.run_data import RunData, StageData
 from modelwright.pipeline.stage import Rates, RowSet, Stage, StageContext, StageSpec
 from modelwright.pipeline.stages.clean import CLEAN
+from modelwright.pipeline.stages.estimates import IMPORT_S, fixed_estimate, moving_estimate
 from modelwright.pipeline.stages.imported import check_packing, check_tokenizer, imported_stage
 from modelwright.pipeline.stages.init import INIT
 from modelwright.pipeline.stages.rows import CHAT_ROWS, TEXT_KINDS, TEXT_ROWS, PackJob
 from modelwright.pipeline.stages.stage_inputs import tokenizer_stage
 from modelwright.pipeline.stages.tokenize import TOKENIZE
-from modelwright.plan.estimate import StageEstimate
 
 BYTES_PER_S = 3e6
 QA_ONLY: tuple[Kind, ...] = ("qa",)

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.rundir import RunDir
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.estimates import fixed_estimate
+from modelwright.pipeline.estimate.cost import StageEstimate
 from modelwright.pipeline.report.build import build_page
 from modelwright.pipeline.report.render import render
 from modelwright.pipeline.stage import Rates, Stage, StageContext, StageSpec
-from modelwright.plan.estimate import StageEstimate
+from modelwright.pipeline.stages.estimates import fixed_estimate
 
 
 def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:

@@ -30,13 +30,13 @@ from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.memory.activations import FP32_BYTES
 from modelwright.model.hf import load_config
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.estimates import fixed_estimate
+from modelwright.pipeline.estimate.cost import StageEstimate
 from modelwright.pipeline.report.results import NUM_SHOWN_ANSWERS, serving_highlight, serving_section
 from modelwright.pipeline.report.run_data import RunData, StageData
 from modelwright.pipeline.stage import Rates, Stage, StageContext, StageSpec
 from modelwright.pipeline.stages.clean import CLEAN
+from modelwright.pipeline.stages.estimates import fixed_estimate
 from modelwright.pipeline.stages.stage_inputs import final_model, needed_model
-from modelwright.plan.estimate import StageEstimate
 from modelwright.serve.config import RequestsConfig, ServeConfig
 
 ANSWERS = "answers.json"

@@ -20,13 +20,13 @@ from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import load_config, load_model
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.estimates import fixed_estimate
+from modelwright.pipeline.estimate.cost import StageEstimate
 from modelwright.pipeline.stage import Rates, Stage, StageContext, StageSpec
+from modelwright.pipeline.stages.estimates import fixed_estimate
 from modelwright.pipeline.stages.model_folder import folder_fingerprint, save_model_folder
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.rows import ALL_ROWS, TEXT_ROWS
 from modelwright.pipeline.stages.stage_inputs import FIRST_TRAINING, tokenizer_stage
-from modelwright.plan.estimate import StageEstimate
 
 DIMENSIONS = ("num_layers", "model_dim", "num_heads", "num_kv_heads", "ffn_dim", "head_dim")
 

@@ -10,11 +10,11 @@ from modelwright.core.rundir import RunDir
 from modelwright.data.clean.folder import read_kept
 from modelwright.data.tokenizer.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.estimates import IMPORT_S, fixed_estimate, moving_estimate
+from modelwright.pipeline.estimate.cost import StageEstimate
 from modelwright.pipeline.stage import Rates, Stage, StageContext, StageSpec
 from modelwright.pipeline.stages.clean import CLEAN
+from modelwright.pipeline.stages.estimates import IMPORT_S, fixed_estimate, moving_estimate
 from modelwright.pipeline.stages.imported import imported_stage
-from modelwright.plan.estimate import StageEstimate
 
 FERTILITY_DOCUMENTS = 400
 BYTES_PER_S = 5e6

@@ -30,7 +30,8 @@ from modelwright.model.peft_folder import save_adapter
 from modelwright.ops import cpu_kernels
 from modelwright.optim.muon import update_flops
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.estimates import SCORED_FRACTION
+from modelwright.pipeline.estimate.cost import StageEstimate, training_stage
+from modelwright.pipeline.estimate.memory import PROCESS_BYTES
 from modelwright.pipeline.report.blocks import Block, Fact, Section
 from modelwright.pipeline.report.format import plural
 from modelwright.pipeline.report.learning import NATS_PER_TOKEN, loss_highlight, training_section
@@ -39,6 +40,7 @@ from modelwright.pipeline.stage import Rates, RowSet, Stage, StageContext, Stage
 from modelwright.pipeline.stages.alignment import metric_charts
 from modelwright.pipeline.stages.augmented_rows import augmentation_digest, augmented, is_augmented, tell_cost
 from modelwright.pipeline.stages.cached_rows import ROW_CACHE, TrainingData, cache_blocks, read_ahead, training_data
+from modelwright.pipeline.stages.estimates import SCORED_FRACTION
 from modelwright.pipeline.stages.head_shares import head_blocks, head_shares
 from modelwright.pipeline.stages.imported import row_tokens
 from modelwright.pipeline.stages.init import INIT
@@ -51,8 +53,6 @@ from modelwright.pipeline.stages.row_use import RowUse
 from modelwright.pipeline.stages.rows import TEXT_ROWS
 from modelwright.pipeline.stages.stage_inputs import model_before, tokenizer_stage
 from modelwright.pipeline.text_samples import first_prompt, sample_block, text_samples
-from modelwright.plan.estimate import StageEstimate, training_stage
-from modelwright.plan.memory import PROCESS_BYTES
 from modelwright.train.build import train
 from modelwright.train.config import TrainConfig
 from modelwright.train.job import TrainJob

@@ -19,6 +19,7 @@ from modelwright.objectives.image_classification import CLASSIFIER, ImageClassif
 from modelwright.objectives.image_classifier import TrainedClassifier, save_classifier
 from modelwright.objectives.image_quantization import quantization_of, trained_grid
 from modelwright.pipeline.config import RunConfig
+from modelwright.pipeline.estimate.cost import StageEstimate
 from modelwright.pipeline.report.blocks import Block, Fact, Note, Table
 from modelwright.pipeline.report.format import count, percent, size
 from modelwright.pipeline.report.run_data import RunData, StageData
@@ -34,7 +35,6 @@ from modelwright.pipeline.stages.labeled_rows import LABELED_ROWS, open_labeled
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.row_use import RowUse
 from modelwright.pipeline.stages.training import FurtherModels, TrainedModel, training_spec
-from modelwright.plan.estimate import StageEstimate
 from modelwright.train.runtime import TechniqueBuilder
 from modelwright.train.techniques.fake_quantization import NEEDS as QUANTIZATION_NEEDS
 from modelwright.train.techniques.fake_quantization import RANGES, fake_quantization

@@ -8,9 +8,9 @@ from modelwright.data.sources.sources import SourceConfig
 from modelwright.evaluate.config import EvaluateConfig
 from modelwright.evaluate.questions import NUM_CANDIDATES
 from modelwright.pipeline.config import RunConfig
+from modelwright.pipeline.estimate.cost import StageEstimate, data_stage, scoring_stage
 from modelwright.pipeline.stage import Rates, RowSet
 from modelwright.pipeline.stages.rows import CHAT_ROWS, TEXT_ROWS
-from modelwright.plan.estimate import StageEstimate, data_stage, scoring_stage
 
 BYTES_PER_TOKEN = 3.7
 CHOICE_TOKENS = 110

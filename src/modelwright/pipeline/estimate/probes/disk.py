@@ -15,7 +15,14 @@ from pathlib import Path
 
 import numpy as np
 
-from modelwright.plan.probes.probe import Probe, ProbeResult, ProbeSetting, ProbeUnavailable, rate_text, time_text
+from modelwright.pipeline.estimate.probes.probe import (
+    Probe,
+    ProbeResult,
+    ProbeSetting,
+    ProbeUnavailable,
+    rate_text,
+    time_text,
+)
 
 BLOCK_BYTES = 4096
 CHUNK_BYTES = 2**20

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from modelwright.core.errors import ConfigError
-from modelwright.plan.probes.accelerator import driver_version
-from modelwright.plan.probes.disk import DISK, file_system
-from modelwright.plan.probes.memory_bandwidth import MEMORY, array_bytes, last_level_cache_bytes
-from modelwright.plan.probes.probe import Probe, ProbeResult, ProbeSetting, ProbeUnavailable
-from modelwright.plan.probes.survey import NAMES, PROBES, MachineProbes, measure_machine, probe_lines
+from modelwright.pipeline.estimate.probes.accelerator import driver_version
+from modelwright.pipeline.estimate.probes.disk import DISK, file_system
+from modelwright.pipeline.estimate.probes.memory_bandwidth import MEMORY, array_bytes, last_level_cache_bytes
+from modelwright.pipeline.estimate.probes.probe import Probe, ProbeResult, ProbeSetting, ProbeUnavailable
+from modelwright.pipeline.estimate.probes.survey import NAMES, PROBES, MachineProbes, measure_machine, probe_lines
 
 MIB = 2**20
 SHORT = [replace(probe, budget_s=0.2) for probe in PROBES]
@@ -90,7 +90,7 @@ def test_a_probe_that_fails_does_not_end_the_survey(tmp_path: Path) -> None:
 
 
 def test_the_second_process_that_dies_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("modelwright.plan.probes.network.sys.executable", "/bin/false")
+    monkeypatch.setattr("modelwright.pipeline.estimate.probes.network.sys.executable", "/bin/false")
     survey = measure_machine(tmp_path, without=["memory", "disk", "accelerator"], others=Others(0.0))
     assert survey.results["loopback"].state.startswith("none: the second process ended")
     assert survey.results["gloo"].state.startswith("none: the second process ended")
@@ -150,7 +150,7 @@ def has_unlinked_file(pid: int, folder: Path) -> bool:
 def test_nothing_stays_on_the_disk(tmp_path: Path, number: signal.Signals) -> None:
     """Whatever ends the process while it writes and reads."""
     code = (
-        "from pathlib import Path; from modelwright.plan.probes.disk import *; import sys\n"
+        "from pathlib import Path; from modelwright.pipeline.estimate.probes.disk import *; import sys\n"
         "print('now', flush=True); DISK.measure(ProbeSetting(folder=Path(sys.argv[1]), budget_s=60.0))"
     )
     process = subprocess.Popen(

@@ -9,7 +9,16 @@ from modelwright.core.progress import SilentProgress
 from modelwright.core.rundir import RunDir
 from modelwright.ops import cpu_kernels
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.plan_inputs import planned
+from modelwright.pipeline.estimate.cost import StageEstimate, duration, plan_text, training_memory
+from modelwright.pipeline.estimate.layout import fullest_memory, planned
+from modelwright.pipeline.estimate.memory import MemoryEstimate
+from modelwright.pipeline.estimate.time_budget import (
+    num_steps_within,
+    time_plan,
+    training_seconds,
+    with_lengths,
+    with_lengths_of,
+)
 from modelwright.pipeline.report.format import plural
 from modelwright.pipeline.resolve import measured_rates, resolve
 from modelwright.pipeline.run import previous_config
@@ -17,16 +26,6 @@ from modelwright.pipeline.run_identity import is_same_run
 from modelwright.pipeline.runner import survey
 from modelwright.pipeline.stage import Rates
 from modelwright.pipeline.stages.build import build_stages
-from modelwright.pipeline.time_budget import (
-    num_steps_within,
-    time_plan,
-    training_seconds,
-    with_lengths,
-    with_lengths_of,
-)
-from modelwright.plan.estimate import StageEstimate, duration, plan_text, training_memory
-from modelwright.plan.layout import fullest_memory
-from modelwright.plan.memory import MemoryEstimate
 from modelwright.train.config import TrainConfig
 
 _MEMORY_NOTES = {

@@ -13,9 +13,16 @@ from typing import TypeVar
 import numpy as np
 from torch._C._distributed_c10d import TCPStore
 
-from modelwright.plan.probes import peer
-from modelwright.plan.probes.peer import HOST, MESSAGE_BYTES, NUM_WARMUPS, ping, start_gloo
-from modelwright.plan.probes.probe import Probe, ProbeResult, ProbeSetting, ProbeUnavailable, rate_text, time_text
+from modelwright.pipeline.estimate.probes import peer
+from modelwright.pipeline.estimate.probes.peer import HOST, MESSAGE_BYTES, NUM_WARMUPS, ping, start_gloo
+from modelwright.pipeline.estimate.probes.probe import (
+    Probe,
+    ProbeResult,
+    ProbeSetting,
+    ProbeUnavailable,
+    rate_text,
+    time_text,
+)
 
 START_S = 20.0
 """A new interpreter imports PyTorch in 2 to 5 seconds, on a busy machine in more."""

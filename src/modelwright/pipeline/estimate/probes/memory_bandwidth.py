@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from modelwright.ops.microbenchmark import seconds_of
-from modelwright.plan.doctor import available_memory
-from modelwright.plan.probes.probe import Probe, ProbeResult, ProbeSetting, ProbeUnavailable, rate_text
+from modelwright.pipeline.estimate.doctor import available_memory
+from modelwright.pipeline.estimate.probes.probe import Probe, ProbeResult, ProbeSetting, ProbeUnavailable, rate_text
 
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 TIMES_CACHE = 4

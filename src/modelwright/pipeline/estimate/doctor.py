@@ -24,8 +24,8 @@ from modelwright.ops.cross_entropy import CHUNK_TOKENS
 from modelwright.ops.kernel_speed import rows_of, speed_lines
 from modelwright.ops.matmul_rates import int8_linear_rate, matmul_rate
 from modelwright.ops.microbenchmark import Undisturbed, in_turn, undisturbed
-from modelwright.plan.estimate import size
-from modelwright.plan.gemm_shapes import Product, Rate, effective_rate, forward_products, training_products
+from modelwright.pipeline.estimate.cost import size
+from modelwright.pipeline.estimate.gemm_shapes import Product, Rate, effective_rate, forward_products, training_products
 
 COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 INT8_BACKENDS = ("fbgemm", "int_mm")

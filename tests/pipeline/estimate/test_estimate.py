@@ -11,7 +11,7 @@ from modelwright.model.attention import causal_attend
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.optim.muon import orthogonal, update_flops
-from modelwright.plan.estimate import (
+from modelwright.pipeline.estimate.cost import (
     ASSUMED_FORWARD_MFU,
     ASSUMED_OTHER_WORK,
     data_stage,

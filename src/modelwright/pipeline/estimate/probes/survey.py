@@ -11,12 +11,12 @@ from modelwright.core.busy import MISSING_CORES, PERIOD_S, LoadMeter, OtherProce
 from modelwright.core.errors import ConfigError
 from modelwright.core.progress import Progress, SilentProgress
 from modelwright.core.suggest import did_you_mean
-from modelwright.plan.doctor import busy_note
-from modelwright.plan.probes.accelerator import ACCELERATOR
-from modelwright.plan.probes.disk import DISK
-from modelwright.plan.probes.memory_bandwidth import MEMORY
-from modelwright.plan.probes.network import GLOO, LOOPBACK
-from modelwright.plan.probes.probe import Probe, ProbeResult, ProbeSetting, ProbeUnavailable
+from modelwright.pipeline.estimate.doctor import busy_note
+from modelwright.pipeline.estimate.probes.accelerator import ACCELERATOR
+from modelwright.pipeline.estimate.probes.disk import DISK
+from modelwright.pipeline.estimate.probes.memory_bandwidth import MEMORY
+from modelwright.pipeline.estimate.probes.network import GLOO, LOOPBACK
+from modelwright.pipeline.estimate.probes.probe import Probe, ProbeResult, ProbeSetting, ProbeUnavailable
 
 PROBES: tuple[Probe, ...] = (MEMORY, DISK, LOOPBACK, GLOO, ACCELERATOR)
 NAMES = tuple(probe.name for probe in PROBES)

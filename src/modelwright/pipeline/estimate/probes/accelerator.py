@@ -11,7 +11,14 @@ import torch.cuda.nccl
 import torch.distributed as dist
 
 from modelwright.ops.microbenchmark import seconds_of
-from modelwright.plan.probes.probe import Probe, ProbeResult, ProbeSetting, ProbeUnavailable, rate_text, time_text
+from modelwright.pipeline.estimate.probes.probe import (
+    Probe,
+    ProbeResult,
+    ProbeSetting,
+    ProbeUnavailable,
+    rate_text,
+    time_text,
+)
 
 DRIVER = Path("/proc/driver/nvidia/version")
 COPY_BYTES = 256 * 2**20

@@ -12,7 +12,7 @@ from modelwright.memory.config import ActivationCheckpointingConfig
 from modelwright.model.adapter_config import AdapterConfig
 from modelwright.model.config import ModelConfig
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
-from modelwright.plan.memory import PROCESS_BYTES, MemoryEstimate, RankPart, rank_memory
+from modelwright.pipeline.estimate.memory import PROCESS_BYTES, MemoryEstimate, RankPart, rank_memory
 from modelwright.train.flops import adapter_step_flops
 
 ASSUMED_TRAIN_MFU = 0.60

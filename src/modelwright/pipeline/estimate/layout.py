@@ -3,6 +3,8 @@
 Ring algorithms: an all-gather or reduce-scatter of S bytes over n ranks sends (n - 1) / n * S from each, an all-reduce
 twice that. Traffic follows the model passes: FSDP2 as `parallel.zero_stage` sets it up, FP32 weights and gradients;
 tensor parallelism as Shoeybi et al. 2019 and, with sequence parallelism, Korthikanti et al. 2022 (equal bytes).
+
+A run's training in the planner's terms: what is trained, and how it is laid out over the processes.
 """
 
 import math
@@ -20,7 +22,8 @@ from modelwright.parallel.pipeline.partition import flop_costs, split_layers
 from modelwright.parallel.pipeline.schedule import microbatches_in_flight
 from modelwright.parallel.pipeline.stages import rank_of_stage
 from modelwright.parallel.topology.rank_mapping import AxisTraffic
-from modelwright.plan.memory import (
+from modelwright.pipeline.config import RunConfig
+from modelwright.pipeline.estimate.memory import (
     MemoryEstimate,
     RankPart,
     block_parameters,
@@ -28,6 +31,8 @@ from modelwright.plan.memory import (
     rank_memory,
     root_parameters,
 )
+from modelwright.pipeline.stages.pack import PACK
+from modelwright.train.config import TrainConfig
 
 ComputeFormat = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
 """What products are computed in."""
@@ -197,3 +202,25 @@ def _shard_traffic(part: RankPart, weights: float, share: float, ranks: int) -> 
     scatters = 1 if part.zero_stage == 1 else part.num_microbatches
     messages = (fetches + scatters) * (part.num_layers + 1) * (ranks - 1)
     return (fetches + scatters) * share * weights, messages
+
+
+def planned(
+    config: RunConfig, training: TrainConfig, layout: ParallelConfig, num_processes: int
+) -> tuple[TrainingJob, Layout]:
+    """The job and layout of one training stage. Raises `ConfigError` if the layout does not divide the batch."""
+    copies = training.num_copies(layout.axes(num_processes))
+    seq_len = config.section(PACK).seq_len
+    rows = training.batch_rows(seq_len, num_copies=copies)
+    job = TrainingJob(
+        model=config.model,
+        seq_len=seq_len,
+        batch_tokens=training.batch_tokens,
+        compute=training.precision.planned_as,
+    )
+    placed = Layout(
+        parallel=layout,
+        num_devices=num_processes,
+        microbatch_rows=rows // (copies * training.gradient_accumulation_steps),
+        activations=training.activation_checkpointing,
+    )
+    return job, placed

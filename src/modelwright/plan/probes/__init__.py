@@ -1,1 +1,0 @@
-"""Micro-measurements of the machine around the processor's products: memory, disk, network, accelerator."""
