@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import get_args
 
 import modelwright
-from modelwright.pipeline.report.watch import EVENT_KINDS
+from modelwright.pipeline.report.learning import EVENT_KINDS
 from modelwright.serve.ab.guards import GUARDS, REASONS
 from modelwright.serve.engines.client import ENGINE_LOSSES, EngineEnd
 from modelwright.serve.engines.routing import EJECTIONS, EjectionReason

@@ -24,7 +24,7 @@ from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.objectives.aligned_model import load_aligned
 from modelwright.parallel.config import ParallelConfig
 from modelwright.pipeline.preflight import check_training
-from modelwright.pipeline.stages.aligned_rows import read_pairs
+from modelwright.pipeline.stages.align import read_pairs
 from modelwright.pipeline.stages.thumbnails import thumbnail
 from modelwright.recipes.load import load
 from rank_processes import Started, start_process

@@ -32,8 +32,13 @@ from modelwright.parallel.config import ParallelConfig
 from modelwright.pipeline.exports.hf import export_hf
 from modelwright.pipeline.models import find_model
 from modelwright.pipeline.preflight import check_training
-from modelwright.pipeline.stages.caption_quality import class_words
-from modelwright.pipeline.stages.captioned_rows import CAPTION_ROWS, image_token_id, read_image_prompts, tower_shape
+from modelwright.pipeline.stages.caption import (
+    CAPTION_ROWS,
+    class_words,
+    image_token_id,
+    read_image_prompts,
+    tower_shape,
+)
 from modelwright.pipeline.stages.image_accuracy import accuracy_table
 from modelwright.pipeline.stages.rows import PackJob
 from modelwright.recipes.load import load

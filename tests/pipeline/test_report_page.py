@@ -21,10 +21,13 @@ from modelwright.pipeline.report.blocks import (
     Section,
     Table,
     TextSample,
+    compact,
+    number,
+    seconds,
+    size,
 )
+from modelwright.pipeline.report.build import render
 from modelwright.pipeline.report.charts import Line, bar_chart, line_chart, smooth
-from modelwright.pipeline.report.format import compact, number, seconds, size
-from modelwright.pipeline.report.render import render
 
 CHROMIUM = Path("/usr/bin/chromium")
 

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from modelwright.core.rundir import RunDir
-from modelwright.pipeline.report.blocks import Chart, Note, Samples, Section, Table
-from modelwright.pipeline.report.closing import figures
-from modelwright.pipeline.report.format import percent
+from modelwright.pipeline.report.blocks import Chart, Note, Samples, Section, Table, percent
+from modelwright.pipeline.report.build import figures
 from modelwright.pipeline.report.results import (
     evaluation_facts,
     evaluation_lines,

@@ -4,9 +4,9 @@ from pathlib import Path
 
 from modelwright.core.rundir import StageDir
 from modelwright.pipeline.report.blocks import Chart, Fold, Note, Page, Section, Table
-from modelwright.pipeline.report.render import render
+from modelwright.pipeline.report.build import render
+from modelwright.pipeline.report.learning import scale_blocks, spike_blocks
 from modelwright.pipeline.report.run_data import StageData
-from modelwright.pipeline.report.stability import scale_blocks, spike_blocks
 
 SCALE = {"value": 1024.0, "num_good": 3, "num_overflows": 2, "history": [[0, 4096.0], [7, 2048.0], [9, 1024.0]]}
 LAYERS = {"values": [1024.0, 512.0], "num_overflows": [0, 1], "num_good": [3, 2], "history": [[8, 1, 512.0]]}

@@ -30,7 +30,7 @@ from modelwright.parallel.config import ParallelConfig
 from modelwright.pipeline.preflight import check_training
 from modelwright.pipeline.stages import image_accuracy
 from modelwright.pipeline.stages.image_accuracy import confusion
-from modelwright.pipeline.stages.labeled_rows import LABELED_ROWS, open_labeled, training_classes
+from modelwright.pipeline.stages.vision import LABELED_ROWS, open_labeled, training_classes
 from modelwright.recipes.load import load
 from rank_processes import Started, start_process
 

@@ -14,7 +14,7 @@ from modelwright.parallel.mesh import single
 from modelwright.pipeline.borrowed_rows import borrowed_rows
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.process_group import use_threads
-from modelwright.pipeline.report.format import plural
+from modelwright.pipeline.report.blocks import plural
 from modelwright.pipeline.resolve import resolve
 from modelwright.pipeline.run import previous_config
 from modelwright.pipeline.run_config import read_run_config

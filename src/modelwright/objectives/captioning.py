@@ -1,7 +1,7 @@
 """Captioning by prefix (Liu et al. 2023, "Visual Instruction Tuning"): the decoder reads the patches of an image in
 place of image tokens, and learns to write the answers.
 
-The rows are those of conversations (`pipeline/stages/captioned_rows.py`); the value of a piece is the number of its
+The rows are those of conversations (`pipeline/stages/caption.py`); the value of a piece is the number of its
 image plus 1.
 
 Legend: B rows, T tokens, S pieces of a row, I images of a row at most, C colors, H pixels of a side.

@@ -1,7 +1,7 @@
 """Contrastive alignment of texts with images and with code (`ops/contrastive.py`). The decoder reads texts and code, a
 vision tower beside it reads images; the negatives of a pair are all others of the global batch.
 
-The rows are groups of two (`pipeline/stages/aligned_rows.py`): the texts of some pairs, and what belongs to them. A
+The rows are groups of two (`pipeline/stages/align.py`): the texts of some pairs, and what belongs to them. A
 piece of the second row is code, or a placeholder for the image whose number is the value of the piece.
 
 Legend: B rows, T tokens, G groups of two rows, S pieces of a row, P pairs of this rank, N of all ranks, D width of the

@@ -33,7 +33,7 @@ from modelwright.pipeline.estimate.time_budget import fit_to_minutes, with_lengt
 from modelwright.pipeline.kernel_choice import kernels_of_run
 from modelwright.pipeline.preflight import check_training
 from modelwright.pipeline.process_group import RunGroup, as_lost_peer, join_ranks, shared_rows, use_threads
-from modelwright.pipeline.report.closing import closing_lines
+from modelwright.pipeline.report.build import closing_lines
 from modelwright.pipeline.resolve import check_device, resolve, resolve_model, resolve_paths, resolved_device
 from modelwright.pipeline.run_config import read_run_config
 from modelwright.pipeline.run_identity import check_same_run

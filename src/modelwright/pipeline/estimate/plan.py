@@ -19,7 +19,7 @@ from modelwright.pipeline.estimate.time_budget import (
     with_lengths,
     with_lengths_of,
 )
-from modelwright.pipeline.report.format import plural
+from modelwright.pipeline.report.blocks import plural
 from modelwright.pipeline.resolve import measured_rates, resolve
 from modelwright.pipeline.run import previous_config
 from modelwright.pipeline.run_identity import is_same_run

@@ -1,8 +1,94 @@
-"""The building blocks of a report: sections of figures, tables, samples and text, independent of HTML and of stages."""
+"""The building blocks of a report: sections of figures, tables, samples and text, independent of HTML and of stages.
 
+Numbers formatted for reading: grouped, rounded, with a unit.
+"""
+
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
+
+_SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+def compact(value: float) -> str:
+    """A short form for an axis: `12k`, `3.4M`, `0.002`, `2e-05`."""
+    if not math.isfinite(value):
+        return str(value)
+    for limit, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= limit:
+            return f"{value / limit:.3g}{letter}"
+    return f"{value:.4g}"
+
+
+def first_lines(lines: Sequence[str], most: int, rest_in: str = "") -> str:
+    """The first `most` lines as one text, with the number of lines omitted and the file that has them all."""
+    rest = [f"... and {len(lines) - most} more{f' in {rest_in}' if rest_in else ''}"] if len(lines) > most else []
+    return "\n".join([*lines[:most], *rest])
+
+
+def flop_rate(value: float) -> str:
+    """`52.6 GFLOP/s`."""
+    text = compact(value)
+    return f"{text[:-1]} {text[-1]}FLOP/s" if text[-1].isalpha() else f"{text} FLOP/s"
+
+
+def plural(number: int, noun: str) -> str:
+    """`1 thread`, `2 threads`, `2 processes`."""
+    ending = "" if number == 1 else "es" if noun.endswith("s") else "s"
+    return f"{number:,} {noun}{ending}"
+
+
+def kind_title(kind: str) -> str:
+    """The words for a domain of documents."""
+    return {"qa": "question-answer pairs"}.get(kind, kind)
+
+
+def count(value: float) -> str:
+    """An integer with grouped thousands."""
+    return f"{value:,.0f}"
+
+
+def number(value: float, digits: int = 4) -> str:
+    """`digits` significant digits, thousands grouped; one less and a power of ten for very small and large ones."""
+    if not math.isfinite(value):
+        return "not finite"
+    if value == 0:
+        return "0"
+    if abs(value) < 1e-3 or abs(value) >= 1e9:
+        mantissa, _, exponent = f"{value:.{max(0, digits - 2)}e}".partition("e")
+        return power_of_ten(mantissa, int(exponent))
+    decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
+    text = f"{value:,.{decimals}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def power_of_ten(mantissa: str, exponent: int) -> str:
+    """`8.2×10⁻⁵`, in which no line can break, as it can after the hyphen of `8.2e-5`."""
+    return f"{mantissa}×10{str(exponent).translate(_SUPERSCRIPTS)}"
+
+
+def size(value: float) -> str:
+    """Bytes in decimal units: `34.2 MB`."""
+    for limit, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if abs(value) >= limit:
+            return f"{value / limit:.3g} {unit}"
+    return f"{value:.0f} B"
+
+
+def seconds(value: float) -> str:
+    """`0.4 s`, `12 s`, `3 min 20 s`, `2 h 05 min`."""
+    if value < 10:
+        return f"{value:.1f} s"
+    if value < 60:
+        return f"{value:.0f} s"
+    minutes, rest = divmod(round(value), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def percent(value: float, digits: int = 1) -> str:
+    """A fraction as a percentage: `26.1%`."""
+    return f"{100 * value:.{digits}f}%"
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,58 @@
-"""The whole page from a run's folder: figures at the top, then the section of each stage."""
+"""The whole page from a run's folder: figures at the top, then the section of each stage.
 
-from collections.abc import Sequence
+The part of the report's benchmarks about held-out answers: perplexity before and after fine-tuning.
+
+What the terminal shows when a run has ended: lines of the finished stages, or their figures in the report, and the
+time that each stage took.
+
+A `Page` as one self-contained HTML file: no network, no scripts, the reader's system fonts.
+"""
+
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from itertools import groupby
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
 
 from modelwright import __version__
 from modelwright.core.rundir import RunDir
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.report.blocks import Fact, Page, Section
-from modelwright.pipeline.report.energy import energy_facts, energy_section
-from modelwright.pipeline.report.environment import cost_section, machine_words, settings_section, used
-from modelwright.pipeline.report.format import compact, count, plural, seconds
+from modelwright.pipeline.report.blocks import (
+    Block,
+    Fact,
+    Page,
+    Section,
+    Table,
+    compact,
+    count,
+    number,
+    plural,
+    seconds,
+)
+from modelwright.pipeline.report.energy import (
+    cost_section,
+    energy_facts,
+    energy_section,
+    machine_words,
+    settings_section,
+    used,
+)
 from modelwright.pipeline.report.run_data import RunData, StageData, read_run
 from modelwright.pipeline.stage import StageSpec
+
+
+def render(page: Page) -> str:
+    """The page as HTML. All text is escaped; only the charts' SVG is inserted as it is."""
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["runs"] = _runs
+    source = files("modelwright.pipeline.report").joinpath("page.html.jinja").read_text(encoding="utf-8")
+    return environment.from_string(source).render(page=page)
+
+
+def _runs(blocks: Sequence[Block]) -> list[tuple[str, list[Block]]]:
+    """Group neighbors of the same kind, so that charts can share a row."""
+    return [(kind, list(group)) for kind, group in groupby(blocks, key=lambda block: block.kind)]
 
 
 def build_page(config: RunConfig, run: RunDir, *, without: StageSpec) -> Page:
@@ -67,3 +109,71 @@ def _cost(stages: Sequence[StageData]) -> Fact:
 def _unfinished(data: RunData, specs: Sequence[StageSpec]) -> list[str]:
     missing = [spec.name for spec in specs if not data.done(spec.name)]
     return [f"Not finished: {', '.join(missing)}. This report shows the finished stages."] if missing else []
+
+
+def answer_blocks(results: Mapping[str, Any], titles: Mapping[str, str]) -> list[Block]:
+    """The table of the models' perplexities; empty without held-out conversations. titles: of the models, by stage."""
+    rows = [
+        [
+            titles[name],
+            number(table["perplexity"]),
+            f"{number(table['perplexity_low'])} to {number(table['perplexity_high'])}",
+            f"{table['nats_per_token']:.3f}",
+            f"{table['bits_per_byte']:.3f}",
+            count(table["conversations"]),
+            count(table["tokens"]),
+        ]
+        for name, table in _tables(results)
+    ]
+    if not rows:
+        return []
+    header = ["model", "perplexity", "95% interval", "nats per token", "bits per byte", "conversations", "tokens"]
+    caption = "Of the assistant's tokens in held-out conversations, in the model's own chat template."
+    return [Table(header, rows, "Held-out answers", caption, numeric=range(1, 7))]
+
+
+def answer_facts(results: Mapping[str, Any], titles: Mapping[str, str]) -> Sequence[Fact]:
+    """The perplexity of the final model's answers, beside that of the model before it."""
+    tables = _tables(results)
+    if not tables:
+        return ()
+    (_, last), before = tables[-1], tables[:-1]
+    hints = [f"{titles[name]}: {number(table['perplexity'], 4)}" for name, table in before]
+    return [Fact("Perplexity of answers", number(last["perplexity"], 4), "; ".join(hints))]
+
+
+def _tables(results: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    """The summaries of the models that were scored on answers, in the order in which they were trained."""
+    models: Mapping[str, Any] = results["models"]
+    return [(name, model["answers"]) for name, model in reversed(list(models.items())) if model.get("answers")]
+
+
+LABEL_LEN = 8
+"""Characters of the first word of a line, so that what follows is aligned."""
+
+
+def closing_lines(config: RunConfig, run: RunDir) -> Sequence[str]:
+    """The lines of each finished stage, of a stage without any its figures; at last the time of each stage, all its
+    attempts together.
+    """
+    data = read_run(config, run)
+    finished = [(spec, stage) for spec in config.stages if (stage := data.done(spec.name))]
+    lines = [
+        line
+        for spec, stage in finished
+        for line in spec.closing(data, stage) or _fact_lines(spec.headline(data, stage), width=LABEL_LEN)
+    ]
+    times = {stage.name: used(stage)["wall_s"] for _, stage in finished if stage.attempts}
+    parts = ", ".join(f"{name} {seconds(wall_s)}" for name, wall_s in times.items())
+    return [*lines, f"{'time':<{LABEL_LEN}} {seconds(sum(times.values()))}: {parts}"] if times else lines
+
+
+def figures(data: RunData) -> list[str]:
+    """The figures of the finished stages, one line each."""
+    finished = [(spec, stage) for spec in data.config.stages if (stage := data.done(spec.name))]
+    facts = [fact for spec, stage in finished for fact in spec.headline(data, stage)]
+    return _fact_lines(facts, width=max((len(fact.label) for fact in facts), default=0) + 1)
+
+
+def _fact_lines(facts: Sequence[Fact], *, width: int) -> list[str]:
+    return [f"{fact.label:<{width}} {fact.value}" + (f" ({fact.hint})" if fact.hint else "") for fact in facts]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from modelwright.pipeline.report.format import compact
+from modelwright.pipeline.report.blocks import compact
 
 WIDTH_IN, HEIGHT_IN = 4.5, 2.45
 FONT_PT = 8.5

@@ -1,16 +1,37 @@
-"""The report's sections on training: curves, summaries, anomalies."""
+"""The report's sections on training: curves, summaries, anomalies.
+
+The report's blocks on training stability: the history of the loss scale, skipped spikes, rollbacks.
+
+The report's watch list: steps that stand out, and what to do about each kind.
+"""
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from modelwright.core.event_log import EventKind
 from modelwright.core.records import column, summarize
-from modelwright.pipeline.report.blocks import Block, Chart, Excerpt, Fact, Fold, Note, Section, Table
+from modelwright.pipeline.report.blocks import (
+    Block,
+    Chart,
+    Excerpt,
+    Fact,
+    Fold,
+    Note,
+    Section,
+    Table,
+    compact,
+    count,
+    first_lines,
+    flop_rate,
+    number,
+    percent,
+    plural,
+    seconds,
+)
 from modelwright.pipeline.report.charts import Line, line_chart, smooth
-from modelwright.pipeline.report.format import compact, count, first_lines, flop_rate, number, percent, plural, seconds
 from modelwright.pipeline.report.run_data import RunData, StageData
-from modelwright.pipeline.report.stability import scale_blocks, spike_blocks
-from modelwright.pipeline.report.watch import watch_blocks
 from modelwright.precision.policy import PrecisionConfig
 from modelwright.train.config import TrainConfig
 
@@ -208,3 +229,133 @@ def _format_blocks(stage: StageData, records: Sequence[dict[str, Any]]) -> list[
     ]
     text = first_lines(lines, _EVENTS_SHOWN, "formats.jsonl")
     return [chart, Fold("Changes of number formats", [Excerpt("", text)])]
+
+
+_CHANGES_SHOWN = 60
+_LAYERS = {
+    "loss_scale": "common",
+    "loss_scale/lowest_layer": "lowest layer",
+    "loss_scale/highest_layer": "highest layer",
+}
+
+
+def scale_blocks(stage: StageData, records: Sequence[dict[str, Any]]) -> list[Block]:
+    """A chart of the scale, its overflows and changes; empty if losses were not scaled."""
+    state = stage.facts.get("loss_scale")
+    if not state:
+        return []
+    layers = state.get("layers")
+    skipped = sum(bool(record.get("skipped")) for record in records)
+    words = f"Loss scale: {number(state['value'])} at the end, {plural(state['num_overflows'], 'overflow')}, "
+    words += f"{plural(len(state['history']) - 1, 'change')}; {count(skipped)} of the recorded steps made no update."
+    lines = [
+        Line(label, column(records, metric), color=color)
+        for color, (metric, label) in enumerate(_LAYERS.items())
+        if column(records, metric)
+    ]
+    chart = line_chart(lines, name=f"{stage.name}-scale", x_label="step", y_label="loss scale", log=True)
+    changes = [(step, f"step {step:>6}  {_power(value)}") for step, value in state["history"]]
+    if layers:
+        changes += [(step, f"step {step:>6}  {_power(value)}  layer {at}") for step, at, value in layers["history"]]
+    text = first_lines([line for _, line in sorted(changes)], _CHANGES_SHOWN)
+    blocks: list[Block] = [Chart("Loss scale", chart, words)]
+    if len(changes) > 1:  # the first entry is the initial scale
+        blocks.append(Fold("Changes of the loss scale", [Excerpt("", text)]))
+    return [*blocks, _layer_table(layers)] if layers else blocks
+
+
+def spike_blocks(stage: StageData) -> list[Block]:
+    """Batches skipped as spikes and rollbacks; empty if there were none."""
+    events = stage.facts.get("left_out") or []
+    if not events:
+        return []
+    spikes = [event for event in events if event["kind"] == "spike"]
+    rollbacks = [event for event in events if event["kind"] == "rollback"]
+    words = f"{plural(len(spikes), 'update')} skipped as spikes"
+    if rollbacks:
+        lost = sum(event["batches"][1] - event["batches"][0] + 1 for event in rollbacks)
+        words += f"; {plural(len(rollbacks), 'rollback')} undid {plural(lost, 'update')}"
+    text = first_lines([*map(_event_words, events)], _CHANGES_SHOWN, "loss_spikes.jsonl")
+    return [Note(words + ".", "warning"), Fold("Skipped batches", [Excerpt("", text)])]
+
+
+def _layer_table(layers: Mapping[str, Any]) -> Table:
+    rows = [
+        [str(layer), _power(value), str(overflows)]
+        for layer, (value, overflows) in enumerate(zip(layers["values"], layers["num_overflows"], strict=True))
+    ]
+    return Table(["layer", "loss scale", "overflows"], rows, "Loss scales of the layers, at the end", numeric=(0, 1, 2))
+
+
+def _event_words(event: Mapping[str, Any]) -> str:
+    first, last = event["batches"]
+    if event["kind"] == "rollback":
+        return f"step {event['step']:>6}  rolled back to step {first}: batches {first} to {last} undone"
+    loss, norm = (value if isinstance(value, str) else number(value) for value in (event["loss"], event["norm"]))
+    return f"step {event['step']:>6}  batch {first} skipped: loss {loss}, gradient norm {norm}"
+
+
+def _power(value: float) -> str:
+    """Format a scale, usually a power of two."""
+    mantissa, exponent = value.hex().split("p")
+    return f"2^{int(exponent)}" if float.fromhex(mantissa) == 1.0 else number(value)
+
+
+
+
+EVENT_KINDS = {
+    "gradient_outlier": EventKind(
+        "gradient-norm outliers",
+        "Single ones are ordinary. Nothing needs to be done as long as the loss goes on falling; if it jumps at the "
+        "same steps, lower learning_rate or max_grad_norm.",
+        is_ordinary=True,
+    ),
+    "loss_spike": EventKind(
+        "loss spikes",
+        "If the loss does not return to its course, lower learning_rate, or have such batches skipped "
+        "(loss_spikes.num_sigmas).",
+    ),
+    "nonfinite_step": EventKind(
+        "steps that were not finite",
+        "These updates were skipped. If there are many, lower learning_rate or use a wider number format "
+        "(precision.policy).",
+    ),
+    "empty_step": EventKind(
+        "steps without anything to learn", "Look at the examples of packed rows (modelwright report RUN)."
+    ),
+    "skipped_spike": EventKind(
+        "spikes skipped",
+        "Look at the batches that were skipped, in loss_spikes.jsonl; skip fewer with a higher loss_spikes.num_sigmas.",
+    ),
+    "rollback": EventKind("rollbacks to earlier weights", "If they recur, lower learning_rate."),
+    "straggler": EventKind(
+        "slow ranks", "Look at the load and the network of the hosts that are named (modelwright doctor)."
+    ),
+    "data_stall": EventKind(
+        "data stalls",
+        "Training waited for data: look at the disk and at other processes (modelwright doctor), or read rows ahead "
+        "(cache.enabled).",
+    ),
+    "out_of_memory": EventKind(
+        "steps out of memory", "Raise gradient_accumulation_steps, so that no step is made twice."
+    ),
+}
+"""By the kind that a monitor reports."""
+
+
+def watch_blocks(stage: StageData) -> list[Block]:
+    """The kinds of events with advice, and the first steps; amber only if a kind is not ordinary."""
+    events = stage.watch()
+    if not events:
+        return [Note("Watch list: no loss spike, gradient-norm outlier, non-finite step or data stall.", "good")]
+    kinds = Counter(event["kind"] for event in events)
+    notes: list[Block] = []
+    for name, times in kinds.most_common():
+        kind = EVENT_KINDS.get(name, EventKind(name, "See anomalies.jsonl."))
+        text = f"Watch list: {kind.name}: {count(times)}. {kind.advice}"
+        notes.append(Note(text, "plain" if kind.is_ordinary else "warning"))
+    lines = [f"step {event['step']:>6}  {event['text']}" for event in events]
+    return [
+        *notes,
+        Fold("Steps on the watch list", [Excerpt("", first_lines(lines, _EVENTS_SHOWN, "anomalies.jsonl"))]),
+    ]

@@ -6,7 +6,6 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from modelwright.evaluate.multiple_choice import WITHOUT_QUESTION, best_rival
-from modelwright.pipeline.report.answers import answer_blocks, answer_facts
 from modelwright.pipeline.report.blocks import (
     Block,
     Chart,
@@ -18,9 +17,17 @@ from modelwright.pipeline.report.blocks import (
     Section,
     Table,
     TextSample,
+    count,
+    kind_title,
+    number,
+    percent,
+    plural,
+    power_of_ten,
+    seconds,
+    size,
 )
+from modelwright.pipeline.report.build import answer_blocks, answer_facts
 from modelwright.pipeline.report.charts import bar_chart
-from modelwright.pipeline.report.format import count, kind_title, number, percent, plural, power_of_ten, seconds, size
 from modelwright.pipeline.report.run_data import RunData, StageData
 from modelwright.serve.load import expectation
 

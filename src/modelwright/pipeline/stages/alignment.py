@@ -1,17 +1,112 @@
-"""What the alignment stages share: the reference model, and charts of rewards."""
+"""What the alignment stages share: the reference model, and charts of rewards.
 
-from collections.abc import Mapping, Sequence
+The sets of rows that alignment learns from: preference pairs, and single answers with a label.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import tee
 from pathlib import Path
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.errors import ConfigError, DataError
 from modelwright.core.records import column
+from modelwright.data.clean.folder import read_kept
+from modelwright.data.document import Document, Split
+from modelwright.data.rows.fit import ConversationFit, PreferenceFit, PromptedAnswer, with_mismatched_answers
+from modelwright.data.rows.pack import TokenSequence
 from modelwright.model.hf import deferred_model
 from modelwright.pipeline.report.blocks import Block, Chart
 from modelwright.pipeline.report.charts import Line, line_chart, smooth
 from modelwright.pipeline.report.run_data import StageData
-from modelwright.pipeline.stage import StageInputs
+from modelwright.pipeline.stage import RowSet, StageInputs
+from modelwright.pipeline.stages.rows import PackJob, Sequences, suggest_row_len
 from modelwright.pipeline.stages.stage_inputs import model_before
 from modelwright.train.frozen_model import FrozenModel
+
+
+def _pack_pairs(job: PackJob, split: Split) -> None:
+    """Groups of two rows: chosen answers, and the rejected answers to the same prompts. The value of a sequence is the
+    margin of its pair, 0 if it has none.
+    """
+    fit = _new_fit(job)
+
+    def sequences() -> Sequences:
+        for document in _documents(job, split, "rejected"):
+            if answers := fit.pair(document):
+                value = float(document.meta.get("margin", 0.0))
+                yield from _sequences(job, document, answers, value)
+
+    _pack(job, PAIR_ROWS, split, sequences(), fit)
+
+
+def _pack_labeled(job: PackJob, split: Split) -> None:
+    """Groups of two rows: answers, and the same prompts with answers to other prompts. The value of a sequence is 1 for
+    a desirable answer, else 0.
+    """
+    fit = _new_fit(job)
+    kept = ((one, answer) for one in _documents(job, split, "desirable") if (answer := fit.single(one)))
+    ordered, encoded = tee(kept)
+
+    def sequences() -> Sequences:
+        pairs = with_mismatched_answers((answer for _, answer in encoded), seq_len=job.settings.seq_len)
+        for (document, _), answers in zip(ordered, pairs, strict=False):
+            yield from _sequences(job, document, answers, float(document.meta["desirable"]))
+
+    report = _pack(job, LABELED_ROWS, split, sequences(), fit)
+    if split == "train" and not report and fit.num_preferences > sum(fit.skipped.values()):
+        raise DataError(
+            "pack: all answers with a label have the same prompt; KTO compares answers to different prompts"
+        )
+
+
+def _new_fit(job: PackJob) -> PreferenceFit:
+    overlong = "skip" if job.settings.long_documents == "skip" else "split"
+    return PreferenceFit(
+        tokenizer=job.tokenizer, answers=ConversationFit(seq_len=job.settings.seq_len, overlong=overlong)
+    )
+
+
+def _documents(job: PackJob, split: Split, field: str) -> Iterator[Document]:
+    return (one for one in read_kept(job.clean, split=split, kinds=("qa",)) if field in one.meta)
+
+
+def _sequences(
+    job: PackJob, document: Document, answers: tuple[PromptedAnswer, PromptedAnswer], value: float
+) -> Sequences:
+    labels = job.labels(document)
+    return iter([TokenSequence(one.ids, one.mask, *labels, value) for one in answers])
+
+
+def _pack(job: PackJob, rows: RowSet, split: Split, sequences: Sequences, fit: PreferenceFit) -> bool:
+    """Pack the groups of a split; returns whether there were any. Raises `DataError` if all of them were skipped."""
+    report = job.pack(f"{rows.name}/{split}", sequences, group_size=2)
+    if report:
+        report |= {"num_sequences": fit.num_preferences, "num_cut": fit.answers.num_truncated}
+        report["skipped"] = dict(fit.skipped)
+    if split == "train" and fit.skipped:
+        _tell_skipped(job, rows, fit)
+    return bool(report)
+
+
+def _tell_skipped(job: PackJob, rows: RowSet, fit: PreferenceFit) -> None:
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(fit.skipped.items()))
+    text = f"pack: of {fit.num_preferences:,} {rows.documents}s, some are left out ({reasons})"
+    if fit.answers.num_overlong:
+        text += f"; a row has {fit.answers.seq_len} tokens (pack.seq_len): {suggest_row_len(job.config, fit.answers)}"
+    if fit.num_preferences == sum(fit.skipped.values()):
+        raise DataError(f"{text}; none is left")
+    job.context.progress.note(text)
+
+
+PAIR_ROWS = RowSet(
+    name="preference_pairs",
+    title="preference pairs",
+    pack=_pack_pairs,
+    documents="preference pair",
+    trained_rows=2,
+)
+LABELED_ROWS = RowSet(
+    name="labeled_answers", title="answers with a label", pack=_pack_labeled, documents="answer with a label"
+)
 
 
 def reference_model(inputs: StageInputs, stage: str, folder: str) -> FrozenModel:

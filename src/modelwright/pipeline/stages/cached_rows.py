@@ -16,8 +16,7 @@ from modelwright.data.rows.cache.reader import DISK, MEMORY, SOURCE, BlockReader
 from modelwright.data.rows.cache.row_cache import RowCacheConfig, open_cache, remove_leftovers
 from modelwright.data.rows.loader import PackedRows, row_layout
 from modelwright.pipeline.estimate.cost import size
-from modelwright.pipeline.report.blocks import Block, Table
-from modelwright.pipeline.report.format import count, percent, seconds
+from modelwright.pipeline.report.blocks import Block, Table, count, percent, seconds
 from modelwright.pipeline.report.run_data import StageData
 from modelwright.pipeline.stage import StageContext
 from modelwright.train.runtime import Runtime, TechniqueBuilder

@@ -2,34 +2,333 @@
 
 Artifact: a folder of `LlavaForConditionalGeneration` with its tokenizer (`model/vision/llava.py`). Facts: `captions`,
 what it writes about held-out images.
+
+What a model writes about held-out images, for the facts of the stage caption.
+
+The rows that the stage caption learns from: conversations about images, and captions as answers to one question.
+
+A row is tokens with a loss mask, as in fine-tuning. An image is as many image tokens as its tower has patches, at the
+beginning of the first question; the value of a sequence is the number of its image plus 1 in the store `images-<split>`
+beside the rows. Where all images have a label, the store has their classes, too.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from modelwright.core.artifacts import write_atomic
-from modelwright.data.images.store import open_images
+from modelwright.core.config import dump
+from modelwright.core.errors import ConfigError, DataError
+from modelwright.data.clean.folder import read_kept
+from modelwright.data.document import SPLITS, Document, Message, Split
+from modelwright.data.images.labeled import LABELS, LabeledImages, write_labels
+from modelwright.data.images.read import LABEL_FIELD
+from modelwright.data.images.store import FORMAT, ImageStore, StoreWriter, images_folder, open_images, write_images
+from modelwright.data.images.stored import KEY, StoredImage
+from modelwright.data.rows.batch import IGNORED
+from modelwright.data.rows.fit import ConversationFit
+from modelwright.data.rows.loader import PackedRows
+from modelwright.data.rows.pack import TokenSequence
+from modelwright.data.tokenizer.chat import IMAGE_MARK
 from modelwright.data.tokenizer.tokenizer import Tokenizer
+from modelwright.evaluate.statistics import log10_sign_test, wilson_interval
+from modelwright.infer.engine import EngineConfig
+from modelwright.infer.generate import generate
+from modelwright.infer.sequence import SamplingParams
+from modelwright.model.decoder import Decoder
+from modelwright.model.vision.config import VisionConfig
+from modelwright.model.vision.folders import vision_config
 from modelwright.model.vision.image_prefix import image_prefix
 from modelwright.model.vision.llava import save_llava
 from modelwright.objectives.aligned_model import VISION_FOLDER
 from modelwright.objectives.captioning import CaptionConfig, Captioning
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.report.blocks import Block, Fact, Samples, Table, TextSample
-from modelwright.pipeline.report.format import count, percent
+from modelwright.pipeline.report.blocks import Block, Fact, Samples, Table, TextSample, count, percent
 from modelwright.pipeline.report.run_data import RunData, StageData
-from modelwright.pipeline.stage import StageInputs
-from modelwright.pipeline.stages.align import ALIGN
-from modelwright.pipeline.stages.caption_quality import measure_captions
-from modelwright.pipeline.stages.captioned_rows import CAPTION as NAME
-from modelwright.pipeline.stages.captioned_rows import CAPTION_ROWS, image_token_id, tower_shape
-from modelwright.pipeline.stages.image_accuracy import accuracy_table, baseline_hint
+from modelwright.pipeline.stage import RowSet, StageInputs
+from modelwright.pipeline.stages.align import ALIGN, MOST_IMAGES, ROWS_READ_AT_ONCE
+from modelwright.pipeline.stages.cached_rows import TrainingData
+from modelwright.pipeline.stages.image_accuracy import accuracy_table, baseline_hint, logistic_regression
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.row_use import RowUse
+from modelwright.pipeline.stages.rows import PackJob, Sequences, num_empty_answers, suggest_row_len, tell_empty_answers
 from modelwright.pipeline.stages.stage_inputs import needed_start, tokenizer_stage
+from modelwright.pipeline.stages.thumbnails import thumbnail
 from modelwright.pipeline.stages.training import FurtherModels, TrainedModel, training_spec
+
+NAME = "caption"
+"""The stage whose settings decide the rows."""
+
+
+def tower_shape(run: RunConfig) -> VisionConfig:
+    """The shape of the vision tower: of a folder, of the one that align trains, or as configured. Raises `ModelError`
+    for a folder that cannot be read, `ConfigError` for a tower that would never learn anything.
+    """
+    own: VisionConfig = run.section(NAME).vision
+    if run.has(ALIGN) and not own.init_from:
+        own = run.section(ALIGN).vision
+    if own.init_from:
+        return vision_config(Path(own.init_from))
+    if not run.has(ALIGN) and not run.section(NAME).train_tower:
+        raise ConfigError(
+            "caption.train_tower: is false, and the vision tower has random weights; set it to true, give a CLIP or "
+            "SigLIP folder (caption.vision.init_from), or train a tower by the stage align before"
+        )
+    return own
+
+
+def image_token_id(tokenizer: Tokenizer, config: CaptionConfig) -> int:
+    """The id of the image token. Raises `ConfigError` if the tokenizer has none."""
+    found = tokenizer.id_of(config.image_token)
+    if not found:  # rows of padding hold token 0
+        raise ConfigError(
+            f"caption.image_token: the tokenizer has no special token {config.image_token!r}; name one of its own, or "
+            f"let a new tokenizer have it: --tokenizer.special_tokens '[\"{config.image_token}\"]'"
+        )
+    return found
+
+
+def turns_about(document: Document, question: str) -> list[Message]:
+    """The conversation of a document with the mark of its image at the beginning of the first question."""
+    turns = document.messages if document.has_turns else _captioned(document.text, question)
+    turns = [{**turn, "content": turn["content"].replace(IMAGE_MARK, "")} for turn in turns]
+    first = next(number for number, turn in enumerate(turns) if turn["role"] == "user")
+    marked = {**turns[first], "content": f"{IMAGE_MARK}\n{turns[first]['content']}"}
+    return [*turns[:first], marked, *turns[first + 1 :]]
+
+
+def _captioned(caption: str, question: str) -> list[Message]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": caption}]
+
+
+@dataclass
+class _Labels:
+    """The labels of the images that are written. classes: of both splits; empty if not all images have one."""
+
+    classes: list[str]
+    numbers: list[int] = field(default_factory=list[int])
+
+
+def _pack(job: PackJob, split: Split) -> None:
+    config: CaptionConfig = job.config.section(NAME)
+    image_token_id(job.tokenizer, config)
+    if job.settings.chat_loss == "all":
+        raise ConfigError(
+            "pack.chat_loss: all would make image tokens targets, which no model can predict; choose assistant or "
+            "last_answer, or leave out the stage caption"
+        )
+    overlong = "skip" if job.settings.long_documents == "skip" else "split"
+    fit = ConversationFit(seq_len=job.settings.seq_len, overlong=overlong)
+    labels = _Labels(_classes(job.clean))
+    folder = images_folder(job.context.output.path / CAPTION_ROWS.name, split)
+    with write_images(folder) as images:
+        report = job.pack(f"{CAPTION_ROWS.name}/{split}", _sequences(job, config, split, images, labels, fit))
+    if labels.classes:
+        write_labels(folder, labels.numbers, labels.classes)
+    if report and fit.num_dropped:
+        report["skipped"] = {**report["skipped"], "no room for an answer": fit.num_dropped}
+    if split == "train":
+        tell_empty_answers(job, fit)
+        if fit.num_overlong:
+            _tell_overlong(job, fit)
+
+
+def _sequences(
+    job: PackJob, config: CaptionConfig, split: Split, images: StoreWriter, labels: _Labels, fit: ConversationFit
+) -> Sequences:
+    image_text = config.image_token * tower_shape(job.config).num_patches
+    for document in read_kept(job.clean, split=split, kinds=("image",)):
+        turns = turns_about(document, config.question)
+        fit.num_empty_answers += num_empty_answers(turns)
+        try:
+            chats = job.tokenizer.encode_training_chats(
+                turns,
+                tools=document.tools,
+                loss=job.settings.chat_loss,
+                image_text=image_text,
+            )
+        except DataError as error:
+            raise DataError(f"{document.id}: {error}") from None
+        fitted = [one for ids, mask in chats if (one := fit.fit(ids, mask, stop_ids=job.tokenizer.stop_ids))]
+        if not fitted:
+            continue
+        number = images.add(StoredImage.from_plain(document.meta[KEY]).data)
+        if number > MOST_IMAGES:
+            raise DataError(f"pack: there are more than {MOST_IMAGES:,} images; pack them in several runs")
+        if labels.classes:
+            labels.numbers.append(labels.classes.index(str(document.meta[LABEL_FIELD])))
+        source, score = job.labels(document)
+        for ids, mask in fitted:
+            yield TokenSequence(ids, mask, source=source, score=score, value=float(number + 1))
+
+
+def _classes(clean: Path) -> list[str]:
+    """The labels of all images, sorted; [] where some have none, or nearly each its own."""
+    labels = [
+        document.meta.get(LABEL_FIELD)
+        for split in SPLITS
+        for document in read_kept(clean, split=split, kinds=("image",))
+    ]
+    names = sorted({str(label) for label in labels if label})
+    return names if all(labels) and 1 < len(names) <= len(labels) / 2 else []
+
+
+def _tell_overlong(job: PackJob, fit: ConversationFit) -> None:
+    """Report the conversations that are longer than a row. Raises `DataError` if none is left."""
+    text = (
+        f"pack: {fit.num_overlong:,} of {fit.num_conversations:,} conversations about images are longer than a row "
+        f"(pack.seq_len {fit.seq_len}); {suggest_row_len(job.config, fit)}"
+    )
+    if fit.num_dropped == fit.num_conversations:
+        raise DataError(f"{text}; no answer fits beside an image")
+    job.context.progress.note(text)
+
+
+def _decides(run: RunConfig) -> dict[str, Any]:
+    """What decides the rows besides the settings of packing."""
+    config: CaptionConfig = run.section(NAME)
+    shape = dump(tower_shape(run))
+    patches = {name: shape[name] for name in ("image_size", "patch_size")}
+    return {"question": config.question, "image_token": config.image_token, **patches, "images": FORMAT}
+
+
+@dataclass(frozen=True)
+class ImagePrompt:
+    """A conversation about an image as it was packed, up to its first answer, and that answer. image: its number."""
+
+    image: int
+    prompt_ids: list[int]
+    answer_ids: list[int]
+
+
+def read_image_prompts(rows: PackedRows) -> Iterator[ImagePrompt]:
+    """The conversations of packed rows by the numbers of their images, each image once."""
+    found: dict[int, ImagePrompt] = {}
+    for batch in rows.batches(ROWS_READ_AT_ONCE):
+        whole = (batch.input_ids_BT, batch.segments_BT, batch.labels_BT, batch.extras["values_BT"])
+        for tokens, segments, labels, values in zip(*(one.numpy() for one in whole), strict=True):
+            for piece in range(int(segments.max()) + 1):
+                places = np.flatnonzero(segments == piece)
+                is_target = labels[places] != IGNORED
+                first = int(np.flatnonzero(is_target)[0])
+                length = int(np.argmin([*is_target[first:], False]))
+                image, ids = round(float(values[places[0]])) - 1, tokens[places].tolist()
+                answer = ids[first + 1 : first + 1 + length]
+                found.setdefault(image, ImagePrompt(image, ids[: first + 1], answer))
+    return iter(found[image] for image in sorted(found))
+
+
+CAPTION_ROWS = RowSet(
+    name="captions",
+    title="conversations about images",
+    pack=_pack,
+    documents="image with a caption or a conversation",
+    learned="images",
+    decides=_decides,
+)
+
+
+MOST_DESCRIBED = 500
+"""Held-out images that are described; longer lists take minutes."""
+NUM_SHOWN = 12
+ENOUGH_NAMED = 0.95
+"""Share of the held-out references that must name the right class for the accuracy of captions to mean anything."""
+_WORDS = re.compile(r"\w+")
+
+
+@dataclass(frozen=True)
+class ClassWords:
+    """The class that a text names, by words that training captions of no other class have."""
+
+    classes: Mapping[str, int]
+    """The class of each such word."""
+
+    def named(self, text: str) -> int:
+        """The number of the class that the words of a text name; -1 for none and for several."""
+        found = {self.classes[word] for word in _words(text) if word in self.classes}
+        return found.pop() if len(found) == 1 else -1
+
+
+def class_words(captions: Sequence[str], labels: Sequence[int]) -> ClassWords:
+    """The words that occur in captions of one class only, and in at least two of them."""
+    seen: dict[str, list[int]] = {}
+    for caption, label in zip(captions, labels, strict=True):
+        for word in _words(caption):
+            seen.setdefault(word, []).append(label)
+    return ClassWords({word: found[0] for word, found in seen.items() if len(found) > 1 and len(set(found)) == 1})
+
+
+def _words(text: str) -> set[str]:
+    return set(_WORDS.findall(text.casefold()))
+
+
+def measure_captions(
+    model: Decoder, training: TrainingData, rows: Path, tokenizer: Tokenizer, shape: VisionConfig, *, max_tokens: int
+) -> dict[str, Any]:
+    """The share of exact captions, examples, and where images have classes that captions name, `classes`. training:
+    what the model learned from; rows: the folder of the set of rows.
+    """
+    store = ImageStore(images_folder(rows, "heldout"))
+    prompts = list(read_image_prompts(PackedRows(rows / "heldout")))[:MOST_DESCRIBED]
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, stop_ids=tokenizer.stop_ids)
+    numbers = [one.image for one in prompts]
+    images = [[square] for square in store.squares(numbers, size=shape.image_size, fit=shape.fit)]
+    engine = EngineConfig(kv_cache_tokens=max(EngineConfig().kv_cache_tokens, model.config.max_seq_len))
+    found = generate(model, [one.prompt_ids for one in prompts], [params] * len(prompts), engine, images=images)
+    written = [tokenizer.decode(one.token_ids).strip() for one in found]
+    references = [tokenizer.decode(one.answer_ids).strip() for one in prompts]
+    shown: list[int] = np.unique(np.linspace(0, len(prompts) - 1, NUM_SHOWN).astype(int)).tolist()
+    facts: dict[str, Any] = {
+        "num_images": len(prompts),
+        "exact": float(np.mean([ours == theirs for ours, theirs in zip(written, references, strict=True)])),
+        "examples": [
+            {"image": thumbnail(store.data(prompts[one].image)), "written": written[one], "reference": references[one]}
+            for one in shown
+        ],
+    }
+    classes = _named_classes(training, store, tokenizer, prompts, written, references)
+    return facts | ({"classes": classes} if classes else {})
+
+
+def _named_classes(
+    data: TrainingData, store: ImageStore, tokenizer: Tokenizer, prompts: Sequence[ImagePrompt],
+    written: Sequence[str], references: Sequence[str],
+) -> dict[str, Any]:  # fmt: skip
+    """How often captions name the right class; {} where images have no classes, or captions do not name them. store:
+    has the held-out images.
+    """
+    if data.images is None or not (data.images.folder / LABELS).is_file():
+        return {}
+    training, heldout = LabeledImages(data.images), LabeledImages(store)
+    known = list(read_image_prompts(data.rows))
+    captions = [tokenizer.decode(one.answer_ids).strip() for one in known]
+    words = class_words(captions, [int(training.labels[one.image]) for one in known])
+    labels = np.array([heldout.labels[one.image] for one in prompts])
+    is_named = np.array([words.named(text) for text in references]) == labels
+    if is_named.mean() < ENOUGH_NAMED:
+        return {}
+    named = np.array([words.named(text) for text in written])
+    by_pixels = logistic_regression(training, heldout)[[one.image for one in prompts]]
+    is_right, others = named == labels, by_pixels == labels
+    better, worse = int((is_right & ~others).sum()), int((others & ~is_right).sum())
+    most_frequent = int(np.bincount(training.labels).argmax())
+    return {
+        "num_images": len(labels),
+        "num_training_images": len(training),
+        "accuracy": float(is_right.mean()),
+        "interval": list(wilson_interval(int(is_right.sum()), len(labels))),
+        "nothing_named": float((named < 0).mean()),
+        "logistic_regression": float(others.mean()),
+        "most_frequent_class": float((labels == most_frequent).mean()),
+        "num_better": better,
+        "num_worse": worse,
+        "p_value": min(1.0, 10 ** log10_sign_test(better, worse)),
+    }
 
 
 def _needs(config: RunConfig) -> tuple[str, ...]:

@@ -35,8 +35,7 @@ from modelwright.objectives.teacher_cache import TeacherCache
 from modelwright.ops.divergences import DivergenceKind, DivergenceName
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimate.cost import StageEstimate
-from modelwright.pipeline.report.blocks import Fact, Section, Table
-from modelwright.pipeline.report.format import count, kind_title, number
+from modelwright.pipeline.report.blocks import Fact, Section, Table, count, kind_title, number
 from modelwright.pipeline.report.run_data import RunData, StageData
 from modelwright.pipeline.stage import Rates, Stage, StageContext, StageInputs
 from modelwright.pipeline.stages.clean import CLEAN

@@ -14,8 +14,7 @@ from modelwright.data.rows.batch import TokenBatch
 from modelwright.data.rows.loader import PackedRows
 from modelwright.model.decoder import Decoder
 from modelwright.model.head_selection import decisions_seen
-from modelwright.pipeline.report.blocks import Block, Table
-from modelwright.pipeline.report.format import count, percent
+from modelwright.pipeline.report.blocks import Block, Table, count, percent
 from modelwright.pipeline.report.run_data import StageData
 from modelwright.train.objective import forward
 

@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 from modelwright.data.images.labeled import LabeledImages
 from modelwright.evaluate.statistics import log10_sign_test, wilson_interval
 from modelwright.objectives.image_classifier import TrainedClassifier
-from modelwright.pipeline.report.blocks import Table
-from modelwright.pipeline.report.format import count, number, percent
+from modelwright.pipeline.report.blocks import Table, count, number, percent
 
 MOST_TRAINING_IMAGES = 10_000
 """What logistic regression learns from; more take it minutes."""

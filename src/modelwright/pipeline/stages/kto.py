@@ -7,9 +7,8 @@ from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.report.blocks import Block
 from modelwright.pipeline.report.run_data import StageData
 from modelwright.pipeline.stage import StageInputs
-from modelwright.pipeline.stages.alignment import metric_charts, reference_model
+from modelwright.pipeline.stages.alignment import LABELED_ROWS, metric_charts, reference_model
 from modelwright.pipeline.stages.pack import PACK
-from modelwright.pipeline.stages.preference_rows import LABELED_ROWS
 from modelwright.pipeline.stages.stage_inputs import needed_start
 from modelwright.pipeline.stages.training import FurtherModels, training_spec
 

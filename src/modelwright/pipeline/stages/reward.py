@@ -19,14 +19,12 @@ from modelwright.objectives.pairs import Pairs
 from modelwright.objectives.reward_model import HEAD, RewardModel, reward_model
 from modelwright.objectives.reward_modeling import RewardModelConfig, RewardModeling
 from modelwright.parallel.mesh import single
-from modelwright.pipeline.report.blocks import Block, Chart, Fact, Table
+from modelwright.pipeline.report.blocks import Block, Chart, Fact, Table, count, number, percent
 from modelwright.pipeline.report.charts import Line, line_chart
-from modelwright.pipeline.report.format import count, number, percent
 from modelwright.pipeline.report.run_data import RunData, StageData
 from modelwright.pipeline.stage import StageInputs
-from modelwright.pipeline.stages.alignment import metric_charts
+from modelwright.pipeline.stages.alignment import PAIR_ROWS, metric_charts
 from modelwright.pipeline.stages.pack import PACK
-from modelwright.pipeline.stages.preference_rows import PAIR_ROWS
 from modelwright.pipeline.stages.stage_inputs import needed_start
 from modelwright.pipeline.stages.training import TrainedModel, training_spec
 

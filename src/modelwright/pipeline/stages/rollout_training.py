@@ -1,5 +1,8 @@
 """What the stages that learn from rollouts have in common: prompts, rewards, the reference model, the evaluation before
 the first update, samples, and their section of the report.
+
+The set of rows of stages that generate what they learn from: one prompt a row, and beside the rows what the records
+say about the right answers.
 """
 
 import json
@@ -10,30 +13,35 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.errors import DataError
 from modelwright.core.records import column, json_line, read_records
 from modelwright.core.seeds import derive_seed
+from modelwright.data.clean.folder import read_kept
+from modelwright.data.document import Split
 from modelwright.data.rows.batch import TokenBatch
-from modelwright.data.rows.prompts import PromptRecord, read_prompts
+from modelwright.data.rows.loader import PackedLoader, PackedRows
+from modelwright.data.rows.pack import TokenSequence
+from modelwright.data.rows.prompts import PromptRecord, read_prompts, write_prompts
 from modelwright.data.tokenizer.tokenizer import Tokenizer
-from modelwright.objectives.heldout_rewards import HeldoutRewards
+from modelwright.objectives.heldout_rewards import HeldoutRewards, heldout_batch
 from modelwright.objectives.model_reward import MODEL, MODEL_REWARDS, model_terms, with_folder, without_folder
 from modelwright.objectives.reference_model import ReferenceModel
 from modelwright.objectives.rollout_objective import RolloutObjective
 from modelwright.objectives.rollouts import RolloutConfig, RolloutWorker
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.report.blocks import Chart, Fact, Samples, Section, Table, TextSample
+from modelwright.pipeline.report.blocks import Chart, Fact, Samples, Section, Table, TextSample, number
 from modelwright.pipeline.report.charts import Line, line_chart, smooth
-from modelwright.pipeline.report.format import number
 from modelwright.pipeline.report.learning import training_section
 from modelwright.pipeline.report.run_data import RunData, StageData
-from modelwright.pipeline.stage import StageInputs, StageSpec
+from modelwright.pipeline.stage import RowSet, StageInputs, StageSpec
 from modelwright.pipeline.stages.alignment import metric_charts, reference_model
 from modelwright.pipeline.stages.pack import PACK
-from modelwright.pipeline.stages.prompt_rows import PROMPT_ROWS, heldout_prompts
 from modelwright.pipeline.stages.reward import REWARD
 from modelwright.pipeline.stages.row_use import RowUse
+from modelwright.pipeline.stages.rows import PackJob, Sequences
 from modelwright.pipeline.stages.stage_inputs import needed_start, reward_model_before, tokenizer_stage
 from modelwright.pipeline.stages.training import FurtherModels, training_spec
 from modelwright.reward.build import build_reward
@@ -43,6 +51,60 @@ from modelwright.train.evaluation import evaluate_heldout
 from modelwright.train.objective import Objective
 from modelwright.train.runtime import Runtime, TechniqueBuilder
 from modelwright.train.technique import Technique
+
+
+def _pack_prompts(job: PackJob, split: Split) -> None:
+    """The tokens of each prompt, and a token that stands for the answer: the only target."""
+    prompts, name = list[PromptRecord](), f"{PROMPT_ROWS.name}/{split}"
+    num_long = 0
+    for document in read_kept(job.clean, split=split, kinds=("qa",)):
+        try:
+            prompt = PromptRecord.of(document, job.tokenizer)
+        except DataError as error:
+            raise DataError(f"{document.id}: {error}") from None
+        fits = len(prompt.ids) < job.settings.seq_len
+        num_long += not fits
+        if fits:
+            prompts.append(prompt)
+    if not prompts:
+        if split == "train":
+            raise DataError(
+                f"pack: there is no prompt to generate completions of ({num_long} are longer than a row); give records "
+                "with a question and its reference answer, in one of the forms of docs/data.md, or raise pack.seq_len"
+            )
+        return
+    if num_long:
+        job.context.progress.note(
+            f"pack: {num_long:,} of {num_long + len(prompts):,} prompts of {split} are longer than a row (pack.seq_len "
+            f"{job.settings.seq_len}) and are left out of {PROMPT_ROWS.name}"
+        )
+    one_per_row = replace(job.settings, mode="one_per_row", group_by="none", score="")
+    replace(job, settings=one_per_row).pack(name, _sequences(prompts, job.tokenizer.end_id))
+    job.context.output.facts[name]["num_long_prompts"] = num_long
+    write_prompts(job.context.output.path / name, prompts)
+
+
+def _sequences(prompts: Sequence[PromptRecord], end_id: int) -> Sequences:
+    for prompt in prompts:
+        yield TokenSequence([*prompt.ids, end_id], [0] * len(prompt.ids) + [1])
+
+
+def heldout_prompts(folder: Path, config: RunConfig, *, batch_rows: int) -> Sequence[TokenBatch]:
+    """The held-out prompts that training is evaluated on: as many as rows make about `config.validation_tokens`, always
+    the same ones. A single batch, whatever `batch_rows` is: all ranks work on it together.
+    """
+    if not folder.is_dir():
+        return ()
+    packed = PackedRows(folder)
+    numbers = np.arange(packed.num_rows)
+    requested = max(1, config.validation_tokens // packed.seq_len) if config.validation_tokens else packed.num_rows
+    if requested < packed.num_rows:
+        numbers = PackedLoader(packed, batch_rows=1, seed=derive_seed(config.seed, "heldout")).order(0, requested)
+    return [heldout_batch(packed.gather(numbers[:1]), numbers.tolist())]
+
+
+PROMPT_ROWS = RowSet(name="prompts", title="prompts", pack=_pack_prompts, learned="completions", stdlib_bytes=4e6)
+
 
 DEFAULT_REWARD = "exact_match"
 """The reward of a run that names none and trains no reward model: the comparison with the reference answer."""

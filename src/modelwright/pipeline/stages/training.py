@@ -32,8 +32,7 @@ from modelwright.optim.muon import update_flops
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimate.cost import StageEstimate, training_stage
 from modelwright.pipeline.estimate.memory import PROCESS_BYTES
-from modelwright.pipeline.report.blocks import Block, Fact, Section
-from modelwright.pipeline.report.format import plural
+from modelwright.pipeline.report.blocks import Block, Fact, Section, plural
 from modelwright.pipeline.report.learning import NATS_PER_TOKEN, loss_highlight, training_section
 from modelwright.pipeline.report.run_data import RunData, StageData
 from modelwright.pipeline.stage import Rates, RowSet, Stage, StageContext, StageInputs, StageSpec, no_facts, no_lines

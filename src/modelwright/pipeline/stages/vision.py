@@ -3,27 +3,41 @@
 Artifact: the classifier (`objectives/image_classifier.py`), with integer weights if it was trained for them. Facts:
 `heldout_images`, its accuracy on held-out images beside logistic regression on pixels; `quantization`, what integers
 save and cost.
+
+The rows that the stage vision learns from: images with classes.
+
+A row is one image: two end tokens whose value is its number plus 1 in the store `images-<split>` beside the rows, which
+has the classes, too. The class of an image is its field `label`, or without one its caption.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from modelwright.compress.int8 import weight_bytes
+from modelwright.core.errors import ConfigError, DataError
 from modelwright.core.rundir import RunDir
 from modelwright.core.seeds import derive_seed
-from modelwright.data.images.labeled import LabeledImages
+from modelwright.data.clean.folder import read_kept
+from modelwright.data.document import Document, Split
+from modelwright.data.images.labeled import LabeledImages, class_of, write_labels
+from modelwright.data.images.store import FORMAT, StoreWriter, images_folder, open_images, write_images
+from modelwright.data.images.stored import KEY, StoredImage
+from modelwright.data.rows.pack import TokenSequence
 from modelwright.model.vision.classifier import ImageClassifier, forward_flops
 from modelwright.objectives.image_classification import CLASSIFIER, ImageClassification, ImageTrainConfig, carrier
 from modelwright.objectives.image_classifier import TrainedClassifier, save_classifier
 from modelwright.objectives.image_quantization import quantization_of, trained_grid
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimate.cost import StageEstimate
-from modelwright.pipeline.report.blocks import Block, Fact, Note, Table
-from modelwright.pipeline.report.format import count, percent, size
+from modelwright.pipeline.report.blocks import Block, Fact, Note, Table, count, percent, size
 from modelwright.pipeline.report.run_data import RunData, StageData
-from modelwright.pipeline.stage import Rates, StageInputs, StageSpec
+from modelwright.pipeline.stage import Rates, RowSet, StageInputs, StageSpec
+from modelwright.pipeline.stages.align import MOST_IMAGES
 from modelwright.pipeline.stages.alignment import metric_charts
 from modelwright.pipeline.stages.image_accuracy import (
     accuracy_table,
@@ -31,13 +45,87 @@ from modelwright.pipeline.stages.image_accuracy import (
     measure_accuracy,
     share_right,
 )
-from modelwright.pipeline.stages.labeled_rows import LABELED_ROWS, open_labeled
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.row_use import RowUse
+from modelwright.pipeline.stages.rows import PackJob, Sequences
 from modelwright.pipeline.stages.training import FurtherModels, TrainedModel, training_spec
 from modelwright.train.runtime import TechniqueBuilder
 from modelwright.train.techniques.fake_quantization import NEEDS as QUANTIZATION_NEEDS
 from modelwright.train.techniques.fake_quantization import RANGES, fake_quantization
+
+UNKNOWN = "class without a training image"
+"""Why a held-out image is left out."""
+
+
+def open_labeled(rows: Path, split: str) -> LabeledImages | None:
+    """The images of a split with their classes, None if it has none. rows: the folder of this set of rows."""
+    store = open_images(rows, split)
+    return LabeledImages(store) if store is not None else None
+
+
+def _pack_labeled(job: PackJob, split: Split) -> None:
+    if job.settings.mode == "length_buckets":
+        raise ConfigError("pack.mode: images have no length to make buckets of; choose best_fit or one_per_row")
+    classes = training_classes(job.clean)
+    folder = images_folder(job.context.output.path / LABELED_ROWS.name, split)
+    labels: list[int] = []
+    unknown: list[str] = []
+    with write_images(folder) as images:
+        rows = replace(job, settings=replace(job.settings, mode="one_per_row"))
+        report = rows.pack(f"{LABELED_ROWS.name}/{split}", _sequences(job, split, images, classes, labels, unknown))
+    write_labels(folder, labels, classes)
+    if unknown and report:
+        report["skipped"] = {**report["skipped"], UNKNOWN: len(unknown)}
+    if unknown:
+        job.context.progress.note(
+            f"pack: {len(unknown):,} held-out images are left out because no training image has their class, such as "
+            f"{unknown[0]!r}"
+        )
+
+
+def training_classes(clean: Path) -> list[str]:
+    """The names of the classes, sorted. Raises `DataError` where the images have no classes to learn."""
+    names = [class_of(document) for document in read_kept(clean, split="train", kinds=("image",))]
+    classes = sorted(set(names))
+    remedy = "give every record a field label, or every image a caption that is the name of its class"
+    if names and len(classes) < 2:
+        raise DataError(f"vision: all {len(names):,} training images have the class {classes[0]!r}; {remedy}")
+    if len(classes) > len(names) / 2:
+        raise DataError(f"vision: {len(names):,} training images have {len(classes):,} different classes; {remedy}")
+    return classes
+
+
+def _sequences(
+    job: PackJob, split: Split, images: StoreWriter, classes: list[str], labels: list[int], unknown: list[str]
+) -> Sequences:
+    """Rows; fills the labels of the images that were written, and the classes that training does not have."""
+    places = {name: place for place, name in enumerate(classes)}
+    for document in _images(job.clean, split):
+        name = class_of(document)
+        if name not in places:
+            unknown.append(name)
+            continue
+        number = images.add(StoredImage.from_plain(document.meta[KEY]).data)
+        if number > MOST_IMAGES:
+            raise DataError(f"pack: there are more than {MOST_IMAGES:,} images; pack them in several runs")
+        labels.append(places[name])
+        source, score = job.labels(document)
+        yield TokenSequence(np.full(2, job.tokenizer.eos_id), source=source, score=score, value=float(number + 1))
+
+
+def _images(clean: Path, split: Split) -> Iterator[Document]:
+    return read_kept(clean, split=split, kinds=("image",))
+
+
+LABELED_ROWS = RowSet(
+    name="labeled_images",
+    title="images with classes",
+    pack=_pack_labeled,
+    documents="image with a class",
+    learned="images",
+    decides=lambda config: {"images": FORMAT},
+)
+
 
 PREFIX = f"heads.{CLASSIFIER}."
 """Before the names of a classifier's layers in the model that is trained."""
