@@ -31,7 +31,7 @@ from modelwright.core.config import digest, dump, load_yaml, parse
 from modelwright.core.errors import ConfigError
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World
-from modelwright.pipeline.preflight import check_training
+from modelwright.pipeline.run import check_training
 from modelwright.pipeline.run_config import parse_run
 from modelwright.train.config import SHARED_MEMORY, TrainConfig, check_layout
 from modelwright.train.runtime import Runtime, TechniqueBuilder

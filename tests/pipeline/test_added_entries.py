@@ -24,8 +24,8 @@ from modelwright.data.sources.sources import SourceConfig, SourceReport, read_do
 from modelwright.parallel.config import ParallelConfig
 from modelwright.pipeline.cleaning import fingerprint
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.preflight import check_training
 from modelwright.pipeline.resolve import local_inputs, resolve_paths
+from modelwright.pipeline.run import check_training
 from modelwright.pipeline.run_config import parse_run
 from modelwright.reward.build import build_reward
 from modelwright.reward.reward import Sample

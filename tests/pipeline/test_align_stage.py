@@ -23,9 +23,8 @@ from modelwright.data.sources.docstrings import described_functions
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.objectives.aligned_model import load_aligned
 from modelwright.parallel.config import ParallelConfig
-from modelwright.pipeline.preflight import check_training
-from modelwright.pipeline.stages.align import read_pairs
-from modelwright.pipeline.stages.thumbnails import thumbnail
+from modelwright.pipeline.run import check_training
+from modelwright.pipeline.stages.align import read_pairs, thumbnail
 from modelwright.recipes.load import load
 from rank_processes import Started, start_process
 

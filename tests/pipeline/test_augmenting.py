@@ -17,7 +17,7 @@ from modelwright.data.tokenizer.tokenizer import TokenizerConfig, train_tokenize
 from modelwright.model.attention import packed_attend
 from modelwright.model.hf import save_model
 from modelwright.pipeline import augmenting
-from modelwright.pipeline.infill_model import InfillModel
+from modelwright.pipeline.augmenting import InfillModel
 
 ARGUMENTS = ["--augment.methods", "keyboard_typos", "comment_dropping", "--augment.copies", "2"]
 

@@ -31,7 +31,7 @@ from modelwright.objectives.captioning import CaptionConfig, image_numbers
 from modelwright.parallel.config import ParallelConfig
 from modelwright.pipeline.exports.hf import export_hf
 from modelwright.pipeline.models import find_model
-from modelwright.pipeline.preflight import check_training
+from modelwright.pipeline.run import check_training
 from modelwright.pipeline.stages.caption import (
     CAPTION_ROWS,
     class_words,

@@ -9,7 +9,7 @@ import pytest
 
 from modelwright.core.config import dump, merge
 from modelwright.core.errors import ConfigError
-from modelwright.pipeline.preflight import check_training
+from modelwright.pipeline.run import check_training
 from modelwright.pipeline.run_config import parse_run
 from modelwright.recipes.load import recipe
 

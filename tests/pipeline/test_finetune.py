@@ -16,8 +16,7 @@ from modelwright.data.rows.loader import PackedRows
 from modelwright.data.sources.sources import SourceConfig
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.model.hf import load_config
-from modelwright.pipeline.fit_to_data import measure_records
-from modelwright.recipes.finetune import finetune_request
+from modelwright.recipes.finetune import finetune_request, measure_records
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 QUICK = (

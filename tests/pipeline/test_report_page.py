@@ -26,8 +26,8 @@ from modelwright.pipeline.report.blocks import (
     seconds,
     size,
 )
-from modelwright.pipeline.report.build import render
 from modelwright.pipeline.report.charts import Line, bar_chart, line_chart, smooth
+from modelwright.pipeline.report.page import render
 
 CHROMIUM = Path("/usr/bin/chromium")
 

@@ -8,7 +8,7 @@ import pytest
 
 from modelwright.core.rundir import RunDir
 from modelwright.pipeline.report.blocks import Chart, Note, Samples, Section, Table, percent
-from modelwright.pipeline.report.build import figures
+from modelwright.pipeline.report.page import figures
 from modelwright.pipeline.report.results import (
     evaluation_facts,
     evaluation_lines,

@@ -27,7 +27,7 @@ from modelwright.data.sources.digits import digit_images
 from modelwright.model.vision.batch_norm import BatchNorm
 from modelwright.objectives.image_classifier import load_classifier
 from modelwright.parallel.config import ParallelConfig
-from modelwright.pipeline.preflight import check_training
+from modelwright.pipeline.run import check_training
 from modelwright.pipeline.stages import image_accuracy
 from modelwright.pipeline.stages.image_accuracy import confusion
 from modelwright.pipeline.stages.vision import LABELED_ROWS, open_labeled, training_classes

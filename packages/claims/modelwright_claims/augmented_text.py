@@ -15,7 +15,7 @@ from modelwright.data.rows.loader import PackedLoader, PackedRows
 from modelwright.data.rows.origins import Origin
 from modelwright.data.rows.pack import PackConfig, TokenSequence, pack
 from modelwright.data.tokenizer.tokenizer import Tokenizer
-from modelwright.pipeline.stages.augmented_rows import MethodBuilder
+from modelwright.pipeline.augmenting import MethodBuilder
 from modelwright.pipeline.stages.rows import TextEncoder
 from modelwright.train.runtime import TechniqueBuilder
 from modelwright.train.techniques.augmentation_strength import AugmentationStrengthConfig, augmentation_strength

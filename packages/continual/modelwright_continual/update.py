@@ -18,7 +18,6 @@ from modelwright.core.rundir import RunDir
 from modelwright.data.sources.sources import SourceConfig
 from modelwright.model.hf import load_config
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.fit_to_data import fitted_lengths
 from modelwright.pipeline.models import find_model
 from modelwright.pipeline.run import execute, previous_config
 from modelwright.pipeline.run_config import parse_run
@@ -30,6 +29,7 @@ from modelwright.pipeline.stages.pretrain import PRETRAIN
 from modelwright.pipeline.stages.quantize import QUANTIZE
 from modelwright.pipeline.stages.report import REPORT
 from modelwright.pipeline.stages.sft import SFT
+from modelwright.recipes.finetune import fitted_lengths
 from modelwright.train.config import LENGTHS
 from modelwright_continual.ancestry import ancestry_of
 from modelwright_continual.benchmark import Benchmark

@@ -30,7 +30,7 @@ from modelwright.parallel.mesh import World
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.stage import StageInputs
 from modelwright.pipeline.stages.init import INIT
-from modelwright.pipeline.stages.row_use import heldout_sample
+from modelwright.pipeline.stages.rows import heldout_sample
 from modelwright.train.build import train
 from modelwright.train.config import TrainConfig
 from modelwright.train.job import TrainJob

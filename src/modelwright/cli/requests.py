@@ -1,4 +1,7 @@
-"""`modelwright requests export|prune`: the log of what a server was asked and has answered."""
+"""`modelwright requests export|prune`: the log of what a server was asked and has answered.
+
+Finds the request log of a run.
+"""
 
 import argparse
 import math
@@ -11,6 +14,8 @@ from pathlib import Path
 from modelwright.cli.display import choose_display
 from modelwright.cli.parsers import Command, new_parser
 from modelwright.core.errors import ConfigError
+from modelwright.core.rundir import RunDir
+from modelwright.pipeline.run_config import read_run_config
 
 DAY_S = 86_400.0
 _WHEN = "an ISO date or time (UTC unless it says otherwise), or unix seconds"
@@ -77,7 +82,7 @@ def _location(word: str) -> str:
     """Where the log is: that of a run if the word is one."""
     if "://" in word or word.startswith("env:") or Path(word).is_file():
         return word
-    from modelwright.pipeline.request_log import log_of_run
+    from modelwright.cli.requests import log_of_run
     from modelwright.recipes.load import find_run
 
     return log_of_run(find_run(word))
@@ -107,3 +112,16 @@ COMMAND = Command(
     parser=parser,
     summary="export the log of what a server was asked and has answered, or delete old records",
 )
+
+
+def log_of_run(run: RunDir) -> str:
+    """Where the run's server keeps its log: its setting, else `requests.sqlite` in its folder. Raises `ConfigError`."""
+    configured = read_run_config(run.config).requests.log
+    if configured:
+        return configured
+    path = Path(run.path) / "requests.sqlite"
+    if not path.is_file():
+        raise ConfigError(
+            f"{run.path}: its config names no requests.log, and there is no {path}; give the path of the log"
+        )
+    return str(path)

@@ -2,33 +2,54 @@
 
 Documents are first divided into shards, then workers make the copies of each shard. The same command resumes what was
 interrupted: a finished shard is not made again. The result does not depend on the number of workers.
+
+The batches of a training stage with changed copies of documents, where the section `augmentation` names methods.
+
+A model folder as the language model of span infilling: our engine writes, the evaluation's scoring compares.
 """
 
+import json
 import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from modelwright.core.config import digest, dump, parse
-from modelwright.core.errors import ConfigError, writing
-from modelwright.core.progress import Progress
+from modelwright.core.errors import ConfigError, ModelError, writing
+from modelwright.core.progress import Progress, SilentProgress
 from modelwright.core.redact import redact_text
 from modelwright.core.resources import num_usable_cores
 from modelwright.core.rundir import LOCK_FILE, lock_folder
+from modelwright.core.seeds import derive_seed
 from modelwright.data.augment.augmentation import Augmentation
 from modelwright.data.augment.augmenter import AugmentConfig, Augmenter, MethodCost
 from modelwright.data.augment.methods import build_methods, known_methods
+from modelwright.data.augment.row_copies import CopyRecipe
 from modelwright.data.clean.config import CleanConfig
 from modelwright.data.clean.measured_corpus import ShardFiles, numbered, pack_lines, unpack_documents, unpack_lines
 from modelwright.data.document import Document
+from modelwright.data.rows.batching.augmented import AugmentedLoader, PlannedRows
 from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents
+from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.data.workers import LocalProcesses
+from modelwright.evaluate.scoring import Scored, sequence_nats
+from modelwright.infer.engine import EngineConfig
+from modelwright.infer.generate import generate
+from modelwright.infer.sequence import SamplingParams
+from modelwright.model.hf import load_model
+from modelwright.pipeline.augmentation_config import AugmentationConfig
 from modelwright.pipeline.cleaning import fingerprint
-from modelwright.pipeline.infill_model import InfillModel
+from modelwright.pipeline.config import RunConfig
+from modelwright.pipeline.stage import StageSpec
+from modelwright.pipeline.stages.pack import PACK
+from modelwright.train.runtime import TechniqueBuilder
+from modelwright.train.state import TrainResult
+from modelwright.train.techniques.augmentation_strength import augmentation_strength
 
 _SHARD_DOCUMENTS = 500
 _BATCH_DOCUMENTS = 16
@@ -184,3 +205,127 @@ def _remarks(facts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield f"held out, and so not augmented: {held_out:,} documents"
     num_copies, num_documents = (sum(shard[name] for shard in facts) for name in ("copies", "documents"))
     yield f"{num_copies:,} copies of {num_documents:,} documents"
+
+
+@dataclass(frozen=True)
+class MethodBuilder:
+    """Builds the methods in a worker. settings: of the methods, as JSON."""
+
+    names: tuple[str, ...]
+    settings: str
+
+    def __call__(self) -> list[Augmentation]:
+        return make_methods(self.names, json.loads(self.settings))
+
+
+def augmented(
+    loader: PlannedRows, config: RunConfig, spec: StageSpec, tokenizer: Path, progress: Progress
+) -> tuple[PlannedRows | AugmentedLoader, Sequence[TechniqueBuilder]]:
+    """The loader with augmentation, and the technique that sets its strength; the loader itself where nothing is
+    augmented. Raises `ConfigError` if a method cannot be built.
+    """
+    settings = config.augmentation
+    if not is_augmented(config, spec):
+        if settings.is_on and spec.rows is not None:
+            progress.note(f"{spec.name}: the section augmentation does not act on rows of {spec.rows.title}")
+        return loader, []
+    assert spec.rows is not None
+    assert spec.rows.encoder is not None
+    methods = MethodBuilder(settings.methods, json.dumps(settings.settings, sort_keys=True))
+    methods()  # complains before the training starts
+    rows = loader.rows
+    recipe = CopyRecipe(
+        folder=rows.folder,
+        seq_len=rows.seq_len,
+        eos_id=rows.eos_id,
+        seed=derive_seed(config.seed, spec.name, "augmentation"),
+        encoder=spec.rows.encoder(config.section(PACK), tokenizer),
+        methods=methods,
+    )
+    changed = AugmentedLoader(loader, recipe, num_workers=settings.num_workers)
+    return changed, [partial(augmentation_strength, settings.strength, changed)]
+
+
+def is_augmented(config: RunConfig, spec: StageSpec) -> bool:
+    """Whether documents of the stage's rows change while it trains."""
+    return config.augmentation.is_on and spec.rows is not None and spec.rows.encoder is not None
+
+
+def augmentation_digest(config: AugmentationConfig) -> str:
+    """A digest of what determines the copies."""
+    return digest([config.methods, config.settings, config.strength])
+
+
+def tell_cost(name: str, result: TrainResult, progress: Progress) -> None:
+    """One line on what augmentation did and took."""
+    summary = result.summary_of("augmentation_strength")
+    if not summary:
+        return
+    methods = summary["methods"]
+    changed = sum(cost["num_changed"] for cost in methods.values())
+    by_method = ", ".join(
+        f"{method} {cost['num_changed']:,}" for method, cost in methods.items() if cost["num_changed"]
+    )
+    progress.note(
+        f"{name}: {changed:,} copies of documents ({by_method}) made in {summary['cpu_s']:,.1f} CPU seconds; steps "
+        f"waited {summary['wait_s']:,.1f} s for them"
+    )
+
+
+_TEMPERATURE, _TOP_P = 0.8, 0.95
+"""How text that fills gaps is sampled: nucleus sampling (Holtzman et al. 2020), cooler than the model."""
+_SCORE_TOKENS = 2_048
+
+
+class InfillModel:
+    """The model and tokenizer in a folder. Raises `ModelError` if they cannot be read or do not match."""
+
+    def __init__(self, folder: Path) -> None:
+        self._model = load_model(folder).eval()
+        self._tokenizer = Tokenizer.load(folder)
+        if self._tokenizer.vocab_size > self._model.config.vocab_size:
+            raise ModelError(f"{folder}: the tokenizer has more tokens than the model; they do not match")
+        begin = self._tokenizer.bos_id
+        self._start = self._tokenizer.eos_id if begin is None else begin
+
+    def complete(self, prompts: Sequence[str], *, max_tokens: int, seeds: Sequence[int]) -> list[str]:
+        """A sampled continuation of each prompt; of a long prompt only the end counts."""
+        most = self._model.config.max_seq_len - max_tokens - 1
+        ids = [[self._start, *self._tokenizer.encode(prompt)[-most:]] for prompt in prompts]
+        params = [
+            SamplingParams(
+                max_tokens=max_tokens,
+                temperature=_TEMPERATURE,
+                top_p=_TOP_P,
+                seed=seed,
+                stop_ids=self._tokenizer.stop_ids,
+            )
+            for seed in seeds
+        ]
+        # padded products: what is computed together cannot change a completion
+        config = EngineConfig(
+            batch_invariant=True, kv_cache_tokens=max(EngineConfig.kv_cache_tokens, self._model.config.max_seq_len)
+        )
+        completions = generate(self._model, ids, params, config)
+        return [self._tokenizer.decode(completion.token_ids) for completion in completions]
+
+    def log_probs(self, contexts: Sequence[str], continuations: Sequence[str]) -> list[float]:
+        """The log-probability of each continuation, in nats; each is scored in a row of its own."""
+        sequences = []
+        for context, continuation in zip(contexts, continuations, strict=True):
+            known, scored = self._tokenizer.encode(context), self._tokenizer.encode(continuation)
+            known = known[-max(1, self._model.config.max_seq_len - len(scored) - 1) :]
+            sequences.append(Scored([self._start, *known, *scored], 1 + len(known)))
+        return [self._log_prob(sequence) for sequence in sequences]
+
+    def _log_prob(self, sequence: Scored) -> float:
+        """Log-probability of one sequence, computed alone so that rounding is the same whatever else is scored."""
+        nats = sequence_nats(
+            self._model,
+            [sequence],
+            context_overlap=0.5,
+            max_context=min(self._model.config.max_seq_len, len(sequence.ids)),
+            batch_tokens=_SCORE_TOKENS,
+            progress=SilentProgress(),
+        )
+        return -float(nats[0])

@@ -9,9 +9,9 @@ from modelwright.core.rundir import RunDir
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.run import execute
 from modelwright.pipeline.runner import survey
-from modelwright.pipeline.stages.build import build_stages
 from modelwright.pipeline.stages.init import INIT
 from modelwright.pipeline.stages.pack import PACK
+from modelwright.pipeline.stages.specs import build_stages
 from modelwright.pipeline.stages.stage_inputs import tokenizer_stage
 
 

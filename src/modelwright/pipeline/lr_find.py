@@ -28,8 +28,8 @@ from modelwright.pipeline.borrowed_rows import BorrowedRows, borrowed_rows
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.process_group import use_threads
 from modelwright.pipeline.report.blocks import Chart, Fact, Page, Section, Table, number
-from modelwright.pipeline.report.build import render
 from modelwright.pipeline.report.charts import Line, line_chart, smooth
+from modelwright.pipeline.report.page import render
 from modelwright.pipeline.run import resolve_config
 from modelwright.pipeline.stage import StageInputs
 from modelwright.train.build import train

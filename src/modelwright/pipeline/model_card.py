@@ -10,7 +10,7 @@ import yaml
 from modelwright.core.redact import redact_text
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.report.blocks import count
-from modelwright.pipeline.report.build import figures
+from modelwright.pipeline.report.page import figures
 from modelwright.pipeline.report.run_data import RunData, StageData
 from modelwright.pipeline.stage import StageSpec
 from modelwright.train.config import TrainConfig

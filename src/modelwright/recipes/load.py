@@ -14,8 +14,7 @@ from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimate.time_budget import with_lengths_of
 from modelwright.pipeline.resolve import resolve_model, resolve_paths
 from modelwright.pipeline.run import previous_config
-from modelwright.pipeline.run_config import left_out, parse_run, stages_of, training_names
-from modelwright.pipeline.run_identity import is_same_run
+from modelwright.pipeline.run_config import is_same_run, left_out, parse_run, stages_of, training_names
 from modelwright.pipeline.stages.specs import stage_names
 from modelwright.recipes.environment import environment_overrides, given_names
 from modelwright.train.config import LENGTHS

@@ -10,8 +10,15 @@ from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.ops import cpu_kernels
 from modelwright.ops.kernel_speed import speed
-from modelwright.pipeline.estimate.doctor import measure_rates, recommend, survey, survey_text
-from modelwright.pipeline.estimate.gemm_shapes import effective_rate, forward_products, training_products
+from modelwright.pipeline.estimate.doctor import (
+    effective_rate,
+    forward_products,
+    measure_rates,
+    recommend,
+    survey,
+    survey_text,
+    training_products,
+)
 from modelwright.precision.policy import PrecisionConfig, resolve
 
 MODEL = ModelConfig(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from modelwright.core.artifacts import write_atomic
 from modelwright.pipeline.report.blocks import Fact, Note, Page, Section, Table
-from modelwright.pipeline.report.build import render
+from modelwright.pipeline.report.page import render
 from modelwright_continual.benchmark import TASKS
 from modelwright_continual.demo.run import REPLAY, Demo, DemoResult
 from modelwright_continual.drift_trigger import DRIFT_FILE

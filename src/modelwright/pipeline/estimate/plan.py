@@ -22,10 +22,10 @@ from modelwright.pipeline.estimate.time_budget import (
 from modelwright.pipeline.report.blocks import plural
 from modelwright.pipeline.resolve import measured_rates, resolve
 from modelwright.pipeline.run import previous_config
-from modelwright.pipeline.run_identity import is_same_run
+from modelwright.pipeline.run_config import is_same_run
 from modelwright.pipeline.runner import survey
 from modelwright.pipeline.stage import Rates
-from modelwright.pipeline.stages.build import build_stages
+from modelwright.pipeline.stages.specs import build_stages
 from modelwright.train.config import TrainConfig
 
 _MEMORY_NOTES = {

@@ -27,8 +27,7 @@ from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimate.cost import TRAINING_OVERHEAD_S, duration
 from modelwright.pipeline.process_group import RunGroup, use_threads
 from modelwright.pipeline.resolve import measured_rates, resolve, resolve_model, resolve_paths
-from modelwright.pipeline.run_config import read_run_config
-from modelwright.pipeline.run_identity import is_same_run
+from modelwright.pipeline.run_config import is_same_run, read_run_config
 from modelwright.pipeline.stage import Rates, StageSpec
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.train.build import train

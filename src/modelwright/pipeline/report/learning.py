@@ -301,8 +301,6 @@ def _power(value: float) -> str:
     return f"2^{int(exponent)}" if float.fromhex(mantissa) == 1.0 else number(value)
 
 
-
-
 EVENT_KINDS = {
     "gradient_outlier": EventKind(
         "gradient-norm outliers",

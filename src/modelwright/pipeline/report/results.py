@@ -26,8 +26,8 @@ from modelwright.pipeline.report.blocks import (
     seconds,
     size,
 )
-from modelwright.pipeline.report.build import answer_blocks, answer_facts
 from modelwright.pipeline.report.charts import bar_chart
+from modelwright.pipeline.report.page import answer_blocks, answer_facts
 from modelwright.pipeline.report.run_data import RunData, StageData
 from modelwright.serve.load import expectation
 

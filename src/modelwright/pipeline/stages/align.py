@@ -9,8 +9,12 @@ The rows that the stage align learns from: pairs of a text with an image or with
 
 Groups of two rows: texts, and what belongs to them. Code is tokens; an image is two end tokens whose value is its
 number plus 1 in the store `images-<split>` beside the rows.
+
+Small pictures of images for the report.
 """
 
+import base64
+import io
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -24,6 +28,7 @@ from numpy.typing import NDArray
 from modelwright.core.errors import DataError
 from modelwright.data.clean.folder import read_kept
 from modelwright.data.document import Document, Split
+from modelwright.data.images.decode import decode, pillow
 from modelwright.data.images.store import FORMAT, ImageStore, StoreWriter, images_folder, open_images, write_images
 from modelwright.data.images.stored import KEY, StoredImage
 from modelwright.data.rows.loader import PackedRows
@@ -42,10 +47,20 @@ from modelwright.pipeline.stages.alignment import metric_charts
 from modelwright.pipeline.stages.cached_rows import TrainingData
 from modelwright.pipeline.stages.model_folder import save_model_folder
 from modelwright.pipeline.stages.pack import PACK
-from modelwright.pipeline.stages.row_use import RowUse
-from modelwright.pipeline.stages.rows import PackJob, Sequences
-from modelwright.pipeline.stages.thumbnails import thumbnail
+from modelwright.pipeline.stages.rows import PackJob, RowUse, Sequences
 from modelwright.pipeline.stages.training import FurtherModels, TrainedModel, training_spec
+
+SIDE = 64
+"""Most pixels of a side."""
+
+
+def thumbnail(data: bytes) -> str:
+    """An image file as a small PNG in a `data:` URL."""
+    image, file = pillow().fromarray(decode(data)), io.BytesIO()
+    image.thumbnail((SIDE, SIDE))
+    image.save(file, format="PNG")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
 
 MOST_IMAGES = 2**24 - 2
 """Numbers of images travel as FP32."""

@@ -51,14 +51,19 @@ from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.report.blocks import Block, Fact, Samples, Table, TextSample, count, percent
 from modelwright.pipeline.report.run_data import RunData, StageData
 from modelwright.pipeline.stage import RowSet, StageInputs
-from modelwright.pipeline.stages.align import ALIGN, MOST_IMAGES, ROWS_READ_AT_ONCE
+from modelwright.pipeline.stages.align import ALIGN, MOST_IMAGES, ROWS_READ_AT_ONCE, thumbnail
 from modelwright.pipeline.stages.cached_rows import TrainingData
 from modelwright.pipeline.stages.image_accuracy import accuracy_table, baseline_hint, logistic_regression
 from modelwright.pipeline.stages.pack import PACK
-from modelwright.pipeline.stages.row_use import RowUse
-from modelwright.pipeline.stages.rows import PackJob, Sequences, num_empty_answers, suggest_row_len, tell_empty_answers
+from modelwright.pipeline.stages.rows import (
+    PackJob,
+    RowUse,
+    Sequences,
+    num_empty_answers,
+    suggest_row_len,
+    tell_empty_answers,
+)
 from modelwright.pipeline.stages.stage_inputs import needed_start, tokenizer_stage
-from modelwright.pipeline.stages.thumbnails import thumbnail
 from modelwright.pipeline.stages.training import FurtherModels, TrainedModel, training_spec
 
 NAME = "caption"

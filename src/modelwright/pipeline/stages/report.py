@@ -6,7 +6,7 @@ from modelwright.core.artifacts import write_atomic
 from modelwright.core.rundir import RunDir
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimate.cost import StageEstimate
-from modelwright.pipeline.report.build import build_page, render
+from modelwright.pipeline.report.page import build_page, render
 from modelwright.pipeline.stage import Rates, Stage, StageContext, StageSpec
 from modelwright.pipeline.stages.estimates import fixed_estimate
 

@@ -40,8 +40,7 @@ from modelwright.pipeline.stage import RowSet, StageInputs, StageSpec
 from modelwright.pipeline.stages.alignment import metric_charts, reference_model
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.reward import REWARD
-from modelwright.pipeline.stages.row_use import RowUse
-from modelwright.pipeline.stages.rows import PackJob, Sequences
+from modelwright.pipeline.stages.rows import PackJob, RowUse, Sequences
 from modelwright.pipeline.stages.stage_inputs import needed_start, reward_model_before, tokenizer_stage
 from modelwright.pipeline.stages.training import FurtherModels, training_spec
 from modelwright.reward.build import build_reward

@@ -2,28 +2,81 @@
 
 The stage `pack` makes both for every run, and the further sets that a run's training stages name. Each is a folder of
 its artifact with the rows of each split; a split without documents has no folder.
+
+Rows of what a model could do before a training, drawn from those that are trained on.
+
+How a training stage uses its rows: what it is evaluated on, and how many updates a pass over them is.
 """
 
+import random
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
 from modelwright.core.errors import ConfigError, DataError
+from modelwright.core.seeds import derive_seed
 from modelwright.data.augment.row_copies import Encode
 from modelwright.data.clean.folder import read_kept
 from modelwright.data.document import Document, Kind, Message, Split, says_something
+from modelwright.data.rows.batch import TokenBatch
 from modelwright.data.rows.fit import ConversationFit
+from modelwright.data.rows.loader import PackedLoader, PackedRows
 from modelwright.data.rows.origins import Origin, row_score, row_source
 from modelwright.data.rows.pack import PackConfig, TokenSequence, pack
 from modelwright.data.tokenizer.chat import ChatLoss
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.stage import RowSet, StageContext
+from modelwright.train.evaluation import HeldoutBatches
+from modelwright.train.objective import Objective
+from modelwright.train.runtime import TechniqueBuilder
+from modelwright.train.techniques.ewc import EwcConfig
+
+
+def heldout_sample(folder: Path, config: RunConfig, *, batch_rows: int) -> Sequence[TokenBatch]:
+    """The held-out batches that training is evaluated on: about `config.validation_tokens`, always the same ones."""
+    if not folder.is_dir():
+        return ()
+    packed = PackedRows(folder)
+    group_tokens = packed.seq_len * packed.group_size
+    requested = config.validation_tokens // group_tokens if config.validation_tokens else packed.num_groups
+    if requested >= packed.num_groups:
+        return HeldoutBatches(packed, batch_rows=batch_rows)
+    loader = PackedLoader(packed, batch_rows=batch_rows, seed=derive_seed(config.seed, "heldout"))
+    return [loader.batch(number) for number in range(max(1, requested // batch_rows))]
+
+
+def once(training: Any) -> float:
+    """`RowUse.updates_per_row` of a stage that learns from each row once per epoch."""
+    return 1.0
+
+
+def no_techniques(objective: Objective, heldout: Sequence[TokenBatch], folder: Path) -> Sequence[TechniqueBuilder]:
+    """`RowUse.techniques` of a stage that needs none."""
+    return ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowUse:
+    """What differs between stages that learn from the rows themselves and those that generate what they learn from."""
+
+    heldout: Callable[..., Sequence[TokenBatch]] = heldout_sample
+    """Called like `heldout_sample`."""
+    updates_per_row: Callable[[Any], float] = once
+    """Rows of updates that one row becomes in an epoch, from the settings of the stage."""
+    learns_by_heart: bool = True
+    """Whether a model that sees the rows too often learns them by heart."""
+    compares_rows: bool = False
+    """Whether the loss compares the rows of a batch with each other: held-out batches then have the size of those in
+    training, whatever the number of processes."""
+    techniques: Callable[[Objective, Sequence[TokenBatch], Path], Sequence[TechniqueBuilder]] = no_techniques
+    """Further techniques, from the objective, the held-out batches and the folder of the stage."""
+
 
 Sequences = Iterator[TokenSequence]
 SHOWN_EVERY = 256
@@ -251,3 +304,41 @@ CHAT_ROWS = RowSet(
     stdlib_bytes=4e6,
 )
 ALL_ROWS = RowSet(name="all", title="text and conversations", pack=_pack_all, stdlib_bytes=24e6)
+
+
+class OldRows(Sequence[TokenBatch]):
+    """Groups of rows as batches, read when they are asked for."""
+
+    def __init__(self, packed: PackedRows, groups: Sequence[int]) -> None:
+        self.packed = packed
+        self.groups = groups
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    @overload
+    def __getitem__(self, index: int) -> TokenBatch: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[TokenBatch]: ...
+
+    def __getitem__(self, index: int | slice) -> TokenBatch | list[TokenBatch]:
+        if isinstance(index, slice):
+            return [self[one] for one in range(*index.indices(len(self)))]
+        return self.packed.gather(np.array([self.groups[index]]))
+
+
+def old_rows(packed: PackedRows, config: EwcConfig, seed: int) -> Sequence[TokenBatch]:
+    """What EWC estimates the importance of weights by; none if it is off. Raises `ConfigError` if no row is of its
+    source.
+    """
+    if not config.strength:
+        return ()
+    names = [config.source] if config.source else list(packed.sources)
+    if not any(packed.sources.get(name) for name in names):
+        raise ConfigError(
+            f"ewc.source: no row comes from {config.source!r}; name one of {', '.join(packed.sources)}, or replay old "
+            "texts"
+        )
+    groups = np.concatenate([packed.source_groups(name) for name in names]).tolist()
+    return OldRows(packed, random.Random(seed).sample(groups, min(config.num_rows, len(groups))))

@@ -1,12 +1,19 @@
 """The stages of the pipeline, in its order. This is the only list of them: a new one is a file in this folder and a
 line here, or an entry point of another package.
+
+The chain of stages that a configuration describes, in order, each with its parents.
 """
 
 import functools
+from collections.abc import Sequence
 
+from modelwright.core.artifacts import is_finished
 from modelwright.core.errors import ConfigError
 from modelwright.core.extensions import installed
-from modelwright.pipeline.stage import StageSpec
+from modelwright.core.rundir import RunDir
+from modelwright.pipeline.config import RunConfig
+from modelwright.pipeline.runner import check_order
+from modelwright.pipeline.stage import Stage, StageSpec
 from modelwright.pipeline.stages.align import ALIGN
 from modelwright.pipeline.stages.average import AVERAGE
 from modelwright.pipeline.stages.caption import CAPTION
@@ -62,3 +69,20 @@ def known_stages() -> tuple[StageSpec, ...]:
             raise ConfigError(f"{where}: follows {spec.follows!r}, which is not one of {', '.join(names)}")
         known.insert(names.index(spec.follows) + 1, spec)
     return tuple(known)
+
+
+def build_stages(config: RunConfig, run: RunDir, only: Sequence[str] = ()) -> list[Stage]:
+    """All stages of a resolved configuration, parents first.
+
+    only: the stages to work on (empty: all). Stages in `only` and those that are finished are present: the report reads
+    all of them, and `quantize` reads `evaluate` if it is. All other parents are required. Reads only the names and
+    sizes of the sources; raises `DataError` or `ModelError` if they are missing.
+    """
+    present = [
+        stage.name
+        for stage in config.stages
+        if not only or stage.is_implied or stage.name in only or is_finished(run.stage(stage.name).artifact)
+    ]
+    stages = [stage.build(config, run, present) for stage in config.stages]
+    check_order(stages)
+    return stages

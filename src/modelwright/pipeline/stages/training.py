@@ -1,7 +1,12 @@
 """Training stages: one trainer, and an objective and rows for each (`training_spec`). Artifact: the model with its
 tokenizer in the Hugging Face layout, and its adapters in PEFT's, if it trained any.
+
+What changes the shares of the sources while a stage trains, by their held-out rows.
+
+The peak rate of matrix products that a training's utilization refers to.
 """
 
+import json
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -10,15 +15,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from modelwright.core.artifacts import read_manifest
+from modelwright.core.artifacts import read_manifest, write_atomic
 from modelwright.core.compatibility import UNDECLARED
 from modelwright.core.config import dump
 from modelwright.core.errors import ArtifactError, ConfigError, DataError
+from modelwright.core.progress import SilentProgress
 from modelwright.core.redact import redact_plain
 from modelwright.core.rundir import RunDir
 from modelwright.core.seeds import derive_seed
 from modelwright.core.sinks.sink_list import Tracking, require_packages
-from modelwright.data.rows.batching.loader import build_loader
+from modelwright.data.rows.batch import TokenBatch
+from modelwright.data.rows.batching.loader import PlannedLoader, build_loader
 from modelwright.data.rows.loader import PackedRows
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.memory.activations import FP32_BYTES
@@ -29,37 +36,129 @@ from modelwright.model.hf import deferred_model, load_model
 from modelwright.model.peft_folder import save_adapter
 from modelwright.ops import cpu_kernels
 from modelwright.optim.muon import update_flops
+from modelwright.pipeline.augmenting import augmentation_digest, augmented, is_augmented, tell_cost
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimate.cost import StageEstimate, training_stage
 from modelwright.pipeline.estimate.memory import PROCESS_BYTES
 from modelwright.pipeline.report.blocks import Block, Fact, Section, plural
 from modelwright.pipeline.report.learning import NATS_PER_TOKEN, loss_highlight, training_section
 from modelwright.pipeline.report.run_data import RunData, StageData
+from modelwright.pipeline.resolve import product_rate
 from modelwright.pipeline.stage import Rates, RowSet, Stage, StageContext, StageInputs, StageSpec, no_facts, no_lines
 from modelwright.pipeline.stages.alignment import metric_charts
-from modelwright.pipeline.stages.augmented_rows import augmentation_digest, augmented, is_augmented, tell_cost
 from modelwright.pipeline.stages.cached_rows import ROW_CACHE, TrainingData, cache_blocks, read_ahead, training_data
 from modelwright.pipeline.stages.estimates import SCORED_FRACTION
 from modelwright.pipeline.stages.head_shares import head_blocks, head_shares
 from modelwright.pipeline.stages.imported import row_tokens
 from modelwright.pipeline.stages.init import INIT
-from modelwright.pipeline.stages.mixture_techniques import mixture_techniques
 from modelwright.pipeline.stages.model_folder import folder_fingerprint, save_model_folder
-from modelwright.pipeline.stages.old_rows import old_rows
 from modelwright.pipeline.stages.pack import PACK
-from modelwright.pipeline.stages.peak_rate import peak_flops, peaks_after, utilization
-from modelwright.pipeline.stages.row_use import RowUse
-from modelwright.pipeline.stages.rows import TEXT_ROWS
+from modelwright.pipeline.stages.rows import TEXT_ROWS, RowUse, old_rows
 from modelwright.pipeline.stages.stage_inputs import model_before, tokenizer_stage
 from modelwright.pipeline.text_samples import first_prompt, sample_block, text_samples
 from modelwright.train.build import train
 from modelwright.train.config import TrainConfig
 from modelwright.train.job import TrainJob
-from modelwright.train.objective import Objective
+from modelwright.train.objective import BatchSource, Objective
 from modelwright.train.row_losses import stored_row_losses
 from modelwright.train.runtime import Runtime, TechniqueBuilder, observer
 from modelwright.train.state import TrainResult, load_best
 from modelwright.train.technique import StepInfo, Technique
+from modelwright.train.techniques.heldout_mixture import heldout_mixture
+from modelwright.train.techniques.score_mixture import score_mixture
+
+_PEAK_FILE = "peak.json"
+TOO_LOW = 1.02
+"""Steps faster than the peak by more than this share of measurement error show that the peak is wrong."""
+
+
+def peak_flops(context: StageContext, config: RunConfig, training: TrainConfig) -> float:
+    """FLOP/s of the matrix products here in the stage's format: measured once, kept for resumed runs."""
+    if context.ranks.rank != 0:
+        return 0.0
+    known = _read_peak(context)
+    if not known:
+        rate = product_rate(config, training.precision, context.progress.note)
+        known = {"compute": training.precision.compute, "flops": rate}
+        write_atomic(context.folder.path / _PEAK_FILE, json.dumps(known))
+    return float(known["flops"])
+
+
+def peaks_after(
+    context: StageContext, config: RunConfig, training: TrainConfig, result: TrainResult
+) -> dict[str, float]:
+    """`live_peak_flops`, as measured before training, and `peak_flops`, the maximum of that, of the rate after training
+    and of the fastest step: one measurement may fall into a busy moment of the machine, and no step is faster than the
+    peak.
+    """
+    live = float(_read_peak(context).get("flops", 0.0))
+    if not live:
+        return {"live_peak_flops": 0.0, "peak_flops": 0.0}
+    if result.peak_flops > TOO_LOW * live:
+        context.progress.note(
+            f"the peak was measured as {live / 1e9:.0f} GFLOP/s, which steps exceeded ({result.peak_flops / 1e9:.0f}), "
+            "probably while other processes kept the machine busy; utilization refers to the higher rate"
+        )
+    after = product_rate(config, training.precision, SilentProgress().note)
+    return {"live_peak_flops": live, "peak_flops": max(live, result.peak_flops, after)}
+
+
+def utilization(result: TrainResult, peaks: dict[str, float], num_ranks: int) -> float:
+    """Model FLOPs utilization of the whole training in [0, 1], 0 if the peak rate is unknown."""
+    if not peaks["peak_flops"] or not result.train_time_s:
+        return 0.0
+    return result.model_flops / result.train_time_s / (peaks["peak_flops"] * num_ranks)
+
+
+def _read_peak(context: StageContext) -> dict[str, Any]:
+    try:
+        return json.loads((context.folder.path / _PEAK_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def mixture_techniques(
+    loader: BatchSource,
+    objective: Objective,
+    config: RunConfig,
+    training: TrainConfig,
+    rows: Path,
+    *,
+    batch_rows: int,
+) -> list[TechniqueBuilder]:
+    """The techniques that change the shares, if settings ask for them. rows: the folder that is trained on."""
+    if not isinstance(loader, PlannedLoader) or not training.batching.mixture.is_measured:
+        return []
+    heldout = heldout_by_source(rows.parent / "heldout", config, batch_rows=batch_rows)
+    return [
+        partial(
+            build,
+            training.batching.mixture,
+            mixture=loader.mixture,
+            objective=objective,
+            heldout=heldout,
+            every=training.eval_every_steps,
+        )
+        for build in (heldout_mixture, score_mixture)
+    ]
+
+
+def heldout_by_source(folder: Path, config: RunConfig, *, batch_rows: int) -> dict[str, Sequence[TokenBatch]]:
+    """Held-out batches of each source, for a mixture: the first of them on disk, equally many tokens of each, together
+    about `config.validation_tokens`.
+    """
+    if not folder.is_dir():
+        return {}
+    packed = PackedRows(folder)
+    group_tokens = packed.seq_len * packed.group_size
+    tokens = config.validation_tokens or packed.num_groups * group_tokens
+    most = max(1, tokens // group_tokens // len(packed.sources))
+    chosen = {name: packed.source_groups(name)[:most] for name in packed.sources}
+    return {
+        name: [packed.gather(own[first : first + batch_rows]) for first in range(0, len(own), batch_rows)]
+        for name, own in chosen.items()
+    }
+
 
 USES_ROWS = RowUse()
 """Each row is learned from once per epoch."""

@@ -46,8 +46,7 @@ from modelwright.pipeline.stages.image_accuracy import (
     share_right,
 )
 from modelwright.pipeline.stages.pack import PACK
-from modelwright.pipeline.stages.row_use import RowUse
-from modelwright.pipeline.stages.rows import PackJob, Sequences
+from modelwright.pipeline.stages.rows import PackJob, RowUse, Sequences
 from modelwright.pipeline.stages.training import FurtherModels, TrainedModel, training_spec
 from modelwright.train.runtime import TechniqueBuilder
 from modelwright.train.techniques.fake_quantization import NEEDS as QUANTIZATION_NEEDS

@@ -30,7 +30,7 @@ from modelwright.pipeline.report.blocks import (
     plural,
     seconds,
 )
-from modelwright.pipeline.report.energy import (
+from modelwright.pipeline.report.environment import (
     cost_section,
     energy_facts,
     energy_section,
