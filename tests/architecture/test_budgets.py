@@ -46,7 +46,7 @@ def test_no_class_is_long() -> None:
 
 
 def test_a_sink_of_another_tracker_is_short() -> None:
-    """What it takes to add one: everything else is in `core/sinks/queued.py`."""
+    """What it takes to add one: everything else is in `core/sinks/sink.py`."""
     paths = {spec.name: Path(inspect.getfile(spec.open)) for spec in SINKS}
     lengths = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in paths.items()}
     assert {"mlflow", "wandb"} <= lengths.keys()

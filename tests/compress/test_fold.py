@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from modelwright.compress.fold import fold_batch_norms, fold_norms, norm_readers
-from modelwright.compress.grid_classifier import quantize_classifier
 from modelwright.compress.grid_linear import GridLinear
 from modelwright.compress.grid_model import TrainedGrid
 from modelwright.model.config import AttentionConfig, FeedForwardConfig, ModelConfig, NormConfig
@@ -22,6 +21,7 @@ from modelwright.model.vision.batch_norm import BatchNorm
 from modelwright.model.vision.classifier import ImageClassifier
 from modelwright.model.vision.config import ResNetConfig, VisionConfig
 from modelwright.objectives.image_classification import carrier
+from modelwright.objectives.image_classifier import quantize_classifier
 from modelwright.ops.int_grid import WeightGrid
 from modelwright.parallel.deferred import read_deferred
 from modelwright.precision.quantization_aware import FakeQuantization, QuantizationAwareConfig, Range

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from chat_templates import HERMES, MARKED, chatml_tokenizer
-from modelwright.compress.gguf.modelfile import go_template, modelfile
 from modelwright.data.tokenizer.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
+from modelwright.pipeline.exports.gguf import go_template, modelfile
 
 CHATS = [
     [("user", "Hi.")],

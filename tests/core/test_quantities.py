@@ -5,9 +5,8 @@ from fractions import Fraction
 
 import pytest
 
-from modelwright.core.config import parse
+from modelwright.core.config import parse, parse_count, parse_quantity
 from modelwright.core.errors import ConfigError
-from modelwright.core.quantities import parse_count, parse_quantity
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,8 @@ import torch
 
 from modelwright.core.errors import ConfigError
 from modelwright.core.records import column, read_records
-from modelwright.core.sinks import queued, sink_list
+from modelwright.core.sinks import sink as queued
+from modelwright.core.sinks import sink_list
 from modelwright.core.sinks.mlflow import accepted
 from modelwright.core.sinks.sink import SinkSpec, SinkStart, flat
 from modelwright.core.sinks.sink_list import SINKS, Tracking, TrackingConfig, require_packages

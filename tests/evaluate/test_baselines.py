@@ -9,9 +9,17 @@ import torch
 
 from modelwright.core.progress import SilentProgress
 from modelwright.data.rows.batch import IGNORED, TokenBatch
-from modelwright.evaluate.baselines import bigram_table, compressor_table
-from modelwright.evaluate.bigram import DISCOUNTS, document_nats, train_bigram, training_pairs
-from modelwright.evaluate.compressors import compressed_bits, gzip_size, xz_size
+from modelwright.evaluate.baselines import (
+    DISCOUNTS,
+    bigram_table,
+    compressed_bits,
+    compressor_table,
+    document_nats,
+    gzip_size,
+    train_bigram,
+    training_pairs,
+    xz_size,
+)
 from modelwright.evaluate.config import EvaluateConfig
 
 TEXT = ("The quick brown fox jumps over the lazy dog. " * 30 + "Sphinx of black quartz, judge my vow!\n" * 7).encode()

@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from modelwright.evaluate.paired import compare_scores, perplexities
 from modelwright.evaluate.records import RecordScores
+from modelwright.evaluate.statistics import compare_scores, perplexities
 
 
 def scores(nats, *, tokens=None, correct=(), numbers=()) -> RecordScores:

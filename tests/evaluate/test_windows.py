@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from modelwright.evaluate.windows import Window, cut_windows, pack_windows
+from modelwright.evaluate.scoring import Window, cut_windows, pack_windows
 
 
 @pytest.mark.parametrize("context", [1, 2, 7, 16])

@@ -8,7 +8,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from modelwright.core.errors import ConfigError
-from modelwright.memory import selective
+from modelwright.memory import checkpointing as selective
 from modelwright.memory.activations import Segment, block_shape, total_kept_bytes, total_recomputed_flops
 from modelwright.memory.checkpointing import checkpoint_segments, remove_checkpoints, segments_for
 from modelwright.memory.config import OPERATORS, ActivationCheckpointingConfig

@@ -24,8 +24,8 @@ from modelwright.objectives.captioning import LOSS, CaptionConfig, Captioning, i
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, single
 from modelwright.precision.policy import ALWAYS_FP32
+from modelwright.train.build import attach_modules
 from modelwright.train.objective import forward
-from modelwright.train.own_modules import attach_modules
 
 EOS, IMAGE_TOKEN, NUM_PATCHES, NUM_IMAGES, LENGTH = 0, 1, 4, 30, 32
 VISION = {"image_size": 8, "patch_size": 4, "num_layers": 2, "model_dim": 16, "num_heads": 2, "ffn_dim": 24}

@@ -24,8 +24,8 @@ from modelwright.objectives.alignment_heads import MAX_SCALE, LearnedScale
 from modelwright.objectives.contrastive import CONTRASTIVE, AlignConfig, Contrastive
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, single
+from modelwright.train.build import attach_modules
 from modelwright.train.objective import forward
-from modelwright.train.own_modules import attach_modules
 
 EOS, NUM_PAIRS, LENGTH = 0, 40, 24
 VISION = {"image_size": 8, "patch_size": 4, "num_layers": 1, "model_dim": 16, "num_heads": 2, "ffn_dim": 24}

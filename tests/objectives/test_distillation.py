@@ -21,8 +21,13 @@ from modelwright.model.decoder import Attend, Decoder
 from modelwright.model.hf import load_model
 from modelwright.objectives import teacher_cache
 from modelwright.objectives.attention_targets import num_relation_heads
-from modelwright.objectives.distillation import Distillation, DistillationSettings, LossPart, check_shapes
-from modelwright.objectives.layer_map import even_layer_map
+from modelwright.objectives.distillation import (
+    Distillation,
+    DistillationSettings,
+    LossPart,
+    check_shapes,
+    even_layer_map,
+)
 from modelwright.objectives.teacher import TeacherModel
 from modelwright.objectives.teacher_cache import LOG_PROBS, TeacherCache
 from modelwright.ops.attention_divergence import QueriesAndKeys, attention_divergence_naive

@@ -38,15 +38,16 @@ from modelwright.objectives.image_classification import (
     PIXELS,
     TARGETS,
     ImageClassification,
+    ImageQuantization,
     ImageTrainConfig,
     carrier,
+    quantization_of,
 )
-from modelwright.objectives.image_quantization import ImageQuantization, quantization_of
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, single
+from modelwright.train.build import attach_modules
 from modelwright.train.evaluation import HeldoutBatches
 from modelwright.train.objective import forward
-from modelwright.train.own_modules import attach_modules
 from modelwright.train.runtime import TechniqueBuilder
 from modelwright.train.technique import StepInfo, Technique
 from modelwright.train.techniques.fake_quantization import RANGES, fake_quantization

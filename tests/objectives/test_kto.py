@@ -17,7 +17,7 @@ from modelwright.model.decoder import Decoder
 from modelwright.objectives.kto import Kto, KtoConfig
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import build_mesh, single
-from modelwright.train.forward_sums import LaidOutForward
+from modelwright.train.batch_stream import LaidOutForward
 from modelwright.train.objective import TermSums, forward
 from modelwright.train.runner import WholeModel
 

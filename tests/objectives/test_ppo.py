@@ -16,14 +16,13 @@ from modelwright.data.rows.batch import IGNORED
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.advantages import generalized_advantages, whitened
 from modelwright.objectives.policy_terms import clipped_policy_loss, clipped_value_loss, kl_k1, kl_k2, kl_k3
-from modelwright.objectives.ppo import Ppo, PpoConfig
-from modelwright.objectives.reward_shaping import KlController, RunningMoments, completion_scores
+from modelwright.objectives.ppo import KlController, Ppo, PpoConfig, RunningMoments, completion_scores
 from modelwright.objectives.rollouts import Rollout
 from modelwright.objectives.value_function import ValueModel
 from modelwright.parallel.mesh import World, single
+from modelwright.train.build import attach_modules
 from modelwright.train.frozen_model import FrozenModel
 from modelwright.train.objective import forward
-from modelwright.train.own_modules import attach_modules
 from tolerances import TOLERANCES
 
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -21,8 +21,8 @@ from modelwright.model.decoder import Decoder
 from modelwright.model.hf import save_model, save_sequence_classifier
 from modelwright.objectives.reward_model import HEAD, load_reward_ensemble, load_reward_model, reward_model
 from modelwright.objectives.reward_modeling import RewardModelConfig, RewardModeling
+from modelwright.train.build import attach_modules
 from modelwright.train.objective import TermSums, forward
-from modelwright.train.own_modules import attach_modules
 
 NUM_PAIRS, PAD = 10, 0
 CASES: list[dict[str, Any]] = [

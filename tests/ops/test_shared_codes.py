@@ -5,9 +5,8 @@ import weakref
 import pytest
 import torch
 
-from modelwright.ops.lowp_linear import E4M3, E5M2
+from modelwright.ops.lowp_linear import E4M3, E5M2, SharedCodes
 from modelwright.ops.quantize import ROWWISE, TENSORWISE, quantize
-from modelwright.ops.quantize_cache import SharedCodes
 
 
 def test_views_of_one_tensor_have_the_codes_of_quantize_once():

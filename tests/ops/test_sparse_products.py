@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from modelwright.ops.attention_received import received_attention
 from modelwright.ops.flop_counter import Executed, counted
 from modelwright.ops.linear_gemms import PLAIN, multiply
-from modelwright.ops.sparse_gemms import masked_naive, on_columns, on_rows
+from modelwright.train.techniques.batch_selection import received_attention
+from modelwright.train.techniques.sparse_updates import masked_naive, on_columns, on_rows
 
 SHAPES = [(2, 5, 7, 3), (1, 1, 4, 9)]
 

@@ -5,7 +5,7 @@ import torch
 
 from modelwright.core.errors import ConfigError
 from modelwright.optim.sparse import BatchSelectionConfig, SparseUpdateConfig
-from modelwright.optim.unit_selector import Selector, moment_signal, shrunk_mask
+from modelwright.train.techniques.sparse_updates import Selector, moment_signal, shrunk_mask
 
 
 def selector(num_units: int = 20, **changes) -> Selector:

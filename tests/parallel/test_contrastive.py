@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from distributed import run_distributed
-from modelwright.ops.contrastive import ContrastiveLoss, PairEmbeddings, contrastive_losses
+from modelwright.objectives.contrastive import ContrastiveLoss, PairEmbeddings, contrastive_losses
 from modelwright.ops.piece_sums import piece_keys
 from modelwright.parallel.mesh import World, single
 from modelwright.parallel.ragged_gather import gather_rows

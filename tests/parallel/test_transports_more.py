@@ -11,12 +11,18 @@ from distributed import run_distributed
 from modelwright.core.config import parse
 from modelwright.core.errors import ConfigError
 from modelwright.ops import sparse_codec
-from modelwright.parallel.codecs.codebook import MAX_LEVELS, decode_levels, encode_levels
 from modelwright.parallel.codecs.error_feedback import flatten
-from modelwright.parallel.codecs.topk_quantized import TopKQuantizedConfig, decode_flat, encode_flat
+from modelwright.parallel.codecs.topk_quantized import (
+    MAX_LEVELS,
+    TopKQuantizedConfig,
+    decode_flat,
+    decode_levels,
+    encode_flat,
+    encode_levels,
+)
 from modelwright.parallel.mesh import World, single
 from modelwright.parallel.strategies.config import GradientSyncConfig, build_outer_step
-from modelwright.parallel.strategies.second_moment_sync import FLOOR, SharedMoment, decode_moves, encode_moves
+from modelwright.parallel.strategies.local_sgd import FLOOR, SharedMoment, decode_moves, encode_moves
 from parallel.transport_cases import copied
 
 SHAPES = ((120, 70), (37,), (4, 3, 5))

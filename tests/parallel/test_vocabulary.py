@@ -12,7 +12,7 @@ from modelwright.data.rows.batch import IGNORED
 from modelwright.model.decoder import Decoder
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, build_mesh
-from modelwright.parallel.vocab_parallel import own_rows
+from modelwright.parallel.tensor_parallel import own_rows
 from parallel.axis_cases import RANKS, ROW_LEN, Results, model, rows, shard
 from tolerances import TOLERANCES
 

@@ -8,9 +8,10 @@ from modelwright.core.config import parse
 from modelwright.memory.checkpointing import Segment, checkpoint_segments
 from modelwright.model.attention import packed_attend
 from modelwright.model.decoder import Decoder
-from modelwright.ops import lowp_linear, quantize_cache
+from modelwright.ops import lowp_linear
+from modelwright.ops import lowp_linear as quantize_cache
+from modelwright.ops.lowp_linear import SharedCodes
 from modelwright.ops.quantize import quantize
-from modelwright.ops.quantize_cache import SharedCodes
 from modelwright.precision.apply import ModelPrecision
 from modelwright.precision.policy import PrecisionConfig
 from modelwright.train.parallelize import compile_each_block

@@ -5,8 +5,7 @@ import pytest
 from modelwright.core.config import dump, load_yaml, merge, parse, save_yaml
 from modelwright.core.errors import ConfigError
 from modelwright.precision.policy import PrecisionConfig
-from modelwright.recipes.environment import environment_overrides
-from modelwright.recipes.load import load
+from modelwright.recipes.load import environment_overrides, load
 
 
 @pytest.mark.parametrize(

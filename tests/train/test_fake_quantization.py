@@ -18,10 +18,10 @@ from modelwright.core.errors import ConfigError, ModelError, Stopped
 from modelwright.core.records import column, read_records
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.next_token import NextToken
-from modelwright.objectives.step_sizes import WithStepSizes
 from modelwright.ops.int_grid import WeightGrid
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, single
+from modelwright.pipeline.stages.qat import WithStepSizes
 from modelwright.precision.quantization_aware import MODULE, FakeQuantization, QuantizationAwareConfig, Range, StepSizes
 from modelwright.train.objective import Objective, forward
 from modelwright.train.techniques.fake_quantization import RANGES, fake_quantization

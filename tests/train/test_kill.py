@@ -15,8 +15,8 @@ from modelwright.core.records import column, read_records
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.next_token import NextToken
-from modelwright.objectives.step_sizes import WithStepSizes
 from modelwright.ops.int_grid import WeightGrid
+from modelwright.pipeline.stages.qat import WithStepSizes
 from modelwright.precision.quantization_aware import QuantizationAwareConfig
 from modelwright.train.config import TrainConfig
 from modelwright.train.objective import Objective

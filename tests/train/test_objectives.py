@@ -20,8 +20,8 @@ from torch import Tensor
 from distributed import RankError, run_distributed, start_distributed
 from modelwright.core.errors import ConfigError, Stopped
 from modelwright.data.rows.batch import IGNORED, TokenBatch
-from modelwright.model.auxiliary_loss import AuxiliaryLoss
 from modelwright.model.decoder import Decoder, FeedForward
+from modelwright.model.head_selection import AuxiliaryLoss
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, single
 from modelwright.train.frozen_model import FrozenModel

@@ -6,21 +6,85 @@ al. 2022, "Reducing Activation Recomputation in Large Transformer Models").
 
 A segment of one block is wrapped in the block's own `forward`, inside FSDP's hooks and inside what compile sees. A
 segment of several blocks calls the blocks, hooks and compiled code included, from one checkpointed function.
+
+Selective activation checkpointing: outputs of chosen operators are saved, everything else is recomputed.
+
+PyTorch's selective checkpointing decides operator by operator; here an operator is named by its place in the block
+(`config.OPERATORS`), so that each matrix product can be chosen separately. Relies on the order in which a block runs
+its products and on the known attention operators.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, noop_context_fn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from modelwright.memory.activations import BlockShape, Segment
 from modelwright.memory.budget import Budget, block_choices, solve
-from modelwright.memory.config import ActivationCheckpointingConfig
+from modelwright.memory.config import ActivationCheckpointingConfig, Operator
 from modelwright.memory.offload import Store, offloading
-from modelwright.memory.selective import contexts_keeping
-from modelwright.model.decoder import Attend, Block, Decoder, RotaryTables
+from modelwright.model.decoder import Attend, Block, Decoder, Linear, RotaryTables
+from modelwright.model.low_rank import LowRank
+
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+_LINEAR = {"aten::mm", "aten::addmm", "aten::_int_mm", "aten::_scaled_mm"}
+_ATTENTION = {
+    "modelwright::packed_attention",
+    "modelwright::selected_attention",
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+}
+"""By name, because an operator of ours exists only once its module is imported."""
+
+
+def contexts_keeping(keep: Sequence[Operator], block: Block) -> Callable[[], Contexts]:
+    """A `context_fn` for `torch.utils.checkpoint.checkpoint` of `block` that saves the outputs of `keep`."""
+
+    def make() -> Contexts:
+        names = _products_of(block)
+        passes = {False: iter(names), True: iter(names)}  # PyTorch 2.11 asks again when it recomputes
+
+        def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            name = "attend" if operator.name() in _ATTENTION else ""
+            if operator.name() in _LINEAR:
+                name = next(passes[context.is_recompute], "")
+            return CheckpointPolicy.MUST_SAVE if name in keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+        return create_selective_checkpoint_contexts(policy)
+
+    return make
+
+
+def _products_of(block: Block) -> list[str]:
+    """The operator of each matrix product of a block, in the order in which they run; "" for those that are never
+    saved: of the router of heads, of the gate on attention's output, of adapters, which are narrow, and the last one.
+    """
+    attention, ffn = block.attention, block.ffn
+    projections: list[tuple[str, Linear | None]] = [
+        ("q_proj", attention.q_proj),
+        ("k_proj", attention.k_proj),
+        ("v_proj", attention.v_proj),
+        ("", attention.head_router),
+        ("", attention.output_gate),
+        ("o_proj", attention.o_proj),
+        ("gate_proj", ffn.gate_proj),
+        ("up_proj", ffn.up_proj),
+        ("", ffn.down_proj),
+    ]
+    products: list[str] = []
+    for name, projection in projections:
+        if projection is not None:
+            num_row_blocks = 1 if projection.frozen is None else projection.frozen.num_row_blocks
+            products += [name] * num_row_blocks
+            if isinstance(projection.adapter, LowRank):
+                products += [""] * projection.adapter.num_products(num_row_blocks)
+    return products
 
 
 def segments_for(

@@ -5,8 +5,12 @@ the names of the classes. One with integer weights has its grid beside them, as 
 no batch norms any more.
 
 Legend: N images, K classes, S pixels of a side.
+
+Image classifiers whose convolutions and projections are integers on a trained or chosen grid, batch norms folded
+into them. The first layer and the head keep their format.
 """
 
+import copy
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,18 +20,37 @@ from typing import Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
-from modelwright.compress.grid_classifier import quantize_classifier
+from modelwright.compress.fold import fold_batch_norms
+from modelwright.compress.grid_linear import GridLinear
 from modelwright.compress.grid_model import TrainedGrid
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.config import dump, parse
 from modelwright.core.errors import ConfigError, ModelError
 from modelwright.data.images.decode import square_pixels
+from modelwright.model.decoder import Linear
 from modelwright.model.hf import save_tensors
 from modelwright.model.stored_weights import read_json, read_tensors
 from modelwright.model.vision.classifier import ImageClassifier, Shape
 from modelwright.model.vision.config import ResNetConfig, VisionConfig
 from modelwright.objectives.image_classification import normalized
+
+
+def quantize_classifier(model: ImageClassifier, grid: TrainedGrid) -> ImageClassifier:
+    """A new classifier for inference; `model` is not changed. grid: its ranges are by the names of the layers within
+    the classifier.
+    """
+    result = copy.deepcopy(model).eval()
+    fold_batch_norms(result)
+    for name, one in list(result.named_modules()):
+        if isinstance(one, Linear):
+            layer = GridLinear(grid.codes(name, one.weight), grid.weights, grid.inputs(name))
+            layer.bias = nn.Parameter(one.bias.detach(), requires_grad=False) if one.has_bias else None
+            parent, _, leaf = name.rpartition(".")
+            setattr(result.get_submodule(parent), leaf, layer)
+    return result.requires_grad_(False)
+
 
 WEIGHTS, SETTINGS = "classifier.safetensors", "classifier.json"
 IMAGES_AT_ONCE = 64

@@ -3,7 +3,7 @@
 A softmax over all keys is a weighted sum of softmaxes over disjoint sets of keys; the weights follow from the logarithm
 of each softmax's denominator (log-sum-exp), so that keys can be visited one block after another. Sources: Milakov and
 Gimelshein 2018, "Online normalizer calculation for softmax"; Liu et al. 2023, "Ring Attention with Blockwise
-Transformers". Who holds which keys, and how they travel, is in `parallel/ring_attention.py`.
+Transformers". Who holds which keys, and how they travel, is in `parallel/context_parallel.py`.
 
 Legend: B rows, S queries, N keys, H query heads, K key/value heads, d head width, G = H / K. Query head h reads
 key/value head h // G.

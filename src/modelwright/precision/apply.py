@@ -19,8 +19,7 @@ from modelwright.core.errors import ConfigError
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Block, Decoder, Product, RMSNorm, decoders_in
 from modelwright.ops.linear_gemms import PLAIN, LinearGemms
-from modelwright.ops.lowp_linear import FLOATS, Format, Fp8, Int8, Role, in_float, in_products
-from modelwright.ops.quantize_cache import SharedCodes
+from modelwright.ops.lowp_linear import FLOATS, Format, Fp8, Int8, Role, SharedCodes, in_float, in_products
 from modelwright.precision.policy import Kind, PrecisionConfig
 
 Around = Callable[[str, LinearGemms], LinearGemms]

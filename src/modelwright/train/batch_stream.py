@@ -1,11 +1,53 @@
-"""The rows of an objective's batches, step by step, with what it measures of them before the step."""
+"""The rows of an objective's batches, step by step, with what it measures of them before the step.
 
-from collections.abc import Iterator
+`LaidOutForward`: sums over rows that an objective evaluates with the model in training, before a step or in an
+evaluation.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
-from modelwright.train.forward_sums import LaidOutForward
+import torch
+from torch import Tensor
+
+from modelwright.parallel.mesh import Mesh
 from modelwright.train.objective import Batch, Objective
+from modelwright.train.runner import Executor
 from modelwright.train.runtime import Runtime
+
+
+@dataclass(frozen=True)
+class LaidOutForward:
+    """A `ForwardSums` by an executor. num_parts: microbatches of the rows. own_replica: sum over the rows of this
+    rank's replica alone. evaluating: entered meanwhile, to set number formats.
+    """
+
+    executor: Executor
+    mesh: Mesh
+    num_parts: int = 1
+    own_replica: bool = False
+    evaluating: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    @torch.no_grad()
+    def __call__(self, rows: Batch, sums_of: Callable[[Tensor, Batch], Tensor], *, size: int) -> Tensor:
+        """See `ForwardSums`. All ranks call it together."""
+        mesh, model = self.mesh, self.executor.model
+        sums_RN = torch.zeros(mesh.data.size, size, dtype=torch.float64, device=mesh.world.device)
+
+        def add(output: Tensor, part: Batch) -> Tensor:
+            sums_N = sums_of(output, part).double()
+            sums_RN[mesh.data.rank].add_(sums_N, alpha=float(mesh.tensor.is_first))  # its ranks compute the same
+            return sums_N.sum()
+
+        was_training = model.training
+        model.eval()
+        with self.evaluating():
+            parts = rows.padded(self.num_parts).to(mesh.world.device).split(self.num_parts)
+            self.executor.evaluate(parts, add)
+        model.train(was_training)
+        mesh.world.all_reduce_sum(sums_RN)
+        return sums_RN[mesh.data.rank] if self.own_replica else sums_RN.sum(dim=0)
 
 
 @dataclass

@@ -3,18 +3,25 @@
 Runs are repeatable: batch number n is a function of n, random streams are reseeded at every step from (seed, step,
 rank), and everything else that outlives a step is in the checkpoint. A run that is killed at any moment and restarted
 therefore ends with the same bits.
+
+Puts the modules of an objective into the model before it is laid out.
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
+
+import torch
+from torch import Tensor
 
 from modelwright.core.compatibility import Feature, feature
 from modelwright.core.progress import Progress, SilentProgress
+from modelwright.core.seeds import derive_seed
 from modelwright.memory.offload import Store, open_store
 from modelwright.memory.tensor_heap import use_tensor_heap
 from modelwright.model.adapters import attach_adapters
+from modelwright.model.decoder import Decoder, StoredParameters
 from modelwright.optim.build import build_optimizer
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.deferred import is_deferred
@@ -33,8 +40,8 @@ from modelwright.train.monitors.recovery_time import recovery_time
 from modelwright.train.monitors.replica_check import replica_check
 from modelwright.train.monitors.stragglers import straggler_monitor
 from modelwright.train.monitors.watchdog import Watchdog
+from modelwright.train.objective import Objective
 from modelwright.train.outside import guarded, named_techniques
-from modelwright.train.own_modules import attach_modules
 from modelwright.train.parallelize import activation_pass, parallelize, remove_passes
 from modelwright.train.runner import Executor, MicrobatchRunner
 from modelwright.train.runtime import Runtime, TechniqueBuilder
@@ -63,6 +70,41 @@ from modelwright.train.techniques.weight_decay import dynamic_weight_decay
 from modelwright.train.throughput import Throughput
 from modelwright.train.trainer import Trainer
 from modelwright.train.whole_model import ModelLayout
+
+
+def attach_modules(model: Decoder, objective: Objective, seed: int) -> None:
+    """Make the objective's modules `model.heads`, in place, initialized from the seed, so that every rank and every
+    layout starts equal. A head that is there already is kept: an earlier stage has trained it. The decoder is frozen if
+    the objective does not train it.
+    """
+    if not objective.trains_decoder:
+        model.requires_grad_(False)
+        model.heads.requires_grad_(True)
+    with torch.random.fork_rng(devices=[]):  # pyright: ignore[reportUnknownMemberType]
+        torch.manual_seed(derive_seed(seed, "heads"))  # pyright: ignore[reportUnknownMemberType]
+        modules = objective.own_modules(model.config)
+    added = {name: module for name, module in modules.items() if name not in model.heads}
+    deferred = is_deferred(model)
+    values: dict[str, Tensor] = {}
+    for name, module in added.items():
+        module.to(model.head_weight.dtype)
+        values |= {f"heads.{name}.{key}": value.detach() for key, value in module.named_parameters()}
+        model.heads[name] = module
+    if deferred and model.stored is not None:
+        model.stored = _WithHeads(stored=model.stored, values={name: value.clone() for name, value in values.items()})
+        model.heads.to("meta")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _WithHeads(StoredParameters):
+    """Weights on disk, and values of heads in memory."""
+
+    stored: StoredParameters
+    values: Mapping[str, Tensor]
+
+    def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
+        return self.values[name][part] if name in self.values else self.stored.read(name, part)
+
 
 ALONE, SILENT = single(), SilentProgress()
 """One process on the CPU, without a display."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from modelwright.data.rows.loader import PackedRows
 from modelwright.model.decoder import Decoder
 from modelwright.parallel.mesh import Mesh
-from modelwright.train.forward_sums import LaidOutForward
+from modelwright.train.batch_stream import LaidOutForward
 from modelwright.train.objective import Batch, Objective, TermSums
 from modelwright.train.runner import Executor
 

@@ -8,8 +8,7 @@ from typing import Any
 
 from modelwright.core.errors import ConfigError
 from modelwright.core.sinks.mlflow import MLFLOW
-from modelwright.core.sinks.queued import QueuedSink
-from modelwright.core.sinks.sink import MetricSink, SinkSpec, SinkStart, flat
+from modelwright.core.sinks.sink import MetricSink, QueuedSink, SinkSpec, SinkStart, flat
 from modelwright.core.sinks.tensorboard import TENSORBOARD
 from modelwright.core.sinks.wandb import WANDB
 

@@ -25,9 +25,9 @@ from torch import Tensor
 from modelwright.core.compatibility import GRADIENT_SUMS, OWN_WEIGHTS, PROMPT_GRADIENTS, SYNCHRONOUS_UPDATES
 from modelwright.ops.tensor_view import TensorView
 from modelwright.parallel.mesh import World
-from modelwright.parallel.optimizer_states import make_states
 from modelwright.parallel.shared_memory import share
 from modelwright.parallel.strategies.hogwild_counters import SLOTS, SharedCounters
+from modelwright.parallel.strategies.shared_memory import make_states
 from modelwright.parallel.strategy import Compensate, Done, Replica, Strategy, Unscale
 
 

@@ -22,8 +22,7 @@ from modelwright.core.compatibility import OWN_WEIGHTS, UNDIVIDED_GRADIENTS, WHO
 from modelwright.core.errors import ModelwrightError
 from modelwright.ops.dtensor import as_dtensor_like, local
 from modelwright.ops.tensor_view import TensorView
-from modelwright.ops.total_norm import total_norm
-from modelwright.parallel.grad_norm import combine_norms, redistribute_like
+from modelwright.parallel.grad_norm import combine_norms, redistribute_like, total_norm
 from modelwright.parallel.gradient_sync import BUCKET_BYTES, MANY_BUCKETS, Buckets, cut_into_buckets
 from modelwright.parallel.mesh import World
 from modelwright.parallel.strategies.shared_memory import SharedModel, shard_range, starts_of

@@ -5,6 +5,8 @@ with cores and memory that they share. Here weights and states are stored once, 
 the part of its gradients that others sum next to them, adds up all processes' gradients in its part of the parameters,
 and updates that part: the partitioning of ZeRO-1 (Rajbhandari et al. 2020), without any communication. Every element is
 summed by one process in one order, so the sums are bit-identical in every run. Element-wise optimizers only.
+
+An optimizer's states before its first step, for code that allocates them.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,9 +29,31 @@ from modelwright.core.compatibility import (
 from modelwright.ops.tensor_view import TensorView, flat_view_of
 from modelwright.parallel.grad_norm import parts_norm
 from modelwright.parallel.mesh import Mesh, World
-from modelwright.parallel.optimizer_states import make_states
 from modelwright.parallel.shared_memory import has_room, shared_zeros
 from modelwright.parallel.strategy import Replica, Strategy, Unscale
+
+
+def make_states(optimizer: Optimizer, parameters: Sequence[Tensor] | None = None) -> None:
+    """Create states, as they are before the first step, for those of the parameters (all by default) that have none;
+    none of them has a gradient. It takes a step of rate 0 on zero gradients, which changes no weight, because
+    optimizers create their states nowhere else.
+    """
+    if parameters is None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    new = [p for p in parameters if not optimizer.state[p]]
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for parameter in new:
+        parameter.grad = torch.zeros_like(parameter)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    for parameter in new:
+        parameter.grad = None
+        if "step" in optimizer.state[parameter]:
+            optimizer.state[parameter]["step"].zero_()
+
 
 _ALIGNMENT = 16
 """Elements, at least a cache line of FP32: no two parameters, and no two processes' parts, share one."""

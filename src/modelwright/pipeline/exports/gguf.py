@@ -1,17 +1,89 @@
-"""A GGUF file for llama.cpp, with a Modelfile for Ollama beside it."""
+"""A GGUF file for llama.cpp, with a Modelfile for Ollama beside it.
 
+A Modelfile, with which `ollama create` makes a model of a GGUF file.
+
+Ollama renders chats by a template in Go's notation. It is derived from what the model's own chat template renders, and
+left out where such a template would not give the same text.
+"""
+
+from collections.abc import Sequence
 from pathlib import Path
 from typing import cast, get_args
 
 from modelwright.compress.gguf.export import GgufFormat, export_gguf
-from modelwright.compress.gguf.modelfile import modelfile
 from modelwright.compress.gguf.vocabulary import read_vocabulary
 from modelwright.core.artifacts import write_atomic
-from modelwright.core.errors import ConfigError
+from modelwright.core.errors import ConfigError, DataError
+from modelwright.data.document import Message
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.model.hf import load_config
 from modelwright.pipeline.exports.export import Export, ExportOptions, require_exportable
 from modelwright.pipeline.models import FoundModel
+
+_SYSTEM, _USER, _ANSWER, _USER2, _ANSWER2 = "\ue001", "\ue002", "\ue003", "\ue004", "\ue005"
+"""Contents of turns that no template has."""
+
+
+def modelfile(tokenizer: Tokenizer, gguf_name: str, *, max_seq_len: int, adds_bos: bool) -> str:
+    """The text of the file, which lies beside the GGUF file. adds_bos: whether llama.cpp adds the begin token."""
+    stops = [tokenizer.token_text(token_id) for token_id in tokenizer.stop_ids]
+    lines = [f"FROM ./{gguf_name}", f"PARAMETER num_ctx {max_seq_len}"]
+    lines += [f'PARAMETER stop "{stop}"' for stop in stops]
+    if template := go_template(tokenizer, adds_bos=adds_bos):
+        lines.append(f'TEMPLATE """{template}"""')
+    return "\n".join(lines) + "\n"
+
+
+def go_template(tokenizer: Tokenizer, *, adds_bos: bool) -> str:
+    """The chat template in Go's notation, for system, user and assistant turns; "" if it has no such form."""
+    try:
+        parts = _parts(tokenizer)
+    except (DataError, ValueError):
+        return ""
+    opening, with_system, after_system, user, after_user, answer, after_answer = parts
+    bos = tokenizer.special_tokens.get("bos_token", "") if adds_bos else ""
+    opening, with_system = opening.removeprefix(bos), with_system.removeprefix(bos)
+    if any("{{" in part or '"""' in part for part in parts):
+        return ""
+    return (
+        f"{{{{ if .System }}}}{with_system}{{{{ .System }}}}{after_system}{{{{ else }}}}{opening}{{{{ end }}}}"
+        f"{{{{ range .Messages }}}}"
+        f'{{{{ if eq .Role "user" }}}}{user}{{{{ .Content }}}}{after_user}'
+        f'{{{{ else if eq .Role "assistant" }}}}{answer}{{{{ .Content }}}}{after_answer}{{{{ end }}}}'
+        f"{{{{ end }}}}{answer}"
+    )
+
+
+def _parts(tokenizer: Tokenizer) -> tuple[str, str, str, str, str, str, str]:
+    """The text that opens a chat without a system turn, and those before and after the content of a system turn, a
+    user's and an answer. Raises `ValueError` if they depend on more than the role of a turn.
+    """
+
+    def rendered(turns: Sequence[Message], *, prompt: bool = False) -> str:
+        return tokenizer.render_chat(turns, add_generation_prompt=prompt)
+
+    user, other = {"role": "user", "content": _USER}, {"role": "user", "content": _USER2}
+    turns = [user, {"role": "assistant", "content": _ANSWER}, other, {"role": "assistant", "content": _ANSWER2}]
+    before, rest = rendered(turns).split(_USER)
+    to_answer, rest = rest.split(_ANSWER)
+    between, rest = rest.split(_USER2)
+    to_answer2, after_answer = rest.split(_ANSWER2)
+    after_user = rendered([user]).split(_USER)[1]
+    answer = to_answer.removeprefix(after_user)
+    before_user = between.removeprefix(after_answer)
+    with_system, rest = rendered([{"role": "system", "content": _SYSTEM}, user]).split(_SYSTEM)
+    after_system = rest.split(_USER)[0].removesuffix(before_user)
+    opening = before.removesuffix(before_user)
+    agree = (
+        to_answer == to_answer2 == after_user + answer
+        and between == after_answer + before_user
+        and before == opening + before_user
+        and rest == after_system + before_user + _USER + after_user
+        and rendered([user], prompt=True) == before + _USER + after_user + answer
+    )
+    if not agree:
+        raise ValueError("the rendering of a turn depends on the others")
+    return opening, with_system, after_system, before_user, after_user, answer, after_answer
 
 
 def export_gguf_file(found: FoundModel, target: Path, *, number_format: GgufFormat, overwrite: bool) -> Path:

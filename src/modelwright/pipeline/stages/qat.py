@@ -1,19 +1,24 @@
 """qat: the final model trains some steps on the grid of integer inference. Artifact: the model with its tokenizer in
 the Hugging Face layout, and the grid, which the stage quantize takes over exactly.
+
+Adds the learned steps of quantization-aware training to what an objective trains.
 """
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
+
+from torch import Tensor, nn
 
 from modelwright.compress.fold import fold_norms
 from modelwright.compress.grid_model import TrainedGrid
 from modelwright.core.errors import ConfigError
+from modelwright.data.rows.batch import TokenBatch
+from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.next_token import NextToken
-from modelwright.objectives.step_sizes import WithStepSizes
 from modelwright.ops.int_grid import Granularity, WeightGrid
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.stage import StageInputs
@@ -21,11 +26,51 @@ from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.rows import ALL_ROWS
 from modelwright.pipeline.stages.stage_inputs import needed_start
 from modelwright.pipeline.stages.training import TrainedModel, save_language_model, training_spec
-from modelwright.precision.quantization_aware import MODULE, Activations, QuantizationAwareConfig, StepSizes
+from modelwright.precision.quantization_aware import (
+    MODULE,
+    Activations,
+    QuantizationAwareConfig,
+    StepSizes,
+    projection_shapes,
+)
 from modelwright.train.config import TrainConfig
-from modelwright.train.objective import Objective
+from modelwright.train.objective import Objective, Terms
 from modelwright.train.runtime import TechniqueBuilder
 from modelwright.train.techniques.fake_quantization import NEEDS, RANGES, fake_quantization
+
+
+@dataclass(kw_only=True)
+class WithStepSizes(Objective):
+    """The objective `inner`, and a step for each group of weights as a parameter of the model."""
+
+    inner: Objective
+    grid: WeightGrid
+    needs: frozenset[str] = field(init=False)  # pyright: ignore[reportIncompatibleVariableOverride]
+    metric_names: Sequence[str] = field(init=False)  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def __post_init__(self) -> None:
+        self.needs, self.metric_names = self.inner.needs, self.inner.metric_names
+
+    def own_modules(self, config: ModelConfig) -> Mapping[str, nn.Module]:
+        return {**self.inner.own_modules(config), MODULE: StepSizes(projection_shapes(config), self.grid)}
+
+    def batches(self, model: Decoder, *, first: int, rank: int, world_size: int) -> Iterator[TokenBatch]:
+        return self.inner.batches(model, first=first, rank=rank, world_size=world_size)
+
+    def prepare(self, batch: TokenBatch, model: Decoder) -> TokenBatch:
+        return self.inner.prepare(batch, model)
+
+    def weights(self, batch: TokenBatch) -> Mapping[str, Tensor]:
+        return self.inner.weights(batch)
+
+    def losses(self, output: Tensor, batch: TokenBatch, model: Decoder) -> Terms:
+        return self.inner.losses(output, batch, model)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,9 +29,15 @@ from modelwright.data.images.store import FORMAT, StoreWriter, images_folder, op
 from modelwright.data.images.stored import KEY, StoredImage
 from modelwright.data.rows.pack import TokenSequence
 from modelwright.model.vision.classifier import ImageClassifier, forward_flops
-from modelwright.objectives.image_classification import CLASSIFIER, ImageClassification, ImageTrainConfig, carrier
+from modelwright.objectives.image_classification import (
+    CLASSIFIER,
+    ImageClassification,
+    ImageTrainConfig,
+    carrier,
+    quantization_of,
+    trained_grid,
+)
 from modelwright.objectives.image_classifier import TrainedClassifier, save_classifier
-from modelwright.objectives.image_quantization import quantization_of, trained_grid
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimate.cost import StageEstimate
 from modelwright.pipeline.report.blocks import Block, Fact, Note, Table, count, percent, size

@@ -1,20 +1,92 @@
-"""`CheckpointManager`: when the state of a run is saved, what it consists of, and how a run resumes from it."""
+"""`CheckpointManager`: when the state of a run is saved, what it consists of, and how a run resumes from it.
+
+The state of an objective, under any number of data ranks.
+
+Entries under the key `rows` belong to the batches of the ranks: tensors whose first dimension is the rows of this data
+rank, such as a rollout that several steps learn from. In a checkpoint they cover the global batch. Everything else is
+equal on all ranks.
+
+The optimizer's state by parameter name, so that it fits any order or grouping of parameters.
+"""
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+from torch.optim import Optimizer
+
+from modelwright.core.errors import ConfigError, ModelwrightError
+from modelwright.ops.dtensor import as_dtensor_like, local
+from modelwright.parallel.mesh import World
 from modelwright.parallel.strategy import Replica
 from modelwright.train.checkpoint.files import Best
-from modelwright.train.checkpoint.objective_state import gather_rows, own_rows
-from modelwright.train.checkpoint.optimizer import load_optimizer_state, optimizer_state_dict, reading_state
 from modelwright.train.checkpoint.reader import CheckpointReader
 from modelwright.train.checkpoint.writer import CheckpointWriter, Snapshot
 from modelwright.train.job import StepParts, TrainJob
 from modelwright.train.state import TrainState
 from modelwright.train.technique import Rollback
+
+
+def optimizer_state_dict(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
+    """The optimizer's tensors and scalars, by parameter name."""
+    return {names[parameter]: dict(state) for parameter, state in optimizer.state.items()}
+
+
+def load_optimizer_state(optimizer: Optimizer, names: Mapping[Tensor, str], state: Mapping[str, Any]) -> None:
+    """Restore what `optimizer_state_dict` returned, on the parameters' devices and in their dtypes."""
+    for parameter, name in names.items():
+        if name in state:
+            optimizer.state[parameter] = {key: _like(value, parameter, key) for key, value in state[name].items()}
+
+
+@contextmanager
+def reading_state() -> Generator[None]:
+    """Convert errors caused by a state of another form into one clear error."""
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ModelwrightError(
+            f"the checkpoint's state has another form than this version expects ({error!r}); finish the run with "
+            "the version that started it, or start a new one with another --run-dir"
+        ) from error
+
+
+def _like(value: Any, parameter: Tensor, key: str) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if key == "step":
+        return value.to(parameter.device)
+    return as_dtensor_like(value, local(value).to(local(parameter).device, parameter.dtype))
+
+
+ROWS = "rows"
+
+
+def gather_rows(state: Mapping[str, Any], data: World) -> dict[str, Any]:
+    """The state with the rows of all data ranks, in order. Collective; each rank passes the same number of rows."""
+    rows = state.get(ROWS, {})
+    whole = {name: data.all_gather(values.to(data.device)).flatten(0, 1).cpu() for name, values in rows.items()}
+    return {**state, ROWS: whole} if rows else dict(state)
+
+
+def own_rows(state: Mapping[str, Any], data: World) -> dict[str, Any]:
+    """The state with this rank's rows. Raises `ConfigError` if the ranks cannot divide them equally."""
+    rows = state.get(ROWS, {})
+    return {**state, ROWS: {name: _own(name, values, data) for name, values in rows.items()}} if rows else dict(state)
+
+
+def _own(name: str, values: Tensor, data: World) -> Tensor:
+    share, rest = divmod(len(values), data.size)
+    if rest:
+        raise ConfigError(
+            f"parallel: the checkpoint has {len(values)} rows of {name}, which {data.size} data ranks cannot "
+            "divide equally; resume with another number of processes"
+        )
+    return values[data.rank * share : (data.rank + 1) * share].clone()
 
 
 @dataclass(kw_only=True)

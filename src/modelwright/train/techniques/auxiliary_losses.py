@@ -1,4 +1,4 @@
-"""Terms of the loss that the model's own layers add (`model/auxiliary_loss.py`): their scale, and their metrics."""
+"""Terms of the loss that the model's own layers add (`model/head_selection.py`): their scale, and their metrics."""
 
 # PyTorch leaves the types of tolist, split and backward open.
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
@@ -6,7 +6,7 @@
 import torch
 
 from modelwright.core.compatibility import COMMON_LOSS_SCALE
-from modelwright.model.auxiliary_loss import auxiliary_losses as losses_of
+from modelwright.model.head_selection import auxiliary_losses as losses_of
 from modelwright.train.objective import Batch
 from modelwright.train.runtime import Runtime
 from modelwright.train.technique import Technique, Update

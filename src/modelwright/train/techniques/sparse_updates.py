@@ -3,33 +3,171 @@
 A technique and a model pass: projections get products that skip what is not selected, and blocks below the lowest
 selected one run without gradient. `begin_step` selects, from the optimizer's moments and the rows of the batch;
 everything that the selection depends on is in the state. Replicas have the same moments, so they select the same units.
+
+Backward products of only the selected outputs of a layer: smaller dense products, not a mask.
+
+Of dy [N, O] only the selected columns S are multiplied. Kind `columns` shrinks both backward products (the gradient of
+the input is then an approximation); kind `rows` shrinks only the gradient of the weight, which is exact in the selected
+rows and zero elsewhere. What is left out is never computed, so there is no remainder to keep; the selector makes up for
+it (`optim.unit_selector`). Legend: N flattened rows, I inputs, O outputs, S selected outputs.
+
+Selects the units to update: those with the strongest signals, and some of all others, so that none is excluded for
+good.
+
+The signal of a unit that is not selected dates from its last selection. It would never change, and a unit that was weak
+once would be excluded forever (as with a published mask that is repeatedly multiplied by the next one: `shrunk_mask`).
+Two mechanisms bring it back: every selection that skips it adds its signal once more, because what it misses
+accumulates, and a share of the slots is drawn at random from all units that have none.
 """
 
-# PyTorch leaves the types of tolist, split and backward open.
-# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
-
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from modelwright.core.errors import ConfigError
+from modelwright.core.seeds import derive_seed
 from modelwright.model.decoder import Decoder
 from modelwright.ops.flop_counter import Executed, counted
 from modelwright.ops.linear_gemms import LinearGemms
-from modelwright.ops.sparse_gemms import on_columns, on_rows
 from modelwright.optim.sparse import BatchSelectionConfig, SparseUpdateConfig
-from modelwright.optim.unit_selector import Selector, moment_signal
 from modelwright.precision.apply import ModelPrecision
 from modelwright.train.flops import attention_flops, head_flops
 from modelwright.train.objective import Batch
 from modelwright.train.runtime import Runtime
 from modelwright.train.technique import Technique, Update
 from modelwright.train.techniques.batch_selection import BatchSelector
+
+
+class Selector:
+    """Selects among `num_units`. Units without a signal come before all others, in random order."""
+
+    def __init__(self, num_units: int, *, seed: int, name: str, regrowth: float, feedback: bool) -> None:
+        self.seed = seed
+        self.name = name
+        self.regrowth = regrowth
+        self.feedback = feedback
+        self.signals = torch.full((num_units,), math.inf)
+        self.passed_over = torch.zeros(num_units)
+        self.chosen = torch.ones(num_units, dtype=torch.bool)
+
+    @property
+    def num_units(self) -> int:
+        return len(self.signals)
+
+    def refresh(self, step: int, share: float, measured: Tensor | None) -> Tensor:
+        """Select anew: the numbers of the selected units, in increasing order. measured: signals [num_units], of which
+        those of the present selection are used; None selects at random.
+        """
+        draw = torch.Generator().manual_seed(derive_seed(self.seed, "units", self.name, step))
+        places = max(1, round(share * self.num_units))
+        if measured is None:
+            return self._take(torch.randperm(self.num_units, generator=draw)[:places])
+        fresh = self.chosen & measured.isfinite()
+        self.signals = torch.where(fresh, measured.to(self.signals), self.signals)
+        worth = self.signals * (1.0 + self.passed_over) if self.feedback else self.signals
+        worth = torch.where(worth.isinf(), torch.full_like(worth, torch.finfo(worth.dtype).max), worth)
+        order = torch.randperm(self.num_units, generator=draw)  # units that are worth the same come in random order
+        order = order[worth[order].argsort(descending=True, stable=True)]
+        num_drawn = min(round(self.regrowth * places), self.num_units - places)
+        rest = order[places - num_drawn :]
+        drawn = rest[torch.randperm(len(rest), generator=draw)[:num_drawn]]
+        return self._take(torch.cat([order[: places - num_drawn], drawn]))
+
+    def _take(self, units: Tensor) -> Tensor:
+        self.chosen = torch.zeros_like(self.chosen).index_fill_(0, units, True)
+        self.passed_over = torch.where(self.chosen, torch.zeros_like(self.passed_over), self.passed_over + 1.0)
+        return self.indices()
+
+    def indices(self) -> Tensor:
+        """The present selection, in increasing order."""
+        return self.chosen.nonzero()[:, 0]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"signals": self.signals, "passed_over": self.passed_over, "chosen": self.chosen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.signals, self.passed_over, self.chosen = (
+            state[name].clone() for name in ("signals", "passed_over", "chosen")
+        )
+
+
+Signal = Literal["gradient", "momentum"]
+
+
+def moment_signal(state: dict[str, Any], signal: Signal, betas: tuple[float, float], eps: float) -> Tensor | None:
+    """Signal per element of a parameter, from its Adam state; None before its first update. `gradient`: the squared
+    gradient, as a running average; `momentum`: the squared share of the gradients that points one way, m^2 / v, 1 if
+    all gradients were equal and near 0 if they are noise. Both with Adam's bias correction.
+    """
+    if "exp_avg_sq" not in state or not float(state["step"]):
+        return None
+    num_updates = float(state["step"])
+    square = state["exp_avg_sq"] / (1.0 - betas[1] ** num_updates)
+    if signal == "gradient":
+        return square
+    mean = state["exp_avg"] / (1.0 - betas[0] ** num_updates)
+    return mean.square() / (square + eps * eps)
+
+
+def shrunk_mask(mask: Tensor, signal: Tensor, share: float) -> Tensor:
+    """The published pseudo-code, kept as a warning: the new mask is the old one times the strongest units now. A unit
+    that has left it never returns, and from one refresh to the next the mask can only lose units.
+    """
+    strongest = torch.zeros_like(mask).index_fill_(0, signal.topk(max(1, round(share * len(signal)))).indices, True)
+    return mask & strongest
+
+
+Chosen = Callable[[], Tensor | None]
+"""Numbers of the outputs that take part now, int64 [S] in rising order; None for all."""
+
+
+def on_rows(inner: LinearGemms, chosen: Chosen) -> LinearGemms:
+    """Like `inner`, but the weight's gradient is computed in its selected rows only."""
+
+    def wgrad(dy_NO: Tensor, x_NI: Tensor) -> Tensor:
+        rows_S = chosen()
+        if rows_S is None:
+            return inner.wgrad(dy_NO, x_NI)
+        part_SI = inner.wgrad(dy_NO.index_select(1, rows_S), x_NI)
+        return part_SI.new_zeros(dy_NO.shape[1], part_SI.shape[1]).index_copy_(0, rows_S, part_SI)
+
+    return replace(inner, name=f"{inner.name}, chosen rows", wgrad=wgrad)
+
+
+def on_columns(inner: LinearGemms, chosen: Chosen) -> LinearGemms:
+    """Like `on_rows`, and the input's gradient uses the selected columns of dy only."""
+
+    def dgrad(dy_NO: Tensor, weight_OI: Tensor) -> Tensor:
+        columns_S = chosen()
+        if columns_S is None:
+            return inner.dgrad(dy_NO, weight_OI)
+        return inner.dgrad(dy_NO.index_select(1, columns_S), weight_OI.index_select(0, columns_S))
+
+    return replace(on_rows(inner, chosen), name=f"{inner.name}, chosen columns", dgrad=dgrad)
+
+
+def masked_naive(inner: LinearGemms, chosen: Chosen, *, input_too: bool) -> LinearGemms:
+    """The reference for both: whole products of a dy in which the other columns are zero. Saves nothing."""
+
+    def masked(dy_NO: Tensor) -> Tensor:
+        columns_S = chosen()
+        if columns_S is None:
+            return dy_NO
+        return dy_NO * torch.zeros(dy_NO.shape[1], dtype=dy_NO.dtype).index_fill_(0, columns_S, 1.0)
+
+    return replace(
+        inner,
+        name="masked",
+        dgrad=lambda dy, weight: inner.dgrad(masked(dy) if input_too else dy, weight),
+        wgrad=lambda dy, x: inner.wgrad(masked(dy), x),
+    )
+
 
 BLOCKS = "blocks"
 """The name of the selector of whole blocks."""
