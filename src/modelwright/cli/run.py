@@ -174,10 +174,10 @@ def start_processes(
 
     config, run, only: what the command line asks for.
     """
-    from modelwright.core.resources import num_usable_cores
+    from modelwright.core.resources import default_num_threads
     from modelwright.pipeline.run import is_finished
 
-    num_threads = config.hardware.num_threads or num_usable_cores()
+    num_threads = config.hardware.num_threads or default_num_threads()
     return supervise(
         start,
         line,

@@ -7,8 +7,9 @@ is not stored again. Version 2, for other grids, is that of `grid_model.py`.
 """
 
 import json
+import math
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -43,6 +44,8 @@ FOUR_BITS = ("int4_nearest", "int4_folded", "int4_gptq")
 """What of `weights` has four bits."""
 MEASURED_ROWS = (8, 256)
 """Tokens that backends are measured with: decoding streams and a chunk of a prompt."""
+HOPELESS = 3.0
+"""Times the fastest kernels' time; no noise of a measurement makes up for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,14 +168,31 @@ def choose_backend(config: Int8WeightsConfig, matrices: Mapping[str, tuple[Tenso
         require_backend(config.backend)
         return config.backend
     distinct = list({tuple(weight.shape): (weight, scale) for weight, scale in matrices.values()}.values())
-    return min(usable_backends(), key=lambda backend: backend_seconds(backend, distinct))
+    times = backend_times(distinct, num_rounds=1)
+    return min(times, key=lambda backend: times[backend])
+
+
+def backend_times(matrices: Sequence[tuple[Tensor, Tensor]], *, num_rounds: int) -> dict[Backend, float]:
+    """Seconds that all matrices, given as codes and scales, take for a token with each kind of kernels, decoded and of
+    a prompt: the least of the rounds. Kernels that are `HOPELESS` times as slow as others are not measured to the end,
+    and not in the next round: without instructions for integers, `int_mm` would take most of the time.
+    """
+    best: dict[Backend, float] = {}
+    for _ in range(num_rounds):
+        for backend in usable_backends():
+            limit_s = HOPELESS * min(best.values(), default=math.inf)
+            if best.get(backend, 0.0) <= limit_s:
+                best[backend] = min(best.get(backend, math.inf), _backend_seconds(backend, matrices, limit_s))
+    return best
 
 
 @torch.inference_mode()
-def backend_seconds(backend: Backend, matrices: list[tuple[Tensor, Tensor]]) -> float:
-    """Seconds that all matrices take for a token, decoded and of a prompt: medians of three."""
+def _backend_seconds(backend: Backend, matrices: Sequence[tuple[Tensor, Tensor]], limit_s: float) -> float:
+    """The sum of medians of three; what was measured so far once it is above `limit_s`."""
     total = 0.0
     for weight, scale in matrices:
+        if total > limit_s:
+            break
         linear = Int8Linear(weight, scale, backend)
         for rows in MEASURED_ROWS:
             x = torch.randn(rows, linear.in_features, generator=torch.Generator().manual_seed(0))

@@ -52,6 +52,16 @@ def num_usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def default_num_threads() -> int:
+    """Threads for a run that names no number: the usable cores, at most `OMP_NUM_THREADS`, as in every OpenMP program.
+
+    Launchers set that variable for each process that they start (torchrun sets it to 1), where it says nothing about
+    the cores that all of them share.
+    """
+    limit = "" if "LOCAL_WORLD_SIZE" in os.environ else os.environ.get("OMP_NUM_THREADS", "")
+    return min(num_usable_cores(), int(limit)) if limit.isdigit() and int(limit) else num_usable_cores()
+
+
 def load() -> float:
     """Runnable processes, mean over the last minute; 0 if the system does not report it."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0

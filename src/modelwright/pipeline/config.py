@@ -37,7 +37,7 @@ class HardwareConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` is CUDA where there is a card, else the CPU."""
     num_threads: int = 0
-    """Threads of all processes of one machine together; 0 for every core."""
+    """Threads of all processes of one machine together; 0 for every core, at most `OMP_NUM_THREADS` of them."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.num_threads <= MAX_THREADS:

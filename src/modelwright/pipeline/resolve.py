@@ -17,20 +17,20 @@ from typing import Any, Literal
 
 import torch
 
-from modelwright.compress.int8 import backend_seconds
-from modelwright.compress.int8_linear import Backend, quantize_rows, usable_backends
+from modelwright.compress.int8 import HOPELESS, backend_times
+from modelwright.compress.int8_linear import quantize_rows
 from modelwright.core.busy import OtherProcesses
 from modelwright.core.config import dump, flatten
 from modelwright.core.errors import ArtifactError, ConfigError
 from modelwright.core.progress import Progress
-from modelwright.core.resources import hardware, num_usable_cores
+from modelwright.core.resources import default_num_threads, hardware, num_usable_cores
 from modelwright.core.rundir import RunDir
 from modelwright.data.clean.config import CleanConfig
 from modelwright.model.config import ModelConfig
 from modelwright.ops import cpu_kernels
 from modelwright.ops.kernel_speed import KERNELS
 from modelwright.ops.lowp_emulation import is_emulated
-from modelwright.ops.microbenchmark import in_turn, undisturbed
+from modelwright.ops.microbenchmark import undisturbed
 from modelwright.parallel.mesh import World
 from modelwright.pipeline.config import HardwareConfig, RunConfig
 from modelwright.pipeline.estimate.cost import size
@@ -85,7 +85,7 @@ def check_threads(num_threads: int) -> None:
     if num_threads > num_usable_cores():
         raise ConfigError(
             f"hardware.num_threads: must be at most {num_usable_cores()}, the cores that this process may use, got "
-            f"{num_threads}; 0 is every core"
+            f"{num_threads}; 0 is every core, or OMP_NUM_THREADS of them"
         )
 
 
@@ -183,8 +183,8 @@ def product_rate(config: RunConfig, precision: PrecisionConfig, note: Callable[[
 def _resolve_hardware(wish: HardwareConfig, previous: RunConfig | None) -> HardwareConfig:
     kept = previous.hardware if previous else None
     check_threads(wish.num_threads)
-    num_cores = num_usable_cores()
-    threads = wish.num_threads or min(kept.num_threads if kept else num_cores, num_cores)
+    most = default_num_threads()
+    threads = wish.num_threads or min(kept.num_threads if kept else most, most)
     device = kept.device if kept and wish.device == "auto" else resolved_device(wish.device)
     check_device(device)
     return HardwareConfig(device=device, num_threads=threads)
@@ -270,15 +270,12 @@ def _resolve_int8(config: RunConfig, previous: RunConfig | None, progress: Progr
     torch.set_num_threads(config.hardware.num_threads)
     matrices = [quantize_rows(torch.randn(shape)) for shape in matrix_shapes(config.model)]
 
-    def measure() -> dict[Backend, float]:
-        measures: dict[Backend, Callable[[], float]] = {
-            name: partial(backend_seconds, name, matrices) for name in usable_backends()
-        }
-        return {name: min(times) for name, times in in_turn(measures, num_rounds=INT8_ROUNDS).items()}
-
-    times = undisturbed(measure, OtherProcesses()).value
+    times = undisturbed(partial(backend_times, matrices, num_rounds=INT8_ROUNDS), OtherProcesses()).value
     best = min(times, key=lambda name: times[name])
-    shown = ", ".join(f"{name} {1e6 * value:.0f} µs a token" for name, value in times.items())
+    shown = ", ".join(
+        f"{name} {1e6 * value:.0f} µs a token" if value <= HOPELESS * times[best] else f"{name} far slower"
+        for name, value in times.items()
+    )
     progress.note(f"INT8 backend: {best} ({shown})")
     return replace(config, serve=replace(config.serve, int8=replace(config.serve.int8, backend=best)))
 
