@@ -1,7 +1,9 @@
 # make demo   install into .venv and go from raw text to a served model; make demo ISA=avx2 as on a processor without AVX-512
-# make test   install with the test tools and run the tests, one process per core (TEST_PROCESSES=N for another number);
-#             ends with the ten slowest tests and the wall time; where the processor has AVX-512, the tests of numerics
-#             run a second time as on one with AVX2 alone
+# make test   install with the test tools and run the tests that take seconds, one process per core (TEST_PROCESSES=N for
+#             another number); ends with the ten slowest tests, the wall time and the CPU time
+# make test-slow  the others, which are marked `slow`: layouts, kills, whole runs, measurements; where the processor has
+#             AVX-512, the tests of numerics run a second time as on one with AVX2 alone
+# make test-all   both
 # make coverage  the same with the share of lines in src/modelwright that were run: 40% more CPU time on Python 3.11,
 #             so not a part of make test; lines that only processes of their own run do not count
 # make lint   formatting, types, import floors
@@ -44,17 +46,23 @@ ISA_TESTS := tests/ops tests/precision tests/parallel/test_gather_formats.py tes
 	tests/memory/test_checkpointing.py tests/train/test_wired_precision.py
 HAS_AVX512 := $(shell grep -qsw avx512f /proc/cpuinfo && echo yes)
 
-.PHONY: demo test coverage lint bench loading-peers prove parity gpu-check clean
+.PHONY: demo test test-slow test-all coverage lint bench loading-peers prove parity gpu-check clean
 
 demo: $(VENV)/.installed
 	@echo "time     $$(($$(date +%s) - $(STARTED))) s: installation"
 	$(WITH_ISA) $(BIN)/modelwright run $(RECIPE) $(ARGS)
 
-# The second pass runs whatever the first one found, and the target fails where either does.
 test: $(VENV)/.installed-dev
-	@set -x; code=0; $(PYTEST) $(ARGS) || code=$$?; \
+	$(PYTEST) -m "not slow" $(ARGS)
+
+# The second pass runs whatever the first one found, and the target fails where either does.
+test-slow: $(VENV)/.installed-dev
+	@set -x; code=0; $(PYTEST) -m slow $(ARGS) || code=$$?; \
 	$(if $(HAS_AVX512),$(if $(ARGS),,MODELWRIGHT_ISA=avx2 $(PYTEST) $(ISA_TESTS) || code=$$?;)) \
 	exit $$code
+
+test-all:
+	@code=0; $(MAKE) test || code=$$?; $(MAKE) test-slow || code=$$?; exit $$code
 
 coverage: $(VENV)/.installed-dev
 	$(PYTEST) --cov --cov-report= $(ARGS)

@@ -4,6 +4,7 @@ the background.
 
 import gc
 import os
+import resource
 import signal
 import subprocess
 import tempfile
@@ -111,6 +112,13 @@ def pytest_testnodedown(node: Any, error: object) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = {name: number for number, name in enumerate(SLOW_FILES)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """The CPU time of all processes of the tests, which other jobs of the machine change less than the wall time."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        terminalreporter.write_line(f"CPU time: {sum(one.ru_utime + one.ru_stime for one in used):,.0f} s")
 
 
 def pytest_collection_finish() -> None:
