@@ -55,6 +55,7 @@ def test_similar_names_are_no_violation() -> None:
     assert not list(violations("import json\nfrom pickles import jar\nworld.gather_json(1)\nsafetensors.torch.load(x)"))
 
 
+@pytest.mark.slow
 def test_the_package_does_not_pickle() -> None:
     """Neither files nor messages between ranks: what arrives is data, never code."""
     paths = sorted(PACKAGE.rglob("*.py"))

@@ -35,6 +35,7 @@ def test_the_training_core_asks_for_no_type(name: str) -> None:
     assert not [call.lineno for call in calls if isinstance(call.func, ast.Name) and call.func.id == "isinstance"]
 
 
+@pytest.mark.slow
 def test_no_class_is_long() -> None:
     lengths = {
         node.name: (node.end_lineno or 0) - node.lineno + 1

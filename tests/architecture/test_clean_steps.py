@@ -88,6 +88,7 @@ def clean_slowly_enough(source: Path, out: Path) -> None:
     clean_documents(read_documents(data, report=SourceReport()), steps, out, SilentProgress(), **arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["00011.measured0.json", "00003.measured1.json", "00007.written.json"])
 def test_they_resume_with_the_same_bytes(stage: str, source: Path, tmp_path: Path) -> None:
     """Killed when the file appears: each phase of the steps has one."""

@@ -21,6 +21,7 @@ def figures() -> dict[str, float]:
     return measure(ROOT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MOST)
 def test_a_limit_holds_and_may_only_be_lowered(name: str, figures: dict[str, float]) -> None:
     value, limit = figures[name], MOST[name]

@@ -123,6 +123,7 @@ def run(folder: Path, *, stop: int = 0, noise: float = 0.01) -> dict[str, Tensor
     return {name: weight.clone() for name, weight in model.state_dict().items()} | averages
 
 
+@pytest.mark.slow
 def test_they_train_and_resume_with_the_same_bits(tmp_path: Path) -> None:
     whole = run(tmp_path / "whole")
     with pytest.raises(Stopped):
@@ -185,6 +186,7 @@ def resumed(world: World, folder: Path, layout: Mapping[str, Any]) -> dict[str, 
     return trained(folder, world=world, parallel=ParallelConfig(**layout))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [("zero 3", "tensor"), ("pipeline", "one copy")])
 def test_a_killed_run_resumes_under_another_layout(before: str, after: str, tmp_path: Path) -> None:
     ended = start_distributed(killed, 2, tmp_path / "cut", tiny_run.TWO_RANK_LAYOUTS[before]).wait()
@@ -221,6 +223,7 @@ def needing_whole_gradients(world: World, folder: Path) -> tuple[dict[str, Tenso
     return weights, refusals
 
 
+@pytest.mark.slow
 def test_what_a_technique_needs_chooses_the_strategy_or_refuses_the_layout(tmp_path: Path) -> None:
     """By default two processes keep one copy and divide the gradients; with this technique they keep copies."""
     alone = trained(tmp_path / "alone", LargestRow())

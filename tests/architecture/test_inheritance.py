@@ -82,6 +82,7 @@ def test_small_packages(source: str, is_found: bool) -> None:
     assert bool(list(concrete_subclassing({"a.py": source}))) == is_found
 
 
+@pytest.mark.slow
 def test_the_package_composes_instead_of_inheriting() -> None:
     paths = sorted(PACKAGE.rglob("*.py"))
     assert len(paths) > 100

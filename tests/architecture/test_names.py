@@ -5,6 +5,8 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
+import pytest
+
 import modelwright
 
 PACKAGE = Path(modelwright.__file__).parent
@@ -16,6 +18,7 @@ BRITISH = re.compile(
 )
 
 
+@pytest.mark.slow
 def test_class_names_are_unique() -> None:
     files: dict[str, list[str]] = defaultdict(list)
     for path in PACKAGE.rglob("*.py"):
@@ -25,6 +28,7 @@ def test_class_names_are_unique() -> None:
     assert not {name: found for name, found in files.items() if len(found) > 1}
 
 
+@pytest.mark.slow
 def test_spelling_is_american() -> None:
     """`normalise` would be found; `advise`, `precise` and `exercise` are the same everywhere."""
     assert BRITISH.search("it normalises")

@@ -140,6 +140,7 @@ def in_all_layouts(world: World, folder: Path) -> dict[str, dict[str, Tensor]]:
     }
 
 
+@pytest.mark.slow
 def test_every_layout_gives_the_weights_and_metrics_of_one_process(alone: dict[str, Tensor], tmp_path: Path) -> None:
     for found in run_distributed(in_all_layouts, 2, tmp_path):
         for name in tiny_run.TWO_RANK_LAYOUTS:
@@ -159,6 +160,7 @@ def resumed(world: World, folder: Path, layout: Mapping[str, Any]) -> dict[str, 
     return trained(folder, world=world, parallel=ParallelConfig(**layout), settings=MICROBATCHES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [("zero 3", "pipeline"), ("tensor", "copies")])
 def test_a_killed_run_resumes_under_another_layout(
     before: str, after: str, alone: dict[str, Tensor], tmp_path: Path

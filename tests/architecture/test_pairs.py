@@ -143,12 +143,14 @@ def rows_to_train(refusals: Refusals, switches: Sequence[str], pairs: Iterable[P
     return covering_array(trains, required, refusals.can_combine)
 
 
+@pytest.mark.slow
 def test_pairs_of_switches_train_or_are_refused(tmp_path: Path) -> None:
     names = [name for name in SWITCHES if name not in STRATEGIES]
     rows = rows_to_train(Refusals(), names, pairs_of(names))
     train_all(single(), rows, "", tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_switch_and_a_layout_train_or_are_refused(layout: str, tmp_path: Path) -> None:
     """On two processes. A strategy does little on one, so its pairs with switches are trained here, too."""

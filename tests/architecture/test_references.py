@@ -147,6 +147,7 @@ def _is_output(path: str) -> bool:
     return all(part in words_of_code() or not part.isidentifier() for part in re.split(r"[/.]", path.strip("/")))
 
 
+@pytest.mark.slow
 def test_a_reference_to_nothing_is_found() -> None:
     assert not exists("max_start_loss_of_nobody")
     assert not exists("train/no_such_file.py")

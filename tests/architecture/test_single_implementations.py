@@ -111,6 +111,7 @@ def test_similar_code_is_no_violation(source: str) -> None:
     assert not violations(source, WRITING + JUDGING)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rules", "allowed"), [(WRITING, LINE_WRITERS), (JUDGING, DEVIATIONS)])
 def test_the_package_has_one_implementation(
     rules: tuple[Callable[[ast.AST], bool], ...], allowed: dict[str, str]

@@ -65,6 +65,7 @@ def whole(request_file: Path) -> RunDir:
     return run
 
 
+@pytest.mark.slow
 def test_it_resumes_with_the_same_bits(request_file: Path, whole: RunDir) -> None:
     run = RunDir(request_file.parent / "killed")
     stage = run.stage("smoothed")

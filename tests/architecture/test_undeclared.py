@@ -187,6 +187,7 @@ def check(outcomes: Mapping[str, Outcome], alone: Mapping[str, Tensor], refused:
 DIVIDED = dict.fromkeys(("zero 3", "tensor", "pipeline"), "in one piece on every rank, which parallel.")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [centralized, shrunk, noisy])
 def test_who_declares_nothing_does_on_two_processes_what_it_does_on_one(make: Builder, tmp_path: Path) -> None:
     alone, plain = trained(tmp_path / "alone", make(UNDECLARED)), trained(tmp_path / "plain")
@@ -204,6 +205,7 @@ def test_whole_matrices_are_whole_under_the_default_of_two_processes(tmp_path: P
         check(outcomes, alone, {"zero 3": what, "tensor": what})
 
 
+@pytest.mark.slow
 def test_who_declares_to_need_nothing_and_acts_by_shapes_is_refused(tmp_path: Path) -> None:
     draws = "noisy: draws random numbers from PyTorch's default generator"
     alone = trained(tmp_path / "alone", noisy(frozenset()))
@@ -225,6 +227,7 @@ def named(world: World, folder: Path, package: Path, settings: Mapping[str, Any]
     ]
 
 
+@pytest.mark.slow
 def test_settings_name_a_technique_and_a_strategy(package: Path, tmp_path: Path) -> None:
     settings = {"techniques": {"noise": {"scale": 0.02}}, "gradient_sync": {"strategy": {"plain": {}}}}
     alone, plain = trained(tmp_path / "alone", settings=settings), trained(tmp_path / "plain")

@@ -87,6 +87,7 @@ COMMAND = Command(name="greet", summary="greet whoever is there", run=run, parse
 """
 
 
+@pytest.mark.slow
 def test_another_package_adds_a_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -101,6 +102,7 @@ def test_another_package_adds_a_command(
     assert "greet" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "entry", "problem"),
     [
@@ -137,11 +139,13 @@ def test_own_commands_import_no_other_package(tmp_path: Path, monkeypatch: pytes
     assert main(["greet"]) == 7, "the broken one of the same distribution does not matter"
 
 
+@pytest.mark.slow
 def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "tiny", "--seconds", "0.05"]) == 0
     assert "recommended compute" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_early_is_no_error() -> None:
     line = f"{sys.executable} -m modelwright.cli.main config tiny | head -1; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(

@@ -20,6 +20,7 @@ def complete(script: str, *words: str) -> list[str]:
     return done.stdout.split()
 
 
+@pytest.mark.slow
 def test_bash_completes_commands_options_and_settings(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", "bash"]) == 0
     script = capsys.readouterr().out
@@ -32,6 +33,7 @@ def test_bash_completes_commands_options_and_settings(capsys: pytest.CaptureFixt
     assert complete(script, "explain", "training.gradient_sync.k") == ["training.gradient_sync.kind"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
 def test_other_shells_accept_their_script(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", shell]) == 0

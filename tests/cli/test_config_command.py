@@ -22,6 +22,7 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_every_section_has_few_settings() -> None:
     """A stage's own section 20, what all training stages share 70, any other section 25: a page that somebody reads.
     What every training stage has counts where it is listed, with the first of them.

@@ -18,6 +18,7 @@ def test_parts_are_left_out(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_rates_of_a_recipe_as_json(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -141,6 +141,7 @@ def test_chatting(model_folder: Path, tmp_path: Path, number: signal.Signals, is
     assert (code, errors) == (CODES[number][0], f"modelwright: {CODES[number][1]}\n")
 
 
+@pytest.mark.slow
 @BOTH
 @pytest.mark.parametrize("stage", ["clean", "pretrain"])
 def test_running_in_one_process(tmp_path: Path, number: signal.Signals, stage: str) -> None:
@@ -153,6 +154,7 @@ def test_running_in_one_process(tmp_path: Path, number: signal.Signals, stage: s
         assert last.startswith("modelwright: stopped after step")
 
 
+@pytest.mark.slow
 @BOTH
 def test_a_test_of_rates(tmp_path: Path, number: signal.Signals) -> None:
     packed = tmp_path / "out" / "data" / "pack" / "artifact"

@@ -137,6 +137,7 @@ GRIDS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [RESNET, VIT], ids=["resnet", "vit"])
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 @pytest.mark.parametrize("activations", ["none", "token", "tensor_min_max"])

@@ -151,6 +151,7 @@ def logits_of(file: File, ids: torch.Tensor) -> torch.Tensor:
     return cap * torch.tanh(logits / cap) if cap else logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXPORTED)
 def test_the_file_alone_gives_the_models_logits(name: str, tmp_path: Path, files: dict[str, Path]) -> None:
     case, changes = EXPORTED[name]

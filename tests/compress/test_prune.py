@@ -65,6 +65,7 @@ def test_query_heads_go_from_every_group() -> None:
     torch.testing.assert_close(hidden(smaller), hidden(model))
 
 
+@pytest.mark.slow
 def test_activations_see_what_weights_do_not() -> None:
     """Large weights behind a channel that is never active."""
     model = teacher()

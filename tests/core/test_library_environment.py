@@ -52,6 +52,7 @@ def test_a_process_on_plain_x86_64_has_no_wide_vectors_and_multiplies_no_narrow_
     assert kernels in ("x86-64", "")
 
 
+@pytest.mark.slow
 def test_programs_are_started_with_the_variables():
     done = seen("import runpy; runpy.run_module('modelwright.core.print_environment', run_name='__main__')",
                 **{SWITCH: "avx2"})  # fmt: skip

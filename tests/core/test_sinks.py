@@ -78,6 +78,7 @@ def history(folder: Path, name: str = "loss") -> list[tuple[int, float]]:
     return column(read_records(folder / "metrics.jsonl"), name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["open", "write", "later write", "close"])
 def test_a_sink_that_raises_never_stops_a_training(
     when: str, without: tuple[dict[str, torch.Tensor], list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -121,6 +122,7 @@ def test_a_slow_sink_says_how_much_it_lacks(monkeypatch: pytest.MonkeyPatch, tmp
     assert told == ["test: was too slow for 7 records; metrics.jsonl has them"]
 
 
+@pytest.mark.slow
 @OWN_WARNINGS
 def test_mlflow_has_the_numbers_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In MLflow's own SQLite file, read by MLflow's own client."""
@@ -161,6 +163,7 @@ def test_mlflow_takes_every_name(name: str, shown: str) -> None:
     validation._validate_param_name(accepted(name))
 
 
+@pytest.mark.slow
 @OWN_WARNINGS
 def test_wandb_has_the_numbers_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the file that `wandb sync` sends; without a key and without a network."""

@@ -47,6 +47,7 @@ def test_a_local_that_became_global_would_be_found() -> None:
     assert list(instructions(compile(before, "x", "exec"))) != list(instructions(compile(after, "x", "exec")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
 def test_the_compiled_module_is_the_same(module: types.ModuleType, seed: int) -> None:

@@ -109,6 +109,7 @@ def golden(augmentations: Mapping[str, Augmentation]) -> dict[str, list[str]]:
     return yaml.safe_load(GOLDEN.read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_examples(name: str, augmentations: Mapping[str, Augmentation], golden: dict[str, list[str]]) -> None:
     texts = changed(augmentations[name])

@@ -163,6 +163,7 @@ def marians(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return there, back
 
 
+@pytest.mark.slow
 def test_marian_models_translate_the_same_alone_and_together(
     marians: tuple[Path, Path], caplog: pytest.LogCaptureFixture
 ) -> None:

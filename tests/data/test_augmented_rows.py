@@ -115,6 +115,7 @@ def update_of(step: int) -> Update:
     return Update(step=step, num_steps=STEPS, gradients=[], losses={"loss": loss}, weights={"loss": 1.0})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by_tokens", [False, True], ids=["whole_rows", "token_budget"])
 def test_the_same_batches_after_a_resume_on_any_number_of_ranks(rows: PackedRows, by_tokens: bool) -> None:
     whole = Rank(rows, 0, 1, by_tokens=by_tokens)

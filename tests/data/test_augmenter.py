@@ -31,6 +31,7 @@ def document(number: int, **changes: Any) -> Document:
 DOCUMENTS = [document(number) for number in range(40)]
 
 
+@pytest.mark.slow
 def test_a_copy_depends_on_seed_epoch_and_document_alone() -> None:
     together = Augmenter(METHODS, seed=1)(DOCUMENTS, epoch=2, strength=0.7)
     backwards = [Augmenter(METHODS, seed=1)([one], epoch=2, strength=0.7)[0] for one in reversed(DOCUMENTS)]

@@ -10,6 +10,7 @@ from mixed_corpora import digest, dropped
 RECORDED = json.loads((Path(__file__).parent / "golden" / "dropped.json").read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("thresholds", ["fixed", "auto"])
 def test_decisions_about_a_corpus(tmp_path: Path, thresholds: str) -> None:
     drops = dropped(tmp_path, 1, thresholds=thresholds)
@@ -18,6 +19,7 @@ def test_decisions_about_a_corpus(tmp_path: Path, thresholds: str) -> None:
     assert digest(drops) == recorded["digest"]
 
 
+@pytest.mark.slow
 def test_decisions_by_an_index_of_earlier_runs(tmp_path: Path) -> None:
     for day, (seed, after) in {"a": (4, 0), "b": (5, 4), "c": (6, 5)}.items():
         drops = dropped(tmp_path / day, seed, index=str(tmp_path / "index"), key=day, after=after)

@@ -108,6 +108,7 @@ def small_constants(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index, "_AT_ONCE", 128)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_constants")
 @pytest.mark.parametrize("earlier", ["no run", "a run with equal documents", "a run with near-duplicates"])
 def test_bytes_per_document(tmp_path: Path, earlier: str) -> None:

@@ -21,6 +21,7 @@ def similarity(first: str, second: str) -> float:
     return len(one & other) / len(one | other)
 
 
+@pytest.mark.slow
 def test_made_up_documents_are_copied_as_they_say() -> None:
     made = list(islice(documents(3000, seed=3), 3000))
     copies = [(text, of) for text, of in made if of >= 0]
@@ -34,6 +35,7 @@ def test_made_up_documents_are_copied_as_they_say() -> None:
     assert 500 < np.mean([len(text) for text, _ in made]) < 750
 
 
+@pytest.mark.slow
 def test_scale_counts_what_the_command_drops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", SPAWNING_POPEN)  # the benchmark calls os.wait4
     pairs = write_documents(tmp_path / "documents.jsonl", 600, seed=5)

@@ -89,6 +89,7 @@ def test_hashes_give_the_similarity_of_words() -> None:
     np.testing.assert_array_equal(shingles("A b, c! D e"), shingles("a B c d E"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_near_duplicates_against_the_comparison_of_all_pairs(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
@@ -200,6 +201,7 @@ def corpus_of_a_day(seed: int) -> list[Document]:
     return [document(" ".join(sentence(rng, 60)), number) for number in range(30)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", [0, 3, 60, -1])
 def test_an_index_is_whole_though_its_writer_was_killed(tmp_path: Path, moment: int) -> None:
     index = str(tmp_path / "index")
@@ -218,6 +220,7 @@ def test_an_index_is_whole_though_its_writer_was_killed(tmp_path: Path, moment: 
     assert clean(tmp_path / "after", [*corpus_of_a_day(2), new], key="tuesday", index=index)[0] == ["d99"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_runs_after_another_against_the_comparison_of_all_pairs(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
@@ -243,6 +246,7 @@ def test_runs_after_another_against_the_comparison_of_all_pairs(tmp_path: Path, 
     assert num_dropped > 25
 
 
+@pytest.mark.slow
 def test_a_large_index_is_read_in_part(tmp_path: Path) -> None:
     """One document against 3,000: the fences and a few blocks are read."""
     rng = random.Random(3)
@@ -345,6 +349,7 @@ def templated_pages(num_pages: int, num_copies: int) -> list[Document]:
     return [document(text, number) for number, text in enumerate(texts)]
 
 
+@pytest.mark.slow
 def test_candidates_through_a_band_are_few_and_the_kept_set_is_that_of_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

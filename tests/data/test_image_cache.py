@@ -229,6 +229,7 @@ def test_a_flipped_byte_of_a_mapped_file_is_named(copy: Path, number: int) -> No
         list(store.squares([number], size=4, fit="crop"))
 
 
+@pytest.mark.slow
 def test_a_flipped_byte_at_the_source_is_named(copy: Path, tmp_path: Path) -> None:
     first, last = 3 * BLOCK_BYTES, 4 * BLOCK_BYTES
     flip(copy / FILE, first + 9)
@@ -303,6 +304,7 @@ def read_endlessly(folder: Path, config: RowCacheConfig, memory: Path, seed: int
                 started.release()
 
 
+@pytest.mark.slow
 def test_killed_processes_leave_nothing_behind(folder: Path, tmp_path: Path, memory: Path) -> None:
     """Two processes share the tiers of a host and are killed while they write images; the next start reads the same
     ones and removes what is of no use.

@@ -439,6 +439,7 @@ def test_near_duplicates_are_those_of_every_pair_compared(tmp_path: Path, monkey
         assert all((int(hashes[a]) ^ int(hashes[b])).bit_count() == bits <= most for a, b, bits in found)
 
 
+@pytest.mark.slow
 def test_near_duplicates_take_few_bytes_an_image(tmp_path: Path) -> None:
     def peak(count: int) -> int:
         hashes = np.random.default_rng(2).integers(0, 2**63, count, dtype=np.uint64)

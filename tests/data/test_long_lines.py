@@ -64,6 +64,7 @@ def clean(*words: object) -> tuple[subprocess.CompletedProcess[str], int]:
     return done, 1024 * int(peak[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BEFORE_AND_AFTER)
 def test_one_clear_error(tmp_path: Path, name: str) -> None:
     path = write_long(tmp_path / name)
@@ -76,6 +77,7 @@ def test_one_clear_error(tmp_path: Path, name: str) -> None:
     assert peak_bytes < PEAK_BYTES
 
 
+@pytest.mark.slow
 def test_a_counted_skip(tmp_path: Path) -> None:
     paths = [write_long(tmp_path / name) for name in (*BEFORE_AND_AFTER, "long.jsonl.zst")]
     assert paths[-1].stat().st_size < 2**20
@@ -91,6 +93,7 @@ def test_a_counted_skip(tmp_path: Path) -> None:
     assert peak_bytes < PEAK_BYTES
 
 
+@pytest.mark.slow
 def test_the_longest_line_that_is_read(tmp_path: Path) -> None:
     path = write_long(tmp_path / "long.txt", num_blocks=15)
     done, peak_bytes = clean(path, "--out", tmp_path / "out")

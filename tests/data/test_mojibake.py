@@ -45,6 +45,7 @@ LOCALES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("language", LOCALES)
 def test_text_that_nothing_was_tuned_on(language: str) -> None:
     fake = Faker(LOCALES[language])

@@ -97,6 +97,7 @@ def cleaned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, CleanReport
     return folder, clean(folder, [*corpus(500, 150), *foreign])
 
 
+@pytest.mark.slow
 def test_junk_is_dropped_and_text_is_kept(cleaned: tuple[Path, CleanReport]) -> None:
     folder, report = cleaned
     dropped = dropped_as_noise(folder)
@@ -191,6 +192,7 @@ def test_layouts(text: str, layout: str) -> None:
     assert layout_of(text) == layout
 
 
+@pytest.mark.slow
 def test_the_seed_decides_the_samples_and_nothing_else_does(tmp_path: Path) -> None:
     documents = corpus(60, 20)
     reports = [
@@ -229,6 +231,7 @@ def test_what_is_saved_is_what_scikit_learn_has_fitted(tmp_path: Path) -> None:
     assert LinearClassifier.load(tmp_path / "model").probabilities([]).shape == (0,)
 
 
+@pytest.mark.slow
 def test_folds_side_by_side_give_the_bits_of_scikit_learns_own_cross_validation() -> None:
     rng = random.Random(3)
     texts = [f"{sentence(rng)} {sentence(rng)}" for _ in range(120)]
@@ -260,6 +263,7 @@ def test_the_threshold_keeps_its_promise() -> None:
     assert few > 1, "two samples promise nothing"
 
 
+@pytest.mark.slow
 def test_a_model_of_hugging_face_reads_the_uncertain_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     transformers = pytest.importorskip("transformers")
     from tokenizers import Tokenizer, models, pre_tokenizers

@@ -3,10 +3,13 @@
 import json
 from typing import Any
 
+import pytest
+
 from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents
 from modelwright.data.workers import LocalProcesses
 
 
+@pytest.mark.slow
 def test_the_corpus_of_this_machine_is_the_same_from_processes() -> None:
     def ids(**options: Any) -> list[str]:
         config = SourceConfig(sources=("stdlib",), stdlib_fraction=0.03)

@@ -164,6 +164,7 @@ def test_kinds_and_regions_can_be_chosen() -> None:
         PrivacyConfig(phone_regions=("XX",))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("locale", ["en_US", "en_GB", "de_DE", "fr_FR", "es_ES", "it_IT"])
 def test_made_up_people(locale: str) -> None:
     """At least 95 of 100 values in the formats of a country, which `faker` makes."""
@@ -210,6 +211,7 @@ def examples() -> list[Example]:
     return labeled("test", per_kind=160, seed=7) + negatives("test", count=400, seed=7)
 
 
+@pytest.mark.slow
 def test_the_prefilter_hides_no_match(examples: list[Example], monkeypatch: pytest.MonkeyPatch) -> None:
     """Anchors and shapes skip most searches; without them the findings are the same."""
     with_prefilter = [found_in(example.text, is_code=example.is_code) for example in examples]

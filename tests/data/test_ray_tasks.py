@@ -75,6 +75,7 @@ def clean(out: Path, more: list, engine) -> None:
     clean_documents(documents, steps, out, SilentProgress(), engine=engine, shard_documents=20)
 
 
+@pytest.mark.slow
 def test_the_files_are_those_of_one_process_though_a_worker_is_killed(tmp_path: Path) -> None:
     with_ray, here = tmp_path / "ray", tmp_path / "here"
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
@@ -110,6 +111,7 @@ def slow(document):
 """
 
 
+@pytest.mark.slow
 def test_the_command_is_killed_and_goes_on_with_the_shards_that_are_left(tmp_path: Path) -> None:
     from clean_engines import Command, with_the_command_killed  # imports PyTorch, which Ray's workers need not
 

@@ -18,6 +18,7 @@ def documents() -> Sequence[Document]:
     return found
 
 
+@pytest.mark.slow
 def test_the_chosen_answer_has_the_higher_score(documents: Sequence[Document]) -> None:
     assert len(documents) > 50  # how many there are depends on the libraries of the machine
     for document in documents:

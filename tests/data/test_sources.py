@@ -398,6 +398,7 @@ def test_a_directory_without_permission_is_named(tmp_path: Path, monkeypatch: py
 LONG = "x" * 150
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "content", "line", "kept"), [
     ("t.txt", f"first\n{LONG}\nlast\n", ":2", ["first\n", "last\n"]),
     ("t.txt", f"first\n{LONG}", ":2", ["first\n"]),

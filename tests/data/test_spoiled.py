@@ -56,6 +56,7 @@ def similarity(first: str, second: str) -> float:
     return len(sets[0] & sets[1]) / len(sets[0] | sets[1])
 
 
+@pytest.mark.slow
 def test_labels_say_what_was_done(entries: list[tuple[Document, Label]]) -> None:
     by_id = {document.id: document.text for document, _ in entries}
     forms = {label.form for _, label in entries}
@@ -72,6 +73,7 @@ def test_labels_say_what_was_done(entries: list[tuple[Document, Label]]) -> None
     assert levels[-1] > 0.97
 
 
+@pytest.mark.slow
 def test_another_process_spoils_in_the_same_way(spoiled: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONHASHSEED": "77", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     subprocess.run([sys.executable, "-c", SCRIPT, tmp_path], env=environment, check=True)

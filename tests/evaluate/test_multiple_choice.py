@@ -44,6 +44,7 @@ def test_questions_are_deterministic_and_well_formed(make_document) -> None:
     assert sum(question.tier == "same package" for question in questions) > 60
 
 
+@pytest.mark.slow
 def test_neither_place_nor_length_tells_the_answer(make_document) -> None:
     questions = build_questions(make_qa(make_document, 800), MultipleChoiceConfig(num_questions=800))
     assert len(questions) > 600

@@ -150,6 +150,7 @@ def test_a_step_that_is_timed_computes_the_same(monkeypatch: pytest.MonkeyPatch)
         assert sum(seconds) < wall
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_every_model_type_is_taken(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
@@ -193,6 +194,7 @@ def four_bit_model(
     return quantize_to_grid(make_model(**shape), trained, choose=lambda matrices: "int_mm")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("each_instruction_set")
 @pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "asymmetric"])
 @pytest.mark.parametrize("activations", ["none", "token"])
@@ -205,6 +207,7 @@ def test_four_bit_models(activations: ActivationGrid, symmetric: bool, monkeypat
         assert_same_up_to_ties(model, prompts, monkeypatch)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("each_instruction_set")
 @pytest.mark.parametrize("activations", ["none", "token"])
 def test_four_bit_models_that_select_heads(activations: ActivationGrid, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,6 +240,7 @@ def test_bf16_models_are_closer_to_fp32_than_the_reference(monkeypatch: pytest.M
     assert [own[:2] for own in found] == [own[:2] for own in exact]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fp32", "int8", "selected heads", "none", "token"])
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_a_request_has_the_same_bits_alone_and_in_a_batch(
@@ -364,6 +368,7 @@ def test_a_model_in_training_is_decoded_with_the_weights_of_its_format() -> None
     assert all(one.weight.dtype == torch.float32 for one in projections), "the model keeps its own weights"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"use_dora": True}], ids=["LoRA", "DoRA"])
 def test_adapters_in_training_are_decoded_merged(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model()

@@ -19,6 +19,7 @@ PROMPT_LENS = (1, 9, 23, 45)
 """One token; shorter than a window; over the first context of some scalings; longer than a chunk of prefill."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_greedy_generations_are_identical(tmp_path: Path, name: str) -> None:
     """All prompts at once in the engine, so that sequences of several lengths share steps; one by one in

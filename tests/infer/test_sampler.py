@@ -33,6 +33,7 @@ def test_temperature_sharpens():
     assert all(found.get(token, 0.0) == pytest.approx(share, abs=0.05) for token, share in expected.items())
 
 
+@pytest.mark.slow
 def test_top_k_and_top_p_keep_the_right_tokens():
     assert frequencies(SamplingParams(top_k=2)) == pytest.approx({0: 2 / 3, 1: 1 / 3}, abs=0.05)
     assert set(frequencies(SamplingParams(top_p=0.6))) == {0, 1}

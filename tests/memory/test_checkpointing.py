@@ -106,6 +106,7 @@ def run(config, *, compute="fp32", attend=None, decoder=CONFIG, adapters=NO_ADAP
     return gradients, num_bytes, counter.get_total_flops(), shape, segments
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own_kernels", [True, False])
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 def test_gradients_are_equal_and_bytes_and_flops_are_those_of_the_formulas(compute, own_kernels, monkeypatch):
@@ -126,6 +127,7 @@ def test_gradients_are_equal_and_bytes_and_flops_are_those_of_the_formulas(compu
         assert again - flops == pytest.approx(TOKENS * total_recomputed_flops(shape, segments)), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own_kernels", [True, False])
 def test_blocks_of_other_types_are_recomputed_and_counted_too(own_kernels, monkeypatch):
     """Windows need no own bytes; tables, tiles and scales of 1 + weight are small beside the rest."""
@@ -161,6 +163,7 @@ def test_attention_of_other_kinds_is_kept_too():
     assert plain[2] == kept[2] < without[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("adapters", "changes"),
     [

@@ -73,6 +73,7 @@ def test_memory_that_is_used_again_is_another_tensor():
     assert weight.grad.item() == 500 * 256 * (0 + 1 + 2 + 3 + 1 + 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tier", ["host", "disk"])
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("segments", SEGMENTS)
@@ -116,6 +117,7 @@ def test_values_strides_and_formats_come_back_from_a_file(tmp_path):
     assert fetches[0]().stride() == tensors[0].stride()
 
 
+@pytest.mark.slow
 def test_memory_is_given_up_and_the_file_is_used_again(tmp_path, monkeypatch):
     """No more waits to be written than is allowed; a second step takes no more of the file than the first."""
     monkeypatch.setattr(disk, "MOST_QUEUED_BYTES", 3 * 2**20)

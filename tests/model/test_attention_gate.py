@@ -106,6 +106,7 @@ def on_two_ranks(world: World, folder: Path) -> list[dict[str, torch.Tensor]]:
     return [train(world, folder / str(number), GATES[number % 2], one) for number, one in enumerate(LAYOUTS)]
 
 
+@pytest.mark.slow
 def test_every_layout_trains_it_alike(tmp_path: Path) -> None:
     alone = {gate: train(single(), tmp_path / gate, gate, {}) for gate in GATES}
     start = gated_model("head", torch.float64).state_dict()

@@ -98,6 +98,7 @@ def test_bf16_stays_near_fp32():
     torch.testing.assert_close(hidden.float(), exact, rtol=0.0, atol=5 * TOLERANCES["bf16_op"]["atol"])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # PyTorch's own tracer
 def test_blocks_compile_without_graph_breaks():
     torch.compiler.reset()  # other tests of this process may have used up the number of recompilations

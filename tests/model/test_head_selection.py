@@ -185,6 +185,7 @@ def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
         torch.testing.assert_close(found[name], value, rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_every_layout_trains_it_alike(tmp_path: Path, trained: dict[str, Tensor]) -> None:
     name = "blocks.0.attention.head_router.weight"
     assert not torch.equal(trained[name], selecting_model(torch.float64).state_dict()[name])
@@ -214,6 +215,7 @@ def test_recomputed_layers_decide_alike(
     assert_close(train(single(), tmp_path, {}, activation_checkpointing=checkpointing), trained)
 
 
+@pytest.mark.slow
 def test_compiled_layers_learn_alike(
     tmp_path: Path, trained: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,6 +234,7 @@ def shares(model: Decoder) -> Tensor:
     return torch.stack(counts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [0.25, 0.85])
 def test_the_budget_pulls_the_share_of_open_heads(tmp_path: Path, budget: float) -> None:
     model = Decoder(replace(tiny_run.SHAPE, head_budget=budget))

@@ -58,6 +58,7 @@ def test_transformers_reads_what_we_write(tmp_path, qk_norm, tied):
         torch.testing.assert_close(our_logits(model, TOKENS), theirs(TOKENS).logits, **TOLERANCES["fp32_logits"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("qk_norm", "tied"), KINDS)
 def test_greedy_generations_are_identical(tmp_path, qk_norm, tied):
     model = make_decoder(qk_norm=qk_norm, tie_embeddings=tied)

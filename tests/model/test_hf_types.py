@@ -33,6 +33,7 @@ def their_logits(model, tokens_BT: torch.Tensor) -> torch.Tensor:
         return model(tokens_BT).logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_logits_are_equal_and_survive_the_round_trip(tmp_path: Path, name: str) -> None:
     theirs = write_folder(name, tmp_path / "theirs", shard_size="100KB")
@@ -49,6 +50,7 @@ def test_logits_are_equal_and_survive_the_round_trip(tmp_path: Path, name: str) 
     assert load_config(tmp_path / "ours") == ours.config
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_loss_and_gradients_of_a_step_are_equal(tmp_path: Path, name: str) -> None:
     """Through packed attention, as in training; the loss is the mean over all predicted tokens."""

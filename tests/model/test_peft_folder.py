@@ -65,6 +65,7 @@ def in_peft(base: Path, adapter: Path) -> Any:
     return peft.PeftModel.from_pretrained(model, str(adapter), autocast_adapter_dtype=False).eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", TYPES)
 def test_peft_loads_ours_and_we_load_it_back(tmp_path: Path, kind: str) -> None:
     write_folder(kind, tmp_path / "base")
@@ -95,6 +96,7 @@ PEFT_SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama-biased", "gemma3", "phi3"])
 def test_we_load_what_peft_writes_with_equal_outputs_and_gradients(tmp_path: Path, kind: str) -> None:
     write_folder(kind, tmp_path / "base")

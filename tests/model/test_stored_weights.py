@@ -55,6 +55,7 @@ def memory_of_loading(folder: Path, first: Path) -> tuple[int, int]:
     return 4 * model.config.num_parameters, max(moments) - before
 
 
+@pytest.mark.slow
 def test_memory_holds_the_model_and_one_tensor_more(tmp_path: Path) -> None:
     """Measured at every tensor, while it is in memory in both formats, in processes that have done nothing else. The
     system's own noise only adds, so the smallest of three figures counts.

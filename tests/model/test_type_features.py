@@ -47,6 +47,7 @@ def cosine(left: torch.Tensor, right: torch.Tensor) -> float:
     return float(torch.nn.functional.cosine_similarity(left.flatten(), right.flatten(), dim=0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "least_cosine"), [("bf16_mixed", 0.98), ("fp8", 0.85), ("int8", 0.9)])
 @pytest.mark.parametrize("name", KINDS)
 def test_number_formats(tmp_path: Path, name: str, policy: Any, least_cosine: float) -> None:
@@ -62,6 +63,7 @@ def test_number_formats(tmp_path: Path, name: str, policy: Any, least_cosine: fl
         assert cosine(gradients[key], exact_gradients[key]) > least_cosine, key
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # PyTorch's own tracer
 @pytest.mark.parametrize("name", ["llama-biased", "gemma2", "gemma3"])
 def test_compiled_blocks(tmp_path: Path, name: str) -> None:

@@ -183,6 +183,7 @@ def in_all_layouts(world: World, folder: Path, out: Path) -> dict[str, dict[str,
     }
 
 
+@pytest.mark.slow
 def test_every_layout_gives_the_weights_of_one_process(folder: Path, alone: dict[str, Tensor], tmp_path: Path) -> None:
     fresh = tiny_run.tiny_model(torch.float64)
     attach_modules(fresh, objective_of(folder), 1)

@@ -156,6 +156,7 @@ def alone(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, T
     return trained(folder, tmp_path_factory.mktemp("alone"), single())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_every_layout_gives_the_weights_of_one_process(
     world_size: int, folder: Path, alone: dict[str, Tensor], tmp_path: Path

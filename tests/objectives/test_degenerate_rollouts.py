@@ -77,6 +77,7 @@ def test_the_trainer_and_the_engine_agree_at_any_packing_and_microbatch(
     assert (ratios_CT - 1)[rollout.mask_CT].abs().max() < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_microbatches", [1, 2, 4])
 def test_the_first_update_of_a_rollout_is_on_policy(num_microbatches: int, tmp_path: Path) -> None:
     made = {"ppo": tiny_rollouts.ppo(num_ppo_epochs=2), "grpo": tiny_rollouts.grpo(beta=0.1, num_iterations=2)}

@@ -197,6 +197,7 @@ def test_losses_and_gradients_equal_naive_ones(step: int) -> None:
     assert_equals_naive(make(single()), step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer_map", [(), (0, 2), (1, 1), (2, -1)])
 def test_mapped_layers_and_distributions_of_heads_equal_naive_ones(layer_map: tuple[int, ...]) -> None:
     """Steps of both parts, and of attention and logits."""
@@ -213,6 +214,7 @@ def test_other_divergences_equal_naive_ones(name: Any) -> None:
 HF_TEACHERS = ("gemma2", "gemma3", "phi3-window", "qwen3", "llama-biased", "mistral")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HF_TEACHERS)
 def test_a_teacher_from_a_folder_of_another_type_teaches_what_it_computes(name: str, tmp_path: Path) -> None:
     """Its predictions are those of `transformers`, and all three parts are those of the definitions: soft caps, sliding
@@ -349,6 +351,7 @@ REFUSED: list[tuple[Any, Any]] = [
 ]
 
 
+@pytest.mark.slow
 def test_two_processes_give_what_one_gives(tmp_path: Path) -> None:
     alone = {name: run_layout(single(), tmp_path / "alone", name) for name in LAYOUTS}
     for found, refused in run_distributed(run_layouts, 2, tmp_path / "two"):
@@ -359,6 +362,7 @@ def test_two_processes_give_what_one_gives(tmp_path: Path) -> None:
             assert f"parallel.{next(reversed(parallel))}" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -378,6 +382,7 @@ def test_blocks_that_are_compiled_are_refused(tmp_path: Path) -> None:
         train(single(), tmp_path, make(single(), HIDDEN), changes={"compile": True})
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     def objective(name: str) -> Distillation:
         return make(single(), dtype=torch.float32, cache=tmp_path / name / "teacher")
@@ -422,6 +427,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[st
     return {form: train_phases(single(), tmp_path_factory.mktemp(form), form) for form in forms}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("phase", "form", "step"),
     [
@@ -491,6 +497,7 @@ def test_a_row_is_evaluated_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     torch.testing.assert_close(first[LOG_PROBS].double(), logits.log_softmax(-1).topk(5).values, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_student_becomes_like_its_teacher(tmp_path: Path) -> None:
     """The divergence falls to a fraction; labels alone leave it high."""
     divergences = {}

@@ -146,6 +146,7 @@ class Constant:
         return [tiny_rollouts.Score(1.0) for _ in samples]
 
 
+@pytest.mark.slow
 def test_rollouts_without_a_difference_are_skipped(tmp_path: Path) -> None:
     made = tiny_rollouts.grpo(resampling_rounds=1)
     made.worker.reward.terms = [tiny_rollouts.Term(Constant(), 1.0)]
@@ -168,6 +169,7 @@ def in_all_layouts(world: World, folder: Path) -> dict[str, dict[str, Tensor]]:
     }
 
 
+@pytest.mark.slow
 def test_every_layout_learns_what_one_process_does(tmp_path: Path) -> None:
     expected = tiny_rollouts.train(
         single(), tmp_path / "alone", objective(single(), torch.float64), dtype=torch.float64
@@ -181,6 +183,7 @@ def test_every_layout_learns_what_one_process_does(tmp_path: Path) -> None:
             tiny_rollouts.assert_same(found[name], expected, name)
 
 
+@pytest.mark.slow
 def test_a_run_stopped_within_a_rollout_resumes_with_the_same_bits(tmp_path: Path) -> None:
     whole = tiny_rollouts.train(single(), tmp_path / "whole", objective(single()))
     with pytest.raises(Stopped):

@@ -187,6 +187,7 @@ def test_the_loss_is_the_cross_entropy_with_soft_labels_written_out(shape: dict[
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_only_the_classifier_is_trained_and_it_learns(alone: dict[str, Tensor], folder: Path, tmp_path: Path) -> None:
     fresh = carrier(torch.float64)
     attach_modules(fresh, objective_of(folder), 1)
@@ -204,6 +205,7 @@ def over_two_ranks(world: World, data: Path, out: Path) -> dict[str, dict[str, T
     return {name: trained(data, out / name, world=world, parallel=layout) for name, layout in layouts.items()}
 
 
+@pytest.mark.slow
 def test_two_data_ranks_give_the_losses_weights_and_statistics_of_one_process(
     alone: dict[str, Tensor], folder: Path, tmp_path: Path
 ) -> None:
@@ -218,6 +220,7 @@ def fp32_over_two_ranks(world: World, data: Path, out: Path) -> dict[str, Tensor
     return trained(data, out, world=world, parallel={"shared_memory": False}, dtype=torch.float32)
 
 
+@pytest.mark.slow
 def test_two_data_ranks_agree_in_fp32(folder: Path, tmp_path: Path) -> None:
     """Adam divides by the size of gradients: weights whose gradient is rounding alone may move apart."""
     expected = trained(folder, tmp_path / "alone", dtype=torch.float32)
@@ -239,6 +242,7 @@ def resumed(world: World, data: Path, out: Path, parallel: Mapping[str, Any]) ->
     return trained(data, out, world=world, dtype=torch.float32, parallel=parallel)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "parallel"), [(1, {}), (2, {"shared_memory": False}), (2, {"zero_stage": 3})])
 def test_a_killed_run_resumes_with_the_same_bits(
     num_ranks: int, parallel: Mapping[str, Any], folder: Path, tmp_path: Path
@@ -254,6 +258,7 @@ def test_a_killed_run_resumes_with_the_same_bits(
 DELAYED = {"policy": "fp8", "fp8": {"scaling": "delayed"}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16_mixed", "fp16_mixed", "int8", "fp8", DELAYED], ids=str)
 @pytest.mark.parametrize("shape", [RESNET, VIT], ids=["resnet", "vit"])
 def test_precision_policies_reach_the_layers_and_keep_the_norms_in_fp32(
@@ -275,6 +280,7 @@ def rounded(name: ImageQuantization) -> TechniqueBuilder:
     return lambda run: fake_quantization(quantization_of(name, run.num_steps), run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [RESNET, VIT], ids=["resnet", "vit"])
 def test_rounding_to_integers_in_training_reaches_the_layers(
     shape: dict[str, Any], folder: Path, tmp_path: Path
@@ -297,6 +303,7 @@ def rounded_over_two_ranks(world: World, data: Path, out: Path, grid: ImageQuant
     }
 
 
+@pytest.mark.slow
 def test_two_data_ranks_round_as_one_process(folder: Path, tmp_path: Path) -> None:
     """Ranges are observed over both, in the first step of six."""
     alone = trained(folder, tmp_path / "alone", techniques=[rounded("int8_static")])

@@ -90,6 +90,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
     return {name: (folder, tiny_rollouts.train(single(), folder, make(name))) for name, folder in folders.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "killed"), [("grpo", die_while_generating), *((name, die_between_updates) for name in VALUES)]
 )
@@ -105,6 +106,7 @@ def test_a_killed_run_resumes_with_the_same_bits(
     assert all(torch.equal(value, whole[name][1][key]) for key, value in resumed.items())
 
 
+@pytest.mark.slow
 def test_a_run_killed_again_and_again_at_random_moments_ends_with_the_same_bits(
     whole: Mapping[str, Any], tmp_path: Path
 ) -> None:

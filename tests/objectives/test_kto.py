@@ -115,6 +115,7 @@ def test_bad_settings(name: str) -> None:
         parse(KtoConfig, {name: 0.0})
 
 
+@pytest.mark.slow
 def test_a_short_run_separates_the_labels(tmp_path: Path) -> None:
     source = preference_rows.loader(tmp_path / "rows", preference_rows.labeled(NUM_ANSWERS))
     objective = Kto(source, KtoConfig(), preference_rows.reference_model(torch.float32))

@@ -266,6 +266,7 @@ def run_layouts(world: World, folder: Path) -> dict[str, dict[str, Tensor]]:
     return {name: run_layout(world, folder, name) for name in LAYOUTS}
 
 
+@pytest.mark.slow
 def test_two_processes_give_what_one_gives(tmp_path: Path) -> None:
     alone = {name: run_layout(single(), tmp_path / "alone", name) for name in ("copies", "zero 3")}
     sampled = [step for step in range(NUM_STEPS) if f"{step}/on_policy/divergence" in alone["copies"]]
@@ -326,6 +327,7 @@ def test_ranks_with_different_weights_are_refused(tmp_path: Path) -> None:
         train(single(), tmp_path, make(single()), async_updates={"mode": "hogwild"})
 
 
+@pytest.mark.slow
 def test_a_student_becomes_like_its_teacher_where_it_goes_itself(tmp_path: Path) -> None:
     objective = make(single(), dtype=torch.float32, num_steps=100)
     found = train(

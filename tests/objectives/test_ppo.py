@@ -106,6 +106,7 @@ def reference_loss(model: Decoder, old: Decoder, start: Decoder, rollout: Rollou
     return (policy_total + config.vf_coef * value_total) / num_tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
 def test_loss_and_gradients_are_those_of_the_papers(name: str) -> None:
     objective = tiny_rollouts.ppo(fault=5, **VARIANTS[name])
@@ -237,6 +238,7 @@ def in_all_layouts(world: World, folder: Path) -> dict[str, dict[str, Tensor]]:
     }
 
 
+@pytest.mark.slow
 def test_every_layout_learns_what_one_process_does(tmp_path: Path) -> None:
     expected = tiny_rollouts.train(
         single(), tmp_path / "alone", objective(single(), torch.float64), dtype=torch.float64, num_steps=6
@@ -248,6 +250,7 @@ def test_every_layout_learns_what_one_process_does(tmp_path: Path) -> None:
             tiny_rollouts.assert_same(found[name], expected, name)
 
 
+@pytest.mark.slow
 def test_a_run_stopped_within_an_epoch_resumes_with_the_same_bits(tmp_path: Path) -> None:
     whole = tiny_rollouts.train(single(), tmp_path / "whole", objective(single()), num_steps=6)
     with pytest.raises(Stopped):
@@ -258,6 +261,7 @@ def test_a_run_stopped_within_an_epoch_resumes_with_the_same_bits(tmp_path: Path
     assert all(torch.equal(value, whole[key]) for key, value in resumed.items())
 
 
+@pytest.mark.slow
 def test_an_update_that_goes_too_far_ends_the_rollout(tmp_path: Path) -> None:
     made = tiny_rollouts.ppo(num_ppo_epochs=4, target_kl=1e-3)
     found = tiny_rollouts.train(single(), tmp_path, made)
@@ -269,6 +273,7 @@ def test_an_update_that_goes_too_far_ends_the_rollout(tmp_path: Path) -> None:
     assert begun
 
 
+@pytest.mark.slow
 def test_rollouts_without_a_reward_are_skipped(tmp_path: Path) -> None:
     made = tiny_rollouts.ppo(fault=1)
     found = tiny_rollouts.train(single(), tmp_path, made, num_steps=2)

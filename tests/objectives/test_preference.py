@@ -92,6 +92,7 @@ def written_out(name: str, model: Decoder) -> tuple[Tensor, dict[str, float]]:
     return torch.stack(losses).mean() + sft_weight * nll, metrics
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_losses_and_gradients_equal_those_written_out(name: str, rows: PackedRows) -> None:
     settings = {"beta": BETA, "gradient_accumulation_steps": 2, "precision": {"policy": "fp32"}}

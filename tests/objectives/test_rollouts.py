@@ -85,6 +85,7 @@ def in_all_layouts(world: World, make: Callable[[], Decoder]) -> dict[str, tuple
     return {name: roll_out(world, make=make, **axes) for name, axes in layouts if not (is_packed and name == "tensor")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [tiny_rollouts.model, adapted, partial(adapted, "int8")],

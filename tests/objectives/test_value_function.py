@@ -77,6 +77,7 @@ def trained(world: World, folder: Path, **options: object) -> dict[str, Tensor]:
     )
 
 
+@pytest.mark.slow
 def test_every_layout_learns_what_one_process_does(tmp_path: Path) -> None:
     expected = trained(single(), tmp_path / "alone")
     start = tiny_rollouts.reward_model()
@@ -177,6 +178,7 @@ def narrow(world: World, folder: Path, name: str) -> dict[str, Tensor]:
     )
 
 
+@pytest.mark.slow
 def test_layouts_divide_it_in_narrow_formats(tmp_path: Path) -> None:
     bf16, fp8 = NARROW
     expected = narrow(single(), tmp_path / "alone", bf16)

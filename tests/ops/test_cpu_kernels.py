@@ -70,6 +70,7 @@ def assert_equal_with_gradients(fast, naive, inputs):
         )
 
 
+@pytest.mark.slow
 @needs_kernels
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(1, 1, 16), (6, 2, 32), (3, 1, 48), (2, 2, 128)])
@@ -288,6 +289,7 @@ def test_a_kernel_is_used_if_no_case_is_slower():
     assert not kernels_for("unknown")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not has_compiler(), reason="needs a C++ compiler")
 def test_processes_that_build_at_once_leave_one_library(tmp_path):
     code = "from modelwright.ops import cpu_kernels; assert cpu_kernels.kernels() is not None"

@@ -116,6 +116,7 @@ time.sleep(0.1)  # the threads sleep
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rest", ["", "child = os.fork()\nsys.exit(child and os.WEXITSTATUS(os.waitpid(child, 0)[1]))"])
 def test_a_program_and_a_copy_of_it_end_with_threads_that_sleep(rest: str) -> None:
     subprocess.run([sys.executable, "-c", PROGRAM + rest], timeout=60, check=True)

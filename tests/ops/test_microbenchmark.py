@@ -114,6 +114,7 @@ def test_busy_processes_are_noticed():
     assert found.busy_cores > CORES / 4
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.get_num_threads() > 1, reason="only one thread's own time is known")
 def test_busy_processes_do_not_lower_the_rate_of_one_thread():
     """Products so long that other processes take the core away in between."""

@@ -59,6 +59,7 @@ def on_four_ranks(world: World) -> dict[str, dict[str, Tensor]]:
     return found
 
 
+@pytest.mark.slow
 def test_updates_and_states_are_equal_to_the_bit_however_a_parameter_is_divided() -> None:
     for found in run_distributed(on_four_ranks, 4):
         for case, tensors in found.items():
@@ -82,6 +83,7 @@ def train_layouts(world: World, folder: Path, kind: str) -> list[dict[str, Tenso
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["adamw_8bit", "adamw_bf16_states"])
 def test_every_layout_trains_to_the_same_weights(kind: str, tmp_path: Path) -> None:
     """Gradients are summed in FP64, so that only blocks and random bits could tell the layouts apart: by 8e-3 while

@@ -124,6 +124,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: 
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int8", "bf16"])
 def test_it_learns_as_adamw_does(kind):
     ours, theirs = net(), net()

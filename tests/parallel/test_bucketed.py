@@ -1,5 +1,6 @@
 """Compressing transports that begin in backward, against twins that run after it."""
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -71,6 +72,7 @@ def check_all(world: World) -> None:
         check(world, name)
 
 
+@pytest.mark.slow
 def test_buckets_in_backward_are_those_of_after_it_and_their_state_follows_the_parameters():
     run_distributed(check_all, 2)
 

@@ -174,6 +174,7 @@ def ranks():
     return run_distributed(sums, 8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_sum_is_the_backends(ranks, size, algorithm):
@@ -365,6 +366,7 @@ def test_config_names_the_field(field, value):
         TopologyConfig(**{field: value})
 
 
+@pytest.mark.slow
 def test_a_link_that_degrades_leaves_the_tree(tmp_path):
     """Four hosts, a cable between every two; one that the tree uses drops from 100 to 5 Mbit/s while it runs."""
     if reason := netns.missing():

@@ -82,6 +82,7 @@ def on_rank(world: World) -> list[dict[str, Any]]:
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_any_number_of_ranks_gives_the_loss_and_the_gradients_of_the_naive_sum(world_size: int) -> None:
     ranks = [on_rank(single())] if world_size == 1 else run_distributed(on_rank, world_size)

@@ -37,6 +37,7 @@ def runs(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[st
     return run_distributed(train_in_turn, 2, folder, tmp_path_factory.mktemp("ranks"), LAYOUTS)
 
 
+@pytest.mark.slow
 def test_one_process_ends_with_the_same_bits(folder: Path, tmp_path: Path) -> None:
     model = deferred_model(folder)
     assert is_deferred(model)
@@ -46,6 +47,7 @@ def test_one_process_ends_with_the_same_bits(folder: Path, tmp_path: Path) -> No
     assert all(torch.equal(weights[name], weight) for name, weight in loaded.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_rank_reads_its_own_part(folder: Path, runs: Any, layout: str) -> None:
     total = deferred_model(folder).config.num_parameters

@@ -64,6 +64,7 @@ def starts(folder):
     return found
 
 
+@pytest.mark.slow
 def test_a_killed_process_comes_back_and_a_third_one_waits(undisturbed, tmp_path):
     """Three processes cannot share eight rows: two train."""
     [(errors, code)] = finish(start(tmp_path, "process", processes=3))
@@ -73,6 +74,7 @@ def test_a_killed_process_comes_back_and_a_third_one_waits(undisturbed, tmp_path
     torch.testing.assert_close(losses(tmp_path), undisturbed, **TOLERANCES["fp32_loss"])
 
 
+@pytest.mark.slow
 def test_a_killed_host_is_done_without(undisturbed, tmp_path):
     """Either may go: where the hosts find each other is on neither of them."""
     with socket.socket() as probe:

@@ -138,6 +138,7 @@ def runs(tmp_path_factory) -> Runs:
     return lambda name: groups[name][name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PAIRS)
 def test_narrow_gathers_train_to_the_same_bits(runs, name):
     # ZeRO-1 sums over ranks and microbatches; for norms, which go with the root, in another order. Their last bits turn

@@ -4,6 +4,8 @@ import os
 import signal
 import time
 
+import pytest
+
 from distributed import run_distributed, start_distributed
 from modelwright.parallel.heartbeat import LOST, Heartbeat
 from modelwright.parallel.mesh import World, single
@@ -52,10 +54,12 @@ def test_a_silent_process_ends_those_that_wait_for_it_and_is_named():
     assert "nothing was heard of process 2 for 3 s" in first.output
 
 
+@pytest.mark.slow
 def test_a_process_that_leaves_is_not_lost():
     assert run_distributed(leave, 2) == ["ended well"] * 2
 
 
+@pytest.mark.slow
 def test_processes_that_were_paused_together_do_not_take_each_other_for_lost():
     ranks = start_distributed(be_paused, 2)
     limit = time.monotonic() + 120

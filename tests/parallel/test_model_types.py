@@ -116,6 +116,7 @@ def metric(folder: Path, name: str) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", CASES, ids=lambda run: run.name)
 def test_losses_and_weights_are_those_of_one_process(single: Any, ranks: Any, run: Case) -> None:
     folder, weights = single[run.name.partition("-")[0]]

@@ -118,6 +118,7 @@ def metric(folder: Path, name: str) -> torch.Tensor:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in TWO + FOUR if case.compute != "bf16"], ids=lambda case: case.name)
 def test_losses_and_weights_are_those_of_one_process(single, ranks, case):
     folder, weights = single(case)
@@ -131,6 +132,7 @@ def test_losses_and_weights_are_those_of_one_process(single, ranks, case):
         torch.testing.assert_close(found[name], weight, **(EXACT if is_exact else TRAINED))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in TWO + FOUR if case.compute == "bf16"], ids=lambda case: case.name)
 def test_bf16_is_no_further_from_fp32_than_one_process_is(single, ranks, case):
     """A sum that is cut in two is rounded twice, so the errors differ; they must not grow."""

@@ -99,6 +99,7 @@ def runs(tmp_path_factory) -> OnDemand[Case, Path]:
     return OnDemand(GROUPS, run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", TWO + FOUR + MIXED + FP32, ids=lambda case: case.name)
 def test_losses_and_weights_equal_those_of_one_process(runs, case):
     check_against_one_process(runs, case)

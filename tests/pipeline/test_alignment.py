@@ -94,6 +94,7 @@ def run_here(inside: Command, words: Sequence[str]) -> subprocess.CompletedProce
     return inside(*words, *SHORT, *(f"--{stage}.{setting}" for stage in trainings for setting in STEPS))
 
 
+@pytest.mark.slow
 def test_pairs_make_a_reward_model_and_a_better_policy(
     inside: Command, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -127,6 +128,7 @@ def test_pairs_make_a_reward_model_and_a_better_policy(
     assert "tensor([0.])" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_reward_model_of_a_run_scores_the_answers_of_its_policy(
     inside: Command, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,6 +182,7 @@ def check_scores(folder: Path) -> None:
     torch.testing.assert_close(scores, expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_labels_raise_desirable_answers(inside: Command, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
     (command,) = (words for words in COMMANDS if "labeled" in words)
@@ -209,6 +212,7 @@ def test_bad_pairs_are_named(
     assert problem in done.stderr
 
 
+@pytest.mark.slow
 def test_a_reference_with_another_vocabulary_is_refused(
     inside: Command, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,6 +229,7 @@ def test_a_reference_with_another_vocabulary_is_refused(
     assert f"dpo.reference: {tmp_path / 'none'} is not a folder" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_range_test_of_the_rate_packs_the_rows_of_the_stage(
     inside: Command, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,6 +21,7 @@ from modelwright.recipes.load import load
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
 
+@pytest.mark.slow
 def test_sources_with_scores_train_from_records_to_a_model(
     inside: Command, tmp_path: Path, small_words: tuple[str, ...]
 ) -> None:

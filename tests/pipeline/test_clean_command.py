@@ -65,6 +65,7 @@ def same(first: Path, second: Path) -> None:
         assert (first / name).read_bytes() == (second / name).read_bytes(), name
 
 
+@pytest.mark.slow
 def test_the_result(undisturbed: Path, source: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = undisturbed
     report = json.loads((out / "report.json").read_text())
@@ -90,6 +91,7 @@ MOMENTS = ("work", "00000.measured0.npz", "00002.measured0.json", "read.json", "
 """Files whose appearance is the next moment to be killed at, in the order in which they are written."""
 
 
+@pytest.mark.slow
 def test_a_command_that_is_killed_again_and_again_goes_on(undisturbed: Path, source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     for moment in MOMENTS:
@@ -127,6 +129,7 @@ class Stop(Exception):
     """Ends the work in the middle."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "name"),
     [
@@ -209,6 +212,7 @@ def _die_once(item: tuple[str, int]) -> int:
     return number
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_replaced(tmp_path: Path) -> None:
     results = list(LocalProcesses(2).map(_die_once, [(str(tmp_path), number) for number in range(12)]))
     assert sorted(results) == list(range(12))

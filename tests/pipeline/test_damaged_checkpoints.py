@@ -49,6 +49,7 @@ def contents(paths: list[Path]) -> list[tuple[int, bytes]]:
     return [(len(file.read_bytes()), file.read_bytes()[-64:]) for file in files]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["--nproc", "2"]])
 def test_all_damaged_is_refused_until_restart_is_given(
     run: Path, inside: Command, command: Command, small_words: tuple[str, ...], more: list[str]
@@ -76,6 +77,7 @@ def test_all_damaged_is_refused_until_restart_is_given(
     assert folders(run)[-1].name == f"step-{STEPS:08d}"
 
 
+@pytest.mark.slow
 def test_the_newest_whole_one_is_taken_and_the_damaged_one_kept(
     run: Path, inside: Command, small_words: tuple[str, ...]
 ) -> None:
@@ -94,6 +96,7 @@ def test_the_newest_whole_one_is_taken_and_the_damaged_one_kept(
     assert all(ours[name].equal(theirs[name]) for name in theirs)
 
 
+@pytest.mark.slow
 def test_restart_leaves_whole_checkpoints_alone(run: Path, inside: Command, small_words: tuple[str, ...]) -> None:
     done = inside(*small_words, *MORE, "--run-dir", str(run), "--restart")
     assert done.returncode == 0, done.stderr

@@ -108,6 +108,7 @@ def test_the_report_begins_with_what_is_worth_seeing(run: Path) -> None:
     assert first[places[3] :].count('<div class="qa">') == 3
 
 
+@pytest.mark.slow
 def test_a_changed_setting_runs_only_what_depends_on_it(run: Path, inside: Command) -> None:
     before = {name: read_manifest(run / name / "artifact").content_digest for name in STAGES}
     done = inside("run", str(run), "--evaluate.multiple_choice.num_questions", "4", "--stages", "evaluate")
@@ -118,6 +119,7 @@ def test_a_changed_setting_runs_only_what_depends_on_it(run: Path, inside: Comma
     assert [name for name in STAGES if before[name] != after[name]] == ["evaluate", "quantize", "report"]
 
 
+@pytest.mark.slow
 def test_stages_that_are_needed_must_be_up_to_date(run: Path, inside: Command) -> None:
     done = inside("run", str(run), "--sft.learning_rate", "1e-5", "--stages", "evaluate")
     assert done.returncode == 2
@@ -134,6 +136,7 @@ def test_dry_run_changes_nothing(run: Path, inside: Command) -> None:
     assert sorted((str(path), path.stat().st_mtime_ns) for path in run.rglob("*")) == before
 
 
+@pytest.mark.slow
 def test_dry_run_of_several_processes_names_their_axes_and_one_process_s_memory(run: Path, inside: Command) -> None:
     told = {}
     for words in ([], ["--nproc", "2"], ["--nproc", "2", "--parallel.zero_stage", "3"]):
@@ -169,6 +172,7 @@ def test_export_loads_in_transformers(run: Path, inside: Command, tmp_path: Path
     assert "--overwrite" in again.stderr
 
 
+@pytest.mark.slow
 def test_start_from_the_exported_folder(
     run: Path, inside: Command, tmp_path: Path, corpus: Path, small_words: tuple[str, ...]
 ) -> None:
@@ -185,6 +189,7 @@ def test_start_from_the_exported_folder(
     assert same[0] == same[1], "the same weights, data and settings must give the same model"
 
 
+@pytest.mark.slow
 def test_two_processes_by_torchrun(run: Path, tmp_path: Path, small_words: tuple[str, ...]) -> None:
     target = tmp_path / "two"
     command = [
@@ -200,6 +205,7 @@ def test_two_processes_by_torchrun(run: Path, tmp_path: Path, small_words: tuple
     assert json.loads((target / "run.json").read_text())["invocations"][0]["world_size"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not CHROMIUM.exists(), reason="needs Chromium")
 @pytest.mark.parametrize("width", [1280, 390])
 def test_the_report_opens_without_network(run: Path, width: int) -> None:
@@ -222,6 +228,7 @@ def test_the_report_opens_without_network(run: Path, width: int) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_report_can_be_written_again_by_name(run: Path, inside: Command) -> None:
     (run / "report.html").unlink()
     done = inside("report", str(run))

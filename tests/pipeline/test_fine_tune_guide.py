@@ -32,6 +32,7 @@ def commands() -> list[str]:
     return [line for block in blocks for line in block.splitlines() if line]
 
 
+@pytest.mark.slow
 def test_every_command_does_what_the_page_says(
     inside: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

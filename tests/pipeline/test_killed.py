@@ -77,6 +77,7 @@ def finish(words: Sequence[str], run: Path) -> None:
     assert code == 0, errors
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(NUM_RUNS > 0, reason="the long form runs instead")
 def test_killed_thrice(tmp_path: Path, undisturbed: tuple[Path, float], words: tuple[str, ...]) -> None:
     whole, duration_s = undisturbed
@@ -102,6 +103,7 @@ def test_killed_once(number: int, tmp_path: Path, undisturbed: tuple[Path, float
     assert weights(tmp_path / "run") == weights(whole), f"killed after {moment:.1f} s in {reached}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["distill", "qat"])
 def test_killed_in_a_stage_that_makes_a_model_smaller(
     stage: str, tmp_path: Path, undisturbed: tuple[Path, float], words: tuple[str, ...]
@@ -120,6 +122,7 @@ def test_killed_in_a_stage_that_makes_a_model_smaller(
     assert steps(run, stage) == list(range(1, STEPS[stage] + 1))
 
 
+@pytest.mark.slow
 def test_asked_to_stop_in_training(tmp_path: Path, undisturbed: tuple[Path, float], words: tuple[str, ...]) -> None:
     run = tmp_path / "run"
     metrics = run / "pretrain" / "metrics.jsonl"

@@ -74,6 +74,7 @@ def training(run: Path, *more: str) -> list[str]:
     return ["run", str(run), "--stages", "pretrain,report", *more]
 
 
+@pytest.mark.slow
 def test_two_processes_end_as_one_does(run: Path, inside: Command, command: Command) -> None:
     """And the ranks are placed by their links, which are all the same here."""
     alone = Path(shutil.copytree(run, run.with_name("alone")))
@@ -94,6 +95,7 @@ def test_two_processes_end_as_one_does(run: Path, inside: Command, command: Comm
     assert json.loads((run / "links.json").read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_asked_to_stop_they_save_and_one_goes_on(run: Path, inside: Command, number: signal.Signals) -> None:
     words = training(run, "--pretrain.num_steps=80", "--pretrain.checkpoint_every_steps=0")
@@ -112,6 +114,7 @@ def test_asked_to_stop_they_save_and_one_goes_on(run: Path, inside: Command, num
     assert [record["step"] for record in read_records(metrics) if "loss" in record] == list(range(1, 81))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [("run", "--nproc", "2"), ("launch", "--nproc", "2", "run")])
 @pytest.mark.parametrize("moment", ["starting", "preparing"])
 def test_interrupted_outside_of_training(
@@ -140,6 +143,7 @@ def test_a_peer_that_left_is_no_bug() -> None:
     assert as_lost_peer(bug) is bug
 
 
+@pytest.mark.slow
 def test_a_users_error_is_told_once(run: Path, command: Command, inside: Command) -> None:
     """One that only the first of the processes meets, and some that are known before any is started."""
     with RunDir(run).lock():
@@ -162,6 +166,7 @@ def num_restarts(errors: str) -> int:
     return errors.count("starting again") - errors.count("EADDRINUSE")
 
 
+@pytest.mark.slow
 def test_a_process_lost_in_preparation_comes_back(tmp_path: Path, small_words: Sequence[str]) -> None:
     """The one that waits is killed while the first prepares data."""
     run = tmp_path / "run"
@@ -193,6 +198,7 @@ def test_a_process_lost_in_training_comes_back(run: Path) -> None:
     assert first["world_size"] == last["world_size"] == 2
 
 
+@pytest.mark.slow
 def test_a_process_too_many_waits(run: Path, command: Command) -> None:
     """Four rows in two microbatches have use for two of three processes; test_elastic.py kills one of three."""
     done = command(

@@ -48,6 +48,7 @@ def noise(seed: int, num_chars: int) -> str:
     return "".join(dice.choice("abcdefghijklmnop qrstuvwxyz ") for _ in range(num_chars))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["question", "instruction"])
 def test_pairs_alone_train_from_text_to_report(
     inside: Command, tmp_path: Path, small_words: tuple[str, ...], layout: str
@@ -66,6 +67,7 @@ def test_pairs_alone_train_from_text_to_report(
         assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 def test_pretraining_may_learn_conversations_beside_other_text(
     inside: Command, tmp_path: Path, small_words: tuple[str, ...]
 ) -> None:
@@ -91,6 +93,7 @@ def test_pretraining_may_learn_conversations_beside_other_text(
     assert "What is 7 plus" in found["with"]
 
 
+@pytest.mark.slow
 def test_pairs_longer_than_a_row_are_reported(inside: Command, tmp_path: Path, small_words: tuple[str, ...]) -> None:
     source = write_pairs(tmp_path, num_pairs=40, words=12)
     with open(source, "a") as file:

@@ -79,6 +79,7 @@ async def ask(client: httpx.AsyncClient, prompt: str, *, stream: bool) -> tuple[
     return versions, "".join(part["choices"][0]["text"] for part in parts)
 
 
+@pytest.mark.slow
 def test_20_reloads_under_load(server: ServerThread, folders, answers):
     models = [weakref.ref(server.service.worker.client.engine._runner._model)]
 

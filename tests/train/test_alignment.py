@@ -84,6 +84,7 @@ def in_all_layouts(world: World, folder: Path) -> dict[str, dict[str, Tensor]]:
     }
 
 
+@pytest.mark.slow
 def test_every_layout_gives_the_weights_and_metrics_of_one_process(tmp_path: Path) -> None:
     first, second = run_distributed(in_all_layouts, 2, tmp_path)
     for family in FAMILIES:
@@ -113,6 +114,7 @@ def killed(world: World, folder: Path) -> None:
     trained(folder.name, folder, death, world=world, dtype=torch.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["dpo", "kto", "reward"])
 def test_a_killed_run_resumes_with_the_same_bits(family: str, tmp_path: Path) -> None:
     (ended,) = start_distributed(killed, 1, tmp_path / "cut" / family).wait()

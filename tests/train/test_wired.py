@@ -181,6 +181,7 @@ def test_ranks_that_hold_parts_of_one_model_have_nobody_to_meet(runs):
     assert losses(runs, "sharded-local") == pytest.approx(losses(runs, "exact"), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_ends_the_run_on_all_ranks_and_names_the_tensor(runs):
     for rank in range(2):
         found = ended(runs, "flipped", rank)

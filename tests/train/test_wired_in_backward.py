@@ -76,6 +76,7 @@ def four(tmp_path_factory) -> Runs:
     return Runs(tmp_path_factory.mktemp("four"), cases, size=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*TWO, *FOUR])
 def test_same_bits_as_after_backward(request, name):
     """But for ZeRO-1 of several microbatches, whose gradients are then summed one by one."""
@@ -105,6 +106,7 @@ def test_bytes_sent_are_counted(runs):
     assert ended(runs, "one-copy-within")["bytes_sent"] < 0.5 * sent[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALONE)
 def test_clipping_by_the_last_norm_is_that_of_one_process_and_goes_on_after_a_stop(tiny, tmp_path, runs, name):
     tiny.run(tmp_path, tiny.settings(**BY_LAST_NORM))
@@ -125,6 +127,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_is_skipped_on_all(runs, name):
         assert (found["error"], found["skipped"]) == ("", [6])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALONE)
 def test_a_gradient_that_is_not_finite_on_one_rank_ends_the_run_on_all(runs, name):
     for rank in range(2):

@@ -101,6 +101,7 @@ def changes(runs: Runs, folder: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (runs.folder(folder) / "formats.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_learns_nearly_as_fp32_does(runs, policy):
     exact, found = losses(runs, "fp32"), losses(runs, policy)
@@ -110,6 +111,7 @@ def test_every_policy_learns_nearly_as_fp32_does(runs, policy):
     assert found[-1] < found[0] - 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_int8_learns_alike_under_every_layout(runs, name):
     assert ended(runs, f"int8-{name}")["error"] == ""
@@ -144,6 +146,7 @@ def test_formats_change_for_a_reason_and_a_stopped_run_goes_on_with_the_same_bit
     assert losses(runs, kind) == pytest.approx(losses(runs, "fp32"), rel=0.03)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", AMID_LAYOUTS)
 def test_a_run_that_stops_amid_a_look_goes_on_with_what_every_rank_had_seen(runs, name):
     once, twice = (states(runs, folder) for folder in (name, f"{name}-twice"))

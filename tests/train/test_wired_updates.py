@@ -117,6 +117,7 @@ def runs(tmp_path_factory) -> Runs:
     return Runs(tmp_path_factory.mktemp("updates"), CASES)
 
 
+@pytest.mark.slow
 def test_a_loss_scale_changes_nothing_that_does_not_overflow(runs):
     """1,024, after each four good updates twice that; powers of two."""
     expected = [1024.0] * 4 + [2048.0] * 4 + [4096.0] * 4
@@ -151,6 +152,7 @@ def test_an_overflow_on_one_rank_is_skipped_and_halves_the_scale_on_all(runs, na
     assert losses(runs, f"overflow-{name}") == pytest.approx(whole, rel=5e-2 if name == "int8" else 1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*OTHERS, *(f"{kind}-apart" for kind in OTHERS)])
 def test_other_optimizers_learn_and_go_on_with_the_same_bits(runs, kind):
     """Also between meetings of local steps, where every rank has moments of its own."""
@@ -162,6 +164,7 @@ def test_other_optimizers_learn_and_go_on_with_the_same_bits(runs, kind):
     assert all(torch.equal(once[key], again[key]) for key in once)
 
 
+@pytest.mark.slow
 def test_other_optimizers_under_zero_3_make_the_same_updates_and_muon_is_refused(runs):
     assert losses(runs, "lion-zero") == pytest.approx(losses(runs, "lion"), rel=1e-3)
     assert losses(runs, "adamw_8bit-zero") == pytest.approx(losses(runs, "adamw_8bit"), rel=2e-2)
@@ -177,6 +180,7 @@ def test_clipping_and_decay_follow_the_gradients_on_copies_and_on_one_copy_and_g
     assert losses(runs, "adaptive") != losses(runs, "exact")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_scales_of_layers_change_nothing_that_neither_overflows_nor_underflows(runs, name):
     """To the last bit, in every layout; nor do they grow, for hardly any gradient is small."""
@@ -185,6 +189,7 @@ def test_scales_of_layers_change_nothing_that_neither_overflows_nor_underflows(r
     assert values(runs, f"{name}-layered", "grad_norm") == values(runs, f"{name}-common", "grad_norm")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layers_that_overflow_fall_until_they_fit_on_all_ranks_alike(runs, name):
     """FP16 under a scale that is far too large for it."""
@@ -204,6 +209,7 @@ def test_scales_of_layers_go_on_where_they_stopped(runs):
     assert ended(runs, "high-again")["layers"] == ended(runs, "high-copies")["layers"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_spikes_send_all_ranks_back_to_their_own_pieces_of_earlier_weights(runs, name):
     expected = [("spike", [7, 7]), ("spike", [8, 8]), ("rollback", [6, 8])]

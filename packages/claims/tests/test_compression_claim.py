@@ -72,6 +72,7 @@ def write_learnable_text(folder: Path) -> None:
     (folder / "prose.json").write_text(json.dumps({"vocab_size": VOCAB_SIZE, "eos_id": 0, **text}))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked_ranks")
 def test_quick_measurement(tmp_path):
     write_learnable_text(tmp_path)

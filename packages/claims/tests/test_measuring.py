@@ -30,6 +30,7 @@ def run(loss: float, tokens_per_s: float = 1000.0) -> Outcome:
     return Outcome(heldout_loss=loss, seconds=4.0, steps=steps)
 
 
+@pytest.mark.slow
 def test_the_splits_share_no_document():
     texts = workbench.read_text(fraction=0.15, vocab_size=300, heldout_bytes=20_000)
     assert set(texts) == {"prose", "code"}

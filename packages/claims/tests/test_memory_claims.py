@@ -64,6 +64,7 @@ def test_zero_is_met_when_states_and_peaks_are_near():
     assert judge_zero(1.05, 1.20).kind == "short"
 
 
+@pytest.mark.slow
 def test_probe_counts_what_a_step_computes():
     """Units of one layer compute all but the last product of each layer again, attention included."""
     plain, again = memory_probe.measure_all(

@@ -95,6 +95,7 @@ def test_links_that_are_all_alike_leave_the_ranks_in_their_order():
     assert len(uninformed.groups) == 1
 
 
+@pytest.mark.slow
 @needs_networks
 @pytest.mark.usefixtures("forked_ranks")
 def test_a_quick_measurement_of_topology(tmp_path):
@@ -112,6 +113,7 @@ def test_the_first_steps_and_the_last_one_are_not_measured():
     assert found == {"bytes_per_step": 100.0, "exchange_ms": 2000.0, "step_ms": 2000.0, "tokens_per_s": 1.0}
 
 
+@pytest.mark.slow
 @needs_networks
 def test_one_run_on_two_hosts_with_a_slow_link(text_folder):
     size = Size(model_dim=64, num_layers=2, seq_len=64, batch_rows=16, num_steps=24)

@@ -74,6 +74,7 @@ def test_some_commands_are_marked():
     assert all(words[0] == "modelwright" for words in commands())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
 def test_the_command_works(words, folder):
     if is_the_run(words):

@@ -75,6 +75,7 @@ def trace(train: TrainConfig, *, model: ModelConfig = SHAPE, fake: bool = True) 
     return trace_once(model, train, NextToken, seq_len=model.max_seq_len, fake=fake)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_fake_tensors_live_as_long_as_real_ones(case):
     fake, real = (trace(settings(**CASES[case]), fake=fake) for fake in (True, False))
@@ -102,6 +103,7 @@ def test_gradients_do_not_all_live_at_once_where_weights_are_updated_in_backward
     assert within.peak_bytes <= trace(settings()).peak_bytes
 
 
+@pytest.mark.slow
 @linux
 def test_predicted_peaks_against_real_processes():
     wanted = ("plain", "in backward", "recomputed", "on disk")
@@ -121,6 +123,7 @@ def plan() -> StepPlan:
     return plan_step(SMALL, PLANNED, NextToken, seq_len=128)
 
 
+@pytest.mark.slow
 def test_a_plan_takes_less_memory_for_a_bounded_share_of_compute(plan):
     assert plan.more_flops <= 0.2
     assert plan.saved_share > 0.3
@@ -129,6 +132,7 @@ def test_a_plan_takes_less_memory_for_a_bounded_share_of_compute(plan):
     assert set(plan.settings(PLANNED)) == {"activation_checkpointing", "optimizer_in_backward"}
 
 
+@pytest.mark.slow
 @linux
 @pytest.mark.skipif(not has_compiler(), reason="the heap for tensors is built where it is used")
 def test_a_plan_in_training_as_it_is_takes_what_was_predicted():
@@ -157,6 +161,7 @@ def test_nothing_is_computed_again_where_that_frees_nothing():
     assert plan.after.peak_bytes == plan.before.peak_bytes
 
 
+@pytest.mark.slow
 def test_a_plan_holds_its_budget_with_as_little_as_that_takes():
     train = settings(batch_tokens=1024)
     lowest = plan_step(SMALL, train, NextToken, seq_len=128, more_compute=1.0)
@@ -206,6 +211,7 @@ def test_peaks_that_do_not_fall_along_the_candidates(monkeypatch, budget, peak):
             plan()
 
 
+@pytest.mark.slow
 def test_a_plan_lets_activations_wait_elsewhere_where_that_is_cheaper():
     """Cheap moving: nothing is computed again, and the budget is held. Dear moving: nothing is moved."""
     train = settings(batch_tokens=4096)
@@ -235,6 +241,7 @@ def test_a_model_that_no_machine_here_could_hold_is_traced():
     assert found.peak_bytes > 16 * model.num_parameters
 
 
+@pytest.mark.slow
 def test_the_picture(plan, capsys, tmp_path):
     text = plan_text(plan, PLANNED, top=3, known=Known())
     assert "as configured: peak" in text
@@ -248,6 +255,7 @@ def test_the_picture(plan, capsys, tmp_path):
     assert page.read_text().count("<svg") == 3
 
 
+@pytest.mark.slow
 def test_the_picture_of_activations_that_wait_elsewhere(capsys):
     moving = ["plan", "memory", "tiny", "--offload", "disk"]
     assert main(moving) == 0

@@ -51,6 +51,7 @@ def executions(sandbox: Sandbox, outside: Path) -> dict[str, tuple[Execution, Ex
     return dict(zip(ATTACKS, zip(results[::2], results[1::2], strict=True), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ATTACKS)
 def test_an_attack_ends_and_gets_nowhere(executions: dict[str, tuple[Execution, Execution]], name: str) -> None:
     attack, honest = executions[name]
@@ -262,6 +263,7 @@ def readable_python() -> str:
     return ""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.getuid() != 0, reason="the other tests run as an ordinary user already")
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_ordinary_user_has_the_same_sandbox(tmp_path: Path, kind: str) -> None:

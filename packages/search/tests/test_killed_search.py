@@ -64,6 +64,7 @@ def undisturbed(packed: Path, folder: Path, **changes: Any) -> Path:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategies", [("tpe", "random"), ("halving",), ("reinforce",)], ids=" ".join)
 def test_the_same_trials(packed: Path, tmp_path: Path, strategies: tuple[str, ...]) -> None:
     expected = trials_of(undisturbed(packed, tmp_path / "whole", strategies=strategies))
@@ -80,6 +81,7 @@ def test_the_same_trials(packed: Path, tmp_path: Path, strategies: tuple[str, ..
     assert trials_of(run) == expected
 
 
+@pytest.mark.slow
 def test_decisions_that_depend_on_measured_latencies_are_not_made_anew(
     packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

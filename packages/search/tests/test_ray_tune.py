@@ -18,6 +18,7 @@ def manifest(run: Path, stage: str) -> dict:
     return json.loads((run / stage / "artifact" / "manifest.json").read_text())
 
 
+@pytest.mark.slow
 def test_two_trials_are_runs_and_the_better_one_is_named(tmp_path: Path) -> None:
     text = "\n".join(f"{n} is followed by {n + 1}, and twice {n} is {2 * n}: a line of text." for n in range(900))
     (tmp_path / "text.txt").write_text(text)

@@ -1,5 +1,5 @@
-"""Contrastive alignment of texts with images and with code (`objectives/contrastive.py`). The decoder reads texts and code, a
-vision tower beside it reads images; the negatives of a pair are all others of the global batch.
+"""Contrastive alignment of texts with images and with code. The decoder reads texts and code, a vision tower next to it
+reads images; the negatives of a pair are all others of the global batch.
 
 The rows are groups of two (`pipeline/stages/align.py`): the texts of some pairs, and what belongs to them. A
 piece of the second row is code, or a placeholder for the image whose number is the value of the piece.

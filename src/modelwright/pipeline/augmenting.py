@@ -1,11 +1,9 @@
-"""Sources to a file of augmented documents: `modelwright augment`.
+"""Changed copies of documents: for a file of them (`modelwright augment`), and in the batches of a training stage
+whose run has the section `augmentation`.
 
-Documents are first divided into shards, then workers make the copies of each shard. The same command resumes what was
-interrupted: a finished shard is not made again. The result does not depend on the number of workers.
-
-The batches of a training stage with changed copies of documents, where the section `augmentation` names methods.
-
-A model folder as the language model of span infilling: our engine writes, the evaluation's scoring compares.
+`modelwright augment` divides documents into shards, then workers make the copies of each shard. The same command
+resumes what was interrupted: a finished shard is not made again. The result does not depend on the number of workers.
+Span infilling asks a model folder: our engine writes, the evaluation's scoring compares.
 """
 
 import json

@@ -1,6 +1,5 @@
-"""What `modelwright clean` does around cleaning: checks of the folder, a trial on a sample, and what to print.
-
-A folder for results on a store that fsspec knows: `s3://bucket/folder`.
+"""What `modelwright clean` does in addition to cleaning: checks of the folder, a trial on a sample, what to print, and
+results on a store that fsspec knows (`s3://bucket/folder`).
 """
 
 import json

@@ -1,9 +1,8 @@
 """Resolve `auto` settings once, when a run is created: device, threads, precision, GEMM kernels; make paths absolute.
 
 Resolved values are kept as long as the setting stays `auto`, so that a rerun on a busier machine cannot change them.
-
-Which kernels for CPUs a run computes with: decided once, written into its run.json, the same on all of its
-processes, and kept when it is resumed, so that its bits stay the same.
+The kernels for CPUs are written to run.json and are the same on all processes of the run, so that its bits stay the
+same when it is resumed.
 """
 
 import glob

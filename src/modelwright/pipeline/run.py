@@ -1,8 +1,5 @@
-"""One run from its configuration to its outcome: folder, lock, run.json, config.yaml, stages, signals. The only module
-that knows all of them; stages and the terminal are elsewhere.
-
-Checks everything about training that can be known before any data is prepared: layouts, shapes, rows, devices. Every
-message starts with the full path of the field to change. Reads and writes no files.
+"""One run from its configuration to its outcome: checks before any data is prepared, folder, lock, run.json,
+config.yaml, stages, signals. The only module that knows all of them; stages and the terminal are elsewhere.
 """
 
 import math

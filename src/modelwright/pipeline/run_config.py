@@ -1,9 +1,8 @@
 """Reads a run's configuration from its plain form: which stages it has, the sections of these, and whether they agree.
 
 A stage's section is a top-level key of its name. The section of a stage that the run does not have is checked and left
-out. A training stage inherits from the sections `training`, `lora`, `ewc` and `energy`.
-
-What makes two configurations the same run: their sources and the model that is trained.
+out. A training stage inherits from the sections `training`, `lora`, `ewc` and `energy`. Two configurations are the
+same run if their sources and the model that is trained are the same.
 """
 
 import functools

@@ -1,8 +1,6 @@
-"""The run that `modelwright finetune` stands for: the recipe `finetune`, a model, data, and lengths that fit them.
-
-Fits the lengths of rows and batches of a fine-tuning to its records, before the run is created.
-
-The lengths are settings of the run like any others: config.yaml keeps them, and a resumed run takes them from there.
+"""The run that `modelwright finetune` stands for: the recipe `finetune`, a model, data, and lengths of rows and
+batches that fit the records. The lengths are settings of the run like any others: config.yaml keeps them, and a
+resumed run takes them from there.
 """
 
 import math

@@ -23,6 +23,7 @@ SHAPE = ModelConfig(
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc to reset the peak of a process")
 
 
+@pytest.mark.slow
 @linux
 def test_peaks_of_one_rank():
     """Nothing, every block and units of two computed again, selection; in processes of their own."""
@@ -41,6 +42,7 @@ def test_peaks_of_one_rank():
     assert peaks[1] < peaks[2] < peaks[0]
 
 
+@pytest.mark.slow
 @linux
 def test_peaks_and_states_of_two_ranks():
     """Whole on each rank, and divided with FSDP2: two gloo processes."""

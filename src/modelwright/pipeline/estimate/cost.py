@@ -1,6 +1,7 @@
 """What a stage will cost: parameters, FLOPs, memory by part and wall time, without running it.
 
-Memory is `plan.memory`'s for one rank. Time is FLOPs over a measured rate, and what is assumed of all other work.
+Memory is that of `estimate/memory.py` for one rank. Time is FLOPs over a measured rate, and what is assumed of all
+other work.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,12 +1,8 @@
 """`doctor`: what the machine is, and how fast it multiplies matrices of a model's own shapes.
 
 The rates settle two questions by measurement: which compute format is fastest here, and what the denominator of model
-FLOPs utilization is. Changes nothing on the machine.
-
-The matrix products of a model, forward and backward, and their combined rate.
-
-Pure arithmetic over shapes. Attention's own products are excluded: they are a few percent of the FLOPs at the context
-lengths of small models and run in a fused kernel that has no shape of its own.
+FLOPs utilization is. Changes nothing on the machine. Attention's own products are not among the shapes: they are a few
+percent of the FLOPs at the contexts trained here.
 """
 
 import math

@@ -1,6 +1,5 @@
-"""The building blocks of a report: sections of figures, tables, samples and text, independent of HTML and of stages.
-
-Numbers formatted for reading: grouped, rounded, with a unit.
+"""The building blocks of a report: sections of figures, tables, samples and text, independent of HTML and of stages,
+and numbers formatted for reading.
 """
 
 import math

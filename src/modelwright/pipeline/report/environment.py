@@ -1,6 +1,5 @@
-"""The report's section on energy: joules, joules per token and carbon dioxide of each training stage.
-
-The report's sections on the run itself: the cost of each stage, the machine, the settings.
+"""The report's sections on the run itself: energy and carbon dioxide of each training stage, the cost of each stage,
+the machine, the settings.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,8 +1,5 @@
-"""The report's sections on training: curves, summaries, anomalies.
-
-The report's blocks on training stability: the history of the loss scale, skipped spikes, rollbacks.
-
-The report's watch list: steps that stand out, and what to do about each kind.
+"""The report's sections on training: curves, summaries, anomalies, the history of the loss scale, skipped spikes,
+rollbacks, and the list of steps to watch.
 """
 
 import math

@@ -1,11 +1,5 @@
-"""The whole page from a run's folder: figures at the top, then the section of each stage.
-
-The part of the report's benchmarks about held-out answers: perplexity before and after fine-tuning.
-
-What the terminal shows when a run has ended: lines of the finished stages, or their figures in the report, and the
-time that each stage took.
-
-A `Page` as one self-contained HTML file: no network, no scripts, the reader's system fonts.
+"""The whole report from a run's folder: figures at the top, then the section of each stage, as one self-contained HTML
+file without network and scripts. The terminal shows the figures of its last lines.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,16 +1,9 @@
 """align: texts, code and images in one space, by contrastive learning of pairs.
 
-Artifact: the language model with its tokenizer, and the towers beside it (`objectives/aligned_model.py`). Facts:
-`retrieval`, recall on held-out pairs with chance and bags of words, and examples.
-
-What retrieval of held-out pairs finds, for the facts of the stage align.
-
-The rows that the stage align learns from: pairs of a text with an image or with code.
-
-Groups of two rows: texts, and what belongs to them. Code is tokens; an image is two end tokens whose value is its
-number plus 1 in the store `images-<split>` beside the rows.
-
-Small pictures of images for the report.
+Rows are groups of two: texts, and what belongs to them. Code is tokens; an image is two end tokens whose value is its
+number plus 1 in the image store. Artifact: the language model with its tokenizer, and the towers next to it
+(`objectives/aligned_model.py`). Facts: `retrieval`, recall on held-out pairs with chance and bags of words, and
+examples.
 """
 
 import base64

@@ -1,6 +1,5 @@
-"""What the alignment stages share: the reference model, and charts of rewards.
-
-The sets of rows that alignment learns from: preference pairs, and single answers with a label.
+"""What the stages dpo and kto share: rows of preference pairs and of labeled answers, the reference model, and charts
+of rewards.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

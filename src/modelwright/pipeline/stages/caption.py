@@ -1,15 +1,10 @@
 """caption: the decoder learns to answer about images, which it reads by a vision tower and a projector.
 
-Artifact: a folder of `LlavaForConditionalGeneration` with its tokenizer (`model/vision/llava.py`). Facts: `captions`,
-what it writes about held-out images.
-
-What a model writes about held-out images, for the facts of the stage caption.
-
-The rows that the stage caption learns from: conversations about images, and captions as answers to one question.
-
-A row is tokens with a loss mask, as in fine-tuning. An image is as many image tokens as its tower has patches, at the
-beginning of the first question; the value of a sequence is the number of its image plus 1 in the store `images-<split>`
-beside the rows. Where all images have a label, the store has their classes, too.
+Rows are conversations and captions, with a loss mask as in fine-tuning; an image is as many image tokens as its tower
+has patches, at the beginning of the first question; the value of a sequence is the number of its image plus 1 in the
+store `images-<split>` next to the rows, which has the classes, too, where all images have a label. Artifact: a folder
+of `LlavaForConditionalGeneration` with its tokenizer (`model/vision/llava.py`). Facts: `captions`, descriptions that
+the model writes of held-out images, and how good they are.
 """
 
 import json

@@ -1,8 +1,5 @@
-"""What the stages that learn from rollouts have in common: prompts, rewards, the reference model, the evaluation before
-the first update, samples, and their section of the report.
-
-The set of rows of stages that generate what they learn from: one prompt a row, and beside the rows what the records
-say about the right answers.
+"""What the stages grpo and ppo share: rows of prompts with what their records say about right answers, rewards, the
+reference model, the evaluation before the first update, samples, and their section of the report.
 """
 
 import json

@@ -1,11 +1,8 @@
-"""The sets of rows that trainings learn from: text, and conversations whose answers are learned.
+"""The sets of rows that trainings learn from, and how a training uses them: text, conversations whose answers are
+learned, and rows of what the model could do before.
 
-The stage `pack` makes both for every run, and the further sets that a run's training stages name. Each is a folder of
-its artifact with the rows of each split; a split without documents has no folder.
-
-Rows of what a model could do before a training, drawn from those that are trained on.
-
-How a training stage uses its rows: what it is evaluated on, and how many updates a pass over them is.
+The stage `pack` makes text and conversations for every run, and the further sets that a run's training stages name.
+Each is a folder of its artifact with the rows of each split; a split without documents has no folder.
 """
 
 import random

@@ -1,7 +1,5 @@
-"""The stages of the pipeline, in its order. This is the only list of them: a new one is a file in this folder and a
-line here, or an entry point of another package.
-
-The chain of stages that a configuration describes, in order, each with its parents.
+"""The stages of the pipeline, in its order, and the chain of those that a configuration has. This is the only list of
+them: a new one is a file in this folder and a line here, or an entry point of another package.
 """
 
 import functools

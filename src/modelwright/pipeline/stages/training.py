@@ -1,9 +1,8 @@
 """Training stages: one trainer, and an objective and rows for each (`training_spec`). Artifact: the model with its
 tokenizer in the Hugging Face layout, and its adapters in PEFT's, if it trained any.
 
-What changes the shares of the sources while a stage trains, by their held-out rows.
-
-The peak rate of matrix products that a training's utilization refers to.
+The stage adds what depends on its rows to the techniques of a training: rules that change the shares of the sources by
+held-out loss, and the peak rate of products that utilization is a fraction of.
 """
 
 import json

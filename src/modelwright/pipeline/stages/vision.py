@@ -1,13 +1,10 @@
 """vision: a classifier of images, a ResNet or a vision transformer, by the training loop of all stages.
 
-Artifact: the classifier (`objectives/image_classifier.py`), with integer weights if it was trained for them. Facts:
-`heldout_images`, its accuracy on held-out images beside logistic regression on pixels; `quantization`, what integers
+A row is one image: two end tokens whose value is its number plus 1 in the store `images-<split>` next to the rows,
+which has the classes, too. The class of an image is its field `label`, or without one its caption. Artifact: the
+classifier (`objectives/image_classifier.py`), with integer weights if it was trained for them. Facts:
+`heldout_images`, its accuracy on held-out images next to logistic regression on pixels; `quantization`, what integers
 save and cost.
-
-The rows that the stage vision learns from: images with classes.
-
-A row is one image: two end tokens whose value is its number plus 1 in the store `images-<split>` beside the rows, which
-has the classes, too. The class of an image is its field `label`, or without one its caption.
 """
 
 import json
