@@ -143,7 +143,7 @@ def results(folder: Path, recipe: str) -> Iterator[tuple[str, str]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("checkouts", nargs="+", type=Path, help="one or two checkouts; the second default is this one")
     parser.add_argument("--recipes", nargs="+", help="default: all recipes but `finetune`, which needs a model")
     options = parser.parse_args()

@@ -11,8 +11,9 @@ from modelwright.core.config import parse
 from modelwright.core.errors import ConfigError
 from modelwright.model.adapter_config import AdapterConfig
 from modelwright.model.adapters import attach_adapters, base_fingerprint, merged_adapters
-from modelwright.model.frozen_weight import FrozenWeight, PackedFormat, pack, packed_product_naive
+from modelwright.model.frozen_weight import FrozenWeight, PackedFormat, pack
 from modelwright.ops.lowp_linear import in_float
+from modelwright.ops.packed_product import packed_product_naive
 from modelwright.train.config import TrainConfig
 from tiny_decoder import make_decoder
 from tolerances import TOLERANCES

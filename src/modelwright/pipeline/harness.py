@@ -112,7 +112,7 @@ def evaluate_tasks(
     )
     evaluator = import_module("lm_eval.evaluator")
     # Its own way to the working folder's commit lets git print "fatal: not a git repository".
-    evaluator.get_git_commit_hash = lambda: git_commit(Path.cwd()) or None
+    setattr(evaluator, "get_git_commit_hash", lambda: git_commit(Path.cwd()) or None)  # noqa: B010
     results = evaluator.simple_evaluate(
         model=lm,
         tasks=list(tasks.names),

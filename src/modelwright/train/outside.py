@@ -118,7 +118,7 @@ def guarded(build: "TechniqueBuilder") -> "TechniqueBuilder":
         technique = build(run)
         if technique is None:
             return None
-        needs = technique.needs | ({WHOLE_GRADIENTS} if technique.reads_gradients else frozenset())
+        needs = technique.needs | ({WHOLE_GRADIENTS} if technique.reads_gradients else frozenset[str]())
         guard = _Guard(replace(technique, needs=needs), run)
         return replace(guard.technique, **{moment: getattr(guard, moment) for moment in technique.hooks})
 

@@ -65,11 +65,11 @@ class SensitivityTrials:
     formats: ModelPrecision
     loss: Callable[[], float]
     """The loss over all ranks of some rows of the present batch, with the formats in force."""
-    sensitivity: dict[Pair, float] = field(default_factory=dict)
+    sensitivity: dict[Pair, float] = field(default_factory=dict[Pair, float])
     """Relative rise of the loss with the part in the format instead of FP32, when last tried."""
     next_trial: int = 0
     """Counts through the pairs."""
-    losses: dict[Pair, float] = field(default_factory=dict)
+    losses: dict[Pair, float] = field(default_factory=dict[Pair, float])
     """With one part in a format and the others as they are, at the present decision."""
 
     def begin(self, present: Sequence[Pair], pairs: Sequence[Pair]) -> None:

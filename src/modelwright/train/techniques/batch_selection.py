@@ -40,7 +40,7 @@ def received_attention(q_BTHd: Tensor, k_BTKd: Tensor, segments_BT: Tensor) -> T
     weights [H, T, T] of one row are in memory at a time.
     """
     group = q_BTHd.shape[2] // k_BTKd.shape[2]
-    received = []
+    received: list[Tensor] = []
     for q_THd, k_TKd, segments_T in zip(q_BTHd, k_BTKd, segments_BT, strict=True):
         mask_TT = document_mask(segments_T[None])[0, 0]
         q_HTd, k_HTd = q_THd.transpose(0, 1), k_TKd.repeat_interleave(group, dim=1).transpose(0, 1)

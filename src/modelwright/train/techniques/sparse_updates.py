@@ -161,12 +161,13 @@ def masked_naive(inner: LinearGemms, chosen: Chosen, *, input_too: bool) -> Line
             return dy_NO
         return dy_NO * torch.zeros(dy_NO.shape[1], dtype=dy_NO.dtype).index_fill_(0, columns_S, 1.0)
 
-    return replace(
-        inner,
-        name="masked",
-        dgrad=lambda dy, weight: inner.dgrad(masked(dy) if input_too else dy, weight),
-        wgrad=lambda dy, x: inner.wgrad(masked(dy), x),
-    )
+    def dgrad(dy_NO: Tensor, weight: Tensor) -> Tensor:
+        return inner.dgrad(masked(dy_NO) if input_too else dy_NO, weight)
+
+    def wgrad(dy_NO: Tensor, x: Tensor) -> Tensor:
+        return inner.wgrad(masked(dy_NO), x)
+
+    return replace(inner, name="masked", dgrad=dgrad, wgrad=wgrad)
 
 
 BLOCKS = "blocks"
@@ -294,7 +295,8 @@ class SparseUpdates:
         for name, selector in self.selectors.items():
             everything = bool(selector.chosen.all())
             if name == BLOCKS:
-                self.freeze(set(selector.indices().tolist()))
+                blocks: list[int] = selector.indices().tolist()  # pyright: ignore
+                self.freeze(set(blocks))
             else:
                 device = self.model.embedding.weight.device
                 self.chosen[name] = None if everything else selector.indices().to(device)
