@@ -122,7 +122,7 @@ def test_any_list_of_steps_runs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("reference", "problem"),
     [
-        ("NoTables", r"steps: 'NoTables' is not FILE\.py:NAME"),
+        ("NoTables", r"steps\.NoTables: no installed package adds it to modelwright\.steps"),
         ("nowhere.py:NoTables", r"steps: nowhere\.py: cannot be read \(No such file"),
         (
             f"{OWN}:NoTable",

@@ -19,8 +19,9 @@ NOUNS = ("river", "house", "teacher", "garden", "letter", "market", "bridge", "w
 
 def write_source(path: Path) -> None:
     dice = Random(1)
+    sentence = "The {} of the {} was told about the {} with number {}."
     sentences = [
-        " ".join("The {} of the {} was told about the {}.".format(*dice.choices(NOUNS, k=3)) for _ in range(12))
+        " ".join(sentence.format(*dice.choices(NOUNS, k=3), dice.randrange(10_000)) for _ in range(8))
         for _ in range(80)
     ]
     records = [{"text": text} for text in sentences[:40]]

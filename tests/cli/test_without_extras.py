@@ -25,7 +25,7 @@ def command_lines(folder: Path) -> dict[str, tuple[list[str], str]]:
     small += ["--clean.quality.limits.prose.max_record_fraction", "1"]
     stages = ["--stages", "clean,tokenize,pack,pretrain,report"]
     export = {
-        form: (["export", run, "--to", form, str(folder / form)], "" if form == "hf" else form)
+        form: (["export", run, "--to", form, str(folder / f"model.{form}")], "" if form == "hf" else form)
         for form in ("hf", "gguf", "onnx", "openvino")
     }
     return {
@@ -42,9 +42,12 @@ def command_lines(folder: Path) -> dict[str, tuple[list[str], str]]:
         "config": (["config", "tiny"], ""),
         "explain": (["explain", "pretrain.num_steps"], ""),
         "doctor": (["doctor", "--seconds", "0.1", "--folder", str(folder)], ""),
-        "lr-find": (["lr-find", run, "--steps", "12", "--out", str(folder / "rates")], ""),
+        "lr-find": (["lr-find", run, "--steps", "20", "--out", str(folder / "rates")], ""),
         "serve": (["serve", run, "--port", "0", "--backend", "vllm"], "vllm"),
-        "requests": (["requests", "export", "sqlite:///" + str(folder / "log.db")], "requests-log"),
+        "requests": (
+            ["requests", "export", "sqlite:///" + str(folder / "log.db"), str(folder / "log.jsonl")],
+            "requests-log",
+        ),
         "chat": (["chat", run], ""),
         **export,
         "report": (["report", run], ""),

@@ -14,8 +14,6 @@ from pathlib import Path
 from modelwright.cli.display import choose_display
 from modelwright.cli.parsers import Command, new_parser
 from modelwright.core.errors import ConfigError
-from modelwright.core.rundir import RunDir
-from modelwright.pipeline.run_config import read_run_config
 
 DAY_S = 86_400.0
 _WHEN = "an ISO date or time (UTC unless it says otherwise), or unix seconds"
@@ -79,13 +77,20 @@ def _prune(options: argparse.Namespace) -> int:
 
 
 def _location(word: str) -> str:
-    """Where the log is: that of a run if the word is one."""
+    """Where the log is: for a run its setting, else `requests.sqlite` in its folder."""
     if "://" in word or word.startswith("env:") or Path(word).is_file():
         return word
-    from modelwright.cli.requests import log_of_run
+    from modelwright.pipeline.run_config import read_run_config
     from modelwright.recipes.load import find_run
 
-    return log_of_run(find_run(word))
+    run = find_run(word)
+    path = Path(run.path) / "requests.sqlite"
+    configured = read_run_config(run.config).requests.log
+    if not configured and not path.is_file():
+        raise ConfigError(
+            f"{run.path}: its config names no requests.log, and there is no {path}; give the path of the log"
+        )
+    return configured or str(path)
 
 
 def _moment(word: str) -> float:
@@ -112,16 +117,3 @@ COMMAND = Command(
     parser=parser,
     summary="export the log of what a server was asked and has answered, or delete old records",
 )
-
-
-def log_of_run(run: RunDir) -> str:
-    """Where the run's server keeps its log: its setting, else `requests.sqlite` in its folder. Raises `ConfigError`."""
-    configured = read_run_config(run.config).requests.log
-    if configured:
-        return configured
-    path = Path(run.path) / "requests.sqlite"
-    if not path.is_file():
-        raise ConfigError(
-            f"{run.path}: its config names no requests.log, and there is no {path}; give the path of the log"
-        )
-    return str(path)

@@ -52,7 +52,6 @@ from modelwright.model.low_rank import MAGNITUDE, A, B, Factors, LowRank
 from modelwright.ops.cross_entropy import linear_cross_entropy
 from modelwright.ops.nf4 import RUN_LEN
 from modelwright.ops.token_log_probs import LinearHead
-from modelwright.parallel import tensor_parallel as vocab_parallel
 from modelwright.parallel.mesh import World, axis_world
 from modelwright.parallel.tp_collectives import (
     enter,
@@ -185,9 +184,9 @@ def shard_layers(model: Decoder, tensor: DeviceMesh, *, sequence_parallel: bool)
     _replace(
         model,
         head_output=partial(_head_output, model),
-        cross_entropy=partial(vocab_parallel.cross_entropy, model, layers.axis),
-        logits=partial(vocab_parallel.logits, model, layers.axis),
-        linear_head=partial(vocab_parallel.linear_head, model, layers.axis),
+        cross_entropy=partial(cross_entropy, model, layers.axis),
+        logits=partial(logits, model, layers.axis),
+        linear_head=partial(linear_head, model, layers.axis),
     )
     return model
 
@@ -217,7 +216,7 @@ def check_shape(config: ModelConfig, num_ranks: int) -> None:
             f"num_kv_heads: {config.num_kv_heads} heads can be divided neither among {num_ranks} tensor ranks nor "
             "among whole groups of them"
         )
-    if len(vocab_parallel.own_rows(config.vocab_size, num_ranks, num_ranks - 1)) == 0:
+    if len(own_rows(config.vocab_size, num_ranks, num_ranks - 1)) == 0:
         raise ConfigError(f"vocab_size: {config.vocab_size} leaves one of {num_ranks} tensor ranks without a row")
 
 
@@ -405,7 +404,7 @@ def _norm(norm: RMSNorm, gradient: Placement, x: Tensor) -> Tensor:
 
 
 def _embed(layers: _Layers, embedding: nn.Embedding, tokens_BT: Tensor) -> Tensor:
-    return layers.summed(vocab_parallel.embed(_local(embedding), tokens_BT, embedding.num_embeddings, layers.axis))
+    return layers.summed(embed(_local(embedding), tokens_BT, embedding.num_embeddings, layers.axis))
 
 
 def _head_output(model: Decoder, name: str, hidden_BTD: Tensor) -> Tensor:

@@ -96,7 +96,7 @@ class PackConfig:
     group_by: Literal["none", "kind", "source"] = constant("none")
     """Whether only documents of the same kind, or of the same source, share a row; `batching.mixture` asks for it."""
     score: str = constant("")
-    """The score that is stored with each row (`row_labels.row_score`); `batching.curriculum` asks for it."""
+    """The score that is stored with each row (`rows/origins.py`); `batching.curriculum` asks for it."""
     keep_documents: bool = constant(False)
     """Whether the documents of training rows are kept beside them; the section `augmentation` asks for it."""
     shard_bytes: int = constant(256 * 2**20)

@@ -9,7 +9,7 @@ Backward products of only the selected outputs of a layer: smaller dense product
 Of dy [N, O] only the selected columns S are multiplied. Kind `columns` shrinks both backward products (the gradient of
 the input is then an approximation); kind `rows` shrinks only the gradient of the weight, which is exact in the selected
 rows and zero elsewhere. What is left out is never computed, so there is no remainder to keep; the selector makes up for
-it (`optim.unit_selector`). Legend: N flattened rows, I inputs, O outputs, S selected outputs.
+it (`Selector`). Legend: N flattened rows, I inputs, O outputs, S selected outputs.
 
 Selects the units to update: those with the strongest signals, and some of all others, so that none is excluded for
 good.
