@@ -175,12 +175,11 @@ def test_the_default_is_todays_loader(rows: PackedRows) -> None:
 # Curriculum
 
 
-@pytest.mark.parametrize("pacing", ["linear", "root"])
-def test_competence_is_that_of_the_paper(pacing) -> None:
-    config = CurriculumConfig(by="length", pacing=pacing, fraction=0.5, initial_competence=0.04)
+def test_competence_is_that_of_the_paper() -> None:
+    config = CurriculumConfig(by="length", fraction=0.5, initial_competence=0.04)
     for step in (0, 1, 30, 99, 100, 150):
         growth = step / 100
-        expected = growth * 0.96 + 0.04 if pacing == "linear" else np.sqrt(growth * (1 - 0.04**2) + 0.04**2)
+        expected = np.sqrt(growth * (1 - 0.04**2) + 0.04**2)
         assert Pacing(config, 200).competence(step) == pytest.approx(min(1.0, expected), rel=1e-12)
     assert Pacing(CurriculumConfig(), 200).competence(0) == 1.0
 

@@ -182,8 +182,8 @@ def product_rate(config: RunConfig, precision: PrecisionConfig, note: Callable[[
 def _resolve_hardware(wish: HardwareConfig, previous: RunConfig | None) -> HardwareConfig:
     kept = previous.hardware if previous else None
     check_threads(wish.num_threads)
-    most = default_num_threads()
-    threads = wish.num_threads or min(kept.num_threads if kept else most, most)
+    # A resumed run keeps its threads, because its bits depend on them, unless there are fewer cores now.
+    threads = wish.num_threads or (min(kept.num_threads, num_usable_cores()) if kept else default_num_threads())
     device = kept.device if kept and wish.device == "auto" else resolved_device(wish.device)
     check_device(device)
     return HardwareConfig(device=device, num_threads=threads)

@@ -30,8 +30,6 @@ class CurriculumConfig:
     """What makes a row difficult: `length` in tokens; `compression_ratio`, compressed over uncompressed bytes;
     `loss:FOLDER`, the loss of the model of a Hugging Face folder; or a numeric field of the records (named in
     `data.keep_fields`)."""
-    pacing: Literal["linear", "root"] = "root"
-    """How the fraction of rows grows; `root` spends more steps on difficult rows."""
     fraction: float = constant(0.5)
     """Fraction of the steps after which all rows take part."""
     initial_competence: float = constant(0.01)
@@ -119,13 +117,14 @@ class Pacing:
     num_steps: int
 
     def competence(self, batch: int) -> float:
-        """In (0, 1]; 1 without a curriculum. Platanios et al. 2019, equations 6 (linear) and 7 (root)."""
+        """In (0, 1]; 1 without a curriculum. Platanios et al. 2019, equation 7: as the square root of the steps, which
+        spends more of them on difficult rows than growth in proportion does.
+        """
         if self.config.by == "none":
             return 1.0
-        exponent = {"linear": 1, "root": 2}[self.config.pacing]
-        start = self.config.initial_competence**exponent
+        start = self.config.initial_competence**2
         progress = batch / (self.config.fraction * self.num_steps)
-        return min(1.0, (start + progress * (1.0 - start)) ** (1.0 / exponent))
+        return min(1.0, (start + progress * (1.0 - start)) ** 0.5)
 
 
 class RowOrder:
