@@ -85,6 +85,7 @@ def test_it_resumes_with_the_same_bits(request_file: Path, whole: RunDir) -> Non
     assert '"final": "smoothed"' in results
 
 
+@pytest.mark.slow
 def test_it_shows_where_stages_show(request_file: Path, whole: RunDir) -> None:
     plain = yaml.safe_load(ended(start_process(COMMAND, "config", request_file, "--plain")))
     assert plain["stages"] == STAGES

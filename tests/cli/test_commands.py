@@ -35,6 +35,7 @@ def test_overview(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
 
 
+@pytest.mark.slow
 def test_help_needs_no_torch() -> None:
     code = "import sys; from modelwright.cli.main import main; main(['--help']); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0

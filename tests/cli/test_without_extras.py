@@ -56,6 +56,7 @@ def command_lines(folder: Path) -> dict[str, tuple[list[str], str]]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_each_command_works_or_names_its_extra(tmp_path: Path) -> None:
     tried = command_lines(tmp_path)

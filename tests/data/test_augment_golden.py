@@ -118,6 +118,7 @@ def test_examples(name: str, augmentations: Mapping[str, Augmentation], golden: 
     assert texts == golden[name], "run with MODELWRIGHT_WRITE_GOLDEN=1 and read the difference"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("name", METHODS)
 def test_promises_length_and_alphabet(name: str, seed: int, augmentations: Mapping[str, Augmentation]) -> None:

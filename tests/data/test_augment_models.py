@@ -177,6 +177,7 @@ def test_marian_models_translate_the_same_alone_and_together(
     assert not caplog.records
 
 
+@pytest.mark.slow
 def test_two_marian_folders_write_paraphrases(marians: tuple[Path, Path], tmp_path: Path) -> None:
     forward, backward = marians
     settings = BackTranslationConfig(forward=forward, backward=backward, cache=tmp_path, fraction=1.0)

@@ -109,6 +109,7 @@ def test_junk_is_dropped_and_text_is_kept(cleaned: tuple[Path, CleanReport]) -> 
     assert report.noise["judged"] > report.noise["uncertain"]
 
 
+@pytest.mark.slow
 def test_the_report_is_about_generators_that_nobody_learned_from(cleaned: tuple[Path, CleanReport]) -> None:
     _, report = cleaned
     assert set(report.noise["recall_by_kind"]) == set(TEST_CORRUPTIONS)

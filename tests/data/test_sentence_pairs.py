@@ -32,6 +32,7 @@ def test_the_chosen_answer_has_the_higher_score(documents: Sequence[Document]) -
         assert document.prompt_turns == 1
 
 
+@pytest.mark.slow
 def test_no_answer_shows_the_limit(documents: Sequence[Document]) -> None:
     """What learns from the pairs cannot know that more words cost."""
     answers = [text for one in documents for text in (one.meta["answer"], one.rejected[0]["content"])]

@@ -194,6 +194,7 @@ def bits(tensor):
     return tensor.reshape(-1).view(torch.uint8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 def test_all_ranks_have_the_same_bits(ranks, size):
     names = [name for name in ranks[0] if name.startswith(f"{size}/")]

@@ -154,6 +154,7 @@ def test_narrow_gathers_train_to_the_same_bits(runs, name):
     assert all(weight.dtype == torch.float32 for weight in narrow.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "attention", "ffn"),
     [

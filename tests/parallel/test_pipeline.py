@@ -105,6 +105,7 @@ def test_losses_and_weights_equal_those_of_one_process(runs, case):
     check_against_one_process(runs, case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", RAGGED + RAGGED_COPIES, ids=lambda case: case.name)
 def test_ragged_microbatches_train_like_one_process(runs, case):
     check_against_one_process(runs, case)
@@ -124,6 +125,7 @@ def check_against_one_process(runs, case):
             torch.testing.assert_close(weight, weights[name], **(EXACT if case.exact else TOLERANCES["fp32_trained"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", MOVED, ids=lambda case: case.name)
 def test_layers_move_at_a_checkpoint(runs, case):
     moved, stayed = (
@@ -133,6 +135,7 @@ def test_layers_move_at_a_checkpoint(runs, case):
     assert moved[0][1] == pytest.approx(stayed[2][1], rel=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [Case(), FOUR[3], FOUR[-2]], ids=lambda case: case.name)
 def test_checkpoint_holds_the_whole_model(runs, case):
     whole = load_file(runs[case] / case.single / "rank0.safetensors")

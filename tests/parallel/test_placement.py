@@ -43,6 +43,7 @@ def best_by_brute_force(links, axes):
     return min(step_seconds(links, axes, order, TRAFFIC) for order in orders)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", AXES, ids=str)
 @pytest.mark.parametrize("seed", range(2))
 def test_no_order_is_cheaper_by_brute_force(axes, seed):

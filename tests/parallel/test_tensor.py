@@ -66,6 +66,7 @@ def ranks():
     return run_distributed(shared_layers, RANKS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", MODELS)
 def test_outputs_losses_and_gradients_are_those_of_one_process(ranks, check):
     expected = forward_backward(model(**MODELS[check]))

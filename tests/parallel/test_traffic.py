@@ -114,6 +114,7 @@ def per_step(runs: Runs, name: str, counter: str, rank: int = 0) -> float:
     return (sent[-2] - sent[0]) / (len(sent) - 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_counts_what_it_sends(layouts, name):
     _, most, least = LAYOUTS[name]
@@ -151,6 +152,7 @@ def namespaces():
         pytest.skip(reason)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("namespaces")
 def test_the_metric_is_what_the_interface_sends(tmp_path):
     """Copies with exact and with compressed sums, and ZeRO-3, on two hosts of one process each."""
@@ -166,6 +168,7 @@ def test_the_metric_is_what_the_interface_sends(tmp_path):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("namespaces")
 def test_hybrid_sharding_compresses_what_crosses_between_hosts(tmp_path):
     """Two hosts of two processes: ZeRO-3 within a host, gradients through the transport between them."""

@@ -145,6 +145,7 @@ def sums(num_ranks, round_):
     return [sum(share.double() for share in shares) for shares in zip(*parts, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_results_are_the_same_bits_on_all_ranks(ranks, case):
     _, found = ranks

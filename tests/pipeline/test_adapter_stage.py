@@ -35,6 +35,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_model_is_the_base_with_the_adapters_merged_in(
     base: Path, corpus: Path, tmp_path: Path, inside: Command
 ) -> None:

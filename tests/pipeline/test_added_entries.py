@@ -289,6 +289,7 @@ def with_learning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     add_package(tmp_path / "site", monkeypatch, "learning_words", LEARNING, added)
 
 
+@pytest.mark.slow
 def test_an_objective_and_a_technique_train(
     with_learning: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

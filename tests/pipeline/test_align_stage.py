@@ -95,6 +95,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return config, folder / "run"
 
 
+@pytest.mark.slow
 def test_rows_hold_every_pair_with_its_image(finished: tuple[Path, Path]) -> None:
     _, run = finished
     rows = run / "pack" / "artifact" / "aligned_pairs"
@@ -149,6 +150,7 @@ def test_the_artifact_embeds_as_the_stage_did_and_reports_retrieval(finished: tu
         assert one["query_image"] == thumbnail(store.data(number))
 
 
+@pytest.mark.slow
 def test_a_killed_stage_goes_on_with_the_same_bits(finished: tuple[Path, Path], tmp_path: Path) -> None:
     config, run = finished
     cut = tmp_path / "cut"

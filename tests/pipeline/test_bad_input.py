@@ -177,6 +177,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
+@pytest.mark.slow
 def test_a_full_disk(inside: Command, tmp_path: Path, small_disk: Path, small_words: tuple[str, ...]) -> None:
     words = (*small_words, "--stages", "clean,tokenize,pack,pretrain", "--run-dir", str(small_disk / "run"))
     done = inside(*words, "--model.model_dim", "128", "--model.ffn_dim", "512")

@@ -197,6 +197,7 @@ def test_a_damaged_config_of_a_run(inside: Command, tmp_path: Path, content: byt
         assert_one_line(inside("run", "tiny", "--run-dir", str(tmp_path), *words), message, "config.yaml")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"invocations": 3, "stages": {}}', b"\xff", None])
 def test_a_damaged_record_of_a_run_is_written_anew(inside: Command, tmp_path: Path, content: bytes | None) -> None:
     source = tmp_path / "source.txt"

@@ -110,6 +110,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return config, folder / "run"
 
 
+@pytest.mark.slow
 def test_rows_are_conversations_with_their_images_and_only_answers_are_learned(finished: tuple[Path, Path]) -> None:
     _, run = finished
     rows = run / "pack" / "artifact" / "captions"
@@ -210,6 +211,7 @@ def test_the_run_is_served_and_exported_as_the_model_that_reads_images(
     assert theirs[: len(ours.token_ids)] == ours.token_ids
 
 
+@pytest.mark.slow
 def test_a_killed_stage_goes_on_with_the_same_bits(finished: tuple[Path, Path], tmp_path: Path) -> None:
     config, run = finished
     cut = tmp_path / "cut"

@@ -182,6 +182,7 @@ def test_the_context_is_that_of_the_folder(inside: Command, tmp_path: Path) -> N
     assert "given (1024); lower pack.seq_len" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_finished_training_needs_no_processes(inside: Command, tmp_path: Path, small_words) -> None:
     """A run that was trained in two processes can be worked on with one."""
     run = tmp_path / "run"

@@ -133,6 +133,7 @@ def test_files_are_never_of_another_result(source: Path, tmp_path: Path, monkeyp
     assert {path.name for path in out.iterdir()} == names, "nothing unfinished stays"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("protocol", ["memory", "s3"])
 def test_on_a_store(
     source: Path, tmp_path: Path, protocol: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch

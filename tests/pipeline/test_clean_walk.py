@@ -79,6 +79,7 @@ def test_clean_look_change_a_limit_and_run(folder: Path, tmp_path: Path, inside:
     assert sources == str(out)
 
 
+@pytest.mark.slow
 def test_the_run_on_the_result_has_figures_of_held_out_text(
     corpus: Path, tmp_path: Path, inside: Command, small_words: tuple[str, ...]
 ) -> None:

@@ -80,6 +80,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("name", ["export", "chat", "serve"])
 def test_a_damaged_fine_tuned_model_is_refused(run: RunDir, inside: Command, damage: str, name: str) -> None:

@@ -45,6 +45,7 @@ def run(small_words: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) 
     return run
 
 
+@pytest.mark.slow
 def test_a_pruned_student_learns_from_the_runs_model(run: RunDir) -> None:
     teacher, student = (load_config(run.stage(name).artifact) for name in ("pretrain", "distill"))
     assert (student.num_layers, student.ffn_dim) == (1, 32)
@@ -97,6 +98,7 @@ def test_another_run_takes_a_teacher_from_a_folder(
 SECOND_STAGES = "--stages=clean,tokenize,pack,student,distill"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "feature"),
     [

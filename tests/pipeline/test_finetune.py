@@ -42,6 +42,7 @@ def finetune(command: Command, model: Path, examples: Path, target: Path, *words
     return done.stdout
 
 
+@pytest.mark.slow
 def test_from_a_folder_and_examples_to_a_better_model(
     inside: Command, model: Path, examples: Path, tmp_path: Path
 ) -> None:
@@ -80,6 +81,7 @@ def answers_like_the_examples(folder: Path) -> None:
     assert answer.startswith("The color is ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("loss", "share"), [("last_answer", (0.0, 0.9)), ("all", (0.99, 1.0))])
 def test_other_tokens_can_be_learned(
     inside: Command, model: Path, examples: Path, tmp_path: Path, loss: str, share: tuple[float, float]

@@ -18,6 +18,7 @@ RELATIVE_TOLERANCE = 2e-4
 """Between processors and library versions FP32 sums differ in their last bits, which training magnifies."""
 
 
+@pytest.mark.slow
 def test_tiny_losses(inside: Command, tmp_path: Path, small_words: tuple[str, ...]) -> None:
     done = inside(*small_words, "--run-dir", str(tmp_path / "run"), "--stages", "clean,tokenize,pack,pretrain,sft")
     assert done.returncode == 0, done.stderr

@@ -75,6 +75,7 @@ def own_logits(model: Decoder, ids: np.ndarray) -> np.ndarray:
     return model.logits(model(tokens, positions, causal_attend())).numpy()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TYPES)
 def test_logits_equal_ours_for_rows_of_any_size(name: str, tmp_path: Path) -> None:
     write_folder(name, tmp_path / "model", num_hidden_layers=2)
@@ -88,6 +89,7 @@ def test_logits_equal_ours_for_rows_of_any_size(name: str, tmp_path: Path) -> No
     assert str(Path.cwd()).encode() not in path.read_bytes()
 
 
+@pytest.mark.slow
 def test_closed_heads_and_gates_are_in_the_graph(tmp_path: Path) -> None:
     shape = ModelConfig(
         vocab_size=VOCAB_SIZE, model_dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, ffn_dim=64,
@@ -105,6 +107,7 @@ def test_closed_heads_and_gates_are_in_the_graph(tmp_path: Path) -> None:
     assert np.abs(own_logits(model, ids) - logits).max() > 0.01, "no head was closed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama-llama3", "gemma2"])
 def test_a_graph_of_folded_norms_gives_the_logits_from_before(name: str, tmp_path: Path) -> None:
     write_folder(name, tmp_path / "model", num_hidden_layers=2)
@@ -198,6 +201,7 @@ def by_card(folder: Path, ids: np.ndarray) -> np.ndarray:
     return np.load(folder / "logits.npy")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["int8", *GRIDS])
 def test_integers_give_the_same_answers_and_stay_integers(name: str, trained: Path, tmp_path: Path) -> None:
     target = tmp_path / "graph"
@@ -231,6 +235,7 @@ def test_integers_give_the_same_answers_and_stay_integers(name: str, trained: Pa
     assert path.stat().st_size < (trained / name / "model.safetensors").stat().st_size + graph_bytes
 
 
+@pytest.mark.slow
 def test_the_command_writes_graph_tokenizer_and_card(inside: Command, trained: Path, tmp_path: Path) -> None:
     target = tmp_path / "out"
     words = ("export", str(trained / "int8"), "--to", "openvino", str(target))

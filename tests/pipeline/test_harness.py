@@ -109,6 +109,7 @@ def both(request: pytest.FixtureRequest, folder: Path) -> tuple[Any, Any, Engine
     return results[0], results[1], engine
 
 
+@pytest.mark.slow
 def test_every_log_likelihood_equals_that_of_transformers(both: tuple[Any, Any, Engine]) -> None:
     ours, theirs, _ = both
     for task, count in (("choices", len(CHOICES)), ("texts", len(TEXTS))):

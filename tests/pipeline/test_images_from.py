@@ -145,12 +145,14 @@ def image_files(run: Path) -> list[str]:
     return sorted(path.parent.relative_to(folder).as_posix() for path in folder.rglob(FILE))
 
 
+@pytest.mark.slow
 def test_the_source_has_images_of_many_blocks(source: tuple[Path, Path]) -> None:
     for name in SETS.values():
         assert (source[1] / "pack" / "artifact" / name / "images-train" / FILE).stat().st_size > 4 * 2**16
     assert len(image_files(source[1])) == 6
 
 
+@pytest.mark.slow
 def test_own_images_through_the_cache(inside: Command, source: tuple[Path, Path], tmp_path: Path, memory: Path) -> None:
     config, plain = source
     run = tmp_path / "run"
@@ -196,6 +198,7 @@ def forbid_other_readers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(image_store, "_reader", of_images)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", [BUDGETS, ()], ids=["cache", "reading ahead alone"])
 def test_the_same_weights_from_a_store(
     inside: Command, source: tuple[Path, Path], store: str, tmp_path: Path, cache: tuple[str, ...],
@@ -266,6 +269,7 @@ def test_images_without_checksums_are_refused_before_anything_is_trained(
     assert f"{older}/pack/artifact/aligned_pairs/images-train: the images have no checksums; remove the" in done.stderr
 
 
+@pytest.mark.slow
 def test_killed_while_images_are_cached(source: tuple[Path, Path], tmp_path: Path) -> None:
     config, plain = source
     run, tiers = tmp_path / "run", set[Path]()
@@ -295,6 +299,7 @@ def tiers_of_children(process: Started) -> list[set[Path]]:
     return []
 
 
+@pytest.mark.slow
 def test_two_processes_of_a_run_share_the_tiers(source: tuple[Path, Path], tmp_path: Path) -> None:
     """One folder in memory and one on the disk, which both have open; and the weights of two without a cache."""
     config, plain = source
@@ -316,6 +321,7 @@ def test_two_processes_of_a_run_share_the_tiers(source: tuple[Path, Path], tmp_p
     assert not list((tmp_path / "disk").iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["vision", "align"])
 def test_a_stage_starts_from_the_vision_tower_of_a_folder(
     inside: Command, source: tuple[Path, Path], tmp_path: Path, stage: str

@@ -51,6 +51,7 @@ def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
     return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 def test_the_command_makes_its_own_rows_or_takes_the_runs_and_leaves_the_run_alone(
     tmp_path: Path, corpus: Path, inside: Command
 ) -> None:

@@ -14,6 +14,7 @@ from modelwright.cli.main import main
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc to reset the peak of a process")
 
 
+@pytest.mark.slow
 @linux
 def test_peak_memory_of_a_run_is_predicted(capsys, tmp_path: Path) -> None:
     """Resident memory of a process that trains on large microbatches, most of which is activations."""

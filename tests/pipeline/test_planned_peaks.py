@@ -41,6 +41,7 @@ def run(folder: Path, stages: str) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@pytest.mark.slow
 @linux
 def test_peaks_are_within_the_tolerance_of_the_plan(tmp_path):
     """Half of each peak of training is tensors, so that neither the process nor the model can hide behind the other."""

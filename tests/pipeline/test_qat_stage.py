@@ -21,6 +21,7 @@ from modelwright.pipeline.stages.qat import QatConfig
 from modelwright.train.objective import forward
 
 
+@pytest.mark.slow
 def test_quantize_takes_over_the_trained_grid(small_words: tuple[str, ...], tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     _quantize_without_training(run, small_words)

@@ -130,6 +130,7 @@ def page_file(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [1280, 390])
 def test_opens_in_chromium_without_network_or_sideways_scrolling(open_tab, page_file: Path, width: int) -> None:
     tab = open_tab(width)
@@ -156,6 +157,7 @@ def right_edge_contrast(region) -> int:
     return abs(row[-2] - row[image.width // 2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_clipped_table_shows_that_it_scrolls(open_tab, page_file: Path, scheme: Literal["light", "dark"]) -> None:
     """A shadow marks the right edge while columns are hidden there, and only then."""

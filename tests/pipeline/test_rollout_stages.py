@@ -54,6 +54,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_run_learns_from_rewards_and_shows_it(
     inside: Callable[..., CompletedProcess[str]], records: Path, tmp_path: Path
 ) -> None:
@@ -91,6 +92,7 @@ SHORT_PREFERENCE = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_recipe_preference_shows_what_pleasing_a_reward_model_costs(
     inside: Callable[..., CompletedProcess[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,6 +58,7 @@ def cached(folder: Path) -> list[str]:
     return ["--cache.enabled", "true", "--cache.folder", str(folder)]
 
 
+@pytest.mark.slow
 def test_the_same_weights_from_a_folder_with_and_without_a_cache(
     inside: Command, tmp_path: Path, memory: Path, source: Path, small_words: tuple[str, ...]
 ) -> None:
@@ -90,6 +91,7 @@ def test_the_own_rows_through_the_cache(
     assert not list(memory.iterdir())
 
 
+@pytest.mark.slow
 def test_the_same_weights_from_a_store(
     inside: Command, tmp_path: Path, source: Path, store: str, small_words: tuple[str, ...]
 ) -> None:

@@ -76,6 +76,7 @@ def test_a_stage_made_again_with_the_same_content_spares_its_children(run: RunDi
     assert Chain().go(run) == ["first"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("content", [None, "cut", "1X"], ids=["missing", "another size", "another byte"])
 def test_a_damaged_artifact_is_refused_until_it_is_removed(run: RunDir, content: str | None) -> None:
     Chain().go(run)

@@ -33,6 +33,7 @@ def stages_of(run: Path) -> tuple[str, ...]:
     return tuple(yaml.safe_load((run / "config.yaml").read_text())["stages"])
 
 
+@pytest.mark.slow
 def test_a_report_without_all_stages_can_be_repeated(inside: Command, run: Path, small_words: tuple[str, ...]) -> None:
     words = (*small_words, "--run-dir", str(run), "--stages", ",".join(NO_SERVE))
     done = inside(*words)
@@ -62,6 +63,7 @@ def test_a_report_takes_what_is_finished(inside: Command, run: Path, small_words
     assert len(stages_of(run)) == 9
 
 
+@pytest.mark.slow
 def test_the_example_of_the_help_can_be_repeated(
     inside: Command, run: Path, tmp_path: Path, small_words: tuple[str, ...]
 ) -> None:

@@ -84,6 +84,7 @@ def test_the_plan_says_how_the_time_is_spent(tmp_path: Path) -> None:
     assert [part.split()[0] for part in words.partition(": ")[2].split(", ")] == config.stage_names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_the_length_is_measured_once_and_kept(small_words: Sequence[str], tmp_path: Path, num_processes: int) -> None:
     run = tmp_path / "run"

@@ -103,6 +103,7 @@ def integers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return run_of(tmp_path_factory.mktemp("integers"), "int8_static")
 
 
+@pytest.mark.slow
 def test_rows_hold_every_image_once_with_its_class(finished: tuple[Path, Path]) -> None:
     rows = finished[1] / "pack" / "artifact" / LABELED_ROWS.name
     labels = {StoredImage.from_plain(one.meta["image"]).digest: one.meta["label"] for one in list(digit_images())}
@@ -147,6 +148,7 @@ def test_damaged_images_are_counted(finished: tuple[Path, Path]) -> None:
     assert "empty image file" in facts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["finished", "integers"])
 def test_the_artifact_classifies_as_the_stage_did(name: str, request: pytest.FixtureRequest) -> None:
     finished: tuple[Path, Path] = request.getfixturevalue(name)
@@ -187,6 +189,7 @@ def last_checkpoint(run: Path) -> int:
     return max((int(name.removeprefix("step-")) for name in names), default=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "steps"), [("finished", [4]), ("integers", [2, 16])])
 def test_a_killed_run_ends_with_the_same_bits(name: str, steps: list[int], request: pytest.FixtureRequest) -> None:
     """Of a run that trains for integers once while ranges are observed, and once while factors are rounded."""

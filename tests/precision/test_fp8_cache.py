@@ -101,6 +101,7 @@ def test_a_recomputed_block_gives_the_same():
     assert all(torch.equal(a, b) for a, b in zip(wanted, outcome(model), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch.compile warns about its own internals
 def test_a_compiled_block_quantizes_each_time_with_the_same_result(monkeypatch):
     results = []
@@ -111,6 +112,7 @@ def test_a_compiled_block_quantizes_each_time_with_the_same_result(monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch.compile warns about its own internals
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
 def test_the_search_for_a_kernel_is_no_part_of_the_graph(recipe, monkeypatch):

@@ -38,6 +38,7 @@ def write_test(database: SqliteDatabase, name: str, state: ExperimentState, numb
     assert not end(database, name, "promoted"), "what a guard has ended nobody promotes"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_page_says_what_is_known_and_no_more(slow_server, browser, tmp_path: Path, scheme: str):  # noqa: F811
     database = SqliteDatabase(tmp_path / "ab.sqlite")

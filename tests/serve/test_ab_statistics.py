@@ -295,6 +295,7 @@ def equal_verdicts(num_runs: int, num_units: int) -> Counter[str]:
     return reasons
 
 
+@pytest.mark.slow
 def test_an_equal_version_is_never_rolled_back(monkeypatch: pytest.MonkeyPatch):
     """By none of the product's guards in 200 runs; guards that may err in nine of ten do, each of them."""
     assert equal_verdicts(200, 300) == {}

@@ -7,6 +7,7 @@ pytest.importorskip("schemathesis", reason="pip install modelwright[dev]")
 from api_fuzz import Findings, fuzz, small_server
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scores", [False, True], ids=["language", "reward"])
 def test_no_request_breaks_the_server(scores: bool):
     with small_server(scores=scores) as server:

@@ -42,6 +42,7 @@ def parsed_shape(value: Any) -> BodyShape:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(VALUES, st.booleans(), st.sampled_from([None, 1, "\t"]))
 def test_the_shape_is_that_of_the_parsed_body(value: Any, ensure_ascii: bool, indent: Any):

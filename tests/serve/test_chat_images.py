@@ -57,6 +57,7 @@ def opened(browser, server: ServerThread, **options):
     return page
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [1280, 390])
 def test_images_by_button_paste_and_drop_go_with_the_question(
     reader: ServerThread, browser, width: int, tmp_path: Path

@@ -49,6 +49,7 @@ def new_page(browser, **options):
     return page
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("width", "height"), [(1280, 800), (390, 844)], ids=["desktop", "phone"])
 def test_a_question_gets_a_streamed_answer(server: ServerThread, browser, tmp_path: Path, width: int, height: int):
     page = new_page(browser, viewport={"width": width, "height": height})
@@ -101,6 +102,7 @@ def test_an_answer_can_be_stopped_and_the_chat_go_on(slow_server, browser):
     page.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asks", [False, True], ids=["idle", "asking"])
 def test_a_server_that_is_down_is_shown(slow_server, browser, asks: bool):
     server = slow_server()

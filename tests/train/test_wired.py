@@ -190,6 +190,7 @@ def test_a_flipped_bit_ends_the_run_on_all_ranks_and_names_the_tensor(runs):
         assert found["error"].startswith("step 4")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [one["name"] for one in CASES if one["name"].startswith("checked-")])
 def test_no_layout_is_taken_for_corrupt(runs, name):
     for rank in range(2):

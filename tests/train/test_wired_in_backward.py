@@ -93,6 +93,7 @@ def test_same_bits_as_after_backward(request, name):
             assert all(torch.equal(within[key], after[key]) for key in after)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["one-copy", "copies", "context"])
 @pytest.mark.parametrize("way", ["after", "within"])
 def test_a_run_leaves_no_hooks_on_the_model(runs, name, way):
@@ -120,6 +121,7 @@ def test_clipping_by_the_last_norm_is_that_of_one_process_and_goes_on_after_a_st
     assert all(torch.equal(once[key], again[key]) for key in once)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALONE)
 def test_a_loss_that_is_not_finite_on_one_rank_is_skipped_on_all(runs, name):
     for rank in range(2):

@@ -118,6 +118,7 @@ def test_int8_learns_alike_under_every_layout(runs, name):
     assert losses(runs, f"int8-{name}") == pytest.approx(losses(runs, "int8"), rel=0.02)
 
 
+@pytest.mark.slow
 def test_narrow_streams_travel_between_stages_and_narrow_inputs_between_tensor_ranks(runs):
     assert losses(runs, "half-pipeline") == pytest.approx(losses(runs, "pure_fp16"), rel=0.01)
     assert losses(runs, "bf16-tensor") == pytest.approx(losses(runs, "bf16_mixed"), rel=0.01)
@@ -170,6 +171,7 @@ def test_rules_take_the_fastest_format_that_is_tolerable_everywhere(runs):
     assert values(runs, "rules", "low_precision_fraction")[-1] == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["pipeline", "tensor", "zero"])
 def test_ranks_that_hold_parts_decide_alike(runs, name):
     assert ended(runs, f"rules-{name}", rank=1)["error"] == ""

@@ -127,6 +127,7 @@ def test_a_loss_scale_changes_nothing_that_does_not_overflow(runs):
     assert losses(runs, "scaled-int8") == pytest.approx(losses(runs, "int8"), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_deepseek_adam_is_adamw_with_the_published_decay(runs):
     """Norms of about 1 lie below the published threshold; a lower one is taken where it is set."""
     assert losses(runs, "deepseek") == losses(runs, "exact")
@@ -172,6 +173,7 @@ def test_other_optimizers_under_zero_3_make_the_same_updates_and_muon_is_refused
     assert ended(runs, "muon-zero")["error"].startswith("optimizer: muon needs whole weight matrices")
 
 
+@pytest.mark.slow
 def test_clipping_and_decay_follow_the_gradients_on_copies_and_on_one_copy_and_go_on_where_they_stopped(runs):
     for metric in ("loss", "clip_norm", "decay_factor"):
         once, twice = (values(runs, name, metric) for name in ("adaptive", "adaptive-twice"))
@@ -203,6 +205,7 @@ def test_layers_that_overflow_fall_until_they_fit_on_all_ranks_alike(runs, name)
     assert losses(runs, f"high-{name}")[-1] < losses(runs, f"high-{name}")[0]
 
 
+@pytest.mark.slow
 def test_scales_of_layers_go_on_where_they_stopped(runs):
     assert ended(runs, "high-stopped")["kind"] == "Stopped"
     assert losses(runs, "high-twice") == losses(runs, "high-copies")

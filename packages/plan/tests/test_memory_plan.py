@@ -175,6 +175,7 @@ def test_a_plan_holds_its_budget_with_as_little_as_that_takes():
     assert plan_step(SMALL, train, NextToken, seq_len=128, budget_bytes=before).train == train
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mode", [{"mode": "full", "layers_per_segment": 2}, {"mode": "selective"}], ids=["full", "selective"]
 )
@@ -276,6 +277,7 @@ def test_a_picture_that_cannot_be_drawn(capsys, tmp_path):
         assert said in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_picture_as_json(capsys):
     assert main(["plan", "memory", "tiny", "--json", "--batch-tokens", "2048", "--top", "2"]) == 0
     data = json.loads(capsys.readouterr().out)

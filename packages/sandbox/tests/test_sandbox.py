@@ -69,6 +69,7 @@ def test_an_attack_works_outside_of_the_sandbox(name: str, outside: Path, tmp_pa
     assert "ESCAPED" in done.stdout
 
 
+@pytest.mark.slow
 def test_nothing_is_left_behind(executions: object, sandbox: Sandbox, outside: Path) -> None:
     assert [path.name for path in outside.iterdir()] == ["secret.txt"]
     assert (outside / "secret.txt").read_text() == "secret"

@@ -43,6 +43,7 @@ def probed(tmp_path_factory: pytest.TempPathFactory) -> tuple[MachineProbes, Pat
     return measure_machine(folder, probes=SHORT), folder
 
 
+@pytest.mark.slow
 def test_a_short_survey_of_this_machine(probed: tuple[MachineProbes, Path]) -> None:
     survey, folder = probed
     states = {name: result.state for name, result in survey.results.items()}
