@@ -236,7 +236,9 @@ def test_the_integers_are_those_of_the_training(integers: tuple[Path, Path]) -> 
 @pytest.mark.parametrize("labels", [["one"] * 4, ["a", "b", "c", "d"]], ids=["one class", "a class for each image"])
 def test_images_without_classes_to_learn_are_refused(labels: list[str], tmp_path: Path) -> None:
     documents = [
-        Document(id=str(number), text=label, kind="image", split="train", source="s")
+        Document(
+            id=str(number), text=label, kind="image", split="train", source="s", meta={"image": {"data": str(number)}}
+        )
         for number, label in enumerate(labels)
     ]
     assert [class_of(document) for document in documents] == labels

@@ -9,7 +9,6 @@ from modelwright.memory.checkpointing import Segment, checkpoint_segments
 from modelwright.model.attention import packed_attend
 from modelwright.model.decoder import Decoder
 from modelwright.ops import lowp_linear
-from modelwright.ops import lowp_linear as quantize_cache
 from modelwright.ops.lowp_linear import SharedCodes
 from modelwright.ops.quantize import quantize
 from modelwright.precision.apply import ModelPrecision
@@ -78,16 +77,22 @@ def test_shared_codes_change_no_bit(recipe, monkeypatch):
 
 def test_an_input_is_quantized_once_in_forward(monkeypatch):
     calls: list[str] = []
+    within: list[SharedCodes] = []
+    share = SharedCodes.__call__
 
-    def counted(name: str):
-        def run_counted(*given, **more):
-            calls.append(name)
-            return quantize(*given, **more)
+    def shared(codes, *given):
+        within.append(codes)
+        try:
+            return share(codes, *given)
+        finally:
+            within.pop()
 
-        return run_counted
+    def counted(*given, **more):
+        calls.append("shared" if within else "own")
+        return quantize(*given, **more)
 
-    monkeypatch.setattr(quantize_cache, "quantize", counted("shared"))
-    monkeypatch.setattr(lowp_linear, "quantize", counted("own"))
+    monkeypatch.setattr(SharedCodes, "__call__", shared)
+    monkeypatch.setattr(lowp_linear, "quantize", counted)
     run(model_of("tensorwise", cache=True)[0])
     assert calls.count("shared") == 3
     assert calls.count("own") == 7 + 1  # all weights, and the input of o_proj
