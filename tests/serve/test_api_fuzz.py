@@ -2,7 +2,7 @@
 
 import pytest
 
-pytest.importorskip("schemathesis", reason="pip install modelwright[dev]")
+pytest.importorskip("schemathesis", reason="pip install 'modelwright[dev]'")
 
 from api_fuzz import Findings, fuzz, small_server
 

@@ -92,7 +92,7 @@ def _open_url(url: str, *, setting: str, is_written_down: bool) -> Database:
     except ImportError:
         raise ConfigError(
             f"{setting}: a database URL needs SQLAlchemy and the driver of the database; "
-            "pip install modelwright[requests-log], or give a path for SQLite"
+            "pip install 'modelwright[requests-log]', or give a path for SQLite"
         ) from None
     try:
         parsed = sqlalchemy.make_url(url)
