@@ -254,8 +254,9 @@ class StageSpec:
         from modelwright.train.outside import named_objectives  # imports PyTorch
 
         assert self.objective is not None
-        named = named_objectives(inputs.training.objective).values()
-        return next((spec.build(settings, inputs) for spec, settings in named), None) or self.objective(inputs)
+        for spec, settings in named_objectives(inputs.training.objective).values():  # at most one
+            return spec.build(settings, inputs)
+        return self.objective(inputs)
 
     @property
     def trained_rows(self) -> int:
