@@ -162,6 +162,33 @@ def test_missing_and_damaged_files(tmp_path: Path) -> None:
         list(read_kept(tmp_path))
 
 
+def test_files_of_two_results_are_not_taken_for_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that ends while it exchanges the files of an earlier result leaves a folder that is not read."""
+    clean(tmp_path, document("A sentence that is long enough.", 0))
+    replace, done = Path.replace, list[Path]()
+
+    def end_after_one(path: Path, target: Path) -> Path:
+        if path.parent == tmp_path:
+            if done:
+                raise KeyboardInterrupt
+            done.append(path)
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", end_after_one)
+    with pytest.raises(KeyboardInterrupt):
+        clean(tmp_path, pair("What is it?", "Quite a good question.", 1))
+    with pytest.raises(ArtifactError, match=r"report\.json: is missing; run the clean stage"):
+        list(read_kept(tmp_path))
+
+
+def test_a_report_that_names_another_file_is_damaged(tmp_path: Path) -> None:
+    clean(tmp_path, document("A sentence that is long enough.", 0))
+    path = tmp_path / "report.json"
+    path.write_text(path.read_text().replace("kept-train-prose", "../elsewhere"))
+    with pytest.raises(ArtifactError, match=r"report\.json: is damaged: names '\.\./elsewhere"):
+        list(read_kept(tmp_path))
+
+
 def test_a_folder_of_an_earlier_version_is_named(tmp_path: Path) -> None:
     """It has all kept documents in one file, and a report that names no files."""
     (tmp_path / "kept.jsonl.zst").write_bytes(pack_lines([document("A sentence.", 0).to_json()]))

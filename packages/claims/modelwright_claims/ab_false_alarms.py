@@ -16,10 +16,10 @@ from modelwright.core.seeds import derive_seed
 from modelwright.serve.ab.guards import REPORT_ALPHA, GuardLimits, verdict
 from modelwright.serve.ab.state import CONTROL, TREATMENT, EventKind, ExperimentState, RequestEvent, arm_of
 from modelwright.serve.ab.statistics import BURN_IN, difference_interval, log_e_value, two_proportions, welch
-from modelwright_claims.binomial import share
 from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict
 from modelwright_claims.judging import Judgment
 from modelwright_claims.product_runs import side_by_side
+from modelwright_claims.statistics import share
 
 MOST_ALARMS = 5.0
 """Percent of runs, for each interval."""

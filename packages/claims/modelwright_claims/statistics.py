@@ -8,6 +8,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from scipy.stats import beta
+
 from modelwright_claims.claim import Figure
 
 CONFIDENCE = 0.95
@@ -130,3 +132,13 @@ def t_quantile(probability: float, degrees: int) -> float:
 def spread(values: Sequence[float]) -> float:
     """Standard deviation of the sample; 0 for a single value."""
     return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def share(outcomes: Sequence[float], confidence: float = CONFIDENCE) -> Estimate:
+    """Estimate the percentage of outcomes that are 1, the others being 0: the observed one with exact one-sided bounds
+    (Clopper and Pearson 1934).
+    """
+    count, hits = len(outcomes), int(sum(outcomes))
+    lower = float(beta.ppf(1 - confidence, hits, count - hits + 1)) if hits else 0.0
+    upper = float(beta.ppf(confidence, hits + 1, count - hits)) if hits < count else 1.0
+    return Estimate(mean=100 * hits / count, spread=0.0, count=count, lower=100 * lower, upper=100 * upper)

@@ -233,6 +233,8 @@ def _join(folder: Path, work: Path, num_shards: int) -> list[str]:
         for shard in numbered(work, num_shards):
             for name, content in shard.read_arrays(WRITTEN).items():
                 append(name, content.tobytes())
+    # An earlier report goes first: a process that is killed between the files leaves a folder that is not read.
+    (folder / REPORT).unlink(missing_ok=True)
     for name in files:
         (folder / f"{name}.partial").replace(folder / name)
     for path in folder.iterdir():  # of an earlier result, which had documents of another split or kind

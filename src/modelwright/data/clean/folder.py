@@ -90,6 +90,8 @@ def read_kept(folder: Path, *, split: Split | None = None, kinds: Collection[Kin
         for kind, name in files.items()
         if split in (None, of_split) and kind in kinds
     ]
+    if unknown := [name for name in names if name not in KEPT_FILES]:
+        raise ArtifactError(f"{folder / REPORT}: is damaged: names {unknown[0]!r}; run the clean stage again")
     lines = {KEPT_FILES.index(name): _lines(folder / name) for name in names}
     if len(lines) < 2:  # one file is in order
         for of_file in lines.values():

@@ -44,7 +44,7 @@ class StoreWriter:
     checksums: list[int] = field(default_factory=list[int])
     block_checksums: list[int] = field(default_factory=list[int])
     _checksum: int = field(init=False, default=0)
-    """Of the block that is not full yet."""
+    """The checksum so far of the block that is not full yet."""
 
     def add(self, data: bytes) -> int:
         """The number of the image, from 0."""

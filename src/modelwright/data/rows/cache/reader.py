@@ -28,7 +28,7 @@ NUM_READERS = 16
 """Reads at a time where files are on a store and no cache is set."""
 
 _Cuts = tuple[Future[dict[int, Any]], ...]
-"""Of each block that an item is in: what it has of this item, and of others."""
+"""For each block that an item is in, the parts of items that the block holds, by item."""
 
 
 @dataclass
