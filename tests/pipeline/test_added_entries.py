@@ -315,6 +315,11 @@ def test_an_objective_and_a_technique_train(
     assert main([*words, "--pretrain.objective.careless.epsilon", "0.1"]) == 2
     assert "its objective needs" in (shown := capsys.readouterr().err)
     assert "ObjectiveSpec(needs=...)" in shown
+    fitted = ["run", "tiny", "--run-dir", str(tmp_path / "fitted"), "--data.sources", str(tmp_path / "text.txt")]
+    fitted += ["--stages", "clean,tokenize,pack,pretrain", "--minutes", "5"]
+    assert main([*fitted, "--pretrain.objective.smoothed.epsilon", "0.1"]) == 2
+    assert "the updates of pretrain cannot be timed" in (shown := capsys.readouterr().err)
+    assert "it learns the objective smoothed; set minutes to 0" in shown
 
 
 def test_an_objective_is_checked_shown_and_part_of_the_run(with_learning: None) -> None:

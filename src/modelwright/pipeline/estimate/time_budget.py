@@ -59,10 +59,12 @@ def fit_to_minutes(config: RunConfig, run: RunDir, ranks: RunGroup, progress: Pr
         return config
     for stage in new:
         assert stage.rows is not None
-        if stage.rows.learned != "tokens":
+        objective = next(iter(config.section(stage).objective), "")
+        learns = f"the objective {objective}" if objective else f"from {stage.rows.learned}"
+        if objective or stage.rows.learned != "tokens":  # updates are timed by predicting random tokens
             raise ConfigError(
                 f"minutes: the updates of {stage.name} cannot be timed before its rows are there, because it learns "
-                f"from {stage.rows.learned}; set minutes to 0, and {stage.name}.num_steps"
+                f"{learns}; set minutes to 0, and {stage.name}.num_steps"
             )
     started = time.monotonic()
     folder = run.path / FOLDER
