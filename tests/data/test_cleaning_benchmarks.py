@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from clean_engines import COMMAND_KILLED, FILES, RUNS, WORKER_KILLED
+from clean_engines import COMMAND_KILLED, RUNS, WORKER_KILLED
 from clean_engines import verdicts as engine_verdicts
 from clean_scale import clean, documents, found_duplicates, marginal_costs, verdicts, write_documents
 from cleaning_peers import FEWEST, MIN_JACCARD, OURS, true_pairs, word_5_grams
@@ -70,12 +70,12 @@ def test_verdict_on_scale() -> None:
 
 def test_verdict_on_engines() -> None:
     def short(name: str, **changes: object) -> int:
-        runs = {one: {"sha256": dict.fromkeys(FILES, "a"), "shards_before": 12, "done_again": 0} for one in RUNS}
+        runs = {one: {"sha256": {"text.jsonl": "a"}, "shards_before": 12, "done_again": 0} for one in RUNS}
         runs[name] |= changes
         return sum(line.startswith("short") for line in engine_verdicts({"runs": runs}))
 
     assert short(WORKER_KILLED) == 0
-    assert short(WORKER_KILLED, sha256=dict.fromkeys(FILES, "b")) == 1
+    assert short(WORKER_KILLED, sha256={"text.jsonl": "b"}) == 1
     assert short(COMMAND_KILLED, done_again=1) == short(COMMAND_KILLED, shards_before=0) == 1
 
 
