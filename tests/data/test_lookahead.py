@@ -197,7 +197,7 @@ def test_an_error_of_the_background_reaches_who_asks_for_the_batch(packed: Path,
 
 def test_closing_ends_a_batch_whose_rows_will_not_be_read(packed: Path) -> None:
     """One reading thread is in the midst of a read; the read that the next batch needs besides has not begun."""
-    release, layout = threading.Event(), row_layout(packed)
+    begun, release, layout = threading.Event(), threading.Event(), row_layout(packed)
     plan = PackedLoader(PackedRows(packed), batch_rows=2, seed=1)
     blocks = [{layout.block_of(int(row))[0] for row in plan.share(index).groups} for index in range(200)]
     first = next(i for i in range(199) if len(blocks[i]) == 1 and len(blocks[i + 1] - blocks[i]) == 2)
@@ -205,7 +205,9 @@ def test_closing_ends_a_batch_whose_rows_will_not_be_read(packed: Path) -> None:
 
     class BlockedSource(ColdStore):
         def read(self, name: str, offset: int, num_bytes: int) -> bytes:
-            assert name in at_once or release.wait(30)
+            if name not in at_once:
+                begun.set()
+                assert release.wait(30)
             return super().read(name, offset, num_bytes)
 
     blocked = RowLayout(packed, read_index(packed), BlockedSource(str(packed)))
@@ -215,6 +217,7 @@ def test_closing_ends_a_batch_whose_rows_will_not_be_read(packed: Path) -> None:
     assembly = loader._assembly
     assert assembly is not None
     assembly.expected.result(10)
+    assert begun.wait(10)
     closing = threading.Thread(target=reader.close)
     closing.start()
     time.sleep(0.05)

@@ -119,13 +119,13 @@ def test_secure_aggregation_changes_the_result_by_no_more_than_its_quantization(
         assert other["loss"] == pytest.approx(one["loss"], abs=1e-4)
 
 
+@pytest.mark.timeout(900)
 def test_processes_with_a_client_killed(runs: Path, secure: Simulation, tmp_path: Path) -> None:
     """The third client is killed after the first round, in which all took part; that round is the simulation's."""
     _, secure_rounds = secure
     out, settings = tmp_path / "processes", tmp_path / "processes.yaml"
-    settings.write_text(
-        SECURE.replace("timeout_s: 200", "timeout_s: 40")
-    )  # two rounds wait for the client that is gone
+    text = SECURE.replace("num_rounds: 3", "num_rounds: 2")
+    settings.write_text(text.replace("timeout_s: 200", "timeout_s: 60"))  # the second round waits for the client
     words = ["app", str(runs / "base"), "--settings", str(settings), "--dir", str(out), "--out", str(tmp_path / "app")]
     assert federated(words) == 0
     nodes = {
@@ -143,15 +143,15 @@ def test_processes_with_a_client_killed(runs: Path, secure: Simulation, tmp_path
                 flower.kill("2-c")
                 break
             time.sleep(0.05)
-        process.wait(240)
+        process.wait(600)
     text = (tmp_path / "output.txt").read_text()
     rounds = list(read_records(log))
     assert (out / "model").is_dir(), text
     assert rounds[0]["clients"] == list(NAMES), text
     assert rounds[0]["update_norm"] == pytest.approx(secure_rounds[0]["update_norm"], rel=1e-5)
     assert rounds[0]["loss"] == pytest.approx(secure_rounds[0]["loss"], abs=1e-5)
-    assert [one["clients"] for one in rounds[1:]] == [["0-a", "1-b"]] * 2, text
-    assert rounds[2]["loss"] == pytest.approx(secure_rounds[2]["loss"], abs=0.2)
+    assert [one["clients"] for one in rounds[1:]] == [["0-a", "1-b"]], text
+    assert rounds[1]["loss"] == pytest.approx(secure_rounds[1]["loss"], abs=0.2)
 
 
 class SlowGrid:
