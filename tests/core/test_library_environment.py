@@ -43,6 +43,7 @@ def test_an_older_instruction_set_holds_every_library_to_it():
     assert lowered({}) is None
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="x86-64 only")
 def test_a_process_on_plain_x86_64_has_no_wide_vectors_and_multiplies_no_narrow_format():
     done = seen(SEEN, **{SWITCH: "x86-64"})

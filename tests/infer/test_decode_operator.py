@@ -160,6 +160,7 @@ def test_every_model_type_is_taken(name: str, tmp_path: Path, monkeypatch: pytes
     assert_same_answers(load_model(tmp_path), prompts, monkeypatch)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("each_instruction_set")
 @pytest.mark.parametrize("changes", [{}, {"qk_norm": False, "tie_embeddings": False}], ids=["tied", "untied"])
 def test_int8_models(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,6 +94,7 @@ def test_a_row_depends_on_neither_neighbors_nor_threads(shape, kind, monkeypatch
     assert torch.equal(product(x), whole)
 
 
+@pytest.mark.slow
 def test_compilers_that_fuse_otherwise_change_no_bit(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -177,6 +177,7 @@ def test_each_weight_is_gathered_in_the_format_of_its_products(runs, name, atten
         assert found == of_part.get(part, "float32"), parameter
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "gathers"), [("full", 2), ("recomputed", 2), ("optimizer", 1), ("ffn", 2)])
 def test_narrow_gathers_send_half_the_bytes_of_their_weights(runs, name, gathers):
     """Each of two microbatches gathers weights in forward and, where they are let go, in backward. This rank sends its

@@ -218,6 +218,7 @@ def test_the_same_weights_from_a_store(
         assert read_manifest(tmp_path / "run" / stage / "artifact").facts["row_cache"]["bytes"]["source"] > 0
 
 
+@pytest.mark.slow
 def test_images_of_a_folder_stay_there(inside: Command, source: tuple[Path, Path], tmp_path: Path) -> None:
     config, plain = source
     words = ["--rows_from", str(plain), "--stages", "tokenize,pack,vision"]

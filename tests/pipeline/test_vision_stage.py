@@ -119,6 +119,7 @@ def test_rows_hold_every_image_once_with_its_class(finished: tuple[Path, Path]) 
     assert found == NUM_IMAGES
 
 
+@pytest.mark.slow
 def test_a_learning_rate_is_swept_on_images(finished: tuple[Path, Path], tmp_path: Path) -> None:
     config, run = finished
     words = ("--run-dir", run, "--steps", "20", "--min-lr", "1e-5", "--out", tmp_path)
@@ -208,6 +209,7 @@ def test_a_killed_run_ends_with_the_same_bits(name: str, steps: list[int], reque
     assert digests(run) == digests(undisturbed)
 
 
+@pytest.mark.slow
 def test_the_integers_are_those_of_the_training(integers: tuple[Path, Path]) -> None:
     """Batch norms are folded, every convolution but the first has codes, and images get the classes that they got from
     rounded factors in the last evaluation of the training.

@@ -126,6 +126,7 @@ def test_the_config_is_valid_by_rays_schema() -> None:
         ServeDeploySchema.model_validate(config)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # Ray leaves files open, and processes that it has ended unread
 def test_ray_answers_a_request(folder: Path, free_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     serve = ray_serve()

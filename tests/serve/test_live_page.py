@@ -18,6 +18,7 @@ def row(page, card: str, name: str):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_figures_follow_the_server(slow_server, browser, scheme: str):  # noqa: F811
     server = slow_server()

@@ -146,6 +146,7 @@ def test_the_run_has_what_it_is_to_be_tested_with(whole: tuple[Path, dict[int, l
     assert max(lengths[:3]) < max(lengths[-3:]), "the curriculum begins with short rows"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_a_stopped_run_goes_on_with_the_same_batches(
     whole: tuple[Path, dict[int, list[tuple]]], stopped: tuple[Path, dict[int, list[tuple]]], rows: Path,

@@ -164,6 +164,7 @@ def test_a_rank_without_rows_leaves_the_range_to_the_others() -> None:
     assert fake.state_dict() == {name: [-1.0, 2.5]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_stopped_run_goes_on_with_the_same_bits(name: str, tmp_path: Path) -> None:
     config = CONFIGS[name]
@@ -225,6 +226,7 @@ def on_two_ranks(world: World, folder: Path) -> tuple[dict[str, dict[str, Tensor
     return found, refused
 
 
+@pytest.mark.slow
 def test_two_processes_give_what_one_gives(tmp_path: Path) -> None:
     alone = {
         name: train(single(), tmp_path / "alone" / name, config, dtype=torch.float64).state_dict()
@@ -254,6 +256,7 @@ def with_outliers(model: Decoder) -> Decoder:
     return model
 
 
+@pytest.mark.slow
 def test_training_at_four_bits_ends_closer_than_rounding_afterwards(tmp_path: Path) -> None:
     """After 40 steps in FP32, 30 more: in FP32, which is then rounded to 4 bits per tensor, or on that grid."""
     grid = WeightGrid(bits=4, granularity="tensor")

@@ -80,6 +80,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float
     return heldout_figures(single(), tmp_path_factory.mktemp("alone"), {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_two_processes_measure_what_one_does(name: str, alone: dict[str, dict[str, float]], tmp_path: Path) -> None:
     for figures in run_distributed(heldout_figures, 2, tmp_path, LAYOUTS[name]):

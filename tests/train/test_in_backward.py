@@ -58,6 +58,7 @@ def equal(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_same_weights_to_the_last_bit(tiny, tmp_path, case):
     for name, more in (("after", {}), ("within", {"optimizer_in_backward": True})):

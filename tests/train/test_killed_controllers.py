@@ -37,6 +37,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_a_killed_run_ends_as_one_that_was_left_alone(tmp_path, kind):
     settings = {**SETTINGS[kind], "eval_every_steps": 4, "checkpoint_every_steps": 2}

@@ -97,6 +97,7 @@ def test_they_are_small(name: str) -> None:
     assert len(inspect.getsource(getattr(small_objectives, name)).splitlines()) < 60
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_any_number_of_microbatches_gives_the_same_gradients(name: str, tmp_path: Path) -> None:
     whole = train(single(), name, tmp_path / "whole")
@@ -132,6 +133,7 @@ def test_a_selection_keeps_groups_whole(name: str, tmp_path: Path) -> None:
                 assert any(torch.equal(pair, one) for one in given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_stopped_run_goes_on_with_the_same_bits(name: str, tmp_path: Path) -> None:
     whole = train(single(), name, tmp_path / "whole", fp64=False)
@@ -176,6 +178,7 @@ def on_two_ranks(world: World, folder: Path) -> dict[str, dict[str, Tensor]]:
     return found
 
 
+@pytest.mark.slow
 def test_two_data_ranks_give_the_weights_of_one(tmp_path: Path) -> None:
     for name in ("Ppo", "Replay"):
         with pytest.raises(Stopped):

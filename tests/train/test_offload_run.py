@@ -44,6 +44,7 @@ def weights(tiny, tmp_path, name, **settings):
     return tiny.final_weights(tmp_path / name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("policy", ["fp32", "bf16_mixed"])
 def test_the_same_bits_as_without(tiny, tmp_path, all_sizes_go, stores, kind, policy):

@@ -67,6 +67,7 @@ def runs(tmp_path_factory) -> Runs:
     return folder, run_distributed(full_memory.on_ranks, 2, folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["one-copy", "copies"])
 def test_all_ranks_make_the_step_again(runs, layout):
     """Batch 5 on does not fit on the second rank: 1, 2, then 4 microbatches of its 4 rows."""

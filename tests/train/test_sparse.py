@@ -177,6 +177,7 @@ def test_a_run_that_stops_goes_on_with_the_same_bits(tiny, tmp_path, name):
     assert seen[-1].loss < seen[0].loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["bf16_mixed", "int8"])
 def test_other_number_formats_are_left_out_of_alike(tiny, tmp_path, policy):
     precision = {"settings": {"precision": {"policy": policy}}}

@@ -212,6 +212,7 @@ def _twin(tiny, model) -> None:
         optimizer.step()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [8, 9, 11])
 def test_stopped_before_between_and_after_it_goes_on_with_the_same_bits(tiny, tmp_path, step):
     """The process dies after a step without saving; it begins again from the checkpoint before."""

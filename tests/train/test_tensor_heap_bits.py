@@ -18,6 +18,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 def test_the_same_bits(tmp_path):
     """Weights, losses, norms and held-out losses, with evaluations and checkpoints in between."""
     started = [
@@ -33,6 +34,7 @@ def test_the_same_bits(tmp_path):
 WIDE = {"num_layers": 2, "ffn_dim": 1024}
 
 
+@pytest.mark.slow
 def test_two_processes(tmp_path, monkeypatch):
     """One copy in shared memory, copies whose sums begin in backward, and parts of one model."""
     layouts = {"shared": {}, "copies": COPIES, "sharded": {"parallel": {"zero_stage": 3}}}

@@ -104,6 +104,7 @@ def runs(tmp_path_factory) -> Runs:
     return Runs(tmp_path_factory.mktemp("wired"), CASES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["int8", "powersgd", "averaging", "local", "own"])
 def test_a_transport_of_the_configuration_sends_less_and_still_learns(runs, name):
     exact, found = ended(runs, "exact"), ended(runs, name)
@@ -198,6 +199,7 @@ def test_no_layout_is_taken_for_corrupt(runs, name):
     assert not list(runs.folder(name).glob("hang-*"))
 
 
+@pytest.mark.slow
 def test_a_wild_batch_is_left_out_and_recorded(runs):
     (line,) = (runs.folder("wild") / "loss_spikes.jsonl").read_text().splitlines()
     assert json.loads(line).items() >= {"batches": [10, 10], "kind": "spike"}.items()
@@ -207,6 +209,7 @@ def test_a_wild_batch_is_left_out_and_recorded(runs):
     assert losses(runs, "wild")[11] < 2 * losses(runs, "wild")[9]
 
 
+@pytest.mark.slow
 def test_rows_in_another_order_change_nothing_but_rounding(runs):
     assert losses(runs, "tokens") == pytest.approx(losses(runs, "exact"), rel=1e-5)
 

@@ -100,6 +100,7 @@ def test_a_run_leaves_no_hooks_on_the_model(runs, name, way):
     assert ended(runs, f"{name}-{way}")["num_hooks"] == 0
 
 
+@pytest.mark.slow
 def test_bytes_sent_are_counted(runs):
     """Copies of the weights send gradients; one shared copy sends only sums of a few values."""
     sent = [ended(runs, f"copies-{way}")["bytes_sent"] for way in ("within", "after")]

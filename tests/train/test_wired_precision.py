@@ -124,6 +124,7 @@ def test_narrow_streams_travel_between_stages_and_narrow_inputs_between_tensor_r
     assert losses(runs, "bf16-tensor") == pytest.approx(losses(runs, "bf16_mixed"), rel=0.01)
 
 
+@pytest.mark.slow
 def test_delayed_scales_are_state_and_the_same_on_all_ranks(runs):
     assert losses(runs, "delayed") == pytest.approx(losses(runs, "fp32"), rel=0.02)
     assert ended(runs, "delayed-stopped")["kind"] == "Stopped"

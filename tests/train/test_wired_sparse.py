@@ -48,6 +48,7 @@ def runs(tmp_path_factory) -> Runs:
     return Runs(tmp_path_factory.mktemp("sparse"), CASES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMS)
 def test_both_ranks_choose_alike_and_a_stopped_run_ends_with_the_same_bits(runs, name):
     first, second, again = weights(runs, name), weights(runs, name, rank=1), weights(runs, f"{name}-again", rank=1)

@@ -136,6 +136,7 @@ def test_deepseek_adam_is_adamw_with_the_published_decay(runs):
     assert losses(runs, "deepseek-low") != losses(runs, "deepseek")
 
 
+@pytest.mark.slow
 def test_fp16_learns_with_its_scale(runs):
     assert losses(runs, "fp16") == pytest.approx(losses(runs, "exact"), rel=0.02)
     assert losses(runs, "fp16") != losses(runs, "exact")
@@ -224,6 +225,7 @@ def test_spikes_send_all_ranks_back_to_their_own_pieces_of_earlier_weights(runs,
     assert losses(runs, f"back-{name}") == pytest.approx(losses(runs, "back-copies"), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_run_that_went_back_goes_on_where_it_stopped(runs):
     assert ended(runs, "back-stopped")["kind"] == "Stopped"
     assert losses(runs, "back-twice") == losses(runs, "back-copies")

@@ -240,6 +240,7 @@ def test_the_kl_of_a_model_from_itself_is_zero_and_from_another_one_is_not(setti
     assert ppo_true_reward.kl_from(run.stage("pretrain").artifact, found, asker.row_len) > 0.1
 
 
+@pytest.mark.slow
 def test_a_quick_measurement_of_grpo(setting: Setting) -> None:
     found = grpo_arithmetic.CLAIM.measure(setting)
     assert set(found.samples) == set(accuracies())
@@ -249,6 +250,7 @@ def test_a_quick_measurement_of_grpo(setting: Setting) -> None:
     assert judge(grpo_arithmetic.CLAIM, found).figures["accuracy of GRPO over before"].unit == "points"
 
 
+@pytest.mark.slow
 def test_a_quick_measurement_of_lora(setting: Setting) -> None:
     found = lora_dpo.CLAIM.measure(setting)
     assert set(found.samples) == set(dpo_samples()) | {f"{lora_dpo.LOSS}{arm}" for arm in lora_dpo.ARMS}

@@ -174,6 +174,7 @@ def test_students_learn_what_the_product_would_teach_them(text_folder: Path) -> 
     assert arms.learned(every[arms.SCRATCH], teacher, single(), labels) is labels
 
 
+@pytest.mark.slow
 def test_a_student_comes_from_its_teacher_and_its_loss_is_that_of_the_labels(text_folder: Path, tmp_path: Path) -> None:
     """In a process of its own, which ends with the same bits as in this one."""
     made = bench(text_folder)
@@ -196,6 +197,7 @@ def test_a_student_comes_from_its_teacher_and_its_loss_is_that_of_the_labels(tex
     assert arms.score(student, batches).loss == pytest.approx(outcomes[1].heldout_loss, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_the_arms_are_made_and_scored(text_folder: Path) -> None:
     made = bench(text_folder)
     found = made.compare()

@@ -92,6 +92,7 @@ def test_flops_are_those_of_what_tokens_see() -> None:
         assert arms.open_share(routed, [batch]) == heads
 
 
+@pytest.mark.slow
 def test_the_arms_are_made_and_measured(tmp_path: Path) -> None:
     setting = Setting(folder=tmp_path, quick=True, progress=SilentProgress())
     bench = arms.Bench(setting, size=TINY, rates=(2e-3,), seeds=(401,), processes=Processes(), at_once=1, num_rounds=1)

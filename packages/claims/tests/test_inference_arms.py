@@ -37,6 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
+@pytest.mark.slow
 def test_engines_take_turns_in_processes_of_their_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not cpu_kernels.instruction_set():
         pytest.skip("there is no C++ compiler here")

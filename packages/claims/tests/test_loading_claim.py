@@ -146,6 +146,7 @@ def test_an_interpreter_without_peers_has_none(monkeypatch: pytest.MonkeyPatch, 
     assert interpreters.versions == {LITDATA: "1"}
 
 
+@pytest.mark.slow
 def test_a_short_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cache reads the same rows from a store of another process, and waits less for them than reading alone."""
     pytest.importorskip("s3fs")

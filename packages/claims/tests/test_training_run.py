@@ -41,6 +41,7 @@ def test_a_seed_fixes_a_run_and_the_splits_differ(setting):
     assert len(set(losses)) == 3
 
 
+@pytest.mark.slow
 def test_a_run_in_a_process_of_its_own_is_the_same_run(setting, tmp_path):
     run = Run(size=SIZE, settings={"eval_every_steps": 2})
     here, there = execute(setting, run), execute(setting, replace(run, processes=Processes(threads=1)))

@@ -57,6 +57,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Shown:
     return Shown(demo, run_demo(demo))
 
 
+@pytest.mark.slow
 def test_the_new_model_is_in_service(shown: Shown) -> None:
     """Old and new texts both get better by several times what the gate's bounds ask for, since the first model has
     learned little.

@@ -55,6 +55,7 @@ def document(record: Record, source: str = "new") -> Document:
     return Document(id=record["question"], text=text, kind="qa", split="train", source=source, meta=record)
 
 
+@pytest.mark.slow
 def test_a_clean_update_passes(world: World, released: Path) -> None:
     """Judged on the quantized model; the verdict is kept, and reading it is no further use of the test half."""
     run, verdict = RunDir(released), Verdict.read(released / "gate")
@@ -112,6 +113,7 @@ def spam(count: int) -> list[Record]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_word_salad_is_refused(world: World, tmp_path: Path, seed: int) -> None:
     """The words of the honest texts, which cost the model no more than those; three in ten texts, then a fifth."""
@@ -121,6 +123,7 @@ def test_word_salad_is_refused(world: World, tmp_path: Path, seed: int) -> None:
     assert verdict.use == 0
 
 
+@pytest.mark.slow
 def test_a_template_is_capped_and_refused_if_it_is_learned_all_the_same(world: World, tmp_path: Path) -> None:
     """Twenty copies of 650 are learned from; the others became less predictable than the task did, so they pass."""
     run, verdict = updated(world, tmp_path, NEW, spam(650))
@@ -133,6 +136,7 @@ def test_a_template_is_capped_and_refused_if_it_is_learned_all_the_same(world: W
     assert check_influence(frequent, [1.0] * 50, [2.0] * 50).passed
 
 
+@pytest.mark.slow
 def test_flipped_labels_are_refused(world: World, tmp_path: Path) -> None:
     _, verdict = updated(world, tmp_path, NEW[:75], flipped(NEW[75:]))
     assert not verdict.passed

@@ -26,6 +26,7 @@ def commands() -> list[list[str]]:
     return [shlex.split(line)[1:] for line in block]
 
 
+@pytest.mark.slow
 def test_the_commands_work(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -117,6 +117,7 @@ def test_programs_do_not_see_each_other(sandbox: Sandbox) -> None:
     assert [one.stdout for one in sandbox.run([program] * 4)] == ["[]\n"] * 4
 
 
+@pytest.mark.slow
 def test_memory_of_many_processes_is_counted_together(executions: dict[str, tuple[Execution, Execution]]) -> None:
     outcomes = {executions[f"{kind}memory of many processes"][0].outcome for kind in ("", "shared ")}
     assert outcomes in ({"memory"}, {"error"})

@@ -43,6 +43,7 @@ def looks_stationary(reports: list[DriftReport]) -> None:
         assert abs(mean - 0.5) < 4 / np.sqrt(12 * len(reports)), (features[0].name, mean)
 
 
+@pytest.mark.slow
 def test_stationary_traffic_alarms_as_often_as_stated(reference: DriftReference, traffic: Traffic) -> None:
     """The whole measurement is benchmarks/drift.py."""
     looks_stationary(reports(reference, traffic.requests(NUM_STATIONARY * WINDOW, 2)))
@@ -89,6 +90,7 @@ def test_more_traffic_and_another_order_are_no_drift(reference: DriftReference, 
     assert reports(reference, shuffled) == reports(reference, records)
 
 
+@pytest.mark.slow
 def test_times_that_are_shuffled_are_no_drift(reference: DriftReference, traffic: Traffic) -> None:
     """Then a window has half of the requests of each session. Every window is of another log, because those of one log
     would share its sessions.

@@ -199,6 +199,7 @@ def hashes(folder: Path) -> dict[str, str]:
     return {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names}
 
 
+@pytest.mark.slow
 def test_killed_amid_an_update_it_ends_with_the_same_weights(
     world: World, log: Log, first: Path, tmp_path: Path
 ) -> None:

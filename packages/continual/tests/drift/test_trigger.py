@@ -12,6 +12,7 @@ from modelwright.cli.main import main
 from modelwright_continual.drift.reference import DriftReference
 
 
+@pytest.mark.slow
 def test_an_update_begins_when_requests_have_drifted(
     world: World,
     reference: DriftReference,

@@ -264,6 +264,7 @@ def test_addresses() -> None:
     assert post_json(f"http://127.0.0.1:{free_port()}", {}, idempotency_key="k", timeout_s=5) != ""
 
 
+@pytest.mark.slow
 def test_the_page_runs(
     traffic: Traffic, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
