@@ -99,7 +99,7 @@ clean:
 $(VENV)/.torch: constraints.txt
 	@test -n "$(PYTHON)" || { echo "Modelwright needs Python 3.11 or newer with the venv module"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) --upgrade 'pip>=25,<26.2'  # pip 23, which Python 3.11 brings, resolves five times as long
+	@$(PIP) --upgrade 'pip>=25,<26.2'  # pip 23, which Python 3.11 brings, resolves five times as long
 	@if [ "$$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null; then \
 		$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "torch==$(TORCH)+cpu" 2>/dev/null || \
 		$(PIP) -c constraints.txt torch; \

@@ -53,7 +53,11 @@ def _own_working_folder(no_working_folder: Path, monkeypatch: pytest.MonkeyPatch
 
 
 SLOW_FILES = (
+    "test_clean_memory.py",
+    "test_without_extras.py",
     "test_pairs.py",
+    "test_planned_peaks.py",
+    "test_images_from.py",
     "test_launch.py",
     "test_memory_plan.py",
     "test_wired_precision.py",
