@@ -76,11 +76,11 @@ class RunDir:
         return self
 
     def read_info(self) -> dict[str, Any]:
-        """The content of `run.json`. Raises `ArtifactError` if it is missing or damaged."""
+        """Read `run.json`. Raises `ArtifactError` if it is missing or damaged."""
         try:
             info: Any = json.loads(self.info.read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            raise ArtifactError(f"{self.path}: is not a run directory (it has no readable run.json)") from None
+            raise ArtifactError(f"{self.path}: is not a run directory (run.json cannot be read)") from None
         kinds = {"invocations": list, "stages": dict}
         result = cast(dict[str, Any], info) if isinstance(info, dict) else {}
         if not all(isinstance(result.get(name), kind) for name, kind in kinds.items()):
@@ -117,6 +117,7 @@ def check_folder(path: Path, option: str) -> None:
 @contextmanager
 def lock_folder(path: Path, remedy: str) -> Generator[None]:
     """Hold a folder for this process. Raises `ModelwrightError` if another process is working in it."""
+    # "a+" does not truncate: until the lock is held, the file has the process id of its holder.
     with writing(path), open(path / LOCK_FILE, "a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
