@@ -1,4 +1,4 @@
-"""`modelwright doctor`: what this machine can do."""
+"""`modelwright doctor`: surveys the rates, memory, disk and network of this machine."""
 
 import argparse
 import json
@@ -26,7 +26,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def add_measuring_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say what is measured, and how long."""
+    """Add the options that choose the measurements and their duration."""
     add = parser.add_argument
     add("--json", action="store_true", help="print everything as JSON")
     add("--seconds", type=float, default=2.0, metavar="S", help="time for the rates of each format (default: 2)")

@@ -1,4 +1,4 @@
-"""`modelwright evaluate`: lm-eval's local tasks."""
+"""`modelwright evaluate`: evaluates a model on lm-eval's local tasks."""
 
 import argparse
 import sys

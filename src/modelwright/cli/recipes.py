@@ -7,7 +7,7 @@ from modelwright.cli.parsers import Command, new_parser
 
 
 def recipe_names() -> tuple[str, ...]:
-    """The recipes, as targets of a command."""
+    """Names of the recipes, as targets of a command."""
     from modelwright.recipes.load import RECIPES
 
     return RECIPES

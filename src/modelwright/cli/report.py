@@ -1,4 +1,4 @@
-"""`modelwright report`: the page of a run."""
+"""`modelwright report`: writes the page of a run."""
 
 import argparse
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ def report(words: Sequence[str]) -> int:
     run = find_run(options.target)
     settings = previous_config(run)
     if settings is None:
-        raise ConfigError(f"{run.path}: has no config.yaml; run it again")
+        raise ConfigError(f"{run.path}: lacks config.yaml; run it again")
     write_report(settings, run)
     print(run.report)
     return 0
