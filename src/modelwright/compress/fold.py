@@ -1,6 +1,6 @@
-"""Folds what scales the channels of a layer into its matrix, so that ranges are chosen for what is multiplied: the
-weights of RMS norms into the projections that read them, and batch norms, by their running statistics, into the
-convolutions before them (Jacob et al. 2018, section 3.2). The model computes the same function as before.
+"""Folds the factors of a layer's channels into its matrix, so that ranges are chosen for the weights that are
+multiplied: the weights of RMS norms into the projections that read them, and batch norms, by their running statistics,
+into the convolutions before them (Jacob et al. 2018, section 3.2). The model computes the same function as before.
 
 The final norm of a decoder stays: hidden states after it are read by more than the head. So do norms of queries and
 keys and norms after a layer, between which and the next matrix there is more than a product.
@@ -20,7 +20,7 @@ from modelwright.model.vision.resnet import Convolution, normed_convolutions
 
 
 def norm_readers(block: Block) -> dict[str, list[str]]:
-    """The projections of a block that read a norm's output, by the name of the norm."""
+    """Lists the projections of a block that read a norm's output, by the name of the norm."""
     attention = ["q_proj", "k_proj", "v_proj"]
     attention += ["output_gate"] if block.attention.output_gate is not None else []
     attention += ["head_router"] if block.attention.head_router is not None else []
@@ -46,13 +46,14 @@ def fold_norms(model: Decoder) -> None:
         for name, norm in norms.items():
             parameters[name].mul_(offset + parameters[norm])
         for norm in set(norms.values()):
+            # A norm that multiplies by 1, which is a weight of 0 where the norm adds 1 to it.
             parameters[norm].fill_(1.0 - offset)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FoldedWeights:
-    """Weights on disk that are folded when they are read, in FP32 at least. norms: the name of a norm's weight for each
-    matrix that it goes into; offset: what is added to the weight of a norm.
+    """Weights on disk that are folded when they are read, in FP32 at least. norms: name of the norm's weight that each
+    matrix absorbs; offset: number that norms add to their weights.
     """
 
     stored: StoredParameters
@@ -60,7 +61,7 @@ class FoldedWeights:
     offset: float
 
     def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
-        """As `StoredParameters.read`."""
+        """Reads like `StoredParameters.read`, with the norm folded in."""
         weight = self.stored.read(name, part)
         if name in self.norms:
             scale_D = self.stored.read(self.norms[name], part[1:])
@@ -71,8 +72,8 @@ class FoldedWeights:
 
 @torch.no_grad()
 def fold_batch_norms(module: nn.Module) -> None:
-    """Fold all batch norms of a vision model, in place; what stands where they were does nothing. The model is one for
-    inference then: there are no statistics of a batch any more.
+    """Fold all batch norms of a vision model, in place; identities replace them. The model is for inference only
+    afterwards: batch statistics no longer exist.
     """
     for name, following in normed_convolutions(module).items():
         convolution, norm = module.get_submodule(name), module.get_submodule(following)
