@@ -30,9 +30,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("target", metavar="MODEL", help="a Hugging Face folder, a run directory, or a run's name")
     parser.add_argument("sources", metavar="DATA", nargs="+", help="examples in a form of data.sources (docs/data.md)")
     parser.add_argument(
-        "--lora",
-        action="store_true",
-        help="train low-rank adapters only: --sft.lora.r 16 --sft.learning_rate 2e-4",
+        "--lora", action="store_true", help="train low-rank adapters only: --sft.lora.r 16 --sft.learning_rate 2e-4"
     )
     return add_run_options(parser)
 

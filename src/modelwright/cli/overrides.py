@@ -19,9 +19,8 @@ OPTION_SIMILARITY = 0.85
 
 
 def split_words(words: Sequence[str]) -> tuple[list[str], list[tuple[str, list[str]]]]:
-    """Split into the words before the first option and `(option, its values)` in order.
-
-    A value is every word up to the next one that starts with `--`; after a bare `--` nothing is an option.
+    """Split into the words before the first option and `(option, its values)` in order. A value is every word up to the
+    next one that starts with `--`; after a bare `--` nothing is an option.
     """
     leading: list[str] = []
     options: list[tuple[str, list[str]]] = []

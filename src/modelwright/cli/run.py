@@ -97,10 +97,9 @@ def run_words(words: Sequence[str], line: Sequence[str], hosts: Any) -> int:
 def carry_out(
     request: Any, options: argparse.Namespace, *, line: Sequence[str], only: Sequence[str] = (), hosts: Any = None
 ) -> int:
-    """Run a `Request` in this process, or start others that do; returns the exit code.
-
-    options: those of `add_run_options`; line: the whole command line, for the processes that are started; only: stages
-    to run, all if empty; hosts: the `LaunchConfig`, None for processes on this machine only.
+    """Run a `Request` in this process, or start others that do; returns the exit code. options: those of
+    `add_run_options`; line: the whole command line, for the processes that are started; only: stages to run, all if
+    empty; hosts: the `LaunchConfig`, None for processes on this machine only.
     """
     from modelwright.pipeline.estimate.plan import describe_plan
     from modelwright.pipeline.run import check_request, execute
@@ -123,11 +122,7 @@ def carry_out(
         )
         if options.dry_run:
             plan = describe_plan(
-                request.config,
-                request.run,
-                only,
-                num_processes=num_processes,
-                num_hosts=start.min_hosts,
+                request.config, request.run, only, num_processes=num_processes, num_hosts=start.min_hosts
             )
             print("\n".join([plan, *request.notes]))
             return 0
@@ -167,7 +162,6 @@ def start_processes(
     start: Any, line: Sequence[str], config: Any, run: Any, only: Sequence[str] = (), say: Say = print_ending
 ) -> int:
     """Run the command line in the processes of a `LaunchConfig`, which share this machine's cores, as `supervise` does.
-
     config, run, only: settings, folder and stages of the run, to find out whether it has finished.
     """
     from modelwright.core.resources import default_num_threads

@@ -20,12 +20,10 @@ LEAVING_S = 120
 
 class StopSignals:
     """Within the block, from `listen` on, Ctrl-C raises `KeyboardInterrupt` and SIGTERM `SystemExit`. received: signals
-    so far.
-
-    If the block does not end within `GRACE_S` of a signal, because a call does not return or a library has swallowed
-    the exception, `give_up` is called with the signal and the process ends at once. is_last: the process ends after the
-    block, silently if a signal ended it; spared: signals that the command may survive. Does nothing outside the main
-    thread, where Python handles no signals.
+    so far. If the block does not end within `GRACE_S` of a signal, because a call does not return or a library has
+    swallowed the exception, `give_up` is called with the signal and the process ends at once. is_last: the process ends
+    after the block, silently if a signal ended it; spared: signals that the command may survive. Does nothing outside
+    the main thread, where Python handles no signals.
     """
 
     def __init__(self, give_up: Callable[[int], object], *, is_last: bool, spared: Sequence[int] = ()) -> None:

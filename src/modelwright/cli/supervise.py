@@ -88,10 +88,9 @@ def print_ending(text: str, exit_code: int) -> int:
 def supervise(
     config: Any, line: Sequence[str], *, threads: int, is_done: Callable[[], bool], say: Say = print_ending
 ) -> int:
-    """Run the command line `modelwright LINE...` in the processes of a `parallel.elastic.LaunchConfig`.
-
-    threads: number for each process; is_done: returns true if the run has finished, which another host may know first;
-    say: shows the message that one process would have shown. Returns the exit code of one process.
+    """Run the command line `modelwright LINE...` in the processes of a `parallel.elastic.LaunchConfig`. threads: number
+    for each process; is_done: returns true if the run has finished, which another host may know first; say: shows the
+    message that one process would have shown. Returns the exit code of one process.
     """
     from torch.distributed.elastic.rendezvous import RendezvousError
 

@@ -12,11 +12,10 @@ from modelwright.model.decoder import Decoder
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """Differences of the two models' next-token predictions on the same text.
-
-    Losses in nats per token; accuracies are the shares of tokens that were the likeliest one; `divergence` is the mean
-    KL divergence from the reference in nats; `same_first` the share of positions with the same likeliest token;
-    `max_logit_gap` the largest difference of any logit.
+    """Differences of the two models' next-token predictions on the same text. Losses in nats per token; accuracies are
+    the shares of tokens that were the likeliest one; `divergence` is the mean KL divergence from the reference in nats;
+    `same_first` the share of positions with the same likeliest token; `max_logit_gap` the largest difference of any
+    logit.
     """
 
     num_tokens: int

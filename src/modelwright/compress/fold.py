@@ -24,10 +24,7 @@ def norm_readers(block: Block) -> dict[str, list[str]]:
     attention = ["q_proj", "k_proj", "v_proj"]
     attention += ["output_gate"] if block.attention.output_gate is not None else []
     attention += ["head_router"] if block.attention.head_router is not None else []
-    return {
-        "attention_norm": [f"attention.{name}" for name in attention],
-        "ffn_norm": ["ffn.gate_proj", "ffn.up_proj"],
-    }
+    return {"attention_norm": [f"attention.{name}" for name in attention], "ffn_norm": ["ffn.gate_proj", "ffn.up_proj"]}
 
 
 def fold_norms(model: Decoder) -> None:

@@ -17,14 +17,7 @@ from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnkn
 from torch import Tensor, nn
 
 from modelwright.compress.grid_linear import ActivationGrid, GridLinear, InputGrid, unpack_nibbles
-from modelwright.compress.int8_linear import (
-    EMBEDDING,
-    Backend,
-    Int8Embedding,
-    Int8Linear,
-    place_int8,
-    quantize_rows,
-)
+from modelwright.compress.int8_linear import EMBEDDING, Backend, Int8Embedding, Int8Linear, place_int8, quantize_rows
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.config import dump, parse
 from modelwright.core.errors import ConfigError, ModelError, writing
@@ -114,9 +107,8 @@ def quantize_to_grid(
     model: Decoder, grid: TrainedGrid, *, codes: Mapping[str, Codes] | None = None, choose: ChooseBackend
 ) -> Decoder:
     """Returns a new decoder whose projections are integers on the grid. codes: of projections, in place of those to
-    which the grid rounds, such as GPTQ's. `model` is not changed. The result is for inference.
-
-    Raises `ConfigError` if the inputs of a projection do not divide into the grid's groups.
+    which the grid rounds, such as GPTQ's. `model` is not changed. The result is for inference. Raises `ConfigError` if
+    the inputs of a projection do not divide into the grid's groups.
     """
     for name, one in model.projections().items():
         grid.weights.check(name, one.in_features)

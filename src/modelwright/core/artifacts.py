@@ -21,11 +21,9 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Content of `manifest.json`.
-
-    `kind`: type of the artifact ("tokenizer", "shards", "checkpoint"); `digest`: digest of the config and inputs that
-    made it; `inputs`: digests of the parents by name; `files`: size in bytes and SHA-256 by relative path; `facts`:
-    small figures that later stages and the report read.
+    """Content of `manifest.json`. `kind`: type of the artifact ("tokenizer", "shards", "checkpoint"); `digest`: digest
+    of the config and inputs that made it; `inputs`: digests of the parents by name; `files`: size in bytes and SHA-256
+    by relative path; `facts`: small figures that later stages and the report read.
     """
 
     kind: str
@@ -53,11 +51,10 @@ class ArtifactDraft:
 def write_artifact(
     folder: Path, *, kind: str, digest: str, inputs: Mapping[str, str] | None = None
 ) -> Generator[ArtifactDraft]:
-    """Write a folder that appears whole or not at all.
-
-    Yields a draft; write files under `draft.path` and figures into `draft.facts`. On a clean exit the files are
-    flushed, hashed and listed in the manifest, and the folder replaces any older one. On an exception the partial
-    folder is removed and the older one stays. Raises `StorageError` when the disk is full.
+    """Write a folder that appears whole or not at all. Yields a draft; write files under `draft.path` and figures into
+    `draft.facts`. On a clean exit the files are flushed, hashed and listed in the manifest, and the folder replaces any
+    older one. On an exception the partial folder is removed and the older one stays. Raises `StorageError` when the
+    disk is full.
     """
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -93,11 +90,9 @@ def write_artifact(
 
 
 def read_manifest(folder: Path, *, kind: str = "", verify: bool = False) -> Manifest:
-    """Read and check an artifact's manifest.
-
-    Checks that every listed file exists with its size, and with `verify` also its SHA-256, which reads every file once.
-    Callers verify an artifact before they load it. Raises `ArtifactError` when the manifest is missing (the artifact
-    was never finished), damaged, or of another kind.
+    """Read and check an artifact's manifest. Checks that every listed file exists with its size, and with `verify` also
+    its SHA-256, which reads every file once. Callers verify an artifact before they load it. Raises `ArtifactError`
+    when the manifest is missing (the artifact was never finished), damaged, or of another kind.
     """
     try:
         manifest = parse_manifest((folder / MANIFEST).read_bytes(), str(folder), kind=kind)
@@ -141,9 +136,8 @@ def make_folder(folder: Path) -> None:
 
 
 def verify_if_artifact(folder: Path) -> Manifest | None:
-    """Verify a model folder if a stage wrote it; None for one without a manifest (downloaded, exported).
-
-    Raises `ArtifactError` that names the damaged file.
+    """Verify a model folder if a stage wrote it; None for one without a manifest (downloaded, exported). Raises
+    `ArtifactError` that names the damaged file.
     """
     return read_manifest(folder, verify=True) if is_finished(folder) else None
 

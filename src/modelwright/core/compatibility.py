@@ -48,13 +48,9 @@ ACCELERATOR = "an accelerator"
 
 @dataclass(frozen=True, kw_only=True)
 class Feature:
-    """Something that a run does besides plain training.
-
-    key: the setting that enables it.
-    value: of that setting, where it matters.
-    needs: properties of the run that it relies on.
-    breaks: properties that it removes.
-    only_with: properties of the layout or the machine without which it changes nothing.
+    """Something that a run does besides plain training. key: the setting that enables it. value: of that setting, where
+    it matters. needs: properties of the run that it relies on. breaks: properties that it removes. only_with:
+    properties of the layout or the machine without which it changes nothing.
     """
 
     key: str
@@ -77,11 +73,7 @@ def feature(
 ) -> Feature:
     """Build a `Feature` from plain collections."""
     return Feature(
-        key=key,
-        value=str(value),
-        needs=frozenset(needs),
-        breaks=frozenset(breaks),
-        only_with=frozenset(only_with),
+        key=key, value=str(value), needs=frozenset(needs), breaks=frozenset(breaks), only_with=frozenset(only_with)
     )
 
 

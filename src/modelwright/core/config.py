@@ -67,16 +67,13 @@ class _Loader(yaml.SafeLoader):
 
 
 _Loader.add_implicit_resolver(  # pyright: ignore[reportUnknownMemberType]
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d[\d_]*\.?\d*|\.\d+)[eE][-+]?\d+$"),
-    list("-+0123456789."),
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d[\d_]*\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+0123456789.")
 )
 
 
 def constant(default: T) -> T:
-    """A dataclass field that Python code can replace, for tests and experiments, but that is not a setting.
-
-    `parse` rejects it and `dump` omits it. Use it for thresholds that no user has a reason to change.
+    """A dataclass field that Python code can replace, for tests and experiments, but that is not a setting. `parse`
+    rejects it and `dump` omits it. Use it for thresholds that no user has a reason to change.
     """
     return dataclasses.field(default=default, metadata={"constant": True})
 
@@ -135,12 +132,10 @@ class HasPlainForm(Protocol):
 
 
 def parse(cls: type[C], data: Any, path: str = "", *, constants: bool = False) -> C:
-    """Build the config dataclass `cls` from a plain mapping.
-
-    constants: accept fields that are not settings, too. Otherwise such a field is accepted with its own value only, so
-    that a run's file can still be read after a setting became a constant. Raises `ConfigError` that starts with the
-    dotted path of the field: unknown key (naming the nearest known one), missing key, wrong type, or any error of the
-    dataclass's own `__post_init__`.
+    """Build the config dataclass `cls` from a plain mapping. constants: accept fields that are not settings, too.
+    Otherwise such a field is accepted with its own value only, so that a run's file can still be read after a setting
+    became a constant. Raises `ConfigError` that starts with the dotted path of the field: unknown key (naming the
+    nearest known one), missing key, wrong type, or any error of the dataclass's own `__post_init__`.
     """
     if not isinstance(data, Mapping):
         raise ConfigError(f"{path or cls.__name__}: expected a mapping, got {data!r}")
@@ -194,9 +189,8 @@ def dump(config: Any, *, constants: bool = False) -> Any:
 
 
 def set_dotted(data: dict[str, Any], dotted: str, value: Any, *, maxsplit: int = -1) -> None:
-    """Set `data["a"]["b"] = value` for `dotted == "a.b"`, creating the mappings in between.
-
-    maxsplit: number of dots to split at, so that the last name may contain dots.
+    """Set `data["a"]["b"] = value` for `dotted == "a.b"`, creating the mappings in between. maxsplit: number of dots to
+    split at, so that the last name may contain dots.
     """
     *parents, last = dotted.split(".", maxsplit)
     for parent in parents:

@@ -27,12 +27,10 @@ class EventKind:
 
 
 class EventLog:
-    """Keeps events in memory on every rank and writes them to `path` from the first one on.
-
-    A kill can truncate the last line, which `read_records` ignores and the next process removes. Events past
-    `max_events` are dropped. The file of an earlier process is emptied, because the run repeats its events after a
-    checkpoint, which holds those before it; with `keep_existing` it is continued instead, for events that are not in
-    checkpoints.
+    """Keeps events in memory on every rank and writes them to `path` from the first one on. A kill can truncate the
+    last line, which `read_records` ignores and the next process removes. Events past `max_events` are dropped. The file
+    of an earlier process is emptied, because the run repeats its events after a checkpoint, which holds those before
+    it; with `keep_existing` it is continued instead, for events that are not in checkpoints.
     """
 
     def __init__(

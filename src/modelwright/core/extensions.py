@@ -34,7 +34,6 @@ S = TypeVar("S", bound=Configurable)
 
 def installed(group: str, kind: type[T], *, taken: tuple[str, ...] = ()) -> dict[str, T]:
     """Objects of type `kind` that installed distributions offer in an entry-point group, by entry-point name, sorted.
-
     taken: names of the package's own entries. Raises `ConfigError`, which names the distribution, for an entry point
     that cannot be imported, is of another type, or has a name that is taken.
     """
@@ -42,9 +41,8 @@ def installed(group: str, kind: type[T], *, taken: tuple[str, ...] = ()) -> dict
 
 
 def offered(group: str, kind: type[T], *, taken: tuple[str, ...] = ()) -> dict[str, Callable[[], T]]:
-    """Functions that load what `installed` returns, by the same names; each raises its own entry point's error.
-
-    Nothing of another distribution is imported before its function is called.
+    """Functions that load what `installed` returns, by the same names; each raises its own entry point's error. Nothing
+    of another distribution is imported before its function is called.
     """
     by_name: dict[str, list[EntryPoint]] = {}
     # `entry_points` takes the first of several distributions of one name, so an installed package and its checkout on
@@ -73,10 +71,9 @@ def _load(group: str, kind: type[T], found: list[EntryPoint], is_taken: bool) ->
 
 
 def configured(group: str, kind: type[S], settings: Mapping[str, Any], path: str) -> dict[str, tuple[S, Any]]:
-    """The entry points of a group that settings name, each with its settings, in the order of `settings`.
-
-    settings: plain mappings, or their dataclasses, by entry-point name. path: place of `settings` in the configuration,
-    for errors. Raises `ConfigError` for a name that no installed package adds, and for wrong settings.
+    """The entry points of a group that settings name, each with its settings, in the order of `settings`. settings:
+    plain mappings, or their dataclasses, by entry-point name. path: place of `settings` in the configuration, for
+    errors. Raises `ConfigError` for a name that no installed package adds, and for wrong settings.
     """
     if not settings:  # the metadata of all installed packages take milliseconds to read
         return {}

@@ -35,10 +35,8 @@ class RobustLevel:
 
 
 class RecentValues:
-    """The last `size` accepted values of a series, each with its step, and their level.
-
-    The caller decides which values to accept: outliers should be excluded, or the level follows them. Values must be
-    finite.
+    """The last `size` accepted values of a series, each with its step, and their level. The caller decides which values
+    to accept: outliers should be excluded, or the level follows them. Values must be finite.
     """
 
     def __init__(self, size: int) -> None:

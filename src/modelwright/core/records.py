@@ -16,10 +16,8 @@ from modelwright.core.sinks.sink import MetricSink
 
 
 class Recorder:
-    """Appends records to `path` and passes their numbers to `sinks`, which never fail (`QueuedSink`).
-
-    `first_step`: records at or past this step that an earlier process left are removed (it died after its last
-    checkpoint).
+    """Appends records to `path` and passes their numbers to `sinks`, which never fail (`QueuedSink`). `first_step`:
+    records at or past this step that an earlier process left are removed (it died after its last checkpoint).
     """
 
     def __init__(self, path: Path, *, sinks: Sequence[MetricSink] = (), first_step: int = 0) -> None:
@@ -71,7 +69,6 @@ def column(records: Iterable[dict[str, Any]], name: str) -> list[tuple[int, floa
 
 def summarize(values: Sequence[float]) -> dict[str, float]:
     """Returns count, mean, standard deviation (of the sample), extremes and percentiles of the finite values.
-
     Percentiles interpolate linearly between the closest ranks. `nonfinite` counts the values that are left out.
     """
     finite = sorted(value for value in values if math.isfinite(value))

@@ -14,10 +14,9 @@ from typing import Any
 
 
 class ResourceUse:
-    """Wall time, CPU time (ended child processes included) and peak resident memory of the `with` block.
-
-    Linux can reset the peak (`/proc/self/clear_refs`), so that each block has its own; elsewhere the peak is that
-    of the whole process so far.
+    """Wall time, CPU time (ended child processes included) and peak resident memory of the `with` block. Linux can
+    reset the peak (`/proc/self/clear_refs`), so that each block has its own; elsewhere the peak is that of the whole
+    process so far.
     """
 
     wall_s = 0.0
@@ -55,7 +54,6 @@ def num_usable_cores() -> int:
 
 def default_num_threads() -> int:
     """Threads for a run that names no number: the usable cores, at most `OMP_NUM_THREADS`, as in every OpenMP program.
-
     Launchers set that variable for each process that they start (torchrun sets it to 1), where it says nothing about
     the cores that all of them share.
     """

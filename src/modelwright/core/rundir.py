@@ -92,9 +92,8 @@ class RunDir:
 
     @contextmanager
     def lock(self) -> Generator[None]:
-        """Hold the run for this process. Raises `ModelwrightError` when another process is working in it.
-
-        The lock is the operating system's, so it is released even on kill -9.
+        """Hold the run for this process. Raises `ModelwrightError` when another process is working in it. The lock is
+        the operating system's, so it is released even on kill -9.
         """
         with lock_folder(self.path, "this run; wait for it or choose another --run-dir"):
             yield

@@ -23,12 +23,7 @@ from modelwright.model.decoder import Decoder
 
 
 def score_answers(
-    model: Decoder,
-    tokenizer: Tokenizer,
-    documents: Sequence[Document],
-    config: EvaluateConfig,
-    *,
-    progress: Progress,
+    model: Decoder, tokenizer: Tokenizer, documents: Sequence[Document], config: EvaluateConfig, *, progress: Progress
 ) -> list[dict[str, Any]]:
     """Scores conversations; returns one plain record for each: `id`, `num_tokens` and `nats` of its answers,
     `num_bytes` of their text. Raises `DataError` with the conversation's id if the chat template refuses it.

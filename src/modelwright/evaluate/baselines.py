@@ -57,18 +57,14 @@ COMPRESSORS: Mapping[str, Compressor] = {"gzip": gzip_size, "xz": xz_size}
 
 
 def compressed_bits(texts: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Returns bits per byte of one kind's documents: `{"gzip" | "xz": {"per_document": ..., "concatenated": ...}}`.
-
-    The concatenation joins the texts with single newlines; bits are divided by the texts' own bytes in both readings.
+    """Returns bits per byte of one kind's documents: `{"gzip" | "xz": {"per_document": ..., "concatenated": ...}}`. The
+    concatenation joins the texts with single newlines; bits are divided by the texts' own bytes in both readings.
     """
     encoded = [text.encode("utf-8") for text in texts]
     total = sum(map(len, encoded))
     joined = b"\n".join(encoded)
     return {
-        name: {
-            "per_document": 8 * sum(map(size, encoded)) / total,
-            "concatenated": 8 * size(joined) / total,
-        }
+        name: {"per_document": 8 * sum(map(size, encoded)) / total, "concatenated": 8 * size(joined) / total}
         for name, size in COMPRESSORS.items()
     }
 

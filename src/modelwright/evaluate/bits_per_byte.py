@@ -43,7 +43,6 @@ def select_documents(
     documents: Iterable[Document], *, kinds: Sequence[str], max_bytes_per_kind: int, seed: int
 ) -> list[Document]:
     """Selects non-empty documents of `kinds`, of each kind a sample of at most `max_bytes_per_kind` bytes (0: all).
-
     Documents are drawn at random and skipped once they no longer fit, so a tight cap favors short ones; at least one of
     a kind is taken. The sample depends on `seed` and the documents' ids and texts alone, not on their order. The result
     is in the order of kinds, then of ids.
@@ -65,12 +64,7 @@ def select_documents(
 
 
 def score_documents(
-    model: Decoder,
-    tokenizer: Tokenizer,
-    documents: Sequence[Document],
-    config: EvaluateConfig,
-    *,
-    progress: Progress,
+    model: Decoder, tokenizer: Tokenizer, documents: Sequence[Document], config: EvaluateConfig, *, progress: Progress
 ) -> list[DocumentScore]:
     """Scores the model's cost of each document, each token given as much context as the model takes."""
     encoded = [tokenizer.encode(document.text) for document in documents]
@@ -130,7 +124,6 @@ def bootstrap_ratio(
     numerators: np.ndarray, denominators: np.ndarray, *, resamples: int, seed: int
 ) -> tuple[float, float]:
     """Returns the 95% percentile interval of sum(numerators) / sum(denominators) over documents drawn with replacement.
-
     Efron & Tibshirani 1993, chapter 13. The ratio is of sums, so long documents weigh as they do in the figure.
     """
     low, high = np.quantile(resampled_ratios(numerators, denominators, resamples=resamples, seed=seed), [0.025, 0.975])

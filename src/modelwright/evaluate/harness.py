@@ -40,21 +40,13 @@ class _Answer:
 
 
 class EngineLM(TemplateLM):
-    """A model and its tokenizer for `lm_eval.simple_evaluate`.
-
-    uses_chat: prompts are renderings of the chat template, in which control tokens are read as such; otherwise a text
-    is plain, and characters that look like a control token stay characters. info: facts about the model for lm-eval's
-    results.
+    """A model and its tokenizer for `lm_eval.simple_evaluate`. uses_chat: prompts are renderings of the chat template,
+    in which control tokens are read as such; otherwise a text is plain, and characters that look like a control token
+    stay characters. info: facts about the model for lm-eval's results.
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        tokenizer: Tokenizer,
-        *,
-        uses_chat: bool,
-        info: Mapping[str, Any],
-        progress: Progress,
+        self, engine: Engine, tokenizer: Tokenizer, *, uses_chat: bool, info: Mapping[str, Any], progress: Progress
     ) -> None:
         super().__init__()
         self._engine = engine
@@ -152,10 +144,7 @@ class EngineLM(TemplateLM):
             # The context is cut at its beginning: the continuation is scored whole.
             ids = [*context, *continuation][-self.max_ids :]
             params = SamplingParams(
-                max_tokens=1,
-                temperature=0.0,
-                num_prompt_logprobs=0,
-                prompt_logprobs_start=len(ids) - len(continuation),
+                max_tokens=1, temperature=0.0, num_prompt_logprobs=0, prompt_logprobs_start=len(ids) - len(continuation)
             )
             self._engine.add(str(number), ids, params)
         while self._engine.has_work:

@@ -38,18 +38,11 @@ WITHOUT_QUESTION = "without_question"
 
 
 def answer_questions(
-    model: Decoder,
-    tokenizer: Tokenizer,
-    questions: Sequence[Question],
-    config: EvaluateConfig,
-    *,
-    progress: Progress,
+    model: Decoder, tokenizer: Tokenizer, questions: Sequence[Question], config: EvaluateConfig, *, progress: Progress
 ) -> list[dict[str, Any]]:
     """Scores questions; returns one plain record for each: the question itself, each candidate's nats, tokens, bytes
-    and scores, `correct`.
-
-    `scores` holds the candidates' values by score name (higher is better), `choices` the index chosen by each,
-    `choice` and `correct` those of the configured score. `WITHOUT_QUESTION` is among the scores.
+    and scores, `correct`. `scores` holds the candidates' values by score name (higher is better), `choices` the index
+    chosen by each, `choice` and `correct` those of the configured score. `WITHOUT_QUESTION` is among the scores.
     """
     rule = config.multiple_choice.score
     encoded = [
@@ -92,10 +85,9 @@ def answer_questions(
 
 def summarize_answers(records: Sequence[Mapping[str, Any]], *, score: str) -> dict[str, Any]:
     """Accuracy with its 95% Wilson interval, the exact one-sided p-value against chance, and the accuracy of cues
-    alone.
-
-    `by_score`: accuracy under each score, `without_question` among them. `cues`: accuracy of choosing the longest, the
-    shortest, or the candidate that shares most words, or parts of words, with the question; ties share the credit.
+    alone. `by_score`: accuracy under each score, `without_question` among them. `cues`: accuracy of choosing the
+    longest, the shortest, or the candidate that shares most words, or parts of words, with the question; ties share the
+    credit.
     """
     total = len(records)
     correct = sum(bool(record["correct"]) for record in records)

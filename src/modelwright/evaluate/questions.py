@@ -76,7 +76,6 @@ _Sides = dict[tuple[bool, bool], list[int]]
 
 def build_questions(documents: Iterable[Document], config: MultipleChoiceConfig) -> list[Question]:
     """Up to `config.num_questions` questions from the documents of kind "qa"; fewer if there are not enough documents.
-
     A document needs `meta["question"]` and `meta["answer"]`; `meta["module"]`, `meta["name"]` and `meta["title"]`, with
     which the answer begins, are used if present. The same question twice is asked once.
     """

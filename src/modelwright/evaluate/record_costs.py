@@ -16,12 +16,7 @@ ANSWERS, TEXT = "answers", "text"
 
 
 def record_costs(
-    model: Decoder,
-    tokenizer: Tokenizer,
-    documents: Sequence[Document],
-    config: EvaluateConfig,
-    *,
-    progress: Progress,
+    model: Decoder, tokenizer: Tokenizer, documents: Sequence[Document], config: EvaluateConfig, *, progress: Progress
 ) -> dict[str, list[dict[str, Any]]]:
     """Scores documents; returns plain rows with `id`, `num_tokens`, `num_bytes` and `nats` in their order, by key:
     `answers` of conversations, `text` of other documents; a key without documents is left out.

@@ -85,10 +85,9 @@ def score_choices(
 def generate_numbers(
     model: Decoder, tokenizer: Tokenizer, documents: Sequence[Document], *, max_new_tokens: int, progress: Progress
 ) -> Rows:
-    """Generates greedy answers to the records whose reference answer has a number after `####`, and compares theirs.
-
-    An answer's number is that in its last box, after its last `####`, or its last one. Prompts that leave no room for
-    an answer in the model's context count as wrong.
+    """Generates greedy answers to the records whose reference answer has a number after `####`, and compares theirs. An
+    answer's number is that in its last box, after its last `####`, or its last one. Prompts that leave no room for an
+    answer in the model's context count as wrong.
     """
     answers = [(document, answer_text(document)) for document in documents]
     asked = [(d, number) for d, text in answers if MARKER in text and (number := final_number(text, "marker"))]

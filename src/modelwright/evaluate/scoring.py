@@ -38,9 +38,8 @@ class Window:
 
 
 def cut_windows(sequence: int, num_predictions: int, first: int, *, context: int, stride: int) -> Iterator[Window]:
-    """Yields windows of at most `context` tokens in which each prediction from `first` on counts exactly once.
-
-    A prediction sees all tokens before it within `context` in the first window, and at least `context - stride` of them
+    """Yields windows of at most `context` tokens in which each prediction from `first` on counts exactly once. A
+    prediction sees all tokens before it within `context` in the first window, and at least `context - stride` of them
     in every later one. `1 <= stride <= context`.
     """
     assert 1 <= stride <= context, (stride, context)
@@ -53,9 +52,8 @@ def cut_windows(sequence: int, num_predictions: int, first: int, *, context: int
 
 
 def pack_windows(windows: Sequence[Window], row_len: int) -> list[list[Window]]:
-    """Packs windows into rows of at most `row_len` tokens: best fit, longest first.
-
-    Deterministic; fuller rows come first, so that rows of like fill share a batch.
+    """Packs windows into rows of at most `row_len` tokens: best fit, longest first. Deterministic; fuller rows come
+    first, so that rows of like fill share a batch.
     """
     ordered = sorted(windows, key=lambda w: (-w.length, w.sequence, w.start))
     row_of = best_fit(np.array([window.length for window in ordered], dtype=np.int64), row_len).tolist()
@@ -87,7 +85,6 @@ def sequence_nats(
     name: str = "score",
 ) -> np.ndarray:
     """Scores sequences: returns the negative log-likelihood in nats (float64) of the predicted tokens of each.
-
     Sequences longer than the model's context, or than `max_context`, go through overlapping windows; short ones share
     rows without seeing each other. Each predicted token counts exactly once. The model is put into evaluation mode.
     """

@@ -45,16 +45,12 @@ def evaluate_model(
     progress: Progress,
 ) -> dict[str, Any]:
     """Evaluate a model: bits per byte per kind, baselines on the same documents, perplexity of answers, multiple
-    choice.
-
-    `train_rows`: the training batches that the bigram learns from; an empty iterable leaves the baselines out (a
-    second model on the same documents needs them no second time). Results of single documents, conversations and
-    questions are written to `folder` as `documents.jsonl`, `answers.jsonl` and `questions.jsonl`.
-
-    Returns `{"bits_per_byte": {kind: ...}, "baselines": {} or {"bigram": ..., "compressors": {kind: ...}}, "answers":
-    ..., "multiple_choice": ..., "lossless": whether every scored text survives encoding and decoding}`; the inner
-    shapes are those of `summarize_scores`, `bigram_table`, `compressor_table`, `summarize_answer_scores` and
-    `summarize_answers`.
+    choice. `train_rows`: the training batches that the bigram learns from; an empty iterable leaves the baselines out
+    (a second model on the same documents needs them no second time). Results of single documents, conversations and
+    questions are written to `folder` as `documents.jsonl`, `answers.jsonl` and `questions.jsonl`. Returns
+    `{"bits_per_byte": {kind: ...}, "baselines": {} or {"bigram": ..., "compressors": {kind: ...}}, "answers": ...,
+    "multiple_choice": ..., "lossless": whether every scored text survives encoding and decoding}`; the inner shapes are
+    those of `summarize_scores`, `bigram_table`, `compressor_table`, `summarize_answer_scores` and `summarize_answers`.
     """
     documents = list(documents)
     has_text = any(document.kind in config.domains for document in documents)
@@ -89,7 +85,6 @@ def evaluate_model(
 
 def compare_evaluations(folder: Path, reference: Path, config: EvaluateConfig) -> dict[str, Any]:
     """Paired differences between the model evaluated into `folder` and the one evaluated into `reference`.
-
     `{"bits_per_byte": {kind: {"difference", "low", "high"}}, "answers": {} or the same, "multiple_choice": {"won",
     "lost", "log10_p_value"}}`: bits per byte of documents and of answers with a 95% bootstrap interval over documents
     (negative: better), questions that only the one or only the other gets right with the two-sided sign test. Raises

@@ -76,14 +76,12 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """Output of one step for one request: one new token, or the result of `Engine.embed`.
-
-    `finish_reason`: "" while the request is running, else "stop" (a stop token, which is `token_id`), "length",
-    "error" (the model's output was not finite; `token_id` is meaningless then), or "constraint" (its constraint can go
-    no further; likewise). `logprob` is under the model's own distribution, before temperature; `alternatives` are
-    (token, log-probability), likeliest first. `prompt_scores`: with the first token, if they were asked for.
-    `embedding`: the answer to `Engine.embed`, else empty. `num_cached_tokens`: tokens of the prompt that
-    did not have to be computed.
+    """Output of one step for one request: one new token, or the result of `Engine.embed`. `finish_reason`: "" while the
+    request is running, else "stop" (a stop token, which is `token_id`), "length", "error" (the model's output was not
+    finite; `token_id` is meaningless then), or "constraint" (its constraint can go no further; likewise). `logprob` is
+    under the model's own distribution, before temperature; `alternatives` are (token, log-probability), likeliest
+    first. `prompt_scores`: with the first token, if they were asked for. `embedding`: the answer to `Engine.embed`,
+    else empty. `num_cached_tokens`: tokens of the prompt that did not have to be computed.
     """
 
     request_id: str
@@ -120,10 +118,9 @@ class EngineStats:
 
 
 class Engine:
-    """Continuous batching over a paged cache.
-
-    head: product that makes the logits. None takes the fastest, which is measured, so that two engines may differ in
-    the last bits. adapters: those that requests may name (`model/adapter_bank.py`).
+    """Continuous batching over a paged cache. head: product that makes the logits. None takes the fastest, which is
+    measured, so that two engines may differ in the last bits. adapters: those that requests may name
+    (`model/adapter_bank.py`).
     """
 
     def __init__(
@@ -231,10 +228,9 @@ class Engine:
     ) -> None:
         """Queue a request. `max_tokens` is capped by the context. constraint: the tokens that may follow, for this
         request alone; cache_salt: only requests with the same salt share cached prompts; adapter: name of the adapter
-        to compute the request with; images: contents of the prompt's image tokens, in order.
-
-        Raises `ConfigError` when the id is in use, the adapter is unknown, the prompt is empty, holds unknown tokens or
-        leaves no room, the images do not fit it, or the model generates no text.
+        to compute the request with; images: contents of the prompt's image tokens, in order. Raises `ConfigError` when
+        the id is in use, the adapter is unknown, the prompt is empty, holds unknown tokens or leaves no room, the
+        images do not fit it, or the model generates no text.
         """
         prompt = self._checked(request_id, prompt_ids)
         if self.score_head is not None:
@@ -376,7 +372,6 @@ class Engine:
 @torch.inference_mode()
 def pooled(kind: Pooling, last_D: Tensor, sum_D: Tensor | None, num_tokens: int, head: nn.Module | None) -> list[float]:
     """Returns a text's embedding, scaled to unit length, or its score, one number; empty if a value is not finite.
-
     last_D: the last token's hidden state; sum_D: over all tokens, for "mean"; head: a product with `weight` [1, D], for
     "score". In FP64 and for one text at a time, so that nothing depends on what else is computed.
     """

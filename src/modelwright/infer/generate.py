@@ -14,7 +14,6 @@ from modelwright.model.decoder import Decoder
 @dataclass
 class Completion:
     """The new tokens of one prompt, with their log-probabilities under the model, before temperature (nats).
-
     finish_reason: as in `StepOutput`.
     """
 

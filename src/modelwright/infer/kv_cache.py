@@ -21,11 +21,9 @@ from modelwright.ops.rope_scaling import RopeScaling
 
 
 class BlockManager:
-    """Counts, allocates and shares blocks.
-
-    A block belongs to as many sequences as refer to it. One that holds a known beginning of a prompt (`store`) can be
-    found again (`find`), also when it is free; of those, the least recently used one is overwritten when no other block
-    is free.
+    """Counts, allocates and shares blocks. A block belongs to as many sequences as refer to it. One that holds a known
+    beginning of a prompt (`store`) can be found again (`find`), also when it is free; of those, the least recently used
+    one is overwritten when no other block is free.
     """
 
     def __init__(self, num_blocks: int, block_len: int) -> None:
@@ -140,15 +138,12 @@ class PagedCache:
 
 
 class PrefixCache:
-    """Finds the beginnings of prompts that the cache already holds, by a hash chained over blocks as in vLLM.
-
-    A hit ends at a multiple of the prefill chunk, and at the latest before a prompt's last token, whose logits are
-    needed. So the rest of a prompt is computed in the same chunks as without a hit, and a hit changes no bit. Only
-    tokens that were computed in chunks are found again: decoding one token at a time rounds differently. enabled: False
-    finds nothing.
-
-    Two prompts share blocks only if their sequences have the same `cache_salt` and `adapter`, the same images up to
-    there, and, where the rotary frequencies depend on the length of the sequence, the same frequencies.
+    """Finds the beginnings of prompts that the cache already holds, by a hash chained over blocks as in vLLM. A hit
+    ends at a multiple of the prefill chunk, and at the latest before a prompt's last token, whose logits are needed. So
+    the rest of a prompt is computed in the same chunks as without a hit, and a hit changes no bit. Only tokens that
+    were computed in chunks are found again: decoding one token at a time rounds differently. enabled: False finds
+    nothing. Two prompts share blocks only if their sequences have the same `cache_salt` and `adapter`, the same images
+    up to there, and, where the rotary frequencies depend on the length of the sequence, the same frequencies.
     """
 
     def __init__(self, blocks: BlockManager, rope: RopeScaling, *, prefill_chunk: int, enabled: bool) -> None:

@@ -40,9 +40,8 @@ class SchedulerOutput:
 class PromptLookup:
     """Guesses the next tokens of a sequence from its own earlier text (prompt lookup, Saxena 2023): what followed the
     last time that the sequence had its last few tokens. The engine computes the guesses together with the token before
-    them and keeps those that it would have chosen anyway, so a wrong guess costs time and changes nothing.
-
-    switch_len: length at which a sequence is computed anew, 0 for none (see `Engine.step`); no guess goes past it.
+    them and keeps those that it would have chosen anyway, so a wrong guess costs time and changes nothing. switch_len:
+    length at which a sequence is computed anew, 0 for none (see `Engine.step`); no guess goes past it.
     """
 
     num_guesses: int
@@ -208,9 +207,7 @@ class Scheduler:
         return [sequence for sequence in self.running if sequence.leader is leader]
 
     def _take_chunk(self, sequence: Sequence, plan: SchedulerOutput, budget: int) -> int:
-        """Plan the next chunk of a prompt if any budget is left; one per step, because a chunk needs its
-        predecessors.
-        """
+        """Plan the next chunk of a prompt if any budget is left; one per step, because a chunk needs its predecessors."""
         if budget <= 0:
             return budget
         start = sequence.num_cached

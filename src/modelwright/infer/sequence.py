@@ -28,18 +28,16 @@ MAX_TEMPERATURE = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Sampling parameters of one request.
-
-    `max_tokens`: most new tokens. `temperature`: 0 is greedy. `top_k`: 0 keeps all. `top_p`: smallest set of tokens
-    with at least this mass (nucleus sampling, Holtzman et al. 2020). `min_p`: smallest probability of a token, as a
-    share of the likeliest token's (Nguyen et al. 2024). `seed`: all randomness of the request. `stop_ids`: tokens that
-    end it; they are not chosen before `min_tokens` tokens. `num_logprobs`: how many likeliest alternatives to report
-    next to each token's own log-probability; `num_prompt_logprobs`: the same for the tokens of the prompt, None for no
-    log-probabilities of the prompt; `prompt_logprobs_start`: the first token of the prompt that is scored, so that what
-    comes before may be taken from the cache. `logit_bias`: (token, number added to its logit). Presence and frequency
-    penalty are subtracted from the logits of tokens generated before, once and once per occurrence.
-    `repetition_penalty` divides the positive logits of all tokens so far, prompt included, and multiplies the negative
-    ones (CTRL, Keskar et al. 2019).
+    """Sampling parameters of one request. `max_tokens`: most new tokens. `temperature`: 0 is greedy. `top_k`: 0 keeps
+    all. `top_p`: smallest set of tokens with at least this mass (nucleus sampling, Holtzman et al. 2020). `min_p`:
+    smallest probability of a token, as a share of the likeliest token's (Nguyen et al. 2024). `seed`: all randomness of
+    the request. `stop_ids`: tokens that end it; they are not chosen before `min_tokens` tokens. `num_logprobs`: how
+    many likeliest alternatives to report next to each token's own log-probability; `num_prompt_logprobs`: the same for
+    the tokens of the prompt, None for no log-probabilities of the prompt; `prompt_logprobs_start`: the first token of
+    the prompt that is scored, so that what comes before may be taken from the cache. `logit_bias`: (token, number added
+    to its logit). Presence and frequency penalty are subtracted from the logits of tokens generated before, once and
+    once per occurrence. `repetition_penalty` divides the positive logits of all tokens so far, prompt included, and
+    multiplies the negative ones (CTRL, Keskar et al. 2019).
     """
 
     max_tokens: int = 16

@@ -38,11 +38,10 @@ def finetune_request(
     num_processes: int = 1,
     only: Sequence[str] = (),
 ) -> Request:
-    """Builds the request to fine-tune `model`, a Hugging Face folder or a run, on `sources`.
-
-    lora: train low-rank adapters, which are merged into the model at the end; only: the stages named by `--stages`, as
-    in `load`. A run that exists keeps the lengths that it was created with. Raises `ConfigError` and `DataError` as
-    `load` does, and if the sources hold nothing to fine-tune on.
+    """Builds the request to fine-tune `model`, a Hugging Face folder or a run, on `sources`. lora: train low-rank
+    adapters, which are merged into the model at the end; only: the stages named by `--stages`, as in `load`. A run that
+    exists keeps the lengths that it was created with. Raises `ConfigError` and `DataError` as `load` does, and if the
+    sources hold nothing to fine-tune on.
     """
     if not sources:
         raise ConfigError("finetune: name the files with the examples after the model: modelwright finetune MODEL DATA")
@@ -111,9 +110,7 @@ def measure_records(sources: SourceConfig, tokenizer: Tokenizer, *, max_seq_len:
             f"nothing to fine-tune on; accepted are {FORMS}"
         )
     return MeasuredRecords(
-        num_conversations=fit.num_conversations,
-        mean_tokens=num_tokens / fit.num_conversations,
-        row_len=fit.row_len(),
+        num_conversations=fit.num_conversations, mean_tokens=num_tokens / fit.num_conversations, row_len=fit.row_len()
     )
 
 
@@ -127,7 +124,6 @@ def fitted_lengths(
     num_processes: int,
 ) -> dict[str, Any]:
     """Computes the row length and the batch that fit the records, as sections of a run, except for settings in `given`.
-
     folder: with the tokenizer; num_microbatches: of one update. A row is as long as 99% of the conversations need, a
     batch holds about `EXAMPLES_PER_UPDATE` of them in whole rows for every microbatch and process. The sample for
     validation during training is no larger than the held-out part, so that a time budget counts real tokens only.

@@ -109,9 +109,8 @@ RUNS = Path("runs")
 
 @dataclass(frozen=True)
 class Request:
-    """A run to start: its configuration and folder.
-
-    origin: source of the configuration, as text; notes: remarks about the request for the user.
+    """A run to start: its configuration and folder. origin: source of the configuration, as text; notes: remarks about
+    the request for the user.
     """
 
     config: RunConfig
@@ -121,12 +120,11 @@ class Request:
 
 
 def load(target: str, overrides: Mapping[str, Any], run_dir: str = "", only: Sequence[str] = ()) -> Request:
-    """Loads the configuration that `target` names, with `overrides` merged over it.
-
-    `target`: a recipe's name, a YAML file (which may contain `recipe: NAME` and set only differences from it), or a run
-    directory, whose own configuration is used; environment variables take precedence over it. `run_dir`: "" for the
-    run's own folder, or `runs/<name>`; `only`: the stages named by `--stages`, see `select_stages`. Raises
-    `ConfigError` if the target does not exist or a setting is wrong.
+    """Loads the configuration that `target` names, with `overrides` merged over it. `target`: a recipe's name, a YAML
+    file (which may contain `recipe: NAME` and set only differences from it), or a run directory, whose own
+    configuration is used; environment variables take precedence over it. `run_dir`: "" for the run's own folder, or
+    `runs/<name>`; `only`: the stages named by `--stages`, see `select_stages`. Raises `ConfigError` if the target does
+    not exist or a setting is wrong.
     """
     base, own, folder, origin = _base(target)
     base = merge(base, environment_overrides(os.environ, base))

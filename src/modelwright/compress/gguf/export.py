@@ -51,10 +51,9 @@ class GgufTensor:
 
 
 def export_gguf(folder: Path, target: Path, *, number_format: GgufFormat, name: str) -> Path:
-    """Write the model folder as `target`, atomically; returns it. name: of the model, for display.
-
-    Raises `ModelError` with the setting or the part of the tokenizer for which llama.cpp lacks a counterpart, and
-    `ConfigError` if the package `gguf` is not installed.
+    """Write the model folder as `target`, atomically; returns it. name: of the model, for display. Raises `ModelError`
+    with the setting or the part of the tokenizer for which llama.cpp lacks a counterpart, and `ConfigError` if the
+    package `gguf` is not installed.
     """
     gguf = gguf_package()
     model, weights = open_model(folder)

@@ -17,10 +17,9 @@ from modelwright.core.redact import redact_text
 
 @dataclass(frozen=True, kw_only=True)
 class SinkStart:
-    """Facts about a training for a sink. A process that resumes a training opens its sinks anew.
-
-    run, name: names of the run and of the stage; folder: of the stage, for local files; first_step: first step of this
-    process; settings: flat, without secrets.
+    """Facts about a training for a sink. A process that resumes a training opens its sinks anew. run, name: names of
+    the run and of the stage; folder: of the stage, for local files; first_step: first step of this process; settings:
+    flat, without secrets.
     """
 
     run: str
