@@ -20,7 +20,6 @@ from modelwright.core.config import dump, merge, parse
 from modelwright.core.errors import ConfigError
 from modelwright.data.augment.augmenter import AugmentConfig
 from modelwright.data.augment.methods import known_methods
-from modelwright.data.document import Document
 from modelwright.data.sources.sources import SourceConfig
 
 _FLAGS = ("preview", "help")
@@ -54,11 +53,6 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def setting_names() -> list[str]:
-    """Settings that `modelwright augment` takes as options."""
-    return list(all_paths(config_class()))
-
-
 def augment(words: Sequence[str]) -> int:
     """`modelwright augment`"""
     leading, own, settings = split_settings(words, _FLAGS)
@@ -72,8 +66,26 @@ def augment(words: Sequence[str]) -> int:
     from modelwright.pipeline.augmenting import augment_sources, preview
 
     if options.preview:
+        # Originals and copies side by side, with the differences marked by color and by brackets.
+        console = Console(highlight=False)
         pairs = preview(config.data, config.augment, methods, options.preview)
-        show_pairs(pairs, Console(highlight=False))
+        for original, copy in pairs:
+            table = Table(title=f"{copy.meta['augmentation']}: {original.id}", title_justify="left", expand=True)
+            before, after = Text(), Text()
+            old_pieces, new_pieces = _PIECES.findall(original.text), _PIECES.findall(copy.text)
+            # Without autojunk: it would treat frequent pieces, such as blanks, as noise in texts of 200 pieces and
+            # more.
+            for _, i, j, k, m in SequenceMatcher(None, old_pieces, new_pieces, autojunk=False).get_opcodes():
+                old, new = "".join(old_pieces[i:j]), "".join(new_pieces[k:m])
+                same = old == new
+                before.append(old if same or not old else f"[{old}]", "" if same else "bold red")
+                after.append(new if same or not new else f"[{new}]", "" if same else "bold green")
+            table.add_column("before", ratio=1, overflow="fold")
+            table.add_column("after", ratio=1, overflow="fold")
+            table.add_row(before, after)
+            console.print(table)
+        if not pairs:
+            console.print("no document changes; check --augment.methods and the kinds of the documents")
         return 0
     display = choose_display(sys.stderr)
     try:
@@ -84,31 +96,11 @@ def augment(words: Sequence[str]) -> int:
     return 0
 
 
-def show_pairs(pairs: Sequence[tuple[Document, Document]], console: Console) -> None:
-    """Print originals and copies side by side, with the differences marked by color and by brackets."""
-    for original, copy in pairs:
-        table = Table(title=f"{copy.meta['augmentation']}: {original.id}", title_justify="left", expand=True)
-        before, after = Text(), Text()
-        old_pieces, new_pieces = _PIECES.findall(original.text), _PIECES.findall(copy.text)
-        # Without autojunk: it would treat frequent pieces, such as blanks, as noise in texts of 200 pieces and more.
-        for _, i, j, k, m in SequenceMatcher(None, old_pieces, new_pieces, autojunk=False).get_opcodes():
-            old, new = "".join(old_pieces[i:j]), "".join(new_pieces[k:m])
-            same = old == new
-            before.append(old if same or not old else f"[{old}]", "" if same else "bold red")
-            after.append(new if same or not new else f"[{new}]", "" if same else "bold green")
-        table.add_column("before", ratio=1, overflow="fold")
-        table.add_column("after", ratio=1, overflow="fold")
-        table.add_row(before, after)
-        console.print(table)
-    if not pairs:
-        console.print("no document changes; check --augment.methods and the kinds of the documents")
-
-
 COMMAND = Command(
     name="augment",
     run=augment,
     parser=parser,
-    settings=setting_names,
+    settings=lambda: all_paths(config_class()),
     summary="make changed copies of documents for training, or look at some",
     is_resumable=True,
 )

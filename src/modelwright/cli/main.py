@@ -151,22 +151,15 @@ def _guarded(command: Command, words: Sequence[str], *, is_last: bool) -> int:
         except Exception as error:
             if signals.received:  # the signal interrupted a call that then failed
                 return stopped(signals.received[-1])
-            if refusal := _refusal(error):
-                return complain(refusal)
+            # Refusals of the operating system that a user can do something about; anything else is a bug.
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                where = error.filename or "writing"
+                return complain(f"{where}: the disk is full; free some space and run the same command again")
+            if isinstance(error, OSError) and error.errno in _ABOUT_PATHS and error.filename:
+                return complain(f"{error.filename}: {error.strerror}; check the path and its permissions")
             if not folder:
                 raise
             return write_exit_report(folder, traceback.format_exc(), 1)
-
-
-def _refusal(error: Exception) -> str:
-    """Returns the refusal of the operating system, if a user can do something about it; else ""."""
-    if not isinstance(error, OSError):
-        return ""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"{error.filename or 'writing'}: the disk is full; free some space and run the same command again"
-    if error.errno in _ABOUT_PATHS and error.filename:
-        return f"{error.filename}: {error.strerror}; check the path and its permissions"
-    return ""
 
 
 def _complain(text: str, exit_code: int = ModelwrightError.exit_code) -> int:

@@ -56,29 +56,22 @@ def read_overrides(config: type, options: Sequence[tuple[str, list[str]]], own: 
     data: dict[str, Any] = {}
     for dotted, words in options:
         dotted = dotted.replace("-", "_")
-        hint = field_type(config, dotted, own)
-        set_dotted(data, dotted, _value(hint, words, dotted), maxsplit=_num_groups(config, dotted))
+        num_groups = _num_groups(config, dotted)
+        hint: Any = config
+        for name in dotted.split(".", num_groups):
+            hints = _hints(hint)
+            if isinstance(hint, type) and name in hints:
+                hint = hints[name]
+            elif typing.get_origin(hint) is dict:
+                hint = typing.get_args(hint)[1]
+            elif hint is not Any:  # a setting of another package, which checks it
+                near = _nearest(config, dotted, own)
+                text = f"; did you mean --{near}?" if near else ""
+                if dataclasses.is_dataclass(hint):
+                    text += f" (known there: {', '.join(typing.get_type_hints(hint))})"
+                raise ConfigError(f"--{dotted}: unknown setting{text}")
+        set_dotted(data, dotted, _value(hint, words, dotted), maxsplit=num_groups)
     return data
-
-
-def field_type(config: type, dotted: str, own: Sequence[str] = ()) -> Any:
-    """Returns the type hint of the field at a dotted path. Raises `ConfigError` as `read_overrides` does."""
-    hint: Any = config
-    for name in dotted.split(".", _num_groups(config, dotted)):
-        hints = _hints(hint)
-        if isinstance(hint, type) and name in hints:
-            hint = hints[name]
-        elif typing.get_origin(hint) is dict:
-            hint = typing.get_args(hint)[1]
-        elif hint is Any:
-            continue  # a setting of another package, which checks it
-        else:
-            near = _nearest(config, dotted, own)
-            hint_text = f"; did you mean --{near}?" if near else ""
-            if dataclasses.is_dataclass(hint):
-                hint_text += f" (known there: {', '.join(typing.get_type_hints(hint))})"
-            raise ConfigError(f"--{dotted}: unknown setting{hint_text}")
-    return hint
 
 
 def _num_groups(config: type, dotted: str) -> int:

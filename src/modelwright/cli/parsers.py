@@ -7,11 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 
-def no_names() -> Iterable[str]:
-    """`Command.settings` and `Command.targets` of a command without any."""
-    return ()
-
-
 @dataclass(frozen=True, kw_only=True)
 class Command:
     """A command of `modelwright`: the object `COMMAND` of its file, or of another package's entry point."""
@@ -24,9 +19,9 @@ class Command:
     """Line in the overview of commands."""
     parser: Callable[[], argparse.ArgumentParser]
     """Builds the parser of the command's options, without the settings."""
-    settings: Callable[[], Iterable[str]] = no_names
+    settings: Callable[[], Iterable[str]] = tuple
     """Dotted names of settings that the command takes as options, too."""
-    targets: Callable[[], Iterable[str]] = no_names
+    targets: Callable[[], Iterable[str]] = tuple
     """Names, other than those of files, that the first argument may have."""
     is_resumable: bool = False
     """True if the same command line continues the work that a signal has stopped."""

@@ -42,7 +42,21 @@ def requests(words: Sequence[str]) -> int:
 
     if options.command == "prune" and not 0 <= options.older_than_days < math.inf:
         raise ConfigError(f"--older-than-days: must be 0 or more, got {options.older_than_days}")
-    database = open_database(_location(options.log), setting="LOG", must_exist=True)
+    location = options.log
+    if not ("://" in location or location.startswith("env:") or Path(location).is_file()):
+        # A run: the log of its setting, else `requests.sqlite` in its folder.
+        from modelwright.pipeline.run_config import read_run_config
+        from modelwright.recipes.load import find_run
+
+        run = find_run(location)
+        path = Path(run.path) / "requests.sqlite"
+        location = read_run_config(run.config).requests.log
+        if not location and not path.is_file():
+            raise ConfigError(
+                f"{run.path}: its config does not set requests.log, and {path} does not exist; name the log"
+            )
+        location = location or str(path)
+    database = open_database(location, setting="LOG", must_exist=True)
     if options.command == "prune":
         from modelwright.serve.account.request_store import delete_before
 
@@ -64,21 +78,6 @@ def requests(words: Sequence[str]) -> int:
         database.close()
     print(f"{count:,} records in {options.target}")
     return 0
-
-
-def _location(word: str) -> str:
-    """Location of the log: for a run its setting, else `requests.sqlite` in its folder."""
-    if "://" in word or word.startswith("env:") or Path(word).is_file():
-        return word
-    from modelwright.pipeline.run_config import read_run_config
-    from modelwright.recipes.load import find_run
-
-    run = find_run(word)
-    path = Path(run.path) / "requests.sqlite"
-    configured = read_run_config(run.config).requests.log
-    if not configured and not path.is_file():
-        raise ConfigError(f"{run.path}: its config does not set requests.log, and {path} does not exist; name the log")
-    return configured or str(path)
 
 
 def _moment(word: str) -> float:

@@ -124,7 +124,7 @@ def quantize_layer(weight_OI: Tensor, hessian_II: Tensor, grid: WeightGrid) -> C
 
 
 def layer_error(weight_OI: Tensor, codes: Codes, hessian_II: Tensor, grid: WeightGrid) -> LayerError:
-    """Computes the errors of codes and of rounding to the nearest, from E[x x']: |(W - Q) x|^2 = tr (W - Q) H (W - Q)'."""
+    # |(W - Q) x|^2 = tr (W - Q) H (W - Q)' for H = E[x x'].
     weight_OI, hessian_II = weight_OI.detach().double(), hessian_II.double()
     nearest = grid.codes(weight_OI, *grid.ranges(weight_OI))
 

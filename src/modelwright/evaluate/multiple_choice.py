@@ -94,6 +94,16 @@ def summarize_answers(records: Sequence[Mapping[str, Any]], *, score: str) -> di
     low, high = wilson_interval(correct, total)
     log10_p = log10_binomial_tail(correct, total, CHANCE)
     names = records[0]["choices"] if records else []
+    credits = {"longest": 0.0, "shortest": 0.0, "shared_words": 0.0, "shared_parts_of_words": 0.0}
+    for record in records:
+        asked = words_of(record["question"])
+        texts = [words_of(text) for text in record["candidates"]]
+        shared = [len(set(asked) & set(words)) for words in texts]
+        shared_parts = [len(word_parts(asked) & word_parts(words)) for words in texts]
+        credits["longest"] += _credit(record["bytes"], record["answer"])
+        credits["shortest"] += _credit([-size for size in record["bytes"]], record["answer"])
+        credits["shared_words"] += _credit(shared, record["answer"])
+        credits["shared_parts_of_words"] += _credit(shared_parts, record["answer"])
     return {
         "questions": total,
         "correct": correct,
@@ -105,7 +115,7 @@ def summarize_answers(records: Sequence[Mapping[str, Any]], *, score: str) -> di
         "log10_p_value": log10_p,
         "score": score,
         "by_score": {name: sum(r["choices"][name] == r["answer"] for r in records) / total for name in names},
-        "cues": _cues(records),
+        "cues": {name: credit / max(1, total) for name, credit in credits.items()},
         "tiers": dict(Counter(record["tier"] for record in records)),
     }
 
@@ -147,20 +157,6 @@ def _candidate_nats(
         name="multiple choice",
     )
     return nats.reshape(len(prompts), NUM_CANDIDATES)
-
-
-def _cues(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    credits = {"longest": 0.0, "shortest": 0.0, "shared_words": 0.0, "shared_parts_of_words": 0.0}
-    for record in records:
-        asked = words_of(record["question"])
-        texts = [words_of(text) for text in record["candidates"]]
-        shared = [len(set(asked) & set(words)) for words in texts]
-        shared_parts = [len(word_parts(asked) & word_parts(words)) for words in texts]
-        credits["longest"] += _credit(record["bytes"], record["answer"])
-        credits["shortest"] += _credit([-size for size in record["bytes"]], record["answer"])
-        credits["shared_words"] += _credit(shared, record["answer"])
-        credits["shared_parts_of_words"] += _credit(shared_parts, record["answer"])
-    return {name: credit / max(1, len(records)) for name, credit in credits.items()}
 
 
 def _credit(values: Sequence[float], answer: int) -> float:

@@ -12,7 +12,7 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -88,14 +88,20 @@ def build_questions(documents: Iterable[Document], config: MultipleChoiceConfig)
     pool = list(unique.values())
     similarity = Similarity([entry.words for entry in pool])
     quota = math.ceil(config.num_questions / NUM_CANDIDATES)
+    places = [_Ranks(similar, long) for similar in range(NUM_CANDIDATES) for long in range(NUM_CANDIDATES)]
     taken: Counter[tuple[str, int]] = Counter()
     questions: list[Question] = []
     for number in sorted(range(len(pool)), key=lambda n: _draw(config.seed, "ask", pool[n].id)):
         if len(questions) >= config.num_questions:
             break
         scores = similarity.to(words_of(pool[number].question))
-        ranks = _open_ranks(taken, quota, config.seed, pool[number].id)
-        if found := _question(number, pool, scores, ranks, config.seed):
+        # Ranks that are not taken often enough yet, those taken least first.
+        counts = {one: (taken["similar", one.more_similar], taken["long", one.longer]) for one in places}
+        open_ranks = sorted(
+            (one for one in places if max(counts[one]) < quota),
+            key=lambda one: (sum(counts[one]), _draw(config.seed, "rank", pool[number].id, repr(one))),
+        )
+        if found := _question(number, pool, scores, open_ranks, config.seed):
             question, place = found
             taken.update({("similar", place.more_similar): 1, ("long", place.longer): 1})
             questions.append(question)
@@ -157,17 +163,6 @@ TIERS: dict[str, Callable[[_Entry, _Entry], bool]] = {
     "any": lambda a, b: True,
 }
 """Sources of distractors; the first that has enough of them wins."""
-
-
-def _open_ranks(taken: Mapping[tuple[str, int], int], quota: int, seed: int, id: str) -> list[_Ranks]:
-    """Lists the ranks that are not taken often enough yet, those taken least first."""
-    places = [_Ranks(similar, long) for similar in range(NUM_CANDIDATES) for long in range(NUM_CANDIDATES)]
-
-    def counts(ranks: _Ranks) -> tuple[int, int]:
-        return taken.get(("similar", ranks.more_similar), 0), taken.get(("long", ranks.longer), 0)
-
-    still_open = [ranks for ranks in places if max(counts(ranks)) < quota]
-    return sorted(still_open, key=lambda one: (sum(counts(one)), _draw(seed, "rank", id, repr(one))))
 
 
 def _entry(document: Document) -> _Entry:

@@ -111,30 +111,27 @@ def stable_row_multiple(model: Decoder, head: Product) -> int:
 def adapter_row_multiple(adapter: PreparedAdapter, model: Decoder) -> int:
     """Smallest multiple, as in `stable_row_multiple`, for the products of an adapter."""
     shapes = {(part.a_RI.shape, part.b_OR.shape): part for part in adapter.parts.values()}
-    products = [(_product_of(part), part.a_RI.shape[1]) for part in shapes.values()]
+
+    def product(part: AdapterPart, x_NI: Tensor) -> Tensor:
+        return part.apply(x_NI, x_NI.new_ones(x_NI.shape[0], part.b_OR.shape[0]))
+
+    products = [(partial(product, part), part.a_RI.shape[1]) for part in shapes.values()]
     return _smallest(products, model.norm.weight)
 
 
-def _product_of(part: AdapterPart) -> Product:
-    def product(x_NI: Tensor) -> Tensor:
-        return part.apply(x_NI, x_NI.new_ones(x_NI.shape[0], part.b_OR.shape[0]))
-
-    return product
-
-
 def _smallest(products: Sequence[tuple[Product, int]], like: Tensor) -> int:
+    """Smallest multiple for which leading and trailing rows give the same bits as all rows, in the format and on the
+    device of `like`; 0 for none.
+    """
     for multiple in MULTIPLES:
-        if all(_is_stable(product, width, multiple, like) for product, width in products):
+        # Kernels change between small numbers of rows, so all of these are tried, and few of the larger ones.
+        counts = [multiple * n for n in itertools.chain(range(1, 9), (12, 16, 24, 32)) if multiple * n < PROBE_ROWS]
+        for product, width in products:
+            x = torch.randn(PROBE_ROWS, width, generator=torch.Generator().manual_seed(0)).to(like)
+            full = product(x)
+            heads = all(torch.equal(product(x[:count]), full[:count]) for count in counts)
+            if not heads or not all(torch.equal(product(x[-count:]), full[-count:]) for count in counts):
+                break
+        else:
             return multiple
     return 0
-
-
-def _is_stable(product: Product, width: int, multiple: int, like: Tensor) -> bool:
-    """True if leading and trailing rows give the same bits as all rows. like: tensor in the rows' format and device."""
-    x = torch.randn(PROBE_ROWS, width, generator=torch.Generator().manual_seed(0)).to(like)
-    full = product(x)
-    # Kernels change between small numbers of rows, so all of these are tried, and few of the larger ones.
-    counts = [multiple * n for n in itertools.chain(range(1, 9), (12, 16, 24, 32)) if multiple * n < PROBE_ROWS]
-    heads = all(torch.equal(product(x[:count]), full[:count]) for count in counts)
-    tails = all(torch.equal(product(x[-count:]), full[-count:]) for count in counts)
-    return heads and tails

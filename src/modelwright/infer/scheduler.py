@@ -120,8 +120,20 @@ class Scheduler:
     def plan(self) -> SchedulerOutput:
         """Choose the next step. The plan is empty when no sequence runs or waits."""
         # Decodes come first, then prompts in progress, then admissions: what has begun is finished before anything new
-        # takes blocks.
-        plan = SchedulerOutput(decodes=self._reserve_decodes())
+        # takes blocks. Every decoding sequence gets room for one more token, the oldest first.
+        plan = SchedulerOutput()
+        for sequence in list(self.running):
+            if sequence.num_cached < sequence.num_prefill or sequence not in self.running:
+                continue  # a follower counts as in prefill until it forks
+            # The newest sequence is preempted first, so the oldest always progresses and no two evict each other.
+            while not self.blocks.grow(sequence, sequence.num_cached + 1):
+                newest = self.running[-1]
+                self._requeue(newest)
+                self.num_preemptions += 1
+                if newest is sequence:
+                    break
+            else:
+                plan.decodes.append(sequence)
         # Guesses come after all decodes have their blocks: they may take only blocks that nothing else needs.
         for sequence in plan.decodes:
             guesses = self._lookup.guess(sequence)
@@ -130,7 +142,8 @@ class Scheduler:
             self._lookup.num_drafts += bool(sequence.draft)
             self._lookup.num_draft_tokens += len(sequence.draft)
         budget = self._prefill_budget
-        for sequence in [one for one in self.running if one.in_prefill and one.leader is None]:
+        in_prefill = [one for one in self.running if one.num_cached < one.num_prefill and one.leader is None]
+        for sequence in in_prefill:
             budget = self._take_chunk(sequence, plan, budget)
         while budget > 0 and self._admit_next():
             leader = self.running[-1]
@@ -145,23 +158,6 @@ class Scheduler:
             self.prefixes.store(chunk.sequence, chunk.start)
             for follower in chunk.followers:
                 follower.leader = None
-
-    def _reserve_decodes(self) -> list[Sequence]:
-        """Allocate room for one more token of every decoding sequence, oldest first; the newest are preempted."""
-        ready: list[Sequence] = []
-        for sequence in list(self.running):
-            if sequence.in_prefill or sequence not in self.running:
-                continue  # a follower counts as in prefill until it forks
-            # The newest sequence is preempted first, so the oldest always progresses and no two evict each other.
-            while not self.blocks.grow(sequence, sequence.num_cached + 1):
-                newest = self.running[-1]
-                self._requeue(newest)
-                self.num_preemptions += 1
-                if newest is sequence:
-                    break
-            else:
-                ready.append(sequence)
-        return ready
 
     def _requeue(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
@@ -207,7 +203,7 @@ class Scheduler:
         return [sequence for sequence in self.running if sequence.leader is leader]
 
     def _take_chunk(self, sequence: Sequence, plan: SchedulerOutput, budget: int) -> int:
-        """Plan the next chunk of a prompt if any budget is left; one per step, because a chunk needs its predecessors."""
+        """Plan the next chunk of a prompt if any budget is left; one a step, because a chunk needs its predecessors."""
         if budget <= 0:
             return budget
         start = sequence.num_cached

@@ -261,11 +261,6 @@ class Sequence:
         )
 
     @property
-    def in_prefill(self) -> bool:
-        """True until the whole prompt is in the cache."""
-        return self.num_cached < self.num_prefill
-
-    @property
     def is_replaying(self) -> bool:
         """True while tokens generated before a preemption are recomputed into the cache."""
         return self.num_cached + 1 < len(self.token_ids)

@@ -57,10 +57,20 @@ def environment_overrides(environment: Mapping[str, str], base: Mapping[str, Any
 def _precision(given: Mapping[str, str], training: Mapping[str, Any]) -> dict[str, Any]:
     """Overrides of `training.precision`, or of a stage's precision."""
     precision: dict[str, Any] = {}
-    policy = _policy(given, str(_section(training, "precision").get("policy", "auto")))
-    if policy:
-        precision["policy"] = policy
-    if _is_off(given):
+    mode = given.get(MODE, "").lower()
+    mode = _OTHER_NAMES.get(mode, mode)
+    if mode and mode not in get_args(Policy):
+        raise ConfigError(f"{MODE}: {given[MODE]!r} is not one of {', '.join((*_OTHER_NAMES, *get_args(Policy)))}")
+    answer = given.get(ENABLED, "1").lower()
+    if answer not in _ANSWERS:
+        raise ConfigError(f"{ENABLED}: must be 0 or 1, got {given[ENABLED]!r}")
+    is_off = not _ANSWERS[answer]
+    # Without a mode, switching mixed precision on changes only policies that do not name a mixed one.
+    if ENABLED in given and not mode and _section(training, "precision").get("policy", "auto") in ("fp32", "auto"):
+        mode = "bf16_mixed"
+    if mode or is_off:
+        precision["policy"] = "fp32" if is_off else mode
+    if is_off:
         precision |= {"overrides": dict.fromkeys(KINDS, ""), "adaptive": {"kind": "none", "schedule": []}}
     if WINDOW in given:
         text = given[WINDOW]
@@ -78,28 +88,6 @@ def _section(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """A group of settings; empty if it is missing or not a mapping, which parsing will reject."""
     section = settings.get(name)
     return section if isinstance(section, Mapping) else {}
-
-
-def _policy(given: Mapping[str, str], before: str) -> str:
-    """Returns the replacement for the policy `before`; "" to keep it."""
-    mode = given.get(MODE, "").lower()
-    mode = _OTHER_NAMES.get(mode, mode)
-    if mode and mode not in get_args(Policy):
-        raise ConfigError(f"{MODE}: {given[MODE]!r} is not one of {', '.join((*_OTHER_NAMES, *get_args(Policy)))}")
-    if ENABLED not in given:
-        return mode
-    if _is_off(given):
-        return "fp32"
-    return mode or ("bf16_mixed" if before in ("fp32", "auto") else "")
-
-
-def _is_off(given: Mapping[str, str]) -> bool:
-    if ENABLED not in given:
-        return False
-    answer = given[ENABLED].lower()
-    if answer not in _ANSWERS:
-        raise ConfigError(f"{ENABLED}: must be 0 or 1, got {given[ENABLED]!r}")
-    return not _ANSWERS[answer]
 
 
 _FOLDER = Path(__file__).parent

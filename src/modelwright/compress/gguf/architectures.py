@@ -70,14 +70,6 @@ def architecture_of(config: ModelConfig, hf_type: str, source: str) -> Architect
     chosen = ARCHITECTURES.get(hf_type)
     if chosen is None:
         raise ModelError(f"{source}: llama.cpp does not support model type {hf_type!r}; export to hf instead")
-    for name, problem in _problems(config, chosen):
-        if problem:
-            raise ModelError(f"{source}: {name}: llama.cpp's {chosen.name} {problem}; export to hf instead")
-    return chosen
-
-
-def _problems(config: ModelConfig, chosen: Architecture) -> list[tuple[str, str]]:
-    """Lists settings, each with the architecture's own behavior; "" where it is the same."""
     attention, layers = config.attention, range(config.num_layers)
     no_rope = tuple(n for n in layers if chosen.no_rope_every and (n + 1) % chosen.no_rope_every == 0)
     biases = {
@@ -92,7 +84,7 @@ def _problems(config: ModelConfig, chosen: Architecture) -> list[tuple[str, str]
     other_scale = attention.query_scale and not math.isclose(attention.query_scale, usual_scale)
     own_factor = config.rope.kind == "yarn" and (bool(config.rope.attention_factor) or not config.rope.truncate)
     untied_gemma2 = chosen.name == "gemma2" and not config.tie_embeddings
-    return [
+    problems = [
         ("hidden_act", "has another activation" if config.feed_forward.activation != chosen.activation else ""),
         ("rope_scaling", f"has no scaling {config.rope.kind}" if config.rope.kind not in chosen.scalings else ""),
         ("rope_scaling", "takes no attention factor of its own" if own_factor else ""),
@@ -103,6 +95,10 @@ def _problems(config: ModelConfig, chosen: Architecture) -> list[tuple[str, str]
         ("query_pre_attn_scalar", "scales attention by another factor" if other_scale else ""),
         ("tie_word_embeddings", "always ties the embeddings" if untied_gemma2 else ""),
     ]
+    for name, problem in problems:
+        if problem:
+            raise ModelError(f"{source}: {name}: llama.cpp's {chosen.name} {problem}; export to hf instead")
+    return chosen
 
 
 def settings_of(config: ModelConfig, chosen: Architecture) -> dict[str, Value]:

@@ -55,7 +55,10 @@ def export_gguf(folder: Path, target: Path, *, number_format: GgufFormat, name: 
     with the setting or the part of the tokenizer for which llama.cpp lacks a counterpart, and `ConfigError` if the
     package `gguf` is not installed.
     """
-    gguf = gguf_package()
+    try:
+        gguf: Any = import_module("gguf")
+    except ImportError:
+        raise ConfigError("--to gguf: needs the package gguf: pip install 'modelwright[gguf]'") from None
     model, weights = open_model(folder)
     config = model.config
     chosen = architecture_of(config, type_of(config).name, str(folder))
@@ -81,14 +84,6 @@ def export_gguf(folder: Path, target: Path, *, number_format: GgufFormat, name: 
         finally:
             temporary.unlink(missing_ok=True)
     return target
-
-
-def gguf_package() -> Any:
-    """Import the package `gguf` of llama.cpp. Raises `ConfigError` with the command that installs it."""
-    try:
-        return import_module("gguf")
-    except ImportError:
-        raise ConfigError("--to gguf: needs the package gguf: pip install 'modelwright[gguf]'") from None
 
 
 def gguf_tensors(
