@@ -106,6 +106,7 @@ def markdown() -> str:
         "then ignored, with a note. A run that `--stages` began with a part of a recipe keeps the recipe's other "
         "sections for when their stages are added.",
     ]
+    # Settings of one section are adjacent, so a new name begins a table.
     section = ""
     for setting in listed_settings():
         name = setting.key.partition(".")[0] if "." in setting.key else "run"

@@ -58,6 +58,7 @@ class TaskProgress:
         parts = [f"{self.done:,.0f}{f'/{self.total:,.0f}' if self.total else ''} {self.unit}"]
         if self.total and rate > 0:
             parts.append(f"{duration((self.total - self.done) / rate)} left")
+        # Terminals cut the end of a long line, so the figures that matter most come first.
         ordered = sorted(self.fields, key=lambda key: _FIRST.index(key) if key in _FIRST else len(_FIRST))
         parts += [f"{key} {show(self.fields[key], key)}" for key in ordered]
         if rate > 0:

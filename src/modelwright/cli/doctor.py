@@ -45,6 +45,7 @@ def check_seconds(seconds: float) -> float:
 def doctor(words: Sequence[str]) -> int:
     """`modelwright doctor`"""
     options = parser().parse_args(words)
+    # Checked before the imports below, which take seconds.
     budget_s = check_seconds(options.seconds)
     from modelwright.pipeline.doctor import examine
     from modelwright.recipes.load import load

@@ -24,8 +24,10 @@ def explain(words: Sequence[str]) -> int:
     key = parser().parse_args(words).key.lstrip("-")
     known = run_settings()
     result = [one for one in known if f".{one.key}".endswith(f".{key}") or f"{one.key}.".startswith(f"{key}.")]
+    # Only if nothing begins or ends with the key: groups in the middle, such as `precision`.
     result = result or [one for one in known if f".{key}." in f".{one.key}."]
     if not result:
+        # Reversed, so that of equal last names the first setting is proposed.
         tails = {one.key.rpartition(".")[2]: one.key for one in reversed(known)}
         near = nearest(key.rpartition(".")[2], tails)
         hint = f"; did you mean {tails[near]}?" if near else " (modelwright config RECIPE lists them)"

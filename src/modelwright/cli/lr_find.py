@@ -49,6 +49,7 @@ def lr_find(words: Sequence[str]) -> int:
     test = RangeConfig(min_lr=options.min_lr, max_lr=options.max_lr, num_steps=options.steps)
     request = load(options.target, read_overrides(run_schema(), settings, _FLAGS), options.run_dir)
     folder = Path(options.out) if options.out else request.run.path.with_name(f"{request.run.path.name}-lr-find")
+    # The sweep trains into its folder, and the run itself must not change.
     if folder.resolve() == request.run.path.resolve():
         raise ConfigError(
             f"--out: {folder} is the run's own folder, which the test does not change; choose another one"

@@ -112,6 +112,7 @@ def carry_out(
         # Processes on this machine are not restarted: what ended one would end it again.
         start = hosts or LaunchConfig(processes=options.nproc, max_restarts=0)
         num_processes = start.processes * start.min_hosts
+        # Checked before processes are started, each of which would report the same error.
         check_request(
             request.config,
             request.run,
@@ -131,6 +132,7 @@ def carry_out(
     started = time.monotonic()
     display = choose_display(sys.stderr)
     try:
+        # One process speaks for all: they have the same request.
         for note in request.notes if is_first() else ():
             display.note(note)
         done = execute(
@@ -167,6 +169,7 @@ def start_processes(
     from modelwright.core.resources import default_num_threads
     from modelwright.pipeline.run import is_finished
 
+    # All processes share the cores, so each gets its part of the threads.
     num_threads = config.hardware.num_threads or default_num_threads()
     return supervise(
         start,

@@ -93,6 +93,7 @@ def read_serving(
     start = "requests."
     kept = [(name.removeprefix(start), words) for name, words in settings if name.startswith(start)]
     rest = [option for option in settings if not option[0].startswith(start)]
+    # The command line overrides the run's own settings.
     config = parse(ServeConfig, merge(dump(result.server), read_overrides(ServeConfig, rest, own_names)))
     adapters: dict[str, str] = {}
     for word in parsed.adapters:

@@ -65,6 +65,7 @@ class StopSignals:
         os.close(self._pipe)  # which ends `_watch`
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        # Recorded before the exception: code that swallows it must not hide that a signal came.
         self.received.append(number)
         if number == signal.SIGINT:
             raise KeyboardInterrupt

@@ -126,6 +126,7 @@ def supervise(
 def _before_restart(folder: Path, say: Say) -> None:
     """Report why the processes are restarted. Raises `Refused` if they must not be."""
     words = read_exit_reports(folder)
+    # Reports are of one attempt; those of the next one must not be mixed with them.
     for path in folder.glob("*.json"):
         path.unlink()
     if words and words[0].exit_code == USER:
@@ -138,6 +139,7 @@ def _tell(folder: Path, killed: Mapping[int, int], asked: int, say: Say) -> int:
     """Show how the run ended and return the exit code."""
     words = read_exit_reports(folder)
     cause = words[0] if words else None
+    # An error that a person must fix comes first: it also explains processes that were killed after it.
     if cause and cause.exit_code == USER:
         return say(cause.text, USER)
     if killed:

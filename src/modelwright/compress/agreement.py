@@ -39,6 +39,7 @@ def measure_agreement(reference: Decoder, int8: Decoder, tokens_BT: Tensor) -> A
             for model in (reference, int8)
         )
         log_left, log_right = left.log_softmax(-1), right.log_softmax(-1)
+        # The last position predicts a token that is not known, so its logits are left out.
         labels = tokens_T[1:]
         sums[0] += F.nll_loss(log_left, labels, reduction="sum")
         sums[1] += F.nll_loss(log_right, labels, reduction="sum")

@@ -62,6 +62,7 @@ class FoldedWeights:
         weight = self.stored.read(name, part)
         if name in self.norms:
             scale_D = self.stored.read(self.norms[name], part[1:])
+            # In FP32 at least, so that the product is rounded once, when a parameter stores it.
             wide = torch.promote_types(scale_D.dtype, torch.float32)
             return weight.to(wide) * (self.offset + scale_D.to(wide))
         return torch.full_like(weight, 1.0 - self.offset) if name in self.norms.values() else weight
@@ -78,6 +79,8 @@ def fold_batch_norms(module: nn.Module) -> None:
         layer = convolution.kernel if isinstance(convolution, Convolution) else convolution
         assert isinstance(layer, Linear | nn.Conv2d)
         factors_O, offsets_O = norm.in_evaluation()
+        # Batch norm by running statistics is y = a x + b with constants per channel: a goes into the weight, b is the
+        # bias.
         layer.weight.mul_(factors_O.view(-1, *[1] * (layer.weight.dim() - 1)))
         layer.bias = nn.Parameter(offsets_O)
         if isinstance(layer, Linear):

@@ -107,6 +107,7 @@ def quantize_layer(weight_OI: Tensor, hessian_II: Tensor, grid: WeightGrid) -> C
         errors_OL = torch.zeros(num_outputs, end - start, dtype=weight_OI.dtype)
         for place in range(start, end):
             group = place // size
+            # A group gets its range from the weights as the earlier columns' errors have changed them.
             if grid.group_size and place % size == 0:
                 channel = WeightGrid(bits=grid.bits, symmetric=grid.symmetric, granularity="channel")
                 step_OP[:, group], zero_OP[:, group] = channel.ranges(weight_OI[:, place : place + size])
@@ -161,6 +162,7 @@ def _moments(block: Block, names: Sequence[str], states: Sequence[_Stream]) -> d
             x_ND = inputs[0][real_BT].double()
             total_II.addmm_(x_ND.T, x_ND)
 
+        # One hook serves: the projections of a group read the same input.
         hook = first.register_forward_pre_hook(add)
         try:
             state.output(block)

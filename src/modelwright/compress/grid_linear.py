@@ -42,6 +42,7 @@ class InputGrid:
             peak_N1 = x_NI.abs().amax(dim=-1, keepdim=True).clamp_min(TINY)
             codes_NI = torch.round(x_NI / peak_N1 * ACTIVATION_LEVELS)
             return codes_NI.to(torch.int8), peak_N1 / ACTIVATION_LEVELS, torch.zeros_like(peak_N1)
+        # The static range of calibration; inputs outside of it are clamped.
         step, zero = activation_range(self.least, self.most, x_NI)
         codes_NI = (torch.round(x_NI / step) + zero).clamp(-128, 127)
         ones_N1 = torch.ones_like(x_NI[:, :1])

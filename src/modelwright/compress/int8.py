@@ -165,6 +165,7 @@ def choose_backend(config: Int8WeightsConfig, matrices: Mapping[str, tuple[Tenso
     if config.backend != "auto":
         require_backend(config.backend)
         return config.backend
+    # Products of one shape take the same time, so that each shape is measured once.
     distinct = list({tuple(weight.shape): (weight, scale) for weight, scale in matrices.values()}.values())
     times = backend_times(distinct, num_rounds=1)
     return min(times, key=lambda backend: times[backend])

@@ -61,6 +61,7 @@ def pruned_config(teacher: ModelConfig, smaller: ModelConfig, layers: Sequence[i
         return tuple(new for new, layer in enumerate(layers) if layer in old)
 
     attention = teacher.attention
+    # A window without layers would be refused, so it goes with the last of them.
     window_layers = moved(attention.window_layers)
     attention = replace(
         attention,
@@ -128,6 +129,7 @@ def _choose(teacher: Decoder, layer: int, smaller: ModelConfig, moments: Moments
     assert isinstance(block, Block)
     attention, ffn, place = block.attention, block.ffn, f"blocks.{layer}"
     per_group = config.num_heads // config.num_kv_heads
+    # Without activations: the squared norm of the weights that make a channel stands for its second moment.
     value_KX = attention.v_proj.weight.detach().double().square().sum(dim=1).view(config.num_kv_heads, -1)
     of_weights = value_KX.repeat_interleave(per_group, dim=0).flatten()
     scores_HX = _scores(attention.o_proj, moments.get(f"{place}.attention.o_proj", of_weights)).view(

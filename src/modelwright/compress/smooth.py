@@ -80,6 +80,7 @@ def _scales(readers: Sequence[Linear], maxima_C: Tensor, strength: float) -> Ten
     """Computes equation 4, with the maxima of all weights that read the channel."""
     weights_C = torch.stack([one.weight.abs().amax(dim=0) for one in readers]).amax(dim=0)
     maxima_C = maxima_C.to(weights_C.dtype)
+    # s = max|x|^a / max|w|^(1 - a)
     return maxima_C.clamp_min(SMALLEST) ** strength / weights_C.clamp_min(SMALLEST) ** (1 - strength)
 
 

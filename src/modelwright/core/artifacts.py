@@ -158,6 +158,7 @@ def describe_file(path: Path) -> dict[str, Any]:
 def write_atomic(path: Path, content: str | bytes) -> None:
     """Write a small file so that a reader sees the old content or the new one, never a part."""
     data = content.encode("utf-8") if isinstance(content, str) else content
+    # In the same folder, because a rename replaces a file at once only within one file system.
     temporary = path.with_name(path.name + ".tmp")
     with writing(path):
         with open(temporary, "wb") as file:

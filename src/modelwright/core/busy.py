@@ -60,6 +60,7 @@ def missing_cores(other_cores: float, num_threads: int) -> float:
 
 def busy_machine(others: LoadMeter, num_threads: int, *, sleep: Callable[[float], None] = time.sleep) -> str:
     """Returns a warning if other processes leave this one fewer cores than its threads, else ""; takes `PERIOD_S`."""
+    # A fresh period, so that earlier load does not count.
     others.begin()
     sleep(PERIOD_S)
     cores = others.other_cores()

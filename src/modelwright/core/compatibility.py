@@ -84,6 +84,7 @@ def conflict(features: Iterable[Feature]) -> str:
         for need in sorted(one.needs & other.breaks):
             what = f"{one.value} needs" if one.value else "needs"
             remedy = "change one of the two"
+            # Code that declares nothing has all needs of `UNDECLARED`, so the user can also remedy the declaration.
             if one.needs >= UNDECLARED:
                 remedy += f"; if {one.key} can do without, it has to declare what it needs (docs/extending.md)"
             return f"{one.key}: {what} {need}, which {other} takes away; {remedy}"

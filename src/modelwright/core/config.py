@@ -285,6 +285,7 @@ def compact_yaml(plain: Mapping[str, Any]) -> str:
 
 def digest(value: Any) -> str:
     """Returns a stable SHA-256 of a config, constants included, or of plain data, as 64 hex digits."""
+    # Sorted keys and constants included: the same settings give the same digest, whatever the order of the fields.
     text = json.dumps(dump(value, constants=True), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
@@ -335,6 +336,7 @@ def _convert_scalar(hint: Any, value: Any, path: str) -> Any:
         return value
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
+    # YAML reads `1e6` as a float; fields that count accept it if it is whole.
     if hint is int and isinstance(value, float) and value.is_integer():
         return int(value)
     if hint is int and isinstance(value, str):

@@ -127,6 +127,7 @@ def allowed_values(hint: Any) -> str:
 
 def plain_value(value: Any) -> str:
     """Formats a value as YAML does on one line."""
+    # PyYAML ends a document that is a single scalar with a line `...`.
     text = yaml.safe_dump(dump(value), default_flow_style=True, width=10_000, allow_unicode=True)
     return text.removesuffix("\n").removesuffix("\n...")
 

@@ -24,6 +24,7 @@ def cache_folder() -> Path:
 
 def library(source: Path, options: Sequence[str], *, folder: Path, known: str = "") -> Path:
     """Path of the library once it is built. known: further text that the library depends on."""
+    # Any other source, compiler or option gives another file, so that versions never overwrite each other.
     parts = "\0".join([known, *_compiler(), *options]).encode() + source.read_bytes()
     return folder / f"{source.stem}-{hashlib.sha256(parts).hexdigest()[:16]}.so"
 

@@ -48,6 +48,7 @@ class EventLog:
         if len(self.events) >= self.max_events:
             return False
         line = json_line(event)
+        # Through JSON, so that the events in memory and in checkpoints equal those that are read from the file.
         self.events.append(json.loads(line))
         if self.is_first:
             with writing(self.path):

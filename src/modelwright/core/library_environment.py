@@ -70,6 +70,7 @@ def prepare(environment: MutableMapping[str, str] = os.environ, *, is_too_late: 
     wanted = lowered(environment)
     if wanted is not None:
         unset = [name for name, value in wanted.variables.items() if environment.get(name) != value]
+        # The libraries read the variables once, when they are loaded.
         if is_too_late and unset:
             raise ConfigError(
                 f"{SWITCH}: torch was imported before modelwright and has not seen {', '.join(unset)}; start the "

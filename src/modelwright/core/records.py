@@ -76,6 +76,7 @@ def summarize(values: Sequence[float]) -> dict[str, float]:
     if not finite:
         return summary
     mean = math.fsum(finite) / len(finite)
+    # Exact sums: naive ones of many values lose digits.
     variance = math.fsum((value - mean) ** 2 for value in finite) / max(1, len(finite) - 1)
     summary |= {"mean": mean, "std": math.sqrt(variance), "min": finite[0], "max": finite[-1]}
     for percent in (1, 5, 25, 50, 75, 95, 99):

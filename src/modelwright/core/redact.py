@@ -24,6 +24,7 @@ def redact_words(words: Sequence[str]) -> list[str]:
     for word in words:
         if word.startswith("--"):
             name, equals, value = word.partition("=")
+            # The name alone decides: a secret has no form by which it could be known.
             hide = _is_secret(name)
             result.append(f"{name}={HIDDEN if hide else redact_text(value)}" if equals else word)
         else:

@@ -102,6 +102,7 @@ class RunDir:
 def check_folder(path: Path, option: str) -> None:
     """Raise `ConfigError` that names the option if no folder can exist at this path; creates nothing."""
     try:
+        # The nearest folder that exists decides whether the path can be created.
         exists = path.exists()
         above = next((one for one in (path, *path.parents) if one.exists()), Path())
     except (OSError, ValueError) as error:
@@ -119,6 +120,7 @@ def lock_folder(path: Path, remedy: str) -> Generator[None]:
     # "a+" does not truncate: until the lock is held, the file has the process id of its holder.
     with writing(path), open(path / LOCK_FILE, "a+") as file:
         try:
+            # Not a file that exists while the run is held: that would outlive a killed process.
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)

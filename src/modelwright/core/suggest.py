@@ -15,6 +15,7 @@ def nearest(word: str, known: Iterable[str], *, similarity: float = SIMILARITY) 
     """Returns the known word with `word` as initials (`lr` for `learning_rate`), or the most similar; "" for none."""
     known = list(known)
     near = difflib.get_close_matches(word, known, n=1, cutoff=similarity)
+    # Initials first: short words resemble many names, but few names have them as initials.
     by_initials = [name for name in known if "_" in name and "".join(part[:1] for part in name.split("_")) == word]
     return [*by_initials, *near, ""][0]
 

@@ -48,6 +48,7 @@ def gzip_size(data: bytes) -> int:
 
 def xz_size(data: bytes) -> int:
     """`xz -9e`. The dictionary is cut to the data's size: the same output for far less memory and time."""
+    # The next power of two that holds the data, within the limits of -9e (64 MiB) and of LZMA (4 KiB).
     dictionary = min(1 << 26, max(1 << 12, 1 << (len(data) - 1).bit_length())) if data else 1 << 12
     filters = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": dictionary}]
     return len(lzma.compress(data, format=lzma.FORMAT_XZ, filters=filters))
@@ -107,6 +108,7 @@ class Bigram:
         seen = self.context_counts_V[previous_N]
         total = np.maximum(seen, 1)
         direct = np.maximum(pair_counts - discount, 0.0) / total
+        # After a token that was never seen the unigram alone predicts.
         backoff = np.where(seen > 0, discount * self.followers_V[previous_N] / total, 1.0)
         return direct + backoff * self.unigram_V[next_N]
 

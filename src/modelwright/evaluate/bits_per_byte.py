@@ -54,6 +54,7 @@ def select_documents(
     chosen: list[Document] = []
     for group in by_kind.values():
         taken, size = [], 0
+        # In the order of a hash, not of a random generator: adding a document leaves the draw of the others unchanged.
         for document in sorted(group, key=lambda d: _draw(seed, d)):
             num_bytes = len(document.text.encode("utf-8"))
             if not taken or not max_bytes_per_kind or size + num_bytes <= max_bytes_per_kind:
@@ -136,6 +137,7 @@ def resampled_ratios(numerators: np.ndarray, denominators: np.ndarray, *, resamp
     count = len(numerators)
     ratios = np.empty(resamples)
     for i in range(resamples):
+        # Numerators and denominators of a document are drawn together, as the ratio needs both.
         drawn = rng.integers(0, count, count)
         ratios[i] = numerators[drawn].sum() / denominators[drawn].sum()
     return ratios

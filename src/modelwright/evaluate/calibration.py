@@ -51,6 +51,7 @@ def calibration(differences_P: np.ndarray) -> Calibration:
     # The logistic function of |difference|, in a form that cannot overflow.
     confidence_P = np.exp(-np.logaddexp(0.0, -np.abs(differences_P)))
     is_right_P = (1 + np.sign(differences_P)) / 2  # a tie is half right, as its confidence of 0.5 says
+    # A confidence of exactly 1 belongs to the last bin.
     places_P = np.minimum(((confidence_P - 0.5) * 2 * NUM_BINS).astype(np.int64), NUM_BINS - 1)
     bins = [
         ConfidenceBin(

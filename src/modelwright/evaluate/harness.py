@@ -131,6 +131,7 @@ class EngineLM(TemplateLM):
         """Log-likelihood of each continuation in nats, and true if greedy decoding gives it."""
         results: dict[int, tuple[float, bool]] = {}
         self._progress.begin("log-likelihoods", len(pairs), "continuations")
+        # Prompts with a common beginning are queued close to each other, so that it is computed once.
         for number in sharing_order([context for context, _ in pairs]):
             context, continuation = pairs[number]
             if not continuation:
@@ -162,6 +163,7 @@ class EngineLM(TemplateLM):
         for number, request in enumerate(requests):
             arguments: tuple[str, Mapping[str, Any]] = request.args  # pyright: ignore[reportAssignmentType]
             context, settings = arguments
+            # A seed for each request, so that a sampled answer does not depend on the other tasks of the evaluation.
             params, stops = self._params(settings, derive_seed(0, "lm-eval", number))
             # The prompt is cut at its beginning, so that the longest answer fits into the context.
             ids = self.tok_encode(context)[-(self._engine.max_seq_len - params.max_tokens) :]

@@ -56,6 +56,7 @@ def answer_questions(
     prompts = [(question.question, question.lead) for question in questions]
     neutral_prompts = [(NEUTRAL_QUESTION, NEUTRAL_LEAD if question.lead else "") for question in questions]
     nats = _candidate_nats(model, tokenizer, encoded, prompts, config, progress)
+    # The same candidates after a question that names nothing: their likelihood without the question.
     neutral = _candidate_nats(model, tokenizer, encoded, neutral_prompts, config, progress)
     scores = {
         "byte": -nats / num_bytes,

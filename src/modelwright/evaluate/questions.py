@@ -87,6 +87,7 @@ def build_questions(documents: Iterable[Document], config: MultipleChoiceConfig)
             unique.setdefault(tuple(entry.question.split()), entry)
     pool = list(unique.values())
     similarity = Similarity([entry.words for entry in pool])
+    # Each rank is used by a quarter of the questions, by similarity and by length.
     quota = math.ceil(config.num_questions / NUM_CANDIDATES)
     places = [_Ranks(similar, long) for similar in range(NUM_CANDIDATES) for long in range(NUM_CANDIDATES)]
     taken: Counter[tuple[str, int]] = Counter()

@@ -31,6 +31,7 @@ def recall(scores_QC: NDArray[np.floating], is_relevant_QC: NDArray[np.bool_]) -
     """
     scores_QC = np.where(np.isnan(scores_QC), -np.inf, scores_QC)
     best_Q = np.where(is_relevant_QC, scores_QC, -np.inf).max(axis=1)
+    # `>=`: ties count as ranked before, which is the worst order.
     num_before_Q = ((scores_QC >= best_Q[:, None]) & ~is_relevant_QC).sum(axis=1)
     at_1, at_5 = (float((num_before_Q < most).mean()) for most in RANKS)
     return Recall(at_1=at_1, at_5=at_5)

@@ -90,6 +90,7 @@ def sequence_nats(
     """
     use_tensor_heap()
     context = min(model.config.max_seq_len, max_context)
+    # Windows overlap by the rest of the context, whose predictions were scored by the window before.
     stride = max(1, round(context * (1.0 - context_overlap)))
     windows = [
         window
@@ -114,6 +115,7 @@ def _score_rows(model: Decoder, sequences: Sequence[Scored], rows: list[list[Win
     """Run one batch of rows and add each window's counted predictions to its sequence in `nats`."""
     length = max(sum(window.length for window in row) for row in rows)
     inputs, labels, positions = (np.zeros((len(rows), length), dtype=np.int64) for _ in range(3))
+    # Padding has segment -1 and no owner: nothing attends to it, and it is not scored.
     segments = np.full((len(rows), length), -1, dtype=np.int32)
     owner = np.full((len(rows), length), -1, dtype=np.int64)
     for r, row in enumerate(rows):

@@ -49,6 +49,7 @@ def log10_binomial_tail(num_correct: int, num_trials: int, chance: float) -> flo
 
 def log10_sign_test(num_better: int, num_worse: int) -> float:
     """log10 of the exact two-sided p-value that better and worse are equally likely (McNemar's exact test)."""
+    # Two-sided: twice the tail of the larger count, at most 1.
     one_sided = log10_binomial_tail(max(num_better, num_worse), num_better + num_worse, 0.5)
     return min(0.0, one_sided + math.log10(2))
 

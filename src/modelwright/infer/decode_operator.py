@@ -180,6 +180,7 @@ def _layer(block: Block, config: ModelConfig, cache: PagedCache) -> DecodeLayer:
         keys=keys,
         values=values,
         window=window,
+        # Layers with a window may rotate by another base than global ones (`ModelConfig.window_rope_theta`).
         rotation="none" if not attention.uses_rope else "window" if window else "global",
     )
     of_attention = (layer.q, layer.k, layer.v, layer.output_gate, layer.head_router)

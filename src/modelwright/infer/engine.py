@@ -306,6 +306,7 @@ class Engine:
         """Compute one step: one new token for each running request that is ready for one, and more where guesses of its
         next tokens are right. Returns no outputs if no request is in progress.
         """
+        # A step without work must not run the model: a plan without rows still costs a forward pass.
         if not self._sequences:
             return []
         plan = self._scheduler.plan()
@@ -381,5 +382,6 @@ def pooled(kind: Pooling, last_D: Tensor, sum_D: Tensor | None, num_tokens: int,
     else:
         assert kind == "last" or sum_D is not None
         hidden_D = last_D.double() if sum_D is None or kind == "last" else sum_D / num_tokens
+        # The floor is for a state of zeros, which has no direction.
         values = hidden_D / hidden_D.norm().clamp_min(1e-12)
     return values.float().tolist() if bool(torch.isfinite(values).all()) else []

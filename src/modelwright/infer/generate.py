@@ -43,6 +43,7 @@ def generate(
             "data parallelism alone (an objective says so in advance with needs = {WHOLE_MODEL}), or generate with "
             "ModelLayout.whole_model, which gathers it"
         )
+    # The engine puts the model into evaluation mode.
     was_training = model.training
     try:
         # Not the fastest head: it is measured anew in each call, and two calls could then differ in the last bits.

@@ -113,6 +113,7 @@ class PagedCache:
         """Store tokens at `slots_N` (block number x block length + offset). While a model trains in BF16 its layers
         compute in a narrower format than the weights, whose format the cache has; storing them loses nothing.
         """
+        # [K, S] becomes [S, K] by a view, so that one indexed store writes all heads.
         blocks_N, places_N = slots_N // self.block_len, slots_N % self.block_len
         self._keys[layer].transpose(1, 2)[blocks_N, places_N] = k_NKd.to(self._keys.dtype)
         self._values[layer].transpose(1, 2)[blocks_N, places_N] = v_NKd.to(self._values.dtype)
@@ -128,6 +129,7 @@ class PagedCache:
         """
         num_heads = self._keys.shape[2]
         heads_K1 = torch.arange(num_heads, device=table.device)[:, None]
+        # Block b of head k is row b K + k of the cache seen as [L K, S, d].
         places = (table.view(num_sequences, 1, -1) * num_heads + heads_K1).flatten()
 
         def taken(stored: Tensor) -> Tensor:
@@ -149,6 +151,7 @@ class PrefixCache:
     def __init__(self, blocks: BlockManager, rope: RopeScaling, *, prefill_chunk: int, enabled: bool) -> None:
         self._blocks = blocks
         self._rope = rope
+        # A hit ends where both a prefill chunk and a block end.
         self._unit_len = math.lcm(prefill_chunk, blocks.block_len)
         self._enabled = enabled
         self.num_queries = 0
@@ -202,6 +205,7 @@ class PrefixCache:
                 end = start + block_len
                 tokens = array("q", sequence.token_ids[start:end]).tobytes()
                 images = [one.digest for one in sequence.images if one.has_tokens_in(start, end)]
+                # Chained: a block is equal only if all before it are, too.
                 before = hashlib.sha256(b"".join([before, tokens, *images])).digest()
                 sequence.block_hashes.append(before)
         return sequence.block_hashes

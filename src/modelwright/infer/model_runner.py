@@ -262,6 +262,7 @@ class ModelRunner:
         """
         contexts = {}
         for window in self._windows:
+            # Blocks before the window of the earliest query are not read.
             first_block = max(0, earliest - window + 1) // self._cache.block_len if window else 0
             places_L = torch.arange(
                 first_block * self._cache.block_len, len(tables[0]) * self._cache.block_len, device=self._device
@@ -274,6 +275,7 @@ class ModelRunner:
         return contexts
 
     def _attend(self, step: StepTensors) -> Attend:
+        # Rows of padding have no slot and are not stored.
         num_tokens = len(step.slots)
 
         def attend(spec: AttentionSpec, q_1NHd: Tensor, k_1NKd: Tensor, v_1NKd: Tensor) -> Tensor:

@@ -127,6 +127,7 @@ def _draw(scores_V: Tensor, params: SamplingParams, uniform: float) -> int:
         target = params.top_p * (float(probabilities_V.topk(limit).values.sum()) if is_cut else 1.0)
         if probe < limit and float(values.double().sum()) < target:
             values, ids = probabilities_V.topk(limit)
+        # A token stays if the mass before it is below the target, so the one that crosses it is kept, too.
         before = values.double().cumsum(0) - values
         ids = ids[: max(1, int((before < target).sum()))]
     ids = ids.sort().values

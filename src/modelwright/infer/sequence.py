@@ -176,6 +176,7 @@ class NgramIndex:
         reaches the end continues with the guesses themselves, as repeating text does.
         """
         for length in range(min(LONGEST_MATCH, len(token_ids)), SHORTEST_MATCH - 1, -1):
+            # The longest match wins: it predicts best.
             start = self.places.get(tuple(token_ids[len(token_ids) - length :]))
             if start is not None:
                 guesses = list(token_ids[start : start + count])

@@ -70,6 +70,7 @@ def _seconds(engine: Engine, num_streams: int, num_tokens: int) -> float:
         with _running(engine, num_streams, num_tokens, max_tokens=1):
             return seconds_of(partial(_drain, engine), "cpu")
     prompt_len = min(PROMPT_LEN, engine.max_seq_len // 2)
+    # Short contexts leave room for fewer steps; one is timed in any case.
     num_steps = max(1, min(TIMED_STEPS, engine.max_seq_len - prompt_len - 2 * WARMUP_STEPS))
     with _running(engine, num_streams, prompt_len, max_tokens=engine.max_seq_len):
         while engine.has_work and len(engine.step()) < num_streams:

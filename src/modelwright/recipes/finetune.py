@@ -130,6 +130,7 @@ def fitted_lengths(
     """
     own = {stage.name: given.get(stage.name, {}) for stage in (PACK, SFT)}
     measured = measure_records(sources, Tokenizer.load(folder), max_seq_len=max_seq_len)
+    # Rounded up to the step in which rows are cut, within the model's context.
     row_len = min(-(-measured.row_len // ROW_LEN_STEP) * ROW_LEN_STEP, max_seq_len)
     row_len = int(own[PACK.name].get("seq_len", row_len))
     parts = num_microbatches * num_processes

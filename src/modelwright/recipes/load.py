@@ -116,6 +116,7 @@ def load(target: str, overrides: Mapping[str, Any], run_dir: str = "", only: Seq
     """
     base, own, folder, origin = _base(target)
     base = merge(base, environment_overrides(os.environ, base))
+    # A folder that the target names keeps the run there; otherwise the name of the run, which an override may set.
     run = RunDir(Path(run_dir) if run_dir else folder or RUNS / str(merge(base, overrides).get("name", "")))
     run.check()
     selected: Mapping[str, Any] = {}
@@ -205,6 +206,7 @@ def _lay_over(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any
     time of the whole run.
     """
     cleared = dict(base)
+    # A length clears the time budget only if its stage is part of the run.
     of_run = {stage.name for stage in stages_of(merge(base, over)) if stage.objective}
     for stage in training_names():
         if not _has_length(over.get(stage)):

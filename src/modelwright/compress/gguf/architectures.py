@@ -46,6 +46,7 @@ class Architecture:
 
 
 ARCHITECTURES: Mapping[str, Architecture] = {
+    # Only what llama.cpp computes for the type; everything else is refused by `architecture_of`.
     "llama": Architecture(
         name="llama",
         interleaves=True,

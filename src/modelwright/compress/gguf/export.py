@@ -63,6 +63,7 @@ def export_gguf(folder: Path, target: Path, *, number_format: GgufFormat, name: 
     config = model.config
     chosen = architecture_of(config, type_of(config).name, str(folder))
     vocabulary = read_vocabulary(folder, config.vocab_size)
+    # Listed before the file is opened: what llama.cpp cannot compute is refused without a trace on disk.
     tensors = list(gguf_tensors(model, weights, chosen, number_format))
     temporary = target.with_name(target.name + ".tmp")
     with writing(target):
@@ -78,6 +79,7 @@ def export_gguf(folder: Path, target: Path, *, number_format: GgufFormat, name: 
             _add_settings(writer, settings_of(config, chosen), chosen.name)
             _add_vocabulary(writer, vocabulary)
             _write_tensors(writer, gguf, tensors)
+            # On disk before the rename: a crash must not leave a whole name with half a file.
             with open(temporary, "rb") as file:
                 os.fsync(file.fileno())
             os.replace(temporary, target)

@@ -166,6 +166,7 @@ def _sentencepiece(folder: Path, definition: Mapping[str, Any], pieces: Mapping[
     ranks: dict[str, int] = {}
     for rank, merge in enumerate(model["merges"]):
         first, second = merge.split(" ") if isinstance(merge, str) else merge
+        # Several merges can give one piece; the first one decides its rank.
         ranks.setdefault(first + second, rank)
     scores = [-float(ranks.get(pieces.get(token_id, ""), len(ranks))) for token_id in range(max(pieces) + 1)]
     normalizer, pre_tokenizer = definition.get("normalizer") or {}, definition.get("pre_tokenizer") or {}

@@ -87,6 +87,7 @@ class QueuedSink:
     def close(self) -> None:
         """Wait for the rest of the records, at most `CLOSE_TIMEOUT_S`."""
         with contextlib.suppress(queue.Full):
+            # One deadline for both waits: for room in the queue, and for the thread.
             deadline = time.monotonic() + CLOSE_TIMEOUT_S
             self._waiting.put(None, timeout=CLOSE_TIMEOUT_S)
             self._thread.join(max(0.0, deadline - time.monotonic()))
