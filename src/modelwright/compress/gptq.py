@@ -128,13 +128,10 @@ def layer_error(weight_OI: Tensor, codes: Codes, hessian_II: Tensor, grid: Weigh
     # |(W - Q) x|^2 = tr (W - Q) H (W - Q)' for H = E[x x'].
     weight_OI, hessian_II = weight_OI.detach().double(), hessian_II.double()
     nearest = grid.codes(weight_OI, *grid.ranges(weight_OI))
-
-    def square(difference_OI: Tensor) -> float:
-        return float(((difference_OI @ hessian_II) * difference_OI).sum())
-
-    whole = max(square(weight_OI), 1e-300)
-    errors = [square(weight_OI - grid.dequantized(one).double()) / whole for one in (codes, nearest)]
-    return LayerError(gptq=errors[0], nearest=errors[1])
+    differences = [weight_OI, *(weight_OI - grid.dequantized(one).double() for one in (codes, nearest))]
+    whole, of_codes, of_nearest = (float(((one_OI @ hessian_II) * one_OI).sum()) for one_OI in differences)
+    whole = max(whole, 1e-300)
+    return LayerError(gptq=of_codes / whole, nearest=of_nearest / whole)
 
 
 class _Stream:

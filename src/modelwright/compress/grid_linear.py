@@ -86,8 +86,24 @@ class GridLinear(nn.Module):
             if self._kernel is None or self._kernel.weight.packed is not self.quantized:
                 self._kernel = RowProduct(self.packed_weight())
             out_NO = self._kernel(x_NI)
+        elif self.inputs.kind == "none":
+            out_NO = F.linear(x_NI, self.weight)
         else:
-            out_NO = F.linear(x_NI, self.weight) if self.inputs.kind == "none" else self._integer_product(x_NI)
+            codes_NI, step_N1, zero_N1 = self.inputs.codes(x_NI)
+            codes_OI = self.codes.codes_OI
+            step_OP, zero_OP = self._by_output()
+            per_output = step_OP.shape[1]
+            size = self.in_features // per_output
+            out_NO = torch.zeros(len(x_NI), self.out_features, dtype=x_NI.dtype, device=x_NI.device)
+            for group in range(per_output):
+                places = slice(group * size, (group + 1) * size)
+                a_NS, q_OS = codes_NI[:, places].contiguous(), codes_OI[:, places].contiguous()
+                z_O, a_sum_N1 = zero_OP[:, group], a_NS.sum(dim=1, keepdim=True, dtype=torch.int32)
+                # sum (a - y)(q - z) = sum a q - y sum q + (S y - sum a) z: only the first term is a matrix product.
+                sums_NO = int8_product(a_NS, q_OS).to(x_NI.dtype) - zero_N1 * q_OS.sum(dim=1, dtype=torch.int32)
+                sums_NO += (size * zero_N1 - a_sum_N1) * z_O
+                out_NO += sums_NO * step_OP[:, group]
+            out_NO = out_NO * step_N1
         out_NO = out_NO if self.bias is None else out_NO + self.bias
         return out_NO.view(*x.shape[:-1], self.out_features)
 
@@ -107,23 +123,6 @@ class GridLinear(nn.Module):
         per_output = max(1, self.scale.numel() // self.out_features)
         step_OP, zero_OP = (one.view(-1, per_output).expand(self.out_features, -1) for one in (self.scale, self.zero))
         return step_OP, zero_OP
-
-    def _integer_product(self, x_NI: Tensor) -> Tensor:
-        codes_NI, step_N1, zero_N1 = self.inputs.codes(x_NI)
-        codes_OI = self.codes.codes_OI
-        step_OP, zero_OP = self._by_output()
-        per_output = step_OP.shape[1]
-        size = self.in_features // per_output
-        out_NO = torch.zeros(len(x_NI), self.out_features, dtype=x_NI.dtype, device=x_NI.device)
-        for group in range(per_output):
-            places = slice(group * size, (group + 1) * size)
-            a_NS, q_OS = codes_NI[:, places].contiguous(), codes_OI[:, places].contiguous()
-            z_O, a_sum_N1 = zero_OP[:, group], a_NS.sum(dim=1, keepdim=True, dtype=torch.int32)
-            # sum (a - y)(q - z) = sum a q - y sum q + (S y - sum a) z: only the first term is a matrix product.
-            sums_NO = int8_product(a_NS, q_OS).to(x_NI.dtype) - zero_N1 * q_OS.sum(dim=1, dtype=torch.int32)
-            sums_NO += (size * zero_N1 - a_sum_N1) * z_O
-            out_NO += sums_NO * step_OP[:, group]
-        return out_NO * step_N1
 
 
 def pack_nibbles(codes_OI: Tensor) -> Tensor:

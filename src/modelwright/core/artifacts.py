@@ -39,12 +39,12 @@ class Manifest:
         return hashlib.sha256(lines.encode()).hexdigest()
 
 
+@dataclass(eq=False)
 class ArtifactDraft:
     """The folder being written (`path`) and the facts for its manifest."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.facts: dict[str, Any] = {}
+    path: Path
+    facts: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 @contextmanager

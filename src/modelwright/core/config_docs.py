@@ -8,7 +8,7 @@ import itertools
 import textwrap
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -106,11 +106,6 @@ def field_docs(cls: type) -> Mapping[str, str]:
     return docs
 
 
-def class_doc(cls: type) -> str:
-    """Returns the first paragraph of a class's documentation, as one line."""
-    return " ".join((cls.__doc__ or "").split("\n\n")[0].split())
-
-
 def allowed_values(hint: Any) -> str:
     """Describes a type annotation for a reader who does not know Python."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
@@ -137,13 +132,11 @@ def annotated_yaml(cls: type, plain: Mapping[str, Any], *, indent: int = 0) -> I
     hints, docs, pad = typing.get_type_hints(cls), field_docs(cls), " " * indent
     for key, value in plain.items():
         is_group = dataclasses.is_dataclass(hints[key])
-        yield from comment(docs.get(key) or (class_doc(hints[key]) if is_group else ""), pad)
+        # A group without its own text is documented by the first paragraph of its class.
+        text = docs.get(key) or (" ".join((hints[key].__doc__ or "").split("\n\n")[0].split()) if is_group else "")
+        yield from (f"{pad}# {line}" for line in textwrap.wrap(text, WIDTH - len(pad)))
         if is_group and value:
             yield f"{pad}{key}:"
             yield from annotated_yaml(hints[key], cast(Mapping[str, Any], value), indent=indent + 2)
         else:
             yield f"{pad}{key}: {plain_value(value)}"
-
-
-def comment(text: str, pad: str = "") -> Sequence[str]:
-    return [f"{pad}# {line}" for line in textwrap.wrap(text, WIDTH - len(pad))]

@@ -39,17 +39,6 @@ class SampleRequest:
     prompt_ids: Sequence[int] = ()
     allowed_V: Tensor | None = None
 
-    @property
-    def bans_stop(self) -> bool:
-        """True while a token that ends the request may not come yet."""
-        return self.step < self.params.min_tokens and bool(self.params.stop_ids)
-
-    @property
-    def has_penalties(self) -> bool:
-        params = self.params
-        has_earlier = bool(self.counts) and bool(params.presence_penalty or params.frequency_penalty)
-        return has_earlier or params.repetition_penalty != 1
-
 
 def sample(logits_BV: Tensor, requests: Sequence[SampleRequest]) -> list[SampledToken]:
     """Draws one token for each row of `logits_BV`."""
@@ -86,25 +75,29 @@ def _scores(logits_BV: Tensor, requests: Sequence[SampleRequest]) -> Tensor:
     """Logits after constraints, biases and penalties, [B, V]; `logits_BV` itself if no request changes them. The order
     is vLLM's, so that settings mean the same.
     """
-    if not any(r.has_penalties or r.bans_stop or r.params.logit_bias or r.allowed_V is not None for r in requests):
-        return logits_BV
-    scores_BV = logits_BV.clone()
-    for scores_V, request in zip(scores_BV, requests, strict=True):
+    scores_BV = logits_BV
+    for row, request in enumerate(requests):
         params, counts = request.params, request.counts
+        bans_stop = request.step < params.min_tokens and bool(params.stop_ids)
+        has_earlier = bool(counts) and bool(params.presence_penalty or params.frequency_penalty)
+        has_penalties = has_earlier or params.repetition_penalty != 1
+        if not (has_penalties or bans_stop or params.logit_bias or request.allowed_V is not None):
+            continue
+        if scores_BV is logits_BV:
+            scores_BV = logits_BV.clone()
+        scores_V = scores_BV[row]
         if request.allowed_V is not None:
             scores_V.masked_fill_(~request.allowed_V.to(scores_V.device), -torch.inf)
         for token, bias in params.logit_bias:
             scores_V[token] += bias
-        if request.bans_stop:
+        if bans_stop:
             scores_V[list(params.stop_ids)] = -torch.inf
-        if not request.has_penalties:
-            continue
         if params.repetition_penalty != 1:
             # Sorted, so that the result does not depend on the order of a set.
             ids = torch.tensor(sorted({*request.prompt_ids, *counts}), dtype=torch.long, device=scores_V.device)
             earlier, penalty = scores_V[ids], params.repetition_penalty
             scores_V[ids] = torch.where(earlier > 0, earlier / penalty, earlier * penalty)
-        if counts:
+        if has_earlier:
             ids = torch.tensor(list(counts), device=scores_V.device)
             occurrences = torch.tensor(list(counts.values()), dtype=scores_V.dtype, device=scores_V.device)
             scores_V[ids] -= params.presence_penalty + params.frequency_penalty * occurrences

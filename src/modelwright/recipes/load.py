@@ -126,8 +126,14 @@ def load(target: str, overrides: Mapping[str, Any], run_dir: str = "", only: Seq
     data = _lay_over(base, {**overrides, **selected})
     origin = ", ".join([origin, *given_names(os.environ)])
     config = parse_run(data)
-    if base.get("minutes") and "minutes" not in data:  # a length on the command line has replaced the time budget
-        config = _with_lengths_of_run(config, run, overrides)
+    if base.get("minutes") and "minutes" not in data:
+        # A length has replaced the time budget: trainings without one keep the length that the run was created with,
+        # or another length of one training would train the others anew.
+        before = previous_config(run)
+        if before is not None and is_same_run(resolve_paths(resolve_model(config)), before):
+            kept = with_lengths_of(config, before)
+            names = [stage.name for stage in config.trainings if not _has_length(overrides.get(stage.name))]
+            config = config.with_sections({name: kept.section(name) for name in names})
     if only or folder:
         config = replace(config, further_sections={name: data[name] for name in left_out(data, config)})
     notes = []
@@ -221,15 +227,3 @@ def _lay_over(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any
 def _has_length(section: Any) -> bool:
     """True if the section of a training stage sets the length of the training."""
     return isinstance(section, Mapping) and any(section.get(name) for name in LENGTHS)
-
-
-def _with_lengths_of_run(config: RunConfig, run: RunDir, overrides: Mapping[str, Any]) -> RunConfig:
-    """Returns the configuration in which trainings without a given length keep the one that the run was created with,
-    as with a time budget: else another length of one training would train the others anew.
-    """
-    previous = previous_config(run)
-    if previous is None or not is_same_run(resolve_paths(resolve_model(config)), previous):
-        return config
-    kept = with_lengths_of(config, previous)
-    names = [stage.name for stage in config.trainings if not _has_length(overrides.get(stage.name))]
-    return config.with_sections({name: kept.section(name) for name in names})

@@ -94,31 +94,26 @@ def read_vocabulary(folder: Path, vocab_size: int) -> Vocabulary:
     named = {"padding": tokenizer.special_tokens.get("pad_token"), "unknown": model.get("unk_token")}
     ids = {name: tokenizer.id_of(token) for name, token in named.items() if token}
     special = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "eot": tokenizer.end_id, **ids}
+    # llama.cpp knows one choice of added tokens that take the white space after them, Phi-3's
+    # (`llama_vocab::impl::load`), and none that take the space before them.
+    by_text = {entry["content"]: entry for entry in definition["added_tokens"]}
+    for side in ("lstrip", "single_word"):
+        if names := [name for name, entry in by_text.items() if entry.get(side)]:
+            raise _refusal(folder, f"added token with {side} ({names[0]})")
+    stripping = {name for name, entry in by_text.items() if entry.get("rstrip")}
+    of_phi3 = {*by_text, "</s>"} - {"<unk>", "<s>", "<|endoftext|>"}
+    if stripping and stripping != of_phi3:
+        name = min(stripping ^ of_phi3)
+        raise _refusal(folder, f"such choice of added tokens with rstrip (it differs from Phi-3's in {name})")
     return Vocabulary(
         tokens=tokens,
         kinds=kinds,
         special={name: token_id for name, token_id in special.items() if token_id is not None},
         adds_bos=tokenizer.bos_id is not None and tokenizer.begin_ids[:1] == [tokenizer.bos_id],
         chat_template=tokenizer.chat_template.source,
-        strips_like_phi3=_strips_like_phi3(folder, definition),
+        strips_like_phi3=bool(stripping),
         **parts,
     )
-
-
-def _strips_like_phi3(folder: Path, definition: Mapping[str, Any]) -> bool:
-    """True if added tokens take the white space after them. llama.cpp knows one choice of such tokens, Phi-3's
-    (`llama_vocab::impl::load`). Raises `ModelError` for others, and for tokens that take the space before them.
-    """
-    added = {entry["content"]: entry for entry in definition["added_tokens"]}
-    for side in ("lstrip", "single_word"):
-        if names := [name for name, entry in added.items() if entry.get(side)]:
-            raise _refusal(folder, f"added token with {side} ({names[0]})")
-    stripping = {name for name, entry in added.items() if entry.get("rstrip")}
-    of_phi3 = {*added, "</s>"} - {"<unk>", "<s>", "<|endoftext|>"}
-    if stripping and stripping != of_phi3:
-        name = min(stripping ^ of_phi3)
-        raise _refusal(folder, f"such choice of added tokens with rstrip (it differs from Phi-3's in {name})")
-    return bool(stripping)
 
 
 def pre_tokenizer_name(definition: Mapping[str, Any], source: str) -> str:
