@@ -54,7 +54,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def augment(words: Sequence[str]) -> int:
-    """`modelwright augment`"""
     leading, own, settings = split_settings(words, _FLAGS)
     options = parser().parse_args([*leading, *own])
     if not options.out.endswith(".jsonl"):

@@ -61,7 +61,6 @@ def setting_names() -> list[str]:
 
 
 def clean(words: Sequence[str]) -> int:
-    """`modelwright clean`"""
     leading, own, settings = split_settings(words, _FLAGS)
     options = parser().parse_args([*leading, *own])
     if not options.out and not options.dry_run:

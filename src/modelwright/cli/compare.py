@@ -31,7 +31,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def compare(words: Sequence[str]) -> int:
-    """`modelwright compare`"""
     options = parser().parse_args(words)
     from modelwright.pipeline.compare import CompareConfig, compare_models
     from modelwright.pipeline.models import find_model

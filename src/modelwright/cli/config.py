@@ -29,7 +29,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def config(words: Sequence[str]) -> int:
-    """`modelwright config`"""
     from modelwright.core.config import compact_yaml, difference, dump
     from modelwright.core.config_docs import annotated_yaml, defaults_of
     from modelwright.pipeline.run_config import run_schema, training_names

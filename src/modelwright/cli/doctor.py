@@ -43,7 +43,6 @@ def check_seconds(seconds: float) -> float:
 
 
 def doctor(words: Sequence[str]) -> int:
-    """`modelwright doctor`"""
     options = parser().parse_args(words)
     # Checked before the imports below, which take seconds.
     budget_s = check_seconds(options.seconds)

@@ -32,7 +32,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def evaluate(words: Sequence[str]) -> int:
-    """`modelwright evaluate`"""
     options = parser().parse_args(words)
     from modelwright.pipeline.harness import HarnessConfig, as_json, evaluate_tasks, find_tasks, table, write_results
     from modelwright.pipeline.models import find_model

@@ -20,7 +20,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def explain(words: Sequence[str]) -> int:
-    """`modelwright explain`"""
     key = parser().parse_args(words).key.lstrip("-")
     known = run_settings()
     result = [one for one in known if f".{one.key}".endswith(f".{key}") or f"{one.key}.".startswith(f"{key}.")]

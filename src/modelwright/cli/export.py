@@ -35,7 +35,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def export(words: Sequence[str]) -> int:
-    """`modelwright export`"""
     options = parser().parse_args(words)
     name, *rest = options.to
     from modelwright.pipeline.exports.export import ExportOptions

@@ -36,7 +36,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def finetune(words: Sequence[str]) -> int:
-    """`modelwright finetune ...`"""
     leading, own, settings = split_settings(words, _FLAGS)
     # The parser would report only the missing DATA, and not how the command is written.
     if len(leading) < 2 and "--help" not in own:

@@ -52,7 +52,6 @@ def add_launch_options(parser: argparse.ArgumentParser) -> None:
 
 
 def launch(words: Sequence[str]) -> int:
-    """`modelwright launch ...`"""
     options = parser().parse_args(words)
     from modelwright.parallel.elastic import serve_rendezvous
 

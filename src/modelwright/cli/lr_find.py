@@ -37,7 +37,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def lr_find(words: Sequence[str]) -> int:
-    """`modelwright lr-find`"""
     leading, own, settings = split_settings(words, _FLAGS)
     if not leading and "--help" not in own:
         raise ConfigError("lr-find: name a recipe, a YAML file or a run directory first")

@@ -18,7 +18,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def recipes(words: Sequence[str]) -> int:
-    """`modelwright recipes`"""
     parser().parse_args(words)
     from modelwright.recipes.load import RECIPES, recipe_file
 

@@ -18,7 +18,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def report(words: Sequence[str]) -> int:
-    """`modelwright report`"""
     options = parser().parse_args(words)
     from modelwright.pipeline.run import previous_config
     from modelwright.pipeline.stages.report import write_report

@@ -36,7 +36,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def requests(words: Sequence[str]) -> int:
-    """`modelwright requests`"""
     options = parser().parse_args(words)
     from modelwright.serve.account.database import open_database
 

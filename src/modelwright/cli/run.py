@@ -75,7 +75,6 @@ def add_run_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def run(words: Sequence[str]) -> int:
-    """`modelwright run ...`"""
     return run_words(words, ["run", *words], None)
 
 

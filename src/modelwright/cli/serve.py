@@ -32,7 +32,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def serve(words: Sequence[str]) -> int:
-    """`modelwright serve`"""
     own_names = (*MODEL_OPTIONS, "exit-with-parent", "help")
     leading, own, rest = split_settings(words, own_names)
     parsed = parser().parse_args([*leading, *own])
