@@ -28,9 +28,11 @@ class LoadMeter(Protocol):
 
     def seconds(self) -> float:
         """Seconds since the period began."""
+        ...
 
     def other_cores(self) -> float:
         """Cores that other processes used on average in the period, of those that this process may run on."""
+        ...
 
 
 class OtherProcesses:

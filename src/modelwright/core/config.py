@@ -129,6 +129,7 @@ class HasPlainForm(Protocol):
 
     def plain(self) -> dict[str, Any]:
         """Returns the settings as dicts, lists and scalars, without inherited ones."""
+        ...
 
 
 def parse(cls: type[C], data: Any, path: str = "", *, constants: bool = False) -> C:
