@@ -209,9 +209,7 @@ class Engine:
         self.is_batch_invariant = self.is_batch_invariant and multiple > 0
 
     def remove_adapter(self, name: str) -> None:
-        """Refuse an adapter's name from now on; requests that run finish with it. Raises `ConfigError` for an unknown
-        name.
-        """
+        """Refuse an adapter's name from now on; running requests finish with it. Raises `ConfigError` if unknown."""
         self.adapters.remove(name)
         self.adapters.drop_unused({sequence.adapter for sequence in self._sequences.values()})
 
@@ -353,8 +351,9 @@ class Engine:
         if not chosen:
             return outputs
         with torch.inference_mode():
-            in_order = chosen_rows == list(range(len(logits_BV)))
-            draws = sample(logits_BV if in_order else logits_BV[chosen_rows], requests)
+            draws = sample(
+                logits_BV if chosen_rows == list(range(len(logits_BV))) else logits_BV[chosen_rows], requests
+            )
         for sequence, draw in zip(chosen, draws, strict=True):
             # Both are read before the token is appended, which makes it a sequence with new tokens.
             scores = tuple(sequence.prompt_scores) if sequence.wants_prompt_scores else ()

@@ -287,7 +287,7 @@ class ModelRunner:
             for piece in step.pieces:
                 rows = slice(piece.start, piece.end)
                 if spec.open_BTH is not None and self._device.type == "cpu" and not spec.soft_cap:
-                    out_1NHd[:, rows] = self._selected(spec, piece, q_1NHd[:, rows], k_1NKd, v_1NKd)
+                    out_1NHd[:, rows] = _selected(self._cache, spec, piece, q_1NHd[:, rows], k_1NKd, v_1NKd)
                 elif piece.opens_prompt:
                     # Nothing of this prompt is in the cache before the chunk, so training's causal attention serves.
                     out_1NHd[:, rows] = self._attend_within(spec, q_1NHd[:, rows], k_1NKd[:, rows], v_1NKd[:, rows])
@@ -316,25 +316,6 @@ class ModelRunner:
         )
         return out_BKGd.flatten(1, 2)
 
-    def _selected(
-        self, spec: AttentionSpec, piece: ChunkPiece, q_1CHd: Tensor, k_1NKd: Tensor, v_1NKd: Tensor
-    ) -> Tensor:
-        """Attention of a chunk at its open heads only."""
-        assert spec.open_BTH is not None
-        rows = slice(piece.start, piece.end)
-        if piece.opens_prompt:
-            keys, values = k_1NKd[:, rows], v_1NKd[:, rows]
-        else:
-            # Cut after the last visible key, because the queries must be the last of the tokens that the kernel gets.
-            context = piece.contexts[spec.window]
-            num_seen = int(context.mask[0, 0, -1].nonzero()[-1]) + 1
-            keys, values = self._cache.read(spec.layer, context.table, 1, k_1NKd.dtype)
-            keys, values = keys[:, :num_seen], values[:, :num_seen]
-        num_keys, num_queries = keys.shape[1], q_1CHd.shape[1]
-        one_document = torch.zeros(1, num_keys, dtype=torch.int64)
-        tiles = packed_tiles(one_document, spans=[(num_keys - num_queries, num_keys)], window=spec.window)
-        return selected_attention(q_1CHd, keys, values, spec.open_BTH[:, rows], tiles)
-
     def _slot(self, sequence: Sequence, position: int) -> int:
         block_len = self._cache.block_len
         return sequence.block_table[position // block_len] * block_len + position % block_len
@@ -346,6 +327,26 @@ class ModelRunner:
 
     def _ints(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.long, device=self._device)
+
+
+def _selected(
+    cache: PagedCache, spec: AttentionSpec, piece: ChunkPiece, q_1CHd: Tensor, k_1NKd: Tensor, v_1NKd: Tensor
+) -> Tensor:
+    """Attention of a chunk at its open heads only."""
+    assert spec.open_BTH is not None
+    rows = slice(piece.start, piece.end)
+    if piece.opens_prompt:
+        keys, values = k_1NKd[:, rows], v_1NKd[:, rows]
+    else:
+        # Cut after the last visible key, because the queries must be the last of the tokens that the kernel gets.
+        context = piece.contexts[spec.window]
+        num_seen = int(context.mask[0, 0, -1].nonzero()[-1]) + 1
+        keys, values = cache.read(spec.layer, context.table, 1, k_1NKd.dtype)
+        keys, values = keys[:, :num_seen], values[:, :num_seen]
+    num_keys, num_queries = keys.shape[1], q_1CHd.shape[1]
+    one_document = torch.zeros(1, num_keys, dtype=torch.int64)
+    tiles = packed_tiles(one_document, spans=[(num_keys - num_queries, num_keys)], window=spec.window)
+    return selected_attention(q_1CHd, keys, values, spec.open_BTH[:, rows], tiles)
 
 
 def _decode_rows(decodes: list[Sequence]) -> list[DecodeRow]:
