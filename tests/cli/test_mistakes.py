@@ -90,9 +90,12 @@ def test_a_folder_that_is_no_run_is_said_to_be_none(tmp_path: Path, capsys: pyte
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (("--to", "hf", "--dtype", "f16"), "--dtype: hf has no number format 'f16'; leave it out"),
-        (("--to", "gguf", "--dtype", "f17"), "--dtype: gguf has no number format 'f17'; choose from f16, q8_0, q4_0"),
-        (("--to", "gguf", "--int8"), "--int8: gguf has no form for these weights; export to one of onnx, openvino"),
+        (("--to", "hf", "--dtype", "f16"), "--dtype: hf does not know the number format 'f16'; leave it out"),
+        (
+            ("--to", "gguf", "--dtype", "f17"),
+            "--dtype: gguf does not know the number format 'f17'; choose from f16, q8_0, q4_0",
+        ),
+        (("--to", "gguf", "--int8"), "--int8: gguf cannot hold these weights; export to one of onnx, openvino"),
         (("--to", "bin"), "write one of hf, gguf, onnx, openvino, with or without DEST"),
     ],
 )

@@ -30,5 +30,5 @@ def test_too_much_confidence_is_an_error_and_equal_rewards_are_half_right() -> N
     assert [(one.low, one.high, one.count) for one in found.bins] == [(0.5, 0.55, 1), (0.95, 1.0, 2)]
     assert found.expected_error == pytest.approx((0.0 + 2 * 0.5) / 3)
     assert math.isfinite(found.log_loss)
-    with pytest.raises(ValueError, match="no pairs"):
+    with pytest.raises(ValueError, match="at least one pair"):
         calibration(np.zeros(0))

@@ -45,7 +45,7 @@ def test_embeddings_are_pooled_hidden_states_whatever_else_runs() -> None:
 
 def test_a_scorer_scores_and_does_nothing_else() -> None:
     model = make_model()
-    with pytest.raises(ConfigError, match="no head that scores"):
+    with pytest.raises(ConfigError, match="lacks a head that scores"):
         make_engine(model).embed("0", TEXTS[0], pooling="score")
     model.heads["score"] = torch.nn.Linear(model.config.model_dim, 1, bias=False)
     engine = make_engine(model)

@@ -184,7 +184,7 @@ def test_the_range_test_needs_a_folder(inside: Command, tmp_path: Path) -> None:
         (b"pretrain: 5\n", "config.yaml: pretrain: expected a mapping, got 5; mend or remove it"),
         (b"name: caf\xe9\n", "is not valid YAML"),
         (b"", "expected a mapping of settings"),
-        (b"{}", "name: is required and has no default"),
+        (b"{}", "name: is required and lacks a default"),
         (None, "config.yaml: cannot be read (Is a directory); mend or remove it"),
     ],
 )

@@ -254,7 +254,7 @@ def test_the_command_writes_graph_tokenizer_and_card(inside: Command, trained: P
     assert again.returncode != 0
     assert "add --overwrite" in again.stderr
     refused = inside("export", str(trained / "int8"), "--to", "gguf", "--int8")
-    assert "--int8: gguf has no form for these weights" in refused.stderr
+    assert "--int8: gguf cannot hold these weights" in refused.stderr
 
 
 def test_options_without_effect_are_refused(inside: Command, tmp_path: Path) -> None:
@@ -262,8 +262,8 @@ def test_options_without_effect_are_refused(inside: Command, tmp_path: Path) -> 
     words = ("export", str(tmp_path / "plain"), "--to")
     for more, problem in [
         (("onnx", "out", "--int8"), "--int8: .* is a model folder whose weights are not quantized; leave the option"),
-        (("onnx", "out", "--dtype", "q8_0"), "--dtype: onnx has no number format"),
-        (("hf", "out", "--dtype", "f16"), "--dtype: hf has no number format"),
+        (("onnx", "out", "--dtype", "q8_0"), "--dtype: onnx does not know the number format"),
+        (("hf", "out", "--dtype", "f16"), "--dtype: hf does not know the number format"),
         (("onnx", "out", "--stage", "sft"), "--stage: .* has no stages"),
     ]:
         done = inside(*words, *more)

@@ -407,7 +407,7 @@ def test_wrong_exports_are_refused(tmp_path: Path, capsys):
         target.chmod(0o644)
     with pytest.raises(SystemExit):
         main(["requests", "export", str(tmp_path / "log.sqlite"), "out.jsonl", "--since", "nan"])
-    assert "is no date" in capsys.readouterr().err
+    assert "not a date" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
@@ -454,7 +454,7 @@ def test_the_log_of_a_run_is_found(tmp_path: Path, capsys):
     (tmp_path / "run.json").write_text("{}")
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     assert main(["requests", "export", str(tmp_path), str(tmp_path / "out.jsonl")]) == 2
-    assert "names no requests.log" in capsys.readouterr().err
+    assert "does not set requests.log" in capsys.readouterr().err
     for name in ("requests.sqlite", "elsewhere.sqlite"):
         database = SqliteDatabase(tmp_path / name)
         request_store.create_tables(database)

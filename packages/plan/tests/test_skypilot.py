@@ -99,7 +99,7 @@ def test_what_other_machines_lack_is_refused(tmp_path: Path, capsys: pytest.Capt
 def test_without_a_source_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkout, "__file__", str(tmp_path / "lib/site-packages/modelwright/core/checkout.py"))
     with pytest.raises(
-        ConfigError, match=r"--skypilot: needs the source tree .* has no pyproject\.toml; run the command"
+        ConfigError, match=r"--skypilot: needs the source tree .* lacks pyproject\.toml; run the command"
     ):
         sky_task()
 

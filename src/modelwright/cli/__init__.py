@@ -1,1 +1,1 @@
-"""Floor 9: the command line. Parsing, dispatch and what the terminal shows; no logic."""
+"""The command line: parsing, dispatch and terminal output. The commands' logic is in the other packages."""

@@ -3,7 +3,7 @@
 import argparse
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import field, make_dataclass
 from difflib import SequenceMatcher
 from pathlib import Path
@@ -20,7 +20,6 @@ from modelwright.core.config import dump, merge, parse
 from modelwright.core.errors import ConfigError
 from modelwright.data.augment.augmenter import AugmentConfig
 from modelwright.data.augment.methods import known_methods
-from modelwright.data.document import Document
 from modelwright.data.sources.sources import SourceConfig
 
 _FLAGS = ("preview", "help")
@@ -28,7 +27,7 @@ _PIECES = re.compile(r"\s+|\w+|[^\w\s]")
 
 
 def config_class() -> type:
-    """The settings of the command: sources, which copies are made, and a section for each method."""
+    """Builds the settings of the command: sources, the copies to make, and a section for each method."""
     methods = [(method.name, method.config) for method in known_methods()]
     sections = [("data", SourceConfig), ("augment", AugmentConfig), *methods]
     fields = [(name, section, field(default_factory=section)) for name, section in sections]
@@ -46,21 +45,15 @@ def parser() -> argparse.ArgumentParser:
         usage="modelwright augment SOURCE ... OUT [--a.b VALUE ...]\n"
         "       modelwright augment SOURCE ... OUT --preview N [--a.b VALUE ...]",
     )
-    parser.add_argument("sources", metavar="SOURCE", nargs="+", help="as in data.sources; docs/data.md has the formats")
+    parser.add_argument("sources", metavar="SOURCE", nargs="+", help="sources in a form of data.sources (docs/data.md)")
     parser.add_argument("out", metavar="OUT", help="file for the copies, with the ending .jsonl")
     parser.add_argument(
-        "--preview", metavar="N", type=int, default=0, help="show N copies beside their originals instead"
+        "--preview", metavar="N", type=int, default=0, help="show N copies next to their originals only"
     )
     return parser
 
 
-def setting_names() -> list[str]:
-    """The settings that `modelwright augment` takes as options."""
-    return list(all_paths(config_class()))
-
-
 def augment(words: Sequence[str]) -> int:
-    """`modelwright augment`"""
     leading, own, settings = split_settings(words, _FLAGS)
     options = parser().parse_args([*leading, *own])
     if not options.out.endswith(".jsonl"):
@@ -72,8 +65,26 @@ def augment(words: Sequence[str]) -> int:
     from modelwright.pipeline.augmenting import augment_sources, preview
 
     if options.preview:
+        # Originals and copies side by side, with the differences marked by color and by brackets.
+        console = Console(highlight=False)
         pairs = preview(config.data, config.augment, methods, options.preview)
-        show_pairs(pairs, Console(highlight=False))
+        for original, copy in pairs:
+            table = Table(title=f"{copy.meta['augmentation']}: {original.id}", title_justify="left", expand=True)
+            before, after = Text(), Text()
+            old_pieces, new_pieces = _PIECES.findall(original.text), _PIECES.findall(copy.text)
+            # Without autojunk: it would treat frequent pieces, such as blanks, as noise in texts of 200 pieces and
+            # more.
+            for _, i, j, k, m in SequenceMatcher(None, old_pieces, new_pieces, autojunk=False).get_opcodes():
+                old, new = "".join(old_pieces[i:j]), "".join(new_pieces[k:m])
+                same = old == new
+                before.append(old if same or not old else f"[{old}]", "" if same else "bold red")
+                after.append(new if same or not new else f"[{new}]", "" if same else "bold green")
+            table.add_column("before", ratio=1, overflow="fold")
+            table.add_column("after", ratio=1, overflow="fold")
+            table.add_row(before, after)
+            console.print(table)
+        if not pairs:
+            console.print("no document changes; check --augment.methods and the kinds of the documents")
         return 0
     display = choose_display(sys.stderr)
     try:
@@ -84,35 +95,11 @@ def augment(words: Sequence[str]) -> int:
     return 0
 
 
-def show_pairs(pairs: Sequence[tuple[Document, Document]], console: Console) -> None:
-    """Originals and copies side by side, what differs marked by color and by brackets."""
-    for original, copy in pairs:
-        table = Table(title=f"{copy.meta['augmentation']}: {original.id}", title_justify="left", expand=True)
-        before, after = Text(), Text()
-        for old, new in word_diff(original.text, copy.text):
-            same = old == new
-            before.append(old if same or not old else f"[{old}]", "" if same else "bold red")
-            after.append(new if same or not new else f"[{new}]", "" if same else "bold green")
-        table.add_column("before", ratio=1, overflow="fold")
-        table.add_column("after", ratio=1, overflow="fold")
-        table.add_row(before, after)
-        console.print(table)
-    if not pairs:
-        console.print("no document changes; check --augment.methods and the kinds of the documents")
-
-
-def word_diff(before: str, after: str) -> Iterator[tuple[str, str]]:
-    """Pairs of corresponding pieces: equal where nothing changed; "" for one that has no counterpart."""
-    old, new = _PIECES.findall(before), _PIECES.findall(after)
-    for _, i, j, k, m in SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
-        yield "".join(old[i:j]), "".join(new[k:m])
-
-
 COMMAND = Command(
     name="augment",
     run=augment,
     parser=parser,
-    settings=setting_names,
+    settings=lambda: all_paths(config_class()),
     summary="make changed copies of documents for training, or look at some",
     is_resumable=True,
 )

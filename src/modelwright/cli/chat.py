@@ -24,7 +24,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def chat(words: Sequence[str]) -> int:
-    """`modelwright chat`"""
     options = parser().parse_args(words)
     from modelwright.infer.sequence import SamplingParams
     from modelwright.pipeline.models import find_model

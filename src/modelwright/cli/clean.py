@@ -1,4 +1,4 @@
-"""`modelwright clean`: clean text into a folder, without a run; and what happened to a document, and why."""
+"""`modelwright clean`: cleans text into a folder, without a run, and explains the cleaning of one document."""
 
 import argparse
 import sys
@@ -35,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
         "       modelwright clean SOURCE ... --dry-run [--a.b VALUE ...]\n"
         "       modelwright clean --out DIR --explain DOC_ID",
     )
-    parser.add_argument("sources", metavar="SOURCE", nargs="*", help="as in data.sources; docs/data.md has the formats")
+    parser.add_argument("sources", metavar="SOURCE", nargs="*", help="sources in a form of data.sources (docs/data.md)")
     parser.add_argument(
         "--out",
         metavar="DIR",
@@ -48,20 +48,19 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--engine", choices=("local", "ray"), default="local", help="processes of this machine, or Ray (clean.engine)"
     )
-    parser.add_argument("--explain", metavar="DOC_ID", default="", help="what happened to one document of DIR, and why")
+    parser.add_argument("--explain", metavar="DOC_ID", default="", help="explain the cleaning of one document of DIR")
     parser.add_argument("--dry-run", action="store_true", help="show what would be dropped of a sample; write nothing")
     return parser
 
 
 def setting_names() -> list[str]:
-    """The settings that `modelwright clean` takes as options."""
+    """Settings that `modelwright clean` takes as options."""
     from modelwright.core.config_docs import settings_of
 
     return [setting.key for setting in settings_of(CleanCommandConfig)]
 
 
 def clean(words: Sequence[str]) -> int:
-    """`modelwright clean`"""
     leading, own, settings = split_settings(words, _FLAGS)
     options = parser().parse_args([*leading, *own])
     if not options.out and not options.dry_run:
@@ -73,6 +72,7 @@ def clean(words: Sequence[str]) -> int:
         return 0
     if not options.sources:
         raise ConfigError("clean: name at least one source: modelwright clean SOURCE ... --out DIR")
+    # Without a run nothing is trained, so nothing is held out unless the user asks for it.
     base = {"data": {"sources": options.sources, "validation_fraction": 0.0}, "clean": {"engine": options.engine}}
     config = parse(CleanCommandConfig, merge(base, read_overrides(CleanCommandConfig, settings, _FLAGS)))
     from modelwright.pipeline.clean_command import clean_sources, try_cleaning

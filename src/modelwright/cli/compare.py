@@ -19,17 +19,18 @@ def parser() -> argparse.ArgumentParser:
         usage="modelwright compare A B DATA [DATA ...] [--json] [--resamples N] [--max-new-tokens N] [--num-records N]",
     )
     parser.add_argument("first", metavar="A", help="a run directory, its name, or a model folder")
-    parser.add_argument("second", metavar="B", help="the same")
+    parser.add_argument("second", metavar="B", help="the other model, in the same forms")
     parser.add_argument("sources", metavar="DATA", nargs="+", help="files with records; docs/data.md has the forms")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.add_argument("--resamples", type=int, default=10_000, metavar="N", help="of the bootstrap (10,000)")
-    parser.add_argument("--max-new-tokens", type=int, default=512, metavar="N", help="of a generated answer (512)")
+    parser.add_argument("--resamples", type=int, default=10_000, metavar="N", help="bootstrap samples (10,000)")
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=512, metavar="N", help="tokens per generated answer (512)"
+    )
     parser.add_argument("--num-records", type=int, default=0, metavar="N", help="take the first N (default: all)")
     return parser
 
 
 def compare(words: Sequence[str]) -> int:
-    """`modelwright compare`"""
     options = parser().parse_args(words)
     from modelwright.pipeline.compare import CompareConfig, compare_models
     from modelwright.pipeline.models import find_model

@@ -1,4 +1,4 @@
-"""`modelwright config`: a run's settings and what they mean; the page docs/config.md."""
+"""`modelwright config`: prints a run's settings with their documentation; also writes the page docs/config.md."""
 
 import argparse
 from collections.abc import Sequence
@@ -29,7 +29,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def config(words: Sequence[str]) -> int:
-    """`modelwright config`"""
     from modelwright.core.config import compact_yaml, difference, dump
     from modelwright.core.config_docs import annotated_yaml, defaults_of
     from modelwright.pipeline.run_config import run_schema, training_names
@@ -42,7 +41,7 @@ def config(words: Sequence[str]) -> int:
     schema = run_schema()
     plain = dump(load(flags.target[0], read_overrides(schema, settings)).config)
     if flags.diff:
-        # a training stage's section lacks what it inherits, so it is compared key by key
+        # A training stage's section lacks what it inherits, so it is compared key by key.
         defaults, trainings = defaults_of(schema), [name for name in training_names() if name in plain]
         own = {name: difference(plain[name], defaults[name]) for name in trainings}
         changed = {**difference(plain, defaults, without=trainings), **own}
@@ -55,7 +54,7 @@ def config(words: Sequence[str]) -> int:
 
 
 def run_settings() -> "list[Setting]":
-    """All settings of a run, shared ones once: what training stages inherit is listed under `training`."""
+    """Lists all settings of a run, shared ones once: those that training stages inherit are under `training`."""
     from modelwright.core.config_docs import settings_of
     from modelwright.pipeline.config import INHERITED
     from modelwright.pipeline.run_config import run_schema, training_names
@@ -67,8 +66,8 @@ def run_settings() -> "list[Setting]":
 
 
 def listed_settings() -> "list[Setting]":
-    """The settings that the page of settings lists: what the first training stage has, the others have too, and it is
-    listed again only where their default is another one.
+    """Lists the settings of the page docs/config.md: those that the first training stage shares with the others are
+    listed again only where the default differs.
     """
     from modelwright.pipeline.run_config import training_names
 
@@ -79,7 +78,7 @@ def listed_settings() -> "list[Setting]":
 
 
 def setting_names() -> list[str]:
-    """The dotted name of every setting of a run, inherited ones included."""
+    """Dotted names of all settings of a run, inherited ones included."""
     from modelwright.core.config_docs import settings_of
     from modelwright.pipeline.run_config import run_schema
 
@@ -87,10 +86,10 @@ def setting_names() -> list[str]:
 
 
 def markdown() -> str:
-    """The page docs/config.md. What all training stages have is in one table."""
+    """Returns the page docs/config.md. Settings that all training stages have are in one table."""
     from modelwright.pipeline.run_config import training_names
 
-    trainings = training_names()
+    first, *others = trainings = training_names()
     lines = [
         "# Settings",
         "",
@@ -106,24 +105,20 @@ def markdown() -> str:
         "then ignored, with a note. A run that `--stages` began with a part of a recipe keeps the recipe's other "
         "sections for when their stages are added.",
     ]
+    # Settings of one section are adjacent, so a new name begins a table.
     section = ""
     for setting in listed_settings():
         name = setting.key.partition(".")[0] if "." in setting.key else "run"
         if name != section:
-            section = name
-            lines += ["", f"## {_title(name)}", "", *_TABLE]
+            section = title = name
+            if name == first:
+                title = f"{name}, and every other training stage"
+            elif name in others:
+                title = f"{name}: what it has beside {first}'s settings"
+            lines += ["", f"## {title}", "", *_TABLE]
         cells = [f"`{setting.key}`", f"`{setting.default}`", setting.allowed, setting.doc]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
-
-
-def _title(section: str) -> str:
-    from modelwright.pipeline.run_config import training_names
-
-    first, *others = training_names()
-    if section in others:
-        return f"{section}: what it has beside {first}'s settings"
-    return f"{section}, and every other training stage" if section == first else section
 
 
 COMMAND = Command(

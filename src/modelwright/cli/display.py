@@ -15,11 +15,12 @@ from modelwright.core.progress import Progress
 
 LINE_EVERY_S = 10.0
 RATE_WINDOW_S = 20.0
+"""Time over which the rate is measured: short enough to follow a change, long enough for steps of some seconds."""
 _FIRST = ("loss", "bits_per_byte", "mfu")
 
 
 def choose_display(stream: TextIO) -> Progress:
-    """A live line when `stream` is a terminal that can redraw, plain lines otherwise."""
+    """Returns a live line if `stream` is a terminal that can redraw, plain lines otherwise."""
     console = Console(file=stream, highlight=False)
     return LiveDisplay(console) if console.is_terminal and not console.is_dumb_terminal else PlainDisplay(stream)
 
@@ -39,6 +40,7 @@ class TaskProgress:
         self.done = done
         self.fields |= fields
         self._marks.append((moment, done))
+        # The mark before the window stays, so that the rate covers the whole window.
         while len(self._marks) > 2 and moment - self._marks[1][0] > RATE_WINDOW_S:
             self._marks.pop(0)
 
@@ -56,6 +58,7 @@ class TaskProgress:
         parts = [f"{self.done:,.0f}{f'/{self.total:,.0f}' if self.total else ''} {self.unit}"]
         if self.total and rate > 0:
             parts.append(f"{duration((self.total - self.done) / rate)} left")
+        # Terminals cut the end of a long line, so the figures that matter most come first.
         ordered = sorted(self.fields, key=lambda key: _FIRST.index(key) if key in _FIRST else len(_FIRST))
         parts += [f"{key} {show(self.fields[key], key)}" for key in ordered]
         if rate > 0:
@@ -99,7 +102,7 @@ class PlainDisplay:
 
 
 class LiveDisplay:
-    """One line that redraws itself; notes scroll past above it."""
+    """Redraws one line; notes scroll past above it."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -132,7 +135,7 @@ class LiveDisplay:
 
 
 def show(value: float | str, key: str = "") -> str:
-    """A number short enough to read at a glance."""
+    """Formats a number short enough to read at a glance."""
     if isinstance(value, str):
         return value
     if key == "mfu":
@@ -141,7 +144,7 @@ def show(value: float | str, key: str = "") -> str:
 
 
 def duration(seconds: float) -> str:
-    """`8.3 s` under a minute, `h:mm:ss` from then on."""
+    """Formats seconds as `8.3 s` under a minute, as `h:mm:ss` from then on."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

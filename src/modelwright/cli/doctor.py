@@ -1,4 +1,4 @@
-"""`modelwright doctor`: what this machine can do."""
+"""`modelwright doctor`: surveys the rates, memory, disk and network of this machine."""
 
 import argparse
 import json
@@ -26,7 +26,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def add_measuring_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say what is measured, and how long."""
+    """Add the options that choose the measurements and their duration."""
     add = parser.add_argument
     add("--json", action="store_true", help="print everything as JSON")
     add("--seconds", type=float, default=2.0, metavar="S", help="time for the rates of each format (default: 2)")
@@ -43,8 +43,8 @@ def check_seconds(seconds: float) -> float:
 
 
 def doctor(words: Sequence[str]) -> int:
-    """`modelwright doctor`"""
     options = parser().parse_args(words)
+    # Checked before the imports below, which take seconds.
     budget_s = check_seconds(options.seconds)
     from modelwright.pipeline.doctor import examine
     from modelwright.recipes.load import load

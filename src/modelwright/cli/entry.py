@@ -1,4 +1,4 @@
-"""Where the process of `modelwright` begins: before anything else is imported, Ctrl-C ends it without a traceback.
+"""Entry point of the process `modelwright`: before it imports anything else, Ctrl-C ends it without a traceback.
 
 `cli.main` installs its own handlers as soon as it is imported.
 """
@@ -9,7 +9,8 @@ import sys
 
 def main() -> int:
     """Run the command line of this process."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not if it is ignored, as nohup asks for
+    # A handler that the parent process chose stays: nohup ignores the signal, for example.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from modelwright.cli.main import main as run
 

@@ -1,4 +1,4 @@
-"""`modelwright evaluate`: lm-eval's local tasks."""
+"""`modelwright evaluate`: evaluates a model on lm-eval's local tasks."""
 
 import argparse
 import sys
@@ -32,16 +32,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def evaluate(words: Sequence[str]) -> int:
-    """`modelwright evaluate`"""
     options = parser().parse_args(words)
-    from modelwright.pipeline.harness import (
-        HarnessConfig,
-        as_json,
-        evaluate_tasks,
-        find_tasks,
-        table,
-        write_results,
-    )
+    from modelwright.pipeline.harness import HarnessConfig, as_json, evaluate_tasks, find_tasks, table, write_results
     from modelwright.pipeline.models import find_model
     from modelwright.recipes.load import find_target
 
@@ -62,8 +54,5 @@ def evaluate(words: Sequence[str]) -> int:
 
 
 COMMAND = Command(
-    name="evaluate",
-    run=evaluate,
-    parser=parser,
-    summary="evaluate a model on lm-eval's local task files",
+    name="evaluate", run=evaluate, parser=parser, summary="evaluate a model on lm-eval's local task files"
 )

@@ -1,16 +1,12 @@
-"""`modelwright explain`: what a setting means."""
+"""`modelwright explain`: explains the meaning of a setting."""
 
 import argparse
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from modelwright.cli.config import run_settings, setting_names
 from modelwright.cli.parsers import Command, new_parser
 from modelwright.core.errors import ConfigError
 from modelwright.core.suggest import nearest
-
-if TYPE_CHECKING:  # PyTorch takes seconds to load
-    from modelwright.core.config_docs import Setting
 
 
 def parser() -> argparse.ArgumentParser:
@@ -24,27 +20,26 @@ def parser() -> argparse.ArgumentParser:
 
 
 def explain(words: Sequence[str]) -> int:
-    """`modelwright explain`"""
     key = parser().parse_args(words).key.lstrip("-")
     known = run_settings()
     result = [one for one in known if f".{one.key}".endswith(f".{key}") or f"{one.key}.".startswith(f"{key}.")]
+    # Only if nothing begins or ends with the key: groups in the middle, such as `precision`.
     result = result or [one for one in known if f".{key}." in f".{one.key}."]
     if not result:
+        # Reversed, so that of equal last names the first setting is proposed.
         tails = {one.key.rpartition(".")[2]: one.key for one in reversed(known)}
         near = nearest(key.rpartition(".")[2], tails)
         hint = f"; did you mean {tails[near]}?" if near else " (modelwright config RECIPE lists them)"
         raise ConfigError(f"{key}: unknown setting{hint}")
-    print("\n\n".join("\n".join(described(one)) for one in result))
+    texts: list[str] = []
+    for one in result:
+        is_inherited = one.key.startswith(("training.", "lora.", "energy."))
+        scope = "training stages inherit it and may set their own" if is_inherited else ""
+        facts = {"default": one.default, "allowed": one.allowed, "unit": one.unit, "scope": scope}
+        lines = [one.key, f"  {one.doc}", *(f"  {name}: {value}" for name, value in facts.items() if value)]
+        texts.append("\n".join(lines))
+    print("\n\n".join(texts))
     return 0
-
-
-def described(setting: "Setting") -> list[str]:
-    """Lines about one setting, for a terminal."""
-    facts = {"default": setting.default, "allowed": setting.allowed, "unit": setting.unit}
-    is_inherited = setting.key.startswith(("training.", "lora.", "energy."))
-    inherits = "training stages inherit it and may set their own" if is_inherited else ""
-    lines = [setting.key, f"  {setting.doc}"]
-    return lines + [f"  {name}: {value}" for name, value in {**facts, "scope": inherits}.items() if value]
 
 
 COMMAND = Command(

@@ -1,4 +1,4 @@
-"""`modelwright export`: a model in the form of another program."""
+"""`modelwright export`: writes a model in a format of other programs."""
 
 import argparse
 import sys
@@ -35,7 +35,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def export(words: Sequence[str]) -> int:
-    """`modelwright export`"""
     options = parser().parse_args(words)
     name, *rest = options.to
     from modelwright.pipeline.exports.export import ExportOptions
@@ -50,10 +49,10 @@ def export(words: Sequence[str]) -> int:
     chosen = EXPORTS[name] if name in EXPORTS else added[name]()
     if options.int8 and not chosen.takes_integers:
         able = ", ".join(one.name for one in EXPORTS.values() if one.takes_integers)
-        raise ConfigError(f"--int8: {name} has no form for these weights; export to one of {able}")
+        raise ConfigError(f"--int8: {name} cannot hold these weights; export to one of {able}")
     if options.dtype and options.dtype not in chosen.dtypes:
         remedy = f"choose from {', '.join(chosen.dtypes)}" if chosen.dtypes else "leave it out"
-        raise ConfigError(f"--dtype: {name} has no number format {options.dtype!r}; {remedy}")
+        raise ConfigError(f"--dtype: {name} does not know the number format {options.dtype!r}; {remedy}")
     path = find_run(options.target).path if chosen.needs_run else find_target(options.target)
     result = find_model(path, stage=options.stage, int8=options.int8)
     show_remark(result.remark)

@@ -1,4 +1,4 @@
-"""`modelwright finetune`: from a model folder and examples to a fine-tuned and evaluated model."""
+"""`modelwright finetune`: makes a fine-tuned and evaluated model from a model folder and examples."""
 
 import argparse
 from collections.abc import Sequence
@@ -28,18 +28,16 @@ def parser() -> argparse.ArgumentParser:
         ),
     )
     parser.add_argument("target", metavar="MODEL", help="a Hugging Face folder, a run directory, or a run's name")
-    parser.add_argument("sources", metavar="DATA", nargs="+", help="as in data.sources")
+    parser.add_argument("sources", metavar="DATA", nargs="+", help="examples in a form of data.sources (docs/data.md)")
     parser.add_argument(
-        "--lora",
-        action="store_true",
-        help="train low-rank adapters only: --sft.lora.r 16 --sft.learning_rate 2e-4",
+        "--lora", action="store_true", help="train low-rank adapters only: --sft.lora.r 16 --sft.learning_rate 2e-4"
     )
     return add_run_options(parser)
 
 
 def finetune(words: Sequence[str]) -> int:
-    """`modelwright finetune ...`"""
     leading, own, settings = split_settings(words, _FLAGS)
+    # The parser would report only the missing DATA, and not how the command is written.
     if len(leading) < 2 and "--help" not in own:
         raise ConfigError("finetune: name a model and its data: modelwright finetune MODEL DATA [DATA ...]")
     options = parser().parse_args([*leading, *own])

@@ -1,4 +1,4 @@
-"""`modelwright launch`: a run on several hosts, or with processes that may come and go."""
+"""`modelwright launch`: runs on several hosts, or with processes that may come and go."""
 
 import argparse
 import sys
@@ -36,22 +36,22 @@ def parser() -> argparse.ArgumentParser:
 
 
 def add_launch_options(parser: argparse.ArgumentParser) -> None:
-    """Add what `launch_config` reads, the options `LAUNCH_FLAGS`."""
+    """Add the options that `launch_config` reads (`LAUNCH_FLAGS`)."""
     add = parser.add_argument
     add("--nproc", dest="processes", type=int, metavar="N", help="processes on each host (default: 1)")
-    add("--nnodes", default="1", metavar="MIN:MAX", help="how many hosts, or from how many to how many (default: 1)")
-    add("--rdzv-endpoint", metavar="HOST:PORT", help="where the hosts find each other")
-    add("--external-store", action="store_true", help="none of the hosts answers there: --serve-rendezvous does")
-    add("--local-addr", help="where the others reach this host (default: its network name)")
-    add("--run-id", help="of the run, equal on all hosts (default: modelwright)")
-    add("--max-restarts", type=int, metavar="N", help="after so many it gives up (default: 100)")
-    add("--join-timeout-s", type=int, metavar="S", help="how long to wait for MIN hosts (default: 600)")
-    add("--last-call-timeout-s", type=int, metavar="S", help="how long more may join then (default: 5)")
-    add("--keep-alive-timeout-s", type=int, metavar="S", help="an unheard host is gone after this (default: 15)")
+    add("--nnodes", default="1", metavar="MIN:MAX", help="number of hosts, or least and most (default: 1)")
+    add("--rdzv-endpoint", metavar="HOST:PORT", help="address at which the hosts find each other")
+    add("--external-store", action="store_true", help="a separate --serve-rendezvous answers at that address, no host")
+    add("--local-addr", help="address at which other hosts reach this one (default: its network name)")
+    add("--run-id", help="name of the launch, the same on all hosts (default: modelwright)")
+    add("--max-restarts", type=int, metavar="N", help="restarts before the launch gives up (default: 100)")
+    add("--join-timeout-s", type=int, metavar="S", help="seconds to wait for MIN hosts (default: 600)")
+    add("--last-call-timeout-s", type=int, metavar="S", help="seconds in which more hosts may join then (default: 5)")
+    add("--keep-alive-timeout-s", type=int, metavar="S",
+        help="seconds without a heartbeat until a host counts as lost (default: 15)")  # fmt: skip
 
 
 def launch(words: Sequence[str]) -> int:
-    """`modelwright launch ...`"""
     options = parser().parse_args(words)
     from modelwright.parallel.elastic import serve_rendezvous
 
@@ -64,7 +64,7 @@ def launch(words: Sequence[str]) -> int:
 
 
 def launch_config(options: argparse.Namespace) -> Any:
-    """The `LaunchConfig` of the options that `add_launch_options` adds. Raises `ConfigError` that names the option."""
+    """Builds the `LaunchConfig` of the options of `add_launch_options`. Raises `ConfigError` with the option's name."""
     from modelwright.parallel.elastic import LaunchConfig
 
     least, _, most = options.nnodes.partition(":")
@@ -75,6 +75,7 @@ def launch_config(options: argparse.Namespace) -> Any:
     try:
         return LaunchConfig(**{name: value for name, value in given.items() if value is not None})
     except ConfigError as error:
+        # The error names a field of `LaunchConfig`; the user knows the option.
         name, _, rest = str(error).partition(":")
         option = {"processes": "nproc", "min_hosts": "nnodes", "max_hosts": "nnodes"}.get(name, name.replace("_", "-"))
         raise ConfigError(f"--{option}:{rest}") from None

@@ -1,4 +1,4 @@
-"""`modelwright lr-find`: which peak learning rate suits a recipe, by a short sweep over rates."""
+"""`modelwright lr-find`: proposes a peak learning rate for a recipe by a short sweep over rates."""
 
 import argparse
 import sys
@@ -29,14 +29,18 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--min-lr", type=float, default=1e-6, metavar="RATE", help="first rate (default: 1e-6)")
     parser.add_argument("--max-lr", type=float, default=1.0, metavar="RATE", help="last rate (default: 1)")
     parser.add_argument("--steps", type=int, default=150, metavar="N", help="steps from one to the other (150)")
-    parser.add_argument("--run-dir", metavar="DIR", default="", help="where the run lies (default: runs/<name>)")
-    parser.add_argument("--out", metavar="DIR", default="", help="for chart and figures (default: <run>-lr-find)")
+    parser.add_argument("--run-dir", metavar="DIR", default="", help="folder of the run (default: runs/<name>)")
+    parser.add_argument(
+        "--out", metavar="DIR", default="", help="folder for chart and figures (default: <run>-lr-find)"
+    )
     return parser
 
 
 def lr_find(words: Sequence[str]) -> int:
-    """`modelwright lr-find`"""
-    options, settings = _read(words)
+    leading, own, settings = split_settings(words, _FLAGS)
+    if not leading and "--help" not in own:
+        raise ConfigError("lr-find: name a recipe, a YAML file or a run directory first")
+    options = parser().parse_args([*leading, *own])
     from modelwright.pipeline.lr_find import RangeConfig, range_test
     from modelwright.pipeline.run_config import run_schema
     from modelwright.recipes.load import load
@@ -44,6 +48,7 @@ def lr_find(words: Sequence[str]) -> int:
     test = RangeConfig(min_lr=options.min_lr, max_lr=options.max_lr, num_steps=options.steps)
     request = load(options.target, read_overrides(run_schema(), settings, _FLAGS), options.run_dir)
     folder = Path(options.out) if options.out else request.run.path.with_name(f"{request.run.path.name}-lr-find")
+    # The sweep trains into its folder, and the run itself must not change.
     if folder.resolve() == request.run.path.resolve():
         raise ConfigError(
             f"--out: {folder} is the run's own folder, which the test does not change; choose another one"
@@ -60,13 +65,6 @@ def lr_find(words: Sequence[str]) -> int:
     print(f"configured     {request.config.first_training.learning_rate:.3g}")
     print(f"chart          {folder / 'lr-find.html'}")
     return 0
-
-
-def _read(words: Sequence[str]) -> tuple[argparse.Namespace, Sequence[tuple[str, list[str]]]]:
-    leading, own, settings = split_settings(words, _FLAGS)
-    if not leading and "--help" not in own:
-        raise ConfigError("lr-find: name a recipe, a YAML file or a run directory first")
-    return parser().parse_args([*leading, *own]), settings
 
 
 COMMAND = Command(

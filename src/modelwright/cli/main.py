@@ -58,7 +58,7 @@ COMMANDS: Mapping[str, Command] = {
 
 COMMANDS_GROUP = "modelwright.commands"
 """Entry points of other packages: each a `Command`, whose module must be quick to import, because help imports all."""
-
+"""Entry points of other packages: each a `Command` in a module that is quick to import, because help imports all."""
 DISTRIBUTIONS: Mapping[str, tuple[str, str]] = {
     "continual": ("modelwright-continual", "continual"),
     "drift": ("modelwright-continual", "continual"),
@@ -76,9 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     is_last = argv is None
     if words[:1] == ["--version"]:
-        return _show(f"modelwright {__version__}", 0)
+        print(f"modelwright {__version__}")
+        return 0
     if not words or words[0] in ("-h", "--help", "help"):
-        help_ = Command(name="help", summary="", parser=ArgumentParser, run=lambda _: _show(_help(), 0 if words else 2))
+        help_ = Command(name="help", summary="", parser=ArgumentParser, run=lambda _: _help(0 if words else 2))
         return _guarded(help_, [], is_last=is_last)
     try:
         command = find_command(words[0])
@@ -88,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def find_command(name: str) -> Command:
-    """The command of this name; of other packages only the one that offers it is imported. Raises `ConfigError`."""
+    """Returns the command of this name; imports only the package that offers it. Raises `ConfigError`."""
     if name in COMMANDS:
         return COMMANDS[name]
     added = _added_commands()
@@ -104,7 +105,7 @@ def find_command(name: str) -> Command:
 
 
 def usable_commands() -> dict[str, Command]:
-    """The package's own commands and those that other packages add, without the ones that cannot be loaded."""
+    """Returns the package's own commands and those that other packages add, except those that cannot be loaded."""
     usable = dict(COMMANDS)
     for name, load in _added_commands().items():
         with suppress(ConfigError):
@@ -117,7 +118,7 @@ def _added_commands() -> dict[str, Callable[[], Command]]:
 
 
 def _guarded(command: Command, words: Sequence[str], *, is_last: bool) -> int:
-    """Run the command and turn whatever ends it into an exit code. is_last: the process ends with it."""
+    """Run the command and turn any ending into an exit code. is_last: the process ends with the command."""
     folder = os.environ.pop(EXIT_REPORT_DIR, "")  # not for what this process starts
     if folder:
         leave_with_parent()
@@ -144,32 +145,21 @@ def _guarded(command: Command, words: Sequence[str], *, is_last: bool) -> int:
                 raise
             return stopped(signals.received[-1])
         except BrokenPipeError:
+            # Python flushes stdout at exit once more and would fail again, so it gets another target.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
         except Exception as error:
             if signals.received:  # the signal interrupted a call that then failed
                 return stopped(signals.received[-1])
-            if refusal := _refusal(error):
-                return complain(refusal)
+            # Refusals of the operating system that a user can do something about; anything else is a bug.
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                where = error.filename or "writing"
+                return complain(f"{where}: the disk is full; free some space and run the same command again")
+            if isinstance(error, OSError) and error.errno in _ABOUT_PATHS and error.filename:
+                return complain(f"{error.filename}: {error.strerror}; check the path and its permissions")
             if not folder:
                 raise
             return write_exit_report(folder, traceback.format_exc(), 1)
-
-
-def _refusal(error: Exception) -> str:
-    """What the operating system refused, if a user can do something about it; "" for everything else."""
-    if not isinstance(error, OSError):
-        return ""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"{error.filename or 'writing'}: the disk is full; free some space and run the same command again"
-    if error.errno in _ABOUT_PATHS and error.filename:
-        return f"{error.filename}: {error.strerror}; check the path and its permissions"
-    return ""
-
-
-def _show(text: str, exit_code: int) -> int:
-    print(text)
-    return exit_code
 
 
 def _complain(text: str, exit_code: int = ModelwrightError.exit_code) -> int:
@@ -177,7 +167,7 @@ def _complain(text: str, exit_code: int = ModelwrightError.exit_code) -> int:
     return exit_code
 
 
-def _help() -> str:
+def _help(exit_code: int) -> int:
     entries = [(name, command.summary) for name, command in COMMANDS.items()]
     for name, load in _added_commands().items():
         try:
@@ -191,20 +181,14 @@ def _help() -> str:
         if name not in shown
     ]
     width = max(len(name) for name, _ in entries)
-    lines = [f"  {name:<{width}}  {summary}" for name, summary in entries]
-    return "\n".join(
-        [
-            "usage: modelwright COMMAND [OPTIONS]",
-            "",
-            "From raw text to a served, monitored language model.",
-            "",
-            *lines,
-            "",
-            "First steps:  modelwright run quickstart     a model from this machine's own text, served, with a report",
-            "              modelwright run tiny           the same in under a minute, to see every stage",
-            "              modelwright COMMAND --help     what a command takes",
-        ]
-    )
+    print("usage: modelwright COMMAND [OPTIONS]\n")
+    print("From raw text to a served, monitored language model.\n")
+    for name, summary in entries:
+        print(f"  {name:<{width}}  {summary}")
+    print("\nFirst steps:  modelwright run quickstart     a model from this machine's own text, served, with a report")
+    print("              modelwright run tiny           the same in under a minute, to see every stage")
+    print("              modelwright COMMAND --help     what a command takes")
+    return exit_code
 
 
 if __name__ == "__main__":

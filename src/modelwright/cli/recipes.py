@@ -7,7 +7,7 @@ from modelwright.cli.parsers import Command, new_parser
 
 
 def recipe_names() -> tuple[str, ...]:
-    """The recipes, as targets of a command."""
+    """Names of the recipes, as targets of a command."""
     from modelwright.recipes.load import RECIPES
 
     return RECIPES
@@ -18,7 +18,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def recipes(words: Sequence[str]) -> int:
-    """`modelwright recipes`"""
     parser().parse_args(words)
     from modelwright.recipes.load import RECIPES, recipe_file
 

@@ -1,4 +1,4 @@
-"""`modelwright report`: the page of a run."""
+"""`modelwright report`: writes the page of a run."""
 
 import argparse
 from collections.abc import Sequence
@@ -18,7 +18,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def report(words: Sequence[str]) -> int:
-    """`modelwright report`"""
     options = parser().parse_args(words)
     from modelwright.pipeline.run import previous_config
     from modelwright.pipeline.stages.report import write_report
@@ -27,7 +26,7 @@ def report(words: Sequence[str]) -> int:
     run = find_run(options.target)
     settings = previous_config(run)
     if settings is None:
-        raise ConfigError(f"{run.path}: has no config.yaml; run it again")
+        raise ConfigError(f"{run.path}: lacks config.yaml; run it again")
     write_report(settings, run)
     print(run.report)
     return 0

@@ -1,13 +1,10 @@
-"""`modelwright requests export|prune`: the log of what a server was asked and has answered.
-
-Finds the request log of a run.
-"""
+"""`modelwright requests export|prune`: exports or prunes the log of a server's requests and answers."""
 
 import argparse
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -39,17 +36,40 @@ def parser() -> argparse.ArgumentParser:
 
 
 def requests(words: Sequence[str]) -> int:
-    """`modelwright requests`"""
     options = parser().parse_args(words)
-    return _COMMANDS[options.command](options)
-
-
-def _export(options: argparse.Namespace) -> int:
     from modelwright.serve.account.database import open_database
+
+    if options.command == "prune" and not 0 <= options.older_than_days < math.inf:
+        raise ConfigError(f"--older-than-days: must be 0 or more, got {options.older_than_days}")
+    location = options.log
+    if not ("://" in location or location.startswith("env:") or Path(location).is_file()):
+        # A run: the log of its setting, else `requests.sqlite` in its folder.
+        from modelwright.pipeline.run_config import read_run_config
+        from modelwright.recipes.load import find_run
+
+        run = find_run(location)
+        path = Path(run.path) / "requests.sqlite"
+        location = read_run_config(run.config).requests.log
+        if not location and not path.is_file():
+            raise ConfigError(
+                f"{run.path}: its config does not set requests.log, and {path} does not exist; name the log"
+            )
+        location = location or str(path)
+    database = open_database(location, setting="LOG", must_exist=True)
+    if options.command == "prune":
+        from modelwright.serve.account.request_store import delete_before
+
+        try:
+            with database.transaction():
+                count = delete_before(database, time.time() - options.older_than_days * DAY_S)
+            database.vacate()  # after the transaction: SQLite returns space to the disk only outside of one
+        finally:
+            database.close()
+        print(f"{count:,} records deleted")
+        return 0
     from modelwright.serve.account.export import export_records
 
     display = choose_display(sys.stderr)
-    database = open_database(_location(options.log), setting="LOG", must_exist=True)
     try:
         count = export_records(database, options.target, since=options.since, until=options.until, progress=display)
     finally:
@@ -59,42 +79,8 @@ def _export(options: argparse.Namespace) -> int:
     return 0
 
 
-def _prune(options: argparse.Namespace) -> int:
-    if not 0 <= options.older_than_days < math.inf:
-        raise ConfigError(f"--older-than-days: must be 0 or more, got {options.older_than_days}")
-    from modelwright.serve.account.database import open_database
-    from modelwright.serve.account.request_store import delete_before
-
-    database = open_database(_location(options.log), setting="LOG", must_exist=True)
-    try:
-        with database.transaction():
-            count = delete_before(database, time.time() - options.older_than_days * DAY_S)
-        database.vacate()
-    finally:
-        database.close()
-    print(f"{count:,} records deleted")
-    return 0
-
-
-def _location(word: str) -> str:
-    """Where the log is: for a run its setting, else `requests.sqlite` in its folder."""
-    if "://" in word or word.startswith("env:") or Path(word).is_file():
-        return word
-    from modelwright.pipeline.run_config import read_run_config
-    from modelwright.recipes.load import find_run
-
-    run = find_run(word)
-    path = Path(run.path) / "requests.sqlite"
-    configured = read_run_config(run.config).requests.log
-    if not configured and not path.is_file():
-        raise ConfigError(
-            f"{run.path}: its config names no requests.log, and there is no {path}; give the path of the log"
-        )
-    return configured or str(path)
-
-
 def _moment(word: str) -> float:
-    """Unix seconds. Raises `ArgumentTypeError`."""
+    """Parse a time as Unix seconds. Raises `ArgumentTypeError`."""
     try:
         seconds = float(word)
     except ValueError:
@@ -104,11 +90,8 @@ def _moment(word: str) -> float:
     try:
         moment = datetime.fromisoformat(word)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{word!r} is no date; write 2026-11-01 or 2026-11-01T12:00") from None
+        raise argparse.ArgumentTypeError(f"not a date: {word!r}; write 2026-11-01 or 2026-11-01T12:00") from None
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
-
-
-_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {"export": _export, "prune": _prune}
 
 
 COMMAND = Command(

@@ -1,5 +1,5 @@
-"""`modelwright run`: parse the arguments into a request, pass it to the pipeline in this process or in several started
-here, and show the outcome.
+"""`modelwright run`: parses the arguments into a request, passes it to the pipeline in this process or in several
+processes started here, and shows the outcome.
 """
 
 import argparse
@@ -48,15 +48,15 @@ def parser() -> argparse.ArgumentParser:
             "  modelwright launch --help   several hosts, processes that come and go\n"
         ),
     )
-    parser.add_argument("target", metavar="RECIPE|CONFIG.yaml|RUN_DIR", help="what to run")
+    parser.add_argument("target", metavar="RECIPE|CONFIG.yaml|RUN_DIR", help="recipe, settings file or run to work on")
     parser.add_argument("--init-from", metavar="PATH", help="start training from a Hugging Face folder")
     return add_run_options(parser)
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add what `carry_out` reads; returns the parser."""
+    """Add the options that `carry_out` reads; returns the parser."""
     parser.add_argument("--stages", metavar="A,B", help="work on these stages only")
-    parser.add_argument("--run-dir", metavar="DIR", default="", help="where the run lies (default: runs/<name>)")
+    parser.add_argument("--run-dir", metavar="DIR", default="", help="folder of the run (default: runs/<name>)")
     parser.add_argument("--dry-run", action="store_true", help="print the plan with its estimates and do nothing")
     parser.add_argument(
         "--restart",
@@ -68,14 +68,13 @@ def add_run_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     parser.add_argument(
         "--minutes",
         metavar="N",
-        help="minutes that the whole run may take: steps are timed when it is created, and as many as fit are trained; "
-        "0 trains for the configured lengths",
+        help="limit for the whole run in minutes: steps are timed when it is created, and training takes the number "
+        "that fits; 0 trains for the configured lengths",
     )
     return parser
 
 
 def run(words: Sequence[str]) -> int:
-    """`modelwright run ...`"""
     return run_words(words, ["run", *words], None)
 
 
@@ -97,17 +96,22 @@ def run_words(words: Sequence[str], line: Sequence[str], hosts: Any) -> int:
 def carry_out(
     request: Any, options: argparse.Namespace, *, line: Sequence[str], only: Sequence[str] = (), hosts: Any = None
 ) -> int:
-    """Run a `Request` in this process, or start others that do; returns the exit code.
-
-    options: those of `add_run_options`; line: the whole command line, for the processes that are started; only, hosts:
-    as in `run_words`.
+    """Run a `Request` in this process, or start others that do; returns the exit code. options: those of
+    `add_run_options`; line: the whole command line, for the processes that are started; only: stages to run, all if
+    empty; hosts: the `LaunchConfig`, None for processes on this machine only.
     """
     from modelwright.pipeline.estimate.plan import describe_plan
     from modelwright.pipeline.run import check_request, execute
 
     if options.dry_run or not is_started():
-        start = hosts or _local(options.nproc)
+        if not hosts and options.nproc < 1:
+            raise ConfigError(f"--nproc: must be at least 1, got {options.nproc}")
+        from modelwright.parallel.elastic import LaunchConfig
+
+        # Processes on this machine are not restarted: what ended one would end it again.
+        start = hosts or LaunchConfig(processes=options.nproc, max_restarts=0)
         num_processes = start.processes * start.min_hosts
+        # Checked before processes are started, each of which would report the same error.
         check_request(
             request.config,
             request.run,
@@ -118,11 +122,7 @@ def carry_out(
         )
         if options.dry_run:
             plan = describe_plan(
-                request.config,
-                request.run,
-                only,
-                num_processes=num_processes,
-                num_hosts=start.min_hosts,
+                request.config, request.run, only, num_processes=num_processes, num_hosts=start.min_hosts
             )
             print("\n".join([plan, *request.notes]))
             return 0
@@ -131,6 +131,7 @@ def carry_out(
     started = time.monotonic()
     display = choose_display(sys.stderr)
     try:
+        # One process speaks for all: they have the same request.
         for note in request.notes if is_first() else ():
             display.note(note)
         done = execute(
@@ -151,32 +152,23 @@ def carry_out(
 
 
 def named_stages(text: str | None) -> tuple[str, ...]:
-    """The names in `--stages A,B`; empty if the option was not given."""
+    """Returns the names in `--stages A,B`; empty if the option was not given."""
     names = tuple(name.strip() for name in (text or "").split(",") if name.strip())
     if text is not None and not names:
         raise ConfigError("--stages: names no stage; write --stages clean,tokenize, or leave it out for all of them")
     return names
 
 
-def _local(num_processes: int) -> Any:
-    """Processes on this machine that are not restarted."""
-    from modelwright.parallel.elastic import LaunchConfig
-
-    if num_processes < 1:
-        raise ConfigError(f"--nproc: must be at least 1, got {num_processes}")
-    return LaunchConfig(processes=num_processes, max_restarts=0)
-
-
 def start_processes(
     start: Any, line: Sequence[str], config: Any, run: Any, only: Sequence[str] = (), say: Say = print_ending
 ) -> int:
     """Run the command line in the processes of a `LaunchConfig`, which share this machine's cores, as `supervise` does.
-
-    config, run, only: what the command line asks for.
+    config, run, only: settings, folder and stages of the run, to find out whether it has finished.
     """
     from modelwright.core.resources import default_num_threads
     from modelwright.pipeline.run import is_finished
 
+    # All processes share the cores, so each gets its part of the threads.
     num_threads = config.hardware.num_threads or default_num_threads()
     return supervise(
         start,

@@ -1,4 +1,4 @@
-"""`modelwright serve`: a model over HTTP."""
+"""`modelwright serve`: serves a model over HTTP."""
 
 import argparse
 from collections.abc import Sequence
@@ -32,7 +32,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def serve(words: Sequence[str]) -> int:
-    """`modelwright serve`"""
     own_names = (*MODEL_OPTIONS, "exit-with-parent", "help")
     leading, own, rest = split_settings(words, own_names)
     parsed = parser().parse_args([*leading, *own])
@@ -47,7 +46,7 @@ def serve(words: Sequence[str]) -> int:
     show_remark(serving.remark)
 
     def locate(path: str) -> ModelSource:
-        """For reloads: another run or folder, or the newest model of the run that is served."""
+        """Finds the model of a reload: another run or folder, or the newest model of the run that is served."""
         stage = "" if path else parsed.stage
         return find_model(find_target(path or parsed.target), stage=stage, int8=parsed.int8).source
 

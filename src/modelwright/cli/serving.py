@@ -1,4 +1,4 @@
-"""The model and the settings of a server, as `modelwright serve` reads them from its words."""
+"""The model and the settings of a server, from the words after `modelwright serve`."""
 
 import argparse
 import sys
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from modelwright.cli.overrides import read_overrides, split_section
+from modelwright.cli.overrides import read_overrides
 from modelwright.core.errors import ConfigError
 
 if TYPE_CHECKING:  # PyTorch takes seconds to load
@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # PyTorch takes seconds to load
 STAGE_HELP = "the model of this training stage of the run (default: the last that has finished)"
 
 MODEL_OPTIONS = ("stage", "int8", "served-model-name", "adapters", "backend")
-"""What `add_model_options` adds."""
+"""Options of `add_model_options`."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,12 @@ class Serving:
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """The options that say what is served."""
+    """Add the options that choose a model, its adapters and its engine."""
     parser.add_argument("target", metavar="RUN|MODEL_FOLDER", help="a run directory, its name, or a model folder")
     parser.add_argument("--stage", default="", help=STAGE_HELP)
     parser.add_argument("--int8", action="store_true", help="serve the run's INT8 model")
     parser.add_argument(
-        "--served-model-name", default="", metavar="NAME", help="what clients call the model (the run's)"
+        "--served-model-name", default="", metavar="NAME", help="the model's name for clients (default: the run's)"
     )
     parser.add_argument(
         "--adapters",
@@ -49,18 +49,18 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--backend",
         default="modelwright",
         metavar="NAME",
-        help="what computes the answers, with a format of its weights after a colon, as in openvino:q8_0; an unknown "
-        "name or format lists those that exist (default: modelwright)",
+        help="engine that computes the answers, with a format of its weights after a colon, as in openvino:q8_0; an "
+        "unknown name or format lists those that exist (default: modelwright)",
     )
 
 
 def setting_names() -> list[str]:
-    """The settings of a server, as options."""
+    """Dotted names of a server's settings."""
     return [setting.key for setting in _settings()]
 
 
 def settings_help() -> str:
-    """The settings of a server for the end of a command's help: each with its default."""
+    """Lists a server's settings with their defaults, for the end of a command's help."""
     lines = textwrap.wrap(", ".join(f"--{one.key} ({one.default})" for one in _settings()), 116)
     return "\n".join(
         [
@@ -80,8 +80,9 @@ def _settings() -> "list[Setting]":
 def read_serving(
     parsed: argparse.Namespace, settings: Sequence[tuple[str, list[str]]], own_names: Sequence[str]
 ) -> Serving:
-    """The model that `parsed` names, with the settings of its run and those that are given. own_names: options of the
-    command itself.
+    """Reads the model that `parsed` names, with the settings of its run, overridden by those of the command line.
+    own_names: options of the command itself. Raises `ConfigError` for a word of `--adapters` that is not NAME=FOLDER
+    and for a name that comes twice.
     """
     from modelwright.core.config import dump, merge, parse
     from modelwright.pipeline.models import find_model
@@ -89,26 +90,26 @@ def read_serving(
     from modelwright.serve.config import RequestsConfig, ServeConfig
 
     result = find_model(find_target(parsed.target), stage=parsed.stage, int8=parsed.int8)
-    kept, rest = split_section("requests", settings)
+    start = "requests."
+    kept = [(name.removeprefix(start), words) for name, words in settings if name.startswith(start)]
+    rest = [option for option in settings if not option[0].startswith(start)]
+    # The command line overrides the run's own settings.
     config = parse(ServeConfig, merge(dump(result.server), read_overrides(ServeConfig, rest, own_names)))
-    config = replace(config, adapters=_adapters(parsed.adapters), backend=parsed.backend)
+    adapters: dict[str, str] = {}
+    for word in parsed.adapters:
+        name, _, folder = word.partition("=")
+        if not name or not folder:
+            raise ConfigError(f"--adapters: {word!r} is not NAME=FOLDER, such as poet=runs/poet/sft/artifact/adapter")
+        adapters[name] = folder
+    if len(adapters) < len(parsed.adapters):
+        names = ", ".join(word.partition("=")[0] for word in parsed.adapters)
+        raise ConfigError(f"--adapters: the names must differ, got {names}")
+    config = replace(config, adapters=adapters, backend=parsed.backend)
     requests = parse(RequestsConfig, merge(dump(result.requests), read_overrides(RequestsConfig, kept)), "requests")
     return Serving(result.source, config, requests, parsed.served_model_name or result.source.name, result.remark)
 
 
-def _adapters(words: Sequence[str]) -> dict[str, str]:
-    """Folders by name. Raises `ConfigError` for a word that is not NAME=FOLDER and for a name that comes twice."""
-    pairs = [word.partition("=") for word in words]
-    for word, (name, _, folder) in zip(words, pairs, strict=True):
-        if not name or not folder:
-            raise ConfigError(f"--adapters: {word!r} is not NAME=FOLDER, such as poet=runs/poet/sft/artifact/adapter")
-    folders = {name: folder for name, _, folder in pairs}
-    if len(folders) < len(pairs):
-        raise ConfigError(f"--adapters: each needs a name of its own, got {', '.join(name for name, *_ in pairs)}")
-    return folders
-
-
 def show_remark(text: str) -> None:
-    """Tell the user something about the model that was found; nothing for ""."""
+    """Print a remark about the chosen model to the terminal; nothing for ""."""
     if text:
         print(f"modelwright: {text}", file=sys.stderr, flush=True)

@@ -1,5 +1,5 @@
 """Ctrl-C and SIGTERM mean the same in every command: an exception in the main thread, and if that does not end the
-command, the end of the process. Training and the server have handlers of their own, which stop gracefully.
+command, the end of the process. Training and the server have their own handlers, which stop gracefully.
 """
 
 import os
@@ -13,19 +13,17 @@ from typing import Any, Self
 from modelwright.core.errors import Stopped
 
 GRACE_S = 5.0
-"""A call into a library may take so long before it returns to Python, which alone can raise an exception."""
+"""Time for a call into a library to return to Python, which alone can raise an exception."""
 LEAVING_S = 120
-"""How long a process whose parent has gone may take to save or to finish answers."""
+"""Time for a process whose parent has gone to save or to finish answers."""
 
 
 class StopSignals:
-    """Within the block, from `listen` on, Ctrl-C raises `KeyboardInterrupt` and SIGTERM `SystemExit`. received: the
-    signals that have arrived.
-
-    If the block does not end within `GRACE_S` of a signal, because a call does not return or a library has swallowed
-    the exception, `give_up` is called with the signal and the process ends at once. is_last: the process ends after the
-    block, silently if a signal ended it; spared: signals that the command may survive. Does nothing outside the main
-    thread, where Python handles no signals.
+    """Within the block, from `listen` on, Ctrl-C raises `KeyboardInterrupt` and SIGTERM `SystemExit`. received: signals
+    so far. If the block does not end within `GRACE_S` of a signal, because a call does not return or a library has
+    swallowed the exception, `give_up` is called with the signal and the process ends at once. is_last: the process ends
+    after the block, silently if a signal ended it; spared: signals that the command may survive. Does nothing outside
+    the main thread, where Python handles no signals.
     """
 
     def __init__(self, give_up: Callable[[int], object], *, is_last: bool, spared: Sequence[int] = ()) -> None:
@@ -38,6 +36,7 @@ class StopSignals:
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             reading, self._pipe = os.pipe()
+            # Python's own signal handler writes to the pipe, which must never block it.
             os.set_blocking(self._pipe, False)
             self._pipe_before = signal.set_wakeup_fd(self._pipe, warn_on_full_buffer=False)
             threading.Thread(target=self._watch, args=(reading,), name="stop", daemon=True).start()
@@ -59,12 +58,14 @@ class StopSignals:
         if self._pipe == -1:
             return
         self._has_ended.set()
+        # The handlers go first: a signal that comes after them must not raise into the code after the block.
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_DFL if self._is_last else handler)
         signal.set_wakeup_fd(self._pipe_before)
-        os.close(self._pipe)
+        os.close(self._pipe)  # which ends `_watch`
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        # Recorded before the exception: code that swallows it must not hide that a signal came.
         self.received.append(number)
         if number == signal.SIGINT:
             raise KeyboardInterrupt

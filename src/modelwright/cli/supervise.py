@@ -21,19 +21,19 @@ from typing import Any
 from modelwright.core.errors import ModelwrightError, Stopped
 
 EXIT_REPORT_DIR = "MODELWRIGHT_LAST_WORDS"
-"""Environment variable: the folder for last words; whoever finds it was started by `supervise`."""
+"""Environment variable with the folder for exit reports; a process that finds it was started by `supervise`."""
 BUG, USER, LOST, INTERRUPTED, STOPPED = 1, ModelwrightError.exit_code, 3, 130, Stopped.exit_code
 """Exit codes; LOST is `pipeline.ranks.PeerLost`'s."""
 GOES_ON = "what was finished stays, the same command goes on from there"
 Say = Callable[[str, int], int]
-"""Takes what is to be said and the exit code, 0 for a remark; returns the exit code."""
+"""Shows a text to the user; takes the text and the exit code, 0 for a remark, and returns the exit code."""
 _TELLING = (USER, BUG, STOPPED, INTERRUPTED, LOST)
-"""Exit codes in the order in which they tell the cause of an ending."""
+"""Exit codes, those that tell the cause of an ending first: a lost process is the effect of another's error."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExitReport:
-    """How one process ended."""
+    """Ending of one process."""
 
     rank: int
     time_s: float
@@ -46,12 +46,12 @@ class Refused(ModelwrightError):
 
 
 def is_started() -> bool:
-    """Whether this process is already one of several, whoever started them."""
+    """True if this process is already one of several, whoever started them."""
     return "WORLD_SIZE" in os.environ
 
 
 def is_first() -> bool:
-    """Whether this process is alone or the first of several."""
+    """True if this process is alone or the first of several."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -61,26 +61,26 @@ def write_exit_report(folder: str, text: str, exit_code: int) -> int:
     temporary = Path(folder) / f"{os.getpid()}.tmp"
     with suppress(FileNotFoundError):
         temporary.write_text(json.dumps(asdict(words)), encoding="utf-8")
-        temporary.rename(temporary.with_suffix(".json"))
+        temporary.rename(temporary.with_suffix(".json"))  # readers take whole reports only
     return exit_code
 
 
 def read_exit_reports(folder: Path) -> list[ExitReport]:
-    """The exit reports, those that tell the cause first."""
+    """Read the exit reports, those that tell the cause first."""
     result = [ExitReport(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("*.json")]
     ranked = {code: place for place, code in enumerate(_TELLING)}
-    return sorted(result, key=lambda one: (ranked.get(one.exit_code, len(ranked)), _order(one)))
-
-
-def _order(words: ExitReport) -> float:
-    """Order of exit reports: later errors follow from the first one; of the processes that were asked to stop, the
-    first rank speaks.
-    """
-    return words.time_s if words.exit_code in (USER, BUG) else words.rank
+    # Later errors follow from the first one; of the processes that were asked to stop, the first rank speaks.
+    return sorted(
+        result,
+        key=lambda one: (
+            ranked.get(one.exit_code, len(ranked)),
+            one.time_s if one.exit_code in (USER, BUG) else one.rank,
+        ),
+    )
 
 
 def print_ending(text: str, exit_code: int) -> int:
-    """The usual `Say`: print to the terminal."""
+    """Print to the terminal: the usual `Say`."""
     print(text.rstrip() if exit_code == BUG else f"modelwright: {text}", file=sys.stderr, flush=True)
     return exit_code
 
@@ -88,10 +88,9 @@ def print_ending(text: str, exit_code: int) -> int:
 def supervise(
     config: Any, line: Sequence[str], *, threads: int, is_done: Callable[[], bool], say: Say = print_ending
 ) -> int:
-    """Run the command line `modelwright LINE...` in the processes of a `parallel.elastic.LaunchConfig`.
-
-    threads: of each; is_done: whether the run has finished, which another host may know first; say: told what one
-    process would have said. Returns the exit code that it would have left with.
+    """Run the command line `modelwright LINE...` in the processes of a `parallel.elastic.LaunchConfig`. threads: number
+    for each process; is_done: returns true if the run has finished, which another host may know first; say: shows the
+    message that one process would have shown. Returns the exit code of one process.
     """
     from torch.distributed.elastic.rendezvous import RendezvousError
 
@@ -100,7 +99,7 @@ def supervise(
     with tempfile.TemporaryDirectory(prefix="modelwright-") as name:
         folder = Path(name)
         changes = torchrun_environment({EXIT_REPORT_DIR: name}, threads=threads)
-        with _environment(changes), _silent_library():
+        with _started_by_torchrun(changes):
             try:
                 ending = launch(
                     config,
@@ -127,6 +126,7 @@ def supervise(
 def _before_restart(folder: Path, say: Say) -> None:
     """Report why the processes are restarted. Raises `Refused` if they must not be."""
     words = read_exit_reports(folder)
+    # Reports are of one attempt; those of the next one must not be mixed with them.
     for path in folder.glob("*.json"):
         path.unlink()
     if words and words[0].exit_code == USER:
@@ -139,6 +139,7 @@ def _tell(folder: Path, killed: Mapping[int, int], asked: int, say: Say) -> int:
     """Show how the run ended and return the exit code."""
     words = read_exit_reports(folder)
     cause = words[0] if words else None
+    # An error that a person must fix comes first: it also explains processes that were killed after it.
     if cause and cause.exit_code == USER:
         return say(cause.text, USER)
     if killed:
@@ -155,23 +156,16 @@ def _tell(folder: Path, killed: Mapping[int, int], asked: int, say: Say) -> int:
 
 
 @contextmanager
-def _environment(changes: Mapping[str, str]) -> Iterator[None]:
-    """The environment that torch passes on to the processes it starts."""
-    before = dict(os.environ)
+def _started_by_torchrun(changes: Mapping[str, str]) -> Iterator[None]:
+    """Changes the environment that torch passes to the processes that it starts, and silences torchrun's own reports of
+    failed processes.
+    """
+    environment, level = dict(os.environ), logging.root.manager.disable
     os.environ.update(changes)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
-@contextmanager
-def _silent_library() -> Iterator[None]:
-    """Silence torchrun's own reports of failed processes."""
-    before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
         yield
     finally:
-        logging.disable(before)
+        logging.disable(level)
+        os.environ.clear()
+        os.environ.update(environment)

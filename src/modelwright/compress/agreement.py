@@ -1,4 +1,4 @@
-"""How far the predictions of a model agree with those of the model that it was made from."""
+"""Measures the agreement of a model's predictions with those of the model that it was made from."""
 
 from dataclasses import dataclass
 
@@ -12,11 +12,10 @@ from modelwright.model.decoder import Decoder
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """How the two models' next-token predictions differ on the same text.
-
-    Losses in nats per token; accuracies are the shares of tokens that were the likeliest one; `divergence` is the mean
-    KL divergence from the reference in nats; `same_first` the share of positions with the same likeliest token;
-    `max_logit_gap` the largest difference of any logit.
+    """Differences of the two models' next-token predictions on the same text. Losses in nats per token; accuracies are
+    the shares of tokens that were the likeliest one; `divergence` is the mean KL divergence from the reference in nats;
+    `same_first` the share of positions with the same likeliest token; `max_logit_gap` the largest difference of any
+    logit.
     """
 
     num_tokens: int
@@ -35,8 +34,12 @@ def measure_agreement(reference: Decoder, int8: Decoder, tokens_BT: Tensor) -> A
     sums = torch.zeros(6, dtype=torch.float64)
     count, gap = 0, 0.0
     for tokens_T in tokens_BT:
-        left, right = (_logits(model, tokens_T) for model in (reference, int8))
+        left, right = (
+            model.logits(model(tokens_T[None], torch.arange(len(tokens_T))[None], causal_attend()))[0, :-1].float()
+            for model in (reference, int8)
+        )
         log_left, log_right = left.log_softmax(-1), right.log_softmax(-1)
+        # The last position predicts a token that is not known, so its logits are left out.
         labels = tokens_T[1:]
         sums[0] += F.nll_loss(log_left, labels, reduction="sum")
         sums[1] += F.nll_loss(log_right, labels, reduction="sum")
@@ -57,8 +60,3 @@ def measure_agreement(reference: Decoder, int8: Decoder, tokens_BT: Tensor) -> A
         same_first=same,
         max_logit_gap=gap,
     )
-
-
-def _logits(model: Decoder, tokens_T: Tensor) -> Tensor:
-    positions_1T = torch.arange(len(tokens_T))[None]
-    return model.logits(model(tokens_T[None], positions_1T, causal_attend()))[0, :-1].float()

@@ -1,4 +1,4 @@
-"""GPTQ: 4-bit weights whose rounding errors are made up for by the weights that are not rounded yet.
+"""GPTQ: 4-bit weights, rounded one after another; later weights compensate the rounding errors of earlier ones.
 
 Frantar et al. 2023, "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers" (arXiv
 2210.17323), algorithm 1. A layer y = W x is quantized input by input; the error of each is spread over the later ones
@@ -45,8 +45,8 @@ def gptq(
     *,
     show: Callable[[str, LayerError], None] = lambda name, error: None,
 ) -> dict[str, Codes]:
-    """The codes of every projection of a decoder on the CPU, by name; `model` is not changed. batches: of calibration
-    rows. show: told of each layer when it is done.
+    """Quantizes every projection of a decoder on the CPU; returns the codes by name. `model` is not changed. batches:
+    calibration rows. show: called with each finished layer.
     """
     for name, one in model.projections().items():
         grid.check(name, one.in_features)
@@ -54,7 +54,10 @@ def gptq(
     found: dict[str, Codes] = {}
     for layer, block in model.blocks.items():
         assert isinstance(block, Block)
-        for group in _in_order(block):
+        # Groups of projections that read the same inputs, in the order in which they are computed: each is quantized on
+        # the outputs of the quantized ones before it.
+        readers = norm_readers(block)
+        for group in (readers["attention_norm"], ["attention.o_proj"], readers["ffn_norm"], ["ffn.down_proj"]):
             with _quantized(model, found, grid):
                 moments = _moments(block, group, states)
             for name in group:
@@ -65,20 +68,38 @@ def gptq(
                 show(full, layer_error(linear.weight, codes, moments[name], grid))
         with _quantized(model, found, grid):
             for state in states:
-                state.run(block)
+                state.hidden_BTD = state.output(block)
     return found
 
 
 def quantize_layer(weight_OI: Tensor, hessian_II: Tensor, grid: WeightGrid) -> Codes:
-    """Codes of a weight. hessian_II: E[x x'] of the layer's input; its factor 2 changes nothing. Steps and zero points
-    are those that span each group's weights as they are when its first input is reached.
+    """Quantizes a weight to codes. hessian_II: E[x x'] of the layer's input; its factor 2 changes nothing. Steps and
+    zero points span each group's weights at the moment when the group's first input is reached. Raises `ModelError` if
+    the inputs are not finite.
     """
     weight_OI = weight_OI.detach().double().clone()
-    factor_II = _inverse_factor(hessian_II.double(), weight_OI)
+    hessian_II = hessian_II.double()
+    # Inputs that are always zero get a weight of zero, and a diagonal that is not, or the Hessian has no inverse.
+    is_dead_I = hessian_II.diagonal() == 0
+    hessian_II = hessian_II + torch.diag(is_dead_I.to(hessian_II.dtype))
+    weight_OI[:, is_dead_I] = 0
+    damping = DAMPING * hessian_II.diagonal().mean()
+    hessian_II = hessian_II + damping * torch.eye(len(hessian_II), dtype=hessian_II.dtype)
+    try:
+        # Row i of the factor is the first row of the inverse Hessian of the inputs from i on, over the root of its
+        # first number (section 3.3).
+        inverse_II = torch.cholesky_inverse(torch.linalg.cholesky(hessian_II))
+        factor_II = torch.linalg.cholesky(inverse_II, upper=True)
+    except torch.linalg.LinAlgError as error:  # pyright: ignore[reportPrivateImportUsage]
+        raise ModelError(
+            f"GPTQ: the inputs of a layer are not finite or degenerate ({error}); check the model"
+        ) from None
     num_outputs, num_inputs = weight_OI.shape
     size = grid.group_size or num_inputs
     steps, zeros = grid.ranges(weight_OI)
-    step_OP, zero_OP = (_by_output(one, num_outputs).clone() for one in (steps, zeros))
+    # Steps and zero points as [O, P]; those of a whole matrix are repeated.
+    per_output = max(1, steps.numel() // num_outputs)
+    step_OP, zero_OP = (one.view(-1, per_output).expand(num_outputs, per_output).clone() for one in (steps, zeros))
     codes_OI = torch.zeros_like(weight_OI)
     low, high = grid.bounds
     for start in range(0, num_inputs, LAZY_BLOCK):
@@ -86,6 +107,7 @@ def quantize_layer(weight_OI: Tensor, hessian_II: Tensor, grid: WeightGrid) -> C
         errors_OL = torch.zeros(num_outputs, end - start, dtype=weight_OI.dtype)
         for place in range(start, end):
             group = place // size
+            # A group gets its range from the weights as the earlier columns' errors have changed them.
             if grid.group_size and place % size == 0:
                 channel = WeightGrid(bits=grid.bits, symmetric=grid.symmetric, granularity="channel")
                 step_OP[:, group], zero_OP[:, group] = channel.ranges(weight_OI[:, place : place + size])
@@ -95,51 +117,21 @@ def quantize_layer(weight_OI: Tensor, hessian_II: Tensor, grid: WeightGrid) -> C
             error_O = (column_O - (codes_O - zero_O) * step_O) / factor_II[place, place]
             weight_OI[:, place:end] -= error_O[:, None] * factor_II[place, place:end]
             errors_OL[:, place - start] = error_O
+        # Later columns get the errors of the whole block in one product: the same sums, with L times fewer passes over
+        # the weight.
         weight_OI[:, end:] -= errors_OL @ factor_II[start:end, end:]
     step, zero = (steps, zeros) if grid.granularity == "tensor" else (step_OP.flatten(), zero_OP.flatten())
     return Codes(codes_OI.to(torch.int8), step.float(), zero.float())
 
 
 def layer_error(weight_OI: Tensor, codes: Codes, hessian_II: Tensor, grid: WeightGrid) -> LayerError:
-    """The errors of codes and of rounding to the nearest, from E[x x']: |(W - Q) x|^2 = tr (W - Q) H (W - Q)'."""
+    # |(W - Q) x|^2 = tr (W - Q) H (W - Q)' for H = E[x x'].
     weight_OI, hessian_II = weight_OI.detach().double(), hessian_II.double()
     nearest = grid.codes(weight_OI, *grid.ranges(weight_OI))
-
-    def square(difference_OI: Tensor) -> float:
-        return float(((difference_OI @ hessian_II) * difference_OI).sum())
-
-    whole = max(square(weight_OI), 1e-300)
-    errors = [square(weight_OI - grid.dequantized(one).double()) / whole for one in (codes, nearest)]
-    return LayerError(gptq=errors[0], nearest=errors[1])
-
-
-def _by_output(values_G: Tensor, num_outputs: int) -> Tensor:
-    """Values of groups as [O, P]; those of a whole matrix are repeated."""
-    per_output = max(1, values_G.numel() // num_outputs)
-    return values_G.view(-1, per_output).expand(num_outputs, per_output)
-
-
-def _inverse_factor(hessian_II: Tensor, weight_OI: Tensor) -> Tensor:
-    """The upper Cholesky factor of the damped Hessian's inverse; inputs that are always zero get a weight of zero."""
-    is_dead_I = hessian_II.diagonal() == 0
-    hessian_II = hessian_II + torch.diag(is_dead_I.to(hessian_II.dtype))
-    weight_OI[:, is_dead_I] = 0
-    hessian_II = hessian_II + DAMPING * hessian_II.diagonal().mean() * torch.eye(
-        len(hessian_II), dtype=hessian_II.dtype
-    )
-    try:
-        inverse_II = torch.cholesky_inverse(torch.linalg.cholesky(hessian_II))
-        return torch.linalg.cholesky(inverse_II, upper=True)
-    except torch.linalg.LinAlgError as error:  # pyright: ignore[reportPrivateImportUsage]
-        raise ModelError(
-            f"GPTQ: the inputs of a layer are not finite or degenerate ({error}); check the model"
-        ) from None
-
-
-def _in_order(block: Block) -> list[list[str]]:
-    """The projections of a block in groups that read the same inputs, in the order in which they are computed."""
-    readers = norm_readers(block)
-    return [readers["attention_norm"], ["attention.o_proj"], readers["ffn_norm"], ["ffn.down_proj"]]
+    differences = [weight_OI, *(weight_OI - grid.dequantized(one).double() for one in (codes, nearest))]
+    whole, of_codes, of_nearest = (float(((one_OI @ hessian_II) * one_OI).sum()) for one_OI in differences)
+    whole = max(whole, 1e-300)
+    return LayerError(gptq=of_codes / whole, nearest=of_nearest / whole)
 
 
 class _Stream:
@@ -154,9 +146,6 @@ class _Stream:
     def output(self, block: Block) -> Tensor:
         return block(self.hidden_BTD, *self.rotary.of(block), self.attend)
 
-    def run(self, block: Block) -> None:
-        self.hidden_BTD = self.output(block)
-
 
 def _moments(block: Block, names: Sequence[str], states: Sequence[_Stream]) -> dict[str, Tensor]:
     """E[x x'] of the inputs of projections, which read the same."""
@@ -170,6 +159,7 @@ def _moments(block: Block, names: Sequence[str], states: Sequence[_Stream]) -> d
             x_ND = inputs[0][real_BT].double()
             total_II.addmm_(x_ND.T, x_ND)
 
+        # One hook serves: the projections of a group read the same input.
         hook = first.register_forward_pre_hook(add)
         try:
             state.output(block)
@@ -181,18 +171,14 @@ def _moments(block: Block, names: Sequence[str], states: Sequence[_Stream]) -> d
 
 @contextmanager
 def _quantized(model: Decoder, codes: dict[str, Codes], grid: WeightGrid) -> Iterator[None]:
-    """Within the block the projections that have codes multiply by what these stand for."""
+    """Within the block the projections that have codes multiply by the weights that these encode."""
     projections = model.projections()
     plain = {name: projections[name].product for name in codes}
     for name, own in codes.items():
         weight_OI = grid.dequantized(own).to(projections[name].weight.dtype)
-        projections[name].product = _multiplying(weight_OI)
+        projections[name].product = lambda x, _, weight_OI=weight_OI: nn.functional.linear(x, weight_OI)
     try:
         yield
     finally:
         for name, product in plain.items():
             projections[name].product = product
-
-
-def _multiplying(weight_OI: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    return lambda x, _: nn.functional.linear(x, weight_OI)

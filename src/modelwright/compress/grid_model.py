@@ -17,14 +17,7 @@ from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnkn
 from torch import Tensor, nn
 
 from modelwright.compress.grid_linear import ActivationGrid, GridLinear, InputGrid, unpack_nibbles
-from modelwright.compress.int8_linear import (
-    EMBEDDING,
-    Backend,
-    Int8Embedding,
-    Int8Linear,
-    place_int8,
-    quantize_rows,
-)
+from modelwright.compress.int8_linear import EMBEDDING, Backend, Int8Embedding, Int8Linear, place_int8, quantize_rows
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.config import dump, parse
 from modelwright.core.errors import ConfigError, ModelError, writing
@@ -36,13 +29,13 @@ FORMAT, VERSION = "modelwright-int8", 2
 GRID, STEPS = "quantization.json", "quantization.safetensors"
 """The files in a model folder that hold its trained grid."""
 ChooseBackend = Callable[[Mapping[str, tuple[Tensor, Tensor]]], Backend]
-"""Codes and scales of all matrices -> the kernels for them."""
+"""Chooses kernels from the codes and scales of all matrices."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedGrid:
-    """The grid that a model was trained for. steps: learned ones of projections, [G] each; without, steps span the
-    weights. ranges: of projections' inputs, for activations of kind `tensor`. int8_ends: whether embedding and head
+    """The grid that a model was trained for. steps: learned steps of projections, [G] each; without them, steps span
+    the weights. ranges: of projections' inputs, for activations of kind `tensor`. int8_ends: true if embedding and head
     become INT8 rows, as `int8.py` makes them.
     """
 
@@ -53,14 +46,14 @@ class TrainedGrid:
     int8_ends: bool = False
 
     def codes(self, name: str, weight_OI: Tensor) -> Codes:
-        """The integers of a projection's weight."""
+        """Quantizes a projection's weight to integers."""
         step_G, zero_G = self.weights.ranges(weight_OI)
         if name in self.steps:
             step_G, zero_G = self.steps[name].to(step_G.dtype), torch.zeros_like(zero_G)
         return self.weights.codes(weight_OI, step_G, zero_G)
 
     def inputs(self, name: str) -> InputGrid:
-        """How a projection's input is quantized."""
+        """Returns the quantization of a projection's input."""
         if self.activations != "tensor":
             return InputGrid(kind=self.activations)
         if name not in self.ranges:
@@ -69,7 +62,7 @@ class TrainedGrid:
         return InputGrid(kind="tensor", least=least, most=most)
 
     def describe(self) -> str:
-        """The grid in a sentence for people."""
+        """Describes the grid in a sentence for people."""
         kind = "symmetric" if self.weights.symmetric else "asymmetric"
         where = {"tensor": "per matrix", "channel": "per output channel"}.get(
             self.weights.granularity, f"per group of {self.weights.group_size} inputs"
@@ -87,7 +80,7 @@ class TrainedGrid:
         )
 
     def save(self, folder: Path) -> None:
-        """Write the grid beside a model's weights."""
+        """Write the grid into the folder of a model's weights."""
         settings = {"weights": asdict(self.weights), "activations": self.activations, "ranges": dict(self.ranges)}
         with writing(folder):
             save_file({name: step.detach().contiguous() for name, step in self.steps.items()}, folder / STEPS)
@@ -95,7 +88,7 @@ class TrainedGrid:
 
     @classmethod
     def load(cls, folder: Path) -> "TrainedGrid | None":
-        """The grid beside a model's weights, None if there is none. Raises `ModelError` if it is damaged."""
+        """Reads the grid in the folder of a model's weights; None without one. Raises `ModelError` if it is damaged."""
         if not (folder / GRID).is_file():
             return None
         try:
@@ -113,10 +106,9 @@ class TrainedGrid:
 def quantize_to_grid(
     model: Decoder, grid: TrainedGrid, *, codes: Mapping[str, Codes] | None = None, choose: ChooseBackend
 ) -> Decoder:
-    """A new decoder whose projections are integers on the grid. codes: of projections, in place of those to which the
-    grid rounds, such as GPTQ's. `model` is not changed. The result is for inference.
-
-    Raises `ConfigError` if the inputs of a projection do not divide into the grid's groups.
+    """Returns a new decoder whose projections are integers on the grid. codes: of projections, in place of those to
+    which the grid rounds, such as GPTQ's. `model` is not changed. The result is for inference. Raises `ConfigError` if
+    the inputs of a projection do not divide into the grid's groups.
     """
     for name, one in model.projections().items():
         grid.weights.check(name, one.in_features)
@@ -130,7 +122,7 @@ def quantize_to_grid(
 
 
 def _ends(shape: ModelConfig, grid: TrainedGrid) -> list[str]:
-    """The matrices besides the projections that are INT8."""
+    """Names of the matrices, other than projections, that are INT8."""
     return [EMBEDDING, *([] if shape.tie_embeddings else ["head"])] if grid.int8_ends else []
 
 
@@ -145,8 +137,10 @@ def _assemble(
 ) -> Decoder:
     with torch.device("meta"):
         model = Decoder(shape)
-    fast = {name for name in codes if _has_kernel(grid, inputs[name])}
-    scales = {name: _row_scales(codes[name]) for name in fast}
+    # Where the kernels of `int8_linear.py` compute exactly the same, they do; they need a scale for each output.
+    is_int8 = grid.bits == 8 and grid.symmetric and not grid.group_size
+    fast = {name for name in codes if is_int8 and inputs[name].kind == "token"}
+    scales = {name: codes[name].step_G.float().expand(codes[name].codes_OI.shape[0]).contiguous() for name in fast}
     matrices = {name: (codes[name].codes_OI, scales[name]) for name in fast} | dict(ends)
     backend = choose(matrices) if matrices else "int_mm"
     for name, own in codes.items():
@@ -164,19 +158,11 @@ def _assemble(
     return model.eval()
 
 
-def _has_kernel(grid: WeightGrid, inputs: InputGrid) -> bool:
-    """Whether the kernels of `int8_linear.py` compute exactly this."""
-    return grid.bits == 8 and grid.symmetric and not grid.group_size and inputs.kind == "token"
-
-
-def _row_scales(codes: Codes) -> Tensor:
-    return codes.step_G.float().expand(codes.codes_OI.shape[0]).contiguous()
-
-
 def save_grid_model(model: Decoder, grid: TrainedGrid, folder: Path) -> None:
     """Write a decoder of `quantize_to_grid` into `folder`."""
     tensors: dict[str, Tensor] = {name: parameter.detach() for name, parameter in model.named_parameters()}
     ends = _ends(model.config, grid)
+    # Ends have no zero points; a tied INT8 head is skipped, as it shares the rows of the embedding.
     for name, module in model.named_modules():
         if name in ends and isinstance(module, (Int8Linear, Int8Embedding)):
             tensors |= {f"{name}.weight": module.quantized, f"{name}.scale": module.scale}

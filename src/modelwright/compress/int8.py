@@ -41,11 +41,11 @@ from modelwright.ops.microbenchmark import repeated, seconds_of
 
 FORMAT = "modelwright-int8"
 FOUR_BITS = ("int4_nearest", "int4_folded", "int4_gptq")
-"""What of `weights` has four bits."""
+"""Values of `weights` with four bits."""
 MEASURED_ROWS = (8, 256)
 """Tokens that backends are measured with: decoding streams and a chunk of a prompt."""
 HOPELESS = 3.0
-"""Times the fastest kernels' time; no noise of a measurement makes up for it."""
+"""Factor above the fastest kernels' time that no noise of a measurement explains."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,12 +53,12 @@ class Int8WeightsConfig:
     """Integer inference."""
 
     weights: Literal["int8", "int8_folded", "int8_smooth", "int4_nearest", "int4_folded", "int4_gptq"] = "int8"
-    """What the stage quantize makes of a model that was not trained on a grid: INT8 weights and activations, as they
-    are or with outliers of activations moved into the weights (SmoothQuant, Xiao et al. 2023); or 4-bit weights of the
+    """Result of the stage quantize for a model that was not trained on a grid: INT8 weights and activations, unchanged
+    or with outliers of activations moved into the weights (SmoothQuant, Xiao et al. 2023); or 4-bit weights of the
     decoder's linear layers, rounded to the nearest code or by GPTQ (Frantar et al. 2023), with embedding and head in
     INT8. The `folded` ones first multiply the weights of the norms before projections into these."""
     granularity: Granularity = field(default="group_32", metadata=only_for("weights", *FOUR_BITS))
-    """What shares a step of 4-bit weights."""
+    """Weights that share a step of 4-bit weights."""
 
     backend: Literal["auto", "fbgemm", "int_mm", "kernel"] = "auto"
     """INT8 GEMM kernels of whatever the decode operator does not compute, such as prompts: PyTorch's two, and this
@@ -67,8 +67,8 @@ class Int8WeightsConfig:
 
 
 def quantize_model(model: Decoder, config: Int8WeightsConfig) -> Decoder:
-    """A new decoder with all linears, the head and the embedding table in INT8; norms stay as they are. `model` is not
-    changed. The result is for inference: it has no gradients.
+    """Returns a new decoder with all linears, the head and the embedding table in INT8; norms keep their format.
+    `model` is not changed. The result is for inference: it lacks gradients.
     """
     tensors = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     for name, weight in list(_matrices(model)):
@@ -80,7 +80,9 @@ def save_int8(model: Decoder, folder: Path) -> None:
     """Write an INT8 decoder into `folder` in the format of this module."""
     tensors: dict[str, Tensor] = {}
     for name, module in model.named_modules():
-        if isinstance(module, Int8Embedding) or (isinstance(module, Int8Linear) and not _is_tied_head(model, name)):
+        # A tied head shares the rows of the embedding, which are stored once.
+        is_tied_head = name == "head" and model.config.tie_embeddings
+        if isinstance(module, Int8Embedding) or (isinstance(module, Int8Linear) and not is_tied_head):
             tensors[f"{name}.weight"], tensors[f"{name}.scale"] = module.quantized, module.scale
     for name, parameter in model.named_parameters():
         tensors[name] = parameter.detach()
@@ -101,7 +103,7 @@ def save_int8(model: Decoder, folder: Path) -> None:
 
 
 def is_int8_folder(folder: Path) -> bool:
-    """Whether `folder` was written by `save_int8`."""
+    """True if `folder` was written by `save_int8`."""
     try:
         return json.loads((folder / "config.json").read_text(encoding="utf-8")).get("format") == FORMAT
     except (OSError, ValueError, AttributeError):
@@ -130,18 +132,14 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 def _matrices(model: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """The matrices that are quantized, by module name; a tied head is listed under the name of the embedding."""
+    """Yields the matrices to quantize, by module name; a tied head is listed under the name of the embedding."""
     for name, module in model.named_modules():
         if isinstance(module, (nn.Linear, nn.Embedding)):
             yield name, module.weight
 
 
-def _is_tied_head(model: Decoder, name: str) -> bool:
-    return name == "head" and model.config.tie_embeddings
-
-
 def _assemble(shape: ModelConfig, tensors: dict[str, Tensor], config: Int8WeightsConfig) -> Decoder:
-    """A decoder from stored tensors. Raises `ModelError` on a missing, surplus or ill-shaped tensor."""
+    """Builds a decoder from stored tensors. Raises `ModelError` on a missing, surplus or ill-shaped tensor."""
     with torch.device("meta"):
         model = Decoder(shape)
     matrices = {name: weight.shape for name, weight in _matrices(model)}
@@ -163,19 +161,21 @@ def _assemble(shape: ModelConfig, tensors: dict[str, Tensor], config: Int8Weight
 
 
 def choose_backend(config: Int8WeightsConfig, matrices: Mapping[str, tuple[Tensor, Tensor]]) -> Backend:
-    """The kernels of the configuration, or the fastest for matrices, given as codes and scales."""
+    """Returns the kernels of the configuration, or the fastest for matrices, given as codes and scales."""
     if config.backend != "auto":
         require_backend(config.backend)
         return config.backend
+    # Products of one shape take the same time, so that each shape is measured once.
     distinct = list({tuple(weight.shape): (weight, scale) for weight, scale in matrices.values()}.values())
     times = backend_times(distinct, num_rounds=1)
     return min(times, key=lambda backend: times[backend])
 
 
 def backend_times(matrices: Sequence[tuple[Tensor, Tensor]], *, num_rounds: int) -> dict[Backend, float]:
-    """Seconds that all matrices, given as codes and scales, take for a token with each kind of kernels, decoded and of
-    a prompt: the least of the rounds. Kernels that are `HOPELESS` times as slow as others are not measured to the end,
-    and not in the next round: without instructions for integers, `int_mm` would take most of the time.
+    """Measures the seconds that all matrices, given as codes and scales, take for a token with each kind of kernels,
+    decoded and of a prompt: the least of the rounds. Kernels that are `HOPELESS` times as slow as others are not
+    measured to the end, and not in the next round: without instructions for integers, `int_mm` would take most of the
+    time.
     """
     best: dict[Backend, float] = {}
     for _ in range(num_rounds):
@@ -188,7 +188,7 @@ def backend_times(matrices: Sequence[tuple[Tensor, Tensor]], *, num_rounds: int)
 
 @torch.inference_mode()
 def _backend_seconds(backend: Backend, matrices: Sequence[tuple[Tensor, Tensor]], limit_s: float) -> float:
-    """The sum of medians of three; what was measured so far once it is above `limit_s`."""
+    """Sums the medians of three measurements; returns the sum so far once it is above `limit_s`."""
     total = 0.0
     for weight, scale in matrices:
         if total > limit_s:

@@ -34,20 +34,20 @@ Backend = Literal["fbgemm", "int_mm", "kernel"]
 
 EMBEDDING = "embedding"
 WEIGHT_LEVELS = LEVELS[8]
-_TINY = TINY
 _INT_MM_MIN_ROWS = 17
+"""Least rows of PyTorch's `_int_mm`; fewer are padded."""
 
 
 def quantize_rows(weight_OD: Tensor) -> tuple[Tensor, Tensor]:
     """Symmetric INT8 rows in [-64, 64] and their FP32 scales [O]; `rows * scales[:, None]` is about `weight_OD`."""
     weight_OD = weight_OD.detach().float()
-    scale_O = (weight_OD.abs().amax(dim=1) / WEIGHT_LEVELS).clamp_min(_TINY)
+    scale_O = (weight_OD.abs().amax(dim=1) / WEIGHT_LEVELS).clamp_min(TINY)
     return torch.round(weight_OD / scale_O[:, None]).to(torch.int8), scale_O
 
 
 def int8_linear_naive(x_ND: Tensor, weight_OD: Tensor, scale_O: Tensor) -> Tensor:
     """The definition in exact arithmetic (float64 holds all these integers): the reference for the backends."""
-    peak_N1 = x_ND.abs().amax(dim=-1, keepdim=True).clamp_min(_TINY)
+    peak_N1 = x_ND.abs().amax(dim=-1, keepdim=True).clamp_min(TINY)
     levels_ND = torch.round((x_ND / peak_N1) * ACTIVATION_LEVELS).double()
     sums_NO = levels_ND @ weight_OD.double().T
     return (sums_NO * scale_O.double() * (peak_N1.double() / ACTIVATION_LEVELS)).float()
@@ -71,28 +71,30 @@ class Int8Linear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The weight as FP32 [O, D], dequantized."""
+        """Dequantized weight, FP32 [O, D]."""
         return self.quantized.float() * self.scale[:, None]
 
     def forward(self, x_BD: Tensor) -> Tensor:
         x_ND = x_BD.reshape(-1, self.in_features).float()
-        out_NO = self._kernel(x_ND) if self._kernel is not None else self._by_pytorch(x_ND)
+        if self._kernel is not None:
+            out_NO = self._kernel(x_ND)
+        else:
+            peak_N1 = x_ND.abs().amax(dim=-1, keepdim=True).clamp_min(TINY)
+            unit_ND = x_ND / peak_N1
+            if self._packed is not None:
+                # The activation range is pinned to [-1, 1]: unsigned bytes around a zero point of 128.
+                out_NO = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
+                    unit_ND, 1.0 / ACTIVATION_LEVELS, ACTIVATION_LEVELS + 1, self._packed
+                )
+            else:
+                levels_ND = torch.round(unit_ND * ACTIVATION_LEVELS).to(torch.int8)
+                missing = max(0, _INT_MM_MIN_ROWS - levels_ND.shape[0])
+                padded = torch.nn.functional.pad(levels_ND, (0, 0, 0, missing)) if missing else levels_ND
+                sums_NO = torch._int_mm(padded, self.quantized.t())  # pyright: ignore[reportPrivateImportUsage]
+                out_NO = sums_NO[: levels_ND.shape[0]].float() * (self.scale / ACTIVATION_LEVELS)
+            out_NO = out_NO * peak_N1
         out_NO = out_NO if self.bias is None else out_NO + self.bias
         return out_NO.view(*x_BD.shape[:-1], self.out_features)
-
-    def _by_pytorch(self, x_ND: Tensor) -> Tensor:
-        peak_N1 = x_ND.abs().amax(dim=-1, keepdim=True).clamp_min(_TINY)
-        unit_ND = x_ND / peak_N1
-        out_NO = self._int_mm(unit_ND) if self._packed is None else _fbgemm(unit_ND, self._packed)
-        return out_NO * peak_N1
-
-    def _int_mm(self, unit_ND: Tensor) -> Tensor:
-        levels_ND = torch.round(unit_ND * ACTIVATION_LEVELS).to(torch.int8)
-        missing = max(0, _INT_MM_MIN_ROWS - levels_ND.shape[0])
-        padded = torch.nn.functional.pad(levels_ND, (0, 0, 0, missing)) if missing else levels_ND
-        sums_NO = torch._int_mm(padded, self.quantized.t())  # pyright: ignore[reportPrivateImportUsage]
-        sums_NO = sums_NO[: levels_ND.shape[0]]
-        return sums_NO.float() * (self.scale / ACTIVATION_LEVELS)
 
 
 class Int8Embedding(nn.Module):
@@ -107,7 +109,7 @@ class Int8Embedding(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The table as FP32 [V, D]."""
+        """Dequantized table, FP32 [V, D]."""
         return self.quantized.float() * self.scale[:, None]
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -115,7 +117,7 @@ class Int8Embedding(nn.Module):
 
 
 def place_int8(model: Decoder, name: str, codes: Tensor, scale: Tensor, backend: Backend) -> None:
-    """Put INT8 rows in the place of a matrix; a head that is tied to the embedding shares its rows."""
+    """Put INT8 rows in place of a matrix; a head that is tied to the embedding shares its rows."""
     if name == EMBEDDING:
         model.embedding = Int8Embedding(codes, scale)  # type: ignore[assignment]
         if not model.config.tie_embeddings:
@@ -126,22 +128,22 @@ def place_int8(model: Decoder, name: str, codes: Tensor, scale: Tensor, backend:
 
 
 def require_backend(backend: Backend) -> None:
-    """Raises `ConfigError` when this machine cannot run `backend`."""
+    """Raise `ConfigError` if this machine cannot run `backend`."""
     if backend == "fbgemm" and "fbgemm" not in torch.backends.quantized.supported_engines:
-        raise ConfigError("backend: this PyTorch has no fbgemm; choose 'int_mm' or 'auto'")
+        raise ConfigError("backend: this PyTorch was built without fbgemm; choose 'int_mm' or 'auto'")
     if backend == "kernel" and cpu_kernels.kernels() is None:
         raise ConfigError("backend: 'kernel' needs a C++ compiler, which is missing here; choose 'int_mm' or 'auto'")
 
 
 def usable_backends() -> list[Backend]:
-    """Those that this machine can run and that are to be measured."""
+    """Lists the backends that this machine can run and that are worth a measurement."""
     has_fbgemm = "fbgemm" in torch.backends.quantized.supported_engines
     usable = {"fbgemm": has_fbgemm, "kernel": "decode_step" in cpu_kernels.used()}
     return [backend for backend in get_args(Backend) if usable.get(backend, True)]
 
 
 def _pack(weight_OD: Tensor, scale_O: Tensor) -> object:
-    engine = torch.backends.quantized.engine
+    engine = torch.backends.quantized.engine  # process-wide, so it is put back
     try:
         torch.backends.quantized.engine = "fbgemm"
         with warnings.catch_warnings():
@@ -152,10 +154,3 @@ def _pack(weight_OD: Tensor, scale_O: Tensor) -> object:
         return torch.ops.quantized.linear_prepack(tensor, None)
     finally:
         torch.backends.quantized.engine = engine
-
-
-def _fbgemm(unit_ND: Tensor, packed: object) -> Tensor:
-    """FBGEMM with the activation range pinned to [-1, 1]: unsigned bytes around a zero point of 128."""
-    return torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
-        unit_ND, 1.0 / ACTIVATION_LEVELS, ACTIVATION_LEVELS + 1, packed
-    )

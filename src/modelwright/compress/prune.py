@@ -1,18 +1,17 @@
-"""Structured pruning: a smaller decoder out of the layers, heads and feed-forward channels of a larger one.
+"""Structured pruning: makes a smaller decoder from the layers, heads and feed-forward channels of a larger one.
 
-Depth: evenly spaced layers, the first and the last among them (Sanh et al. 2019, DistilBERT). Width: what contributes
-most to the output of its projection is kept. Channel c of a projection y = W x contributes sqrt(E[x_c^2]) * |W[:, c]|
+Depth: evenly spaced layers, the first and the last among them (Sanh et al. 2019, DistilBERT). Width: the parts that
+contribute most to the output of their projection. Channel c of a projection y = W x contributes sqrt(E[x_c^2]) *
+|W[:, c]|
 (Sun et al. 2024, Wanda, arXiv 2306.11695, section 3, summed over outputs); a head is the sum over its channels, a
 key/value head that of its query heads. Without activations E[x_c^2] is the squared norm of the weights that make x_c.
 
 Legend: D model width, F feed-forward channels, H query heads, K key/value heads, d head width.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +28,9 @@ Moments = Mapping[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """What of one layer is kept, in order: the layer, its query heads, key/value heads and feed-forward channels."""
+    """Parts of one layer that are kept, in order: the layer, its query heads, key/value heads and feed-forward
+    channels.
+    """
 
     layer: int
     heads: Sequence[int]
@@ -38,8 +39,8 @@ class Kept:
 
 
 def prune(teacher: Decoder, smaller: ModelConfig, moments: Moments) -> Decoder:
-    """A decoder of the shape `smaller`, on the CPU, with weights of `teacher`. moments: from `input_moments`, or empty
-    to judge by weights alone. Raises `ConfigError` for a shape that is no part of the teacher's.
+    """Returns a decoder of the shape `smaller`, on the CPU, with weights of `teacher`. moments: from `input_moments`,
+    or empty to judge by weights alone. Raises `ConfigError` for a shape that does not fit into the teacher's.
     """
     check_part(smaller, teacher.config)
     chosen = [_choose(teacher, layer, smaller, moments) for layer in even_layers(teacher.config, smaller.num_layers)]
@@ -52,12 +53,15 @@ def prune(teacher: Decoder, smaller: ModelConfig, moments: Moments) -> Decoder:
 
 
 def pruned_config(teacher: ModelConfig, smaller: ModelConfig, layers: Sequence[int]) -> ModelConfig:
-    """The teacher's configuration with a smaller shape; windows and layers without positions go with their layers."""
+    """Returns the teacher's configuration with a smaller shape; windows and layers without positions follow their
+    layers.
+    """
 
     def moved(old: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(new for new, layer in enumerate(layers) if layer in old)
 
     attention = teacher.attention
+    # A window without layers would be refused, so it goes with the last of them.
     window_layers = moved(attention.window_layers)
     attention = replace(
         attention,
@@ -70,7 +74,7 @@ def pruned_config(teacher: ModelConfig, smaller: ModelConfig, layers: Sequence[i
 
 
 def check_part(smaller: ModelConfig, teacher: ModelConfig) -> None:
-    """Raise `ConfigError` that names the first dimension in which `smaller` is no part of `teacher`."""
+    """Raise `ConfigError` with the first dimension in which `smaller` does not fit into `teacher`."""
     for name in ("model_dim", "head_dim", "vocab_size"):
         if getattr(smaller, name) != getattr(teacher, name):
             raise ConfigError(
@@ -80,8 +84,8 @@ def check_part(smaller: ModelConfig, teacher: ModelConfig) -> None:
     for name in ("num_layers", "num_heads", "num_kv_heads", "ffn_dim"):
         if getattr(smaller, name) > getattr(teacher, name):
             raise ConfigError(
-                f"{name}: {getattr(smaller, name)} is more than the teacher's {getattr(teacher, name)}; pruning only "
-                "takes away"
+                f"{name}: {getattr(smaller, name)} is more than the teacher's {getattr(teacher, name)}, and pruning "
+                "adds nothing; choose at most the teacher's"
             )
     groups = [one.num_heads // one.num_kv_heads for one in (smaller, teacher)]
     if groups[0] > groups[1]:
@@ -92,43 +96,32 @@ def check_part(smaller: ModelConfig, teacher: ModelConfig) -> None:
 
 
 def even_layers(teacher: ModelConfig, num_layers: int) -> list[int]:
-    """Evenly spaced layers of the teacher, its first and last among them; of a single one, the first."""
+    """Lists evenly spaced layers of the teacher, its first and last among them; of a single one, the first."""
     last = teacher.num_layers - 1
     return [round(place * last / max(1, num_layers - 1)) for place in range(num_layers)]
 
 
 @torch.no_grad()
 def input_moments(teacher: Decoder, batches: Iterable[TokenBatch]) -> Moments:
-    """E[x_c^2] over the tokens of some rows, padding left out, for what width pruning judges by."""
-    names = [name for name in teacher.projections() if name.endswith(("o_proj", "down_proj"))]
-    sums = {name: torch.zeros(teacher.projections()[name].in_features, dtype=torch.float64) for name in names}
+    """Measures E[x_c^2] over the tokens of some rows, without padding, for the choice of heads and channels."""
+    projections = teacher.projections()
+    names = [name for name in projections if name.endswith(("o_proj", "down_proj"))]
+    sums = {name: torch.zeros(projections[name].in_features, dtype=torch.float64) for name in names}
     count = 0
     for batch in batches:
         real_BT = batch.segments_BT >= 0
-        with _watching(teacher, partial(_add_squares, sums, real_BT)):
+
+        def add(name: str, module: nn.Module, inputs: tuple[Tensor, ...], real_BT: Tensor = real_BT) -> None:
+            sums[name] += inputs[0][real_BT].double().square().sum(dim=0)
+
+        hooks = [projections[name].register_forward_pre_hook(partial(add, name)) for name in names]
+        try:
             teacher(batch.input_ids_BT, batch.positions_BT, packed_attend(batch.segments_BT, teacher.config.windows))
+        finally:
+            for hook in hooks:
+                hook.remove()
         count += int(real_BT.sum())
     return {name: total / max(1, count) for name, total in sums.items()}
-
-
-def _add_squares(sums: dict[str, Tensor], real_BT: Tensor, name: str, x_BTC: Tensor) -> None:
-    if name in sums:
-        sums[name] += x_BTC[real_BT].double().square().sum(dim=0)
-
-
-@contextmanager
-def _watching(model: Decoder, see: Any) -> Iterator[None]:
-    """Within the block every projection's name and input are shown to `see`."""
-
-    def hook(name: str, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        see(name, inputs[0])
-
-    hooks = [one.register_forward_pre_hook(partial(hook, name)) for name, one in model.projections().items()]
-    try:
-        yield
-    finally:
-        for one in hooks:
-            one.remove()
 
 
 def _choose(teacher: Decoder, layer: int, smaller: ModelConfig, moments: Moments) -> Kept:
@@ -136,12 +129,15 @@ def _choose(teacher: Decoder, layer: int, smaller: ModelConfig, moments: Moments
     assert isinstance(block, Block)
     attention, ffn, place = block.attention, block.ffn, f"blocks.{layer}"
     per_group = config.num_heads // config.num_kv_heads
+    # Without activations: the squared norm of the weights that make a channel stands for its second moment.
     value_KX = attention.v_proj.weight.detach().double().square().sum(dim=1).view(config.num_kv_heads, -1)
     of_weights = value_KX.repeat_interleave(per_group, dim=0).flatten()
     scores_HX = _scores(attention.o_proj, moments.get(f"{place}.attention.o_proj", of_weights)).view(
         config.num_heads, -1
     )
     scores_KG = scores_HX.sum(dim=1).view(config.num_kv_heads, per_group)
+    # Heads are compared within their group and groups by their kept heads, because all key/value heads of the smaller
+    # model must serve equally many query heads.
     kept_per_group = smaller.num_heads // smaller.num_kv_heads
     best_KG = scores_KG.topk(kept_per_group, dim=1)
     kv_heads = sorted(best_KG.values.sum(dim=1).topk(smaller.num_kv_heads).indices.tolist())
@@ -153,18 +149,21 @@ def _choose(teacher: Decoder, layer: int, smaller: ModelConfig, moments: Moments
 
 
 def _scores(linear: Linear, moments_C: Tensor) -> Tensor:
-    """The squared contribution of each input channel."""
+    """Squared contribution of each input channel."""
     return moments_C.double() * linear.weight.detach().double().square().sum(dim=0)
 
 
 def _part_of(name: str, weights: Mapping[str, Tensor], chosen: Sequence[Kept], config: ModelConfig) -> Tensor:
-    """The part of the teacher's weight that a parameter of the pruned model takes."""
+    """Returns the part of the teacher's weight that a parameter of the pruned model takes."""
     if not name.startswith("blocks."):
         return weights[name]
     _, place, rest = name.split(".", 2)
     kept = chosen[int(place)]
     weight = weights[f"blocks.{kept.layer}.{rest}"]
-    heads, kv_heads = (_rows_of(numbers, config.head_dim) for numbers in (kept.heads, kept.kv_heads))
+    heads, kv_heads = (
+        (torch.tensor(numbers)[:, None] * config.head_dim + torch.arange(config.head_dim)).flatten()
+        for numbers in (kept.heads, kept.kv_heads)
+    )
     channels = torch.tensor(kept.channels)
     gates = heads if config.attention_gate == "element" else torch.tensor(kept.heads)
     rows = {
@@ -182,8 +181,3 @@ def _part_of(name: str, weights: Mapping[str, Tensor], chosen: Sequence[Kept], c
     if projection in rows:
         return weight[rows[projection]]
     return weight[:, columns[projection]] if projection in columns and kind == "weight" else weight
-
-
-def _rows_of(heads: Sequence[int], head_dim: int) -> Tensor:
-    """The channels of some heads."""
-    return (torch.tensor(heads)[:, None] * head_dim + torch.arange(head_dim)).flatten()

@@ -2,6 +2,7 @@
 
 Xiao et al. 2023 (arXiv 2211.10438), equations 3 and 4: channel j of a layer's input is divided by
 s_j = max|x_j|^a / max|w_j|^(1 - a), and column j of its weight multiplied by it. What makes the input absorbs the
+s_j = max|x_j|^a / max|w_j|^(1 - a), and column j of its weight multiplied by it. The maker of the input absorbs the
 division: the norm before query, key and value projections and before gate and up projections, the value projection
 before the output projection, the up projection before the down projection. The model computes the same function as
 before.
@@ -22,31 +23,42 @@ from modelwright.model.attention import packed_attend
 from modelwright.model.decoder import Block, Decoder, Linear, RMSNorm
 
 STRENGTH = 0.5
-"""How much of the difficulty moves to the weights: the paper's value for most models (section 4)."""
+"""Exponent a: the share of the difficulty that moves to the weights, the paper's value for most models (section 4)."""
 SMALLEST = 1e-5
 """Smallest magnitude that a scale derives from: a channel that is always zero keeps its scale finite."""
 
 
 @torch.no_grad()
 def smoothed(model: Decoder, batches: Iterable[TokenBatch], *, strength: float = STRENGTH) -> Decoder:
-    """A decoder that computes what `model` does, with activations that are easier to quantize. batches: rows that the
-    maxima of activations are measured on.
+    """Returns a decoder that computes the same function as `model` with activations that are easier to quantize.
+    batches: rows on which the maxima of activations are measured.
     """
     result = copy.deepcopy(model)
     maxima = _input_maxima(result, batches)
     for layer, block in result.blocks.items():
         assert isinstance(block, Block)
         ffn, place = block.ffn, f"blocks.{layer}"
-        for norm, readers in norm_readers(block).items():
-            linears = [block.get_submodule(name) for name in readers]
-            _move_into_norm(block.get_submodule(norm), linears, maxima[f"{place}.{readers[0]}"], strength)
-        _move(ffn.up_proj, ffn.down_proj, _scales([ffn.down_proj], maxima[f"{place}.ffn.down_proj"], strength))
+        for norm_name, readers in norm_readers(block).items():
+            norm = block.get_submodule(norm_name)
+            assert isinstance(norm, RMSNorm)
+            linears = [one for name in readers if isinstance(one := block.get_submodule(name), Linear)]
+            scales_D = _scales(linears, maxima[f"{place}.{readers[0]}"], strength)
+            # Norms with `one_plus_weight` multiply by 1 + weight: the sum is divided, not the weight.
+            offset = 1.0 if norm.one_plus_weight else 0.0
+            norm.weight.copy_((offset + norm.weight) / scales_D - offset)
+            for linear in linears:
+                linear.weight.mul_(scales_D)
+        scales_C = _scales([ffn.down_proj], maxima[f"{place}.ffn.down_proj"], strength)
+        ffn.up_proj.weight.div_(scales_C[:, None])
+        if ffn.up_proj.has_bias:
+            ffn.up_proj.bias.div_(scales_C)
+        ffn.down_proj.weight.mul_(scales_C)
         _smooth_values(block, maxima[f"{place}.attention.o_proj"], strength)
     return result
 
 
 def _input_maxima(model: Decoder, batches: Iterable[TokenBatch]) -> dict[str, Tensor]:
-    """The largest magnitude of each channel of every projection's input, over the tokens of some rows."""
+    """Measures the largest magnitude of each channel of every projection's input, over the tokens of some rows."""
     found = {name: torch.zeros(one.in_features) for name, one in model.projections().items()}
     for batch in batches:
         real_BT = batch.segments_BT >= 0
@@ -65,31 +77,17 @@ def _input_maxima(model: Decoder, batches: Iterable[TokenBatch]) -> dict[str, Te
 
 
 def _scales(readers: Sequence[Linear], maxima_C: Tensor, strength: float) -> Tensor:
-    """Equation 4, with the maxima of all weights that read the channel."""
+    """Computes equation 4, with the maxima of all weights that read the channel."""
     weights_C = torch.stack([one.weight.abs().amax(dim=0) for one in readers]).amax(dim=0)
     maxima_C = maxima_C.to(weights_C.dtype)
+    # s = max|x|^a / max|w|^(1 - a)
     return maxima_C.clamp_min(SMALLEST) ** strength / weights_C.clamp_min(SMALLEST) ** (1 - strength)
 
 
-def _move_into_norm(norm: nn.Module, readers: Sequence[nn.Module], maxima_D: Tensor, strength: float) -> None:
-    assert isinstance(norm, RMSNorm)
-    readers = [one for one in readers if isinstance(one, Linear)]
-    scales_D = _scales(readers, maxima_D, strength)
-    offset = 1.0 if norm.one_plus_weight else 0.0
-    norm.weight.copy_((offset + norm.weight) / scales_D - offset)
-    for one in readers:
-        one.weight.mul_(scales_D)
-
-
-def _move(maker: Linear, reader: Linear, scales_C: Tensor) -> None:
-    maker.weight.div_(scales_C[:, None])
-    if maker.has_bias:
-        maker.bias.div_(scales_C)
-    reader.weight.mul_(scales_C)
-
-
 def _smooth_values(block: Block, maxima_C: Tensor, strength: float) -> None:
-    """Each channel of a key/value head is read by all query heads of its group, which share a scale."""
+    """Smooth the inputs of the output projection. All query heads of a group read the same channels of their key/value
+    head, so that they share its scales.
+    """
     attention = block.attention
     num_channels, width = attention.v_proj.out_features, attention.head_dim
     num_kv_heads = num_channels // width

@@ -1,4 +1,4 @@
-"""How many cores other processes use while this one measures something."""
+"""Measures the cores that other processes use while this one measures something."""
 
 import os
 import time
@@ -12,21 +12,19 @@ _STAT = Path("/proc/stat")
 _IDLE = (3, 4)
 """Columns of a processor's line in /proc/stat that count idle time and time of waiting for a disk, see proc(5)."""
 _GUEST = 8
-"""From this column on times are counted twice."""
-
+"""First column whose times the columns before it include: guests' time is also the user time of the host."""
 
 PERIOD_S = 0.2
 """The shortest time over which the use of cores is known well enough; the system counts in hundredths of a second."""
 MISSING_CORES = 0.25
-"""As many are always used by something."""
+"""Cores that the system itself always uses; a smaller lack of cores is not reported."""
 
 
 class LoadMeter(Protocol):
-    """What measurements ask about other processes. Tests provide their own."""
+    """Meter of the load that other processes cause. Tests provide their own."""
 
     def begin(self) -> None:
         """Start a new period."""
-        ...
 
     def seconds(self) -> float:
         """Seconds since the period began."""
@@ -38,7 +36,7 @@ class LoadMeter(Protocol):
 
 
 class OtherProcesses:
-    """`LoadMeter` of this machine, from /proc/stat, or from the load average of the last minute where there is none."""
+    """`LoadMeter` of this machine, from /proc/stat, or from the load average of the last minute without it."""
 
     def __init__(self) -> None:
         self.begin()
@@ -58,14 +56,13 @@ class OtherProcesses:
 
 
 def missing_cores(other_cores: float, num_threads: int) -> float:
-    """How many threads of this process were waiting for a core."""
+    """Number of this process's threads that were waiting for a core."""
     return max(0.0, min(num_threads, other_cores + num_threads - num_usable_cores()))
 
 
 def busy_machine(others: LoadMeter, num_threads: int, *, sleep: Callable[[float], None] = time.sleep) -> str:
-    """A warning if other processes leave this one fewer cores than it has threads on this machine, else "". Takes
-    `PERIOD_S`.
-    """
+    """Returns a warning if other processes leave this one fewer cores than its threads, else ""; takes `PERIOD_S`."""
+    # A fresh period, so that earlier load does not count.
     others.begin()
     sleep(PERIOD_S)
     cores = others.other_cores()
@@ -78,12 +75,12 @@ def busy_machine(others: LoadMeter, num_threads: int, *, sleep: Callable[[float]
 
 
 def _busy_seconds() -> float | None:
-    """Time that the usable processors have been busy since the machine started."""
+    """Time for which the usable processors have been busy since the machine started; None without /proc/stat."""
     try:
         lines = _STAT.read_text().splitlines()
     except OSError:
         return None
-    usable = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+    usable = {f"cpu{number}" for number in os.sched_getaffinity(0)}  # the line "cpu" is the sum of all, usable or not
     ticks = 0
     for line in lines:
         name, *columns = line.split()

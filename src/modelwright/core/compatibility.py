@@ -1,4 +1,4 @@
-"""Which features of a training run can be combined, derived from what each feature needs and what it breaks.
+"""Checks that the features of a training run can be combined, from each feature's needs and the properties it breaks.
 
 A feature declares both next to its configuration; `check_compatible` refuses a run in which one feature breaks what
 another one needs. No rule names a pair.
@@ -37,24 +37,20 @@ OWN_WEIGHTS = "weights that no other process changes"
 LASTING_LAYOUT = "layers that stay where they are"
 
 UNDECLARED = frozenset({WHOLE_GRADIENTS, UNDIVIDED_GRADIENTS, OWN_WEIGHTS, EQUAL_REPLICAS, SYNCHRONOUS_UPDATES})
-"""What code counts as needing that changes gradients or weights and does not say what it needs: every rank has all of
-them, equal to those of the others, so that what would be right on one process is right on each."""
+"""Needs of code that changes gradients or weights and declares none: every rank has all of them, equal to those of the
+others, so that a result that is right on one process is right on each."""
 
 SEVERAL_REPLICAS = "several replicas whose gradients are summed"
 SEVERAL_STAGES = "a pipeline"
 ACCELERATOR = "an accelerator"
-"""What some features take effect only with (`Feature.only_with`)."""
+"""Conditions that some features need for any effect (`Feature.only_with`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Feature:
-    """Something that a run does besides plain training.
-
-    key: the setting that enables it.
-    value: of that setting, where it matters.
-    needs: properties of the run that it relies on.
-    breaks: properties that it removes.
-    only_with: properties of the layout or the machine without which it changes nothing.
+    """Something that a run does besides plain training. key: the setting that enables it. value: of that setting, where
+    it matters. needs: properties of the run that it relies on. breaks: properties that it removes. only_with:
+    properties of the layout or the machine without which it changes nothing.
     """
 
     key: str
@@ -77,20 +73,18 @@ def feature(
 ) -> Feature:
     """Build a `Feature` from plain collections."""
     return Feature(
-        key=key,
-        value=str(value),
-        needs=frozenset(needs),
-        breaks=frozenset(breaks),
-        only_with=frozenset(only_with),
+        key=key, value=str(value), needs=frozenset(needs), breaks=frozenset(breaks), only_with=frozenset(only_with)
     )
 
 
 def conflict(features: Iterable[Feature]) -> str:
-    """Why these features cannot be combined, or ""."""
+    """Returns the reason why these features cannot be combined, or ""."""
+    # Permutations: each feature can break the needs of the other. Sorted needs keep the message the same in every run.
     for one, other in itertools.permutations(features, 2):
         for need in sorted(one.needs & other.breaks):
             what = f"{one.value} needs" if one.value else "needs"
             remedy = "change one of the two"
+            # Code that declares nothing has all needs of `UNDECLARED`, so the user can also remedy the declaration.
             if one.needs >= UNDECLARED:
                 remedy += f"; if {one.key} can do without, it has to declare what it needs (docs/extending.md)"
             return f"{one.key}: {what} {need}, which {other} takes away; {remedy}"
@@ -104,6 +98,6 @@ def check_compatible(features: Iterable[Feature]) -> None:
 
 
 def idle(features: Iterable[Feature], offered: Collection[str]) -> list[str]:
-    """The features that change nothing where only these properties are offered, each with what it lacks."""
+    """Lists the features that need more than the `offered` properties for any effect, each with those that it lacks."""
     lacking = ((one, sorted(one.only_with.difference(offered))) for one in features)
     return [f"{one} (needs {', '.join(lacks)})" for one, lacks in lacking if lacks]

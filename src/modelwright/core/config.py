@@ -1,12 +1,10 @@
 """Configuration: frozen dataclasses to and from plain mappings, YAML files and dotted overrides.
 
-A config is a frozen keyword-only dataclass that stands beside the class it configures and checks its own values in
+A config is a frozen keyword-only dataclass next to the class that it configures; it checks its own values in
 `__post_init__`. This module turns mappings into such dataclasses and back.
 
-Numbers as people write them: `2M`, `1.5K`, `64Ki`, `180MiB`, `9e14`, `10TFLOP/s`.
-
-The prefixes K, M, G and T are powers of 1,000, as in the SI, and Ki, Mi, Gi and Ti powers of 1,024. Case does not
-matter.
+Numbers as people write them: `2M`, `1.5K`, `64Ki`, `180MiB`, `9e14`, `10TFLOP/s`. The prefixes K, M, G and T are powers
+of 1,000, as in the SI, and Ki, Mi, Gi and Ti powers of 1,024. Case does not matter.
 """
 
 import dataclasses
@@ -34,8 +32,8 @@ _QUANTITY = re.compile(r"(\d+\.?\d*(?:e[+-]?\d{1,3})?) ?([kmgt]i?|)((?:b|flop)?(
 
 @dataclass(frozen=True)
 class Quantity:
-    """`value` with its prefix applied, exactly; `unit`: "", "b", "flop", or one of them per second ("b/s", "/s");
-    is_bare: whether it was a plain number, without prefix and unit.
+    """Number of `parse_quantity`. value: exact, with its prefix applied; unit: "", "b", "flop", or one of them per
+    second ("b/s", "/s"); is_bare: true for a plain number, without prefix and unit.
     """
 
     value: Fraction
@@ -53,7 +51,7 @@ def parse_quantity(text: str) -> Quantity | None:
 
 
 def parse_count(text: str) -> int | None:
-    """A whole number without a unit (`2M`, `65_536`, `65536`), `None` for anything else."""
+    """Parse a whole number without a unit (`2M`, `65_536`, `65536`); `None` for anything else."""
     quantity = parse_quantity(text.replace("_", ""))
     if quantity is None or quantity.unit or quantity.value.denominator != 1:
         return None
@@ -69,16 +67,13 @@ class _Loader(yaml.SafeLoader):
 
 
 _Loader.add_implicit_resolver(  # pyright: ignore[reportUnknownMemberType]
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d[\d_]*\.?\d*|\.\d+)[eE][-+]?\d+$"),
-    list("-+0123456789."),
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d[\d_]*\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+0123456789.")
 )
 
 
 def constant(default: T) -> T:
-    """A dataclass field that Python code can replace, for tests and experiments, but that is not a setting.
-
-    `parse` rejects it and `dump` omits it. Use it for thresholds that no user has a reason to change.
+    """A dataclass field that Python code can replace, for tests and experiments, but that is not a setting. `parse`
+    rejects it and `dump` omits it. Use it for thresholds that no user has a reason to change.
     """
     return dataclasses.field(default=default, metadata={"constant": True})
 
@@ -88,39 +83,29 @@ def is_constant(field: dataclasses.Field[Any]) -> bool:
 
 
 def only_for(setting: str, *values: object) -> Mapping[str, Any]:
-    """The metadata of a dataclass field that has an effect only while another field of the same config, `setting`, has
-    one of these values, or, without values, a value other than 0, false or empty.
+    """Metadata of a dataclass field that has an effect only while another field of the same config, `setting`, has one
+    of these values, or, without values, a value other than 0, false or empty.
     """
     return {"only_for": (setting, values)}
 
 
 _WORDS_FOR_NONE = ("[]", "", "none", "off", "false")
-"""What a user writes for an empty list; YAML reads `off` as false."""
+"""Words that users write for an empty list; YAML reads `off` as false."""
 
 
 def word_for_none() -> Mapping[str, Any]:
-    """The metadata of a dataclass field with a list that words such as `none` and `off` leave empty."""
+    """Metadata of a dataclass field with a list that words such as `none` and `off` leave empty."""
     return {"word_for_none": True}
 
 
 def if_missing(remedy: str) -> Mapping[str, Any]:
-    """The metadata of a dataclass field without a default: what the error says besides that it is missing."""
+    """Metadata of a dataclass field without a default: a remedy for the error about a missing value."""
     return {"if_missing": remedy}
 
 
-def _without_word_for_none(field: dataclasses.Field[Any], value: Any) -> Any:
-    """An empty list in place of one of the words, alone or as the only entry, if the field takes them."""
-    entries: list[Any] = cast(list[Any], value) if isinstance(value, list) else [value]
-    word = entries[0] if len(entries) == 1 else ()
-    is_none = word is None or (isinstance(word, (str, bool)) and str(word).lower() in _WORDS_FOR_NONE)
-    if field.metadata.get("word_for_none") and is_none:
-        return []
-    return cast(Any, value)
-
-
 def unused_settings(config: Any, path: str = "") -> list[str]:
-    """The settings that differ from their defaults and belong to a choice that was not made (`only_for`), each with the
-    choice that they need.
+    """Lists the changed settings that have an effect only with a choice that was not made (`only_for`), each with the
+    choice that it needs.
     """
     unused: list[str] = []
     for field in dataclasses.fields(config):
@@ -140,20 +125,18 @@ def unused_settings(config: Any, path: str = "") -> list[str]:
 
 @typing.runtime_checkable
 class HasPlainForm(Protocol):
-    """A config whose plain form differs from its fields, such as one with sections that inherit from another."""
+    """A config whose plain data differs from its fields, such as one with sections that inherit from another."""
 
     def plain(self) -> dict[str, Any]:
-        """The settings as dicts, lists and scalars, without what is inherited."""
+        """Returns the settings as dicts, lists and scalars, without inherited ones."""
         ...
 
 
 def parse(cls: type[C], data: Any, path: str = "", *, constants: bool = False) -> C:
-    """Build the config dataclass `cls` from a plain mapping.
-
-    constants: accept fields that are not settings, too. Otherwise one is accepted with its own value only, so that the
-    file of a run still reads that was written when it was a setting. Raises `ConfigError` that starts with the dotted
-    path of the field: unknown key (naming the nearest known one), missing key, wrong type, or whatever the dataclass's
-    own `__post_init__` objects to.
+    """Build the config dataclass `cls` from a plain mapping. constants: accept fields that are not settings, too.
+    Otherwise such a field is accepted with its own value only, so that a run's file can still be read after a setting
+    became a constant. Raises `ConfigError` that starts with the dotted path of the field: unknown key (naming the
+    nearest known one), missing key, wrong type, or any error of the dataclass's own `__post_init__`.
     """
     if not isinstance(data, Mapping):
         raise ConfigError(f"{path or cls.__name__}: expected a mapping, got {data!r}")
@@ -165,15 +148,22 @@ def parse(cls: type[C], data: Any, path: str = "", *, constants: bool = False) -
     settings = {key: value for key, value in settings.items() if key not in fixed or value != fixed[key]}
     for key in settings:
         if key not in fields:
-            raise ConfigError(_unknown_key(_join(path, str(key)), str(key), list(fields)))
-    given = [name for name in fields if name in settings]
-    plain = {name: _without_word_for_none(fields[name], settings[name]) for name in given}
-    values = {name: _convert(hints[name], plain[name], _join(path, name), constants) for name in given}
+            guess = did_you_mean(str(key), list(fields))
+            raise ConfigError(f"{_join(path, str(key))}: unknown setting{guess} (known here: {', '.join(fields)})")
+    values: dict[str, Any] = {}
+    for name in [name for name in fields if name in settings]:
+        value = settings[name]
+        # `none` alone and a list with the only entry `none` both mean an empty list, if the field takes such words.
+        entries: list[Any] = cast(list[Any], value) if isinstance(value, list) else [value]
+        word = entries[0] if len(entries) == 1 else ()
+        is_none = word is None or (isinstance(word, (str, bool)) and str(word).lower() in _WORDS_FOR_NONE)
+        value = list[Any]() if fields[name].metadata.get("word_for_none") and is_none else value
+        values[name] = _convert(hints[name], value, _join(path, name), constants)
     for name, field in fields.items():
         has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
         if name not in values and not has_default:
             remedy = field.metadata.get("if_missing", "")
-            raise ConfigError(f"{_join(path, name)}: is required and has no default{remedy and '; '}{remedy}")
+            raise ConfigError(f"{_join(path, name)}: is required and lacks a default{remedy and '; '}{remedy}")
     try:
         return cls(**values)
     except ConfigError as error:
@@ -181,10 +171,8 @@ def parse(cls: type[C], data: Any, path: str = "", *, constants: bool = False) -
 
 
 def dump(config: Any, *, constants: bool = False) -> Any:
-    """The plain form (dicts, lists, scalars) of a config; `parse(type(config), dump(config)) == config` unless the
-    config has a plain form of its own (`HasPlainForm`).
-
-    constants: include fields that are not settings.
+    """Returns a config as plain data (dicts, lists, scalars); `parse(type(config), dump(config)) == config` except for
+    a `HasPlainForm`. constants: include fields that are not settings.
     """
     if isinstance(config, HasPlainForm):
         return config.plain()
@@ -201,9 +189,8 @@ def dump(config: Any, *, constants: bool = False) -> Any:
 
 
 def set_dotted(data: dict[str, Any], dotted: str, value: Any, *, maxsplit: int = -1) -> None:
-    """Set `data["a"]["b"] = value` for `dotted == "a.b"`, creating the mappings in between.
-
-    maxsplit: split at so many dots only, so that the last name may contain dots.
+    """Set `data["a"]["b"] = value` for `dotted == "a.b"`, creating the mappings in between. maxsplit: number of dots to
+    split at, so that the last name may contain dots.
     """
     *parents, last = dotted.split(".", maxsplit)
     for parent in parents:
@@ -215,7 +202,7 @@ def set_dotted(data: dict[str, Any], dotted: str, value: Any, *, maxsplit: int =
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """A deep merge: mappings are merged key by key, everything else in `over` replaces what is in `base`."""
+    """Merge mappings key by key, at all depths; other values in `over` replace those in `base`."""
     merged = dict(base)
     for key, value in over.items():
         both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
@@ -224,7 +211,7 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def flatten(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The dotted name and the value of everything in a plain form that is no mapping."""
+    """Yields the dotted name and the value of each entry that is not itself a mapping."""
     for name, value in data.items():
         if isinstance(value, Mapping):
             yield from flatten(cast(Mapping[str, Any], value), f"{prefix}{name}.")
@@ -233,8 +220,8 @@ def flatten(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def difference(config: Mapping[str, Any], base: Mapping[str, Any], *, without: Sequence[str] = ()) -> dict[str, Any]:
-    """The keys of `config` that `base` lacks or has with other values: `merge(base, difference(config, base))` gives
-    `config` if it has all keys of `base`. without: keys of the top level to leave out.
+    """Returns the keys of `config` that `base` lacks or has with other values: `merge(base, difference(config, base))`
+    gives `config` if it has all keys of `base`. without: keys of the top level to leave out.
     """
     changed: dict[str, Any] = {}
     for key, value in config.items():
@@ -246,7 +233,7 @@ def difference(config: Mapping[str, Any], base: Mapping[str, Any], *, without: S
 
 
 def parse_scalar(text: str) -> Any:
-    """A command-line word as YAML reads it: `3e-4` a float, `true` a bool, `[1, 2]` a list, `a/b` a string."""
+    """Parse a command-line word as YAML: `3e-4` a float, `true` a bool, `[1, 2]` a list, `a/b` a string."""
     try:
         return yaml.load(text, _Loader)
     except (yaml.YAMLError, ValueError, RecursionError):
@@ -254,7 +241,7 @@ def parse_scalar(text: str) -> Any:
 
 
 def load_yaml(path: Path | str) -> dict[str, Any]:
-    """Read a YAML mapping. Raises `ConfigError` with file and line when it is unreadable, malformed or no mapping."""
+    """Read a YAML mapping. Raises `ConfigError` with file and line if it is unreadable, malformed or not a mapping."""
     try:
         data: Any = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
     except FileNotFoundError:
@@ -263,7 +250,7 @@ def load_yaml(path: Path | str) -> dict[str, Any]:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
     except RecursionError:
         raise ConfigError(f"{path}: is nested too deeply for a configuration") from None
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: bytes that are no UTF-8, dates that do not exist
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: bytes that are not UTF-8, dates that do not exist
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
         raise ConfigError(f"{where}: is not valid YAML ({getattr(error, 'problem', error)})") from None
@@ -273,14 +260,14 @@ def load_yaml(path: Path | str) -> dict[str, Any]:
 
 
 def save_yaml(path: Path | str, config: Any) -> None:
-    """Write a config's plain form, keys in the order of definition. A reader sees the old file or the new one, never a
-    part.
+    """Write a config as plain data, keys in the order of definition. A reader sees the old file or the new one, never
+    a part.
     """
     write_atomic(Path(path), yaml.safe_dump(dump(config), sort_keys=False, allow_unicode=True))
 
 
 class _ListsInLine(yaml.SafeDumper):
-    """Lists of plain values are written on one line."""
+    """Writes lists of plain values on one line."""
 
 
 def _represent_list(dumper: yaml.SafeDumper, values: list[Any]) -> yaml.Node:
@@ -292,12 +279,13 @@ _ListsInLine.add_representer(list, _represent_list)
 
 
 def compact_yaml(plain: Mapping[str, Any]) -> str:
-    """A plain mapping as YAML for reading, with lists of plain values on one line."""
+    """Format a plain mapping as YAML for reading, with lists of plain values on one line."""
     return yaml.dump(dict(plain), Dumper=_ListsInLine, sort_keys=False, allow_unicode=True, width=120)
 
 
 def digest(value: Any) -> str:
-    """A stable SHA-256 of a config, constants included, or of plain data, as 64 hex digits."""
+    """Returns a stable SHA-256 of a config, constants included, or of plain data, as 64 hex digits."""
+    # Sorted keys and constants included: the same settings give the same digest, whatever the order of the fields.
     text = json.dumps(dump(value, constants=True), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
@@ -306,16 +294,21 @@ def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _unknown_key(path: str, key: str, known: Sequence[str]) -> str:
-    return f"{path}: unknown setting{did_you_mean(key, known)} (known here: {', '.join(known)})"
-
-
 def _convert(hint: Any, value: Any, path: str, constants: bool) -> Any:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        return _convert_union(args, value, path, constants)
+        if value is None and type(None) in args:
+            return None
+        errors: list[str] = []
+        for arg in args:
+            if arg is not type(None):
+                try:
+                    return _convert(arg, value, path, constants)
+                except ConfigError as error:
+                    errors.append(str(error))
+        raise ConfigError(errors[-1])
     if origin is typing.Literal:
-        if not any(value == one and type(value) is type(one) for one in args):  # 1 is no true
+        if not any(value == one and type(value) is type(one) for one in args):  # in Python 1 == True
             known = ", ".join(str(one) if one != "" else "'' (nothing)" for one in args)
             raise ConfigError(f"{path}: {value!r} is not one of {known}")
         return value
@@ -338,42 +331,26 @@ def _convert(hint: Any, value: Any, path: str, constants: bool) -> Any:
     return _convert_scalar(hint, value, path)
 
 
-def _convert_union(args: tuple[Any, ...], value: Any, path: str, constants: bool) -> Any:
-    if value is None and type(None) in args:
-        return None
-    errors: list[str] = []
-    for arg in args:
-        if arg is type(None):
-            continue
-        try:
-            return _convert(arg, value, path, constants)
-        except ConfigError as error:
-            errors.append(str(error))
-    raise ConfigError(errors[-1])
-
-
-def _whole_number(text: str, path: str) -> Any:
-    """`2M` as 2,000,000; in fields that count bytes `180MiB`, too. Other text is returned unchanged."""
-    quantity = parse_quantity(text)
-    if quantity is None or quantity.is_bare:
-        return text
-    counts_bytes = "bytes" in path.rpartition(".")[2]
-    if quantity.unit and not (quantity.unit == "b" and counts_bytes):
-        raise ConfigError(f"{path}: {text!r} has a unit that this field does not take; write 2000000, 2M or 2Mi")
-    if quantity.value.denominator != 1:
-        raise ConfigError(f"{path}: {text!r} is not a whole number")
-    return int(quantity.value)
-
-
 def _convert_scalar(hint: Any, value: Any, path: str) -> Any:
     if hint is Any:
         return value
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
+    # YAML reads `1e6` as a float; fields that count accept it if it is whole.
     if hint is int and isinstance(value, float) and value.is_integer():
         return int(value)
     if hint is int and isinstance(value, str):
-        value = _whole_number(value, path)
+        # `2M` means 2,000,000; fields that count bytes take `180MiB`, too. A bare number as text stays an error.
+        quantity = parse_quantity(value)
+        if quantity is not None and not quantity.is_bare:
+            counts_bytes = "bytes" in path.rpartition(".")[2]
+            if quantity.unit and not (quantity.unit == "b" and counts_bytes):
+                raise ConfigError(
+                    f"{path}: {value!r} has a unit that this field does not take; write 2000000, 2M or 2Mi"
+                )
+            if quantity.value.denominator != 1:
+                raise ConfigError(f"{path}: {value!r} is not a whole number")
+            return int(quantity.value)
     if hint is str and isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)
     if hint is Path and isinstance(value, str):

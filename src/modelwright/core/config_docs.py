@@ -8,7 +8,7 @@ import itertools
 import textwrap
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -30,9 +30,7 @@ _UNITS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One leaf key of a configuration. default: its plain form, or "required"; allowed: the type or the literal
-    values.
-    """
+    """Leaf key of a configuration. default: as plain data, or "required"; allowed: its type or its literal values."""
 
     key: str
     default: str
@@ -44,24 +42,21 @@ class Setting:
 def settings_of(cls: type, path: str = "") -> Iterator[Setting]:
     """Every leaf key of a config dataclass except constants, in the order of definition."""
     hints, docs = typing.get_type_hints(cls), field_docs(cls)
-    for field in setting_fields(cls):
+    for field in dataclasses.fields(cls):
+        if is_constant(field):
+            continue
         key = f"{path}.{field.name}" if path else field.name
         hint = hints[field.name]
         if dataclasses.is_dataclass(hint):
             yield from settings_of(cast(type, hint), key)
             continue
-        required = not has_default(field)
         yield Setting(
             key=key,
-            default="required" if required else plain_value(default_of(field)),
+            default=plain_value(default_of(field)) if has_default(field) else "required",
             allowed=allowed_values(hint),
             unit=next((unit for end, unit in _UNITS.items() if field.name.endswith(end)), ""),
             doc=docs.get(field.name, ""),
         )
-
-
-def setting_fields(cls: type) -> list[dataclasses.Field[Any]]:
-    return [field for field in dataclasses.fields(cls) if not is_constant(field)]
 
 
 def has_default(field: dataclasses.Field[Any]) -> bool:
@@ -76,10 +71,12 @@ def default_of(field: dataclasses.Field[Any]) -> Any:
 
 
 def defaults_of(cls: type) -> dict[str, Any]:
-    """The plain form of a config dataclass's defaults; required fields are left out."""
+    """Defaults of a config dataclass as plain data; required fields are left out."""
     hints = typing.get_type_hints(cls)
     plain: dict[str, Any] = {}
-    for field in setting_fields(cls):
+    for field in dataclasses.fields(cls):
+        if is_constant(field):
+            continue
         if dataclasses.is_dataclass(hints[field.name]):
             plain[field.name] = defaults_of(hints[field.name])
         elif has_default(field):
@@ -89,18 +86,16 @@ def defaults_of(cls: type) -> dict[str, Any]:
 
 @functools.cache
 def field_docs(cls: type) -> Mapping[str, str]:
-    """The string literal under each field, as one line; those of base classes too. A class made by `make_dataclass`,
-    which has no source, carries them as `metadata["doc"]` of its fields.
+    """Texts of the string literals under the fields, each as one line; those of base classes too. A class made by
+    `make_dataclass`, which has no source, carries them as `metadata["doc"]` of its fields.
     """
     docs: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
+    for base in reversed(cls.__mro__):  # so that a subclass's text for a field replaces its base's
         if not dataclasses.is_dataclass(base):
             continue
-        documented = {
-            field.name: field.metadata["doc"] for field in dataclasses.fields(base) if "doc" in field.metadata
-        }
-        if documented:
-            docs |= documented
+        in_metadata = {one.name: one.metadata["doc"] for one in dataclasses.fields(base) if "doc" in one.metadata}
+        docs |= in_metadata
+        if in_metadata:
             continue
         body = cast(ast.ClassDef, ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]).body
         for statement, following in itertools.pairwise(body):
@@ -111,13 +106,8 @@ def field_docs(cls: type) -> Mapping[str, str]:
     return docs
 
 
-def class_doc(cls: type) -> str:
-    """The first paragraph of a class's documentation, as one line."""
-    return " ".join((cls.__doc__ or "").split("\n\n")[0].split())
-
-
 def allowed_values(hint: Any) -> str:
-    """A type annotation for a reader who does not know Python."""
+    """Describes a type annotation for a reader who does not know Python."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Literal:
         return ", ".join('""' if value == "" else plain_value(value) for value in args)
@@ -131,7 +121,8 @@ def allowed_values(hint: Any) -> str:
 
 
 def plain_value(value: Any) -> str:
-    """A value as YAML writes it on one line."""
+    """Formats a value as YAML does on one line."""
+    # PyYAML ends a document that is a single scalar with a line `...`.
     text = yaml.safe_dump(dump(value), default_flow_style=True, width=10_000, allow_unicode=True)
     return text.removesuffix("\n").removesuffix("\n...")
 
@@ -141,13 +132,11 @@ def annotated_yaml(cls: type, plain: Mapping[str, Any], *, indent: int = 0) -> I
     hints, docs, pad = typing.get_type_hints(cls), field_docs(cls), " " * indent
     for key, value in plain.items():
         is_group = dataclasses.is_dataclass(hints[key])
-        yield from comment(docs.get(key) or (class_doc(hints[key]) if is_group else ""), pad)
+        # A group without its own text is documented by the first paragraph of its class.
+        text = docs.get(key) or (" ".join((hints[key].__doc__ or "").split("\n\n")[0].split()) if is_group else "")
+        yield from (f"{pad}# {line}" for line in textwrap.wrap(text, WIDTH - len(pad)))
         if is_group and value:
             yield f"{pad}{key}:"
             yield from annotated_yaml(hints[key], cast(Mapping[str, Any], value), indent=indent + 2)
         else:
             yield f"{pad}{key}: {plain_value(value)}"
-
-
-def comment(text: str, pad: str = "") -> Sequence[str]:
-    return [f"{pad}# {line}" for line in textwrap.wrap(text, WIDTH - len(pad))]

@@ -23,7 +23,8 @@ def cache_folder() -> Path:
 
 
 def library(source: Path, options: Sequence[str], *, folder: Path, known: str = "") -> Path:
-    """Path of the library once it is built. known: further inputs that it depends on."""
+    """Path of the library once it is built. known: further text that the library depends on."""
+    # Any other source, compiler or option gives another file, so that versions never overwrite each other.
     parts = "\0".join([known, *_compiler(), *options]).encode() + source.read_bytes()
     return folder / f"{source.stem}-{hashlib.sha256(parts).hexdigest()[:16]}.so"
 
@@ -33,14 +34,15 @@ def has_compiler() -> bool:
 
 
 def compiled(source: Path, options: Sequence[str], *, folder: Path, way_out: str, known: str = "") -> Path:
-    """The library in `folder`, compiled if missing. Concurrent builds leave one whole file. Raises `ModelwrightError`
-    with the remedy and the compiler's output.
+    """Returns the library in `folder`, compiled if missing. Concurrent builds leave one whole file. Raises
+    `ModelwrightError` with the remedy and the compiler's output.
     """
     result = library(source, options, folder=folder, known=known)
     if result.exists():
         return result
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        # Next to its final place, because a rename is atomic only within one file system.
         with tempfile.TemporaryDirectory(dir=folder) as place:
             made = Path(place) / result.name
             command = [*_compiler(), "-fPIC", "-shared", str(source), *options, "-o", str(made)]
@@ -54,7 +56,7 @@ def compiled(source: Path, options: Sequence[str], *, folder: Path, way_out: str
 
 
 def cannot_be_built(text: str, way_out: str) -> str:
-    """The reason, for an error message."""
+    """Error message with the reason, the remedy and the last 600 characters of the compiler's output."""
     said = f"cannot be built with {_compiler()[0]!r}; {way_out} install a C++ compiler (or name it in CXX)"
     return f"{said}: {text.strip()[-600:]}"
 

@@ -1,6 +1,5 @@
-"""How many different words a text has within a limit: the score that generated preferences and the reward
-`distinct_words` share.
-"""
+"""Score for the number of different words in a text, shared by generated preferences and the reward
+`distinct_words`."""
 
 import re
 
@@ -8,7 +7,7 @@ WORD = re.compile(r"[^\W\d_]+(?:['’-][^\W\d_]+)*")
 
 
 def distinct_word_score(text: str, max_words: int) -> float:
-    """The number of different words (without regard to case, at most `max_words`) minus the number of words beyond
+    """Returns the number of different words (case ignored, at most `max_words`) minus the number of words beyond
     `max_words`, divided by `max_words`: 1 at best, below 0 for a text of more than twice as many words.
     """
     words = WORD.findall(text.lower())

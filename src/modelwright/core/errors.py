@@ -1,4 +1,4 @@
-"""Errors that a user is meant to read: one sentence that names what is wrong and the remedy.
+"""Errors for the user: one sentence that names the problem and the remedy.
 
 The command line prints the message of a `ModelwrightError` without a traceback; anything else is a bug and keeps its
 traceback.
@@ -34,7 +34,7 @@ class ModelError(ModelwrightError, ValueError):
 
 
 class StorageError(ModelwrightError, OSError):
-    """Writing failed (disk full, no permission); what was there before is untouched."""
+    """Writing failed (disk full, no permission); earlier files are untouched."""
 
 
 class Stopped(ModelwrightError):
@@ -48,7 +48,7 @@ class Stopped(ModelwrightError):
 
 
 STOPPING = (Stopped, KeyboardInterrupt, SystemExit)
-"""What ends work on request: in training, by Ctrl-C elsewhere, and by SIGTERM elsewhere."""
+"""Exceptions that end work on request: `Stopped` in training; elsewhere, Ctrl-C and SIGTERM."""
 
 
 @contextmanager
@@ -62,11 +62,11 @@ def prefix_errors(section: str) -> Generator[None]:
 
 @contextmanager
 def writing(path: Path | str) -> Generator[None]:
-    """Turn an operating system error while writing `path` into one clear `StorageError`."""
+    """Turn an operating system error while writing `path` into one clear `StorageError`; other errors pass through."""
     try:
         yield
     except OSError as error:
-        if isinstance(error, StorageError):
+        if isinstance(error, StorageError):  # which is an OSError too, from a nested `writing`
             raise
         if error.errno == errno.ENOSPC:
             raise StorageError(f"{path}: the disk is full; free some space and run the same command again") from error

@@ -16,23 +16,21 @@ MAX_EVENTS = 1000
 
 @dataclass(frozen=True)
 class EventKind:
-    """What people should know of a kind of event; docs/troubleshooting.md lists them all."""
+    """Explanation of a kind of event for people; docs/troubleshooting.md lists them all."""
 
     name: str
-    """What is seen."""
+    """The observation, as the reader sees it."""
     advice: str
-    """Its likely cause and the remedy; settings and commands in it are shown to the reader as such."""
+    """Likely cause and remedy; settings and commands in it are shown to the reader as such."""
     is_ordinary: bool = False
-    """Whether it also happens where nothing is wrong."""
+    """True if the event is normal in a healthy run."""
 
 
 class EventLog:
-    """Keeps events in memory on every rank and writes them to `path` from the first one on.
-
-    A kill can truncate the last line, which `read_records` ignores and the next process removes. Events past
-    `max_events` are dropped. The file of an earlier process is emptied, because the run repeats its events after a
-    checkpoint, which holds those before it; with `keep_existing` it is continued instead, for events that are not in
-    checkpoints.
+    """Keeps events in memory on every rank and writes them to `path` from the first one on. A kill can truncate the
+    last line, which `read_records` ignores and the next process removes. Events past `max_events` are dropped. The file
+    of an earlier process is emptied, because the run repeats its events after a checkpoint, which holds those before
+    it; with `keep_existing` it is continued instead, for events that are not in checkpoints.
     """
 
     def __init__(
@@ -50,9 +48,13 @@ class EventLog:
         if len(self.events) >= self.max_events:
             return False
         line = json_line(event)
+        # Through JSON, so that the events in memory and in checkpoints equal those that are read from the file.
         self.events.append(json.loads(line))
         if self.is_first:
-            self._append(line)
+            with writing(self.path):
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                with open(self.path, "ab") as file:
+                    file.write(line.encode())  # one write, which a kill can truncate only at a page boundary
         return True
 
     def state_dict(self) -> dict[str, Any]:
@@ -63,13 +65,6 @@ class EventLog:
         self.events = list(state["events"])
         if self.is_first and (self.events or self.path.exists()):
             self._rewrite()
-
-    def _append(self, line: str) -> None:
-        """Append in one write, which a kill can truncate only at a page boundary of the file."""
-        with writing(self.path):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with open(self.path, "ab") as file:
-                file.write(line.encode())
 
     def _rewrite(self) -> None:
         with writing(self.path):

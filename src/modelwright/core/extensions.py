@@ -1,4 +1,4 @@
-"""What other installed packages add to this one: the objects behind their entry points.
+"""Extensions from other installed packages: the objects behind their entry points.
 
 Each list of the package (commands, stages, techniques, ...) has one entry-point group, named at the list, and asks
 `installed` for what other distributions add to it, or `offered` where one broken package must not disturb the others.
@@ -19,11 +19,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class NoSettings:
-    """The settings of what has none."""
+    """Settings of an extension without any."""
 
 
 class Configurable(Protocol):
-    """What an entry point adds that has settings. config: their dataclass."""
+    """An extension with settings. config: their dataclass."""
 
     @property
     def config(self) -> type: ...
@@ -34,7 +34,6 @@ S = TypeVar("S", bound=Configurable)
 
 def installed(group: str, kind: type[T], *, taken: tuple[str, ...] = ()) -> dict[str, T]:
     """Objects of type `kind` that installed distributions offer in an entry-point group, by entry-point name, sorted.
-
     taken: names of the package's own entries. Raises `ConfigError`, which names the distribution, for an entry point
     that cannot be imported, is of another type, or has a name that is taken.
     """
@@ -42,9 +41,8 @@ def installed(group: str, kind: type[T], *, taken: tuple[str, ...] = ()) -> dict
 
 
 def offered(group: str, kind: type[T], *, taken: tuple[str, ...] = ()) -> dict[str, Callable[[], T]]:
-    """Functions that load what `installed` returns, by the same names; each raises its own entry point's error.
-
-    Nothing of another distribution is imported before its function is called.
+    """Functions that load what `installed` returns, by the same names; each raises its own entry point's error. Nothing
+    of another distribution is imported before its function is called.
     """
     by_name: dict[str, list[EntryPoint]] = {}
     # `entry_points` takes the first of several distributions of one name, so an installed package and its checkout on
@@ -55,7 +53,7 @@ def offered(group: str, kind: type[T], *, taken: tuple[str, ...] = ()) -> dict[s
 
 
 def _load(group: str, kind: type[T], found: list[EntryPoint], is_taken: bool) -> T:
-    """The object of the entry points of one name, of which there must be one."""
+    # Several entry points of one name are several packages that offer it, of which none may win silently.
     entry_point = found[-1]
     distribution = entry_point.dist.name if entry_point.dist else "an unnamed distribution"
     where = f"entry point {entry_point.name} of {group} ({entry_point.value}, from {distribution})"
@@ -73,9 +71,8 @@ def _load(group: str, kind: type[T], found: list[EntryPoint], is_taken: bool) ->
 
 
 def configured(group: str, kind: type[S], settings: Mapping[str, Any], path: str) -> dict[str, tuple[S, Any]]:
-    """The entry points of a group that settings name, each with its settings, in the order of `settings`.
-
-    settings: plain mappings, or their dataclasses, by entry-point name. path: of `settings` in the configuration, for
+    """The entry points of a group that settings name, each with its settings, in the order of `settings`. settings:
+    plain mappings, or their dataclasses, by entry-point name. path: place of `settings` in the configuration, for
     errors. Raises `ConfigError` for a name that no installed package adds, and for wrong settings.
     """
     if not settings:  # the metadata of all installed packages take milliseconds to read

@@ -1,5 +1,5 @@
-"""Environment variables that PyTorch's libraries read when they are loaded: how long idle OpenMP threads spin, and
-which instruction sets are used.
+"""Environment variables that PyTorch's libraries read when they are loaded: the time that idle OpenMP threads spin, and
+the instruction sets that are used.
 
 `modelwright/__init__.py` sets them, so `import modelwright` has to come before `import torch`; processes started later
 inherit them. `python -m modelwright.core.print_environment` prints them for `env`, to start any other program with.
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from modelwright.core.errors import ConfigError
 
 SWITCH = "MODELWRIGHT_ISA"
-"""Environment variable: an older instruction set that this process keeps to."""
+"""Environment variable with the name of an older instruction set that this process is restricted to."""
 SPIN_COUNT = "5000"
 """Turns of libgomp's loop in which a thread waits actively before it sleeps. With libgomp's own 300,000, threads that
 wait keep the core from the one that they wait for, wherever another process keeps the machine busy; with 1,000 they
@@ -22,12 +22,13 @@ WAIT_POLICIES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 @dataclass(frozen=True, kw_only=True)
 class InstructionSet:
-    """One that a newer processor can be lowered to."""
+    """An instruction set that a newer processor can be restricted to."""
 
     march: str
-    """The architecture for a compiler's option `-march`."""
+    """Architecture for the compiler option `-march`."""
     variables: dict[str, str]
-    """What holds PyTorch's operators, oneDNN, MKL and FBGEMM to it. FBGEMM has no kernels for less than AVX2."""
+    """Environment variables that restrict PyTorch's operators, oneDNN, MKL and FBGEMM. FBGEMM's oldest kernels are for
+    AVX2."""
 
 
 LOWER: dict[str, InstructionSet] = {
@@ -53,7 +54,7 @@ LOWER: dict[str, InstructionSet] = {
 
 
 def lowered(environment: MutableMapping[str, str] = os.environ) -> InstructionSet | None:
-    """The instruction set that `SWITCH` names; None if this process uses its processor's own."""
+    """Returns the instruction set that `SWITCH` names; None if this process uses its processor's own."""
     name = environment.get(SWITCH, "")
     if not name:
         return None
@@ -63,13 +64,13 @@ def lowered(environment: MutableMapping[str, str] = os.environ) -> InstructionSe
 
 
 def prepare(environment: MutableMapping[str, str] = os.environ, *, is_too_late: bool) -> None:
-    """Set the variables. is_too_late: the libraries have been loaded; then they must have been set before.
-
-    The user's own wait policy stays.
+    """Set the variables, except a wait policy that the user has set. is_too_late: the libraries are loaded, so the
+    variables must have been set before.
     """
     wanted = lowered(environment)
     if wanted is not None:
         unset = [name for name, value in wanted.variables.items() if environment.get(name) != value]
+        # The libraries read the variables once, when they are loaded.
         if is_too_late and unset:
             raise ConfigError(
                 f"{SWITCH}: torch was imported before modelwright and has not seen {', '.join(unset)}; start the "

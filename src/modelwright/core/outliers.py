@@ -35,10 +35,8 @@ class RobustLevel:
 
 
 class RecentValues:
-    """The last `size` accepted values of a series, each with its step, and their level.
-
-    The caller decides which values to accept: outliers should be excluded, or the level follows them. Values must be
-    finite.
+    """The last `size` accepted values of a series, each with its step, and their level. The caller decides which values
+    to accept: outliers should be excluded, or the level follows them. Values must be finite.
     """
 
     def __init__(self, size: int) -> None:
@@ -51,12 +49,12 @@ class RecentValues:
 
     @property
     def values(self) -> list[float]:
-        """Oldest first."""
+        """Accepted values, oldest first."""
         return [value for _, value in self._entries]
 
     @property
     def level(self) -> RobustLevel | None:
-        """None until a third of the window is filled: fewer values say too little about the series."""
+        """Level of the values; None until a third of the window is filled: fewer say too little about the series."""
         return RobustLevel.of(self.values) if len(self._entries) >= self.size / 3 else None
 
     def add(self, step: int, value: float) -> None:
@@ -79,15 +77,15 @@ class RecentValues:
 
 
 def ratio_limit(values: Sequence[float], factor: float) -> float:
-    """`factor` times the median: for values whose deviation is unknown or meaningless, such as the times of ranks."""
+    """Returns `factor` times the median: for values whose deviation is unknown or meaningless, such as ranks' times."""
     return factor * statistics.median(values)
 
 
 def percentile_limit(values: Sequence[float], percentile: float) -> float:
-    """The smallest of the values that `percentile` percent of them do not exceed (nearest rank, no interpolation)."""
+    """Returns the smallest value that `percentile` percent of the values do not exceed (nearest rank)."""
     return sorted(values)[max(0, math.ceil(percentile / 100.0 * len(values)) - 1)]
 
 
 def zscore_limit(values: Sequence[float], num_sigmas: float) -> float:
-    """Mean plus `num_sigmas` standard deviations (of the population)."""
+    """Returns the mean plus `num_sigmas` standard deviations (of the population)."""
     return statistics.fmean(values) + num_sigmas * statistics.pstdev(values)

@@ -1,26 +1,22 @@
-"""The interface by which long work reports its progress. The terminal (floor 9) decides how it looks."""
+"""The interface by which long work reports its progress. The command line decides how it looks (`cli/display.py`)."""
 
 from typing import Protocol
 
 
 class Progress(Protocol):
-    """Long work reports to it how far it is; it shows rate and time left."""
+    """Receives how far long work is; shows rate and time left."""
 
     def begin(self, name: str, total: float, unit: str) -> None:
         """A piece of work starts: `total` units of `unit` ("documents", "tokens", "steps"); 0 when unknown."""
-        ...
 
     def advance(self, done: float, **fields: float | str) -> None:
-        """`done` units are finished; `fields` are shown beside them (loss, mfu, ...)."""
-        ...
+        """`done` units are finished; `fields` are shown with them (loss, mfu, ...)."""
 
     def note(self, text: str) -> None:
         """Show one line that stays: a warning, a decision, a result."""
-        ...
 
     def end(self) -> None:
         """The piece of work is over."""
-        ...
 
 
 class SilentProgress:

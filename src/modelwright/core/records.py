@@ -16,10 +16,8 @@ from modelwright.core.sinks.sink import MetricSink
 
 
 class Recorder:
-    """Appends records to `path` and passes their numbers to `sinks`, which never fail (`QueuedSink`).
-
-    `first_step`: records at or past this step that an earlier process left are removed (it died after its last
-    checkpoint).
+    """Appends records to `path` and passes their numbers to `sinks`, which never fail (`QueuedSink`). `first_step`:
+    records at or past this step that an earlier process left are removed (it died after its last checkpoint).
     """
 
     def __init__(self, path: Path, *, sinks: Sequence[MetricSink] = (), first_step: int = 0) -> None:
@@ -27,6 +25,7 @@ class Recorder:
         self.sinks = sinks
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
+            # Written anew, which also drops a last line that a kill has cut off: the next record must begin a line.
             kept = [record for record in read_records(path) if record.get("step", -1) < first_step]
             write_atomic(path, "".join(json_line(record) for record in kept))
             self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - lives as long as the recorder
@@ -36,7 +35,11 @@ class Recorder:
         with writing(self.path):
             self._file.write(json_line({"step": step, **values}))
             self._file.flush()
-        numbers = _numbers(values)
+        numbers = {
+            name: float(value)
+            for name, value in values.items()
+            if isinstance(value, (int, float)) and not isinstance(value, bool)  # bool is an int
+        }
         for sink in self.sinks:
             sink.write(step, numbers)
 
@@ -46,14 +49,8 @@ class Recorder:
             sink.close()
 
 
-def _numbers(values: Mapping[str, float | int | str | bool]) -> dict[str, float]:
-    return {
-        name: float(one) for name, one in values.items() if isinstance(one, (int, float)) and not isinstance(one, bool)
-    }
-
-
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """All whole records of a metrics file, ignoring a last line truncated by a crash. A missing file has no records."""
+    """Read all whole records of a metrics file, without a last line truncated by a crash; none if it is missing."""
     if not path.exists():
         return []
     records: list[dict[str, Any]] = []
@@ -71,25 +68,23 @@ def column(records: Iterable[dict[str, Any]], name: str) -> list[tuple[int, floa
 
 
 def summarize(values: Sequence[float]) -> dict[str, float]:
-    """Count, mean, standard deviation (of the sample), extremes and percentiles of the finite values.
-
-    Percentiles interpolate linearly between the closest ranks. `nonfinite` counts what was left out.
+    """Returns count, mean, standard deviation (of the sample), extremes and percentiles of the finite values.
+    Percentiles interpolate linearly between the closest ranks. `nonfinite` counts the values that are left out.
     """
     finite = sorted(value for value in values if math.isfinite(value))
     summary = {"count": float(len(finite)), "nonfinite": float(len(values) - len(finite))}
     if not finite:
         return summary
     mean = math.fsum(finite) / len(finite)
+    # Exact sums: naive ones of many values lose digits.
     variance = math.fsum((value - mean) ** 2 for value in finite) / max(1, len(finite) - 1)
     summary |= {"mean": mean, "std": math.sqrt(variance), "min": finite[0], "max": finite[-1]}
-    return summary | {f"p{p:02d}": _percentile(finite, p / 100) for p in (1, 5, 25, 50, 75, 95, 99)}
-
-
-def _percentile(ordered: Sequence[float], fraction: float) -> float:
-    place = fraction * (len(ordered) - 1)
-    below = math.floor(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+    for percent in (1, 5, 25, 50, 75, 95, 99):
+        place = percent / 100 * (len(finite) - 1)
+        below = math.floor(place)
+        above = min(below + 1, len(finite) - 1)
+        summary[f"p{percent:02d}"] = finite[below] + (finite[above] - finite[below]) * (place - below)
+    return summary
 
 
 def json_line(record: Mapping[str, Any]) -> str:

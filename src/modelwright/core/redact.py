@@ -1,6 +1,4 @@
-"""Removes secrets from everything that is written down: command lines, source addresses, the configuration in the
-report.
-"""
+"""Removes secrets from all that is written down: command lines, source addresses, the configuration in the report."""
 
 import re
 from collections.abc import Sequence
@@ -8,6 +6,7 @@ from typing import Any, cast
 
 HIDDEN = "***"
 _SECRET_NAME = re.compile(r"(token|secret|passw(or)?d|api[-_]?key|credential|signature|\bsig\b|\bkey\b)", re.I)
+# "tokens" in the sense of this project, removed from a name before the search for secret-sounding parts.
 _NOT_SECRET = re.compile(r"(max_|min_|num_|batch_|bigram_|per_)?tokens|tokenizer|num_token|special_token", re.I)
 _USER_IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
 _QUERY = re.compile(r"([?&;])([^=&\s]+)=([^&\s]+)")
@@ -25,10 +24,11 @@ def redact_words(words: Sequence[str]) -> list[str]:
     for word in words:
         if word.startswith("--"):
             name, equals, value = word.partition("=")
+            # The name alone decides: a secret has no form by which it could be known.
             hide = _is_secret(name)
             result.append(f"{name}={HIDDEN if hide else redact_text(value)}" if equals else word)
         else:
-            result.append(HIDDEN if hide else redact_text(word))
+            result.append(HIDDEN if hide else redact_text(word))  # `hide` stays until the next option: all its values
     return result
 
 

@@ -14,10 +14,9 @@ from typing import Any
 
 
 class ResourceUse:
-    """Wall time, CPU time (ended child processes included) and peak resident memory of the `with` block.
-
-    Linux can reset the peak (`/proc/self/clear_refs`), so that each block has its own; elsewhere the peak is that
-    of the whole process so far.
+    """Wall time, CPU time (ended child processes included) and peak resident memory of the `with` block. Linux can
+    reset the peak (`/proc/self/clear_refs`), so that each block has its own; elsewhere the peak is that of the whole
+    process so far.
     """
 
     wall_s = 0.0
@@ -25,7 +24,8 @@ class ResourceUse:
     peak_bytes = 0
 
     def __enter__(self) -> "ResourceUse":
-        _reset_peak()
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, see proc(5)
         self._wall, self._cpu = time.perf_counter(), _cpu_seconds()
         return self
 
@@ -44,7 +44,7 @@ def peak_resident_bytes() -> int:
     except OSError:
         pass
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, KiB on Linux
 
 
 def num_usable_cores() -> int:
@@ -54,7 +54,6 @@ def num_usable_cores() -> int:
 
 def default_num_threads() -> int:
     """Threads for a run that names no number: the usable cores, at most `OMP_NUM_THREADS`, as in every OpenMP program.
-
     Launchers set that variable for each process that they start (torchrun sets it to 1), where it says nothing about
     the cores that all of them share.
     """
@@ -68,9 +67,13 @@ def load() -> float:
 
 
 def hardware() -> dict[str, Any]:
-    """Processor, cores, memory in bytes, operating system."""
+    """Describes the machine: processor, cores, memory in bytes, operating system, Python."""
+    processor = ""
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        processor = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
     return {
-        "processor": _processor_name(),
+        "processor": processor or platform.processor() or platform.machine(),
         "cores": num_usable_cores(),
         "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         "system": f"{platform.system()} {platform.release()}",
@@ -90,7 +93,7 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def git_commit(folder: Path) -> str:
-    """The commit checked out in `folder` ("-dirty" when files differ), or "" outside a checkout."""
+    """Returns the commit checked out in `folder` ("-dirty" when files differ), or "" outside a checkout."""
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
@@ -102,18 +105,3 @@ def _cpu_seconds() -> float:
     """CPU time of this process and of its children that have ended."""
     used = os.times()
     return used.user + used.system + used.children_user + used.children_system
-
-
-def _reset_peak() -> None:
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-
-
-def _processor_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()

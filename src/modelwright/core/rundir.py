@@ -76,11 +76,11 @@ class RunDir:
         return self
 
     def read_info(self) -> dict[str, Any]:
-        """The content of `run.json`. Raises `ArtifactError` if it is missing or damaged."""
+        """Read `run.json`. Raises `ArtifactError` if it is missing or damaged."""
         try:
             info: Any = json.loads(self.info.read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            raise ArtifactError(f"{self.path}: is not a run directory (it has no readable run.json)") from None
+            raise ArtifactError(f"{self.path}: is not a run directory (run.json cannot be read)") from None
         kinds = {"invocations": list, "stages": dict}
         result = cast(dict[str, Any], info) if isinstance(info, dict) else {}
         if not all(isinstance(result.get(name), kind) for name, kind in kinds.items()):
@@ -92,9 +92,8 @@ class RunDir:
 
     @contextmanager
     def lock(self) -> Generator[None]:
-        """Hold the run for this process. Raises `ModelwrightError` when another process is working in it.
-
-        The lock is the operating system's, so it is released even on kill -9.
+        """Hold the run for this process. Raises `ModelwrightError` when another process is working in it. The lock is
+        the operating system's, so it is released even on kill -9.
         """
         with lock_folder(self.path, "this run; wait for it or choose another --run-dir"):
             yield
@@ -103,6 +102,7 @@ class RunDir:
 def check_folder(path: Path, option: str) -> None:
     """Raise `ConfigError` that names the option if no folder can exist at this path; creates nothing."""
     try:
+        # The nearest folder that exists decides whether the path can be created.
         exists = path.exists()
         above = next((one for one in (path, *path.parents) if one.exists()), Path())
     except (OSError, ValueError) as error:
@@ -117,8 +117,10 @@ def check_folder(path: Path, option: str) -> None:
 @contextmanager
 def lock_folder(path: Path, remedy: str) -> Generator[None]:
     """Hold a folder for this process. Raises `ModelwrightError` if another process is working in it."""
+    # "a+" does not truncate: until the lock is held, the file has the process id of its holder.
     with writing(path), open(path / LOCK_FILE, "a+") as file:
         try:
+            # Not a file that exists while the run is held: that would outlive a killed process.
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)

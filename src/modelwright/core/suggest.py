@@ -12,21 +12,24 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def nearest(word: str, known: Iterable[str], *, similarity: float = SIMILARITY) -> str:
-    """The known word whose initials `word` is (`lr` for `learning_rate`), or that it most resembles; "" for none."""
+    """Returns the known word with `word` as initials (`lr` for `learning_rate`), or the most similar; "" for none."""
     known = list(known)
     near = difflib.get_close_matches(word, known, n=1, cutoff=similarity)
+    # Initials first: short words resemble many names, but few names have them as initials.
     by_initials = [name for name in known if "_" in name and "".join(part[:1] for part in name.split("_")) == word]
     return [*by_initials, *near, ""][0]
 
 
 def did_you_mean(word: str, known: Iterable[str], *, prefix: str = "") -> str:
-    """`; did you mean NAME?` with the nearest known word, or ""."""
+    """Returns `; did you mean NAME?` with the nearest known word, or ""."""
     near = nearest(word, known)
     return f"; did you mean {prefix + near!r}?" if near else ""
 
 
 def hub_hint(word: str) -> str:
-    """For the name of a model on a hub (`owner/name`): that nothing is downloaded, and how to get a folder; else ""."""
+    """Returns a hint for the name of a model on a hub (`owner/name`): nothing is downloaded, and how to get a folder;
+    "" for other words.
+    """
     owner = word.partition("/")[0]
     if not _HUB_NAME.fullmatch(word) or os.path.isdir(owner) or owner in (".", ".."):
         return ""

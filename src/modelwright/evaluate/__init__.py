@@ -1,1 +1,1 @@
-"""Floor 5: evaluation of a model on documents, without runs, stages or servers."""
+"""Evaluation of a model on documents, without runs, stages or servers."""

@@ -1,4 +1,4 @@
-"""How likely a model finds the reference answers of held-out conversations: perplexity per token, bits per byte.
+"""Scores a model's likelihood of the reference answers of held-out conversations: perplexity per token, bits per byte.
 
 An answer is what fine-tuning learns of a conversation with the model's own chat template: everything that the assistant
 says, each answer with the token that ends it. Bytes are those of the record's own text, so that models with different
@@ -23,18 +23,25 @@ from modelwright.model.decoder import Decoder
 
 
 def score_answers(
-    model: Decoder,
-    tokenizer: Tokenizer,
-    documents: Sequence[Document],
-    config: EvaluateConfig,
-    *,
-    progress: Progress,
+    model: Decoder, tokenizer: Tokenizer, documents: Sequence[Document], config: EvaluateConfig, *, progress: Progress
 ) -> list[dict[str, Any]]:
-    """One plain record per conversation: `id`, `num_tokens` and `nats` of its answers, `num_bytes` of their text.
-
-    Raises `DataError` that names the conversation if the chat template refuses it.
+    """Scores conversations; returns one plain record for each: `id`, `num_tokens` and `nats` of its answers,
+    `num_bytes` of their text. Raises `DataError` with the conversation's id if the chat template refuses it.
     """
-    texts = [_texts(tokenizer, document) for document in documents]
+    texts: list[list[Scored]] = []
+    for document in documents:
+        try:
+            chats = tokenizer.encode_training_chats(document.messages, tools=document.tools)
+        except DataError as error:
+            raise DataError(f"{document.id}: {error}") from None
+        # A chat ends with its last learned token: what follows would only cost time.
+        texts.append(
+            [
+                Scored(ids[:end].tolist(), max(1, int(learned[0])), mask[:end])
+                for ids, mask in chats
+                if len(learned := np.flatnonzero(mask)) and (end := int(learned[-1]) + 1) > 1
+            ]
+        )
     owners = [number for number, scored in enumerate(texts) for _ in scored]
     nats = sequence_nats(
         model,
@@ -58,13 +65,13 @@ def score_answers(
 
 
 def answer_text(document: Document) -> str:
-    """What the assistant says in a conversation, of a preference pair with the chosen answer alone."""
+    """Text of the assistant's turns in a conversation; of a preference pair, the chosen answer alone."""
     return join_turns([turn for turn in document.messages if turn["role"] == "assistant"])
 
 
 def summarize_answer_scores(records: Sequence[Mapping[str, Any]], *, resamples: int, seed: int) -> dict[str, Any]:
-    """Conversations, tokens, nats per token, perplexity and bits per byte with their 95% bootstrap intervals; {} for no
-    conversation.
+    """Conversations, tokens, nats per token, perplexity and bits per byte with their 95% bootstrap intervals; {}
+    without conversations.
     """
     if not records:
         return {}
@@ -88,17 +95,5 @@ def summarize_answer_scores(records: Sequence[Mapping[str, Any]], *, resamples: 
 
 
 def perplexity(nats_per_token: float) -> float:
-    """exp of the loss; the largest float for a loss beyond it."""
+    """exp of the loss in nats; the largest float for a loss beyond it."""
     return math.exp(min(nats_per_token, 700.0))
-
-
-def _texts(tokenizer: Tokenizer, document: Document) -> list[Scored]:
-    try:
-        chats = tokenizer.encode_training_chats(document.messages, tools=document.tools)
-    except DataError as error:
-        raise DataError(f"{document.id}: {error}") from None
-    return [
-        Scored(ids[:end].tolist(), max(1, int(learned[0])), mask[:end])
-        for ids, mask in chats
-        if len(learned := np.flatnonzero(mask)) and (end := int(learned[-1]) + 1) > 1
-    ]

@@ -1,9 +1,9 @@
 """Baselines for a model's bits per byte: bigram, gzip, xz, on the very same documents.
 
-What is compared with what: the bigram learns from the model's own training tokens and is scored on the same tokens; the
-compressors see no training text, but in their concatenated reading all held-out text before.
+The bigram learns from the model's own training tokens and is scored on the same tokens as the model; the compressors
+see no training text, but in their concatenated reading all held-out text before.
 
-The bigram baseline: what the previous token alone predicts about the next, learned from the model's training tokens.
+The bigram baseline predicts the next token from the previous one alone.
 
 Interpolated Kneser-Ney of order two (Kneser & Ney 1995; Chen & Goodman 1999, section 2.7):
 
@@ -14,7 +14,7 @@ proportional to the number of different tokens seen before w (plus one half, so 
 discount d sets the interpolation and is chosen on a slice of the training tokens that the trial counts leave out. All
 in vectorised NumPy.
 
-Bits per byte of general-purpose compressors: what text costs without a language model.
+Bits per byte of general-purpose compressors: the cost of text without a language model.
 
 Two readings, both reported. `per_document`: each document alone, as the model sees it, container included: short
 documents drown in headers. `concatenated`: all documents of a kind in one stream, so that each can refer to all
@@ -24,7 +24,7 @@ before it: more context than the model gets, and the stronger baseline.
 import lzma
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -48,6 +48,7 @@ def gzip_size(data: bytes) -> int:
 
 def xz_size(data: bytes) -> int:
     """`xz -9e`. The dictionary is cut to the data's size: the same output for far less memory and time."""
+    # The next power of two that holds the data, within the limits of -9e (64 MiB) and of LZMA (4 KiB).
     dictionary = min(1 << 26, max(1 << 12, 1 << (len(data) - 1).bit_length())) if data else 1 << 12
     filters = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": dictionary}]
     return len(lzma.compress(data, format=lzma.FORMAT_XZ, filters=filters))
@@ -57,18 +58,14 @@ COMPRESSORS: Mapping[str, Compressor] = {"gzip": gzip_size, "xz": xz_size}
 
 
 def compressed_bits(texts: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Bits per byte of one kind's documents: `{"gzip" | "xz": {"per_document": ..., "concatenated": ...}}`.
-
-    The concatenation joins the texts with single newlines; bits are divided by the texts' own bytes in both readings.
+    """Returns bits per byte of one kind's documents: `{"gzip" | "xz": {"per_document": ..., "concatenated": ...}}`. The
+    concatenation joins the texts with single newlines; bits are divided by the texts' own bytes in both readings.
     """
     encoded = [text.encode("utf-8") for text in texts]
     total = sum(map(len, encoded))
     joined = b"\n".join(encoded)
     return {
-        name: {
-            "per_document": 8 * sum(map(size, encoded)) / total,
-            "concatenated": 8 * size(joined) / total,
-        }
+        name: {"per_document": 8 * sum(map(size, encoded)) / total, "concatenated": 8 * size(joined) / total}
         for name, size in COMPRESSORS.items()
     }
 
@@ -78,9 +75,10 @@ Pairs = tuple[np.ndarray, np.ndarray]
 
 DISCOUNTS = tuple(np.round(np.arange(0.30, 0.96, 0.05), 2))
 FITTING_SHARE = 20
-"""One pair in this many, in runs of `FITTING_RUN`, chooses the discount."""
+"""The discount is chosen on one pair in this many, in runs of `FITTING_RUN` pairs."""
 FITTING_RUN = 1024
 _UNSEEN = 0.5
+"""Count of predecessors that every token gets, so that no token is impossible."""
 
 
 @dataclass(frozen=True)
@@ -98,47 +96,43 @@ class Bigram:
 
     def log_probs(self, previous_N: np.ndarray, next_N: np.ndarray) -> np.ndarray:
         """Natural log-probabilities (float64) [N]; finite for every pair of ids below `vocab_size`."""
-        return np.log(self._probabilities(previous_N, next_N, self.discount))
+        return np.log(self.probabilities(previous_N, next_N, self.discount))
 
-    def with_discount(self, fitting: Pairs) -> "Bigram":
-        """The same counts with the discount that makes the pairs `fitting` most likely."""
-        likelihoods = [np.log(self._probabilities(*fitting, d)).sum() for d in DISCOUNTS]
-        best = float(DISCOUNTS[int(np.argmax(likelihoods))])
-        return Bigram(**{**self.__dict__, "discount": best})
-
-    def _probabilities(self, previous_N: np.ndarray, next_N: np.ndarray, discount: float) -> np.ndarray:
+    def probabilities(self, previous_N: np.ndarray, next_N: np.ndarray, discount: float) -> np.ndarray:
+        """Probabilities (float64) [N] under any discount."""
+        pair_counts = np.zeros(len(next_N), dtype=np.int64)
+        if len(self.keys):
+            requested = previous_N.astype(np.int64) * self.vocab_size + next_N
+            place = np.minimum(np.searchsorted(self.keys, requested), len(self.keys) - 1)
+            pair_counts = np.where(self.keys[place] == requested, self.counts[place], 0)
         seen = self.context_counts_V[previous_N]
         total = np.maximum(seen, 1)
-        direct = np.maximum(self._pair_counts(previous_N, next_N) - discount, 0.0) / total
+        direct = np.maximum(pair_counts - discount, 0.0) / total
+        # After a token that was never seen the unigram alone predicts.
         backoff = np.where(seen > 0, discount * self.followers_V[previous_N] / total, 1.0)
         return direct + backoff * self.unigram_V[next_N]
 
-    def _pair_counts(self, previous_N: np.ndarray, next_N: np.ndarray) -> np.ndarray:
-        if not len(self.keys):
-            return np.zeros(len(next_N), dtype=np.int64)
-        requested = previous_N.astype(np.int64) * self.vocab_size + next_N
-        place = np.minimum(np.searchsorted(self.keys, requested), len(self.keys) - 1)
-        return np.where(self.keys[place] == requested, self.counts[place], 0)
-
 
 def train_bigram(pairs: Iterable[Pairs], *, vocab_size: int) -> Bigram:
-    """Count the training pairs and choose the discount. Raises `ValueError` when there is no pair."""
-    # one number a pair: at millions of pairs every further array weighs as much as a small model
+    """Count the training pairs and choose the discount. Raises `ValueError` without any pair."""
+    # One number for a pair: at millions of pairs every further array weighs as much as a small model.
     parts = [previous.astype(np.int64) * vocab_size + following for previous, following in pairs]
     pairs_N = np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
     del parts
     if not len(pairs_N):
         raise ValueError("the bigram baseline needs at least one pair of training tokens; are the train rows empty?")
+    # Runs instead of single pairs, so that the fitting pairs are not the neighbors of counted ones.
     fitting = (np.arange(len(pairs_N), dtype=np.int32) // FITTING_RUN) % FITTING_SHARE == FITTING_SHARE - 1
     if not fitting.any():
         fitting[len(fitting) * (FITTING_SHARE - 1) // FITTING_SHARE :] = True
     trial = _count(pairs_N[~fitting], vocab_size)
-    discount = trial.with_discount(divmod(pairs_N[fitting], vocab_size)).discount
-    return Bigram(**{**_count(pairs_N, vocab_size).__dict__, "discount": discount})
+    fitting_pairs = divmod(pairs_N[fitting], vocab_size)
+    likelihoods = [np.log(trial.probabilities(*fitting_pairs, discount)).sum() for discount in DISCOUNTS]
+    return replace(_count(pairs_N, vocab_size), discount=float(DISCOUNTS[int(np.argmax(likelihoods))]))
 
 
 def training_pairs(batches: Iterable[TokenBatch], *, max_tokens: int) -> Iterator[Pairs]:
-    """The predictions that the model is trained on, up to `max_tokens` of them (0: all): same pairs, same
+    """Yields the predictions that the model is trained on, up to `max_tokens` of them (0: all): same pairs, same
     boundaries.
     """
     left = max_tokens or np.iinfo(np.int64).max
@@ -180,7 +174,7 @@ def _count(pairs_N: np.ndarray, vocab_size: int) -> Bigram:
 
 
 def compressor_table(documents: Sequence[Document]) -> dict[str, dict[str, dict[str, float]]]:
-    """Per kind the result of `compressed_bits`."""
+    """Returns the result of `compressed_bits` for each kind."""
     kinds = dict.fromkeys(document.kind for document in documents)
     return {kind: compressed_bits([d.text for d in documents if d.kind == kind]) for kind in kinds}
 
@@ -194,7 +188,7 @@ def bigram_table(
     vocab_size: int,
     progress: Progress,
 ) -> dict[str, Any]:
-    """The bigram's discount, its number of training pairs and per kind the result of `summarize_scores`."""
+    """Returns the bigram's discount, its number of training pairs and per kind the result of `summarize_scores`."""
     progress.begin("bigram baseline", 0, "tokens")
     bigram = train_bigram(training_pairs(train_rows, max_tokens=config.bigram_tokens), vocab_size=vocab_size)
     encoded = [tokenizer.encode(document.text) for document in documents]

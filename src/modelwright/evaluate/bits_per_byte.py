@@ -1,6 +1,7 @@
-"""Bits per byte of held-out documents: how many bits the model needs for one byte of text it has not seen.
+"""Bits per byte of held-out documents: the number of bits that the model needs for one byte of unseen text.
 
-Independent of the tokenizer (bytes are the text's own), so models with different vocabularies and file compressors can
+The figure does not depend on the tokenizer (bytes are the text's own), so models with different vocabularies and file
+compressors can
 be compared in one table. A document is scored as the start token followed by its text: every token of the text is
 predicted exactly once; the start token is given and the end token is not counted, because its cost belongs to no byte.
 """
@@ -34,15 +35,14 @@ class DocumentScore:
 
 
 def start_id(tokenizer: Tokenizer) -> int:
-    """The token before a text: the begin token, or the end token of the previous text if there is none."""
+    """Id of the token before a text: the begin token, or, without one, the end token of the previous text."""
     return tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
 
 
 def select_documents(
     documents: Iterable[Document], *, kinds: Sequence[str], max_bytes_per_kind: int, seed: int
 ) -> list[Document]:
-    """Non-empty documents of `kinds`, of each kind a sample of at most `max_bytes_per_kind` bytes (0: all).
-
+    """Selects non-empty documents of `kinds`, of each kind a sample of at most `max_bytes_per_kind` bytes (0: all).
     Documents are drawn at random and skipped once they no longer fit, so a tight cap favors short ones; at least one of
     a kind is taken. The sample depends on `seed` and the documents' ids and texts alone, not on their order. The result
     is in the order of kinds, then of ids.
@@ -54,6 +54,7 @@ def select_documents(
     chosen: list[Document] = []
     for group in by_kind.values():
         taken, size = [], 0
+        # In the order of a hash, not of a random generator: adding a document leaves the draw of the others unchanged.
         for document in sorted(group, key=lambda d: _draw(seed, d)):
             num_bytes = len(document.text.encode("utf-8"))
             if not taken or not max_bytes_per_kind or size + num_bytes <= max_bytes_per_kind:
@@ -64,14 +65,9 @@ def select_documents(
 
 
 def score_documents(
-    model: Decoder,
-    tokenizer: Tokenizer,
-    documents: Sequence[Document],
-    config: EvaluateConfig,
-    *,
-    progress: Progress,
+    model: Decoder, tokenizer: Tokenizer, documents: Sequence[Document], config: EvaluateConfig, *, progress: Progress
 ) -> list[DocumentScore]:
-    """The model's cost of each document, each token given as much context as the model takes."""
+    """Scores the model's cost of each document, each token given as much context as the model takes."""
     encoded = [tokenizer.encode(document.text) for document in documents]
     nats = sequence_nats(
         model,
@@ -88,7 +84,7 @@ def score_documents(
 def document_scores(
     documents: Sequence[Document], encoded: Sequence[Sequence[int]], nats: Iterable[float]
 ) -> list[DocumentScore]:
-    """The scores of documents with their token ids and costs in nats."""
+    """Combines documents with their token ids and costs in nats."""
     return [
         DocumentScore(
             id=document.id,
@@ -103,17 +99,32 @@ def document_scores(
 
 def summarize_scores(scores: Sequence[DocumentScore], *, resamples: int, seed: int) -> dict[str, dict[str, Any]]:
     """Per kind: documents, tokens, bytes, nats, nats per token, bits per byte and its 95% bootstrap interval."""
-    return {
-        kind: _summarize_kind([s for s in scores if s.kind == kind], resamples, derive_seed(seed, "bootstrap", kind))
-        for kind in dict.fromkeys(score.kind for score in scores)
-    }
+    summary: dict[str, dict[str, Any]] = {}
+    for kind in dict.fromkeys(score.kind for score in scores):
+        own = [score for score in scores if score.kind == kind]
+        nats = np.array([score.nats for score in own])
+        sizes = np.array([score.num_bytes for score in own], dtype=np.float64)
+        num_tokens = sum(score.num_tokens for score in own)
+        # A seed for each kind: its interval does not depend on the kinds that are scored with it.
+        kind_seed = derive_seed(seed, "bootstrap", kind)
+        low, high = bootstrap_ratio(nats / math.log(2), sizes, resamples=resamples, seed=kind_seed)
+        summary[kind] = {
+            "documents": len(own),
+            "tokens": num_tokens,
+            "bytes": int(sizes.sum()),
+            "nats": float(nats.sum()),
+            "nats_per_token": float(nats.sum()) / max(1, num_tokens),
+            "bits_per_byte": float(nats.sum() / math.log(2) / sizes.sum()),
+            "bits_per_byte_low": low,
+            "bits_per_byte_high": high,
+        }
+    return summary
 
 
 def bootstrap_ratio(
     numerators: np.ndarray, denominators: np.ndarray, *, resamples: int, seed: int
 ) -> tuple[float, float]:
-    """95% percentile interval of sum(numerators) / sum(denominators) over documents drawn with replacement.
-
+    """Returns the 95% percentile interval of sum(numerators) / sum(denominators) over documents drawn with replacement.
     Efron & Tibshirani 1993, chapter 13. The ratio is of sums, so long documents weigh as they do in the figure.
     """
     low, high = np.quantile(resampled_ratios(numerators, denominators, resamples=resamples, seed=seed), [0.025, 0.975])
@@ -121,31 +132,15 @@ def bootstrap_ratio(
 
 
 def resampled_ratios(numerators: np.ndarray, denominators: np.ndarray, *, resamples: int, seed: int) -> np.ndarray:
-    """sum(numerators) / sum(denominators) over documents drawn with replacement, once for each resample."""
+    """Returns sum(numerators) / sum(denominators) over documents drawn with replacement, once for each resample."""
     rng = np.random.default_rng(seed)
     count = len(numerators)
     ratios = np.empty(resamples)
     for i in range(resamples):
+        # Numerators and denominators of a document are drawn together, as the ratio needs both.
         drawn = rng.integers(0, count, count)
         ratios[i] = numerators[drawn].sum() / denominators[drawn].sum()
     return ratios
-
-
-def _summarize_kind(scores: Sequence[DocumentScore], resamples: int, seed: int) -> dict[str, Any]:
-    nats = np.array([score.nats for score in scores])
-    sizes = np.array([score.num_bytes for score in scores], dtype=np.float64)
-    num_tokens = sum(score.num_tokens for score in scores)
-    low, high = bootstrap_ratio(nats / math.log(2), sizes, resamples=resamples, seed=seed)
-    return {
-        "documents": len(scores),
-        "tokens": num_tokens,
-        "bytes": int(sizes.sum()),
-        "nats": float(nats.sum()),
-        "nats_per_token": float(nats.sum()) / max(1, num_tokens),
-        "bits_per_byte": float(nats.sum() / math.log(2) / sizes.sum()),
-        "bits_per_byte_low": low,
-        "bits_per_byte_high": high,
-    }
 
 
 def _draw(seed: int, document: Document) -> bytes:

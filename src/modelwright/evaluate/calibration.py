@@ -1,4 +1,4 @@
-"""How well the confidence of a reward model in the order of two answers agrees with how often it is right."""
+"""Measures how well a reward model's confidence in the order of two answers agrees with its accuracy."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class Calibration:
     log_loss: float
     """Mean negative logarithm of that probability, nats."""
     bins: Sequence[ConfidenceBin]
-    """Those that have pairs."""
+    """Bins with at least one pair, from low to high confidence."""
 
 
 def calibration(differences_P: np.ndarray) -> Calibration:
@@ -45,11 +45,13 @@ def calibration(differences_P: np.ndarray) -> Calibration:
     0.5 to 1. Raises `ValueError` without pairs.
     """
     if not len(differences_P):
-        raise ValueError("there are no pairs to judge")
+        raise ValueError("at least one pair is needed to judge a reward model")
     differences_P = differences_P.astype(np.float64)
     log_loss_P = np.logaddexp(0.0, -differences_P)
+    # The logistic function of |difference|, in a form that cannot overflow.
     confidence_P = np.exp(-np.logaddexp(0.0, -np.abs(differences_P)))
     is_right_P = (1 + np.sign(differences_P)) / 2  # a tie is half right, as its confidence of 0.5 says
+    # A confidence of exactly 1 belongs to the last bin.
     places_P = np.minimum(((confidence_P - 0.5) * 2 * NUM_BINS).astype(np.int64), NUM_BINS - 1)
     bins = [
         ConfidenceBin(

@@ -1,4 +1,4 @@
-"""What is evaluated and how much of it."""
+"""Settings of the evaluation: its measures and the amount of text for them."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -16,8 +16,8 @@ class MultipleChoiceConfig:
     num_questions: int = 600
     """Most questions; 0 leaves the benchmark out."""
     score: Score = "byte"
-    """What the headline accuracy ranks answers by: log-likelihood per UTF-8 `byte` or per `token`, or `pmi`, its gain
-    per byte over the same answer without the question (Holtzman et al. 2021)."""
+    """Score that ranks answers for the headline accuracy: log-likelihood per UTF-8 `byte` or per `token`, or `pmi`, its
+    gain per byte over the same answer without the question (Holtzman et al. 2021)."""
     min_answer_bytes: int = constant(20)
     """Shortest answer that is asked for."""
     max_answer_bytes: int = constant(400)
@@ -37,7 +37,7 @@ class MultipleChoiceConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateConfig:
-    """How a model and its baselines are scored."""
+    """Settings of the scores of a model and of its baselines."""
 
     domains: tuple[str, ...] = ("prose", "code")
     """Kinds of validation documents that get bits per byte; where none of them exists, the question/answer pairs get

@@ -1,7 +1,7 @@
 """A decoder as a model of EleutherAI's lm-evaluation-harness (Gao et al. 2021), computed by the engine: log-likelihoods
 of continuations and of whole texts, and generated answers.
 
-Importing this module needs the package `lm_eval` (extra `eval`); which tasks are run is in `pipeline/harness.py`.
+Importing this module needs the package `lm_eval` (extra `eval`); `pipeline/harness.py` chooses the tasks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,9 +23,9 @@ from modelwright.infer.engine import Engine
 from modelwright.infer.sequence import SamplingParams
 
 MAX_NEW_TOKENS = 256
-"""The longest answer to a task that names no number, as for lm-eval's own models."""
+"""Longest answer to a task that sets none, as for lm-eval's own models."""
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Generation settings of a task that the engine knows under the same names."""
+"""Generation settings of a task that have the same names in the engine."""
 Scored = tuple[list[int], list[int]]
 """Token ids of a context and of its continuation."""
 
@@ -38,25 +38,15 @@ class _Answer:
     stops: list[str]
     text: str = ""
 
-    def is_complete(self) -> bool:
-        return any(stop in self.text for stop in self.stops)
-
 
 class EngineLM(TemplateLM):
-    """A model and its tokenizer for `lm_eval.simple_evaluate`.
-
-    uses_chat: prompts are renderings of the chat template, in which control tokens are read as such; otherwise a text
-    is plain, and what looks like a control token is characters. info: what the results say about the model.
+    """A model and its tokenizer for `lm_eval.simple_evaluate`. uses_chat: prompts are renderings of the chat template,
+    in which control tokens are read as such; otherwise a text is plain, and characters that look like a control token
+    stay characters. info: facts about the model for lm-eval's results.
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        tokenizer: Tokenizer,
-        *,
-        uses_chat: bool,
-        info: Mapping[str, Any],
-        progress: Progress,
+        self, engine: Engine, tokenizer: Tokenizer, *, uses_chat: bool, info: Mapping[str, Any], progress: Progress
     ) -> None:
         super().__init__()
         self._engine = engine
@@ -78,7 +68,7 @@ class EngineLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What the first token of a text without context is predicted from."""
+        """Id of the token from which the first token of a text without context is predicted."""
         return self.eot_token_id if self._tokenizer.bos_id is None else self._tokenizer.bos_id
 
     @property
@@ -86,18 +76,18 @@ class EngineLM(TemplateLM):
         return str(self._info.get("model", ""))
 
     def get_model_info(self) -> dict[str, Any]:
-        """For the results."""
+        """Model facts for lm-eval's result file."""
         return dict(self._info)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         return self._tokenizer.chat_template.source if chat_template else None
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The rendering, in which what is written in a message cannot become a control token."""
+        """Renders a chat so that the text of a message cannot become a control token."""
         return self._tokenizer.chat_template.render(chat_history, add_generation_prompt=add_generation_prompt)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Ids with the begin token where the tokenizer puts one, unless the text has it already."""
+        """Encodes a text, with the begin token where the tokenizer puts one, unless the text has it already."""
         ids = self._tokenizer.encode_rendered(string) if self._uses_chat else self._tokenizer.encode(string)
         begin = self._tokenizer.begin_ids
         if add_special_tokens is False or (add_special_tokens is None and ids[: len(begin)] == begin):
@@ -105,7 +95,7 @@ class EngineLM(TemplateLM):
         return [*begin, *ids]
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """The log-likelihood of each continuation, and whether greedy decoding gives it. lm-eval's own code fails where
+        """Log-likelihood of each continuation, and true if greedy decoding gives it. lm-eval's own code fails where
         context and continuation are both empty.
         """
         scores = iter(super().loglikelihood([one for one in requests if any(one.args)], disable_tqdm=True))
@@ -123,7 +113,7 @@ class EngineLM(TemplateLM):
         return self._scores([(context, continuation) for _, context, continuation in requests])
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
-        """Each token of a text is predicted once, from as many tokens before it as its window holds."""
+        """Log-likelihood of each text. Each token is predicted once, from all tokens before it in its window."""
         windows: list[Scored] = []
         owners: list[int] = []
         for number, request in enumerate(requests):
@@ -138,9 +128,10 @@ class EngineLM(TemplateLM):
         return totals
 
     def _scores(self, pairs: Sequence[Scored]) -> list[tuple[float, bool]]:
-        """Log-likelihood of each continuation in nats, and whether it is what greedy decoding gives."""
+        """Log-likelihood of each continuation in nats, and true if greedy decoding gives it."""
         results: dict[int, tuple[float, bool]] = {}
         self._progress.begin("log-likelihoods", len(pairs), "continuations")
+        # Prompts with a common beginning are queued close to each other, so that it is computed once.
         for number in sharing_order([context for context, _ in pairs]):
             context, continuation = pairs[number]
             if not continuation:
@@ -151,12 +142,10 @@ class EngineLM(TemplateLM):
                     f"--tasks: a continuation has {len(continuation)} tokens, and the model's context is "
                     f"{self._engine.max_seq_len}; score it as a whole text (output_type loglikelihood_rolling)"
                 )
+            # The context is cut at its beginning: the continuation is scored whole.
             ids = [*context, *continuation][-self.max_ids :]
             params = SamplingParams(
-                max_tokens=1,
-                temperature=0.0,
-                num_prompt_logprobs=0,
-                prompt_logprobs_start=len(ids) - len(continuation),
+                max_tokens=1, temperature=0.0, num_prompt_logprobs=0, prompt_logprobs_start=len(ids) - len(continuation)
             )
             self._engine.add(str(number), ids, params)
         while self._engine.has_work:
@@ -174,7 +163,9 @@ class EngineLM(TemplateLM):
         for number, request in enumerate(requests):
             arguments: tuple[str, Mapping[str, Any]] = request.args  # pyright: ignore[reportAssignmentType]
             context, settings = arguments
+            # A seed for each request, so that a sampled answer does not depend on the other tasks of the evaluation.
             params, stops = self._params(settings, derive_seed(0, "lm-eval", number))
+            # The prompt is cut at its beginning, so that the longest answer fits into the context.
             ids = self.tok_encode(context)[-(self._engine.max_seq_len - params.max_tokens) :]
             answers[str(number)] = _Answer(self._tokenizer.stream(), stops)
             self._engine.add(str(number), ids, params)
@@ -187,7 +178,7 @@ class EngineLM(TemplateLM):
                     continue  # a token that was verified together with the one that completed the answer
                 self._require_finite(output.finish_reason)
                 answer.text += answer.stream.step(output.token_id)
-                if output.finished or answer.is_complete():
+                if output.finished or any(stop in answer.text for stop in answer.stops):
                     answer.text += answer.stream.finish()
                     self._engine.abort(output.request_id)
                     del open_answers[output.request_id]
@@ -200,7 +191,7 @@ class EngineLM(TemplateLM):
             raise ConfigError(f"{self._info.get('model')}: the model's output is not finite; its weights are unusable")
 
     def _params(self, settings: Mapping[str, Any], seed: int) -> tuple[SamplingParams, list[str]]:
-        """The engine's parameters for a task's generation settings, and the texts at which an answer ends."""
+        """Converts a task's generation settings to the engine's parameters and the texts at which an answer ends."""
         kwargs: dict[str, Any] = dict(normalize_gen_kwargs(dict(settings), MAX_NEW_TOKENS))
         until, max_tokens = kwargs.pop("until", None) or [], kwargs.pop("max_gen_toks")
         stops = [until] if isinstance(until, str) else list(until)
@@ -208,8 +199,8 @@ class EngineLM(TemplateLM):
             kwargs["temperature"] = 0.0
         if unknown := sorted(kwargs.keys() - set(SAMPLING)):
             raise ConfigError(
-                f"generation_kwargs: the engine has no {', '.join(unknown)}; known are until, max_gen_toks, do_sample, "
-                f"{', '.join(SAMPLING)}"
+                f"generation_kwargs: unknown to the engine: {', '.join(unknown)}; known are until, max_gen_toks, "
+                f"do_sample, {', '.join(SAMPLING)}"
             )
         if not 0 < max_tokens < self._engine.max_seq_len:
             raise ConfigError(
@@ -222,8 +213,8 @@ class EngineLM(TemplateLM):
 
 
 def sharing_order(contexts: Sequence[Sequence[int]]) -> list[int]:
-    """The order in which prompts are queued so that those with a common beginning find it in the cache: by their ids,
-    and of those with equal contexts one first, because a prompt is not shared before it is computed.
+    """Order in which prompts are queued so that those with a common beginning find it in the cache: by their ids, and
+    of those with equal contexts one first, because a prompt is not shared before it is computed.
     """
     by_ids = sorted(range(len(contexts)), key=lambda number: list(contexts[number]))
     equal = [list(group) for _, group in groupby(by_ids, key=lambda number: list(contexts[number]))]
@@ -235,4 +226,4 @@ def sharing_order(contexts: Sequence[Sequence[int]]) -> list[int]:
 
 
 AT_ONCE = 8
-"""Contexts of which the first prompts are queued one after the other."""
+"""Contexts whose first prompts are queued one after the other."""

@@ -7,10 +7,10 @@ answer. Longer answers are less likely, so the log-likelihood is divided by a le
   models with different tokenizers can be compared.
 - `token`: by tokens. An artifact of the tokenizer: a rare word cut into many pieces gains, as its last pieces are
   nearly free.
-- `pmi`: how much the question helps, per byte: the log-likelihood less that of the same candidate after a question
+- `pmi`: the question's help, per byte: the log-likelihood less that of the same candidate after a question
   that names nothing (Holtzman et al. 2021). Cancels the candidate's unconditional likelihood.
 
-Which one ranks is fixed in the config before the run. Beside it stands what the model chooses without the question: the
+The config fixes before the run which one ranks. The model's choice without the question is reported as well: the
 candidate that it finds most likely per byte after a question that names nothing.
 """
 
@@ -30,34 +30,33 @@ from modelwright.evaluate.statistics import log10_binomial_tail, wilson_interval
 from modelwright.model.decoder import Decoder
 
 NEUTRAL_QUESTION, NEUTRAL_LEAD = "What does it do?", "`it`:"
-"""Stand in for the question, and for the words that candidates begin with, where their likelihood without a question is
-needed."""
+"""Replacements for the question, and for the words that candidates begin with, to score the likelihood without a
+question."""
 
 WITHOUT_QUESTION = "without_question"
-"""What the model chooses without the question, among the choices of a record."""
+"""Key, among the choices of a record, of the model's choice without the question."""
 
 
 def answer_questions(
-    model: Decoder,
-    tokenizer: Tokenizer,
-    questions: Sequence[Question],
-    config: EvaluateConfig,
-    *,
-    progress: Progress,
+    model: Decoder, tokenizer: Tokenizer, questions: Sequence[Question], config: EvaluateConfig, *, progress: Progress
 ) -> list[dict[str, Any]]:
-    """One plain record per question: the question itself, each candidate's nats, tokens, bytes and scores, `correct`.
-
-    `scores` holds the candidates' values by score name (higher is better), `choices` the index chosen by each,
-    `choice` and `correct` those of the configured score. `WITHOUT_QUESTION` is among the scores.
+    """Scores questions; returns one plain record for each: the question itself, each candidate's nats, tokens, bytes
+    and scores, `correct`. `scores` holds the candidates' values by score name (higher is better), `choices` the index
+    chosen by each, `choice` and `correct` those of the configured score. `WITHOUT_QUESTION` is among the scores.
     """
     rule = config.multiple_choice.score
-    encoded = [tokenizer.encode(_scored_text(question, text)) for question in questions for text in question.candidates]
+    encoded = [
+        tokenizer.encode(f" {text}" if question.lead else text)  # a candidate follows the lead after a blank
+        for question in questions
+        for text in question.candidates
+    ]
     shape = (len(questions), NUM_CANDIDATES)
     num_tokens = np.array([len(ids) for ids in encoded]).reshape(shape)
     num_bytes = np.array([len(t.encode("utf-8")) for q in questions for t in q.candidates]).reshape(shape)
     prompts = [(question.question, question.lead) for question in questions]
     neutral_prompts = [(NEUTRAL_QUESTION, NEUTRAL_LEAD if question.lead else "") for question in questions]
     nats = _candidate_nats(model, tokenizer, encoded, prompts, config, progress)
+    # The same candidates after a question that names nothing: their likelihood without the question.
     neutral = _candidate_nats(model, tokenizer, encoded, neutral_prompts, config, progress)
     scores = {
         "byte": -nats / num_bytes,
@@ -65,24 +64,47 @@ def answer_questions(
         "pmi": (neutral - nats) / num_bytes,
         WITHOUT_QUESTION: -neutral / num_bytes,
     }
-    return [
-        _record(question, rule, nats[i], num_tokens[i], num_bytes[i], {name: s[i] for name, s in scores.items()})
-        for i, question in enumerate(questions)
-    ]
+    records: list[dict[str, Any]] = []
+    for i, question in enumerate(questions):
+        choices = {name: int(values[i].argmax()) for name, values in scores.items()}
+        records.append(
+            {
+                **dataclasses.asdict(question),
+                "candidates": list(question.candidates),
+                "distractor_ids": list(question.distractor_ids),
+                "nats": nats[i].tolist(),
+                "tokens": num_tokens[i].tolist(),
+                "bytes": num_bytes[i].tolist(),
+                "scores": {name: values[i].tolist() for name, values in scores.items()},
+                "choices": choices,
+                "choice": choices[rule],
+                "correct": choices[rule] == question.answer,
+            }
+        )
+    return records
 
 
 def summarize_answers(records: Sequence[Mapping[str, Any]], *, score: str) -> dict[str, Any]:
     """Accuracy with its 95% Wilson interval, the exact one-sided p-value against chance, and the accuracy of cues
-    alone.
-
-    `by_score`: accuracy under each score, `without_question` among them. `cues`: accuracy of choosing the longest, the
-    shortest, or the candidate that shares most words, or parts of words, with the question; ties share the credit.
+    alone. `by_score`: accuracy under each score, `without_question` among them. `cues`: accuracy of choosing the
+    longest, the shortest, or the candidate that shares most words, or parts of words, with the question; ties share the
+    credit.
     """
     total = len(records)
     correct = sum(bool(record["correct"]) for record in records)
     low, high = wilson_interval(correct, total)
     log10_p = log10_binomial_tail(correct, total, CHANCE)
     names = records[0]["choices"] if records else []
+    credits = {"longest": 0.0, "shortest": 0.0, "shared_words": 0.0, "shared_parts_of_words": 0.0}
+    for record in records:
+        asked = words_of(record["question"])
+        texts = [words_of(text) for text in record["candidates"]]
+        shared = [len(set(asked) & set(words)) for words in texts]
+        shared_parts = [len(word_parts(asked) & word_parts(words)) for words in texts]
+        credits["longest"] += _credit(record["bytes"], record["answer"])
+        credits["shortest"] += _credit([-size for size in record["bytes"]], record["answer"])
+        credits["shared_words"] += _credit(shared, record["answer"])
+        credits["shared_parts_of_words"] += _credit(shared_parts, record["answer"])
     return {
         "questions": total,
         "correct": correct,
@@ -94,25 +116,20 @@ def summarize_answers(records: Sequence[Mapping[str, Any]], *, score: str) -> di
         "log10_p_value": log10_p,
         "score": score,
         "by_score": {name: sum(r["choices"][name] == r["answer"] for r in records) / total for name in names},
-        "cues": _cues(records),
+        "cues": {name: credit / max(1, total) for name, credit in credits.items()},
         "tiers": dict(Counter(record["tier"] for record in records)),
     }
 
 
 def best_rival(summary: Mapping[str, Any]) -> tuple[str, float]:
-    """The name and the accuracy of the strongest rival in a result of `summarize_answers`: chance, a cue, or the model
-    without the question.
+    """Name and accuracy of the strongest rival in a result of `summarize_answers`: chance, a cue, or the model without
+    the question.
     """
     rivals = {"chance": summary["chance"]}
     rivals |= {name.replace("_", " "): accuracy for name, accuracy in summary["cues"].items()}
     if WITHOUT_QUESTION in summary["by_score"]:
         rivals["the model without the question"] = summary["by_score"][WITHOUT_QUESTION]
     return max(rivals.items(), key=lambda rival: rival[1])
-
-
-def _scored_text(question: Question, text: str) -> str:
-    """A candidate as it follows the lead."""
-    return f" {text}" if question.lead else text
 
 
 def _candidate_nats(
@@ -123,7 +140,7 @@ def _candidate_nats(
     config: EvaluateConfig,
     progress: Progress,
 ) -> np.ndarray:
-    """The nats of all candidates after their prompts, each a question and the lead of its answer [questions,
+    """Scores all candidates after their prompts, each a question and the lead of its answer; nats [questions,
     candidates].
     """
     sequences = []
@@ -141,43 +158,6 @@ def _candidate_nats(
         name="multiple choice",
     )
     return nats.reshape(len(prompts), NUM_CANDIDATES)
-
-
-def _record(
-    question: Question,
-    rule: str,
-    nats: np.ndarray,
-    num_tokens: np.ndarray,
-    num_bytes: np.ndarray,
-    scores: Mapping[str, np.ndarray],
-) -> dict[str, Any]:
-    choices = {name: int(values.argmax()) for name, values in scores.items()}
-    return {
-        **dataclasses.asdict(question),
-        "candidates": list(question.candidates),
-        "distractor_ids": list(question.distractor_ids),
-        "nats": nats.tolist(),
-        "tokens": num_tokens.tolist(),
-        "bytes": num_bytes.tolist(),
-        "scores": {name: values.tolist() for name, values in scores.items()},
-        "choices": choices,
-        "choice": choices[rule],
-        "correct": choices[rule] == question.answer,
-    }
-
-
-def _cues(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    credits = {"longest": 0.0, "shortest": 0.0, "shared_words": 0.0, "shared_parts_of_words": 0.0}
-    for record in records:
-        asked = words_of(record["question"])
-        texts = [words_of(text) for text in record["candidates"]]
-        shared = [len(set(asked) & set(words)) for words in texts]
-        shared_parts = [len(word_parts(asked) & word_parts(words)) for words in texts]
-        credits["longest"] += _credit(record["bytes"], record["answer"])
-        credits["shortest"] += _credit([-size for size in record["bytes"]], record["answer"])
-        credits["shared_words"] += _credit(shared, record["answer"])
-        credits["shared_parts_of_words"] += _credit(shared_parts, record["answer"])
-    return {name: credit / max(1, len(records)) for name, credit in credits.items()}
 
 
 def _credit(values: Sequence[float], answer: int) -> float:

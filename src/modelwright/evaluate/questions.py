@@ -1,10 +1,10 @@
 """Multiple-choice questions made from held-out question/answer documents.
 
 Each question keeps its own answer and gets three distractors, the answers of other held-out documents: of the same
-package where there are enough, so that vocabulary is no cue, and those whose words are most like the question's, as
-hard negatives are retrieved for a search engine. By similarity to the question and by length the answer is the first,
-second, third or last of the four equally often, so that neither tells which one is right. Positions are shuffled.
-Everything depends on the documents and the seed alone.
+package where there are enough, so that the vocabulary does not give the answer away, and those whose words are most
+like the question's, as hard negatives are retrieved for a search engine. By similarity to the question and by length
+the answer is the first, second, third or last of the four equally often, so that neither tells which one is right.
+Positions are shuffled. Everything depends on the documents and the seed alone.
 """
 
 import hashlib
@@ -12,7 +12,7 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,8 +30,8 @@ MAX_SHARED_WORDS = 0.6
 _NGRAM = 4
 """Letters of a part of a word, by which `copytree` is like `copy` and `tree`."""
 _WORD_WEIGHT = 4.0
-"""How much more a whole word counts than a part of one. On the built-in corpus the answer shared most words with the
-question in 32% of the questions; 40% at 1, and 77% with distractors chosen by length alone."""
+"""Weight of a whole word; a part of one weighs 1. On the built-in corpus the answer shared most words with the question
+in 32% of the questions; 40% at 1, and 77% with distractors chosen by length alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class _Entry:
 
 @dataclass(frozen=True)
 class _Ranks:
-    """Where an answer stands among the four: how many distractors are more similar to the question, and longer."""
+    """Rank of an answer among the four: numbers of distractors that are more similar to the question, and longer."""
 
     more_similar: int
     longer: int
@@ -76,21 +76,33 @@ _Sides = dict[tuple[bool, bool], list[int]]
 
 def build_questions(documents: Iterable[Document], config: MultipleChoiceConfig) -> list[Question]:
     """Up to `config.num_questions` questions from the documents of kind "qa"; fewer if there are not enough documents.
-
     A document needs `meta["question"]` and `meta["answer"]`; `meta["module"]`, `meta["name"]` and `meta["title"]`, with
     which the answer begins, are used if present. The same question twice is asked once.
     """
-    pool = _entries(documents, config)
+    # Eligible documents by their ids; of equal questions the one with the first id.
+    unique: dict[tuple[str, ...], _Entry] = {}
+    for document in sorted((d for d in documents if d.kind == "qa"), key=lambda d: d.id):
+        entry = _entry(document)
+        if config.min_answer_bytes <= entry.num_bytes <= config.max_answer_bytes and entry.question:
+            unique.setdefault(tuple(entry.question.split()), entry)
+    pool = list(unique.values())
     similarity = Similarity([entry.words for entry in pool])
+    # Each rank is used by a quarter of the questions, by similarity and by length.
     quota = math.ceil(config.num_questions / NUM_CANDIDATES)
+    places = [_Ranks(similar, long) for similar in range(NUM_CANDIDATES) for long in range(NUM_CANDIDATES)]
     taken: Counter[tuple[str, int]] = Counter()
     questions: list[Question] = []
     for number in sorted(range(len(pool)), key=lambda n: _draw(config.seed, "ask", pool[n].id)):
         if len(questions) >= config.num_questions:
             break
         scores = similarity.to(words_of(pool[number].question))
-        ranks = _open_ranks(taken, quota, config.seed, pool[number].id)
-        if found := _question(number, pool, scores, ranks, config.seed):
+        # Ranks that are not taken often enough yet, those taken least first.
+        counts = {one: (taken["similar", one.more_similar], taken["long", one.longer]) for one in places}
+        open_ranks = sorted(
+            (one for one in places if max(counts[one]) < quota),
+            key=lambda one: (sum(counts[one]), _draw(config.seed, "rank", pool[number].id, repr(one))),
+        )
+        if found := _question(number, pool, scores, open_ranks, config.seed):
             question, place = found
             taken.update({("similar", place.more_similar): 1, ("long", place.longer): 1})
             questions.append(question)
@@ -98,7 +110,7 @@ def build_questions(documents: Iterable[Document], config: MultipleChoiceConfig)
 
 
 def same_meaning(first: Sequence[str], second: Sequence[str]) -> bool:
-    """Whether two texts, given as words, say the same: one is a prefix of the other, or most words are shared."""
+    """True if two texts, given as words, say the same: one is a prefix of the other, or most words are shared."""
     short, long = sorted((first, second), key=len)
     if list(long[: len(short)]) == list(short):
         return True
@@ -113,7 +125,7 @@ def words_of(text: str) -> tuple[str, ...]:
 
 
 class Similarity:
-    """Similarity of some texts to a question by what they share: words and parts of words, each weighted by its inverse
+    """Similarity of texts to a question: the words and parts of words that they share, each weighted by its inverse
     document frequency, over the root of the text's number of them.
     """
 
@@ -128,9 +140,9 @@ class Similarity:
         self._roots_N = np.sqrt([max(1, len(of_one)) for of_one in features])
 
     def to(self, question: Sequence[str]) -> NDArray[np.float64]:
-        """The similarity of each text to a question, given as words [N]."""
+        """Computes the similarity of each text to a question, given as words; [N]."""
         scores_N = np.zeros(len(self._roots_N))
-        for feature in sorted(_features(question)):
+        for feature in sorted(_features(question)):  # sorted, so that sums are rounded the same in every process
             if feature in self._holders:
                 holders, weight = self._holders[feature], _WORD_WEIGHT if feature.startswith("=") else 1.0
                 scores_N[holders] += weight * math.log((1 + len(scores_N)) / len(holders))
@@ -138,12 +150,12 @@ class Similarity:
 
 
 def word_parts(words: Sequence[str]) -> set[str]:
-    """The parts of `_NGRAM` letters of some words."""
+    """Parts of `_NGRAM` letters of some words."""
     return {word[i : i + _NGRAM] for word in words for i in range(len(word) - _NGRAM + 1)}
 
 
 def _features(words: Sequence[str]) -> set[str]:
-    """The words, marked as such, and their parts."""
+    """Words, marked as such, and their parts."""
     return word_parts(words) | {f"={word}" for word in words}
 
 
@@ -151,28 +163,7 @@ TIERS: dict[str, Callable[[_Entry, _Entry], bool]] = {
     "same package": lambda a, b: a.package == b.package,
     "any": lambda a, b: True,
 }
-"""Where distractors may come from, the first that has enough of them wins."""
-
-
-def _open_ranks(taken: Mapping[tuple[str, int], int], quota: int, seed: int, id: str) -> list[_Ranks]:
-    """The places that are not taken often enough yet, those taken least first."""
-    places = [_Ranks(similar, long) for similar in range(NUM_CANDIDATES) for long in range(NUM_CANDIDATES)]
-
-    def counts(ranks: _Ranks) -> tuple[int, int]:
-        return taken.get(("similar", ranks.more_similar), 0), taken.get(("long", ranks.longer), 0)
-
-    still_open = [ranks for ranks in places if max(counts(ranks)) < quota]
-    return sorted(still_open, key=lambda one: (sum(counts(one)), _draw(seed, "rank", id, repr(one))))
-
-
-def _entries(documents: Iterable[Document], config: MultipleChoiceConfig) -> list[_Entry]:
-    """Eligible documents by their ids; of equal questions the one with the first id."""
-    result: dict[tuple[str, ...], _Entry] = {}
-    for document in sorted((d for d in documents if d.kind == "qa"), key=lambda d: d.id):
-        entry = _entry(document)
-        if config.min_answer_bytes <= entry.num_bytes <= config.max_answer_bytes and entry.question:
-            result.setdefault(tuple(entry.question.split()), entry)
-    return list(result.values())
+"""Sources of distractors; the first that has enough of them wins."""
 
 
 def _entry(document: Document) -> _Entry:
@@ -199,7 +190,7 @@ def _entry(document: Document) -> _Entry:
 def _question(
     number: int, pool: Sequence[_Entry], scores_N: NDArray[np.float64], open_ranks: Sequence[_Ranks], seed: int
 ) -> tuple[Question, _Ranks] | None:
-    """The question of an entry, with the answer at the first ranks for which there are enough distractors."""
+    """Builds the question of an entry, with the answer at the first ranks for which there are enough distractors."""
     entry = pool[number]
     near = [
         other
@@ -209,44 +200,36 @@ def _question(
         and other != number
         and pool[other].name != entry.name
     ]
+    # Each side begins with the entries that are about as similar to the question as the answer.
+    near.sort(key=lambda other: (abs(scores_N[other] - scores_N[number]), pool[other].id))
     for tier, allowed in TIERS.items():
-        sides = _sides(number, [other for other in near if allowed(entry, pool[other])], pool, scores_N, seed)
+        sides = _Sides()
+        for other in near:
+            if allowed(entry, pool[other]):
+                is_similar = _is_above(scores_N[other], scores_N[number], seed, "similar", entry.id, pool[other].id)
+                is_longer = _is_above(pool[other].num_bytes, entry.num_bytes, seed, "longer", entry.id, pool[other].id)
+                sides.setdefault((is_similar, is_longer), []).append(other)
         for ranks in open_ranks:
             if chosen := _distractors(number, sides, pool, ranks):
-                return _assemble(entry, [pool[other] for other in chosen], tier, seed), ranks
+                distractors = [pool[other] for other in chosen]
+                order = sorted([entry, *distractors], key=lambda e: _draw(seed, "place", entry.id, e.id))
+                question = Question(
+                    id=entry.id,
+                    question=entry.question,
+                    candidates=tuple(e.answer for e in order),
+                    answer=order.index(entry),
+                    tier=tier,
+                    distractor_ids=tuple(e.id for e in order if e is not entry),
+                    lead=entry.lead,
+                )
+                return question, ranks
     return None
 
 
-def _assemble(entry: _Entry, distractors: Sequence[_Entry], tier: str, seed: int) -> Question:
-    order = sorted([entry, *distractors], key=lambda e: _draw(seed, "place", entry.id, e.id))
-    return Question(
-        id=entry.id,
-        question=entry.question,
-        candidates=tuple(e.answer for e in order),
-        answer=order.index(entry),
-        tier=tier,
-        distractor_ids=tuple(e.id for e in order if e is not entry),
-        lead=entry.lead,
-    )
-
-
-def _sides(
-    number: int, near: Sequence[int], pool: Sequence[_Entry], scores_N: NDArray[np.float64], seed: int
-) -> _Sides:
-    """Entries by whether they are more similar to the question and longer than the answer (ties are drawn), each side
-    from those that are about as similar as the answer.
-    """
-    entry, sides = pool[number], _Sides()
-    for other in sorted(near, key=lambda n: (abs(scores_N[n] - scores_N[number]), pool[n].id)):
-        is_similar = _is_above(scores_N[other], scores_N[number], seed, "similar", entry.id, pool[other].id)
-        is_longer = _is_above(pool[other].num_bytes, entry.num_bytes, seed, "longer", entry.id, pool[other].id)
-        sides.setdefault((is_similar, is_longer), []).append(other)
-    return sides
-
-
 def _distractors(number: int, sides: _Sides, pool: Sequence[_Entry], ranks: _Ranks) -> list[int]:
-    """Three entries that put the answer at these ranks, none equivalent to another; or none."""
+    """Chooses three entries that put the answer at these ranks, each with another meaning; none if there are not."""
     similar, longer, others = ranks.more_similar, ranks.longer, NUM_CANDIDATES - 1
+    # The two ranks fix how many distractors each of the four sides gives, up to the number that are both.
     for both in range(max(0, similar + longer - others), min(similar, longer) + 1):
         needed = {
             (True, True): both,
@@ -256,26 +239,20 @@ def _distractors(number: int, sides: _Sides, pool: Sequence[_Entry], ranks: _Ran
         }
         chosen: list[int] = []
         for side, count in needed.items():
-            chosen += _first_different(sides.get(side, ()), count, pool, [number, *chosen])
+            most = len(chosen) + count
+            for other in sides.get(side, ()):
+                if len(chosen) == most:
+                    break
+                if not any(same_meaning(pool[other].words, pool[one].words) for one in (number, *chosen)):
+                    chosen.append(other)
         if len(chosen) == others:
             return chosen
     return []
 
 
 def _is_above(value: float, other: float, seed: int, *names: str) -> bool:
-    """Whether a value is above another one; a tie is drawn."""
+    """True if a value is above another one; a tie is drawn."""
     return value > other or (value == other and bool(_draw(seed, *names)[0] & 1))
-
-
-def _first_different(side: Sequence[int], count: int, pool: Sequence[_Entry], chosen: Sequence[int]) -> list[int]:
-    """The first `count` of a side that mean something else than those chosen and each other; fewer if there are not."""
-    result: list[int] = []
-    for other in side:
-        if len(result) == count:
-            break
-        if not any(same_meaning(pool[other].words, pool[one].words) for one in (*chosen, *result)):
-            result.append(other)
-    return result
 
 
 def _draw(seed: int, *names: str) -> bytes:

@@ -1,4 +1,4 @@
-"""What single records cost a model in nats: the answers of conversations, and the whole text of everything else."""
+"""Costs of single records in nats for a model: the answers of conversations, and the whole text of other documents."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -16,15 +16,10 @@ ANSWERS, TEXT = "answers", "text"
 
 
 def record_costs(
-    model: Decoder,
-    tokenizer: Tokenizer,
-    documents: Sequence[Document],
-    config: EvaluateConfig,
-    *,
-    progress: Progress,
+    model: Decoder, tokenizer: Tokenizer, documents: Sequence[Document], config: EvaluateConfig, *, progress: Progress
 ) -> dict[str, list[dict[str, Any]]]:
-    """Plain rows with `id`, `num_tokens`, `num_bytes` and `nats` in the order of the documents, by what they are of:
-    `answers` of conversations, `text` of other documents; without the key where there is no document of the kind.
+    """Scores documents; returns plain rows with `id`, `num_tokens`, `num_bytes` and `nats` in their order, by key:
+    `answers` of conversations, `text` of other documents; a key without documents is left out.
     """
     spoken = [document for document in documents if document.kind == "qa"]
     written = [document for document in documents if document.kind != "qa"]
@@ -38,5 +33,5 @@ def record_costs(
 def text_costs(
     model: Decoder, tokenizer: Tokenizer, documents: Sequence[Document], config: EvaluateConfig, *, progress: Progress
 ) -> list[dict[str, Any]]:
-    """The cost of each document's whole text, a conversation's included."""
+    """Scores the whole text of each document, a conversation's included."""
     return [asdict(score) for score in score_documents(model, tokenizer, documents, config, progress=progress)]

@@ -25,7 +25,7 @@ Rows = list[dict[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class RecordScores:
-    """What one model makes of some records; the lists of two models on the same records have the same ids."""
+    """Scores of some records for one model; the lists of two models on the same records have the same ids."""
 
     answers: Rows
     """`num_tokens`, `num_bytes` and `nats` of the reference answers."""
@@ -44,7 +44,7 @@ def score_records(
     max_new_tokens: int,
     progress: Progress,
 ) -> RecordScores:
-    """Score question/answer documents. Raises `DataError` that names a record which the chat template refuses."""
+    """Score question/answer documents. Raises `DataError` with the id of a record that the chat template refuses."""
     return RecordScores(
         answers=score_answers(model, tokenizer, documents, config, progress=progress),
         choices=score_choices(model, tokenizer, documents, config, progress=progress),
@@ -55,7 +55,9 @@ def score_records(
 def score_choices(
     model: Decoder, tokenizer: Tokenizer, documents: Sequence[Document], config: EvaluateConfig, *, progress: Progress
 ) -> Rows:
-    """The likeliest choice per byte of each record with choices, as the assistant's answer (see `multiple_choice`)."""
+    """Chooses the likeliest choice per byte of each record with choices, as the assistant's answer
+    (see `multiple_choice`).
+    """
     asked = [document for document in documents if document.meta.get("choices")]
     sequences: list[Scored] = []
     for document in asked:
@@ -83,10 +85,9 @@ def score_choices(
 def generate_numbers(
     model: Decoder, tokenizer: Tokenizer, documents: Sequence[Document], *, max_new_tokens: int, progress: Progress
 ) -> Rows:
-    """Greedy answers to the records whose reference answer has a number after `####`, and whether theirs equals it.
-
-    An answer's number is that in its last box, after its last `####`, or its last one. Prompts that leave no room for
-    an answer in the model's context count as wrong.
+    """Generates greedy answers to the records whose reference answer has a number after `####`, and compares theirs. An
+    answer's number is that in its last box, after its last `####`, or its last one. Prompts that leave no room for an
+    answer in the model's context count as wrong.
     """
     answers = [(document, answer_text(document)) for document in documents]
     asked = [(d, number) for d, text in answers if MARKER in text and (number := final_number(text, "marker"))]
@@ -111,7 +112,7 @@ def generate_numbers(
 
 
 def _prompt(tokenizer: Tokenizer, document: Document) -> list[int]:
-    """Everything before the last answer."""
+    """Encodes the conversation before the last answer. Raises `DataError` with the record's id."""
     last = max(place for place, turn in enumerate(document.messages) if turn["role"] == "assistant")
     try:
         return tokenizer.encode_prompt(document.messages[:last], tools=document.tools)

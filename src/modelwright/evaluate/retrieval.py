@@ -1,4 +1,4 @@
-"""Retrieval: how often what belongs to a query is among the best candidates, against chance and bags of words.
+"""Retrieval: measures how often the relevant candidate of a query is among the best, against chance and bags of words.
 
 Legend: Q queries, C candidates.
 """
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 RANKS = (1, 5)
 _WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|\d+")
-"""Words, and the words that identifiers are made of."""
+"""Words, and the words inside identifiers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,11 +26,12 @@ class Recall:
 
 
 def recall(scores_QC: NDArray[np.floating], is_relevant_QC: NDArray[np.bool_]) -> Recall:
-    """Recall of candidates by descending score. Of equal scores the worst order counts, so that a method that scores
-    all alike finds nothing; scores that are no numbers are the lowest.
+    """Recall of candidates by descending score. Of equal scores the worst order counts, so that equal scores for all
+    candidates find nothing; NaN scores are the lowest.
     """
     scores_QC = np.where(np.isnan(scores_QC), -np.inf, scores_QC)
     best_Q = np.where(is_relevant_QC, scores_QC, -np.inf).max(axis=1)
+    # `>=`: ties count as ranked before, which is the worst order.
     num_before_Q = ((scores_QC >= best_Q[:, None]) & ~is_relevant_QC).sum(axis=1)
     at_1, at_5 = (float((num_before_Q < most).mean()) for most in RANKS)
     return Recall(at_1=at_1, at_5=at_5)
@@ -39,21 +40,20 @@ def recall(scores_QC: NDArray[np.floating], is_relevant_QC: NDArray[np.bool_]) -
 def chance(is_relevant_QC: NDArray[np.bool_]) -> Recall:
     """Expected recall of candidates in random order."""
     num_candidates = is_relevant_QC.shape[1]
-    counts_Q = is_relevant_QC.sum(axis=1).tolist()
-    at_1, at_5 = (
-        float(np.mean([1 - _missed(num_candidates, relevant, min(most, num_candidates)) for relevant in counts_Q]))
-        for most in RANKS
-    )
-    return Recall(at_1=at_1, at_5=at_5)
-
-
-def _missed(num_candidates: int, num_relevant: int, most: int) -> float:
-    """The probability that none of the relevant candidates is among the first `most`."""
-    return math.comb(num_candidates - num_relevant, most) / math.comb(num_candidates, most)
+    at: list[float] = []
+    for rank in RANKS:
+        most = min(rank, num_candidates)
+        # Probability that none of the relevant candidates is among the first: hypergeometric.
+        missed = [
+            math.comb(num_candidates - relevant, most) / math.comb(num_candidates, most)
+            for relevant in is_relevant_QC.sum(axis=1).tolist()
+        ]
+        at.append(float(np.mean([1 - probability for probability in missed])))
+    return Recall(at_1=at[0], at_5=at[1])
 
 
 def bag_of_words(queries: Sequence[str], candidates: Sequence[str]) -> NDArray[np.float64]:
-    """Cosines of TF-IDF vectors [Q, C]; identifiers are taken apart into their words."""
+    """Cosines of TF-IDF vectors [Q, C]; identifiers are split into their words."""
     from sklearn.feature_extraction.text import TfidfVectorizer  # takes a second
 
     options: dict[str, Any] = {"token_pattern": None}  # or scikit-learn warns that the tokenizer replaces it
@@ -63,5 +63,5 @@ def bag_of_words(queries: Sequence[str], candidates: Sequence[str]) -> NDArray[n
 
 
 def words(text: str) -> list[str]:
-    """The words of a text or of code, in lower case; a placeholder for a text without any."""
+    """Splits a text or code into words in lower case; a placeholder for a text without any."""
     return [word.lower() for word in _WORDS.findall(text)] or [""]

@@ -38,23 +38,22 @@ class Window:
 
 
 def cut_windows(sequence: int, num_predictions: int, first: int, *, context: int, stride: int) -> Iterator[Window]:
-    """Windows of at most `context` tokens in which each prediction from `first` on counts exactly once.
-
-    A prediction sees all tokens before it as far as `context` reaches in the first window, and at least
-    `context - stride` of them in every later one. `1 <= stride <= context`.
+    """Yields windows of at most `context` tokens in which each prediction from `first` on counts exactly once. A
+    prediction sees all tokens before it within `context` in the first window, and at least `context - stride` of them
+    in every later one. `1 <= stride <= context`.
     """
     assert 1 <= stride <= context, (stride, context)
     done = first
     while done < num_predictions:
         end = min(num_predictions, max(context, done + stride))
+        # The tokens before `done` are context alone: an earlier window has counted their predictions.
         yield Window(sequence, max(0, end - context), end, done)
         done = end
 
 
 def pack_windows(windows: Sequence[Window], row_len: int) -> list[list[Window]]:
-    """Rows of windows whose lengths sum to at most `row_len`: best fit, longest first.
-
-    Deterministic; fuller rows come first, so that rows of like fill share a batch.
+    """Packs windows into rows of at most `row_len` tokens: best fit, longest first. Deterministic; fuller rows come
+    first, so that rows of like fill share a batch.
     """
     ordered = sorted(windows, key=lambda w: (-w.length, w.sequence, w.start))
     row_of = best_fit(np.array([window.length for window in ordered], dtype=np.int64), row_len).tolist()
@@ -66,7 +65,7 @@ def pack_windows(windows: Sequence[Window], row_len: int) -> list[list[Window]]:
 
 @dataclass(frozen=True)
 class Scored:
-    """One sequence to score: `ids`, of which `ids[first:]` are predicted and the rest is given (`first >= 1`)."""
+    """A sequence to score: `ids`, of which `ids[first:]` are predicted and the rest is given (`first >= 1`)."""
 
     ids: Sequence[int]
     first: int
@@ -85,13 +84,13 @@ def sequence_nats(
     progress: Progress,
     name: str = "score",
 ) -> np.ndarray:
-    """Negative log-likelihood in nats (float64) of the predicted tokens of each sequence.
-
+    """Scores sequences: returns the negative log-likelihood in nats (float64) of the predicted tokens of each.
     Sequences longer than the model's context, or than `max_context`, go through overlapping windows; short ones share
     rows without seeing each other. Each predicted token counts exactly once. The model is put into evaluation mode.
     """
     use_tensor_heap()
     context = min(model.config.max_seq_len, max_context)
+    # Windows overlap by the rest of the context, whose predictions were scored by the window before.
     stride = max(1, round(context * (1.0 - context_overlap)))
     windows = [
         window
@@ -116,6 +115,7 @@ def _score_rows(model: Decoder, sequences: Sequence[Scored], rows: list[list[Win
     """Run one batch of rows and add each window's counted predictions to its sequence in `nats`."""
     length = max(sum(window.length for window in row) for row in rows)
     inputs, labels, positions = (np.zeros((len(rows), length), dtype=np.int64) for _ in range(3))
+    # Padding has segment -1 and no owner: nothing attends to it, and it is not scored.
     segments = np.full((len(rows), length), -1, dtype=np.int32)
     owner = np.full((len(rows), length), -1, dtype=np.int64)
     for r, row in enumerate(rows):
@@ -135,14 +135,10 @@ def _score_rows(model: Decoder, sequences: Sequence[Scored], rows: list[list[Win
     attend = packed_attend(_to(segments, device), model.config.windows)
     hidden_BTD = model(_to(inputs, device), _to(positions, device), attend)
     hidden_ND = hidden_BTD[_to(counted, device)]
-    token_nats_N = _label_nats(model, hidden_ND, _to(labels[counted], device))
-    np.add.at(nats, owner[counted], token_nats_N.double().cpu().numpy())
-
-
-def _label_nats(model: Decoder, hidden_ND: Tensor, labels_N: Tensor) -> Tensor:
-    """-log p(label) [N] in FP32, by the model's own head (an INT8 head too), a chunk of logits at a time."""
-    chunks = zip(hidden_ND.split(CHUNK_TOKENS), labels_N.split(CHUNK_TOKENS), strict=True)
-    return torch.cat([F.cross_entropy(model.logits(h).float(), labels, reduction="none") for h, labels in chunks])
+    # In FP32, by the model's own head (an INT8 head too), a chunk at a time: logits of all tokens would not fit.
+    chunks = zip(hidden_ND.split(CHUNK_TOKENS), _to(labels[counted], device).split(CHUNK_TOKENS), strict=True)
+    nats_N = torch.cat([F.cross_entropy(model.logits(h).float(), own, reduction="none") for h, own in chunks])
+    np.add.at(nats, owner[counted], nats_N.double().cpu().numpy())  # `+=` would count repeated owners once
 
 
 def _to(array: np.ndarray, device: torch.device) -> Tensor:

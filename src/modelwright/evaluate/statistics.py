@@ -2,9 +2,9 @@
 
 Two models on the same records: differences with a paired bootstrap.
 
-Records are drawn with replacement, each with the results of both models, so that what makes a record easy or hard for
-both cancels out (Efron & Tibshirani 1993, chapters 13 and 15; for language models Koehn 2004). The p-value is that of
-the percentile interval which just includes no difference: twice the share of the resamples on the smaller side of 0.
+Records are drawn with replacement, each with the results of both models, so that the difficulty of a record for both
+cancels out (Efron & Tibshirani 1993, chapters 13 and 15; for language models Koehn 2004). The p-value is that of the
+percentile interval which just includes no difference: twice the share of the resamples on the smaller side of 0.
 """
 
 import math
@@ -20,7 +20,7 @@ from modelwright.evaluate.bits_per_byte import resampled_ratios
 from modelwright.evaluate.records import RecordScores, Rows
 
 Z_95 = 1.959963984540054
-"""The standard normal's 97.5% quantile."""
+"""97.5% quantile of the standard normal distribution."""
 
 
 def wilson_interval(num_correct: int, num_trials: int, z: float = Z_95) -> tuple[float, float]:
@@ -37,7 +37,11 @@ def log10_binomial_tail(num_correct: int, num_trials: int, chance: float) -> flo
     """log10 of the exact one-sided p-value P(X >= num_correct), X ~ Binomial(num_trials, chance); 0 < chance < 1."""
     if num_correct <= 0:
         return 0.0
-    terms = [_log_binomial(k, num_trials, chance) for k in range(num_correct, num_trials + 1)]
+    terms: list[float] = []
+    for k in range(num_correct, num_trials + 1):
+        choices = math.lgamma(num_trials + 1) - math.lgamma(k + 1) - math.lgamma(num_trials - k + 1)
+        terms.append(choices + k * math.log(chance) + (num_trials - k) * math.log1p(-chance))
+    # The largest term is taken out of the sum, which could underflow otherwise.
     highest = max(terms)
     total = highest + math.log(math.fsum(math.exp(term - highest) for term in terms))
     return min(0.0, total) / math.log(10)
@@ -45,18 +49,14 @@ def log10_binomial_tail(num_correct: int, num_trials: int, chance: float) -> flo
 
 def log10_sign_test(num_better: int, num_worse: int) -> float:
     """log10 of the exact two-sided p-value that better and worse are equally likely (McNemar's exact test)."""
+    # Two-sided: twice the tail of the larger count, at most 1.
     one_sided = log10_binomial_tail(max(num_better, num_worse), num_better + num_worse, 0.5)
     return min(0.0, one_sided + math.log10(2))
 
 
-def _log_binomial(k: int, n: int, p: float) -> float:
-    choices = math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
-    return choices + k * math.log(p) + (n - k) * math.log1p(-p)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Measure:
-    """One measure of both models. low, high: 95% interval of `difference`, which is the second minus the first."""
+    """A measure of both models. low, high: 95% interval of `difference`, which is the second minus the first."""
 
     name: str
     first: float
@@ -77,8 +77,8 @@ class Measure:
 
 
 def compare_scores(first: RecordScores, second: RecordScores, *, resamples: int, seed: int) -> list[Measure]:
-    """The measures that the records allow. Answers are compared per token where both models cut them into equally many
-    tokens, and always per byte. Raises `ValueError` when the two were not scored on the same records.
+    """Compares all measures that the records allow. Answers are compared per token where both models cut them into
+    equally many tokens, and always per byte. Raises `ValueError` if the two were not scored on the same records.
     """
     measures: list[Measure] = []
     answers = _paired(first.answers, second.answers)
@@ -102,7 +102,7 @@ def compare_scores(first: RecordScores, second: RecordScores, *, resamples: int,
 
 
 def perplexities(scores: RecordScores) -> float:
-    """The perplexity of all answers; nan without any."""
+    """Perplexity of all answers; nan without any."""
     num_tokens = sum(row["num_tokens"] for row in scores.answers)
     return perplexity(sum(row["nats"] for row in scores.answers) / num_tokens) if num_tokens else math.nan
 
@@ -122,11 +122,11 @@ def _ratio(
     seed: int,
     lower_is_better: bool = True,
 ) -> Measure:
-    """The difference of two ratios sum(values) / sum(weights)."""
+    """Compares two ratios sum(values) / sum(weights)."""
     one, other = values
     drawn = resampled_ratios(other - one, weights, resamples=resamples, seed=derive_seed(seed, "paired", name))
     low, high = np.quantile(drawn, [0.025, 0.975])
-    # one is added to both counts, or a finite number of resamples could prove a probability of 0
+    # One is added to both counts, or a finite number of resamples could prove a probability of 0.
     side = min(int((drawn <= 0).sum()), int((drawn >= 0).sum()))
     better = (other < one) if lower_is_better else (other > one)
     worse = (other > one) if lower_is_better else (other < one)

@@ -44,31 +44,39 @@ def evaluate_model(
     folder: Path,
     progress: Progress,
 ) -> dict[str, Any]:
-    """Bits per byte per kind, baselines on the same documents, perplexity of answers, multiple choice.
-
-    `train_rows`: the training batches that the bigram learns from; an empty iterable leaves the baselines out (a
-    second model on the same documents needs them no second time). Results of single documents, conversations and
-    questions are written to `folder` as `documents.jsonl`, `answers.jsonl` and `questions.jsonl`.
-
-    Returns `{"bits_per_byte": {kind: ...}, "baselines": {} or {"bigram": ..., "compressors": {kind: ...}}, "answers":
-    ..., "multiple_choice": ..., "lossless": whether every scored text survives encoding and decoding}`; the inner
-    shapes are those of `summarize_scores`, `bigram_table`, `compressor_table`, `summarize_answer_scores` and
-    `summarize_answers`.
+    """Evaluate a model: bits per byte per kind, baselines on the same documents, perplexity of answers, multiple
+    choice. `train_rows`: the training batches that the bigram learns from; an empty iterable leaves the baselines out
+    (a second model on the same documents needs them no second time). Results of single documents, conversations and
+    questions are written to `folder` as `documents.jsonl`, `answers.jsonl` and `questions.jsonl`. Returns
+    `{"bits_per_byte": {kind: ...}, "baselines": {} or {"bigram": ..., "compressors": {kind: ...}}, "answers": ...,
+    "multiple_choice": ..., "lossless": whether every scored text survives encoding and decoding}`; the inner shapes are
+    those of `summarize_scores`, `bigram_table`, `compressor_table`, `summarize_answer_scores` and `summarize_answers`.
     """
     documents = list(documents)
     has_text = any(document.kind in config.domains for document in documents)
+    # Runs on conversations alone get bits per byte of these.
     kinds = config.domains if has_text or not config.domains else ("qa",)
-    chosen = select_documents(documents, kinds=kinds, max_bytes_per_kind=config.max_bytes_per_domain, seed=config.seed)
+    size = config.max_bytes_per_domain
+    chosen = select_documents(documents, kinds=kinds, max_bytes_per_kind=size, seed=config.seed)
     scores = score_documents(model, tokenizer, chosen, config, progress=progress)
     write_lines(folder / DOCUMENTS_FILE, [asdict(score) for score in scores])
-    spoken = score_answers(model, tokenizer, _conversations(documents, config), config, progress=progress)
+    # Answers that a preference marks as undesirable are not meant to become likely.
+    wanted = [document for document in documents if document.kind == "qa" and not document.is_undesirable]
+    conversations = select_documents(wanted, kinds=("qa",), max_bytes_per_kind=size, seed=config.seed)
+    spoken = score_answers(model, tokenizer, conversations, config, progress=progress)
     write_lines(folder / ANSWERS_FILE, spoken)
     questions = build_questions(documents, config.multiple_choice)
     answers = answer_questions(model, tokenizer, questions, config, progress=progress)
     write_lines(folder / QUESTIONS_FILE, answers)
+    baselines: dict[str, Any] = {}
+    first = next(rows := iter(train_rows), None)
+    if first is not None and chosen:
+        whole, vocab_size = chain([first], rows), model.config.vocab_size
+        bigram = bigram_table(tokenizer, chosen, config, train_rows=whole, vocab_size=vocab_size, progress=progress)
+        baselines = {"bigram": bigram, "compressors": compressor_table(chosen)}
     return {
         "bits_per_byte": summarize_scores(scores, resamples=config.bootstrap_resamples, seed=config.seed),
-        "baselines": _baselines(model, tokenizer, chosen, config, train_rows, progress),
+        "baselines": baselines,
         "answers": summarize_answer_scores(spoken, resamples=config.bootstrap_resamples, seed=config.seed),
         "multiple_choice": summarize_answers(answers, score=config.multiple_choice.score),
         "lossless": is_lossless(tokenizer, [document.text for document in chosen]),
@@ -77,11 +85,10 @@ def evaluate_model(
 
 def compare_evaluations(folder: Path, reference: Path, config: EvaluateConfig) -> dict[str, Any]:
     """Paired differences between the model evaluated into `folder` and the one evaluated into `reference`.
-
     `{"bits_per_byte": {kind: {"difference", "low", "high"}}, "answers": {} or the same, "multiple_choice": {"won",
     "lost", "log10_p_value"}}`: bits per byte of documents and of answers with a 95% bootstrap interval over documents
     (negative: better), questions that only the one or only the other gets right with the two-sided sign test. Raises
-    `ValueError` when the two were not evaluated on the same documents and questions.
+    `ValueError` if the two were not evaluated on the same documents and questions.
     """
     now, before = (read_records(path / DOCUMENTS_FILE) for path in (folder, reference))
     _require_same(now, before, folder, reference)
@@ -89,7 +96,12 @@ def compare_evaluations(folder: Path, reference: Path, config: EvaluateConfig) -
     for kind in dict.fromkeys(record["kind"] for record in now):
         pairs = [(a, b) for a, b in zip(now, before, strict=True) if a["kind"] == kind]
         tables[kind] = _bits_difference(pairs, config, kind)
-    answers = _answers_difference(folder, reference, config)
+    answers: dict[str, float] = {}
+    if (reference / ANSWERS_FILE).exists():  # a reference may have been evaluated before answers were
+        now, before = (read_records(path / ANSWERS_FILE) for path in (folder, reference))
+        _require_same(now, before, folder, reference)
+        if now:
+            answers = _bits_difference(list(zip(now, before, strict=True)), config, "answers")
     now, before = (read_records(path / QUESTIONS_FILE) for path in (folder, reference))
     _require_same(now, before, folder, reference)
     won = sum(a["correct"] and not b["correct"] for a, b in zip(now, before, strict=True))
@@ -106,24 +118,6 @@ def _bits_difference(pairs: Sequence[tuple[dict, dict]], config: EvaluateConfig,
     return {"difference": float(bits.sum() / sizes.sum()), "low": low, "high": high}
 
 
-def _answers_difference(folder: Path, reference: Path, config: EvaluateConfig) -> dict[str, float]:
-    """{} without conversations, and for a reference that was evaluated before answers were."""
-    if not (reference / ANSWERS_FILE).exists():
-        return {}
-    now, before = (read_records(path / ANSWERS_FILE) for path in (folder, reference))
-    _require_same(now, before, folder, reference)
-    return _bits_difference(list(zip(now, before, strict=True)), config, "answers") if now else {}
-
-
-def _conversations(documents: Sequence[Document], config: EvaluateConfig) -> list[Document]:
-    return select_documents(
-        (document for document in documents if document.kind == "qa" and not document.is_undesirable),
-        kinds=("qa",),
-        max_bytes_per_kind=config.max_bytes_per_domain,
-        seed=config.seed,
-    )
-
-
 def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
     """Write records as JSON lines, atomically."""
     write_atomic(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
@@ -133,28 +127,12 @@ LOSSY = (
     "the tokenizer does not keep the text (decoding its ids gives another one), so bits per byte are too low to be "
     "compared with other models or with the baselines"
 )
-"""What follows if `is_lossless` is false."""
+"""Consequence if `is_lossless` is false."""
 
 
 def is_lossless(tokenizer: Tokenizer, texts: Sequence[str]) -> bool:
-    """Whether decoding restores every text; if not, bits per byte flatter the model."""
+    """True if decoding restores every text; if not, bits per byte flatter the model."""
     return all(tokenizer.decode(tokenizer.encode(text)) == text for text in texts)
-
-
-def _baselines(
-    model: Decoder,
-    tokenizer: Tokenizer,
-    documents: Sequence[Document],
-    config: EvaluateConfig,
-    train_rows: Iterable[TokenBatch],
-    progress: Progress,
-) -> dict[str, Any]:
-    first = next(rows := iter(train_rows), None)
-    if first is None or not documents:
-        return {}
-    whole, size = chain([first], rows), model.config.vocab_size
-    bigram = bigram_table(tokenizer, documents, config, train_rows=whole, vocab_size=size, progress=progress)
-    return {"bigram": bigram, "compressors": compressor_table(documents)}
 
 
 def _require_same(now: list[dict], before: list[dict], folder: Path, reference: Path) -> None:

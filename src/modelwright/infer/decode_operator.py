@@ -1,8 +1,8 @@
-"""Decoding by one operator per step, where the kernel of `ops/decode_step.py` is used and computes all that a model
-has; of layers that select heads, only the open ones.
+"""Decodes with one operator per step, where the kernel of `ops/decode_step.py` is in use and computes all parts of a
+model; of layers that select heads, only the open ones.
 
-The model's own `forward` is the reference, and decodes everything else. Which of the two computes a token depends on
-the model and on the adapter of its sequence alone, so a request has the same bits whatever runs beside it.
+The model's own `forward` is the reference, and decodes everything else. The model and the adapter of a sequence alone
+decide which of the two computes a token, so a request has the same bits whatever else runs.
 
 A model in training is decoded with the weights that its format multiplies, cast once: its own products would cast them
 for every token. Nothing else is rounded, so that log-probabilities differ from those of a training step by the rounding
@@ -43,14 +43,15 @@ from modelwright.ops.decode_step import (
 from modelwright.ops.lowp_linear import plain_cast
 
 FEWEST_ROPE_ROWS = 512
+"""Positions of the first rotary table; a longer sequence needs at least twice as many."""
 CASTS = (torch.float32, torch.bfloat16)
-"""Formats of training whose weights the kernel multiplies."""
+"""Training formats whose weights the kernel multiplies."""
 
 
 class DecodeOperator:
-    """Decodes with one model and one cache. Raises `ModelError` for what the kernel does not compute. Weights must not
-    change in its lifetime: it points to the matrices, and holds copies of those of a model in training, and of norms
-    and biases that are not plain FP32.
+    """Decodes with one model and one cache. Raises `ModelError` for a model that the kernel does not compute. Weights
+    must not change in its lifetime: it points to the matrices, and holds copies of the cast weights of a model in
+    training, and of norms and biases that are not plain FP32.
     """
 
     def __init__(self, model: Decoder, cache: PagedCache) -> None:
@@ -61,20 +62,38 @@ class DecodeOperator:
         norms = [module for module in (model.norm, *model.blocks.modules()) if isinstance(module, RMSNorm)]
         formats = {ends.stream_dtype, ends.head_dtype, *(norm.out_dtype for norm in norms)}
         refuse_unless(formats <= {None, *CASTS}, "the model computes in a training format")
-        blocks = [_checked_block(block) for block in model.blocks.values()]
+        for block in model.blocks.values():
+            refuse_unless(type(block) is Block, f"its blocks are {type(block).__name__}s (compiled or divided)")
         self._model = model
         self._tables = _RotaryRows(model)
-        layers = [_layer(block, model.config, cache) for block in blocks]
-        embedding = _embedding(model.embedding)
-        self._step = DecodeStep(_shape(model.config), layers, embedding, _norm(model.norm))
+        config, attention, table = model.config, model.config.attention, model.embedding
+        layers = [_layer(block, config, cache) for block in model.blocks.values() if isinstance(block, Block)]
+        if isinstance(table, Int8Embedding):
+            embedding = Weight(table.quantized, table.scale)
+        else:
+            refuse_unless(type(table) is nn.Embedding, f"its embedding is a {type(table).__name__}")
+            assert isinstance(table, nn.Embedding)
+            embedding = Weight(_plain(table.weight))
+        shape = DecodeShape(
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            rotary_dim=config.num_rotated,
+            activation=config.feed_forward.activation,
+            eps=config.norm_eps,
+            score_scale=attention.query_scale or config.head_dim**-0.5,
+            soft_cap=attention.soft_cap,
+            embedding_scale=config.embedding_scale,
+        )
+        self._step = DecodeStep(shape, layers, embedding, _norm(model.norm))
         head = embedding if model.head is None else _weight(model.head)
         self._head = RowProduct(head if ends.head_dtype is None else _cast(head, ends.head_dtype))
 
     def hidden(self, rows: Rows[DecodeRow]) -> Tensor:
-        """Hidden states [N, D] of tokens of decoding sequences, which are written into the cache."""
+        """Hidden states [N, D] of tokens of decoding sequences; writes their keys and values into the cache."""
         inputs = DecodeRows(positions=array("q", [row.position for row in rows]))
         inputs.tokens.extend([row.sequence.token_at(row.position) for row in rows])
-        last = None
+        last = None  # the rows of a sequence are adjacent and share its block table
         for row in rows:
             if row.sequence is not last:
                 last, start = row.sequence, len(inputs.blocks)
@@ -83,13 +102,13 @@ class DecodeOperator:
         return self._step(inputs, self._tables.of(rows, inputs))
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
-        """[N, V]; those of a row do not depend on the number of rows."""
+        """Logits [N, V]; those of a row do not depend on the number of rows."""
         return self._model.cap(self._head(hidden_ND))
 
 
 class _RotaryRows:
-    """Cosines and sines of the positions that occurred so far, computed once; for every token where they depend on the
-    length of its sequence.
+    """Cosines and sines of the positions so far, computed once; where they depend on the length of the sequence,
+    computed for every token.
     """
 
     def __init__(self, model: Decoder) -> None:
@@ -98,7 +117,7 @@ class _RotaryRows:
         self._num_positions = 0
 
     def of(self, rows: Rows[DecodeRow], inputs: DecodeRows) -> tuple[Tensor, ...]:
-        """The tables; the numbers of the tokens' rows are put into `inputs`."""
+        """Returns the tables, and appends the tokens' row numbers in them to `inputs`."""
         if self._model.config.rope.depends_on_length:
             inputs.rope_rows.extend(range(len(rows)))
             lengths = [max(row.sequence.num_prefill, row.position + 1) for row in rows]
@@ -106,6 +125,7 @@ class _RotaryRows:
         inputs.rope_rows.extend(inputs.positions)
         longest = max(inputs.positions) + 1
         if longest > self._num_positions:
+            # Powers of two: the tables are computed again only when a sequence is twice as long.
             self._num_positions = max(FEWEST_ROPE_ROWS, 2 ** math.ceil(math.log2(longest)))
             positions = list(range(self._num_positions))
             self._tables = self._computed(positions, positions)
@@ -117,7 +137,7 @@ class _RotaryRows:
 
 
 def decode_operator(model: Decoder, cache: PagedCache) -> tuple[DecodeOperator | None, str]:
-    """The operator, or None and the reason why PyTorch's operators decode this model."""
+    """Returns the operator, or None and the reason why PyTorch's operators decode this model."""
     try:
         return DecodeOperator(model, cache), ""
     except ModelError as error:
@@ -125,30 +145,9 @@ def decode_operator(model: Decoder, cache: PagedCache) -> tuple[DecodeOperator |
 
 
 def refuse_unless(condition: bool, reason: str) -> None:
-    """Raise `ModelError`, which names what the operator does not compute."""
+    """Raise `ModelError` with the part of the model that the operator does not compute."""
     if not condition:
         raise ModelError(reason)
-
-
-def _shape(config: ModelConfig) -> DecodeShape:
-    attention = config.attention
-    return DecodeShape(
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        rotary_dim=config.num_rotated,
-        activation=config.feed_forward.activation,
-        eps=config.norm_eps,
-        score_scale=attention.query_scale or config.head_dim**-0.5,
-        soft_cap=attention.soft_cap,
-        embedding_scale=config.embedding_scale,
-    )
-
-
-def _checked_block(block: nn.Module) -> Block:
-    refuse_unless(type(block) is Block, f"its blocks are {type(block).__name__}s (compiled or divided)")
-    assert isinstance(block, Block)
-    return block
 
 
 def _layer(block: Block, config: ModelConfig, cache: PagedCache) -> DecodeLayer:
@@ -181,6 +180,7 @@ def _layer(block: Block, config: ModelConfig, cache: PagedCache) -> DecodeLayer:
         keys=keys,
         values=values,
         window=window,
+        # Layers with a window may rotate by another base than global ones (`ModelConfig.window_rope_theta`).
         rotation="none" if not attention.uses_rope else "window" if window else "global",
     )
     of_attention = (layer.q, layer.k, layer.v, layer.output_gate, layer.head_router)
@@ -194,10 +194,18 @@ def _layer(block: Block, config: ModelConfig, cache: PagedCache) -> DecodeLayer:
 
 def _weight(module: nn.Module, *shape: int) -> AnyWeight:
     weight: AnyWeight
+    # Exact types: a subclass may compute something else in its forward.
     if type(module) is Int8Linear:
-        weight = _weight_of_codes(module)
+        codes = module.quantized
+        least, most = (int(one) for one in codes.aminmax())
+        refuse_unless(-WEIGHT_LEVELS <= least <= most <= WEIGHT_LEVELS, "its INT8 weights exceed the levels")
+        weight = Weight(codes, module.scale, NO_NORM if module.bias is None else _factors(module.bias))
     elif type(module) is GridLinear:
-        weight = _weight_on_grid(module)
+        refuse_unless(module.inputs.kind != "tensor", "its activations have one static range for all tokens")
+        refuse_unless(module.grid.bits == 4, "its 8-bit weights have groups, zero points or FP32 activations")
+        packed = module.packed_weight()
+        refuse_unless(packed.step_OP.dtype == torch.float32, f"the steps of its weights are in {packed.step_OP.dtype}")
+        weight = packed if module.bias is None else replace(packed, bias_O=_factors(module.bias))
     else:
         refuse_unless(type(module) is Linear, f"it has {type(module).__name__}s")
         assert isinstance(module, Linear)
@@ -213,37 +221,14 @@ def _weight(module: nn.Module, *shape: int) -> AnyWeight:
             weight = replace(weight, weight_OI=adapter.merged(weight.weight_OI.float()))
         elif chosen:
             weight = _cast(weight, chosen)
-    refuse_unless(not shape or weight.shape == shape, "a weight has not the shape that the config says")
+    refuse_unless(not shape or weight.shape == shape, "the shape of a weight differs from the config's")
     return weight
 
 
 def _cast(weight: AnyWeight, chosen: torch.dtype) -> Weight:
-    """The weight as a product in this format reads it."""
+    """Weight in the format that a product reads."""
     assert isinstance(weight, Weight)
     return replace(weight, weight_OI=weight.weight_OI.to(chosen))
-
-
-def _weight_of_codes(module: Int8Linear) -> Weight:
-    codes = module.quantized
-    least, most = (int(one) for one in codes.aminmax())
-    refuse_unless(-WEIGHT_LEVELS <= least <= most <= WEIGHT_LEVELS, "its INT8 weights exceed the levels")
-    return Weight(codes, module.scale, NO_NORM if module.bias is None else _factors(module.bias))
-
-
-def _weight_on_grid(module: GridLinear) -> AnyWeight:
-    refuse_unless(module.inputs.kind != "tensor", "its activations have one static range for all tokens")
-    refuse_unless(module.grid.bits == 4, "its 8-bit weights have groups, zero points or FP32 activations")
-    weight = module.packed_weight()
-    refuse_unless(weight.step_OP.dtype == torch.float32, f"the steps of its weights are in {weight.step_OP.dtype}")
-    return weight if module.bias is None else replace(weight, bias_O=_factors(module.bias))
-
-
-def _embedding(module: nn.Module) -> Weight:
-    if isinstance(module, Int8Embedding):
-        return Weight(module.quantized, module.scale)
-    refuse_unless(type(module) is nn.Embedding, f"its embedding is a {type(module).__name__}")
-    assert isinstance(module, nn.Embedding)
-    return Weight(_plain(module.weight))
 
 
 def _plain(weight: Tensor) -> Tensor:
@@ -254,7 +239,7 @@ def _plain(weight: Tensor) -> Tensor:
 
 
 def _norm(module: nn.Module) -> Tensor:
-    """The FP32 factors of a norm; none for its replacement."""
+    """FP32 factors of a norm; none for the identity that replaces it."""
     if isinstance(module, nn.Identity):
         return NO_NORM
     refuse_unless(type(module) is RMSNorm, f"it has {type(module).__name__}s")

@@ -18,7 +18,7 @@ from modelwright.infer.decode_operator import decode_operator
 from modelwright.infer.kv_cache import BlockManager, PagedCache, PrefixCache
 from modelwright.infer.model_runner import CONTEXT_STEP, ModelRunner
 from modelwright.infer.products import MULTIPLES, Product, adapter_row_multiple, fastest_head, stable_row_multiple
-from modelwright.infer.sampler import SampledToken, SampleRequest, sample
+from modelwright.infer.sampler import SampleRequest, sample
 from modelwright.infer.scheduler import PromptLookup, Scheduler
 from modelwright.infer.sequence import (
     Pixels,
@@ -55,8 +55,8 @@ class EngineConfig:
     batch_invariant: bool = True
     """Pad products so that load cannot change a request's bits; off, a lone stream decodes somewhat faster."""
     num_speculative_tokens: int = 0
-    """Tokens that each answer guesses per step from its own earlier text and verifies in the same pass (prompt lookup);
-    0 for none. It changes no token; it pays for answers that repeat what the prompt says, and needs
+    """Draft tokens per sequence and step, guessed from its own earlier text and verified in the same pass (prompt
+    lookup); 0 for none. It changes no token; it pays for answers that repeat what the prompt says, and needs
     `batch_invariant`."""
 
     def __post_init__(self) -> None:
@@ -76,14 +76,12 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """One new token of one request.
-
-    `finish_reason`: "" while the request is running, else "stop" (a stop token, which is `token_id`), "length",
-    "error" (the model's output was not finite; `token_id` is meaningless then), or "constraint" (its constraint can go
-    no further; likewise). `logprob` is under the model's own distribution, before temperature; `alternatives` are
-    (token, log-probability), likeliest first. `prompt_scores`: with the first token, if they were asked for.
-    `embedding`: the answer to `Engine.embed`, else empty. `num_cached_tokens`: tokens of the prompt that
-    did not have to be computed.
+    """Output of one step for one request: one new token, or the result of `Engine.embed`. `finish_reason`: "" while the
+    request is running, else "stop" (a stop token, which is `token_id`), "length", "error" (the model's output was not
+    finite; `token_id` is meaningless then), or "constraint" (its constraint can go no further; likewise). `logprob` is
+    under the model's own distribution, before temperature; `alternatives` are (token, log-probability), likeliest
+    first. `prompt_scores`: with the first token, if they were asked for. `embedding`: the answer to `Engine.embed`,
+    else empty. `num_cached_tokens`: tokens of the prompt that did not have to be computed.
     """
 
     request_id: str
@@ -103,7 +101,8 @@ class StepOutput:
 @dataclass(frozen=True)
 class EngineStats:
     """Load of the engine. Prefix queries and hits are prompt tokens that were looked up and found in the cache since
-    the start; drafts are guesses of some tokens each that were verified, of which so many were accepted.
+    the start; drafts are the verified guesses of several tokens each, with the number of their tokens that were
+    accepted.
     """
 
     num_running: int
@@ -119,10 +118,9 @@ class EngineStats:
 
 
 class Engine:
-    """Continuous batching over a paged cache.
-
-    head: how logits are made. None takes the fastest way, which is measured, so that two engines may differ in the last
-    bits. adapters: those that requests may name (`model/adapter_bank.py`).
+    """Continuous batching over a paged cache. head: product that makes the logits. None takes the fastest, which is
+    measured, so that two engines may differ in the last bits. adapters: those that requests may name
+    (`model/adapter_bank.py`).
     """
 
     def __init__(
@@ -141,8 +139,9 @@ class Engine:
         self.vocab_size = model.config.vocab_size
         self.num_parameters = model.config.num_parameters
         self.score_head = dict(model.heads.items()).get(SCORE)
-        """The head of a model that scores texts instead of generating any."""
+        """Head of a model that scores texts instead of generating any; None for a language model."""
         rope = model.config.rope
+        # At this length LongRoPE changes from its short to its long factors; 0 where the model never changes them.
         self._switch_len = rope.original_max_len + 1 if rope.kind == "longrope" else 0
         num_blocks = config.kv_cache_tokens // config.block_size
         fewest = math.ceil(self.max_seq_len / config.block_size)
@@ -155,12 +154,19 @@ class Engine:
         weight = model.norm.weight
         cache = PagedCache(model.config, num_blocks, config.block_size, dtype=weight.dtype, device=weight.device)
         head = head or fastest_head(model)
+        # Measured with the head that serves: each kernel has its own row counts at which it sums in another order.
         multiple = stable_row_multiple(model, head) if config.batch_invariant else 1
         self.is_batch_invariant = config.batch_invariant and multiple > 0
         self.row_multiple = multiple or MULTIPLES[-1]
-        _check_speculation(config, can_generate=self.score_head is None, multiple=multiple)
+        if config.num_speculative_tokens and self.score_head is not None:
+            raise ConfigError("num_speculative_tokens: this model scores texts and generates none; set it to 0")
+        if config.num_speculative_tokens and not multiple:
+            raise ConfigError(
+                "num_speculative_tokens: on this machine no padding makes products independent of the number of rows, "
+                "so verified tokens could differ from those that are decoded one by one; set it to 0"
+            )
         operator, self.why_no_operator = decode_operator(model, cache)
-        """Why PyTorch's operators decode; "" if one operator of our own does."""
+        """Reason why PyTorch's operators decode; "" if the project's own operator does."""
         self._runner = ModelRunner(model, head, cache, self.adapters, row_multiple=self.row_multiple, operator=operator)
         blocks = BlockManager(num_blocks, config.block_size)
         self._lookup = PromptLookup(config.num_speculative_tokens, self._switch_len)
@@ -196,17 +202,15 @@ class Engine:
         )
 
     def add_adapter(self, name: str, adapter: PreparedAdapter) -> None:
-        """From now on requests may name it. Raises `ConfigError` for a name that is in use."""
+        """Let requests name an adapter from now on. Raises `ConfigError` for a name that is in use."""
+        # An adapter's narrow products may need another multiple than the model's, so they are measured on their own.
         multiple = adapter_row_multiple(adapter, self.model) if self.config.batch_invariant else 1
         self.adapters.add(name, adapter, row_multiple=multiple or MULTIPLES[-1])
         self.is_batch_invariant = self.is_batch_invariant and multiple > 0
 
     def remove_adapter(self, name: str) -> None:
-        """No request may name it any more; those that run finish with it. Raises `ConfigError` for an unknown name."""
+        """Refuse an adapter's name from now on; running requests finish with it. Raises `ConfigError` if unknown."""
         self.adapters.remove(name)
-        self._drop_unused_adapters()
-
-    def _drop_unused_adapters(self) -> None:
         self.adapters.drop_unused({sequence.adapter for sequence in self._sequences.values()})
 
     def add(
@@ -220,18 +224,17 @@ class Engine:
         adapter: str = BASE,
         images: Ids[Pixels] = (),
     ) -> None:
-        """Queue a request. `max_tokens` is capped by the context. constraint: of this request alone; cache_salt: only
-        requests with the same one share cached prompts; adapter: name of the one that it is computed with; images: what
-        the image tokens of the prompt stand for, in order.
-
-        Raises `ConfigError` when the id is in use, the adapter is unknown, the prompt is empty, holds unknown tokens or
-        leaves no room, the images do not fit it, or the model generates no text.
+        """Queue a request. `max_tokens` is capped by the context. constraint: the tokens that may follow, for this
+        request alone; cache_salt: only requests with the same salt share cached prompts; adapter: name of the adapter
+        to compute the request with; images: contents of the prompt's image tokens, in order. Raises `ConfigError` when
+        the id is in use, the adapter is unknown, the prompt is empty, holds unknown tokens or leaves no room, the
+        images do not fit it, or the model generates no text.
         """
         prompt = self._checked(request_id, prompt_ids)
         if self.score_head is not None:
             raise ConfigError("prompt: this model scores texts and generates none; serve a language model")
-        unknown = [token for token, _ in params.logit_bias if not 0 <= token < self.vocab_size]
-        unknown += [token for token in params.stop_ids if not 0 <= token < self.vocab_size]
+        named = [*(token for token, _ in params.logit_bias), *params.stop_ids]
+        unknown = [token for token in named if not 0 <= token < self.vocab_size]
         if unknown:
             raise ConfigError(
                 f"logit_bias, stop_ids: token ids must be between 0 and {self.vocab_size - 1}, got {unknown[0]}"
@@ -242,7 +245,9 @@ class Engine:
         sequence = Sequence(
             request_id, prompt, len(prompt), params, constraint=constraint, cache_salt=cache_salt, adapter=number
         )
-        self._queue(sequence, images)
+        sequence.images = prompt_images(self.model, prompt, images)
+        self._sequences[request_id] = sequence
+        self._scheduler.add(sequence)
 
     def embed(
         self,
@@ -259,18 +264,19 @@ class Engine:
         """
         prompt = self._checked(request_id, prompt_ids)
         if pooling == "score" and self.score_head is None:
-            raise ConfigError("pooling: this model has no head that scores texts; serve a reward model")
-        self._queue(
-            Sequence(
-                request_id,
-                prompt,
-                len(prompt),
-                SamplingParams(max_tokens=1),
-                pooling=pooling,
-                cache_salt=cache_salt,
-                adapter=self.adapters.number_of(adapter),
-            )
+            raise ConfigError("pooling: the model lacks a head that scores texts; serve a reward model")
+        sequence = Sequence(
+            request_id,
+            prompt,
+            len(prompt),
+            SamplingParams(max_tokens=1),
+            pooling=pooling,
+            cache_salt=cache_salt,
+            adapter=self.adapters.number_of(adapter),
         )
+        sequence.images = prompt_images(self.model, prompt, ())
+        self._sequences[request_id] = sequence
+        self._scheduler.add(sequence)
 
     def _checked(self, request_id: str, prompt_ids: Ids[int]) -> list[int]:
         if request_id in self._sequences:
@@ -286,23 +292,19 @@ class Engine:
             )
         return prompt
 
-    def _queue(self, sequence: Sequence, images: Ids[Pixels] = ()) -> None:
-        sequence.images = prompt_images(self.model, sequence.token_ids, images)
-        self._sequences[sequence.request_id] = sequence
-        self._scheduler.add(sequence)
-
     def abort(self, request_id: str) -> bool:
         """Abort a request and free its cache; false if it is unknown (already finished)."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
             self._scheduler.remove(sequence)
-            self._drop_unused_adapters()
+            self.adapters.drop_unused({one.adapter for one in self._sequences.values()})
         return sequence is not None
 
     def step(self) -> list[StepOutput]:
-        """Compute one step: one new token per running request that is ready for one, and more where guesses of its next
-        tokens are right. Without work there are no outputs.
+        """Compute one step: one new token for each running request that is ready for one, and more where guesses of its
+        next tokens are right. Returns no outputs if no request is in progress.
         """
+        # A step without work must not run the model: a plan without rows still costs a forward pass.
         if not self._sequences:
             return []
         plan = self._scheduler.plan()
@@ -311,7 +313,13 @@ class Engine:
         rows: dict[Sequence, list[int]] = {}
         for row, sequence in enumerate(sequences):
             rows.setdefault(sequence, []).append(row)
-        outputs = [self._pooled(sequence, hidden_BD[own[0]]) for sequence, own in rows.items() if sequence.pooling]
+        outputs: list[StepOutput] = []
+        for sequence, (row, *_) in rows.items():
+            if kind := sequence.pooling:
+                self.abort(sequence.request_id)
+                values = pooled(kind, hidden_BD[row], sequence.hidden_sum_D, sequence.num_prompt, self.score_head)
+                reason = "stop" if values else "error"
+                outputs.append(StepOutput(sequence.request_id, 0, 0.0, (), reason, embedding=tuple(values)))
         # A draft's rows are sampled one place after the other: a token counts only if the draft guessed the one before.
         live, place = [sequence for sequence in rows if not sequence.pooling], 0
         while live:
@@ -322,74 +330,48 @@ class Engine:
         return outputs
 
     def _sampled(self, sequences: list[Sequence], rows: list[int], logits_BV: Tensor) -> list[StepOutput]:
-        """The next token of each sequence, from its row of the logits."""
+        """Choose the next token of each sequence from its row of the logits; ends and restarts sequences."""
         outputs: list[StepOutput] = []
-        chosen: list[tuple[Sequence, int]] = []
+        chosen: list[Sequence] = []
+        chosen_rows: list[int] = []
         requests: list[SampleRequest] = []
         for sequence, row in zip(sequences, rows, strict=True):
+            params = sequence.params
             try:
-                requests.append(_request(sequence))
-                chosen.append((sequence, row))
-            except ConfigError:
+                allowed_V = sequence.constraint.allowed() if sequence.constraint is not None else None
+            except ConfigError:  # no token may follow: this request ends, the others go on
                 self.abort(sequence.request_id)
                 outputs.append(StepOutput(sequence.request_id, 0, 0.0, (), "constraint"))
+                continue
+            # Only the repetition penalty reads the prompt; a copy of a long one costs time at every token.
+            prompt_ids = sequence.token_ids[: sequence.num_prompt] if params.repetition_penalty != 1 else ()
+            requests.append(SampleRequest(params, sequence.num_new, sequence.counts, prompt_ids, allowed_V))
+            chosen.append(sequence)
+            chosen_rows.append(row)
         if not chosen:
             return outputs
-        rows = [row for _, row in chosen]
         with torch.inference_mode():
-            draws = sample(logits_BV if rows == list(range(len(logits_BV))) else logits_BV[rows], requests)
-        return outputs + [self._advanced(sequence, draw) for (sequence, _), draw in zip(chosen, draws, strict=True)]
-
-    def _advanced(self, sequence: Sequence, draw: SampledToken) -> StepOutput:
-        """Append a token to a sequence, and end or restart the sequence if need be."""
-        scores = tuple(sequence.prompt_scores) if sequence.wants_prompt_scores else ()
-        num_cached = 0 if sequence.num_new else sequence.num_hit_tokens
-        reason = sequence.append(draw.token_id) if math.isfinite(draw.logprob) else "error"
-        if reason:
-            self.abort(sequence.request_id)
-        elif len(sequence.token_ids) == self._switch_len:
-            # LongRoPE has other frequencies from here on, so that the keys in the cache are no longer valid
-            self._scheduler.restart(sequence)
-        return StepOutput(
-            sequence.request_id,
-            draw.token_id,
-            draw.logprob,
-            draw.alternatives,
-            reason,
-            scores,
-            num_cached_tokens=num_cached,
-        )
-
-    def _pooled(self, sequence: Sequence, hidden_D: Tensor) -> StepOutput:
-        self.abort(sequence.request_id)
-        values = pooled(sequence.pooling, hidden_D, sequence.hidden_sum_D, sequence.num_prompt, self.score_head)
-        return StepOutput(sequence.request_id, 0, 0.0, (), "stop" if values else "error", embedding=tuple(values))
-
-
-def _check_speculation(config: EngineConfig, *, can_generate: bool, multiple: int) -> None:
-    """Raise `ConfigError` where guesses cannot be verified exactly."""
-    if not config.num_speculative_tokens:
-        return
-    if not can_generate:
-        raise ConfigError("num_speculative_tokens: this model scores texts and generates none; set it to 0")
-    if not multiple:
-        raise ConfigError(
-            "num_speculative_tokens: on this machine no padding makes products independent of the number of rows, so "
-            "verified tokens could differ from those that are decoded one by one; set it to 0"
-        )
-
-
-def _request(sequence: Sequence) -> SampleRequest:
-    """How to choose a sequence's next token. Raises `ConfigError` if its constraint can go no further."""
-    allowed_V = sequence.constraint.allowed() if sequence.constraint is not None else None
-    prompt_ids = sequence.token_ids[: sequence.num_prompt] if sequence.params.repetition_penalty != 1 else ()
-    return SampleRequest(sequence.params, sequence.num_new, sequence.counts, prompt_ids, allowed_V)
+            draws = sample(
+                logits_BV if chosen_rows == list(range(len(logits_BV))) else logits_BV[chosen_rows], requests
+            )
+        for sequence, draw in zip(chosen, draws, strict=True):
+            # Both are read before the token is appended, which makes it a sequence with new tokens.
+            scores = tuple(sequence.prompt_scores) if sequence.wants_prompt_scores else ()
+            num_cached = 0 if sequence.num_new else sequence.num_hit_tokens
+            reason = sequence.append(draw.token_id) if math.isfinite(draw.logprob) else "error"
+            if reason:
+                self.abort(sequence.request_id)
+            elif len(sequence.token_ids) == self._switch_len:
+                # LongRoPE has other frequencies from here on, so that the keys in the cache are no longer valid
+                self._scheduler.restart(sequence)
+            values = (draw.token_id, draw.logprob, draw.alternatives)
+            outputs.append(StepOutput(sequence.request_id, *values, reason, scores, num_cached_tokens=num_cached))
+        return outputs
 
 
 @torch.inference_mode()
 def pooled(kind: Pooling, last_D: Tensor, sum_D: Tensor | None, num_tokens: int, head: nn.Module | None) -> list[float]:
-    """The embedding of a text, which has unit length, or its score, one number; empty if a value is not finite.
-
+    """Returns a text's embedding, scaled to unit length, or its score, one number; empty if a value is not finite.
     last_D: the last token's hidden state; sum_D: over all tokens, for "mean"; head: a product with `weight` [1, D], for
     "score". In FP64 and for one text at a time, so that nothing depends on what else is computed.
     """
@@ -399,5 +381,6 @@ def pooled(kind: Pooling, last_D: Tensor, sum_D: Tensor | None, num_tokens: int,
     else:
         assert kind == "last" or sum_D is not None
         hidden_D = last_D.double() if sum_D is None or kind == "last" else sum_D / num_tokens
+        # The floor is for a state of zeros, which has no direction.
         values = hidden_D / hidden_D.norm().clamp_min(1e-12)
     return values.float().tolist() if bool(torch.isfinite(values).all()) else []

@@ -1,4 +1,4 @@
-"""Completions of many prompts at once, without a server, for rollouts, evaluation and data generation."""
+"""Generates completions of many prompts at once, without a server, for rollouts, evaluation and data generation."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +14,6 @@ from modelwright.model.decoder import Decoder
 @dataclass
 class Completion:
     """The new tokens of one prompt, with their log-probabilities under the model, before temperature (nats).
-
     finish_reason: as in `StepOutput`.
     """
 
@@ -32,11 +31,11 @@ def generate(
     images: Sequence[Sequence[Pixels]] = (),
     on_step: Callable[[int], None] = lambda num_finished: None,
 ) -> list[Completion]:
-    """One completion for each prompt, in order. params: of each prompt; model: whole, with any weights; it may be in
-    training mode and keeps its mode. Two calls with the same weights, prompts and seeds return the same completions.
-    images: of each prompt, in the order of their tokens; empty for none. on_step: called after each step of the engine
-    with the number of finished completions. Raises `ConfigError` for a prompt that the engine rejects, and for a model
-    of which this rank holds only a part.
+    """Generates one completion for each prompt, in order. params: one for each prompt; model: whole, with any weights;
+    it may be in training mode and keeps its mode. Two calls with the same weights, prompts and seeds return the same
+    completions. images: of each prompt, in the order of their tokens; empty for none. on_step: called after each step
+    of the engine with the number of finished completions. Raises `ConfigError` for a prompt that the engine rejects,
+    and for a model of which this rank holds only a part.
     """
     if len(model.blocks) < model.config.num_layers or any(isinstance(p, DTensor) for p in model.parameters()):
         raise ConfigError(
@@ -44,8 +43,10 @@ def generate(
             "data parallelism alone (an objective says so in advance with needs = {WHOLE_MODEL}), or generate with "
             "ModelLayout.whole_model, which gathers it"
         )
+    # The engine puts the model into evaluation mode.
     was_training = model.training
     try:
+        # Not the fastest head: it is measured anew in each call, and two calls could then differ in the last bits.
         engine = Engine(model, config or EngineConfig(), head=model.logits)
         completions = [Completion() for _ in prompts]
         for number, (prompt, chosen) in enumerate(zip(prompts, params, strict=True)):

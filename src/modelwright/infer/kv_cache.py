@@ -1,7 +1,7 @@
-"""The paged key/value cache: fixed-size blocks handed out to sequences, as in vLLM (Kwon et al. 2023), and the prompts
-that are found in it again.
+"""The paged key/value cache: fixed-size blocks allocated to sequences, as in vLLM (Kwon et al. 2023), and the lookup of
+prompts whose blocks are still in it.
 
-Block 0 is never handed out: padded entries of block tables point at it, and their contents are masked.
+Block 0 is never allocated: padded entries of block tables point at it, and their contents are masked.
 
 Legend: L blocks, S tokens per block, B sequences, N tokens, K key/value heads, d head width.
 """
@@ -21,11 +21,9 @@ from modelwright.ops.rope_scaling import RopeScaling
 
 
 class BlockManager:
-    """Counts, allocates and shares blocks.
-
-    A block belongs to as many sequences as refer to it. One that holds a known beginning of a prompt (`store`) can be
-    found again (`find`), also when it is free; of those, the least recently used one is overwritten when no other block
-    is free.
+    """Counts, allocates and shares blocks. A block belongs to as many sequences as refer to it. One that holds a known
+    beginning of a prompt (`store`) can be found again (`find`), also when it is free; of those, the least recently used
+    one is overwritten when no other block is free.
     """
 
     def __init__(self, num_blocks: int, block_len: int) -> None:
@@ -42,30 +40,35 @@ class BlockManager:
     def num_free(self) -> int:
         return len(self._free) + len(self._reusable)
 
-    def num_needed(self, sequence: Sequence, num_tokens: int) -> int:
-        """How many more blocks `sequence` needs before it can hold `num_tokens` tokens."""
-        return max(0, -(-num_tokens // self.block_len) - len(sequence.block_table))
-
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Allocate room for `num_tokens` tokens of `sequence`; false, with nothing changed, if blocks are short."""
         return self.share(sequence, [], num_tokens)
 
     def share(self, sequence: Sequence, blocks: list[int], num_tokens: int) -> bool:
-        """Give `sequence` the `blocks`, which others may have, too, and new ones, up to room for `num_tokens` tokens;
-        false, with nothing changed, if blocks are short.
+        """Give `sequence` the `blocks`, which other sequences may use, too, and new ones, up to room for `num_tokens`
+        tokens; false, with nothing changed, if blocks are short.
         """
-        num_new = self.num_needed(sequence, num_tokens) - len(blocks)
+        num_new = max(0, -(-num_tokens // self.block_len) - len(sequence.block_table)) - len(blocks)
+        # A shared block that is free now counts as free but is not available for the new ones.
         if num_new > self.num_free - sum(block in self._reusable for block in blocks):
             return False
+        # Before new ones are taken, so that none of these is overwritten.
         for block in blocks:
             self._reusable.pop(block, None)
             self._num_users[block] += 1
         sequence.block_table.extend(blocks)
-        sequence.block_table.extend(self._take() for _ in range(num_new))
+        for _ in range(num_new):
+            # A block without a known prompt goes first, then the one that was released longest ago: its prompt is the
+            # least likely to return.
+            block = self._free.pop() if self._free else self._reusable.popitem(last=False)[0]
+            if block in self._hash_of:
+                del self._block_of[self._hash_of.pop(block)]
+            self._num_users[block] = 1
+            sequence.block_table.append(block)
         return True
 
     def release(self, sequence: Sequence) -> None:
-        """Give back all blocks of `sequence`. What can be found again is overwritten from its end on."""
+        """Free all blocks of `sequence`. Blocks that can be found again are overwritten from the sequence's end on."""
         for block in reversed(sequence.block_table):  # the end first: a block is found only through those before it
             self._num_users[block] -= 1
             if self._num_users[block] == 0 and block in self._hash_of:
@@ -76,7 +79,7 @@ class BlockManager:
         sequence.num_cached = 0
 
     def find(self, block_hash: bytes) -> int | None:
-        """The block that was stored under a hash."""
+        """Returns the block that was stored under a hash."""
         return self._block_of.get(block_hash)
 
     def store(self, block: int, block_hash: bytes) -> None:
@@ -84,18 +87,9 @@ class BlockManager:
         if block_hash not in self._block_of:
             self._hash_of[block], self._block_of[block_hash] = block_hash, block
 
-    def _take(self) -> int:
-        # A block without a known prompt goes first, then the one that was released longest ago: its prompt is the least
-        # likely to return.
-        block = self._free.pop() if self._free else self._reusable.popitem(last=False)[0]
-        if block in self._hash_of:
-            del self._block_of[self._hash_of.pop(block)]
-        self._num_users[block] = 1
-        return block
-
 
 class PagedCache:
-    """Keys and values of every layer, [L, K, S, d] each: a head's tokens of a block lie one after the other, so that
+    """Keys and values of every layer, [L, K, S, d] each: a head's tokens of a block are adjacent in memory, so that
     heads that are not computed are not read.
     """
 
@@ -112,13 +106,14 @@ class PagedCache:
         return self._keys.nbytes + self._values.nbytes
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer, [L, K, S, d] each, as they are stored."""
+        """Keys and values of a layer as stored, [L, K, S, d] each."""
         return self._keys[layer], self._values[layer]
 
     def write(self, layer: int, slots_N: Tensor, k_NKd: Tensor, v_NKd: Tensor) -> None:
         """Store tokens at `slots_N` (block number x block length + offset). While a model trains in BF16 its layers
         compute in a narrower format than the weights, whose format the cache has; storing them loses nothing.
         """
+        # [K, S] becomes [S, K] by a view, so that one indexed store writes all heads.
         blocks_N, places_N = slots_N // self.block_len, slots_N % self.block_len
         self._keys[layer].transpose(1, 2)[blocks_N, places_N] = k_NKd.to(self._keys.dtype)
         self._values[layer].transpose(1, 2)[blocks_N, places_N] = v_NKd.to(self._values.dtype)
@@ -134,6 +129,7 @@ class PagedCache:
         """
         num_heads = self._keys.shape[2]
         heads_K1 = torch.arange(num_heads, device=table.device)[:, None]
+        # Block b of head k is row b K + k of the cache seen as [L K, S, d].
         places = (table.view(num_sequences, 1, -1) * num_heads + heads_K1).flatten()
 
         def taken(stored: Tensor) -> Tensor:
@@ -144,29 +140,27 @@ class PagedCache:
 
 
 class PrefixCache:
-    """Finds the beginnings of prompts that the cache holds already, by a hash chained over blocks as in vLLM.
-
-    A hit ends at a multiple of the prefill chunk, and at the latest before a prompt's last token, whose logits are
-    needed. So the rest of a prompt is computed in the same chunks as without a hit, and a hit changes no bit. Only
-    tokens that were computed in chunks are found again: decoding one token at a time rounds differently. enabled: False
-    finds nothing.
-
-    Two prompts share blocks only if their sequences have the same `cache_salt` and `adapter`, the same images up to
-    there, and, where the rotary frequencies depend on the length of the sequence, the same frequencies.
+    """Finds the beginnings of prompts that the cache already holds, by a hash chained over blocks as in vLLM. A hit
+    ends at a multiple of the prefill chunk, and at the latest before a prompt's last token, whose logits are needed. So
+    the rest of a prompt is computed in the same chunks as without a hit, and a hit changes no bit. Only tokens that
+    were computed in chunks are found again: decoding one token at a time rounds differently. enabled: False finds
+    nothing. Two prompts share blocks only if their sequences have the same `cache_salt` and `adapter`, the same images
+    up to there, and, where the rotary frequencies depend on the length of the sequence, the same frequencies.
     """
 
     def __init__(self, blocks: BlockManager, rope: RopeScaling, *, prefill_chunk: int, enabled: bool) -> None:
         self._blocks = blocks
         self._rope = rope
+        # A hit ends where both a prefill chunk and a block end.
         self._unit_len = math.lcm(prefill_chunk, blocks.block_len)
         self._enabled = enabled
         self.num_queries = 0
-        """Prompt tokens that were looked up so far."""
+        """Prompt tokens that were looked up since the start."""
         self.num_hits = 0
-        """Those of them that were found."""
+        """Prompt tokens that were found since the start."""
 
     def find(self, sequence: Sequence) -> list[int]:
-        """The blocks with the longest known beginning of a sequence's prompt. None of them is taken yet."""
+        """Returns the blocks with the longest known beginning of a sequence's prompt, without taking them."""
         if not self._enabled or not sequence.num_cacheable:
             return []
         unit_blocks = self._unit_len // self._blocks.block_len
@@ -180,13 +174,13 @@ class PrefixCache:
         return found[: len(found) // unit_blocks * unit_blocks]
 
     def count(self, sequence: Sequence, num_blocks: int) -> None:
-        """Record that a sequence starts with so many blocks that were found."""
+        """Count the prompt of a sequence as looked up, and `num_blocks` of its blocks as found."""
         if self._enabled and sequence.num_cacheable:
             self.num_queries += sequence.num_prefill
             self.num_hits += num_blocks * self._blocks.block_len
 
     def store(self, sequence: Sequence, start: int) -> None:
-        """Make the chunks of a sequence that are in the cache known, those before token `start` excepted."""
+        """Let later prompts find the blocks of a sequence's computed chunks, from the chunk of token `start` on."""
         if not self._enabled:
             return
         block_len = self._blocks.block_len
@@ -197,7 +191,7 @@ class PrefixCache:
             self._blocks.store(sequence.block_table[index], hashes[index])
 
     def _hashes(self, sequence: Sequence) -> list[bytes]:
-        """The hash of each block of whole chunks of the prompt, computed once per length of the prompt."""
+        """Hash of each block of whole chunks of the prompt, computed once per length of the prompt."""
         block_len = self._blocks.block_len
         num_blocks = sequence.num_prefill // self._unit_len * self._unit_len // block_len
         if sequence.hashed_len != sequence.num_prefill:
@@ -211,6 +205,7 @@ class PrefixCache:
                 end = start + block_len
                 tokens = array("q", sequence.token_ids[start:end]).tobytes()
                 images = [one.digest for one in sequence.images if one.has_tokens_in(start, end)]
+                # Chained: a block is equal only if all before it are, too.
                 before = hashlib.sha256(b"".join([before, tokens, *images])).digest()
                 sequence.block_hashes.append(before)
         return sequence.block_hashes

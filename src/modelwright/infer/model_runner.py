@@ -1,4 +1,4 @@
-"""One step of the model over a paged cache: flatten the plan's tokens, compute, return the rows that need logits.
+"""Computes one step of the model over a paged cache: flattens the plan's tokens and returns the rows that need logits.
 
 All tokens of a step pass through the linears as one flat row of N tokens; only attention is computed per sequence. To
 keep every sequence's numbers independent of its neighbors, a decoding token attends over its own context rounded up to
@@ -51,8 +51,8 @@ class CachedContext:
 
 @dataclass(frozen=True)
 class DecodeGroup:
-    """Decoding tokens of equal rounded context: rows [start, end) of the step. contexts: by the layers' windows,
-    with masks [B, 1, 1, L].
+    """Decoding tokens of equal rounded context: rows [start, end) of the step. contexts: one for each window length of
+    the model's layers, with masks [B, 1, 1, L].
     """
 
     start: int
@@ -62,8 +62,8 @@ class DecodeGroup:
 
 @dataclass(frozen=True)
 class ChunkPiece:
-    """A chunk of one prompt: rows [start, end) of the step. contexts: by the layers' windows, with masks [1, 1, C, L];
-    unused when the chunk opens its prompt.
+    """A chunk of one prompt: rows [start, end) of the step. contexts: one for each window length of the model's layers,
+    with masks [1, 1, C, L]; unused when the chunk opens its prompt.
     """
 
     start: int
@@ -74,10 +74,10 @@ class ChunkPiece:
 
 @dataclass(frozen=True)
 class StepTensors:
-    """A plan as tensors. `lengths_1N`: tokens known of each token's sequence when it was first computed: the whole
-    prompt, or all up to the token itself. `logit_rows` are the rows whose next token is needed, in the order of
-    `sampled`, where a sequence with a draft stands once for each of its rows, in their order. `adapters`: numbers of
-    those that the rows are computed with.
+    """A plan as tensors. `lengths_1N`: for each token, the length of its sequence when the token was first computed:
+    the whole prompt, or all up to the token itself. `logit_rows` are the rows whose next token is needed, in the order
+    of `sampled`, where a sequence with a draft occurs once for each of its rows, in their order. `adapters`: adapter
+    number of each row, padding included.
     """
 
     tokens_1N: Tensor
@@ -93,7 +93,7 @@ class StepTensors:
 
 class ModelRunner:
     """Runs plans on one model and one cache. `row_multiple`: the rows of every product are padded to a multiple.
-    adapters: sets which adapter each row is computed with; operator: decodes the rows without one, if there is any.
+    adapters: sets which adapter each row is computed with; operator: decodes the rows without an adapter.
     """
 
     def __init__(
@@ -124,50 +124,55 @@ class ModelRunner:
         parts: list[tuple[list[Sequence], Tensor]] = []
         rest = plan
         if self._operator is not None:
+            # The adapter alone decides who decodes a sequence, so its bits are the same whatever else runs.
             rest = SchedulerOutput([one for one in plan.decodes if one.adapter], plan.chunks)
-            if own := [one for one in plan.decodes if not one.adapter]:
-                parts.append(self._decode_by_operator(self._operator, own))
+            if rows := _decode_rows([one for one in plan.decodes if not one.adapter]):
+                hidden_ND = self._operator.hidden(rows)
+                chosen = [number for number, row in enumerate(rows) if not row.sequence.is_replaying]
+                sampled = [rows[number].sequence for number in chosen]
+                parts.append((sampled, hidden_ND if len(chosen) == len(rows) else hidden_ND[chosen]))
         if rest.decodes or rest.chunks or not parts:
-            parts.append(self._run_model(rest))
+            step = self._prepare(rest)
+            with self._adapters.chosen(step.adapters, self._device):
+                hidden_1ND = self._model(
+                    step.tokens_1N, step.positions_1N, self._attend(step), step.lengths_1N, self._insert(rest, step)
+                )
+            for chunk, piece in zip(rest.chunks, step.pieces, strict=True):
+                hidden_CD, sequence = hidden_1ND[0, piece.start : piece.end], chunk.sequence
+                if sequence.wants_prompt_scores:
+                    self._score_prompt(chunk, hidden_CD)
+                if sequence.pooling == "mean":
+                    # Chunk by chunk in FP64; the first chunk of a prompt replaces a sum from before a preemption.
+                    sum_D, before_D = hidden_CD.double().sum(dim=0), sequence.hidden_sum_D
+                    sequence.hidden_sum_D = sum_D if chunk.start == 0 or before_D is None else before_D + sum_D
+            parts.append((step.sampled, hidden_1ND[0].index_select(0, step.logit_rows)))
         for sequence in plan.decodes:
             sequence.num_cached += 1
         for chunk in plan.chunks:
             chunk.sequence.num_cached = chunk.end
-            self._fork(chunk)
+            # Followers share the full blocks of the prompt already; the last block, which is not full, is copied for
+            # each of them, because their new tokens go into it.
+            index, num_in_last = divmod(chunk.end, self._cache.block_len)
+            if chunk.followers and num_in_last:
+                targets = [follower.block_table[index] for follower in chunk.followers]
+                self._cache.copy([chunk.sequence.block_table[index]] * len(targets), targets)
+            for follower in chunk.followers:
+                follower.num_cached = chunk.end
         sampled = [sequence for sequences, _ in parts for sequence in sequences]
         hidden_BD = parts[0][1] if len(parts) == 1 else torch.cat([hidden.float() for _, hidden in parts])
-        return sampled, hidden_BD, self._logits(hidden_BD) if sampled else hidden_BD
-
-    def _decode_by_operator(self, operator: DecodeOperator, decodes: list[Sequence]) -> tuple[list[Sequence], Tensor]:
-        rows = _decode_rows(decodes)
-        hidden_ND = operator.hidden(rows)
-        chosen = [number for number, row in enumerate(rows) if not row.sequence.is_replaying]
-        sampled = [rows[number].sequence for number in chosen]
-        return sampled, hidden_ND if len(chosen) == len(rows) else hidden_ND[chosen]
-
-    def _run_model(self, plan: SchedulerOutput) -> tuple[list[Sequence], Tensor]:
-        step = self._prepare(plan)
-        with self._adapters.chosen(step.adapters, self._device):
-            hidden_1ND = self._model(
-                step.tokens_1N, step.positions_1N, self._attend(step), step.lengths_1N, self._insert(plan, step)
-            )
-        for chunk, piece in zip(plan.chunks, step.pieces, strict=True):
-            if chunk.sequence.wants_prompt_scores:
-                self._score_prompt(chunk, hidden_1ND[0, piece.start : piece.end])
-            if chunk.sequence.pooling == "mean":
-                _add_up(chunk, hidden_1ND[0, piece.start : piece.end])
-        return step.sampled, hidden_1ND[0].index_select(0, step.logit_rows)
-
-    def _logits(self, hidden_BD: Tensor) -> Tensor:
+        if not sampled:
+            return sampled, hidden_BD, hidden_BD
         if self._operator is not None:
-            return self._operator.logits(hidden_BD)
-        return self._head(self._padded(hidden_BD))[: len(hidden_BD)]
+            return sampled, hidden_BD, self._operator.logits(hidden_BD)
+        return sampled, hidden_BD, self._head(self._padded(hidden_BD))[: len(hidden_BD)]
 
     def _padded(self, hidden_ND: Tensor) -> Tensor:
         return F.pad(hidden_ND, (0, 0, 0, -len(hidden_ND) % self._row_multiple))
 
     def _insert(self, plan: SchedulerOutput, step: StepTensors) -> Insert | None:
-        """What takes the place of the image tokens in the chunks of a plan; None if there is none."""
+        """Returns the function that puts image embeddings in place of image tokens in a plan's chunks; None if the
+        chunks have none.
+        """
         places: list[int] = []
         parts: list[Tensor] = []
         for chunk, piece in zip(plan.chunks, step.pieces, strict=True):
@@ -183,24 +188,15 @@ class ModelRunner:
             return None
         return lambda hidden_1ND: replaced(hidden_1ND, self._ints(places), torch.cat(parts))
 
-    def _fork(self, chunk: Chunk) -> None:
-        """Complete the caches of the sequences that follow a prompt: they share its full blocks already."""
-        index, num_in_last = divmod(chunk.end, self._cache.block_len)
-        if chunk.followers and num_in_last:
-            targets = [follower.block_table[index] for follower in chunk.followers]
-            self._cache.copy([chunk.sequence.block_table[index]] * len(targets), targets)
-        for follower in chunk.followers:
-            follower.num_cached = chunk.end
-
     def _score_prompt(self, chunk: Chunk, hidden_CD: Tensor) -> None:
-        """Score the tokens after those of a chunk. The head gets the chunk alone, so that a prompt's scores do not
+        """Score the tokens after those of a chunk. The head computes the chunk alone, so that a prompt's scores do not
         depend on what else the step computes.
         """
         sequence = chunk.sequence
         start = sequence.params.prompt_logprobs_start
         first = max(chunk.start + 1, start)
         following = sequence.token_ids[first : min(chunk.end + 1, sequence.num_prompt)]
-        del sequence.prompt_scores[first - start :]
+        del sequence.prompt_scores[first - start :]  # a chunk that is computed again after a preemption
         hidden_CD = hidden_CD[first - 1 - chunk.start :]
         if following:
             logits_CV = self._head(self._padded(hidden_CD))
@@ -212,18 +208,34 @@ class ModelRunner:
         slots: list[int] = []
         # Rows: decoding tokens grouped by rounded context, then the chunks of prompts, then padding. `adapters`,
         # `lengths_1N` and `logit_rows` rely on this order.
-        rows = _decode_rows(plan.decodes)
-        ordered = [row for members in _by_context(rows) for row in members]
-        groups = self._decode_groups(rows, tokens, positions, slots)
-        pieces = [self._chunk_piece(chunk, tokens, positions, slots) for chunk in plan.chunks]
+        by_context: defaultdict[int, list[DecodeRow]] = defaultdict(list)
+        for row in _decode_rows(plan.decodes):
+            by_context[_round_up(row.position + 1, CONTEXT_STEP)].append(row)
+        ordered = [row for context in sorted(by_context) for row in by_context[context]]
+        groups: list[DecodeGroup] = []
+        for context in sorted(by_context):
+            members, start = by_context[context], len(tokens)
+            tokens += [row.sequence.token_at(row.position) for row in members]
+            slots += [self._slot(row.sequence, row.position) for row in members]
+            tables = [self._padded_table(row.sequence, context) for row in members]
+            at = [row.position for row in members]
+            positions += at
+            contexts = self._contexts(tables, self._ints(at)[:, None], earliest=context - CONTEXT_STEP)
+            groups.append(DecodeGroup(start, len(tokens), contexts))
+        pieces: list[ChunkPiece] = []
+        for chunk in plan.chunks:
+            start, sequence, span = len(tokens), chunk.sequence, range(chunk.start, chunk.end)
+            tokens += sequence.token_ids[chunk.start : chunk.end]
+            positions += span
+            slots += [self._slot(sequence, position) for position in span]
+            table = self._padded_table(sequence, _round_up(chunk.end, self._cache.block_len))
+            contexts = self._contexts([table], self._ints(list(span))[None], earliest=chunk.start)
+            pieces.append(ChunkPiece(start, len(tokens), chunk.start == 0, contexts))
+        owners = [row.sequence for row in ordered]
+        owners += [chunk.sequence for chunk in plan.chunks for _ in range(chunk.start, chunk.end)]
         # A token sees the length that its sequence had when it was first computed, also when it is replayed after a
         # preemption, so that rotary frequencies that depend on the length are the same both times.
-        first = [row.sequence.num_prefill for row in ordered]
-        first += [chunk.sequence.num_prefill for chunk in plan.chunks for _ in range(chunk.start, chunk.end)]
-        lengths = [max(prefill, position + 1) for prefill, position in zip(first, positions, strict=True)]
-        owners = [row.sequence for row in ordered] + [
-            chunk.sequence for chunk in plan.chunks for _ in range(chunk.start, chunk.end)
-        ]
+        lengths = [max(owner.num_prefill, position + 1) for owner, position in zip(owners, positions, strict=True)]
         sampled = [(row, one.sequence) for row, one in enumerate(ordered) if not one.sequence.is_replaying]
         sampled += [
             (piece.end - 1, sequence)
@@ -244,39 +256,13 @@ class ModelRunner:
             adapters=[sequence.adapter for sequence in owners] + [0] * len(padding),
         )
 
-    def _decode_groups(
-        self, rows: list[DecodeRow], tokens: list[int], positions: list[int], slots: list[int]
-    ) -> list[DecodeGroup]:
-        groups = []
-        for members in _by_context(rows):
-            start, context = len(tokens), _context(members[0])
-            tables, at = [], []
-            for row in members:
-                tokens.append(row.sequence.token_at(row.position))
-                slots.append(self._slot(row.sequence, row.position))
-                tables.append(self._padded_table(row.sequence, context))
-                at.append(row.position)
-            positions += at
-            contexts = self._contexts(tables, self._ints(at)[:, None], earliest=context - CONTEXT_STEP)
-            groups.append(DecodeGroup(start, len(tokens), contexts))
-        return groups
-
-    def _chunk_piece(self, chunk: Chunk, tokens: list[int], positions: list[int], slots: list[int]) -> ChunkPiece:
-        start, sequence = len(tokens), chunk.sequence
-        span = range(chunk.start, chunk.end)
-        tokens += sequence.token_ids[chunk.start : chunk.end]
-        positions += span
-        slots += [self._slot(sequence, position) for position in span]
-        table = self._padded_table(sequence, _round_up(chunk.end, self._cache.block_len))
-        contexts = self._contexts([table], self._ints(list(span))[None], earliest=chunk.start)
-        return ChunkPiece(start, len(tokens), chunk.start == 0, contexts)
-
     def _contexts(self, tables: list[list[int]], positions_BC: Tensor, *, earliest: int) -> dict[int, CachedContext]:
-        """The context of each window of the model. tables: of B sequences, equally long; earliest: lower bound of the
-        queries' positions.
+        """Context of each window length of the model. tables: equally long block tables of B sequences; earliest: lower
+        bound of the queries' positions.
         """
         contexts = {}
         for window in self._windows:
+            # Blocks before the window of the earliest query are not read.
             first_block = max(0, earliest - window + 1) // self._cache.block_len if window else 0
             places_L = torch.arange(
                 first_block * self._cache.block_len, len(tables[0]) * self._cache.block_len, device=self._device
@@ -289,6 +275,7 @@ class ModelRunner:
         return contexts
 
     def _attend(self, step: StepTensors) -> Attend:
+        # Rows of padding have no slot and are not stored.
         num_tokens = len(step.slots)
 
         def attend(spec: AttentionSpec, q_1NHd: Tensor, k_1NKd: Tensor, v_1NKd: Tensor) -> Tensor:
@@ -300,18 +287,26 @@ class ModelRunner:
             for piece in step.pieces:
                 rows = slice(piece.start, piece.end)
                 if spec.open_BTH is not None and self._device.type == "cpu" and not spec.soft_cap:
-                    keys = _seen_keys(self._cache, spec, piece, k_1NKd, v_1NKd)
-                    out_1NHd[:, rows] = _selected(spec, q_1NHd[:, rows], *keys, spec.open_BTH[:, rows])
+                    out_1NHd[:, rows] = _selected(self._cache, spec, piece, q_1NHd[:, rows], k_1NKd, v_1NKd)
                 elif piece.opens_prompt:
+                    # Nothing of this prompt is in the cache before the chunk, so training's causal attention serves.
                     out_1NHd[:, rows] = self._attend_within(spec, q_1NHd[:, rows], k_1NKd[:, rows], v_1NKd[:, rows])
                 else:
-                    out_1NHd[:, rows] = self._extend(spec, q_1NHd[:, rows], piece.contexts[spec.window])
+                    context = piece.contexts[spec.window]
+                    keys, values = self._cache.read(spec.layer, context.table, 1, q_1NHd.dtype)
+                    if spec.soft_cap:
+                        out = masked_capped_attention(q_1NHd[:, rows], keys, values, context.mask, spec.soft_cap)
+                    else:
+                        out = masked_attention(q_1NHd[:, rows], keys, values, context.mask)
+                    out_1NHd[:, rows] = out
             return out_1NHd
 
         return attend
 
     def _decode(self, spec: AttentionSpec, q_BHd: Tensor, context: CachedContext) -> Tensor:
-        """One query token per sequence: the query heads of a group take the place of query tokens, [B, H, d]."""
+        """Attention of one query token per sequence, [B, H, d]. The query heads of a group take the place of query
+        tokens, so that the keys of a group are read once.
+        """
         k_BLKd, v_BLKd = self._cache.read(spec.layer, context.table, q_BHd.shape[0], q_BHd.dtype)
         if spec.soft_cap:
             return masked_capped_attention(q_BHd[:, None], k_BLKd, v_BLKd, context.mask, spec.soft_cap)[:, 0]
@@ -320,13 +315,6 @@ class ModelRunner:
             q_BKGd, k_BLKd.transpose(1, 2), v_BLKd.transpose(1, 2), attn_mask=context.mask
         )
         return out_BKGd.flatten(1, 2)
-
-    def _extend(self, spec: AttentionSpec, q_1CHd: Tensor, context: CachedContext) -> Tensor:
-        """A chunk of a prompt whose beginning is in the cache, [1, C, H, d]."""
-        keys, values = self._cache.read(spec.layer, context.table, 1, q_1CHd.dtype)
-        if spec.soft_cap:
-            return masked_capped_attention(q_1CHd, keys, values, context.mask, spec.soft_cap)
-        return masked_attention(q_1CHd, keys, values, context.mask)
 
     def _slot(self, sequence: Sequence, position: int) -> int:
         block_len = self._cache.block_len
@@ -341,46 +329,29 @@ class ModelRunner:
         return torch.tensor(values, dtype=torch.long, device=self._device)
 
 
-def _seen_keys(
-    cache: PagedCache, spec: AttentionSpec, piece: ChunkPiece, k_1NKd: Tensor, v_1NKd: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Keys and values [1, L, K, d] that the queries of a chunk see, its own at the end."""
+def _selected(
+    cache: PagedCache, spec: AttentionSpec, piece: ChunkPiece, q_1CHd: Tensor, k_1NKd: Tensor, v_1NKd: Tensor
+) -> Tensor:
+    """Attention of a chunk at its open heads only."""
+    assert spec.open_BTH is not None
     rows = slice(piece.start, piece.end)
     if piece.opens_prompt:
-        return k_1NKd[:, rows], v_1NKd[:, rows]
-    context = piece.contexts[spec.window]
-    num_seen = int(context.mask[0, 0, -1].nonzero()[-1]) + 1
-    keys, values = cache.read(spec.layer, context.table, 1, k_1NKd.dtype)
-    return keys[:, :num_seen], values[:, :num_seen]
-
-
-def _selected(spec: AttentionSpec, q_1CHd: Tensor, k_1LKd: Tensor, v_1LKd: Tensor, open_1CH: Tensor) -> Tensor:
-    """Attention of a chunk at its open heads; its queries are the last C of L tokens."""
-    num_keys, num_queries = k_1LKd.shape[1], q_1CHd.shape[1]
+        keys, values = k_1NKd[:, rows], v_1NKd[:, rows]
+    else:
+        # Cut after the last visible key, because the queries must be the last of the tokens that the kernel gets.
+        context = piece.contexts[spec.window]
+        num_seen = int(context.mask[0, 0, -1].nonzero()[-1]) + 1
+        keys, values = cache.read(spec.layer, context.table, 1, k_1NKd.dtype)
+        keys, values = keys[:, :num_seen], values[:, :num_seen]
+    num_keys, num_queries = keys.shape[1], q_1CHd.shape[1]
     one_document = torch.zeros(1, num_keys, dtype=torch.int64)
     tiles = packed_tiles(one_document, spans=[(num_keys - num_queries, num_keys)], window=spec.window)
-    return selected_attention(q_1CHd, k_1LKd, v_1LKd, open_1CH, tiles)
-
-
-def _add_up(chunk: Chunk, hidden_CD: Tensor) -> None:
-    sum_D, sequence = hidden_CD.double().sum(dim=0), chunk.sequence
-    before_D = None if chunk.start == 0 else sequence.hidden_sum_D
-    sequence.hidden_sum_D = sum_D if before_D is None else before_D + sum_D
+    return selected_attention(q_1CHd, keys, values, spec.open_BTH[:, rows], tiles)
 
 
 def _decode_rows(decodes: list[Sequence]) -> list[DecodeRow]:
+    """The next token to compute of each sequence, and the tokens of its draft."""
     return [DecodeRow(s, s.num_cached + place) for s in decodes for place in range(1 + len(s.draft))]
-
-
-def _by_context(rows: list[DecodeRow]) -> list[list[DecodeRow]]:
-    groups: defaultdict[int, list[DecodeRow]] = defaultdict(list)
-    for row in rows:
-        groups[_context(row)].append(row)
-    return [groups[context] for context in sorted(groups)]
-
-
-def _context(row: DecodeRow) -> int:
-    return _round_up(row.position + 1, CONTEXT_STEP)
 
 
 def _round_up(value: int, step: int) -> int:

@@ -1,5 +1,5 @@
-"""Matrix products as this machine computes them: the fastest method for logits, and the padding that keeps a row's
-result independent of its neighbors. Both are measured.
+"""Matrix products as this machine computes them: chooses the fastest method for logits, and the padding that keeps a
+row's result independent of its neighbors. Both are measured.
 
 The head is the largest product of a step. A BLAS that does not know that the weight is constant repacks a
 vocabulary-sized matrix in every call; oneDNN can pack it once. An INT8 head brings its own product.
@@ -12,7 +12,8 @@ other requests happen to run. Padding the rows to a multiple for which all produ
 
 import itertools
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal, get_args
 
 import torch
@@ -31,6 +32,7 @@ HeadKind = Literal["plain", "packed"]
 HEAD_KINDS: tuple[HeadKind, ...] = get_args(HeadKind)
 
 _ROWS = (4, 32)
+"""Numbers of rows that the methods are timed with: a few streams, and many."""
 
 
 @torch.inference_mode()
@@ -41,17 +43,25 @@ def fastest_head(model: Decoder) -> Product:
 
 @torch.inference_mode()
 def fastest_head_kind(model: Decoder) -> HeadKind:
-    """What `fastest_head` takes, by measuring: engines that are to agree bit for bit need the same."""
-    is_quantized = not (model.head is None or isinstance(model.head, nn.Linear))  # it has a product of its own
+    """Name of the method that `fastest_head` measures as the fastest; engines that must agree bit for bit need the same
+    one.
+    """
+    is_quantized = not (model.head is None or isinstance(model.head, nn.Linear))  # it brings its own product
     if is_quantized or not _can_pack(model.head_weight):
         return "plain"
-    width = model.head_weight.shape[1]
-    return min(HEAD_KINDS, key=lambda kind: _seconds(head_of(model, kind), width))
+    seconds = dict.fromkeys(HEAD_KINDS, 0.0)
+    for kind in HEAD_KINDS:
+        product = head_of(model, kind)
+        for rows in _ROWS:
+            x = torch.randn(rows, model.head_weight.shape[1], generator=torch.Generator().manual_seed(0))
+            timed = partial(seconds_of, partial(product, x), "cpu")
+            seconds[kind] += statistics.median(repeated(timed, num_rounds=3, num_warmups=1))
+    return min(HEAD_KINDS, key=lambda kind: seconds[kind])
 
 
 @torch.inference_mode()
 def head_of(model: Decoder, kind: HeadKind) -> Product:
-    """One way to multiply by the head."""
+    """Product by the head of the given kind."""
     if kind == "plain":
         return model.logits
     products = _packed(model.head_weight)
@@ -77,68 +87,51 @@ def _packed(weight_VD: Tensor) -> Product:
     return product
 
 
-def _seconds(product: Product, width: int) -> float:
-    """Sum over `_ROWS` of the median time of three products, after a warm-up."""
-    total = 0.0
-    for rows in _ROWS:
-        x = torch.randn(rows, width, generator=torch.Generator().manual_seed(0))
-        times = repeated(lambda x=x: seconds_of(lambda: product(x), "cpu"), num_rounds=3, num_warmups=1)
-        total += statistics.median(times)
-    return total
-
-
 MULTIPLES = (1, 2, 4, 8, 16)
 PROBE_ROWS = 64
+"""Rows of the product that smaller ones are compared with."""
 
 
 @torch.inference_mode()
 def stable_row_multiple(model: Decoder, head: Product) -> int:
-    """The smallest multiple in `MULTIPLES` that makes every product of `model` independent of the number of rows.
-
-    `head` is how its logits are made. 0 when none does on this machine: results may then differ in the last bits with
-    the load.
+    """Smallest multiple in `MULTIPLES` that makes every product of `model` independent of the number of rows; 0 if none
+    does on this machine, so that results may differ in the last bits with the load. head: product that makes the
+    logits.
     """
-    return _smallest(_distinct_products(model, head), model.norm.weight)
+    # One module of each kind and shape stands for all.
+    distinct: dict[tuple[type, int, int], tuple[Product, int]] = {}
+    for module in model.blocks.modules():
+        width, height = getattr(module, "in_features", 0), getattr(module, "out_features", 0)
+        if isinstance(module, nn.Module) and width and height:
+            distinct.setdefault((type(module), width, height), (module, width))
+    return _smallest([*distinct.values(), (head, model.config.model_dim)], model.norm.weight)
 
 
 @torch.inference_mode()
 def adapter_row_multiple(adapter: PreparedAdapter, model: Decoder) -> int:
-    """The same for the products of an adapter with the rows that it computes."""
+    """Smallest multiple, as in `stable_row_multiple`, for the products of an adapter."""
     shapes = {(part.a_RI.shape, part.b_OR.shape): part for part in adapter.parts.values()}
-    products = [(_product_of(part), part.a_RI.shape[1]) for part in shapes.values()]
+
+    def product(part: AdapterPart, x_NI: Tensor) -> Tensor:
+        return part.apply(x_NI, x_NI.new_ones(x_NI.shape[0], part.b_OR.shape[0]))
+
+    products = [(partial(product, part), part.a_RI.shape[1]) for part in shapes.values()]
     return _smallest(products, model.norm.weight)
 
 
-def _product_of(part: AdapterPart) -> Product:
-    def product(x_NI: Tensor) -> Tensor:
-        return part.apply(x_NI, x_NI.new_ones(x_NI.shape[0], part.b_OR.shape[0]))
-
-    return product
-
-
-def _smallest(products: Iterable[tuple[Product, int]], like: Tensor) -> int:
-    products = list(products)
+def _smallest(products: Sequence[tuple[Product, int]], like: Tensor) -> int:
+    """Smallest multiple for which leading and trailing rows give the same bits as all rows, in the format and on the
+    device of `like`; 0 for none.
+    """
     for multiple in MULTIPLES:
-        if all(_is_stable(product, width, multiple, like) for product, width in products):
+        # Kernels change between small numbers of rows, so all of these are tried, and few of the larger ones.
+        counts = [multiple * n for n in itertools.chain(range(1, 9), (12, 16, 24, 32)) if multiple * n < PROBE_ROWS]
+        for product, width in products:
+            x = torch.randn(PROBE_ROWS, width, generator=torch.Generator().manual_seed(0)).to(like)
+            full = product(x)
+            heads = all(torch.equal(product(x[:count]), full[:count]) for count in counts)
+            if not heads or not all(torch.equal(product(x[-count:]), full[-count:]) for count in counts):
+                break
+        else:
             return multiple
     return 0
-
-
-def _distinct_products(model: Decoder, head: Product) -> list[tuple[Product, int]]:
-    """One module of each kind and shape, and the head."""
-    result: dict[tuple[type, int, int], tuple[Product, int]] = {}
-    for module in model.blocks.modules():
-        width, height = getattr(module, "in_features", 0), getattr(module, "out_features", 0)
-        if isinstance(module, nn.Module) and width and height:
-            result.setdefault((type(module), width, height), (module, width))
-    return [*result.values(), (head, model.config.model_dim)]
-
-
-def _is_stable(product: Product, width: int, multiple: int, like: Tensor) -> bool:
-    """like: its format and device are those of the rows."""
-    x = torch.randn(PROBE_ROWS, width, generator=torch.Generator().manual_seed(0)).to(like)
-    full = product(x)
-    counts = [multiple * n for n in itertools.chain(range(1, 9), (12, 16, 24, 32)) if multiple * n < PROBE_ROWS]
-    heads = all(torch.equal(product(x[:count]), full[:count]) for count in counts)
-    tails = all(torch.equal(product(x[-count:]), full[-count:]) for count in counts)
-    return heads and tails

@@ -1,5 +1,5 @@
-"""Continuous batching: which sequences take part in the next step (Orca, Yu et al. 2022; chunked prefill, Agrawal et
-al. 2023).
+"""Continuous batching: plans the next step (Orca, Yu et al. 2022; chunked prefill, Agrawal et al.
+2023).
 
 First come, first served. Every step carries one token of each running sequence and some chunks of prompts. Prompts are
 split at multiples of `prefill_chunk_size` of the prompt itself, never to fit a step, so that a prompt is computed in
@@ -8,7 +8,7 @@ later its prompt is computed again in the same chunks and its tokens are replaye
 
 Neighbors in the queue with the same prompt (`n` answers, a group of rollouts) are started together: the first one
 computes the prompt, the others follow it. They share its full blocks from the start, and fork when it is done: each
-gets a copy of the last block, which is not full, and a row of logits of its own.
+gets its own copy of the last block, which is not full, and its own row of logits.
 """
 
 from collections import deque
@@ -30,7 +30,7 @@ class Chunk:
 
 @dataclass
 class SchedulerOutput:
-    """One step: sequences that get one token computed, and chunks of prompts."""
+    """Work of one step: sequences that decode one token, and chunks of prompts."""
 
     decodes: list[Sequence] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
@@ -40,20 +40,19 @@ class SchedulerOutput:
 class PromptLookup:
     """Guesses the next tokens of a sequence from its own earlier text (prompt lookup, Saxena 2023): what followed the
     last time that the sequence had its last few tokens. The engine computes the guesses together with the token before
-    them and keeps those that it would have chosen anyway, so a wrong guess costs time and changes nothing.
-
-    switch_len: length at which a sequence is computed anew, 0 for none (see `Engine.step`); no guess goes past it.
+    them and keeps those that it would have chosen anyway, so a wrong guess costs time and changes nothing. switch_len:
+    length at which a sequence is computed anew, 0 for none (see `Engine.step`); no guess goes past it.
     """
 
     num_guesses: int
     switch_len: int = 0
     num_drafts: int = 0
+    """Drafts verified since the start; the two counts below are of their tokens."""
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    """How many drafts were verified since the start, their tokens, and those that were accepted."""
 
     def guess(self, sequence: Sequence) -> list[int]:
-        """Tokens that may come after those of a decoding sequence; as many as it may still have, but one, because a
+        """Guess the tokens after those of a decoding sequence; at least one fewer than it may still have, because a
         step that accepts all of them gives one more.
         """
         length = len(sequence.token_ids)
@@ -65,15 +64,9 @@ class PromptLookup:
         sequence.ngrams.extend(sequence.token_ids)
         return sequence.ngrams.guess(sequence.token_ids, count)
 
-    def draft(self, sequence: Sequence, guesses: list[int]) -> None:
-        """Let the present step verify these tokens, which there is room for in the cache."""
-        sequence.draft = guesses
-        self.num_drafts += bool(guesses)
-        self.num_draft_tokens += len(guesses)
-
     def accepts(self, sequence: Sequence, place: int) -> bool:
-        """Whether a running sequence has just got the token at `place` of its draft, so that the row of that token is
-        the one from which the next token is chosen.
+        """Returns true if the newest token of a running sequence is the one at `place` of its draft, so that the next
+        token is chosen from the draft's row for it; counts the token as cached and accepted then.
         """
         if place >= len(sequence.draft) or sequence.token_ids[-1] != sequence.draft[place]:
             return False
@@ -111,6 +104,7 @@ class Scheduler:
     def remove(self, sequence: Sequence) -> None:
         """Remove a finished or aborted sequence and free its blocks."""
         if sequence in self.running:
+            # Reversed, because each is put at the front of the queue, which keeps their order.
             for follower in reversed(self._followers(sequence)):
                 self._requeue(follower)
             self.running.remove(sequence)
@@ -124,33 +118,12 @@ class Scheduler:
         self._requeue(sequence)
 
     def plan(self) -> SchedulerOutput:
-        """Choose the next step. An empty plan means that there is no work."""
+        """Choose the next step. The plan is empty when no sequence runs or waits."""
         # Decodes come first, then prompts in progress, then admissions: what has begun is finished before anything new
-        # takes blocks.
-        plan = SchedulerOutput(decodes=self._reserve_decodes())
-        self._draft(plan.decodes)
-        budget = self._prefill_budget
-        for sequence in [one for one in self.running if one.in_prefill and one.leader is None]:
-            budget = self._take_chunk(sequence, plan, budget)
-        while budget > 0 and self._admit_next():
-            leader = self.running[-1]
-            while self._admit_follower(leader):
-                pass
-            budget = self._take_chunk(leader, plan, budget)
-        return plan
-
-    def complete(self, plan: SchedulerOutput) -> None:
-        """Take note that a plan is computed: later prompts can find its chunks, and followers are on their own."""
-        for chunk in plan.chunks:
-            self.prefixes.store(chunk.sequence, chunk.start)
-            for follower in chunk.followers:
-                follower.leader = None
-
-    def _reserve_decodes(self) -> list[Sequence]:
-        """Allocate room for one more token of every decoding sequence, oldest first; the newest are preempted."""
-        ready: list[Sequence] = []
+        # takes blocks. Every decoding sequence gets room for one more token, the oldest first.
+        plan = SchedulerOutput()
         for sequence in list(self.running):
-            if sequence.in_prefill or sequence not in self.running:
+            if sequence.num_cached < sequence.num_prefill or sequence not in self.running:
                 continue  # a follower counts as in prefill until it forks
             # The newest sequence is preempted first, so the oldest always progresses and no two evict each other.
             while not self.blocks.grow(sequence, sequence.num_cached + 1):
@@ -160,15 +133,31 @@ class Scheduler:
                 if newest is sequence:
                     break
             else:
-                ready.append(sequence)
-        return ready
-
-    def _draft(self, decodes: list[Sequence]) -> None:
-        """Guess tokens of the sequences, as far as there are blocks for them that nothing else needs."""
-        for sequence in decodes:
+                plan.decodes.append(sequence)
+        # Guesses come after all decodes have their blocks: they may take only blocks that nothing else needs.
+        for sequence in plan.decodes:
             guesses = self._lookup.guess(sequence)
             has_room = self.blocks.grow(sequence, sequence.num_cached + 1 + len(guesses))
-            self._lookup.draft(sequence, guesses if has_room else [])
+            sequence.draft = guesses if has_room else []
+            self._lookup.num_drafts += bool(sequence.draft)
+            self._lookup.num_draft_tokens += len(sequence.draft)
+        budget = self._prefill_budget
+        in_prefill = [one for one in self.running if one.num_cached < one.num_prefill and one.leader is None]
+        for sequence in in_prefill:
+            budget = self._take_chunk(sequence, plan, budget)
+        while budget > 0 and self._admit_next():
+            leader = self.running[-1]
+            while self._admit_follower(leader):  # the queue's next ones, as long as they have the leader's prompt
+                pass
+            budget = self._take_chunk(leader, plan, budget)
+        return plan
+
+    def complete(self, plan: SchedulerOutput) -> None:
+        """Note that a plan is computed: later prompts can find its chunks, and followers no longer have a leader."""
+        for chunk in plan.chunks:
+            self.prefixes.store(chunk.sequence, chunk.start)
+            for follower in chunk.followers:
+                follower.leader = None
 
     def _requeue(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
@@ -182,6 +171,7 @@ class Scheduler:
             return False
         sequence = self.waiting[0]
         found = self.prefixes.find(sequence)
+        # One token more than there are, so that a sequence that starts can also decode without evicting another.
         if not self.blocks.share(sequence, found, len(sequence.token_ids) + 1):
             return False
         self.prefixes.count(sequence, len(found))
@@ -195,9 +185,12 @@ class Scheduler:
         """Start the first waiting sequence if it has the prompt of `leader`, which is not computed yet, and there is a
         slot and room for it.
         """
-        sequence = self.waiting[0] if self.waiting else leader
-        has_slot = len(self.running) < self._max_running
-        if sequence is leader or not has_slot or sequence.reads_prompt or not sequence.has_same_prompt(leader):
+        if not self.waiting or len(self.running) >= self._max_running:
+            return False
+        sequence = self.waiting[0]
+        # A sequence whose own prompt's hidden states are needed cannot leave the prompt to another one.
+        reads_prompt = sequence.wants_prompt_scores or sequence.pooling == "mean"
+        if reads_prompt or not sequence.has_same_prompt(leader):
             return False
         full = leader.block_table[: leader.num_prefill // self.blocks.block_len]
         if not self.blocks.share(sequence, full, len(sequence.token_ids) + 1):
@@ -210,13 +203,12 @@ class Scheduler:
         return [sequence for sequence in self.running if sequence.leader is leader]
 
     def _take_chunk(self, sequence: Sequence, plan: SchedulerOutput, budget: int) -> int:
-        """Plan the next chunk of a prompt if any budget is left; one per step, because a chunk needs its
-        predecessors.
-        """
+        """Plan the next chunk of a prompt if any budget is left; one a step, because a chunk needs its predecessors."""
         if budget <= 0:
             return budget
         start = sequence.num_cached
         end = min(sequence.num_prefill, start + self._prefill_chunk)
+        # The last chunk forks the followers; budget may go below 0, because chunks are never cut to fit a step.
         followers = self._followers(sequence) if end == sequence.num_prefill else []
         plan.chunks.append(Chunk(sequence, start, end, tuple(followers)))
         return budget - (end - start)

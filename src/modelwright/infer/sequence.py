@@ -23,23 +23,21 @@ from modelwright.model.decoder import Decoder
 from modelwright.model.vision.image_prefix import ImagePrefix, image_prefix
 
 MAX_TEMPERATURE = 2.0
-"""As in OpenAI's API; above it the tokens are close to random."""
+"""Limit of OpenAI's API; above it the tokens are close to random."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How the tokens of one request are chosen.
-
-    `max_tokens`: most new tokens. `temperature`: 0 is greedy. `top_k`: 0 keeps all. `top_p`: smallest set of tokens
-    with at least this mass (nucleus sampling, Holtzman et al. 2020). `min_p`: smallest probability of a token, as a
-    share of the likeliest token's (Nguyen et al. 2024). `seed`: all randomness of the request. `stop_ids`: tokens that
-    end it; they are not chosen before `min_tokens` tokens. `num_logprobs`: how many likeliest alternatives to report
-    next to each token's own log-probability; `num_prompt_logprobs`: the same for the tokens of the prompt, None for no
-    log-probabilities of the prompt; `prompt_logprobs_start`: the first token of the prompt that is scored, so that what
-    comes before may be taken from the cache. `logit_bias`: (token, number added to its logit). Presence and frequency
-    penalty are subtracted from the logits of tokens generated before, once and once per occurrence.
-    `repetition_penalty` divides the positive logits of all tokens so far, prompt included, and multiplies the negative
-    ones (CTRL, Keskar et al. 2019).
+    """Sampling parameters of one request. `max_tokens`: most new tokens. `temperature`: 0 is greedy. `top_k`: 0 keeps
+    all. `top_p`: smallest set of tokens with at least this mass (nucleus sampling, Holtzman et al. 2020). `min_p`:
+    smallest probability of a token, as a share of the likeliest token's (Nguyen et al. 2024). `seed`: all randomness of
+    the request. `stop_ids`: tokens that end it; they are not chosen before `min_tokens` tokens. `num_logprobs`: how
+    many likeliest alternatives to report next to each token's own log-probability; `num_prompt_logprobs`: the same for
+    the tokens of the prompt, None for no log-probabilities of the prompt; `prompt_logprobs_start`: the first token of
+    the prompt that is scored, so that what comes before may be taken from the cache. `logit_bias`: (token, number added
+    to its logit). Presence and frequency penalty are subtracted from the logits of tokens generated before, once and
+    once per occurrence. `repetition_penalty` divides the positive logits of all tokens so far, prompt included, and
+    multiplies the negative ones (CTRL, Keskar et al. 2019).
     """
 
     max_tokens: int = 16
@@ -87,16 +85,17 @@ class SamplingParams:
 
     @property
     def truncates(self) -> bool:
-        """Whether a draw is from a part of the tokens only."""
+        """True if a token is drawn from some of the tokens only."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     def uniform(self, step: int) -> float:
         """The random number in [0, 1) that chooses new token number `step`; a function of the seed alone."""
+        # 53 bits, the mantissa of a double: all quotients are exact and below 1.
         return (derive_seed(self.seed, "token", step) >> 10) / (1 << 53)
 
 
 Pooling = Literal["", "last", "mean", "score"]
-"""What a request asks for instead of new tokens: the last token's hidden state, the mean over all tokens, or the scalar
+"""Output of a request other than new tokens: the last token's hidden state, the mean over all tokens, or the scalar
 head at the last token; "" for new tokens."""
 
 
@@ -113,15 +112,15 @@ class ScoredToken:
 
 
 class TokenConstraint(Protocol):
-    """Which tokens may come next, as a grammar has it. One constraint belongs to one sequence."""
+    """Rule, such as a grammar, for the tokens that may come next. One constraint belongs to one sequence."""
 
     def allowed(self) -> Tensor:
-        """Boolean [V]: the tokens that may come next; at least one is true. Raises `ConfigError` if the constraint can
-        go no further, which ends its sequence with an error."""
+        """Boolean [V]: the tokens that may come next; at least one is true. Raises `ConfigError` if no token may
+        follow, which ends the sequence with an error."""
         ...
 
     def advance(self, token_id: int) -> None:
-        """Take note of the token that was chosen, which was an allowed one."""
+        """Advance the constraint by the chosen token, which was an allowed one."""
         ...
 
 
@@ -131,8 +130,8 @@ Pixels = NDArray[np.uint8]
 
 @dataclass(eq=False)
 class PromptImage:
-    """An image whose tokens are those from `start` to `end` of a prompt. digest: of its pixels; embeddings_PD: None
-    until they are needed.
+    """An image whose tokens are those from `start` to `end` of a prompt. digest: SHA-256 of its pixels; embeddings_PD:
+    computed when first needed, else None.
     """
 
     start: int
@@ -142,11 +141,10 @@ class PromptImage:
     embeddings_PD: Tensor | None = None
 
     def embeddings(self, prefix: ImagePrefix) -> Tensor:
-        """What takes the place of the embeddings of its tokens, [P, D]."""
-        found = self.embeddings_PD
-        if found is None:
-            found = self.embeddings_PD = torch.as_tensor(prefix(self.pixels_CSS[None])[0])
-        return found
+        """Embeddings that replace those of the image's tokens, [P, D]; computed once."""
+        if self.embeddings_PD is None:
+            self.embeddings_PD = torch.as_tensor(prefix(self.pixels_CSS[None])[0])
+        return self.embeddings_PD
 
     def has_tokens_in(self, start: int, end: int) -> bool:
         return self.start < end and start < self.end
@@ -154,29 +152,31 @@ class PromptImage:
 
 LONGEST_MATCH = 4
 SHORTEST_MATCH = 2
-"""How many last tokens are looked up, the longest match first. One token alone recurs too often to say what follows."""
+"""Lengths of the last tokens that are looked up, the longest match first. One token alone recurs too often to say what
+follows."""
 
 
 @dataclass
 class NgramIndex:
-    """Where each run of `SHORTEST_MATCH` to `LONGEST_MATCH` tokens was last followed by another token."""
+    """Index of the places where each run of `SHORTEST_MATCH` to `LONGEST_MATCH` tokens was last followed by a token."""
 
     num_indexed: int = 0
     places: dict[tuple[int, ...], int] = field(default_factory=dict)
     """The index of the token that followed, by the run before it."""
 
     def extend(self, token_ids: Ids[int]) -> None:
-        """Take note of the tokens since the last call; token_ids: all of the sequence."""
+        """Index the tokens since the last call; token_ids: all of the sequence."""
         for place in range(self.num_indexed, len(token_ids)):
             for length in range(SHORTEST_MATCH, min(LONGEST_MATCH, place) + 1):
                 self.places[tuple(token_ids[place - length : place])] = place
         self.num_indexed = len(token_ids)
 
     def guess(self, token_ids: Ids[int], count: int) -> list[int]:
-        """`count` tokens that may come next, none if the last tokens have not occurred before. A match that reaches the
-        end continues with the guesses themselves, as repeating text does.
+        """Returns `count` tokens that may come next, none if the last tokens have not occurred before. A match that
+        reaches the end continues with the guesses themselves, as repeating text does.
         """
         for length in range(min(LONGEST_MATCH, len(token_ids)), SHORTEST_MATCH - 1, -1):
+            # The longest match wins: it predicts best.
             start = self.places.get(tuple(token_ids[len(token_ids) - length :]))
             if start is not None:
                 guesses = list(token_ids[start : start + count])
@@ -188,11 +188,11 @@ class NgramIndex:
 
 @dataclass(eq=False)
 class Sequence:
-    """A request in progress: all its tokens, and how many of them the cache holds. num_prefill: how many of the first
-    ones are computed in chunks, knowing of each other: the prompt, and more once the sequence was restarted.
-    constraint: None lets every token follow; pooling: what is asked for instead of tokens; cache_salt: only sequences
-    with the same one share cached prompts; adapter: number of the one that it is computed with, 0 for the model itself;
-    images: those of its prompt, in order.
+    """A request in progress: all its tokens, and the number of them in the cache. num_prefill: number of first tokens
+    that are computed in chunks: the prompt, and all tokens so far once the sequence was restarted. constraint: None
+    lets every token follow; pooling: output to compute instead of tokens; cache_salt: only sequences with the same salt
+    share cached prompts; adapter: number of the adapter to compute with, 0 for the model itself; images: those of the
+    prompt, in order.
     """
 
     request_id: str
@@ -210,10 +210,10 @@ class Sequence:
     """Tokens of the prompt that were in the cache when the sequence was first started."""
     was_started: bool = False
     leader: "Sequence | None" = None
-    """The running sequence that computes the same prompt for this one, too; None when it computes its own."""
+    """Running sequence that computes the same prompt for this one, too; None when it computes its own."""
     block_hashes: list[bytes] = field(default_factory=list)
     hashed_len: int = 0
-    """The `num_prefill` for which `block_hashes` were computed."""
+    """Value of `num_prefill` for which `block_hashes` were computed."""
     adapter: int = 0
     images: tuple[PromptImage, ...] = ()
     hidden_sum_D: Tensor | None = None
@@ -222,8 +222,7 @@ class Sequence:
     """Guesses of the next tokens that the present step verifies (`PromptLookup`)."""
     ngrams: NgramIndex = field(default_factory=NgramIndex)
     prompt_scores: list[ScoredToken] = field(default_factory=list)
-    """The scores of the tokens of the prompt from `prompt_logprobs_start` on, as far as they are computed, if they were
-    asked for."""
+    """Scores, if requested, of the prompt's tokens from `prompt_logprobs_start` on that are computed so far."""
 
     def __post_init__(self) -> None:
         self.num_prefill = self.num_prompt
@@ -234,20 +233,13 @@ class Sequence:
 
     @property
     def num_cacheable(self) -> int:
-        """First tokens of the prompt whose hidden states are not needed, so that they may come from the cache. The last
-        token's always is.
+        """Number of first tokens of the prompt whose hidden states are not needed, so that they may come from the
+        cache. The last token's hidden state is always needed.
         """
         if self.pooling == "mean":
             return 0
         first_scored = self.params.prompt_logprobs_start if self.wants_prompt_scores else self.num_prefill
         return min(first_scored, self.num_prefill) - 1
-
-    @property
-    def reads_prompt(self) -> bool:
-        """Whether hidden states of the prompt other than the last are needed, so that it cannot be computed by another
-        sequence.
-        """
-        return self.wants_prompt_scores or self.pooling == "mean"
 
     def token_at(self, position: int) -> int:
         """A token of the sequence, or of the draft that follows it."""
@@ -256,27 +248,22 @@ class Sequence:
 
     @property
     def wants_prompt_scores(self) -> bool:
-        """Whether log-probabilities of the prompt are still to be computed."""
+        """True while log-probabilities of the prompt are requested and not reported yet."""
         return self.params.num_prompt_logprobs is not None and self.num_new == 0
 
     def has_same_prompt(self, other: "Sequence") -> bool:
-        """Whether the same tokens and images are computed in chunks for both, so that one computation serves both."""
-        same = self.cache_salt == other.cache_salt and self.adapter == other.adapter
-        same = same and [one.digest for one in self.images] == [one.digest for one in other.images]
+        """True if both have the same tokens and images to compute in chunks, so that one computation serves both."""
         return (
-            same
+            self.cache_salt == other.cache_salt
+            and self.adapter == other.adapter
+            and [one.digest for one in self.images] == [one.digest for one in other.images]
             and self.num_prefill == other.num_prefill
             and self.token_ids[: self.num_prefill] == other.token_ids[: other.num_prefill]
         )
 
     @property
-    def in_prefill(self) -> bool:
-        """Whether part of the prompt is not in the cache yet."""
-        return self.num_cached < self.num_prefill
-
-    @property
     def is_replaying(self) -> bool:
-        """Whether tokens generated before a preemption are still being recomputed into the cache."""
+        """True while tokens generated before a preemption are recomputed into the cache."""
         return self.num_cached + 1 < len(self.token_ids)
 
     def append(self, token_id: int) -> str:
@@ -292,15 +279,15 @@ class Sequence:
 
 @dataclass(frozen=True)
 class DecodeRow:
-    """One token of a decoding sequence: the newest one, or one of the draft that follows it."""
+    """Token to decode: the newest token of a sequence, or one of the draft that follows it."""
 
     sequence: Sequence
     position: int
 
 
 def prompt_images(model: Decoder, prompt_ids: Ids[int], images: Ids[Pixels]) -> tuple[PromptImage, ...]:
-    """The images of a prompt, in the order of their tokens. Raises `ConfigError` if they do not fit the model or the
-    image tokens of the prompt.
+    """Returns the images of a prompt, in the order of their tokens. Raises `ConfigError` if they do not fit the model
+    or the image tokens of the prompt.
     """
     prefix = image_prefix(model)
     if prefix is None:

@@ -16,7 +16,7 @@ from modelwright.ops.microbenchmark import in_turn, seconds_of
 PROMPT_LEN = 32
 """Tokens that each stream has before its decoding is timed."""
 WARMUP_STEPS, TIMED_STEPS = 2, 8
-"""Steps of each round of decoding that are not timed, and that are."""
+"""Untimed and timed steps of each round of decoding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +38,19 @@ class SpeedPair:
 def measure_speed(
     reference: Decoder, other: Decoder, shapes: Sequence[tuple[int, int]], *, num_rounds: int = 7
 ) -> tuple[SpeedPair, ...]:
-    """Time both models on the CPU, in turn. shapes: streams, and tokens of each; prompts are cut to what the shorter
-    context of the two takes.
+    """Time both models on the CPU, in turn. shapes: number of streams, and of tokens in each; prompts are cut to the
+    shorter context of the two models.
     """
     longest = min(model.config.max_seq_len for model in (reference, other)) - 1
     shapes = [(num_streams, min(num_tokens, longest)) for num_streams, num_tokens in shapes]
-    engines = {name: _engine(model, shapes) for name, model in (("reference", reference), ("other", other))}
+    engines: dict[str, Engine] = {}
+    for name, model in (("reference", reference), ("other", other)):
+        config = EngineConfig(
+            max_num_seqs=max(num_streams for num_streams, _ in shapes),
+            kv_cache_tokens=2 * model.config.max_seq_len + sum(n * (length + 4 * PROMPT_LEN) for n, length in shapes),
+            enable_prefix_caching=False,  # every round computes the same prompts again
+        )
+        engines[name] = Engine(model.eval(), config)
     pairs = []
     for num_streams, num_tokens in shapes:
         measures = {name: partial(_seconds, engine, num_streams, num_tokens) for name, engine in engines.items()}
@@ -57,21 +64,13 @@ def measure_speed(
     return tuple(pairs)
 
 
-def _engine(model: Decoder, shapes: Sequence[tuple[int, int]]) -> Engine:
-    config = EngineConfig(
-        max_num_seqs=max(num_streams for num_streams, _ in shapes),
-        kv_cache_tokens=2 * model.config.max_seq_len + sum(n * (length + 4 * PROMPT_LEN) for n, length in shapes),
-        enable_prefix_caching=False,
-    )
-    return Engine(model.eval(), config)
-
-
 def _seconds(engine: Engine, num_streams: int, num_tokens: int) -> float:
-    """Seconds that a decoding step takes, or, for more than one token, that prompts take."""
+    """Seconds of one decoding step, or, for more than one token, of all prompts."""
     if num_tokens > 1:
         with _running(engine, num_streams, num_tokens, max_tokens=1):
             return seconds_of(partial(_drain, engine), "cpu")
     prompt_len = min(PROMPT_LEN, engine.max_seq_len // 2)
+    # Short contexts leave room for fewer steps; one is timed in any case.
     num_steps = max(1, min(TIMED_STEPS, engine.max_seq_len - prompt_len - 2 * WARMUP_STEPS))
     with _running(engine, num_streams, prompt_len, max_tokens=engine.max_seq_len):
         while engine.has_work and len(engine.step()) < num_streams:

@@ -1,1 +1,1 @@
-"""Floor 8: complete named runs, as YAML files."""
+"""Complete named runs, as YAML files."""

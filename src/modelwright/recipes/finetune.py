@@ -1,6 +1,6 @@
-"""The run that `modelwright finetune` stands for: the recipe `finetune`, a model, data, and lengths of rows and
-batches that fit the records. The lengths are settings of the run like any others: config.yaml keeps them, and a
-resumed run takes them from there.
+"""The run of `modelwright finetune`: the recipe `finetune`, a model, data, and lengths of rows and batches that fit the
+records. The lengths are settings of the run like any others: config.yaml keeps them, and a resumed run takes them from
+there.
 """
 
 import math
@@ -25,7 +25,7 @@ from modelwright.recipes.load import Request, find_target, load
 
 RECIPE = "finetune"
 LORA: Mapping[str, Any] = {SFT.name: {"lora": {"r": 16}, "learning_rate": 2e-4}}
-"""What `--lora` stands for: the rank of PEFT's examples, with the rate of QLoRA (Dettmers et al. 2023, table 9)."""
+"""Settings of `--lora`: the rank of PEFT's examples, with the rate of QLoRA (Dettmers et al. 2023, table 9)."""
 
 
 def finetune_request(
@@ -38,18 +38,20 @@ def finetune_request(
     num_processes: int = 1,
     only: Sequence[str] = (),
 ) -> Request:
-    """The request to fine-tune `model`, a Hugging Face folder or a run, on `sources`.
-
-    lora: train low-rank adapters, which are merged into the model at the end; only: the stages named by `--stages`, as
-    in `load`. A run that exists keeps the lengths that it was created with. Raises `ConfigError` and `DataError` as
-    `load` does, and if the sources hold nothing to fine-tune on.
+    """Builds the request to fine-tune `model`, a Hugging Face folder or a run, on `sources`. lora: train low-rank
+    adapters, which are merged into the model at the end; only: the stages named by `--stages`, as in `load`. A run that
+    exists keeps the lengths that it was created with. Raises `ConfigError` and `DataError` as `load` does, and if the
+    sources hold nothing to fine-tune on.
     """
     if not sources:
         raise ConfigError("finetune: name the files with the examples after the model: modelwright finetune MODEL DATA")
     found = find_model(find_target(model))
-    names = {"name": _name(found.source.name, sources[0])}
+    # smollm-support for a model folder smollm and a file support.jsonl.zst
+    stem = "".join(c if c.isalnum() or c in "-_" else "-" for c in Path(sources[0]).name.partition(".")[0] or "data")
+    names = {"name": f"{found.source.name}-{stem}"}
     start = {"init_from": str(found.source.folder.resolve()), "data": {"sources": list(sources)}}
     settings = merge(merge(merge(names, start), LORA if lora else {}), overrides)
+    # Loaded twice: the first time for the run's folder, its data and its model, from which the lengths follow.
     request = load(RECIPE, settings, run_dir)
     previous = previous_config(request.run)
     if previous is not None and previous.has(SFT):
@@ -71,14 +73,8 @@ def finetune_request(
     return replace(request, origin=f"{request.origin}, model {model}")
 
 
-def _name(model: str, source: str) -> str:
-    """smollm-support for a model folder smollm and a file support.jsonl.zst."""
-    stem = Path(source).name.partition(".")[0] or "data"
-    return f"{model}-{''.join(c if c.isalnum() or c in '-_' else '-' for c in stem)}"
-
-
 MOST_MEASURED = 5_000
-"""Records that are measured; of more, as many of each file."""
+"""Most records that are measured; of more, equally many of each file."""
 EXAMPLES_PER_UPDATE = 16
 """Conversations of one update: between the 8 of TRL's default and the 32 that InstructGPT's fine-tuning took."""
 
@@ -94,8 +90,8 @@ class MeasuredRecords:
 
 
 def measure_records(sources: SourceConfig, tokenizer: Tokenizer, *, max_seq_len: int) -> MeasuredRecords:
-    """Measure the conversations of the sources. Raises `DataError` if there are none, or if the chat template refuses
-    one.
+    """Measure the conversations of the sources. Raises `DataError` if the sources hold none, or if the chat
+    template refuses one.
     """
     fit, num_tokens = ConversationFit(seq_len=max_seq_len, overlong="split"), 0
     for document in read_documents(sources, report=SourceReport(), sample=MOST_MEASURED):
@@ -114,9 +110,7 @@ def measure_records(sources: SourceConfig, tokenizer: Tokenizer, *, max_seq_len:
             f"nothing to fine-tune on; accepted are {FORMS}"
         )
     return MeasuredRecords(
-        num_conversations=fit.num_conversations,
-        mean_tokens=num_tokens / fit.num_conversations,
-        row_len=fit.row_len(),
+        num_conversations=fit.num_conversations, mean_tokens=num_tokens / fit.num_conversations, row_len=fit.row_len()
     )
 
 
@@ -129,26 +123,24 @@ def fitted_lengths(
     num_microbatches: int,
     num_processes: int,
 ) -> dict[str, Any]:
-    """The row length and the batch that fit the records, as sections of a run, except for what is `given`.
-
+    """Computes the row length and the batch that fit the records, as sections of a run, except for settings in `given`.
     folder: with the tokenizer; num_microbatches: of one update. A row is as long as 99% of the conversations need, a
-    batch holds about `EXAMPLES_PER_UPDATE` of them in whole rows for every microbatch and process. The sample that is
-    validated while training is no larger than what is held out, so that a time budget counts what there is.
+    batch holds about `EXAMPLES_PER_UPDATE` of them in whole rows for every microbatch and process. The sample for
+    validation during training is no larger than the held-out part, so that a time budget counts real tokens only.
     """
     own = {stage.name: given.get(stage.name, {}) for stage in (PACK, SFT)}
     measured = measure_records(sources, Tokenizer.load(folder), max_seq_len=max_seq_len)
+    # Rounded up to the step in which rows are cut, within the model's context.
     row_len = min(-(-measured.row_len // ROW_LEN_STEP) * ROW_LEN_STEP, max_seq_len)
     row_len = int(own[PACK.name].get("seq_len", row_len))
     parts = num_microbatches * num_processes
     per_part = max(1, round(EXAMPLES_PER_UPDATE * measured.mean_tokens / (row_len * parts)))
     heldout = sources.validation_fraction * measured.num_conversations * measured.mean_tokens
-    is_whole = measured.num_conversations < MOST_MEASURED
-    return {
-        **(
-            {"validation_tokens": max(row_len, min(RunConfig.validation_tokens, math.ceil(heldout)))}
-            if is_whole
-            else {}
-        ),
+    sections: dict[str, Any] = {
         PACK.name: {"seq_len": row_len, **own[PACK.name]},
         SFT.name: {"batch_tokens": per_part * parts * row_len, **own[SFT.name]},
     }
+    # Only if all records were measured: the mean of a sample says too little about the number of held-out tokens.
+    if measured.num_conversations < MOST_MEASURED:
+        sections["validation_tokens"] = max(row_len, min(RunConfig.validation_tokens, math.ceil(heldout)))
+    return sections

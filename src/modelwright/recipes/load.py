@@ -1,12 +1,11 @@
-"""From what the user names (a recipe, a YAML file, a run directory) to the configuration of a run.
+"""Builds the configuration of a run from a recipe, a YAML file or a run directory that the user names.
 
-Settings from the environment, under the names that a published toolkit gave them.
-
+Reads settings from the environment, too, under the names that a published toolkit gave them.
 They override a recipe or file and are overridden by the command line, in the section `training` and in each stage that
 has its own precision, and are part of the resolved configuration like any other setting.
 
     DEEPSEEK_PRECISION_MODE      a policy, or fp16, bf16 and mixed for fp16_mixed, bf16_mixed and bf16_mixed
-    DEEPSEEK_AMP_ENABLED         0: FP32 in all layers in any case; 1: the mode, or where none is named bf16_mixed in
+    DEEPSEEK_AMP_ENABLED         0: FP32 in all layers in any case; 1: the mode, or, without one, bf16_mixed in
                                  place of fp32 and of auto
     DEEPSEEK_LOSS_SCALE_WINDOW   updates without overflow after which the loss scale grows
     DEEPSEEK_FP32_OPS            operators that stay in FP32, separated by commas (softmax,layernorm,loss)
@@ -41,13 +40,13 @@ _ANSWERS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false
 
 
 def given_names(environment: Mapping[str, str]) -> list[str]:
-    """The variables that are set and not empty."""
+    """Names of the variables that are set and not empty."""
     return [name for name in NAMES if environment.get(name, "").strip()]
 
 
 def environment_overrides(environment: Mapping[str, str], base: Mapping[str, Any]) -> dict[str, Any]:
-    """Overrides from the variables, to merge over the configuration `base`. Raises `ConfigError` that names the
-    variable.
+    """Returns overrides from the variables, to merge over the configuration `base`. Raises `ConfigError` with the name
+    of a wrong variable.
     """
     given = {name: environment[name].strip() for name in given_names(environment)}
     sections = ["training", *(stage for stage in training_names() if _section(_section(base, stage), "precision"))]
@@ -58,15 +57,30 @@ def environment_overrides(environment: Mapping[str, str], base: Mapping[str, Any
 def _precision(given: Mapping[str, str], training: Mapping[str, Any]) -> dict[str, Any]:
     """Overrides of `training.precision`, or of a stage's precision."""
     precision: dict[str, Any] = {}
-    policy = _policy(given, str(_section(training, "precision").get("policy", "auto")))
-    if policy:
-        precision["policy"] = policy
-    if _is_off(given):
+    mode = given.get(MODE, "").lower()
+    mode = _OTHER_NAMES.get(mode, mode)
+    if mode and mode not in get_args(Policy):
+        raise ConfigError(f"{MODE}: {given[MODE]!r} is not one of {', '.join((*_OTHER_NAMES, *get_args(Policy)))}")
+    answer = given.get(ENABLED, "1").lower()
+    if answer not in _ANSWERS:
+        raise ConfigError(f"{ENABLED}: must be 0 or 1, got {given[ENABLED]!r}")
+    is_off = not _ANSWERS[answer]
+    # Without a mode, switching mixed precision on changes only policies that do not name a mixed one.
+    if ENABLED in given and not mode and _section(training, "precision").get("policy", "auto") in ("fp32", "auto"):
+        mode = "bf16_mixed"
+    if mode or is_off:
+        precision["policy"] = "fp32" if is_off else mode
+    if is_off:
         precision |= {"overrides": dict.fromkeys(KINDS, ""), "adaptive": {"kind": "none", "schedule": []}}
     if WINDOW in given:
-        precision["loss_scale"] = {"growth_interval": _window(given[WINDOW])}
+        text = given[WINDOW]
+        if not text.isdecimal() or int(text) < 1:
+            raise ConfigError(f"{WINDOW}: must be a number of updates, 1 or more, got {text!r}; 1000 or 2000 is usual")
+        precision["loss_scale"] = {"growth_interval": int(text)}
     if OPS in given:
-        precision["fp32_ops"] = _operators(given[OPS])
+        # The operators that always stay in FP32 are among them; the policy reports wrong names.
+        named = [name.strip().lower() for name in given[OPS].split(",") if name.strip()]
+        precision["fp32_ops"] = list(dict.fromkeys([*ALWAYS_FP32, *(_OTHER_OPS.get(name, name) for name in named)]))
     return precision
 
 
@@ -76,40 +90,6 @@ def _section(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return section if isinstance(section, Mapping) else {}
 
 
-def _policy(given: Mapping[str, str], before: str) -> str:
-    """The replacement for the policy `before`; "" if there is none."""
-    mode = given.get(MODE, "").lower()
-    mode = _OTHER_NAMES.get(mode, mode)
-    if mode and mode not in get_args(Policy):
-        raise ConfigError(f"{MODE}: {given[MODE]!r} is not one of {', '.join((*_OTHER_NAMES, *get_args(Policy)))}")
-    if ENABLED not in given:
-        return mode
-    if _is_off(given):
-        return "fp32"
-    return mode or ("bf16_mixed" if before in ("fp32", "auto") else "")
-
-
-def _is_off(given: Mapping[str, str]) -> bool:
-    if ENABLED not in given:
-        return False
-    answer = given[ENABLED].lower()
-    if answer not in _ANSWERS:
-        raise ConfigError(f"{ENABLED}: must be 0 or 1, got {given[ENABLED]!r}")
-    return not _ANSWERS[answer]
-
-
-def _window(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"{WINDOW}: must be a number of updates, 1 or more, got {text!r}; 1000 or 2000 is usual")
-    return int(text)
-
-
-def _operators(text: str) -> list[str]:
-    """The named operators, and those that always stay in FP32. The policy reports wrong names."""
-    named = [name.strip().lower() for name in text.split(",") if name.strip()]
-    return list(dict.fromkeys([*ALWAYS_FP32, *(_OTHER_OPS.get(name, name) for name in named)]))
-
-
 _FOLDER = Path(__file__).parent
 RECIPES = tuple(sorted(path.stem for path in _FOLDER.glob("*.yaml")))
 RUNS = Path("runs")
@@ -117,10 +97,8 @@ RUNS = Path("runs")
 
 @dataclass(frozen=True)
 class Request:
-    """What to run and where.
-
-    origin: where the configuration came from, as text
-    notes: what the user should know about the request
+    """A run to start: its configuration and folder. origin: source of the configuration, as text; notes: remarks about
+    the request for the user.
     """
 
     config: RunConfig
@@ -130,15 +108,15 @@ class Request:
 
 
 def load(target: str, overrides: Mapping[str, Any], run_dir: str = "", only: Sequence[str] = ()) -> Request:
-    """The configuration that `target` names, with `overrides` merged over it.
-
-    `target`: a recipe's name, a YAML file (which may contain `recipe: NAME` and set only what differs), or a run
-    directory, whose own configuration is used; environment variables (`environment.py`) take precedence over it.
-    `run_dir`: "" for the run's own folder, or `runs/<name>`; `only`: the stages named by `--stages`, see
-    `select_stages`. Raises `ConfigError` if the target does not exist or a setting is wrong.
+    """Loads the configuration that `target` names, with `overrides` merged over it. `target`: a recipe's name, a YAML
+    file (which may contain `recipe: NAME` and set only differences from it), or a run directory, whose own
+    configuration is used; environment variables take precedence over it. `run_dir`: "" for the run's own folder, or
+    `runs/<name>`; `only`: the stages named by `--stages`, see `select_stages`. Raises `ConfigError` if the target does
+    not exist or a setting is wrong.
     """
     base, own, folder, origin = _base(target)
     base = merge(base, environment_overrides(os.environ, base))
+    # A folder that the target names keeps the run there; otherwise the name of the run, which an override may set.
     run = RunDir(Path(run_dir) if run_dir else folder or RUNS / str(merge(base, overrides).get("name", "")))
     run.check()
     selected: Mapping[str, Any] = {}
@@ -149,7 +127,13 @@ def load(target: str, overrides: Mapping[str, Any], run_dir: str = "", only: Seq
     origin = ", ".join([origin, *given_names(os.environ)])
     config = parse_run(data)
     if base.get("minutes") and "minutes" not in data:
-        config = _with_lengths_of_run(config, run, overrides)
+        # A length has replaced the time budget: trainings without one keep the length that the run was created with,
+        # or another length of one training would train the others anew.
+        before = previous_config(run)
+        if before is not None and is_same_run(resolve_paths(resolve_model(config)), before):
+            kept = with_lengths_of(config, before)
+            names = [stage.name for stage in config.trainings if not _has_length(overrides.get(stage.name))]
+            config = config.with_sections({name: kept.section(name) for name in names})
     if only or folder:
         config = replace(config, further_sections={name: data[name] for name in left_out(data, config)})
     notes = []
@@ -166,18 +150,18 @@ def load(target: str, overrides: Mapping[str, Any], run_dir: str = "", only: Seq
 
 
 def recipe_file(name: str) -> Path:
-    """The YAML file of a recipe; `name` is one of `RECIPES`."""
+    """Path of a recipe's YAML file; `name` is one of `RECIPES`."""
     return _FOLDER / f"{name}.yaml"
 
 
 def recipe(name: str) -> RunConfig:
-    """The configuration of a recipe; `name` is one of `RECIPES`."""
+    """Configuration of a recipe; `name` is one of `RECIPES`."""
     return parse_run(load_yaml(recipe_file(name)))
 
 
 def select_stages(only: Sequence[str], previous: Sequence[str]) -> list[str]:
-    """The stages of a run when `--stages` names `only`, in the pipeline's order: these, and the ones that the run in
-    the same folder (`previous`) already has. The same command therefore means the same when it is repeated.
+    """Returns the stages of a run when `--stages` names `only`, in the pipeline's order: these, and those that the run
+    in the same folder (`previous`) already has. The same command therefore means the same when it is repeated.
     """
     for name in only:
         if name not in stage_names():
@@ -186,8 +170,8 @@ def select_stages(only: Sequence[str], previous: Sequence[str]) -> list[str]:
 
 
 def find_run(word: str) -> RunDir:
-    """The run directory that the user means: its path, or its name under `runs/`. Raises `ConfigError` if there is
-    none.
+    """Finds the run directory that the user means: its path, or its name under `runs/`. Raises `ConfigError` if neither
+    exists.
     """
     for path in (Path(word), RUNS / word):
         if os.path.isfile(path / "run.json"):
@@ -198,12 +182,12 @@ def find_run(word: str) -> RunDir:
 
 
 def find_target(word: str) -> Path:
-    """A run directory, a model folder, or the name of a run under runs/. Raises `ConfigError` if there is none."""
+    """Finds a run directory, a model folder, or a run by its name under runs/. Raises `ConfigError` if none exists."""
     return Path(word) if (Path(word) / "config.json").is_file() else find_run(word).path
 
 
 def _base(target: str) -> tuple[dict[str, Any], Mapping[str, Any], Path | None, str]:
-    """The settings that a target stands for, those of them that the user wrote, its run folder and its description."""
+    """Returns a target's settings, those of them that the user wrote, its run folder and its description."""
     path = Path(target)
     if target in RECIPES:
         return load_yaml(recipe_file(target)), {}, None, f"recipe {target}"
@@ -212,28 +196,23 @@ def _base(target: str) -> tuple[dict[str, Any], Mapping[str, Any], Path | None, 
             raise ConfigError(f"{target}: is a folder without config.yaml, so it is not a run directory")
         return load_yaml(path / "config.yaml"), {}, path, str(path)
     if path.suffix in (".yaml", ".yml"):
-        data = load_yaml(path)
-        return _from_file(path, data), data, None, str(path)
+        written = load_yaml(path)
+        name = written.get("recipe", "")
+        data = {"name": path.stem} | {key: value for key, value in written.items() if key != "recipe"}
+        if name and (not isinstance(name, str) or name not in RECIPES):
+            raise ConfigError(f"{path}: recipe: {name!r} is not one of {', '.join(RECIPES)}")
+        return _lay_over(load_yaml(recipe_file(name)), data) if name else data, written, None, str(path)
     near = nearest(target, RECIPES)
     hint = f"; did you mean the recipe {near!r}?" if near else f" (recipes: {', '.join(RECIPES)})"
     raise ConfigError(f"{target}: is neither a recipe, nor a .yaml file, nor a run directory{hub_hint(target) or hint}")
 
 
-def _from_file(path: Path, data: Mapping[str, Any]) -> dict[str, Any]:
-    base = data.get("recipe", "")
-    data = {key: value for key, value in data.items() if key != "recipe"}
-    if not base:
-        return {"name": path.stem} | data
-    if not isinstance(base, str) or base not in RECIPES:
-        raise ConfigError(f"{path}: recipe: {base!r} is not one of {', '.join(RECIPES)}")
-    return _lay_over(load_yaml(recipe_file(base)), {"name": path.stem} | data)
-
-
 def _lay_over(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`over` merged into `base`; a training length in `over` replaces one that `base` gives in another unit, or as the
+    """Merges `over` into `base`; a training length in `over` replaces one that `base` gives in another unit, or as the
     time of the whole run.
     """
     cleared = dict(base)
+    # A length clears the time budget only if its stage is part of the run.
     of_run = {stage.name for stage in stages_of(merge(base, over)) if stage.objective}
     for stage in training_names():
         if not _has_length(over.get(stage)):
@@ -246,17 +225,5 @@ def _lay_over(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any
 
 
 def _has_length(section: Any) -> bool:
-    """Whether the section of a training stage says how long it trains."""
+    """True if the section of a training stage sets the length of the training."""
     return isinstance(section, Mapping) and any(section.get(name) for name in LENGTHS)
-
-
-def _with_lengths_of_run(config: RunConfig, run: RunDir, overrides: Mapping[str, Any]) -> RunConfig:
-    """The configuration in which trainings whose length is not given keep the one that the run was created with, as
-    with a time budget: else another length of one training would train the others anew.
-    """
-    previous = previous_config(run)
-    if previous is None or not is_same_run(resolve_paths(resolve_model(config)), previous):
-        return config
-    kept = with_lengths_of(config, previous)
-    names = [stage.name for stage in config.trainings if not _has_length(overrides.get(stage.name))]
-    return config.with_sections({name: kept.section(name) for name in names})

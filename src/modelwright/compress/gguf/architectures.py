@@ -1,4 +1,5 @@
-"""Which architecture of llama.cpp a model is written as, with its settings, and what none of them computes.
+"""Chooses the architecture of llama.cpp for a model, with its settings, and refuses models that llama.cpp cannot
+compute.
 
 llama.cpp derives some of a model's shape from the architecture alone (which layers slide, which have no positions, the
 scale of attention). A model that differs from that would run and answer wrongly, so it is refused by the name of the
@@ -22,29 +23,30 @@ Value = int | float | str | Sequence[bool] | Sequence[float]
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """One architecture of llama.cpp."""
+    """An architecture of llama.cpp, and the parts of a model that it computes."""
 
     name: str
-    """Its name in the file, which is also the prefix of its settings."""
+    """Name in the file, which is also the prefix of the settings."""
     activation: Activation = "silu"
     scalings: Sequence[RopeKind] = ("default", "linear", "yarn")
     """Rotary scalings that it computes as `transformers` does."""
     interleaves: bool = False
-    """Whether it rotates neighboring dimensions, not those of the two halves, so that rows of queries and keys change
-    places."""
+    """True if it rotates neighboring dimensions instead of those of the two halves, so that rows of queries and keys
+    are reordered."""
     slides_every: int = 0
     """All layers but every so-many-th have the window; 0 for an architecture that ignores windows."""
     no_rope_every: int = 0
-    """Every so-many-th layer has no rotary positions; 0 for none."""
+    """Interval of the layers without rotary positions; 0 if all layers have them."""
     fuses: bool = False
-    """Whether queries, keys and values are one tensor, and gate and up projection one."""
+    """True if queries, keys and values are one tensor, and gate and up projection one."""
     heads_fill_width: bool = False
-    """Whether all heads together must be as wide as the model."""
+    """True if all heads together must be as wide as the model."""
     biases: Sequence[str] = ("qkv_bias",)
     """Biases that it adds."""
 
 
 ARCHITECTURES: Mapping[str, Architecture] = {
+    # Only what llama.cpp computes for the type; everything else is refused by `architecture_of`.
     "llama": Architecture(
         name="llama",
         interleaves=True,
@@ -59,24 +61,16 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "gemma3_text": Architecture(name="gemma3", activation="gelu_tanh", slides_every=6, scalings=("default", "linear")),
     "phi3": Architecture(name="phi3", fuses=True, heads_fill_width=True, scalings=("default", "longrope"), biases=()),
 }
-"""By the `model_type` of Hugging Face."""
+"""Architectures by the `model_type` of Hugging Face."""
 
 
 def architecture_of(config: ModelConfig, hf_type: str, source: str) -> Architecture:
-    """The architecture that computes the same model. source: the folder, for errors. Raises `ModelError` that names the
-    setting for which there is none.
+    """Returns the architecture that computes the same model. source: the folder, for errors. Raises `ModelError` with
+    the setting that llama.cpp does not compute.
     """
     chosen = ARCHITECTURES.get(hf_type)
     if chosen is None:
-        raise ModelError(f"{source}: llama.cpp has no architecture for model type {hf_type!r}; export to hf instead")
-    for name, problem in _problems(config, chosen):
-        if problem:
-            raise ModelError(f"{source}: {name}: llama.cpp's {chosen.name} {problem}; export to hf instead")
-    return chosen
-
-
-def _problems(config: ModelConfig, chosen: Architecture) -> list[tuple[str, str]]:
-    """By setting, what the architecture does instead; "" where it does the same."""
+        raise ModelError(f"{source}: llama.cpp does not support model type {hf_type!r}; export to hf instead")
     attention, layers = config.attention, range(config.num_layers)
     no_rope = tuple(n for n in layers if chosen.no_rope_every and (n + 1) % chosen.no_rope_every == 0)
     biases = {
@@ -85,36 +79,33 @@ def _problems(config: ModelConfig, chosen: Architecture) -> list[tuple[str, str]
     missing = [name for name, there in biases.items() if there and name not in chosen.biases]
     ignores_window = not chosen.slides_every and 0 < attention.window < config.max_seq_len
     wrong_width = chosen.heads_fill_width and config.num_heads * config.head_dim != config.model_dim
-    scale = attention.query_scale and not math.isclose(attention.query_scale, _attention_scale(config, chosen))
+    # llama.cpp knows the 27B models of Gemma by their number of layers, and scales by the model's width for them.
+    is_27b = (chosen.name, config.num_layers) in (("gemma2", 46), ("gemma3", 62))
+    usual_scale = (config.model_dim // config.num_heads if is_27b else config.head_dim) ** -0.5
+    other_scale = attention.query_scale and not math.isclose(attention.query_scale, usual_scale)
+    own_factor = config.rope.kind == "yarn" and (bool(config.rope.attention_factor) or not config.rope.truncate)
     untied_gemma2 = chosen.name == "gemma2" and not config.tie_embeddings
-    return [
+    problems = [
         ("hidden_act", "has another activation" if config.feed_forward.activation != chosen.activation else ""),
         ("rope_scaling", f"has no scaling {config.rope.kind}" if config.rope.kind not in chosen.scalings else ""),
-        ("rope_scaling", "takes no attention factor of its own" if _has_own_attention_factor(config) else ""),
+        ("rope_scaling", "takes no attention factor of its own" if own_factor else ""),
         ("sliding_window", "ignores the window" if ignores_window else ""),
         ("no_rope_layers", "gives positions to other layers" if attention.layers_without_rope != no_rope else ""),
         ("attention_bias", f"has no {missing[0]}" if missing else ""),
         ("head_dim", "wants heads that are together as wide as the model" if wrong_width else ""),
-        ("query_pre_attn_scalar", "scales attention by another factor" if scale else ""),
+        ("query_pre_attn_scalar", "scales attention by another factor" if other_scale else ""),
         ("tie_word_embeddings", "always ties the embeddings" if untied_gemma2 else ""),
     ]
-
-
-def _attention_scale(config: ModelConfig, chosen: Architecture) -> float:
-    """The 27B models of Gemma are known by their number of layers, and scale by the model's width."""
-    if (chosen.name, config.num_layers) in (("gemma2", 46), ("gemma3", 62)):
-        return (config.model_dim // config.num_heads) ** -0.5
-    return config.head_dim**-0.5
-
-
-def _has_own_attention_factor(config: ModelConfig) -> bool:
-    rope = config.rope
-    return rope.kind == "yarn" and (bool(rope.attention_factor) or not rope.truncate)
+    for name, problem in problems:
+        if problem:
+            raise ModelError(f"{source}: {name}: llama.cpp's {chosen.name} {problem}; export to hf instead")
+    return chosen
 
 
 def settings_of(config: ModelConfig, chosen: Architecture) -> dict[str, Value]:
-    """The settings of the file, without the architecture's name before them."""
-    return {
+    """Returns the settings of the file, without the architecture's name before them."""
+    attention, rope = config.attention, config.rope
+    settings: dict[str, Value] = {
         "block_count": config.num_layers,
         "context_length": config.max_seq_len,
         "embedding_length": config.model_dim,
@@ -127,71 +118,48 @@ def settings_of(config: ModelConfig, chosen: Architecture) -> dict[str, Value]:
         "attention.layer_norm_rms_epsilon": config.norm_eps,
         "rope.dimension_count": config.num_rotated,
         "rope.freq_base": config.rope_theta,
-        **_scaling_settings(config),
-        **(_window_settings(config, chosen) if chosen.slides_every else {}),
-        **({"attention.sliding_window": 0} if chosen.name == "phi3" else {}),
-        **({"attn_logit_softcapping": config.attention.soft_cap} if config.attention.soft_cap else {}),
-        **({"final_logit_softcapping": config.logit_soft_cap} if config.logit_soft_cap else {}),
     }
-
-
-def _scaling_settings(config: ModelConfig) -> dict[str, Value]:
-    rope = config.rope
-    match rope.kind:
-        case "linear":
-            return {"rope.scaling.type": "linear", "rope.scaling.factor": rope.factor}
-        case "yarn":
-            return {
-                "rope.scaling.type": "yarn",
-                "rope.scaling.factor": rope.factor,
-                "rope.scaling.original_context_length": rope.original_max_len,
-                "rope.scaling.yarn_beta_fast": rope.beta_fast,
-                "rope.scaling.yarn_beta_slow": rope.beta_slow,
-            }
-        case "longrope":
-            return {
-                "rope.scaling.type": "longrope",
-                "rope.scaling.original_context_length": rope.original_max_len,
-                "rope.scaling.attn_factor": _long_attention_factor(config),
-            }
-        case _:
-            return {}
-
-
-def _long_attention_factor(config: ModelConfig) -> float:
-    if config.rope.attention_factor:
-        return config.rope.attention_factor
-    factor = config.rope.factor
-    return math.sqrt(1 + math.log(factor) / math.log(config.rope.original_max_len)) if factor > 1 else 1.0
-
-
-def _window_settings(config: ModelConfig, chosen: Architecture) -> dict[str, Value]:
-    """The window, and which layers have it where that is not the architecture's own pattern."""
-    slides = [bool(config.window_of(layer)) for layer in range(config.num_layers)]
-    usual = [(layer + 1) % chosen.slides_every != 0 for layer in range(config.num_layers)]
-    return {
-        "attention.sliding_window": config.attention.window,
-        **({"attention.sliding_window_pattern": slides} if slides != usual else {}),
-        **({"rope.freq_base_swa": config.window_rope_theta} if config.window_rope_theta else {}),
-    }
+    if rope.kind in ("linear", "yarn", "longrope"):
+        settings["rope.scaling.type"] = rope.kind
+    if rope.kind in ("linear", "yarn"):
+        settings["rope.scaling.factor"] = rope.factor
+    if rope.kind in ("yarn", "longrope"):
+        settings["rope.scaling.original_context_length"] = rope.original_max_len
+    if rope.kind == "yarn":
+        settings |= {"rope.scaling.yarn_beta_fast": rope.beta_fast, "rope.scaling.yarn_beta_slow": rope.beta_slow}
+    if rope.kind == "longrope":
+        # As `transformers` does without a factor in the config: the formula of LongRoPE (Ding et al. 2024).
+        growth = math.log(rope.factor) / math.log(rope.original_max_len) if rope.factor > 1 else 0.0
+        settings["rope.scaling.attn_factor"] = rope.attention_factor or math.sqrt(1 + growth)
+    if chosen.slides_every:
+        settings["attention.sliding_window"] = attention.window
+        # The layers with a window are stored only where they differ from the architecture's own pattern.
+        slides = [bool(config.window_of(layer)) for layer in range(config.num_layers)]
+        if slides != [(layer + 1) % chosen.slides_every != 0 for layer in range(config.num_layers)]:
+            settings["attention.sliding_window_pattern"] = slides
+        if config.window_rope_theta:
+            settings["rope.freq_base_swa"] = config.window_rope_theta
+    if chosen.name == "phi3":
+        settings["attention.sliding_window"] = 0
+    if attention.soft_cap:
+        settings["attn_logit_softcapping"] = attention.soft_cap
+    if config.logit_soft_cap:
+        settings["final_logit_softcapping"] = config.logit_soft_cap
+    return settings
 
 
 def rope_tensors(config: ModelConfig) -> dict[str, list[float]]:
-    """Factors of the rotary frequencies that are stored as tensors, [rotated dimensions / 2] each."""
+    """Returns factors of the rotary frequencies that are stored as tensors, [rotated dimensions / 2] each."""
     rope = config.rope
     if rope.kind == "longrope":
         return {"rope_factors_long": list(rope.long_factor), "rope_factors_short": list(rope.short_factor)}
     if rope.kind != "llama3":
         return {}
-    return {"rope_freqs": _llama3_factors(config)}
-
-
-def _llama3_factors(config: ModelConfig) -> list[float]:
-    """Unscaled frequency over scaled frequency, by which llama.cpp divides."""
+    # llama.cpp divides by the factor: unscaled frequency over scaled frequency.
     lengths = torch.ones(1, 1, dtype=torch.int64)
     plain, _ = scaled_frequencies(lengths, config.num_rotated, config.rope_theta, RopeScaling())
     scaled, _ = scaled_frequencies(lengths, config.num_rotated, config.rope_theta, config.rope)
-    return (plain.double() / scaled.double()).flatten().tolist()
+    return {"rope_freqs": (plain.double() / scaled.double()).flatten().tolist()}
 
 
 _TOP = {"embedding": "token_embd", "norm": "output_norm", "head": "output"}
@@ -220,8 +188,8 @@ _FUSED = {
 
 
 def tensor_name(name: str, chosen: Architecture) -> str:
-    """The tensor of a parameter: `blocks.0.ffn.up_proj.weight` -> `blk.0.ffn_up.weight`. Parameters with one name are
-    its rows, in their order.
+    """Returns the tensor's name for a parameter: `blocks.0.ffn.up_proj.weight` -> `blk.0.ffn_up.weight`. Parameters
+    with one name are the tensor's rows, in their order.
     """
     if not name.startswith("blocks."):
         part, own = name.split(".", 1)

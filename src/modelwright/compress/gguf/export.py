@@ -1,4 +1,4 @@
-"""Writes a model folder as one GGUF file, tensor by tensor, so that memory holds one of them at a time.
+"""Writes a model folder as one GGUF file, tensor by tensor, so that only one of them is in memory at a time.
 
 Number formats: `f16`, `q8_0` (8 bits, one scale for 32 values) and `q4_0` (4 bits, likewise). Vectors stay in FP32, as
 llama.cpp wants them, and a matrix whose rows do not divide into blocks of 32 stays in FP16. In `q4_0` the embedding and
@@ -34,7 +34,7 @@ from modelwright.model.hf import FolderWeights, open_model, type_of
 
 GgufFormat = Literal["f16", "q8_0", "q4_0"]
 _FILE_TYPES: Mapping[GgufFormat, int] = {"f16": 1, "q8_0": 7, "q4_0": 2}
-"""llama.cpp's numbers of whole files."""
+"""llama.cpp's numbers for the formats of whole files."""
 BLOCK = 32
 """Values that share a scale."""
 _ENDS = ("token_embd.weight", "output.weight")
@@ -42,7 +42,7 @@ _ENDS = ("token_embd.weight", "output.weight")
 
 @dataclass(frozen=True, kw_only=True)
 class GgufTensor:
-    """One tensor of the file. `read` returns it in FP32."""
+    """A tensor of the file. `read` returns it in FP32."""
 
     name: str
     shape: tuple[int, ...]
@@ -51,28 +51,35 @@ class GgufTensor:
 
 
 def export_gguf(folder: Path, target: Path, *, number_format: GgufFormat, name: str) -> Path:
-    """Write the model folder as `target`, atomically; returns it. name: of the model, for display.
-
-    Raises `ModelError` that names the setting or the part of the tokenizer that llama.cpp has no counterpart for, and
-    `ConfigError` if the package `gguf` is not installed.
+    """Write the model folder as `target`, atomically; returns it. name: of the model, for display. Raises `ModelError`
+    with the setting or the part of the tokenizer for which llama.cpp lacks a counterpart, and `ConfigError` if the
+    package `gguf` is not installed.
     """
-    gguf = gguf_package()
+    try:
+        gguf: Any = import_module("gguf")
+    except ImportError:
+        raise ConfigError("--to gguf: needs the package gguf: pip install 'modelwright[gguf]'") from None
     model, weights = open_model(folder)
     config = model.config
     chosen = architecture_of(config, type_of(config).name, str(folder))
     vocabulary = read_vocabulary(folder, config.vocab_size)
+    # Listed before the file is opened: what llama.cpp cannot compute is refused without a trace on disk.
     tensors = list(gguf_tensors(model, weights, chosen, number_format))
     temporary = target.with_name(target.name + ".tmp")
     with writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
             writer = gguf.GGUFWriter(temporary, chosen.name)
-            writer.add_name(_shown_name(name, vocabulary))
+            # llama.cpp infers facts about the vocabulary from the name: `phi-3` or `phi3` makes it strip white space
+            # after special tokens, and fail without the token `</s>`; `modern-bert` changes the token `[MASK]`.
+            shown = re.sub(r"(phi|modern)-?(?=3|bert)", r"\1 ", name, flags=re.IGNORECASE)
+            writer.add_name(f"Phi-3 {shown}" if vocabulary.strips_like_phi3 else shown)
             writer.add_file_type(_FILE_TYPES[number_format])
             writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
             _add_settings(writer, settings_of(config, chosen), chosen.name)
             _add_vocabulary(writer, vocabulary)
             _write_tensors(writer, gguf, tensors)
+            # On disk before the rename: a crash must not leave a whole name with half a file.
             with open(temporary, "rb") as file:
                 os.fsync(file.fileno())
             os.replace(temporary, target)
@@ -81,27 +88,10 @@ def export_gguf(folder: Path, target: Path, *, number_format: GgufFormat, name: 
     return target
 
 
-def _shown_name(name: str, vocabulary: Vocabulary) -> str:
-    """The name in a form from which llama.cpp concludes what is true of the vocabulary: a name with `phi-3` or `phi3`
-    makes it strip white space after special tokens, and fail where there is no `</s>`; one with `modern-bert` changes
-    the token `[MASK]`.
-    """
-    neutral = re.sub(r"(phi|modern)-?(?=3|bert)", r"\1 ", name, flags=re.IGNORECASE)
-    return f"Phi-3 {neutral}" if vocabulary.strips_like_phi3 else neutral
-
-
-def gguf_package() -> Any:
-    """The package `gguf` of llama.cpp. Raises `ConfigError` that says how to install it."""
-    try:
-        return import_module("gguf")
-    except ImportError:
-        raise ConfigError("--to gguf: needs the package gguf: pip install 'modelwright[gguf]'") from None
-
-
 def gguf_tensors(
     model: Decoder, weights: FolderWeights, chosen: Architecture, number_format: GgufFormat
 ) -> Iterator[GgufTensor]:
-    """The tensors of the file in the order of the model's parameters. model: may be on the meta device."""
+    """Yields the tensors of the file in the order of the model's parameters. model: may be on the meta device."""
     for name, factors in rope_tensors(model.config).items():
         values = np.array(factors, dtype=np.float32)
         yield GgufTensor(name=f"{name}.weight", shape=values.shape, format="f32", read=lambda values=values: values)
@@ -120,12 +110,16 @@ def gguf_tensors(
             ]
             return torch.cat(rows).numpy()
 
-        yield GgufTensor(name=target, shape=shape, format=_format_of(target, shape, number_format), read=read)
+        # Vectors stay in FP32 and rows that do not divide into blocks in FP16; q4_0's ends have 8 bits.
+        kind: str = "q8_0" if number_format == "q4_0" and target in _ENDS else number_format
+        if number_format != "f16" and shape[-1] % BLOCK:
+            kind = "f16"
+        yield GgufTensor(name=target, shape=shape, format=kind if len(shape) > 1 else "f32", read=read)
 
 
 def stored(weight: Tensor, name: str, config: ModelConfig, chosen: Architecture) -> Tensor:
-    """A parameter as llama.cpp has it, FP32: norms with their whole scale, and rows of queries and keys so that the
-    dimensions that are rotated together are neighbors.
+    """Returns a parameter as llama.cpp stores it, FP32: norms with their whole scale, and rows of queries and keys so
+    that the dimensions that are rotated together are neighbors.
     """
     weight = weight.float()
     if config.norms.one_plus_weight and "norm" in name.rpartition(".")[0].rpartition(".")[2]:
@@ -138,17 +132,9 @@ def stored(weight: Tensor, name: str, config: ModelConfig, chosen: Architecture)
 
 
 def interleaved(weight: Tensor, num_heads: int) -> Tensor:
-    """The rows of each head, of which (i, i + half) belong together, in the order 0, half, 1, half + 1, ..."""
+    """Reorders the rows of each head, of which (i, i + half) belong together, to 0, half, 1, half + 1, ..."""
     halves = weight.unflatten(0, (num_heads, 2, -1))
     return halves.transpose(1, 2).flatten(0, 2)
-
-
-def _format_of(name: str, shape: tuple[int, ...], number_format: GgufFormat) -> str:
-    if len(shape) < 2:
-        return "f32"
-    if number_format != "f16" and shape[-1] % BLOCK:
-        return "f16"
-    return "q8_0" if number_format == "q4_0" and name in _ENDS else number_format
 
 
 def _add_settings(writer: Any, settings: Mapping[str, Value], architecture: str) -> None:
@@ -192,7 +178,7 @@ def _add_vocabulary(writer: Any, vocabulary: Vocabulary) -> None:
 
 
 def _write_tensors(writer: Any, gguf: Any, tensors: Sequence[GgufTensor]) -> None:
-    """The descriptions of all tensors first, then the data, one tensor after another."""
+    """Write the descriptions of all tensors first, then the data, one tensor after another."""
     kinds = {"f32": "F32", "f16": "F16", "q8_0": "Q8_0", "q4_0": "Q4_0"}
     for tensor in tensors:
         kind = gguf.GGMLQuantizationType[kinds[tensor.format]]

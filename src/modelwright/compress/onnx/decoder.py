@@ -25,7 +25,7 @@ from modelwright.ops.int_grid import ACTIVATION_LEVELS, TINY, activation_range
 OPSET = 21
 """The first version of ONNX's operators with 4-bit integers."""
 FOUR_BITS = "int4"
-"""What the names of buffers begin with whose codes have four bits; PyTorch itself has no such format to store."""
+"""Prefix of the names of buffers with 4-bit codes, which PyTorch itself cannot store as such."""
 
 
 class OnnxDecoder(nn.Module):
@@ -55,7 +55,11 @@ class OnnxLinear(nn.Module):
         if isinstance(linear, GridLinear):
             bits, self.inputs = linear.grid.bits, linear.inputs
             codes_OI, scale_G, zero_G = linear.codes
-        num_groups = _stored_groups(bits, scale_G.numel(), linear)
+        # Codes are stored in rows, each with a step: those of the grid, but at least one for each output, and of four
+        # bits at least two. ONNX Runtime replaces one step per output, and nothing else, by a kernel that rounds
+        # activations to eight bits, which changed logits of a small model by 2%.
+        fewest = linear.out_features * (2 if bits == 4 and linear.in_features % 2 == 0 else 1)
+        num_groups = max(scale_G.numel(), fewest)
         codes_GS = codes_OI.reshape(num_groups, -1)
         scale_G, zero_G = (one.view(-1, 1).expand(-1, num_groups // len(one)).flatten() for one in (scale_G, zero_G))
         self.prefix = FOUR_BITS if bits == 4 else "int8"
@@ -73,7 +77,7 @@ class OnnxLinear(nn.Module):
         self.input_zero: Tensor
 
     def weight(self) -> Tensor:
-        """[O, I], FP32."""
+        """Dequantized weight, FP32 [O, I]."""
         codes_GS = self.get_buffer(f"{self.prefix}_codes")
         zero_G = self.get_buffer(f"{self.prefix}_zero") if self.has_zero else None
         return _dequantize(codes_GS, self.get_buffer("scale"), zero_G, axis=0).view(self.shape)
@@ -94,28 +98,17 @@ class OnnxLinear(nn.Module):
         return _dequantize(codes, self.input_scale, self.input_zero, axis=1)
 
 
-def _stored_groups(bits: int, num_groups: int, linear: Int8Linear | GridLinear) -> int:
-    """Rows in which codes are stored, each with a step: those of the grid, but at least one for each output.
-
-    Of four bits they are at least two for each output. ONNX Runtime replaces one step per output, and nothing else, by
-    a kernel that rounds activations to eight bits, which changed logits of a small model by 2%.
-    """
-    fewest = linear.out_features * (2 if bits == 4 and linear.in_features % 2 == 0 else 1)
-    return max(num_groups, fewest)
-
-
 def _dequantize(codes: Tensor, scale: Tensor, zero: Tensor | None, *, axis: int) -> Tensor:
     inputs = (codes, scale) if zero is None else (codes, scale, zero)
     attributes: Any = {"axis": axis} if scale.dim() else {}
-    shape = codes.shape
     return torch.onnx.ops.symbolic(
-        "DequantizeLinear", inputs, attributes, dtype=torch.float32, shape=shape, version=OPSET
+        "DequantizeLinear", inputs, attributes, dtype=torch.float32, shape=codes.shape, version=OPSET
     )
 
 
 def exportable(model: Decoder, folder: str) -> OnnxDecoder:
-    """The model with its quantized layers in the form of the file; `model` is changed. Raises `ModelError` that names
-    the setting for which there is no such graph. folder: for messages.
+    """Returns the model with its quantized layers in the form of the file; `model` is changed. Raises `ModelError` with
+    the setting that a graph cannot express. folder: for messages.
     """
     if model.config.rope.depends_on_length:
         raise ModelError(

@@ -25,12 +25,12 @@ INTEGERS = ("QuantizeLinear", "DequantizeLinear")
 
 
 def require_onnx() -> None:
-    """Raises `ConfigError` that says what to install."""
+    """Raise `ConfigError` with the packages to install."""
     _require("onnx", ("onnx", "onnxscript"))
 
 
 def require_openvino() -> None:
-    """Raises `ConfigError` that says what to install."""
+    """Raise `ConfigError` with the packages to install."""
     _require("openvino", ("onnx", "onnxscript", "openvino"))
 
 
@@ -41,12 +41,18 @@ def _require(extra: str, packages: tuple[str, ...]) -> None:
 
 
 def write_onnx(model: Decoder, folder: Path, *, source: str, notes: Mapping[str, str]) -> Path:
-    """Write `model.onnx` into the folder; weights of more than 2 GB lie beside it, as protobuf wants it. notes: stored
-    in the file. source: where the model is from, for messages. `model` is changed. Raises `ModelError` that names what
-    cannot be exported.
+    """Write `model.onnx` into the folder; weights of more than 2 GB go into a file next to it, as protobuf requires.
+    notes: stored in the file. source: origin of the model, for messages. `model` is changed. Raises `ModelError` with
+    the part that cannot be exported.
     """
     require_onnx()
     graph = exportable(model, source)
+    ir: Any = import_module("onnx_ir")
+
+    def folds(node: Any) -> bool | None:
+        # Constants are folded, but quantized weights must stay integers.
+        return False if node.op_type in INTEGERS else None
+
     batch, length = torch.export.Dim("batch"), torch.export.Dim("length")
     with torch.no_grad(), _quietly():
         program: Any = torch.onnx.export(
@@ -60,9 +66,14 @@ def write_onnx(model: Decoder, folder: Path, *, source: str, notes: Mapping[str,
             optimize=False,
             verbose=False,
         )
-        _simplify(program.model)
-    _narrow(program.model)
-    # every node carries a stack trace with paths of this machine
+        import_module("onnxscript.optimizer").optimize_ir(program.model, should_fold=folds)
+    # PyTorch exports the codes of 4-bit weights as bytes; here they become four bits.
+    for name, value in program.model.graph.initializers.items():
+        if name.rpartition(".")[2].startswith(f"{FOUR_BITS}_"):
+            codes = value.const_value.numpy().astype(ir.DataType.INT4.numpy())
+            value.const_value = ir.Tensor(codes, dtype=ir.DataType.INT4, name=name)
+            value.dtype = ir.DataType.INT4
+    # Every node carries a stack trace with paths of this machine.
     import_module("onnx_ir.passes.common").ClearMetadataAndDocStringPass()(program.model)
     program.model.metadata_props.update(notes)
     path = folder / ONNX_FILE
@@ -86,28 +97,9 @@ def write_openvino(model: Decoder, folder: Path, *, source: str, notes: Mapping[
     return path
 
 
-def _simplify(model: Any) -> None:
-    """Fold what is constant, but no quantized weight into the numbers that it stands for."""
-
-    def folds(node: Any) -> bool | None:
-        return False if node.op_type in INTEGERS else None
-
-    import_module("onnxscript.optimizer").optimize_ir(model, should_fold=folds)
-
-
-def _narrow(model: Any) -> None:
-    """Store the codes of 4-bit weights in four bits."""
-    ir: Any = import_module("onnx_ir")
-    for name, value in model.graph.initializers.items():
-        if name.rpartition(".")[2].startswith(f"{FOUR_BITS}_"):
-            codes = value.const_value.numpy().astype(ir.DataType.INT4.numpy())
-            value.const_value = ir.Tensor(codes, dtype=ir.DataType.INT4, name=name)
-            value.dtype = ir.DataType.INT4
-
-
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Without the exporter's remarks about itself and about packages that nothing here needs."""
+    """Silences the exporter's remarks about itself and about packages that nothing here needs."""
     logger = logging.getLogger("torch.onnx")
     before = logger.level
     logger.setLevel(logging.ERROR)

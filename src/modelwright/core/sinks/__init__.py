@@ -1,1 +1,1 @@
-"""Where the numbers of a training go beside `metrics.jsonl`: TensorBoard and experiment trackers."""
+"""Destinations of a training's numbers besides `metrics.jsonl`: TensorBoard and experiment trackers."""

@@ -11,11 +11,11 @@ from modelwright.core.sinks.sink import SinkSpec, SinkStart
 
 _PARAMS_PER_CALL = 100  # the most that MLflow's API takes
 _REFUSED = re.compile(r"[^\w.\- :/]|(?<=/)/|^/|/$|(?<![^/])\.+(?![^/])", re.ASCII)
-"""What MLflow refuses in a name: other characters, and what a path would lose when it is normalized."""
+"""Parts of a name that MLflow refuses: other characters, and parts of a path that normalization would remove."""
 
 
 class MlflowSink:
-    """One run of MLflow for each process that trains, with the tag `first_step`."""
+    """Writes one run of MLflow for each process that trains, with the tag `first_step`."""
 
     def __init__(self, start: SinkStart) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # or it reports its use to its makers

@@ -1,6 +1,5 @@
-"""`MetricSink`: takes the numbers of a training to where people compare runs.
-
-A sink in a thread of its own, so that no training waits for one or ends with it.
+"""`MetricSink`: takes the numbers of a training to a tracker. Each sink runs in its own thread, so that no training
+waits for a sink or ends with it.
 """
 
 import contextlib
@@ -18,10 +17,9 @@ from modelwright.core.redact import redact_text
 
 @dataclass(frozen=True, kw_only=True)
 class SinkStart:
-    """What a sink knows of the training. A process that resumes a training opens its sinks anew.
-
-    run, name: of the run and of the stage; folder: of the stage, for local files; first_step: the first step of this
-    process; settings: flat, without secrets.
+    """Facts about a training for a sink. A process that resumes a training opens its sinks anew. run, name: names of
+    the run and of the stage; folder: of the stage, for local files; first_step: first step of this process; settings:
+    flat, without secrets.
     """
 
     run: str
@@ -36,14 +34,15 @@ class MetricSink(Protocol):
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Record the numbers of one step; they may be infinite or NaN."""
-        ...
 
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class SinkSpec:
-    """A kind of sink. package: what it imports, with the extra of this package that installs it; "" for none."""
+    """A kind of sink. package: the package that it imports; extra: the extra of this project that installs it; "" for
+    none.
+    """
 
     name: str
     open: Callable[[SinkStart], MetricSink]
@@ -57,15 +56,15 @@ def flat(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 MAX_WAITING = 10_000
-"""Records that wait for a slow sink; further ones are left out and counted."""
+"""Records in the queue of a slow sink; further ones are left out and counted."""
 CLOSE_TIMEOUT_S = 30.0
-"""How long the end of a training waits for a sink to take what is left."""
+"""Longest time that the end of a training waits for a sink to take the rest of its records."""
 _Record = tuple[int, Mapping[str, float]]
 
 
 class QueuedSink:
-    """Opens, fills and closes a sink in a thread. What the sink raises becomes one note, after which it gets nothing
-    more; what it would not take in time is counted. Notes are shown by the thread that trains.
+    """Opens, fills and closes a sink in a thread. An exception of the sink becomes one note, after which it gets no
+    more records; records that it would not take in time are counted. Notes are shown by the thread that trains.
     """
 
     def __init__(self, spec: SinkSpec, start: SinkStart, note: Callable[[str], None]) -> None:
@@ -73,6 +72,7 @@ class QueuedSink:
         self._waiting: queue.Queue[_Record | None] = queue.Queue(MAX_WAITING)
         self._num_dropped = 0
         self._failure, self._is_told = "", False
+        # A daemon, so that a sink that never returns cannot keep the process from ending.
         self._thread = threading.Thread(target=self._work, name=f"sink {spec.name}", daemon=True)
         self._thread.start()
 
@@ -85,8 +85,9 @@ class QueuedSink:
             self._num_dropped += 1
 
     def close(self) -> None:
-        """Wait for what is left, at most `CLOSE_TIMEOUT_S`."""
+        """Wait for the rest of the records, at most `CLOSE_TIMEOUT_S`."""
         with contextlib.suppress(queue.Full):
+            # One deadline for both waits: for room in the queue, and for the thread.
             deadline = time.monotonic() + CLOSE_TIMEOUT_S
             self._waiting.put(None, timeout=CLOSE_TIMEOUT_S)
             self._thread.join(max(0.0, deadline - time.monotonic()))

@@ -19,7 +19,7 @@ ALWAYS = (TENSORBOARD.name,)
 
 @dataclass(frozen=True, kw_only=True)
 class TrackingConfig:
-    """Experiment trackers that get the numbers of every training beside TensorBoard."""
+    """Experiment trackers that get the numbers of every training in addition to TensorBoard."""
 
     report_to: tuple[str, ...] = ()
     """`mlflow`: the server of MLFLOW_TRACKING_URI, else a SQLite file in the stage's folder; `wandb` (Weights &
@@ -27,8 +27,7 @@ class TrackingConfig:
     and no command line; one that fails never stops a training."""
 
     def __post_init__(self) -> None:
-        optional = [spec for spec in SINKS if spec.name not in ALWAYS]
-        known = {spec.name: spec for spec in optional}
+        known = [spec.name for spec in SINKS if spec.name not in ALWAYS]
         for name in self.report_to:
             if name not in known:
                 raise ConfigError(f"report_to: {name!r} is not one of {', '.join(known)}")
@@ -46,7 +45,7 @@ def require_packages(config: TrackingConfig) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Tracking:
-    """What a training tells its sinks. report_to: trackers beside TensorBoard; run: the name of the run; settings:
+    """Settings of a training's sinks. report_to: trackers in addition to TensorBoard; run: name of the run; settings:
     nested and without secrets.
     """
 
@@ -55,7 +54,7 @@ class Tracking:
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def open(self, folder: Path, name: str, first_step: int, note: Callable[[str], None]) -> list[MetricSink]:
-        """The sinks of the training `name` in `folder`, each in a thread of its own."""
+        """Open the sinks of the training `name` in `folder`, each in its own thread."""
         settings = flat(self.settings)
         start = SinkStart(run=self.run, name=name, folder=folder, first_step=first_step, settings=settings)
         names = {*ALWAYS, *self.report_to}

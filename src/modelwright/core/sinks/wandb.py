@@ -1,7 +1,7 @@
 """Weights & Biases: files in the stage's folder that `wandb sync` sends later, or with WANDB_MODE=online at once.
 
-Of what its library would collect by itself it gets nothing: the command line, the environment, the output and the
-source code may have secrets.
+The library gets none of the texts that it would collect on its own: the command line, the environment, the output and
+the source code may have secrets.
 """
 
 import os
@@ -14,7 +14,7 @@ PROJECT = "modelwright"
 
 
 class WandbSink:
-    """One run of Weights & Biases for each process that trains, in a group that has the name of ours."""
+    """Writes one run of Weights & Biases for each process that trains, in a group named after the run."""
 
     def __init__(self, start: SinkStart) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # to its makers, with what the process was doing
