@@ -1,4 +1,4 @@
-"""Random insertion: synonyms of words of a sentence at random places in it (EDA, Wei & Zou 2019,
+"""Random insertion: a sentence gets synonyms of its words at random places (EDA, Wei & Zou 2019,
 https://arxiv.org/abs/1901.11196)."""
 
 from dataclasses import dataclass
@@ -23,7 +23,8 @@ class RandomInsertionConfig:
     """Insertion of synonyms."""
 
     fraction: float = 0.1
-    """Number of inserted words, as a fraction of the words; EDA's alpha. There are at most as many as synonyms."""
+    """Number of inserted words, as a fraction of the words; EDA's alpha. The number of words with a synonym limits
+    it."""
     wordnet: Path = DEFAULT_FOLDER
     """Folder of a WordNet database; Debian's package `wordnet-base` has one."""
 
@@ -39,7 +40,7 @@ def random_insertion(config: RandomInsertionConfig) -> Augmentation:
 
 
 def insert_words(text: str, wordnet: WordNet, fraction: float, rng: Random) -> str | None:
-    """Synonyms go between two words of the sentence whose word they mean, never to its beginning."""
+    """Inserts synonyms between two words of the sentence that has the original word, never at its beginning."""
     inserted: dict[int, str] = {}
     sentences = spans_of_sentences(text)
     num_left = max(1, round(fraction * len(find_words(text))))
