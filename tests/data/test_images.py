@@ -219,7 +219,7 @@ def test_a_text_that_names_the_url_of_an_image_stays_a_text(tmp_path: Path) -> N
 
 
 def test_a_damaged_store_is_an_error_of_the_artifact(tmp_path: Path) -> None:
-    with pytest.raises(ArtifactError, match="has no images; run the pack stage again"):
+    with pytest.raises(ArtifactError, match="images are missing; run the pack stage again"):
         ImageStore(tmp_path)
     with write_images(tmp_path) as images:
         images.add(FILES[0])

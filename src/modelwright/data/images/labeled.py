@@ -21,17 +21,17 @@ from modelwright.data.rows.cache.reader import BlockReader
 
 LABELS, CLASSES = "labels.npy", "classes.json"
 DECODED_BYTES = 256 * 2**20
-"""Memory for decoded images of a file that is mapped into memory. Those that are read through the cache take what its
-budgets allow and nothing besides."""
+"""Memory for decoded images of a file that is mapped into memory. Images of the cache use its budgets and no memory in
+addition."""
 
 
 def class_of(document: Document) -> str:
-    """The name of the class of an image: its label, or without one its caption."""
+    """Returns the name of an image's class: its label, or without one its caption."""
     return str(document.meta.get(LABEL_FIELD, document.text)).strip()
 
 
 def write_labels(folder: Path, labels: list[int], classes: list[str]) -> None:
-    """Write the classes of the images of a store beside it."""
+    """Writes the classes of the images of a store into its folder."""
     np.save(folder / LABELS, np.array(labels, dtype=np.int32), allow_pickle=False)
     write_atomic(folder / CLASSES, json.dumps(classes, ensure_ascii=False, indent=0) + "\n")
 
@@ -58,7 +58,7 @@ class LabeledImages:
         return len(self.store)
 
     def pixels(self, number: int, *, size: int, fit: Fit) -> NDArray[np.uint8]:
-        """An image as a square [3, size, size]; do not change it."""
+        """Returns an image as a square [3, size, size]; do not change it."""
         if size != self._decoded_size:
             room = self._decoded_bytes // (3 * size * size)
             self._decoded, self._decoded_size = lru_cache(room)(self.store.pixels), size

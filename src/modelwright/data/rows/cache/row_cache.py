@@ -1,8 +1,8 @@
-"""`open_cache`: the cache of a folder of packed rows and of their images, in use by this process until the block ends.
+"""`open_cache`: the cache of a folder of packed rows and of their images, which this process uses until the block ends.
 
 Processes of a host that open the same rows with the same settings share the tiers. The last one to leave removes them;
-where work ends with an error the disk's tier stays, and whoever opens the same rows next goes on with it. What killed
-processes left in memory or in the folder is removed at the next start.
+after an error the disk's tier stays, and the next process with the same rows reuses it. The next start also removes the
+files that killed processes left in memory or in the folder.
 """
 
 import errno
@@ -27,27 +27,27 @@ from modelwright.data.rows.cache.shared import AccessCounts, SharedFolder, SlotT
 
 PREFIX = "modelwright-rows"
 MEMORY_SHARE, DISK_SHARE = 0.1, 0.3
-"""Shares of the rows and images in memory and on the disk, where no bytes are set."""
+"""Shares of the rows and images in memory and on the disk, by default."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowCacheConfig:
-    """Keeps packed rows, and the images that belong to them, near while a stage trains, where they lie on a slow disk
-    or on a store (docs/data.md)."""
+    """Cache of packed rows and their images while a stage trains, for rows on a slow disk or on a store
+    (docs/data.md)."""
 
     enabled: bool = False
-    """Read training rows and images through the cache, and before they are needed. Batches are the same without it."""
+    """True reads training rows and images through the cache, and before they are needed. Batches stay the same."""
     memory_bytes: int = 0
-    """Bytes of memory on each host for the rows and images that are read most, shared by its processes; 0 is a tenth of
-    all."""
+    """Bytes of memory on each host, shared by its processes, for the rows and images that are read most; 0 is a tenth
+    of all."""
     disk_bytes: int = 0
-    """Bytes in `folder` for the rows and images that are read next most; 0 is three tenths of all."""
+    """Bytes in `folder` for the rows and images that are read less often; 0 is three tenths of all."""
     folder: str = ""
     """Folder on a fast disk of each host; "" keeps rows and images in memory only."""
     num_batches_ahead: int = constant(8)
-    """Batches whose rows and images are read before they are needed."""
+    """Number of batches whose rows and images are read before they are needed."""
     num_readers: int = constant(16)
-    """Reads of rows at a time, and of images, of each process."""
+    """Number of concurrent reads of rows, and of images, in each process."""
 
     def __post_init__(self) -> None:
         for name in ("memory_bytes", "disk_bytes"):
@@ -66,18 +66,11 @@ class TierBudget:
     memory: int
     disk: int
 
-    @classmethod
-    def of(cls, config: RowCacheConfig, blocks: BlockSet) -> "TierBudget":
-        """The settings, or shares of the bytes of all blocks that have room for a block at least."""
-        shares = [max(int(share * blocks.total_bytes), _least_bytes(blocks)) for share in (MEMORY_SHARE, DISK_SHARE)]
-        return cls(
-            memory=config.memory_bytes or shares[0],
-            disk=(config.disk_bytes or shares[1]) if config.folder else 0,
-        )
-
 
 def memory_folder() -> Path:
-    """A folder of this host whose files are in memory; on a system that has none, that of temporary files."""
+    """Returns a folder of this host whose files are in memory; on a system without one, the folder of temporary
+    files.
+    """
     shared = Path("/dev/shm")
     return shared if shared.is_dir() else Path(tempfile.gettempdir())
 
@@ -86,17 +79,22 @@ def memory_folder() -> Path:
 def open_cache(
     config: RowCacheConfig, *layouts: BlockLayout[Any], note: Callable[[str], None] = lambda line: None
 ) -> Iterator[list[BlockReader[Any]]]:
-    """A reader of the rows or images of each layout. All of them share the tiers and their budgets.
+    """Opens a reader of the rows or images of each layout. All of them share the tiers and their budgets.
 
-    note: shows a line to the user. Raises `ConfigError` for a tier that has no room.
+    note: shows a line to the user. Raises `ConfigError` for a tier that is too small for a block.
     """
     blocks = JoinedBlocks(layouts)
-    budget = TierBudget.of(config, blocks)
+    shares = [max(int(share * blocks.total_bytes), _least_bytes(blocks)) for share in (MEMORY_SHARE, DISK_SHARE)]
+    budget = TierBudget(
+        memory=config.memory_bytes or shares[0], disk=(config.disk_bytes or shares[1]) if config.folder else 0
+    )
     disk_room = f" and {budget.disk:,} in {config.folder}" if budget.disk else ""
     note(
         f"cache: {blocks.total_bytes:,} bytes of {blocks.title}, of which {budget.memory:,} fit into memory{disk_room}"
     )
-    name = _name(blocks, config, budget)
+    # Only the same blocks with the same tiers have this name, so what is found under it can be used.
+    digest = hashlib.sha256(b"\0".join([blocks.identity, config.folder.encode(), str(budget).encode()]))
+    name = f"{_prefix()}{digest.hexdigest()[:16]}"
     with ExitStack() as stack:
         prepare = partial(_prepare_memory, blocks=blocks, budget=budget.memory)
         memory = _shared(stack, memory_folder(), name, MEMORY, prepare)
@@ -107,6 +105,7 @@ def open_cache(
             prepare = partial(_prepare_disk, blocks=blocks, budget=budget.disk)
             disk = _shared(stack, Path(config.folder), name, DISK, prepare, keep_after_error=True)
             places.append((DISK, _tier(disk, blocks, budget.disk)))
+        # Callbacks run in reverse: readers end before the tiers that they write to, these before their files close.
         for _, tier in places:
             stack.callback(tier.close)
         tiers = Tiers(blocks, places, counts, note)
@@ -121,20 +120,14 @@ def open_cache(
 
 
 def remove_leftovers(config: RowCacheConfig) -> None:
-    """Remove what processes that were killed have left of any cache in memory and in the folder."""
+    """Removes the files of any cache that killed processes left in memory and in the folder."""
     for parent in (memory_folder(), Path(config.folder)):
         if parent.is_absolute() and parent.is_dir():
             sweep(parent, _prefix())
 
 
-def _name(blocks: BlockSet, config: RowCacheConfig, budget: TierBudget) -> str:
-    """The same for the same blocks and tiers only."""
-    digest = hashlib.sha256(b"\0".join([blocks.identity, config.folder.encode(), str(budget).encode()]))
-    return f"{_prefix()}{digest.hexdigest()[:16]}"
-
-
 def _prefix() -> str:
-    """The beginning of the names of this user's folders of this host: hosts may share a disk."""
+    """Returns the prefix of the names of this user's folders of this host: hosts may share a disk."""
     host = "".join(c if c.isalnum() else "_" for c in platform.node())
     return f"{PREFIX}-{host}-{os.getuid()}-"
 
@@ -148,7 +141,7 @@ def _shared(
     *,
     keep_after_error: bool = False,
 ) -> Path:
-    """The folder of a tier, in use until the stack is left. All tiers may have the same parent."""
+    """Returns the folder of a tier, in use until the stack is left. All tiers may have the same parent."""
     sweep(parent, _prefix(), keep=name)
     shared = SharedFolder.attach(parent / f"{name}-{tier}", prepare)
 
@@ -165,7 +158,7 @@ def _prepare_memory(folder: Path, *, blocks: BlockSet, budget: int) -> None:
     num_slots = _num_slots(blocks, room)
     if not num_slots:
         raise ConfigError(
-            f"cache.memory_bytes: {budget:,} has no room for {blocks.title}; set at least {_least_bytes(blocks):,}"
+            f"cache.memory_bytes: {budget:,} is too small for {blocks.title}; set at least {_least_bytes(blocks):,}"
         )
     try:
         AccessCounts.prepare(folder, blocks.num_blocks)
@@ -178,13 +171,12 @@ def _prepare_memory(folder: Path, *, blocks: BlockSet, budget: int) -> None:
 
 
 def _prepare_disk(folder: Path, *, blocks: BlockSet, budget: int) -> None:
-    """What is there already is used: its name says that it has the same rows and the same room."""
     num_slots = _num_slots(blocks, budget)
     if not num_slots:
         raise ConfigError(
-            f"cache.disk_bytes: {budget:,} has no room for {blocks.title}; set at least {_least_bytes(blocks):,}"
+            f"cache.disk_bytes: {budget:,} is too small for {blocks.title}; set at least {_least_bytes(blocks):,}"
         )
-    if (folder / "whole").exists():
+    if (folder / "whole").exists():  # left by a run that failed or was killed
         return
     _empty(folder)
     try:
@@ -202,12 +194,12 @@ def _prepare_disk(folder: Path, *, blocks: BlockSet, budget: int) -> None:
 
 def _no_room(error: OSError, setting: str, budget: int, parent: Path) -> Exception:
     if error.errno == errno.ENOSPC:
-        return ConfigError(f"cache.{setting}: {parent} has no room for {budget:,} bytes ({error.strerror}); lower it")
+        return ConfigError(f"cache.{setting}: {parent} lacks room for {budget:,} bytes ({error.strerror}); lower it")
     return StorageError(f"{parent}: cannot be written ({error.strerror}); make it writable, or choose another folder")
 
 
 def _least_bytes(blocks: BlockSet) -> int:
-    """Bytes of a tier of one block with its tables."""
+    """Returns the size of a tier of one block, with its tables."""
     return SlotTier.num_bytes(1, num_blocks=blocks.num_blocks, slot_bytes=blocks.block_bytes) + AccessCounts.num_bytes(
         blocks.num_blocks
     )
