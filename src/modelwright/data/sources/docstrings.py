@@ -32,7 +32,7 @@ _PUBLIC_NAMES = {"posix": "os", "nt": "os"}
 
 NameKind = Literal["module", "class", "function"]
 MIN_LINES = 2
-"""Minimum lines of a function's body; shorter ones, such as `pass`, are empty phrases."""
+"""Minimum lines of a function's body; shorter ones, such as `pass`, are trivial."""
 
 
 def parameters_of(arguments: ast.arguments) -> tuple[str, ...]:
