@@ -23,6 +23,7 @@ from modelwright.data.document import Document
 _LENGTHS = (0.5, 2.0)
 """Length of a paraphrase, relative to the original; beyond these limits the model omitted or repeated something."""
 _MIN_WORDS = 3
+"""Minimum words of a sentence that is translated."""
 _FIXED = re.compile(r"`[^`\n]*`|https?://\S*\w|\S+@\S+\.\w+")
 """Code and addresses, which a paraphrase must repeat."""
 
@@ -92,11 +93,16 @@ def translate_and_back(
     counts: Counter[str] = Counter()
 
     def change(documents: Sequence[Document], rngs: Sequence[Random]) -> list[Document | None]:
-        chosen = {
-            (number, place): draw(_sentences(text), fraction, rng)
-            for number, (document, rng) in enumerate(zip(documents, rngs, strict=True))
-            for place, text in enumerate(texts_of(document))
-        }
+        chosen: dict[tuple[int, int], list[Span]] = {}
+        for number, (document, rng) in enumerate(zip(documents, rngs, strict=True)):
+            for place, text in enumerate(texts_of(document)):
+                sentences: list[Span] = []
+                for span in spans_of_sentences(text):  # without the white space around them
+                    sentence = span.text.strip()
+                    start = span.start + len(span.text) - len(span.text.lstrip())
+                    if len(sentence.split()) >= _MIN_WORDS:
+                        sentences.append(Span(start, start + len(sentence), sentence))
+                chosen[number, place] = draw(sentences, fraction, rng)
         originals = list(dict.fromkeys(span.text for spans in chosen.values() for span in spans))
         # One line each, because `completions` ends a translation at a line break.
         pivots = there([" ".join(original.split()) for original in originals])
@@ -140,14 +146,3 @@ def problem_of(paraphrase: str, original: str) -> str:
     if paraphrase[-1] != original[-1] and not (paraphrase[-1] in ".!?" and original[-1] in ".!?"):
         return "another end"
     return ""
-
-
-def _sentences(text: str) -> list[Span]:
-    """Returns the sentences that are long enough for a paraphrase, without the white space around them."""
-    spans = []
-    for span in spans_of_sentences(text):
-        sentence = span.text.strip()
-        start = span.start + len(span.text) - len(span.text.lstrip())
-        if len(sentence.split()) >= _MIN_WORDS:
-            spans.append(Span(start, start + len(sentence), sentence))
-    return spans

@@ -56,9 +56,7 @@ class MaskedReplacementConfig:
 def masked_replacement(config: MaskedReplacementConfig) -> Augmentation:
     model = MaskedModel(config.model)
     return prose_augmentation(
-        "masked_replacement",
-        lambda text, rng: replace_masked(text, model, config, rng),
-        keeps=("word_count", "lines"),
+        "masked_replacement", lambda text, rng: replace_masked(text, model, config, rng), keeps=("word_count", "lines")
     )
 
 
@@ -104,6 +102,7 @@ class MaskedModel:
         """Returns the likeliest whole words in the place of each word, best first."""
         from torch import no_grad
 
+        whole_words, word_ids = self._words
         mask = self._tokenizer.mask_token
         prompts: list[str] = []
         for word in words:
@@ -117,32 +116,29 @@ class MaskedModel:
                 rows, columns = (batch["input_ids"] == self._tokenizer.mask_token_id).nonzero(as_tuple=True)
                 logits_NV = self._model(**batch).logits[rows, columns].float()
                 # The softmax is over the whole vocabulary, so that pieces of words keep their share of probability.
-                best = logits_NV.softmax(dim=-1)[:, self._word_ids].topk(min(top_k, len(self._word_ids)))
+                best = logits_NV.softmax(dim=-1)[:, word_ids].topk(min(top_k, len(word_ids)))
                 for probabilities, places in zip(best.values.tolist(), best.indices, strict=True):
-                    ids = self._word_ids[places].tolist()
-                    fills.append([Fill(self._words[one], p) for one, p in zip(ids, probabilities, strict=True)])
+                    ids = word_ids[places].tolist()
+                    fills.append([Fill(whole_words[one], p) for one, p in zip(ids, probabilities, strict=True)])
         return fills
 
     @cached_property
-    def _words(self) -> dict[int, str]:
-        """Whole words of the vocabulary by token id."""
+    def _words(self) -> "tuple[dict[int, str], Tensor]":
+        """Whole words of the vocabulary by token id, and their ids [N] in ascending order."""
+        from torch import tensor
+
         vocabulary = self._tokenizer.get_vocab()
         marks = tuple(mark for mark in _WORD_STARTS if any(token.startswith(mark) for token in vocabulary))
         starts = {token: token[1:] for token in vocabulary if token.startswith(marks)} if marks else {}
         words = starts or {token: token for token in vocabulary if not token.startswith("##")}
         # A tokenizer may have added tokens that the model has no row for.
         size = self._model.get_output_embeddings().weight.shape[0]
-        return {
+        whole_words = {
             vocabulary[token]: word
             for token, word in words.items()
             if word.isalpha() and len(word) > 1 and vocabulary[token] < size
         }
-
-    @cached_property
-    def _word_ids(self) -> "Tensor":
-        from torch import tensor
-
-        return tensor(sorted(self._words))
+        return whole_words, tensor(sorted(whole_words))
 
 
 def load_transformers(folder: Path, auto_class: str, setting: str) -> tuple[Any, Any]:

@@ -13,13 +13,7 @@ from typing import Protocol
 
 from modelwright.core.errors import ConfigError
 from modelwright.data.augment.augmentation import Augmentation, check_fraction, texts_of, with_texts
-from modelwright.data.augment.word_spans import (
-    Span,
-    find_words,
-    repair_articles,
-    replace_spans,
-    spans_of_sentences,
-)
+from modelwright.data.augment.word_spans import Span, find_words, repair_articles, replace_spans, spans_of_sentences
 from modelwright.data.document import Document
 
 _SPAN_WORDS = 3
@@ -91,17 +85,28 @@ def span_infilling(config: SpanInfillingConfig, load: LoadLanguageModel) -> Augm
             for span in choose_spans(text, config.fraction, rng)
         ]
         seeds = [rngs[gap.number[0]].getrandbits(62) for gap in gaps for _ in range(config.num_candidates)]
-        edits = _fill(gaps, seeds, config.num_candidates, model)
-        return [
-            with_texts(
-                document,
-                [
-                    repair_articles(replace_spans(text, edits.get((number, place), [])), text)
-                    for place, text in enumerate(texts_of(document))
-                ],
-            )
-            for number, document in enumerate(documents)
-        ]
+        prompts = [gap.context for gap in gaps for _ in range(config.num_candidates)]
+        completions = model.complete(prompts, max_tokens=_TOKENS_PER_WORD * (_SPAN_WORDS + 1), seeds=seeds)
+        tries: list[tuple[Gap, str]] = []
+        for place, gap in enumerate(gaps):
+            written = completions[place * config.num_candidates : (place + 1) * config.num_candidates]
+            fills = dict.fromkeys(fill for text in written if (fill := first_words(text)) and fill != gap.span.text)
+            tries += [(gap, fill) for fill in fills]
+        contexts = [f"{gap.context} {fill}" for gap, fill in tries]
+        scores = model.log_probs(contexts, [gap.text[gap.span.end :][:_FOLLOWING_CHARS] for gap, _ in tries])
+        # The words settle a tie, so that the result is deterministic. A gap without plain words stays as it was.
+        best: dict[Gap, tuple[float, str]] = {}
+        for (gap, fill), score in zip(tries, scores, strict=True):
+            best[gap] = max(best.get(gap, (score, fill)), (score, fill))
+        edits: dict[tuple[int, int], list[Span]] = {}
+        for gap, (_, fill) in best.items():
+            edits.setdefault(gap.number, []).append(Span(gap.span.start, gap.span.end, fill))
+        changed: list[Document | None] = []
+        for number, document in enumerate(documents):
+            texts = texts_of(document)
+            new = [replace_spans(text, edits.get((number, place), [])) for place, text in enumerate(texts)]
+            changed.append(with_texts(document, [repair_articles(*pair) for pair in zip(new, texts, strict=True)]))
+        return changed
 
     return Augmentation(
         name="span_infilling", kinds=frozenset({"prose", "qa"}), keeps=frozenset({"lines"}), change=change
@@ -123,28 +128,6 @@ def choose_spans(text: str, fraction: float, rng: Random) -> list[Span]:
                 runs.append(Span(sentence.start + start, sentence.start + end, inside))
     num_spans = min(len(runs), max(1, round(fraction * len(find_words(text)) / _SPAN_WORDS)))
     return [runs[place] for place in sorted(rng.sample(range(len(runs)), num_spans))]
-
-
-def _fill(
-    gaps: Sequence[Gap], seeds: Sequence[int], num_candidates: int, model: LanguageModel
-) -> dict[tuple[int, int], list[Span]]:
-    """Returns the edits that fill the gaps, by `Gap.number`; a gap for which the model writes no words stays."""
-    prompts = [gap.context for gap in gaps for _ in range(num_candidates)]
-    completions = model.complete(prompts, max_tokens=_TOKENS_PER_WORD * (_SPAN_WORDS + 1), seeds=seeds)
-    tries = []
-    for place, gap in enumerate(gaps):
-        written = completions[place * num_candidates : (place + 1) * num_candidates]
-        fills = dict.fromkeys(fill for text in written if (fill := first_words(text)) and fill != gap.span.text)
-        tries += [(gap, fill) for fill in fills]
-    contexts = [f"{gap.context} {fill}" for gap, fill in tries]
-    scores = model.log_probs(contexts, [gap.text[gap.span.end :][:_FOLLOWING_CHARS] for gap, _ in tries])
-    best: dict[Gap, tuple[float, str]] = {}
-    for (gap, fill), score in zip(tries, scores, strict=True):
-        best[gap] = max(best.get(gap, (score, fill)), (score, fill))  # the words settle a tie, so it is deterministic
-    edits: dict[tuple[int, int], list[Span]] = {}
-    for gap, (_, fill) in best.items():
-        edits.setdefault(gap.number, []).append(Span(gap.span.start, gap.span.end, fill))
-    return edits
 
 
 def first_words(completion: str) -> str:

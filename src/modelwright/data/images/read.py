@@ -222,31 +222,28 @@ def _samples(raw: Any, file: File) -> Iterator[_Sample]:
                     (_BAD, f"{_encodable(member.name)} has {member.size:,} bytes, limit {MOST_BYTES:,}")
                 )
                 continue
-            content = archive.extractfile(member)
+            content, suffix = archive.extractfile(member), f".{extension.lower()}"
             assert content is not None
-            _add_member(sample, f".{extension.lower()}", content.read())
+            data = content.read()
+            try:  # members of other kinds are ignored
+                if suffix in IMAGE_EXTENSIONS:
+                    sample.image = data
+                elif suffix in CAPTION_EXTENSIONS:
+                    sample.caption = data.decode("utf-8-sig")
+                elif suffix == LABEL_EXTENSION:
+                    sample.label = data.decode("utf-8-sig").strip()
+                elif suffix == ".json":
+                    record = json.loads(data)
+                    if not isinstance(record, dict):
+                        raise ValueError(f"the JSON is a {type(record).__name__} where an object is expected")
+                    # Members come in any order, and the files of a caption and a class win over the fields.
+                    caption = next((record[name] for name in CAPTION_FIELDS if name in record), "")
+                    sample.caption = sample.caption or (caption if isinstance(caption, str) else "")
+                    sample.label = sample.label or _label(record)
+            except (ValueError, RecursionError) as error:
+                sample.problems.append((_BAD, f"{suffix} cannot be read ({error})"))
     if sample is not None:
         yield sample
-
-
-def _add_member(sample: _Sample, extension: str, data: bytes) -> None:
-    """Adds a member to its sample; members of other kinds are ignored."""
-    try:
-        if extension in IMAGE_EXTENSIONS:
-            sample.image = data
-        elif extension in CAPTION_EXTENSIONS:
-            sample.caption = data.decode("utf-8-sig")
-        elif extension == LABEL_EXTENSION:
-            sample.label = data.decode("utf-8-sig").strip()
-        elif extension == ".json":
-            record = json.loads(data)
-            if not isinstance(record, dict):
-                raise ValueError(f"the JSON is a {type(record).__name__} where an object is expected")
-            caption = next((record[name] for name in CAPTION_FIELDS if name in record), "")
-            sample.caption = sample.caption or (caption if isinstance(caption, str) else "")
-            sample.label = sample.label or _label(record)
-    except (ValueError, RecursionError) as error:
-        sample.problems.append((_BAD, f"{extension} cannot be read ({error})"))
 
 
 def _label(record: Mapping[str, Any]) -> str:

@@ -218,20 +218,19 @@ class ImageStore:
 
     def pixels(self, number: int, *, size: int, fit: Fit) -> NDArray[np.uint8]:
         """Returns an image as pixels; see `square_pixels`."""
-        return self._decoded(number, self.data(number), size=size, fit=fit)
+        return next(self.squares([number], size=size, fit=fit))
 
     def squares(self, numbers: Sequence[int], *, size: int, fit: Fit) -> Iterator[NDArray[np.uint8]]:
         """Yields the `pixels` of each of these images, of which many are read together."""
         for first in range(0, len(numbers), IMAGES_AT_ONCE):
             chosen = numbers[first : first + IMAGES_AT_ONCE]
             for number, data in zip(chosen, self.read(chosen), strict=True):
-                yield self._decoded(number, data, size=size, fit=fit)
-
-    def _decoded(self, number: int, data: bytes, *, size: int, fit: Fit) -> NDArray[np.uint8]:
-        try:
-            return square_pixels(data, size=size, fit=fit)
-        except ImageFault as error:
-            raise ArtifactError(f"{self.place}/{FILE}: image {number} {error}; run the pack stage again") from None
+                try:
+                    pixels = square_pixels(data, size=size, fit=fit)
+                except ImageFault as error:
+                    problem = f"{self.place}/{FILE}: image {number} {error}"
+                    raise ArtifactError(f"{problem}; run the pack stage again") from None
+                yield pixels
 
 
 @contextmanager

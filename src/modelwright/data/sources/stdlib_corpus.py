@@ -81,14 +81,25 @@ def machine_corpus(*, fraction: float, skip: SkipFile, engine: ShardEngine = _IN
 
 def split_of(module: str) -> Split:
     """Returns the split of a module."""
-    return "heldout" if _hash("module", module) < HELDOUT_FRACTION else "train"
+    return "heldout" if derive_seed(0, "module", module) / 2**63 < HELDOUT_FRACTION else "train"
 
 
 def _named_documents(
     fraction: float, skip: SkipFile, engine: ShardEngine
 ) -> Iterator[tuple[str, tuple[Document, ...]]]:
     """Yields the entries of `ModulesRead.documents` of all modules."""
-    jobs = {origin: list(_jobs(origin, fraction)) for origin in ("stdlib", *_COMPILED)}
+    jobs: dict[str, list[ModulesJob]] = {}
+    for origin in ("stdlib", *_COMPILED):
+        spec = None if origin == "stdlib" else importlib.util.find_spec(origin)
+        base = stdlib_folder() if origin == "stdlib" else Path(spec.origin).parent if spec and spec.origin else None
+        modules = [
+            (module, path)
+            for module, path in (module_files(base, "" if origin == "stdlib" else origin) if base else ())
+            if not module.startswith(_LEFT_OUT) and _is_chosen(module, fraction)
+        ]
+        starts = range(0, len(modules), _MODULES_AT_ONCE)
+        jobs[origin] = [ModulesJob(origin, tuple(modules[first : first + _MODULES_AT_ONCE])) for first in starts]
+    # All origins are one series of jobs, so that workers are busy while compiled modules are inspected here.
     results = in_order(engine, read_modules, chain.from_iterable(jobs.values()))
     num_sources = 0
     for origin, own in jobs.items():
@@ -119,21 +130,6 @@ def _named_documents(
         topic = f"pydoc_data.topics.{name}"
         if _is_chosen(topic, fraction):
             yield topic, tuple(_documents(Docstring(topic, topic, "module", text), "python:topics"))
-
-
-def _jobs(origin: str, fraction: float) -> Iterator[ModulesJob]:
-    if origin == "stdlib":
-        base = stdlib_folder()
-    else:
-        spec = importlib.util.find_spec(origin)
-        base = Path(spec.origin).parent if spec and spec.origin else None
-    modules = [
-        (module, path)
-        for module, path in (module_files(base, "" if origin == "stdlib" else origin) if base else ())
-        if not module.startswith(_LEFT_OUT) and _is_chosen(module, fraction)
-    ]
-    for first in range(0, len(modules), _MODULES_AT_ONCE):
-        yield ModulesJob(origin, tuple(modules[first : first + _MODULES_AT_ONCE]))
 
 
 def read_modules(job: ModulesJob) -> ModulesRead:
@@ -191,8 +187,4 @@ def _documents(docstring: Docstring, source: str) -> Iterator[Document]:
 
 
 def _is_chosen(module: str, fraction: float) -> bool:
-    return _hash("fraction", module) < fraction
-
-
-def _hash(purpose: str, module: str) -> float:
-    return derive_seed(0, purpose, module) / 2**63
+    return derive_seed(0, "fraction", module) / 2**63 < fraction

@@ -169,29 +169,25 @@ class ChatTemplate:
         answers = []
         for number in numbers:
             answered = self.render(messages[: number + 1], tools=tools, add_generation_prompt=False)
-            if number == 0:
-                prompt = self._opening(answered)
-            else:
+            if number:
                 prompt = self.render(messages[:number], tools=tools, add_generation_prompt=True)
+            else:
+                # The assistant speaks first. Its opening is found in the rendering, because templates fail without any
+                # turn, or omit the begin token, which Llama 3's puts before the first turn.
+                question: list[Message] = [{"role": "user", "content": "x"}]
+                asked, asking = (self.render(question, add_generation_prompt=adds) for adds in (False, True))
+                mark = asking.removeprefix(asked)
+                before, found, _ = answered.partition(mark) if mark else (answered, "", "")
+                if not found:
+                    raise DataError(
+                        "the conversation begins with the assistant, and the chat template does not show where its "
+                        "answer begins; put a turn of the user before it, or leave the first turn out"
+                    )
+                prompt = before + found
             if not answered.startswith(prompt):
                 raise DataError("the chat template's generation prompt differs from the start of its rendered answer")
             answers.append((prompt, answered))
         return answers
-
-    def _opening(self, answered: str) -> str:
-        """Returns the rendering before the words of an assistant that speaks first."""
-        # Found in the rendering, because templates fail without any turn, or omit the begin token, which Llama 3's puts
-        # before the first turn.
-        question: list[Message] = [{"role": "user", "content": "x"}]
-        asked, asking = (self.render(question, add_generation_prompt=adds) for adds in (False, True))
-        mark = asking.removeprefix(asked)
-        before, found, _ = answered.partition(mark) if mark else (answered, "", "")
-        if not found:
-            raise DataError(
-                "the conversation begins with the assistant, and the chat template does not show where its answer "
-                "begins; put a turn of the user before it, or leave the first turn out"
-            )
-        return before + found
 
     def _shield(self, value: Any) -> Any:
         """Returns a JSON value whose texts can neither have special tokens nor mark themselves as generated."""

@@ -15,13 +15,6 @@ GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?
 """Built-in pattern of `tokenizers`' `ByteLevel` pre-tokenizer."""
 
 
-def byte_of_character() -> dict[str, int]:
-    """Returns the byte of each character of GPT-2's byte-level alphabet (Radford et al. 2019, `encoder.py`)."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
 def is_byte_level(definition: Mapping[str, Any]) -> bool:
     """Returns True if tokens are spelled in the byte-level alphabet, so that each has fixed bytes."""
     decoder = definition.get("decoder") or {}
@@ -31,7 +24,10 @@ def is_byte_level(definition: Mapping[str, Any]) -> bool:
 
 def token_bytes(definition: Mapping[str, Any]) -> dict[int, bytes]:
     """Returns the bytes of each token of a byte-level vocabulary, except added tokens."""
-    byte_of = byte_of_character()
+    # GPT-2's alphabet (Radford et al. 2019, `encoder.py`): printable characters are themselves, others follow at 256.
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    byte_of = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
     added = {entry["content"] for entry in definition.get("added_tokens", ())}
     vocab = definition["model"]["vocab"]
     return {i: bytes(byte_of[c] for c in token) for token, i in vocab.items() if token not in added}

@@ -142,24 +142,15 @@ def replace_pieces(batch: TokenBatch, copies: Sequence[PieceCopy], capacity: Cap
                     spare -= len(ids) - length
                     piece, num_replaced = (ids, targets[1:]), num_replaced + 1
             pieces.append(piece)
-        _write_row(batch, place, pieces, eos_id)
+        # Later pieces move when an earlier one changes its length, so the row is written anew.
+        tokens, labels = np.full(len(tokens), eos_id, dtype=np.int64), np.full(len(tokens), IGNORED, dtype=np.int64)
+        positions, segments = np.zeros(len(tokens), dtype=np.int64), np.full(len(tokens), -1, dtype=np.int32)
+        at = 0
+        for number, (ids, predicted) in enumerate(pieces):
+            end = at + len(ids)
+            tokens[at:end], positions[at:end], segments[at:end] = ids, np.arange(len(ids)), number
+            labels[at : end - 1] = np.where(predicted, ids[1:], IGNORED)
+            at = end
+        batch.input_ids_BT[place], batch.labels_BT[place] = torch.from_numpy(tokens), torch.from_numpy(labels)
+        batch.positions_BT[place], batch.segments_BT[place] = torch.from_numpy(positions), torch.from_numpy(segments)
     return num_replaced
-
-
-def _write_row(batch: TokenBatch, place: int, pieces: Sequence[tuple[np.ndarray, np.ndarray]], eos_id: int) -> None:
-    width = batch.input_ids_BT.shape[1]
-    tokens, labels = np.full(width, eos_id, dtype=np.int64), np.full(width, IGNORED, dtype=np.int64)
-    positions, segments = np.zeros(width, dtype=np.int64), np.full(width, -1, dtype=np.int32)
-    at = 0
-    for number, (ids, predicted) in enumerate(pieces):
-        end = at + len(ids)
-        tokens[at:end], positions[at:end], segments[at:end] = ids, np.arange(len(ids)), number
-        labels[at : end - 1] = np.where(predicted, ids[1:], IGNORED)
-        at = end
-    for whole, row in (
-        (batch.input_ids_BT, tokens),
-        (batch.labels_BT, labels),
-        (batch.positions_BT, positions),
-        (batch.segments_BT, segments),
-    ):
-        whole[place] = torch.from_numpy(row)

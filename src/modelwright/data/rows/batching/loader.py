@@ -124,7 +124,8 @@ class PlannedLoader:
         if self._generation != self.mixture.generation or index < self._position.first_batch:
             self._generation = self.mixture.generation
             self._begin()
-        while index >= (end := self._position.first_batch + self._num_batches()):
+        # Only a token budget has to plan a block to know its number of batches.
+        while index >= (end := self._position.first_batch + (len(self._planned().ends) if self.budget else 1)):
             before, shares = self._position, self.mixture.shares(self._position.first_batch)
             position = Position(
                 block=before.block + 1,
@@ -149,17 +150,11 @@ class PlannedLoader:
         self._counts = apportion(position.owed + shares * self.block_rows, self.block_rows)
         self._block: BatchPlan | None = None
 
-    def _num_batches(self) -> int:
-        """Returns the number of batches of the current block, which only a token budget has to plan for that."""
-        return len(self._planned().ends) if self.budget else 1
-
     def _planned(self) -> BatchPlan:
-        if self._block is None:
-            self._block = self._plan(self._position, self._counts)
-        return self._block
-
-    def _plan(self, position: Position, counts: np.ndarray) -> BatchPlan:
-        """Plans the batches of the block at `position`, in which each source has `counts` [S] rows."""
+        """Plans the batches of the current block, in which each source has `self._counts` [S] rows."""
+        if self._block is not None:
+            return self._block
+        position, counts = self._position, self._counts
         sources = np.repeat(np.arange(len(counts)), counts)
         # Sources are mixed within a block, so that a batch has about the shares of the block.
         sources = sources[permutation(derive_seed(self.seed, "sources", position.block), len(sources))]
@@ -170,13 +165,16 @@ class PlannedLoader:
             rows[sources == source] = self.orders[int(source)].draw(numbers, competence)
             epochs[sources == source] = self.orders[int(source)].epochs(numbers, competence)
         if not self.budget:
-            return BatchPlan(rows=rows, epochs=epochs, ends=np.array([len(rows)]), order=np.zeros(1, dtype=np.int64))
+            one = np.zeros(1, dtype=np.int64)
+            self._block = BatchPlan(rows=rows, epochs=epochs, ends=np.array([len(rows)]), order=one)
+            return self._block
         lengths = self.lengths[rows]
         by_length = np.argsort(-lengths, kind="stable")
         # Batches of similar lengths waste little padding; they come in random order, not the longest first.
         ends = cut(lengths[by_length], self.budget, self.rows.seq_len)
         order = permutation(derive_seed(self.seed, "batches", position.block), len(ends))
-        return BatchPlan(rows=rows[by_length], epochs=epochs[by_length], ends=ends, order=order)
+        self._block = BatchPlan(rows=rows[by_length], epochs=epochs[by_length], ends=ends, order=order)
+        return self._block
 
 
 def build_loader(
@@ -198,11 +196,25 @@ def build_loader(
     curriculum = config.curriculum
     if not by_tokens and curriculum.by == "none" and not config.mixture.is_on:
         return PackedLoader(rows, batch_rows=batch_rows, seed=seed)
-    lengths, budget = rows.group_lengths(), batch_rows * rows.seq_len if by_tokens else 0
-    num_batches = -(-rows.num_groups // batch_rows)
+    lengths, num_groups = rows.group_lengths(), rows.num_groups
+    budget, block_rows, num_batches = 0, batch_rows, -(-num_groups // batch_rows)
     if by_tokens:
-        num_batches = _batches_per_epoch(lengths, budget, rows.seq_len, seed=seed)
+        # How many batches an epoch makes is only known from its order: any order of blocks gives about as many.
+        budget = batch_rows * rows.seq_len
+        fewest = len(cut(np.sort(lengths)[::-1], budget, rows.seq_len))
+        num_blocks = max(1, fewest // min(POOL_BATCHES, max(1, fewest // 4)))
+        blocks = np.array_split(lengths[permutation(derive_seed(seed, "epoch"), num_groups)], num_blocks)
+        num_batches = sum(len(cut(np.sort(block)[::-1], budget, rows.seq_len)) for block in blocks)
     num_steps = num_steps_of(num_batches)
+    if by_tokens:
+        # Blocks are small enough that a curriculum or a mixture changes gradually during the run.
+        most = min(POOL_BATCHES, num_batches // 4)
+        if curriculum.by != "none":
+            most = min(most, int(curriculum.fraction * num_steps) // GRADUAL_BLOCKS)
+        if config.mixture.update != "none":
+            most = min(most, num_steps // GRADUAL_BLOCKS)
+        num_blocks = -(-num_batches // max(1, most))
+        block_rows = -(-num_groups // num_blocks)
     names = list(rows.sources) if config.mixture.is_on else [""]
     members = [rows.source_groups(name) for name in names] if config.mixture.is_on else [np.arange(rows.num_groups)]
     difficulty = None
@@ -218,29 +230,8 @@ def build_loader(
         ],
         mixture=Mixture(config.mixture, names, [int(lengths[own].sum()) for own in members], num_steps=num_steps),
         pacing=Pacing(curriculum, num_steps),
-        block_rows=_block_rows(config, rows.num_groups, num_batches, num_steps) if by_tokens else batch_rows,
+        block_rows=block_rows,
         budget=budget,
         num_batches_per_epoch=num_batches,
         seed=seed,
     )
-
-
-def _batches_per_epoch(lengths: np.ndarray, budget: int, longest: int, *, seed: int) -> int:
-    """Estimates the number of batches of a token budget in an epoch, by dividing all rows into blocks in random
-    order.
-    """
-    fewest = len(cut(np.sort(lengths)[::-1], budget, longest))
-    num_blocks = max(1, fewest // min(POOL_BATCHES, max(1, fewest // 4)))
-    blocks = np.array_split(lengths[permutation(derive_seed(seed, "epoch"), len(lengths))], num_blocks)
-    return sum(len(cut(np.sort(block)[::-1], budget, longest)) for block in blocks)
-
-
-def _block_rows(config: BatchingConfig, num_rows: int, num_batches: int, num_steps: int) -> int:
-    """Returns the rows of a block with a token budget: few enough that a curriculum or mixture changes gradually."""
-    most = min(POOL_BATCHES, num_batches // 4)
-    if config.curriculum.by != "none":
-        most = min(most, int(config.curriculum.fraction * num_steps) // GRADUAL_BLOCKS)
-    if config.mixture.update != "none":
-        most = min(most, num_steps // GRADUAL_BLOCKS)
-    num_blocks = -(-num_batches // max(1, most))
-    return -(-num_rows // num_blocks)

@@ -141,7 +141,9 @@ class Tiers:
         content = tier.read(block)
         if content is None or damaged(self.blocks, block, content) is None:
             return content
-        content = tier.read_alone(block)  # another process may have written while this one read
+        # Another process may have written while this one read. What differs while nobody writes is damaged.
+        with tier.alone():
+            content = tier.read(block)
         damage = None if content is None else damaged(self.blocks, block, content)
         if damage is None:
             return content

@@ -96,13 +96,13 @@ def open_cache(
     digest = hashlib.sha256(b"\0".join([blocks.identity, config.folder.encode(), str(budget).encode()]))
     name = f"{_prefix()}{digest.hexdigest()[:16]}"
     with ExitStack() as stack:
-        prepare = partial(_prepare_memory, blocks=blocks, budget=budget.memory)
+        prepare = partial(_prepare, blocks=blocks, tier=MEMORY, budget=budget.memory)
         memory = _shared(stack, memory_folder(), name, MEMORY, prepare)
         counts = AccessCounts(memory, blocks.num_blocks, half_life=blocks.num_items)
         places = [(MEMORY, _tier(memory, blocks, budget.memory - AccessCounts.num_bytes(blocks.num_blocks)))]
         if budget.disk:
             make_folder(Path(config.folder))
-            prepare = partial(_prepare_disk, blocks=blocks, budget=budget.disk)
+            prepare = partial(_prepare, blocks=blocks, tier=DISK, budget=budget.disk)
             disk = _shared(stack, Path(config.folder), name, DISK, prepare, keep_after_error=True)
             places.append((DISK, _tier(disk, blocks, budget.disk)))
         # Callbacks run in reverse: readers end before the tiers that they write to, these before their files close.
@@ -152,50 +152,34 @@ def _shared(
     return shared.path
 
 
-def _prepare_memory(folder: Path, *, blocks: BlockSet, budget: int) -> None:
-    _empty(folder)
-    room = budget - AccessCounts.num_bytes(blocks.num_blocks)
-    num_slots = _num_slots(blocks, room)
+def _prepare(folder: Path, *, blocks: BlockSet, tier: str, budget: int) -> None:
+    """Makes the files of a tier; those of a disk that a run left behind are kept. The memory also has the counts."""
+    in_memory, setting = tier == MEMORY, f"cache.{tier}_bytes"
+    num_slots = _num_slots(blocks, budget - (AccessCounts.num_bytes(blocks.num_blocks) if in_memory else 0))
+    sizes = {"num_blocks": blocks.num_blocks, "slot_bytes": blocks.block_bytes}
     if not num_slots:
-        raise ConfigError(
-            f"cache.memory_bytes: {budget:,} is too small for {blocks.title}; set at least {_least_bytes(blocks):,}"
-        )
-    try:
-        AccessCounts.prepare(folder, blocks.num_blocks)
-        SlotTier.prepare(
-            folder, num_slots=num_slots, num_blocks=blocks.num_blocks, slot_bytes=blocks.block_bytes, reserve=True
-        )
-    except OSError as error:
-        _empty(folder)
-        raise _no_room(error, "memory_bytes", budget, folder.parent) from None
-
-
-def _prepare_disk(folder: Path, *, blocks: BlockSet, budget: int) -> None:
-    num_slots = _num_slots(blocks, budget)
-    if not num_slots:
-        raise ConfigError(
-            f"cache.disk_bytes: {budget:,} is too small for {blocks.title}; set at least {_least_bytes(blocks):,}"
-        )
-    if (folder / "whole").exists():  # left by a run that failed or was killed
+        least = _least_bytes(blocks)
+        raise ConfigError(f"{setting}: {budget:,} is too small for {blocks.title}; set at least {least:,}")
+    if not in_memory and (folder / "whole").exists():
         return
     _empty(folder)
     try:
-        free = shutil.disk_usage(folder).free
-        if free < SlotTier.num_bytes(num_slots, num_blocks=blocks.num_blocks, slot_bytes=blocks.block_bytes):
-            raise OSError(errno.ENOSPC, f"{free:,} bytes are free")
-        SlotTier.prepare(
-            folder, num_slots=num_slots, num_blocks=blocks.num_blocks, slot_bytes=blocks.block_bytes, reserve=False
-        )
-        (folder / "whole").touch()
+        if in_memory:
+            AccessCounts.prepare(folder, blocks.num_blocks)
+        else:  # memory is reserved below, which fails at once; a disk is only checked
+            free = shutil.disk_usage(folder).free
+            if free < SlotTier.num_bytes(num_slots, **sizes):
+                raise OSError(errno.ENOSPC, f"{free:,} bytes are free")
+        SlotTier.prepare(folder, num_slots=num_slots, **sizes, reserve=in_memory)
+        if not in_memory:
+            (folder / "whole").touch()
     except OSError as error:
         _empty(folder)
-        raise _no_room(error, "disk_bytes", budget, folder.parent) from None
-
-
-def _no_room(error: OSError, setting: str, budget: int, parent: Path) -> Exception:
-    if error.errno == errno.ENOSPC:
-        return ConfigError(f"cache.{setting}: {parent} lacks room for {budget:,} bytes ({error.strerror}); lower it")
-    return StorageError(f"{parent}: cannot be written ({error.strerror}); make it writable, or choose another folder")
+        parent, reason = folder.parent, error.strerror
+        if error.errno == errno.ENOSPC:
+            raise ConfigError(f"{setting}: {parent} lacks room for {budget:,} bytes ({reason}); lower it") from None
+        text = f"{parent}: cannot be written ({reason}); make it writable, or choose another folder"
+        raise StorageError(text) from None
 
 
 def _least_bytes(blocks: BlockSet) -> int:

@@ -130,18 +130,13 @@ class SlotTier:
         content = self._content(slot, block)
         return content if self._owners[slot] == block else None  # it may have been displaced meanwhile
 
-    def read_alone(self, block: int) -> bytes | None:
-        """Reads like `read`, under the lock: a content that differs from the checksum then is damaged."""
-        with self._alone():
-            return self.read(block)
-
     def write(
         self, block: int, content: bytes, score: float, scores: Callable[[np.ndarray], np.ndarray]
     ) -> bool | Displaced:
         """Gives a block a slot if one is free or holds a block with a lower score. Returns True if it has one, False if
         not, or the block that it displaced. scores: returns the scores of blocks. Raises `OSError` if the disk is full.
         """
-        with self._alone():
+        with self.alone():
             if self._has(block):
                 return True
             displaced = None
@@ -170,7 +165,7 @@ class SlotTier:
 
     def drop(self, block: int) -> None:
         """Frees the slot of a block."""
-        with self._alone():
+        with self.alone():
             if self._has(block):
                 slot = int(self._slot_of[block])
                 self._owners[slot] = NONE
@@ -192,7 +187,7 @@ class SlotTier:
         return os.pread(self._data, self._num_bytes_of(block), slot * self._slot_bytes)
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def alone(self) -> Iterator[None]:
         """Keeps the other threads and processes from writing."""
         with self._thread_lock:  # `flock` belongs to the open file, which the threads of a process share
             fcntl.flock(self._lock, fcntl.LOCK_EX)
