@@ -72,8 +72,8 @@ def texts_of(document: Document) -> list[str]:
 
 
 def with_texts(document: Document, texts: Sequence[str | None]) -> Document | None:
-    """Returns the document with `texts` in place of `texts_of(document)`, where None keeps the old text. Returns None
-    if nothing changes or if a text would be blank.
+    """Replaces `texts_of(document)`, where None keeps a text; returns None if nothing changes or a text would be
+    blank.
     """
     before = texts_of(document)
     after = [old if new is None else new for old, new in zip(before, texts, strict=True)]

@@ -72,8 +72,7 @@ class Augmenter:
 
         strength: the probability, in [0, 1], that a training document is augmented. Each method changes a fraction of
         a document's words, so the expected share of changed words is the product of both. Documents that are chosen at
-        one strength are also chosen at every higher one. The copy has a new id; its `meta` names the original and the
-        method.
+        one strength are also chosen at every higher one. The `meta` of a copy names its original and the method.
         """
         if not 0 <= strength <= 1:
             raise ConfigError(f"strength: {strength} is not between 0 and 1")

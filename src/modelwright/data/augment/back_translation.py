@@ -82,6 +82,7 @@ def back_translation(config: BackTranslationConfig) -> Augmentation:
 def _cached_model(folder: Path, setting: str, cache: Path) -> Translate:
     """Returns a model's translator with a cache, which is a new one whenever the files of the model change."""
     translate = MarianTranslator(folder, setting=setting)
+    # Size and time identify the files, because hashing a model takes seconds.
     files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(folder.iterdir())]
     return TranslationCache(translate, name=digest([str(folder.resolve()), files]), folder=cache)
 

@@ -35,9 +35,7 @@ def comment_dropping(config: CommentDroppingConfig) -> Augmentation:
 
 
 def drop_comments(source: str, fraction: float, rng: Random) -> str | None:
-    """Drops comments, except those that programs read. Returns None for source without comments or other than
-    Python.
-    """
+    """Drops comments, except those that programs read. Returns None for source without any or other than Python."""
     try:
         tree = ast.dump(ast.parse(source))
         tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))

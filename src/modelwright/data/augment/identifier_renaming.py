@@ -57,9 +57,7 @@ def identifier_renaming(config: IdentifierRenamingConfig) -> Augmentation:
 
 
 def rename_identifiers(source: str, fraction: float, rng: Random) -> str | None:
-    """Renames local variables. Returns None for source without a local variable that can change or other than
-    Python.
-    """
+    """Renames local variables. Returns None for source without any that can change or other than Python."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError):

@@ -77,6 +77,7 @@ def neighbors(layout: Layout) -> Mapping[str, str]:
         for column, letter in enumerate(letters)
         if letter != " "
     }
+    # A key touches those of the next row that overlap it, because the rows are staggered by less than a key.
     return {
         letter: "".join(
             other for other, (u, v) in keys.items() if other != letter and abs(x - u) <= 1 and abs(y - v) <= 1

@@ -130,6 +130,7 @@ class MaskedModel:
         vocabulary = self._tokenizer.get_vocab()
         marks = tuple(mark for mark in _WORD_STARTS if any(token.startswith(mark) for token in vocabulary))
         starts = {token: token[1:] for token in vocabulary if token.startswith(marks)} if marks else {}
+        # A vocabulary without such marks is WordPiece's.
         words = starts or {token: token for token in vocabulary if not token.startswith("##")}
         # A tokenizer may have added tokens that the model has no row for.
         size = self._model.get_output_embeddings().weight.shape[0]
@@ -158,6 +159,7 @@ def load_transformers(folder: Path, auto_class: str, setting: str) -> tuple[Any,
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Recommended: pip install sacremoses")  # MarianTokenizer never calls it
             tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **options)
+        # Pickled weights could run code.
         model = getattr(transformers, auto_class).from_pretrained(folder, use_safetensors=True, **options)
     except (OSError, ValueError, ImportError, KeyError) as error:
         first_line = str(error).strip().partition("\n")[0]

@@ -32,9 +32,7 @@ from modelwright.data.augment.synonym_replacement import SynonymReplacementConfi
 
 @dataclass(frozen=True)
 class Method:
-    """A method in the list. config: the dataclass of its settings; build: makes the method from these settings and a
-    function that loads a language model.
-    """
+    """A method in the list. config: dataclass of its settings; build: from settings and a loader of language models."""
 
     name: str
     config: type
@@ -81,15 +79,14 @@ def known_methods() -> tuple[Method, ...]:
 def build_methods(
     names: Sequence[str], configs: Mapping[str, Any], load_language_model: LoadLanguageModel
 ) -> list[Augmentation]:
-    """Builds the methods of these names. configs: settings by name, defaults for the others. Raises `ConfigError` for
-    an unknown name.
-    """
+    """Builds methods by name. configs: settings by name, else defaults. Raises `ConfigError` for an unknown name."""
     by_name = {method.name: method for method in known_methods()}
     for name in names:
         if name not in by_name:
             raise ConfigError(
                 f"methods: {name!r} is unknown{did_you_mean(name, by_name)} (known: {', '.join(by_name)})"
             )
+    # A name that is given twice is one method.
     chosen = [by_name[name] for name in dict.fromkeys(names)]
     return [method.build(configs.get(method.name, method.config()), load_language_model) for method in chosen]
 

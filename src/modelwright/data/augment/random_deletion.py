@@ -33,9 +33,7 @@ def random_deletion(config: RandomDeletionConfig) -> Augmentation:
 
 
 def delete_words(text: str, fraction: float, rng: Random) -> str | None:
-    """Leaves out words, except the first of a sentence and those whose absence would leave two punctuation marks in a
-    row.
-    """
+    """Leaves out words, except the first of a sentence and those between two punctuation marks."""
     candidates = [
         Span(sentence.start + word.start, sentence.start + word.end, word.text)
         for sentence in spans_of_sentences(text)

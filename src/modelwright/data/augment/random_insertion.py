@@ -1,5 +1,4 @@
-"""Random insertion: a sentence gets synonyms of its words at random places (EDA, Wei & Zou 2019,
-https://arxiv.org/abs/1901.11196)."""
+"""Random insertion of synonyms into a sentence (EDA, Wei & Zou 2019, https://arxiv.org/abs/1901.11196)."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +22,7 @@ class RandomInsertionConfig:
     """Insertion of synonyms."""
 
     fraction: float = 0.1
-    """Number of inserted words, as a fraction of the words; EDA's alpha. The number of words with a synonym limits
-    it."""
+    """Number of inserted words, as a fraction of the words, at most one per word with a synonym; EDA's alpha."""
     wordnet: Path = DEFAULT_FOLDER
     """Folder of a WordNet database; Debian's package `wordnet-base` has one."""
 

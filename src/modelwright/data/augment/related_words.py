@@ -99,8 +99,8 @@ class WordNet:
         self.senses = lru_cache(maxsize=100_000)(self._read_senses)
 
     def _read_senses(self, lemma: str, part: PartOfSpeech) -> tuple[int, ...]:
-        """Returns the offsets of the meanings of a lemma (lower case, `_` for spaces), most frequent first; empty if
-        unknown.
+        """Returns the offsets of a lemma's meanings, most frequent first; the lemma has lower case and `_` for
+        spaces.
         """
         index, wanted = self._files[f"index.{part}"], lemma.encode()
         low, high = 0, len(index)
@@ -133,9 +133,7 @@ class WordNet:
         return Synset(offset, words, hypernyms)
 
     def counts(self, lemma: str, part: PartOfSpeech) -> tuple[int, ...]:
-        """Returns the occurrences of each meaning, in the order of `senses`, in the tagged texts that come with
-        WordNet.
-        """
+        """Returns the occurrences of each meaning, in the order of `senses`, in WordNet's tagged texts."""
         counts = self._counts.get((lemma, part), {})
         return tuple(counts.get(number, 0) for number in range(1, len(self.senses(lemma, part)) + 1))
 
@@ -153,9 +151,7 @@ class WordNet:
 
 @dataclass(frozen=True)
 class TaggedWord:
-    """A word or a punctuation mark at characters `start` to `end`, with its tag in the CLAWS C5 tag set. `part`: its
-    part of speech in WordNet, None for all others.
-    """
+    """A word or a punctuation mark at characters `start` to `end`, with its tag in the CLAWS C5 tag set."""
 
     start: int
     end: int
@@ -164,6 +160,7 @@ class TaggedWord:
 
     @property
     def part(self) -> PartOfSpeech | None:
+        """Part of speech in WordNet; None for all others."""
         return _TAGS[self.tag][0] if self.tag in _TAGS else None
 
 
@@ -187,9 +184,7 @@ def _tagger() -> Any:
 
 
 def is_countable(noun: str) -> bool:
-    """Returns True for a noun with a plural that is never used without an article in the singular ("chair", not
-    "milk").
-    """
+    """Returns True for a noun with a plural whose singular always has an article ("chair", not "milk")."""
     plurals = _lemminflect().getInflection(noun, "NNS", inflect_oov=False)
     return bool(plurals) and noun not in plurals
 

@@ -1,7 +1,7 @@
 """Computes the tokens of changed documents for packed rows, in processes that work ahead of the training step.
 
-A copy is a pure function of (seed, epoch, document id, strength), as in `augmenter.py`; workers and ranks do not
-matter."""
+A copy is a pure function of (seed, epoch, document id, strength), whatever the workers and ranks: see `augmenter.py`.
+"""
 
 import multiprocessing
 import os
@@ -87,9 +87,7 @@ def _load(recipe: CopyRecipe) -> tuple[Sequence[Augmentation], Encode, RowOrigin
 
 
 def make_copies(recipe: CopyRecipe, job: CopyJob) -> CopyResult:
-    """Makes the copies of one job. The first job loads methods and tokenizer. Raises `ArtifactError` if the documents
-    of the rows are missing.
-    """
+    """Makes the copies of one job. Raises `ArtifactError` if the documents of the rows are missing."""
     methods, encode, origins = _load(recipe)
     started = time.process_time()
     places = [
@@ -176,7 +174,8 @@ class CopyWorkers:
 
     def _begin(self, number: int) -> None:
         if self._pool is None:
-            context = multiprocessing.get_context("spawn")  # a fork would copy locks that threads of PyTorch hold
+            # A fork would copy locks that threads of PyTorch hold.
+            context = multiprocessing.get_context("spawn")
             self._pool = ProcessPoolExecutor(self.num_workers, context, initializer=_start_worker)
         self._futures[number] = self._pool.submit(make_copies, self.recipe, self._jobs[number])
 
@@ -194,7 +193,7 @@ class CopyWorkers:
             try:
                 for number in jobs:
                     self._begin(number)
-            except BrokenProcessPool:
+            except BrokenProcessPool:  # killed again at once, which is one more break
                 continue
             return
 

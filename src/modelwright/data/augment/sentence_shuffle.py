@@ -28,9 +28,7 @@ def sentence_shuffle(config: SentenceShuffleConfig) -> Augmentation:
 
 
 def shuffle_sentences(text: str, language: str, rng: Random) -> str | None:
-    """Reorders the sentences of every paragraph that has two or more; lists, tables and code stay. The white space
-    between sentences stays in place.
-    """
+    """Reorders the sentences of every paragraph but not the white space between them; lists, tables and code stay."""
     parts = _PARAGRAPH_BREAK.split(text)
     for number in range(0, len(parts), 2):  # the parts between are the paragraph breaks
         if _STRUCTURE.search(parts[number]):

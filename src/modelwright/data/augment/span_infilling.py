@@ -114,9 +114,7 @@ def span_infilling(config: SpanInfillingConfig, load: LoadLanguageModel) -> Augm
 
 
 def choose_spans(text: str, fraction: float, rng: Random) -> list[Span]:
-    """Draws runs of words with single spaces between them, within a sentence, not at its beginning, and without
-    names.
-    """
+    """Draws runs of words with single spaces between them, inside a sentence and without names."""
     runs = []
     for sentence in spans_of_sentences(text):
         words = find_words(sentence.text)

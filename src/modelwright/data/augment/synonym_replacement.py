@@ -1,5 +1,4 @@
-"""Synonym replacement: other words of a WordNet synset replace words (Zhang et al. 2015,
-https://arxiv.org/abs/1509.01626)."""
+"""Synonym replacement by words of a WordNet synset (Zhang et al. 2015, https://arxiv.org/abs/1509.01626)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -56,6 +55,7 @@ def replace_words(text: str, wordnet: WordNet, alternatives: Alternatives, fract
     candidates = [word for sentence in replaceable_words(text, wordnet, alternatives) for word in sentence]
     if not candidates:
         return None
+    # The fraction is one of all words; the draw is among those with alternatives.
     share = min(1.0, fraction * len(find_words(text)) / len(candidates))
     edits = [
         Span(candidate.word.start, candidate.word.end, rng.choice(candidate.alternatives))

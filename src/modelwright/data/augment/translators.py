@@ -60,6 +60,7 @@ class TranslationCache:
         missing = {key: text for key, text in zip(keys, texts, strict=True) if key not in known}
         if missing:
             results = dict(zip(missing, self.translate(list(missing.values())), strict=True))
+            # A failure is not remembered, so that it is tried again. Another process may have added the same key.
             entries = [(key, text) for key, text in results.items() if text]
             self._run("INSERT OR REPLACE INTO translations VALUES (?, ?)", entries)
             known |= results
@@ -144,6 +145,7 @@ class EndpointTranslator:
     def __init__(self, config: EndpointConfig, *, source: str, target: str) -> None:
         from openai import OpenAI
 
+        # The client demands a key, also for endpoints that need none.
         key = os.environ.get(config.api_key_env, "") if config.api_key_env else "none"
         if not key:
             raise ConfigError(f"api_key_env: the environment variable {config.api_key_env} is not set; set it")
@@ -151,6 +153,7 @@ class EndpointTranslator:
         self.num_failed = 0
         self._failures_in_a_row = 0
         self._lock = Lock()
+        # With one retry by the client itself: a request fails twice before it counts as failed.
         self._client = OpenAI(base_url=config.url, api_key=key, timeout=config.timeout_s, max_retries=1)
         self._source, self._target = source, target
 

@@ -79,6 +79,7 @@ def repair_articles(text: str, before: str) -> str:
         return text
     written = {match[0].lower() for match in _ARTICLE.finditer(before)}
 
+    # Authors may have a reason, as in "a historic" and "an historic".
     def agree(match: re.Match[str]) -> str:
         if match[0].lower() in written:
             return match[0]
@@ -109,9 +110,7 @@ def missing_extra(package: str) -> ConfigError:
 
 
 def stands_free(text: str, word: Span) -> bool:
-    """Returns True if white space precedes a word and removing the word would not leave two punctuation marks in a
-    row.
-    """
+    """Returns True for a word after white space that is not between two punctuation marks."""
     before, after = text[: word.start].rstrip(), text[word.end : word.end + 1]
     if not before or before[-1] in '.!?:"”' or not text[word.start - 1].isspace():
         return False

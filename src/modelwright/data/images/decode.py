@@ -1,8 +1,7 @@
 """Decodes the file of one image to pixels; every fault is an `ImageFault` with a reason to count.
 
 The size is checked in the header, before anything is decompressed. Pixels are upright (EXIF), in 8-bit RGB, with
-transparent parts on white, and optionally squares of the size that a model needs. Pillow decodes; it comes with the
-extra `images`.
+transparent parts on white, and optionally squares of a model's size. Pillow, of the extra `images`, decodes.
 """
 
 import io
@@ -55,11 +54,13 @@ def decode(data: bytes, *, most_side: int = 0, max_pixels: int = MAX_PIXELS) -> 
     are reduced, which is fast for JPEG; 0 keeps the size. Raises `ImageFault`.
     """
     with _opened(data, max_pixels) as image:
-        if most_side:  # JPEG decodes at 1/2, 1/4 or 1/8 of its size; twice the side leaves the filter enough pixels
+        # JPEG decodes at 1/2, 1/4 or 1/8 of its size; twice the side leaves the filter enough pixels.
+        if most_side:
             image.draft("RGB", (2 * most_side, 2 * most_side))
         upright = _upright(image)
         shorter = min(upright.size)
         if most_side and shorter > most_side:
+            # An extreme ratio must not round a side to 0.
             scale = [max(1, round(side * most_side / shorter)) for side in upright.size]
             upright = upright.resize((scale[0], scale[1]), pillow().Resampling.BICUBIC, reducing_gap=2.0)
         return np.asarray(upright, dtype=np.uint8)
@@ -82,6 +83,7 @@ def _opened(data: bytes, max_pixels: int) -> Iterator["Image.Image"]:
     """Opens an image and reads its header. All errors of Pillow in the block become an `ImageFault`."""
     if not data:
         raise ImageFault(EMPTY, "is empty")
+    # SVG is text, perhaps after a byte order mark.
     start = data[:256].lstrip(b"\xef\xbb\xbf \t\r\n").lower()
     if start.startswith(_SVG_STARTS):
         raise ImageFault(VECTOR, "is a vector image (SVG), which has no pixels; convert it to PNG")

@@ -21,8 +21,7 @@ from modelwright.data.rows.cache.reader import BlockReader
 
 LABELS, CLASSES = "labels.npy", "classes.json"
 DECODED_BYTES = 256 * 2**20
-"""Memory for decoded images of a file that is mapped into memory. Images of the cache use its budgets and no memory in
-addition."""
+"""Memory for decoded images of a file that is mapped into memory; images of the cache only use its budgets."""
 
 
 def class_of(document: Document) -> str:
@@ -51,6 +50,7 @@ class LabeledImages:
         ):
             raise ArtifactError(f"{folder / LABELS}: does not fit the images; run the pack stage again")
         self._decoded_bytes = 0 if isinstance(store.reader, BlockReader) else DECODED_BYTES
+        # The first request tells the size of the images, and so how many of them fit.
         self._decoded = lru_cache(maxsize=0)(store.pixels)
         self._decoded_size = 0
 

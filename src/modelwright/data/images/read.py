@@ -9,8 +9,7 @@ sample: `0001.jpg` with `0001.txt`, or with the field `caption` of `0001.json`. 
 `text`, and its image in `image` (the bytes, or the structure of `bytes` and `path` that Hugging Face `datasets` writes)
 or, by name, in `file_name`; a conversation about the image (`sources/conversations.py`) takes the place of a caption.
 The class of an image, for classification, is the field `label` of a record or of `0001.json`, or the content of
-`0001.cls`; an image with a class needs no caption. An unusable image is a complaint, which stops the read or is
-counted.
+`0001.cls`; an image with a class needs no caption. An unusable image is a complaint.
 """
 
 import json
@@ -73,9 +72,7 @@ def captions_of(image: PurePosixPath) -> list[PurePosixPath]:
 
 
 def companions(file: File) -> list[str]:
-    """Returns the files that are read together with a file: the caption of an image, the images that a table may
-    name.
-    """
+    """Returns the files that are read with a file: the caption of an image, the images that a table may name."""
     path = PurePosixPath(file.path)
     if file.extension in IMAGE_EXTENSIONS:
         return [str(one) for one in captions_of(path) if file.filesystem.exists(str(one))]
@@ -248,6 +245,7 @@ def _samples(raw: Any, file: File) -> Iterator[_Sample]:
 
 def _label(record: Mapping[str, Any]) -> str:
     """Returns the class of an image, a name or a number; "" without one."""
+    # True is an int in Python, but it is not a class.
     value = record.get(LABEL_FIELD)
     return _encodable(str(value).strip()) if isinstance(value, str | int) and not isinstance(value, bool) else ""
 
@@ -260,6 +258,7 @@ def _encodable(text: str) -> str:
 def _document(
     where: str, caption: str, data: bytes, source: str, complain: Complaint, *, label: str = ""
 ) -> Iterator[Document]:
+    # The class of an image is its caption if it has no other.
     caption = caption if caption.strip() else label
     if not caption.strip():
         complain(NO_CAPTION, where, "has no caption", "write one")
@@ -277,6 +276,7 @@ def _document(
 def _bytes_of(file: File, path: str) -> bytes:
     """Returns the content of a file of the same file system as `file`. Raises `DataError` if it cannot be read."""
     try:
+        # Checked before the read: a file may exceed the memory.
         size = file.filesystem.info(path).get("size") or 0
         if size > MOST_BYTES:
             raise DataError(f"{path}: has {size:,} bytes, limit {MOST_BYTES:,}")
@@ -308,5 +308,6 @@ def _named_image(record: Mapping[str, Any]) -> str:
     names = (record.get(name) for name in IMAGE_FIELDS)
     files = [one for one in names if isinstance(one, str) and "://" not in one]
     if isinstance(name := record.get("image"), str) and ".." in PurePosixPath(name).parts:
-        return name  # whatever it ends with: it is refused as a path, not read as a record without text
+        # Whatever it ends with: it is refused as a path, not read as a record without text.
+        return name
     return next((one for one in files if one.lower().endswith(IMAGE_EXTENSIONS)), "")

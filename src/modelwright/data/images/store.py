@@ -6,8 +6,7 @@
     block_checksums.npy    uint32 [blocks], the CRC-32 of each block of the file, for the cache
     index.json             the size of a block; written last
 
-Blocks have equal sizes, so an image may span several. Every image that is read, from any place, is compared with its
-checksum at packing.
+Blocks have equal sizes, so an image may span several. Every image that is read is compared with its checksum.
 """
 
 import json
@@ -82,9 +81,7 @@ class ImageIndex:
 
     @classmethod
     def read(cls, folder: Path) -> "ImageIndex":
-        """Reads a folder's index. Raises `ArtifactError` if it is missing or damaged, or was written without
-        checksums.
-        """
+        """Reads a folder's index. Raises `ArtifactError` if it is missing, damaged or without checksums."""
         try:
             settings: dict[str, Any] = json.loads((folder / INDEX).read_text(encoding="utf-8"))
             arrays = [np.load(folder / name, allow_pickle=False) for name in (OFFSETS, CHECKSUMS, BLOCK_CHECKSUMS)]
@@ -152,6 +149,7 @@ class ImageLayout:
 
     def cut(self, item: int, block: int, content: bytes) -> bytes:
         first, last = self._index.span(item)
+        # An image may begin before this block and end after it.
         start = block * self.block_bytes
         return content[max(0, first - start) : last - start]
 
@@ -175,6 +173,7 @@ class MappedImages:
         self._index = index
         if not path.is_file() or path.stat().st_size != index.num_bytes:
             raise ArtifactError(f"{path}: is missing or truncated; run the pack stage again")
+        # An empty file cannot be mapped.
         self._data = np.memmap(path, np.uint8, mode="r") if index.num_bytes else np.empty(0, np.uint8)
 
     def read(self, numbers: NDArray[np.int64]) -> list[bytes]:

@@ -1,7 +1,6 @@
 """`StoredImage`: the image of a document: checked, upright, of a bounded size, with its hash.
 
-It is plain data in `Document.meta["image"]`: `data`, the file as base64; `width` and `height` of the original; `hash`,
-the perceptual hash in hexadecimal.
+In `Document.meta["image"]`: `data`, base64; `width` and `height` of the original; `hash`, perceptual, hexadecimal.
 """
 
 import base64
@@ -21,8 +20,7 @@ from modelwright.data.images.decode import decode, image_size, pillow
 KEY = "image"
 """Key of the image in `Document.meta`."""
 STORED_SIDE = 256
-"""Pixels of the shorter side to which larger images are reduced: the input of small models, and a little more for
-random crops."""
+"""Pixels of the shorter side of reduced images: the input of small models, and a little more for random crops."""
 HASH_BITS = 64
 _HASH_SIDE, _LOW = 32, 8
 _QUALITY = 92
@@ -51,6 +49,7 @@ class StoredImage:
     @classmethod
     def from_plain(cls, fields: Mapping[str, Any]) -> "StoredImage":
         """Returns the image of `plain`'s result."""
+        # Without `validate`, foreign characters would be skipped and a damaged record accepted.
         data = base64.b64decode(fields["data"], validate=True)
         return cls(data, int(fields["width"]), int(fields["height"]), int(fields["hash"], 16))
 
@@ -67,9 +66,7 @@ def is_stored_image(value: Any) -> bool:
 
 
 def store_image(data: bytes) -> StoredImage:
-    """Converts an image file to a `StoredImage`: lossless formats become PNG, others JPEG. Raises `ImageFault` for an
-    unusable file.
-    """
+    """Converts an image file: lossless formats become PNG, others JPEG. Raises `ImageFault` for an unusable file."""
     width, height = image_size(data)
     pixels = decode(data, most_side=STORED_SIDE)
     return StoredImage(encode(pixels, lossless=data.startswith(_LOSSLESS)), width, height, perceptual_hash(pixels))

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+# The default `ignore_index` of PyTorch's cross entropy.
 IGNORED = -100
 """Label of a token that is not predicted (padding, a prompt, the last token of a document)."""
 LENGTH_MULTIPLE = 8
@@ -96,6 +97,7 @@ class TokenBatch:
     def split(self, num_parts: int) -> list["TokenBatch"]:
         """Splits into `num_parts` batches of consecutive groups, sized by `part_sizes`."""
         ends = [end * self.group_size for end in accumulate(part_sizes(self.num_groups, num_parts), initial=0)]
+        # Bound as a default, because a lambda reads variables of a loop when it is called.
         return [self.map(lambda x, rows=slice(*pair): x[rows]) for pair in pairwise(ends)]
 
     def padded(self, num_groups: int) -> "TokenBatch":
@@ -172,8 +174,7 @@ def padded_len(length: int, longest: int) -> int:
 
 def cut(lengths: np.ndarray, budget: int, longest: int) -> np.ndarray:
     """Returns the ends [num_batches] int64 of batches of consecutive rows, each with the most rows that fit into
-    `budget` tokens, at least one. lengths: tokens of the rows, descending [N]. The last batch may be small; a step
-    divides by its own tokens.
+    `budget` tokens, at least one. lengths: tokens of the rows, descending [N]. The last batch may be small.
     """
     ends: list[int] = []
     start = 0

@@ -43,8 +43,7 @@ class ConversationFit:
     ) -> tuple[np.ndarray, np.ndarray] | None:
         """Returns the token ids [T] and the loss mask [T] to pack, or None if the conversation is dropped.
 
-        Tokens after the last answer are removed. If the chat template puts no end token after an answer,
-        `stop_ids[0]` is appended to the last one.
+        Tokens after the last answer are removed. An answer without an end token gets `stop_ids[0]`.
         """
         self.num_conversations += 1
         answered = np.flatnonzero(mask)
@@ -115,9 +114,7 @@ class PromptedAnswer:
 
 @dataclass(kw_only=True)
 class PreferenceFit:
-    """Encodes preferences and truncates their answers to the length of a row. `skipped` counts unusable preferences, by
-    reason.
-    """
+    """Encodes preferences and truncates answers to the length of a row. `skipped`: unusable preferences by reason."""
 
     tokenizer: Tokenizer
     answers: ConversationFit
@@ -132,6 +129,7 @@ class PreferenceFit:
         found = self._completion(document, chosen), self._completion(document, rejected)
         if isinstance(found[0], str) or isinstance(found[1], str):
             return self._skip(next(reason for reason in found if isinstance(reason, str)))
+        # Different texts may be equal after truncation.
         if np.array_equal(found[0].ids, found[1].ids):
             return self._skip(SAME)
         return found[0], found[1]
@@ -181,6 +179,7 @@ def with_mismatched_answers(
         if previous is not None and completion.prompt != previous.prompt:
             other = previous
         previous = completion
+        # The first completions wait until there is another prompt.
         if other is None:
             waiting.append(completion)
             continue

@@ -99,9 +99,7 @@ class PackedRows:
         return np.diff(ends, prepend=0).astype(np.int32).reshape(-1, self.group_size).max(axis=1)
 
     def group_scores(self) -> np.ndarray:
-        """Returns the mean score of the rows of each group, [groups] float32. Raises `ArtifactError` if they were
-        packed without scores.
-        """
+        """Returns each group's mean score, [groups] float32. Raises `ArtifactError` for rows without scores."""
         if not self.has_scores:
             raise ArtifactError(f"{self.folder}: the rows lack scores; run the pack stage again with this curriculum")
         scores = _map(self.folder / "scores.bin", np.dtype(np.float32), (self.num_rows,))
@@ -137,7 +135,8 @@ class PackedRows:
         ends = np.concatenate([[0], np.cumsum(lengths)])
         first_pieces = np.cumsum(counts) - counts
         used = ends[first_pieces + counts] - ends[first_pieces]
-        is_used = np.arange(shape[1]) < used[:, None]  # its true entries are the tokens of the pieces, in their order
+        # The true entries are the tokens of the pieces, in their order, so that a flat array of values fits them.
+        is_used = np.arange(shape[1]) < used[:, None]
         positions, segments = np.zeros(shape, dtype=np.int64), np.full(shape, -1, dtype=np.int32)
         positions[is_used] = np.arange(ends[-1]) - np.repeat(ends[:-1], lengths)
         segments[is_used] = np.repeat(np.arange(len(pieces)) - np.repeat(first_pieces, counts), lengths)
@@ -164,26 +163,20 @@ class PackedRows:
         return (groups[:, None] * self.group_size + np.arange(self.group_size)).flatten()
 
     def values_of(self, groups: np.ndarray) -> np.ndarray:
-        """Returns the values of the pieces of groups, one row after another, [pieces] float32, without reading the
-        rows. Needs rows that were packed with values.
-        """
+        """Returns the values of the pieces of groups, row after row, [pieces] float32, for rows packed with values."""
         assert self._values is not None
         pieces, _ = self._pieces_of(self.rows_of(groups))
         return np.asarray(self._values)[pieces]
 
     def _pieces_of(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the numbers of the pieces of rows [N], one row after another, and the number of pieces of each row
-        [N].
-        """
+        """Returns the pieces of rows [N], row after row, and their number per row [N]."""
         first = np.asarray(self._offsets)[rows]
         counts = np.asarray(self._offsets)[rows + 1] - first
         ends = np.cumsum(counts)
         return np.repeat(first - (ends - counts), counts) + np.arange(counts.sum()), counts
 
     def batches(self, batch_rows: int) -> Iterator[TokenBatch]:
-        """Yields every row once for evaluation, in the order on disk, `batch_rows` rows or groups at a time; the last
-        batch may be smaller.
-        """
+        """Yields all rows for evaluation, in the order on disk, in batches of at most `batch_rows` rows or groups."""
         for first in range(0, self.num_groups, batch_rows):
             yield self.gather(np.arange(first, min(first + batch_rows, self.num_groups)))
 
@@ -207,9 +200,7 @@ class PackedLoader:
         )
 
     def batch(self, index: int, *, rank: int = 0, world_size: int = 1) -> TokenBatch:
-        """Returns this rank's share of global batch `index` (from 0, without end). Raises `ConfigError` for uneven
-        shares.
-        """
+        """Returns this rank's share of global batch `index`, from 0. Raises `ConfigError` for uneven shares."""
         return self.rows.gather(self.share(index, rank=rank, world_size=world_size).groups)
 
     def share(self, index: int, *, rank: int = 0, world_size: int = 1) -> RowShare:
@@ -217,6 +208,7 @@ class PackedLoader:
         if self.batch_rows % world_size:
             text = f"batch_rows: {self.batch_rows} rows cannot be shared equally by {world_size} ranks"
             raise ConfigError(f"{text}; choose a multiple of {world_size}")
+        # Consecutive rows, so that the ranks' shares in their order are the global batch, whatever their number.
         share = self.batch_rows // world_size
         first = index * self.batch_rows + rank * share
         epochs = np.arange(first, first + share) // self.rows.num_groups
@@ -232,6 +224,7 @@ class PackedLoader:
         places = np.arange(first, last)
         epochs = places // num_groups
         numbers = range(first // num_groups, -(-last // num_groups))
+        # A batch may span the end of an epoch.
         parts = [self._epoch_order(epoch)[places[epochs == epoch] % num_groups] for epoch in numbers]
         return np.concatenate(parts)
 

@@ -25,6 +25,7 @@ from modelwright.data.document import Document
 
 ORIGINS, DOCUMENTS, DOCUMENT_OFFSETS = "origins.bin", "documents.jsonl", "document_offsets.bin"
 COMPRESSION_RATIO = "compression_ratio"
+# Fixed, because scores depend on it.
 COMPRESSION_LEVEL = 6
 
 
@@ -63,6 +64,7 @@ class OriginSpool:
         # The pieces of a document are consecutive, so comparing with the last one stores each document once.
         if origin.document is not self._last:
             self._last = origin.document
+            # Lone surrogates survive the round trip.
             num_bytes = self._file.write(origin.document.to_json().encode("utf-8", "surrogatepass") + b"\n")
             self._offsets.append(self._offsets[-1] + num_bytes)
         self._pieces.extend((len(self._offsets) - 2, origin.part, first, num_repeated, int(is_last)))

@@ -46,6 +46,7 @@ INDEX = "index.json"
 
 TokenIds = Sequence[int] | np.ndarray
 LossMask = Sequence[int] | np.ndarray
+# The spool keeps the source of each piece in 16 bits.
 MAX_SOURCES = 2**16
 ROWS_AT_ONCE = 4096
 """Number of rows that are assembled in memory before they are written."""
@@ -80,17 +81,16 @@ class PackConfig:
     """Treatment of documents longer than a row: `split` divides them; `chunk` divides them into overlapping chunks of
     `seq_len` tokens; both truncate conversations. `skip` drops and counts documents and conversations."""
     text_kinds: tuple[Literal["prose", "code", "qa"], ...] = ("prose", "code")
-    """Kinds of documents whose whole text pretraining learns; with `qa`, conversations too. If no document of these
-    kinds is left, it learns from conversations."""
+    """Kinds of documents for pretraining, as whole texts; `qa` adds conversations, which also serve if no other is
+    left."""
     chat_loss: ChatLoss = "assistant"
-    """Tokens of a conversation that fine-tuning learns: `assistant` those of all answers, `last_answer` those of the
-    last one (completion only), `all` also those of prompts, up to the last answer. A chat template with generation
-    marks defines the answers by them."""
+    """Tokens of a conversation that fine-tuning learns: `assistant` those of all answers (the parts that the chat
+    template marks, if it does), `last_answer` those of the last one (completion only), `all` also prompts, up to the
+    last answer."""
     chunk_overlap: int = field(default=50, metadata=only_for("long_documents", "chunk"))
     """`chunk`: number of tokens that a chunk repeats from the one before it, as context."""
     min_chunk_tokens: int = field(default=256, metadata=only_for("long_documents", "chunk"))
-    """`chunk`: minimum tokens of a chunk, at most a row. If less is left of a document, its last chunk begins earlier
-    and repeats more."""
+    """`chunk`: minimum tokens of a chunk, at most a row; a shorter last chunk begins earlier and repeats more."""
     count_overlap: bool = field(default=False, metadata=only_for("long_documents", "chunk"))
     """`chunk`: true counts repeated tokens in the loss again."""
     group_by: Literal["none", "kind", "source"] = constant("none")
@@ -274,6 +274,7 @@ class _Spool:
                 numbers.append(own)
         self.piece_sources.append(number)
         self.lengths.append(len(ids))
+        # The file of masks has all pieces, because any later one may have a mask.
         self.has_mask |= mask is not None
         self._files[0].write(ids.astype(self.dtype).tobytes())
         self._files[1].write(b"\1" * len(ids) if mask is None else mask.tobytes())
@@ -340,9 +341,8 @@ def with_end(tokens: np.ndarray, eos_id: int) -> np.ndarray:
 
 
 def targets_of_piece(targets: np.ndarray | None, start: int, end: int, num_repeated: int) -> np.ndarray | None:
-    """Returns the loss mask of a piece. The first token of a piece is never a target, so one repeated token needs
-    none.
-    """
+    """Returns the loss mask of a piece, None if every token is a target."""
+    # The first token of a piece is never a target, so a single repeated token needs no mask.
     if num_repeated <= 1:
         return None if targets is None else targets[start:end]
     piece_targets = np.ones(end - start, dtype=np.uint8) if targets is None else targets[start:end].copy()
@@ -375,6 +375,7 @@ def _write_rows(
     vocab_size: int, eos_id: int,
 ) -> None:  # fmt: skip
     starts = np.concatenate([[0], np.cumsum(lengths)])
+    # Stable, so that the pieces of a row keep their order: the same sequences give the same bytes.
     order = np.argsort(rows, kind="stable")
     num_rows = int(rows.max()) + 1
     offsets = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=num_rows))]).astype(np.int64)
@@ -396,6 +397,7 @@ def _write_rows(
     offsets.tofile(folder / "offsets.bin")
     report.num_rows, report.num_pieces, report.num_tokens = num_rows, len(lengths), int(lengths.sum())
     report.fill = report.num_tokens / (num_rows * config.seq_len)
+    # Readers take defaults for absent entries.
     further: dict[str, Any] = {}
     if list(spool.source_rows) != [""]:
         further["sources"] = spool.source_rows
@@ -425,6 +427,7 @@ def _fill_file(
     block_rows: int, *, empty: int,
 ) -> list[int]:  # fmt: skip
     """Writes the rows whose pieces `offsets` [rows + 1] names, some blocks at a time; returns the blocks' checksums."""
+    # Whole blocks at a time, because a checksum is that of a block.
     checksums, rows_at_once = list[int](), max(1, ROWS_AT_ONCE // block_rows) * block_rows
     with open(path, "wb") as file:
         for first in range(0, len(offsets) - 1, rows_at_once):

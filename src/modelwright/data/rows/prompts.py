@@ -33,8 +33,8 @@ class PromptRecord:
 
     @classmethod
     def of(cls, document: Document, tokenizer: Tokenizer) -> "PromptRecord":
-        """Returns the prompt of a conversation: everything before its last turn, which is the reference answer. Raises
-        `DataError` if the chat template rejects it.
+        """Returns the turns before the last one, the reference answer. Raises `DataError` if the template rejects
+        them.
         """
         messages, fields = document.messages, {key: document.meta[key] for key in document.meta if key not in _TURNS}
         if messages[-1]["role"] == "assistant":
@@ -62,9 +62,7 @@ def read_prompts(folder: Path) -> Sequence[PromptRecord]:
 
 
 def prompt_numbers(first: int, count: int, *, num_prompts: int, seed: int) -> list[int]:
-    """Returns the prompts at `count` places of an endless order, from `first` on: every epoch has all of them once, in
-    a new random order.
-    """
+    """Returns the prompts at `count` places, from `first` on, of an endless order of newly shuffled epochs."""
     places = range(first, first + count)
     epochs = {place // num_prompts for place in places}
     orders = {epoch: permutation(derive_seed(seed, "prompts", epoch), num_prompts) for epoch in epochs}

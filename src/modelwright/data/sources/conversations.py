@@ -74,9 +74,8 @@ def record_type(names: Iterable[str]) -> str:
 
 
 def type_of_record(record: Mapping[str, Any]) -> str:
-    """Returns `record_type` of a record, considering its values: a label that is neither true nor false does not make
-    an unpaired preference.
-    """
+    """Returns `record_type` of a record, considering its values."""
+    # A label that is neither true nor false is another field than that of an unpaired preference.
     kind = record_type(record)
     return "prompt_completion" if kind == UNPAIRED and _label_of(record) is None else kind
 
@@ -99,11 +98,7 @@ def num_hints(names: Iterable[str]) -> int:
 
 
 def read_conversation(record: Mapping[str, Any], kind: str = "") -> list[Message]:
-    """Returns the turns of a record for which `is_conversation` is true, of a preference pair those of the chosen
-    answer.
-
-    Raises `ValueError` with the problem.
-    """
+    """Returns the turns of a conversation's record, of a preference pair the chosen ones. Raises `ValueError`."""
     kind = kind or type_of_record(record)
     if kind == "multiple_choice" and not record.get("choices"):
         kind = "question_answer"
@@ -151,6 +146,7 @@ def read_choices(record: Mapping[str, Any]) -> tuple[list[str], int]:
     answer = record.get("answer") if record.get("answer") is not None else record.get("answerKey")
     if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(texts):
         return texts, answer
+    # A label or text that occurs twice identifies none.
     for known in (names, texts):
         if isinstance(answer, str) and known.count(answer) == 1:
             return texts, known.index(answer)
@@ -158,10 +154,7 @@ def read_choices(record: Mapping[str, Any]) -> tuple[list[str], int]:
 
 
 def read_tools(record: Mapping[str, Any]) -> list[Any]:
-    """Returns the functions of a record's field `tools`, a list of JSON schemas or the text of one; empty without any.
-
-    Raises `ValueError` with the problem.
-    """
+    """Returns the functions of the field `tools`, a list of JSON schemas or its JSON text. Raises `ValueError`."""
     tools = _parsed(_without_none(record.get("tools") or []))
     if not isinstance(tools, list):
         raise ValueError("the field 'tools' is not a list of functions")
@@ -279,6 +272,7 @@ def _turns(name: str, turns: Any) -> list[Message]:
                 if kind != "text" or not isinstance(part.get("text"), str):
                     raise ValueError(f"{where} has a part that is not text (type {kind!r}); only text can be learned")
             text = "\n".join(part["text"] for part in text)
+        # A turn that only calls functions may lack a content.
         if text is None and calls:
             text = ""
         if not isinstance(text, str):
@@ -318,9 +312,8 @@ def _parsed(value: Any) -> Any:
 
 
 def _without_none(value: Any) -> Any:
-    """Removes the empty fields that tables add to JSON values: all of their rows have the same fields, at every
-    depth.
-    """
+    """Removes the empty fields of a JSON value."""
+    # All rows of a table have the same fields, at every depth.
     if isinstance(value, dict):
         return {key: _without_none(entry) for key, entry in value.items() if entry is not None}
     if isinstance(value, list):

@@ -94,7 +94,8 @@ def module_files(base: Path, prefix: str = "") -> Iterator[tuple[str, Path]]:
     """Yields `(module name, file)` of the Python sources under `base`, sorted by name, without tests."""
     result: list[tuple[str, Path]] = []
     for folder, folders, names in os.walk(base):
-        folders[:] = [name for name in folders if not _is_test(name)]  # not walked: tests are most of the files
+        # Tests are most of the files, so their folders are not walked.
+        folders[:] = [name for name in folders if not _is_test(name)]
         parents = [*prefix.split(), *Path(folder).relative_to(base).parts]
         for name in names:
             stem, extension = os.path.splitext(name)
@@ -109,9 +110,7 @@ def _is_test(part: str) -> bool:
 
 
 def docstrings_of_source(module: str, source: str) -> Iterator[Docstring]:
-    """Yields the docstrings of a module, its classes and functions at any depth of classes; none if it does not
-    parse.
-    """
+    """Yields the docstrings of a module, its classes and functions at any depth, if its source can be parsed."""
     tree = parse_documented(source)
     if tree is not None:
         yield from _docstrings_of_node(tree, module, module, "module")
@@ -234,6 +233,7 @@ def described_functions(source: str) -> Iterator[DescribedCode]:
         text = " ".join(docstring.split("\n\n")[0].split())
         first, last = node.body[0].lineno, node.body[0].end_lineno or node.body[0].lineno
         body = [line for line in lines[last : node.end_lineno] if line.strip()]
+        # A docstring on the line of the definition cannot be cut out by lines.
         if len(text) >= MIN_CHARS and len(body) >= MIN_LINES and first > node.lineno:
             code = [*lines[node.lineno - 1 : first - 1], *lines[last : node.end_lineno]]
             yield DescribedCode(text, textwrap.dedent("\n".join(code)).strip("\n"))

@@ -33,6 +33,7 @@ _EXTENSIONS = (
     *PROSE_EXTENSIONS, *MARKUP_EXTENSIONS, *TABLE_EXTENSIONS, *WEB_ARCHIVE_EXTENSIONS, *LOOSE_EXTENSIONS,
     *CODE_EXTENSIONS, *PAIRED_EXTENSIONS,
 )  # fmt: skip
+# Formats that are compressed inside, and that readers must seek in.
 _UNCOMPRESSED = (".parquet", ".arrow", *IMAGE_EXTENSIONS)
 COMPRESSIONS = {".gz": "gz", ".zst": "zst"}
 _DATASET_FILES = ("dataset_info.json", "dataset_dict.json", "state.json")
@@ -48,6 +49,7 @@ def locate(sources: tuple[str, ...], skip: SkipFile) -> Iterator[File]:
     A file named explicitly must have a supported format; in directories and globs others are skipped and reported.
     Raises `DataError` for a source without files, or a URL whose fsspec backend is not installed.
     """
+    # Two sources may name the same file, as a folder and a pattern within it do.
     seen: set[tuple[str, str]] = set()
     for source in sources:
         for file in _locate(source, skip):

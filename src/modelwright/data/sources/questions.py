@@ -75,8 +75,8 @@ _FIRST_SENTENCE = re.compile(r".*?[.!?](?=\s|$)|.*")
 
 
 def question(docstring: Docstring, *, canonical: bool) -> str:
-    """Returns the question about a name: the canonical wording, or one that a hash of the name selects (half of them
-    are canonical).
+    """Returns the question about a name, in the canonical wording or, for half of the names, in one that a hash
+    selects.
     """
     variants = _VARIANTS[docstring.kind]
     pick = derive_seed(0, "question", docstring.name) % (2 * len(variants))
@@ -148,10 +148,8 @@ class Pair:
 
 
 def pair(docstring: Docstring, *, canonical: bool) -> Pair | None:
-    """Returns the question/answer pair of a docstring, None for one without an answer.
-
-    canonical: asks for the purpose, in the canonical wording; otherwise a hash of the name selects one of the forms to
-    which the docstring has an answer.
+    """Returns the question/answer pair of a docstring, None without an answer. canonical: asks for the purpose, in the
+    canonical wording; otherwise a hash of the name selects one of the forms to which the docstring has an answer.
     """
     summary = answer(docstring.text)
     if not summary:

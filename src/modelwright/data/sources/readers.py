@@ -1,7 +1,6 @@
 """Reads files of any supported format as raw texts and records, each with its location.
 
-Problems with a file go to a `Complaint`, which raises or counts; the reader then continues with the rest. Local paths
-and fsspec URLs are handled alike.
+Problems with a file go to a `Complaint`, which raises or counts; the reader then continues with the rest.
 """
 
 import csv
@@ -54,9 +53,7 @@ class File:
 
 @dataclass(frozen=True)
 class Limit:
-    """Maximum bytes of a line, of a record and of a file that is one text. way_out: remedy for longer ones, other than
-    to divide them.
-    """
+    """Maximum bytes of a line, a record or a file of one text. way_out: remedy for longer ones, other than dividing."""
 
     max_bytes: int
     way_out: str
@@ -150,6 +147,7 @@ def _sections(lines: Iterable[tuple[int, bytes]], section_chars: int) -> Iterato
         first = first if held else number
         held.append(line)
         size += len(line)
+        # A paragraph without an end is cut at a line end, twice as late.
         if size >= section_chars and (not line.strip() or size >= 2 * section_chars):
             yield first, b"".join(held)
             held, size = [], 0
@@ -173,9 +171,8 @@ def read_jsonl(file: File, complain: Complaint, limit: Limit) -> Iterator[tuple[
 
 
 def read_json(file: File, complain: Complaint, limit: Limit) -> Iterator[tuple[str, Record]]:
-    """Yields `(where, record)` of a JSON file: a list of records, one record, or JSON Lines named `.json`. The whole
-    file is held in memory, except for JSON Lines.
-    """
+    """Yields `(where, record)` of a JSON file: JSON Lines, or a list or one record, for which it is read as a whole."""
+    # Closed at once: only the first line with text is read here.
     with closing(read_lines(file, lambda *problem: None, limit)) as lines:
         first = next((line for _, line in lines if line.strip()), b"")
     if first.lstrip().startswith(b"{"):
@@ -199,6 +196,7 @@ def _json_items(file: File, text: str, complain: Complaint, limit: Limit) -> Ite
     is_list = text[at] == "["
     at = _next(text, at + is_list)
     while at < len(text) and not (is_list and text[at] == "]"):
+        # Counted from the item before: counting from the start for each item would be quadratic.
         line, counted = line + text.count("\n", counted, at), at
         where = f"{file.name}:{line}"
         try:
@@ -256,7 +254,8 @@ def read_csv(file: File, complain: Complaint, limit: Limit) -> Iterator[tuple[st
                 last = number
                 yield text
 
-    csv.field_size_limit(min(limit.max_bytes, 2**31 - 1))  # of the module: 131,072 characters unless told otherwise
+    # A limit of the whole module, by default 131,072 characters; it must fit a C long, which may have 32 bits.
+    csv.field_size_limit(min(limit.max_bytes, 2**31 - 1))
     rows = lines()
     header = next((line for line in rows if line.strip()), "")
     if has_complained:
@@ -287,6 +286,7 @@ def read_parquet(file: File, complain: Complaint, choose: ChooseColumns) -> Iter
     with opened(file) as raw, _damaged_table(file, complain, lambda: row):
         table = pyarrow.parquet.ParquetFile(raw)
         columns = choose(table.schema_arrow.names)
+        # Small batches bound the memory: a row may have megabytes of text.
         for batch in table.iter_batches(batch_size=256, columns=columns, use_threads=False):
             for record in batch.to_pylist():
                 row += 1
@@ -330,6 +330,7 @@ def _chunks(raw: Any, file: File, complain: Complaint, line: Callable[[], int]) 
                         yield chunk
             case "zst":
                 # zstandard's own stream reader does not notice a file that ends within a frame.
+                # A window of 2 GiB is the largest that `zstd --long=31` writes.
                 frames = zstandard.ZstdDecompressor(max_window_size=2**31)
                 frame, inside = frames.decompressobj(), False
                 while data := raw.read(_ZSTD_BYTES):

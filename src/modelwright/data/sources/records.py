@@ -44,9 +44,7 @@ def with_meta(record: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def is_document(record: Mapping[str, Any]) -> bool:
-    """Returns True for the record of a document that cleaning wrote, with all its fields; an open split may be
-    absent.
-    """
+    """Returns True for a document that cleaning wrote, with all of its fields, except for an open split."""
     if not all(_is_text(record, name) for name in ("id", "text", "source")) or not isinstance(record.get("meta"), dict):
         return False
     if record.get("kind") not in KINDS or ("split" in record and record["split"] not in SPLITS):
@@ -129,4 +127,5 @@ class RecordSchema:
             return ""
         field = ".".join(map(str, error.absolute_path)) or "the record"
         rule = f"{error.validator}: {error.validator_value!r}"
+        # A rule may be a list of thousands of values.
         return f"{field} violates {rule[:200]}"

@@ -3,9 +3,8 @@
 Prose comes from text files, web pages, web archives and records with a text field, code from source files by their
 extension, questions and answers from records in the forms of `conversations.py`, images with captions from
 `data/images`, and corpora (`stdlib`, ...) from `corpora.py`. Unreadable records raise a `DataError` with file and line,
-or are left out and counted. Reading streams: only one document at a time is in memory, or the whole file of `.json`.
-Cleaning is in `data/clean`.
-"""
+or are left out and counted. Only one document at a time is in memory, or one `.json` file. See `data/clean` for
+cleaning."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -70,8 +69,7 @@ DEFAULT_TEXT_FIELD = "text"
 _IN_PROCESS = InProcess()
 MAX_EXAMPLES = 5
 ENOUGH_HINTS = 2
-"""Minimum number of fields that are named like a question or an answer, in the records of a file that counts as
-text."""
+"""Minimum number of fields named like a question or an answer in the records of a file that counts as text."""
 CARRIED_FIELDS = ("id", "url", "language", "score")
 """Fields of a record that its document always keeps in `meta`."""
 _HELDOUT_NAMES = ("test", "validation", "valid", "dev", "heldout")
@@ -87,8 +85,7 @@ class SourceConfig:
     those of torch and NumPy, `arithmetic` for generated problems with answers, `sentence_pairs` for preference pairs
     made of those docs, or `digits` for handwritten digits with captions."""
     text_field: str = DEFAULT_TEXT_FIELD
-    """Field of a record with its text. Any name other than `text` is used even if the record is a question with its
-    answer."""
+    """Field of a record with its text. A name other than `text` is used even if the record is a conversation."""
     validation_fraction: float = 0.05
     """Fraction of documents held out for validation, by hash of the text. `stdlib` brings its own split, by module."""
     fields: dict[str, str] = field(default_factory=dict)
@@ -110,8 +107,7 @@ class SourceConfig:
     max_document_chars: int = 10_000
     """Longer text files are split into several documents at blank lines."""
     max_record_bytes: int = 16 * 2**20
-    """Maximum bytes of a line, record, web page or source file; a longer one is a bad record, and a longer line is not
-    kept in memory."""
+    """Maximum bytes of a line, record, web page or source file; a longer one is a bad record."""
     stdlib_fraction: float = 1.0
     """Fraction of the modules of `stdlib`, for small runs."""
 
@@ -225,6 +221,7 @@ def read_documents(
 
 
 def _read(config: SourceConfig, report: SourceReport, sample: int, engine: ShardEngine) -> Iterator[Document | Unsplit]:
+    # In the order of the list of corpora, so that the order of the sources does not matter.
     for word in corpus_words():
         if word in config.sources:
             documents = find_corpus(word).read(fraction=config.stdlib_fraction, skip=report.pass_over, engine=engine)
@@ -415,6 +412,7 @@ def _document(
     if not text or not text.strip():
         report.skip("empty text", where)
         return None
+    # A field with a name that `Document` reads must have its type.
     kept = {name: record[name] for name in config.keep_fields if name in record and name not in meta}
     meta |= {name: value for name, value in kept.items() if has_types_of_document({name: value})}
     meta |= {name: value for name in CARRIED_FIELDS if isinstance(value := record.get(name), (str, int, float))}

@@ -37,6 +37,7 @@ def read_warc(file: File, complain: Complaint, skip: Skip) -> Iterator[tuple[str
     """
     number = 0
     with opened(file) as raw:
+        # HTTP is parsed below, so that a malformed answer is not damage to the archive.
         records = iter(ArchiveIterator(raw, record_types=PAGES, parse_http=False))
         while True:
             where = f"{file.name}: page {number + 1}"

@@ -60,6 +60,7 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: dict[str, str], shielded: Sequence[str]) -> None:
         self.source = source
         self._special_tokens = special_tokens
+        # A token of one character has no inside for the shield.
         self._shielded = [token for token in shielded if len(token) > 1]
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
@@ -70,6 +71,7 @@ class ChatTemplate:
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         try:
             self._template = environment.from_string(source)
+            # Tools are a variable of the template; calls are a field of its messages, which only the text shows.
             names = meta.find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateError as error:
             raise DataError(f"the tokenizer's chat template is not valid Jinja ({error}); fix chat_template") from None
@@ -136,9 +138,7 @@ class ChatTemplate:
         return [[replace(span, spoken=span.spoken and number == last) for number, span in enumerate(texts[-1])]]
 
     def _marked_spans(self, messages: Sequence[Message], tools: Sequence[Any]) -> list[TextSpan]:
-        """Returns the rendering up to the last marked part; the marked parts are spoken. Raises `DataError` without
-        any.
-        """
+        """Returns the rendering up to the last marked part; marked parts are spoken. Raises `DataError` without any."""
         rendered = self._rendered(messages, tools, add_generation_prompt=False)
         spans, at = [], 0
         for match in _MARKED.finditer(rendered):
@@ -153,19 +153,15 @@ class ChatTemplate:
         return spans
 
     def completion_spans(self, messages: Sequence[Message], first: int, *, tools: Sequence[Any] = ()) -> list[TextSpan]:
-        """Returns the text in which the turns from number `first` on, an answer, continue the turns before. Only these
-        answers are spoken; of several only the last one, if the template renders earlier turns differently once later
-        ones follow.
-        """
+        """Returns the text of a conversation in which only the answers from turn number `first` on are spoken."""
+        # Of several only the last one, if the template renders earlier turns differently once later ones follow.
         answers = self._answers(messages, [n for n in answers_to_learn(messages) if n >= first], tools)
         return _joined(answers if _is_chain(answers) else answers[-1:])[1]
 
     def _answers(
         self, messages: Sequence[Message], numbers: Sequence[int], tools: Sequence[Any] = ()
     ) -> list[tuple[str, str]]:
-        """Returns for each answer, the turn of that number, the rendering up to the beginning and up to the end of the
-        answer.
-        """
+        """Returns the renderings up to the beginning and up to the end of the turn of each number, an answer."""
         answers = []
         for number in numbers:
             answered = self.render(messages[: number + 1], tools=tools, add_generation_prompt=False)

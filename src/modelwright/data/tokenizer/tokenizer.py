@@ -40,8 +40,7 @@ PATTERN = (
 )
 """Pattern of the places where words may be cut, from Llama 3's `tokenizer.json`."""
 LONG_SPACE = 5_000
-"""Minimum run of blanks that tiktoken must not get: its pattern matching runs out of stack and panics (seen at
-10^6)."""
+"""Run of blanks at which tiktoken is avoided: its pattern matching runs out of stack and panics (seen at 10^6)."""
 _PROBE = "probe"
 """Content of a turn that is rendered to find the text of the chat template around it."""
 _LONG_SPACE = re.compile(rf"(?<!\s)\s{{{LONG_SPACE}}}")
@@ -106,6 +105,7 @@ def train_tokenizer(texts: Iterable[str], config: TokenizerConfig) -> "Tokenizer
         ]
     )
     trained.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    # The initial alphabet has all 256 bytes, so that any text can be encoded.
     trainer = trainers.BpeTrainer(
         vocab_size=config.vocab_size,
         min_frequency=config.min_frequency,
@@ -144,11 +144,13 @@ class Tokenizer:
         self._added = {entry["content"]: entry["id"] for entry in self._definition["added_tokens"]}
         added = library.get_added_tokens_decoder()
         self._special = {token for token, number in self._added.items() if added[number].special}
+        # Longest first, because a token may begin with another; without any, the pattern matches nothing.
         self._cut = re.compile("|".join(map(re.escape, sorted(self._added, key=len, reverse=True))) or r"(?!)")
         self._bytes = token_bytes(self._definition) if is_byte_level(self._definition) else None
         self.special_tokens = special_tokens
         self._files = files
         self.chat_template = ChatTemplate(template, special_tokens, sorted(self._added, key=len, reverse=True))
+        # Ids may have gaps.
         self.vocab_size: int = max(library.get_vocab(with_added_tokens=True).values()) + 1
         self.bos_id = self._special_id("bos_token")
         self.eos_id = self._special_id("eos_token")
@@ -180,6 +182,7 @@ class Tokenizer:
             if isinstance(template, list):  # several templates with names
                 templates = {entry["name"]: entry["template"] for entry in template}
                 template = templates.get("default", next(iter(templates.values())))
+        # A saved copy must have the template that this tokenizer uses.
         if not (settings.get("chat_template") or "chat_template.jinja" in files):
             files["tokenizer_config.json"] = _json_bytes({**settings, "chat_template": template})
         return cls(library, special_tokens=special_tokens, template=template, files=files)
@@ -211,8 +214,8 @@ class Tokenizer:
 
     @cached_property
     def end_id(self) -> int:
-        """First special token after an assistant's content in the chat template (`<|im_end|>` of ChatML), or the
-        end-of-text token without one.
+        """First special token after an answer in the chat template (`<|im_end|>` of ChatML), or the end-of-text
+        token.
         """
         turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _PROBE}]
         try:
@@ -258,14 +261,13 @@ class Tokenizer:
     def encode_documents(self, texts: Iterable[str], *, num_threads: int = 0) -> Iterator[np.ndarray]:
         """Yields `encode_document` of many texts, in order, with `num_threads` threads (0: one per usable core)."""
         with ThreadPoolExecutor(num_threads or num_usable_cores()) as pool:
+            # In blocks, because `map` would read all texts at once.
             texts = iter(texts)
             while block := list(islice(texts, 1024)):
                 yield from pool.map(self.encode_document, block, chunksize=32)
 
     def decode(self, ids: Sequence[int] | np.ndarray, *, skip_special: bool = True) -> str:
-        """Decodes ids; invalid UTF-8 becomes replacement characters. Raises `ValueError` for an id outside the
-        vocabulary.
-        """
+        """Decodes ids, with replacement characters for invalid UTF-8. Raises `ValueError` for an unknown id."""
         stream = self.stream(skip_special=skip_special)
         return "".join([*(stream.step(int(i)) for i in ids), stream.finish()])
 

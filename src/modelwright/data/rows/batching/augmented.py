@@ -3,8 +3,7 @@
 The plan of the rows stays unchanged, and so do mixture, curriculum, token budget and the shares of ranks. A copy has
 the place of its original and may use the padding of its row; a text that is longer is cut at its end, a conversation
 that is longer is not used. Worker processes make copies up to `AHEAD` batches before they are needed, at a strength
-that is known by then; so batch n is a function of n, of the strengths and of the updates of the mixture, which
-checkpoints have.
+that is known by then; so batch n is a function of n and of the checkpoint's strengths and updates of the mixture.
 """
 
 import time
@@ -114,9 +113,7 @@ class AugmentedLoader:
 
 
 def replace_pieces(batch: TokenBatch, copies: Sequence[PieceCopy], capacity: Capacity, eos_id: int) -> int:
-    """Puts the copies into the rows of the batch, in place; returns the number of replaced pieces. eos_id: fills the
-    rest of a row.
-    """
+    """Puts the copies into the rows of the batch, in place; returns the number of replaced pieces."""
     rows: dict[int, dict[int, PieceCopy]] = {}
     for copy in copies:
         rows.setdefault(copy.place, {})[copy.piece] = copy

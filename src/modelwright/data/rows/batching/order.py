@@ -27,8 +27,7 @@ class CurriculumConfig:
 
     by: str = "none"
     """Measure of difficulty: `length` in tokens; `compression_ratio`, compressed over uncompressed bytes;
-    `loss:FOLDER`, the loss of the model of a Hugging Face folder; or a numeric field of the records (named in
-    `data.keep_fields`)."""
+    `loss:FOLDER`, the loss of a Hugging Face model; or a numeric field of the records (named in `data.keep_fields`)."""
     fraction: float = constant(0.5)
     """Fraction of the steps after which all rows are used."""
     initial_competence: float = constant(0.01)
@@ -59,8 +58,7 @@ class MixtureConfig:
     """Weight of each source by name: of each kind (`prose`, `code`), or of each file and corpus as in the documents'
     `source`; {} takes the sources' sizes in tokens. Rows of different sources are packed separately."""
     temperature: float = 1.0
-    """Shares are proportional to weight^(1/temperature) (Raffel et al. 2020, section 3.5.2); large values make them
-    equal."""
+    """Shares are proportional to weight^(1/temperature), equal at large values (Raffel et al. 2020, section 3.5.2)."""
     update: Literal["none", "linear", "heldout_loss", "scores"] = "none"
     """Change of the shares: `linear` moves them from the sources' sizes at the first step to `weights` at the last;
     `heldout_loss` moves them at every evaluation to sources with a high held-out loss (group DRO, Sagawa et al.
@@ -141,6 +139,7 @@ class RowOrder:
         replacement, from the easiest fraction of the rows; after that, all rows are read once per epoch.
         """
         num_rows = len(self.rows)
+        # With replacement, because the set of easy rows grows during an epoch of them.
         if competence < 1.0:
             num_easy = max(1, int(competence * num_rows))
             places = (uniform(derive_seed(self.seed, "easy"), numbers) * num_easy).astype(np.int64)
@@ -153,9 +152,7 @@ class RowOrder:
         return self.rows[drawn]
 
     def epochs(self, numbers: np.ndarray, competence: float) -> np.ndarray:
-        """Returns the number of earlier draws of each draw's row, [K] int64; with replacement, the number of the
-        draw.
-        """
+        """Returns the number of earlier draws of each row, [K] int64; with replacement, the number of the draw."""
         return numbers if competence < 1.0 else numbers // len(self.rows)
 
 
@@ -166,9 +163,7 @@ def permutation(seed: int, size: int) -> np.ndarray:
 
 
 def uniform(seed: int, numbers: np.ndarray) -> np.ndarray:
-    """Returns random numbers in [0, 1), each a function of the seed and one of `numbers`: SplitMix64 (Steele et al.
-    2014).
-    """
+    """Returns a random number in [0, 1) for the seed and each of `numbers`: SplitMix64 (Steele et al. 2014)."""
     state = numbers.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -209,6 +204,7 @@ class Mixture:
 
     def shares(self, batch: int) -> np.ndarray:
         """Returns the shares [S] in batch `batch`."""
+        # The latest update that applies.
         for first_batch, shares in reversed(self.history):
             if first_batch <= batch:
                 return np.array(shares)
@@ -243,6 +239,7 @@ def apportion(owed: np.ndarray, num_rows: int) -> np.ndarray:
 
 def softmax_shares(scores: np.ndarray, *, beta: float) -> np.ndarray:
     """Returns the shares [S] of sources with these scores [S]: softmax(beta * score)."""
+    # Less the largest score, or the exponential could overflow.
     grown = np.exp(beta * (scores - scores.max()))
     return grown / grown.sum()
 
@@ -252,6 +249,7 @@ def exponentiated_gradient(shares: np.ndarray, excess: np.ndarray, *, rate: floa
     exp(rate * max(excess, 0)) and normalized, and a share of `smoothing` is distributed equally (DoReMi, Xie et al.
     2023, algorithm 1).
     """
+    # Smoothing keeps every share above 0: a factor could not raise a share of 0 again.
     logits = rate * np.maximum(excess, 0.0)
     grown = shares * np.exp(logits - logits.max())
     return (1.0 - smoothing) * grown / grown.sum() + smoothing / len(shares)

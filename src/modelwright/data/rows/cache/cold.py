@@ -61,9 +61,7 @@ class ColdStore:
     _opening: threading.Lock = field(default_factory=threading.Lock)
 
     def read(self, name: str, offset: int, num_bytes: int) -> bytes:
-        """Returns bytes of a file. Raises `ArtifactError` if it is missing or short, `StorageError` if it cannot be
-        read.
-        """
+        """Reads bytes of a file. Raises `ArtifactError` if it is missing or short, `StorageError` for other errors."""
         place, pause_s = f"{self.url.rstrip('/')}/{name}", self.pause_s
         for attempt in range(1, NUM_TRIES + 1):
             try:
@@ -73,7 +71,8 @@ class ColdStore:
                 raise ArtifactError(f"{place}: is missing; put the file back, or run the pack stage again") from None
             except ConfigError:
                 raise
-            except Exception as error:  # each store has errors of its own
+            # Each store has its own types of errors.
+            except Exception as error:
                 if attempt == NUM_TRIES or isinstance(error, _FINAL):
                     raise self._unreadable(name, error) from None
                 time.sleep(pause_s)

@@ -2,8 +2,8 @@
 
 `BlockLayout` is the interface of tiers and readers to the blocks of a folder. `RowLayout` is that of packed rows; that
 of images is in `data/images/store.py`. `pack` writes `checksums.bin` next to the rows: uint32 [blocks, 1 or 2], the
-CRC-32 of the tokens of each block and, where the rows have a loss mask, of its mask. Blocks are numbered through all
-files and never span two of them."""
+CRC-32 of the tokens of each block and of any loss mask. Blocks are numbered through all files, of which none is split.
+"""
 
 import zlib
 from bisect import bisect_right
@@ -195,6 +195,7 @@ class RowLayout:
         ]
 
     def cut(self, item: int, block: int, content: bytes) -> Row:
+        # Copies, because a view would keep the content of the whole block in memory.
         place, token_bytes = self.block_of(item)[1], self._row_bytes[0]
         tokens = np.frombuffer(content, self.dtype, count=self.seq_len, offset=place * token_bytes).copy()
         if len(self.names) == 1:

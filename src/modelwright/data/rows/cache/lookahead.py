@@ -46,9 +46,7 @@ class PlanAhead(Generic[Planned]):
         self._known: dict[int, Planned] = {}
 
     def of(self, index: int, rank: int, world_size: int) -> dict[int, Planned]:
-        """Returns the results by the number of the batch, in order. While the plan stays, so does the object of a
-        batch.
-        """
+        """Returns the results by number of the batch, in order, with the same objects while the plan stays."""
         plan = (self._loader.plan_version, rank, world_size)
         if plan != self._plan:
             self._fork, self._plan, self._known = self._loader.fork(), plan, {}
@@ -61,9 +59,8 @@ class PlanAhead(Generic[Planned]):
 
 
 def images_of(rows: PackedRows, groups: np.ndarray) -> list[int]:
-    """Returns the distinct numbers of the images of groups of rows: the value of a piece is the number of its image
-    plus 1, or 0 without an image.
-    """
+    """Returns the distinct numbers of the images of groups of rows."""
+    # The value of a piece is the number of its image plus 1, or 0 without an image.
     numbers = np.rint(rows.values_of(groups)).astype(np.int64) - 1
     return [number for number in dict.fromkeys(numbers.tolist()) if number >= 0]
 
@@ -102,8 +99,8 @@ class ImagesAhead:
 
 @dataclass(frozen=True)
 class _Assembly:
-    """A batch that the reader's background thread assembles. expected: done when the reads of its rows, and of those of
-    the batches after it, have begun.
+    """A batch that the background thread assembles. expected: done when the reads for it and the next ones have
+    begun.
     """
 
     share: RowShare
@@ -115,9 +112,7 @@ class _Assembly:
 
 
 class LookaheadLoader:
-    """The batches of `loader`, whose rows `reader` reads. num_ahead: number of batches that are read before they are
-    needed; 0 also disables assembling ahead.
-    """
+    """The batches of `loader`, whose rows `reader` reads, `num_ahead` batches ahead; 0 also assembles none ahead."""
 
     def __init__(self, loader: PlannedRows, reader: BlockReader[Tokens], *, num_ahead: int) -> None:
         self.loader = loader
@@ -149,6 +144,7 @@ class LookaheadLoader:
         share = self._planned(index, rank, world_size)
         with self.reader.waiting_for(self.rows.rows_of(share.groups)):
             assembly = self._assembly
+            # The plan may have changed since the assembly began.
             if assembly is not None and assembly.is_of(share):
                 self._assembly = None
                 batch = assembly.batch.result()

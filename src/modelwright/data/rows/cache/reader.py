@@ -2,8 +2,7 @@
 
 Every block that is read, from any tier, is compared with its checksum at packing. A block gets a free slot, or that of
 a block that was read less often: so it moves towards memory when it is read more than others, and the other one moves
-away. `BlockReader` reads blocks in threads, before they are needed where the order is known, and cuts rows and images
-out of them.
+away. `BlockReader` reads blocks in threads, ahead where the order is known, and cuts rows and images out of them.
 """
 
 import threading
@@ -68,8 +67,8 @@ class Tiers:
         """Tiers whose disk is full."""
 
     def read(self, block: int) -> bytes:
-        """Returns the content of a block. Raises `ArtifactError` with the damaged bytes if it is damaged at the source,
-        and `StorageError` if the source cannot be read.
+        """Reads a block. Raises `ArtifactError` if it is damaged at the source, `StorageError` if that is
+        unreadable.
         """
         score = self._counts.count(block) if self._counts else 0.0
         content, came_from = None, 0
@@ -97,8 +96,8 @@ class Tiers:
         self._placing.shutdown()
 
     def _place(self, block: int, content: bytes, score: float, came_from: int) -> None:
-        """Puts a block into the nearest tier before `came_from` that accepts it, and the block that it displaces into
-        the next tier that accepts that one.
+        """Puts a block into the first tier before `came_from` that accepts it, and the displaced one into a farther
+        one.
         """
         assert self._counts is not None
         try:
@@ -170,9 +169,7 @@ class Tiers:
 
 @dataclass
 class ReadFigures:
-    """Rows or images that this process requested, those of them that had already been read, and the seconds that it
-    waited for the others.
-    """
+    """Rows or images that this process requested, those already read by then, and the wait for the others."""
 
     num_rows: int = 0
     num_ready: int = 0
@@ -180,8 +177,8 @@ class ReadFigures:
 
 
 class BlockReader(Generic[Items]):
-    """Reads the items of `layout`, rows or images, from tiers in which its blocks begin with number `first_block`.
-    num_readers: number of concurrent reads.
+    """Reads the rows or images of `layout`, with `num_readers` threads, from tiers with its blocks from
+    `first_block`.
     """
 
     def __init__(self, tiers: Tiers, layout: BlockLayout[Items], *, num_readers: int, first_block: int = 0) -> None:
@@ -203,7 +200,8 @@ class BlockReader(Generic[Items]):
         """Begins to read these items, in order, and cancels reads of other items that were expected before."""
         wanted = dict.fromkeys(items)
         kept = {item: cuts for item, cuts in self._expected.items() if item in wanted}
-        useful = {id(future) for cuts in kept.values() for future in cuts}  # items of a block share a future
+        # Items of a block share a future, so it may only be canceled if none of them is wanted.
+        useful = {id(future) for cuts in kept.values() for future in cuts}
         for cuts in self._expected.values():
             for future in cuts:
                 if id(future) not in useful:
@@ -231,6 +229,7 @@ class BlockReader(Generic[Items]):
         """Reads like `read`, without counting. May be called while another thread calls `expect`; if that cancels the
         read of one of these items, raises `CancelledError`.
         """
+        # Read once: `expect` may replace the dictionary meanwhile.
         numbers, expected = items.tolist(), self._expected
         started = {item: expected[item] for item in numbers if item in expected}
         started |= self._start([item for item in dict.fromkeys(numbers) if item not in started])

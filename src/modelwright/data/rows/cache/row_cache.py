@@ -32,14 +32,12 @@ MEMORY_SHARE, DISK_SHARE = 0.1, 0.3
 
 @dataclass(frozen=True, kw_only=True)
 class RowCacheConfig:
-    """Cache of packed rows and their images while a stage trains, for rows on a slow disk or on a store
-    (docs/data.md)."""
+    """Cache of packed rows and images during training, for a slow disk or a store (docs/data.md)."""
 
     enabled: bool = False
     """True reads training rows and images through the cache, and before they are needed. Batches stay the same."""
     memory_bytes: int = 0
-    """Bytes of memory on each host, shared by its processes, for the rows and images that are read most; 0 is a tenth
-    of all."""
+    """Bytes of memory per host, for all of its processes and the rows and images read most; 0 is a tenth of all."""
     disk_bytes: int = 0
     """Bytes in `folder` for the rows and images that are read less often; 0 is three tenths of all."""
     folder: str = ""
@@ -68,9 +66,7 @@ class TierBudget:
 
 
 def memory_folder() -> Path:
-    """Returns a folder of this host whose files are in memory; on a system without one, the folder of temporary
-    files.
-    """
+    """Returns a folder of this host whose files are in memory, or else the folder of temporary files."""
     shared = Path("/dev/shm")
     return shared if shared.is_dir() else Path(tempfile.gettempdir())
 

@@ -157,7 +157,8 @@ class SlotTier:
                     return False
                 slot, owner = int(slots[least]), int(owners[least])
                 displaced = Displaced(owner, self._content(slot, owner)) if owner >= 0 else None
-            self._owners[slot] = NONE  # until the content is whole
+            # The slot has no owner until its content is whole.
+            self._owners[slot] = NONE
             os.pwrite(self._data, content, slot * self._slot_bytes)
             self._slot_of[block] = slot
             self._owners[slot] = block
@@ -210,10 +211,9 @@ class SharedFolder:
 
     @classmethod
     def attach(cls, path: Path, prepare: Callable[[Path], None]) -> "SharedFolder":
-        """Begins the use of a folder. The first user calls `prepare`, which may find files of users that were
-        killed.
-        """
+        """Begins the use of a folder. The first user calls `prepare`, which may find files of killed users."""
         while True:
+            # Programs that this process starts must not inherit the handle, or they would keep the lock.
             handle = os.open(path.with_name(path.name + _SUFFIX), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 if _try_alone(handle) and _is_current(handle, path):
@@ -230,6 +230,7 @@ class SharedFolder:
 
     def detach(self, *, remove: bool) -> None:
         """Ends the use. remove: also removes the folder, if this is its last user."""
+        # The exclusive lock is granted to the last user only.
         if remove and _try_alone(self._handle):
             _remove(self.path)
         os.close(self._handle)
@@ -249,6 +250,7 @@ def sweep(parent: Path, prefix: str, *, keep: str = "") -> None:
 
 def _prepare(path: Path, prepare: Callable[[Path], None]) -> None:
     path.mkdir(mode=0o700, exist_ok=True)
+    # A process that is killed below leaves a folder that is not ready.
     (path / _READY).unlink(missing_ok=True)
     try:
         prepare(path)
