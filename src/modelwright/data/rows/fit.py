@@ -128,17 +128,22 @@ class PreferenceFit:
         self.num_preferences += 1
         found = self._completion(document, chosen), self._completion(document, rejected)
         if isinstance(found[0], str) or isinstance(found[1], str):
-            return self._skip(next(reason for reason in found if isinstance(reason, str)))
+            self.skipped[next(reason for reason in found if isinstance(reason, str))] += 1
+            return None
         # Different texts may be equal after truncation.
         if np.array_equal(found[0].ids, found[1].ids):
-            return self._skip(SAME)
+            self.skipped[SAME] += 1
+            return None
         return found[0], found[1]
 
     def single(self, document: Document) -> PromptedAnswer | None:
         """Returns the answer of an unpaired preference; None if it is skipped."""
         self.num_preferences += 1
         found = self._completion(document, document.messages[document.prompt_turns :])
-        return self._skip(found) if isinstance(found, str) else found
+        if isinstance(found, str):
+            self.skipped[found] += 1
+            return None
+        return found
 
     def facts(self) -> dict[str, Any]:
         """Returns the counts as plain data."""
@@ -148,9 +153,6 @@ class PreferenceFit:
             "num_truncated": self.answers.num_truncated,
             "skipped": dict(self.skipped),
         }
-
-    def _skip(self, reason: str) -> None:
-        self.skipped[reason] += 1
 
     def _completion(self, document: Document, answer: Sequence[Message]) -> PromptedAnswer | str:
         """Returns the prompt of a document with an answer, or the reason for which it is skipped."""

@@ -87,11 +87,6 @@ def is_conversation(record: Mapping[str, Any]) -> bool:
     return bool(kind) and record[RECORD_TYPES[kind][0]] is not None
 
 
-def is_half_pair(record: Mapping[str, Any]) -> bool:
-    """Returns True if a record has only one of the two answers of a preference pair, and no other form."""
-    return not record_type(record) and ("chosen" in record) != ("rejected" in record)
-
-
 def num_hints(names: Iterable[str]) -> int:
     """Returns the number of fields that are named like those of a question, an answer or a conversation."""
     return len(_HINTS.intersection(names))

@@ -45,7 +45,8 @@ def with_meta(record: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def is_document(record: Mapping[str, Any]) -> bool:
     """Returns True for a document that cleaning wrote, with all of its fields, except for an open split."""
-    if not all(_is_text(record, name) for name in ("id", "text", "source")) or not isinstance(record.get("meta"), dict):
+    is_complete = all(isinstance(record.get(name), str) for name in ("id", "text", "source"))
+    if not is_complete or not isinstance(record.get("meta"), dict):
         return False
     if record.get("kind") not in KINDS or ("split" in record and record["split"] not in SPLITS):
         return False
@@ -71,17 +72,13 @@ def has_types_of_document(meta: Mapping[str, Any]) -> bool:
 
 
 def _is_turn(turn: Any) -> bool:
-    if not isinstance(turn, dict) or not _is_text(turn, "role") or not _is_text(turn, "content"):
+    if not isinstance(turn, dict) or not all(isinstance(turn.get(name), str) for name in ("role", "content")):
         return False
     calls = turn.get("tool_calls", [])
     if not isinstance(calls, list):
         return False
     functions = [call.get("function") if isinstance(call, dict) else None for call in calls]
     return all(isinstance(function, dict) and "arguments" in function for function in functions)
-
-
-def _is_text(record: Mapping[str, Any], name: str) -> bool:
-    return isinstance(record.get(name), str)
 
 
 def is_own(record: Mapping[str, Any]) -> bool:

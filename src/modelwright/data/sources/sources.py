@@ -32,7 +32,6 @@ from modelwright.data.sources.conversations import (
     PairError,
     conversation_meta,
     is_conversation,
-    is_half_pair,
     num_hints,
     preference_meta,
     read_choices,
@@ -374,9 +373,9 @@ def _document(
     meta: dict[str, Any] = {}
     wants_text = config.text_field != DEFAULT_TEXT_FIELD and config.text_field in record
     wanted = "" if config.record_type in ("auto", "text") else config.record_type
-    # Read as a pair, so that the complaint is about the missing half and not about a text field.
-    if not wanted and config.text_field not in record and is_half_pair(record):
-        wanted = PAIRED
+    # Half of a preference pair is read as a pair, so that the complaint is about the other half and not about a text.
+    if not wanted and config.text_field not in record and not record_type(record):
+        wanted = PAIRED if ("chosen" in record) != ("rejected" in record) else ""
     if config.record_type != "text" and not wants_text and (wanted or is_conversation(record)):
         name = wanted or type_of_record(record)
         try:

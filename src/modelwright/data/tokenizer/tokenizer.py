@@ -184,7 +184,8 @@ class Tokenizer:
                 template = templates.get("default", next(iter(templates.values())))
         # A saved copy must have the template that this tokenizer uses.
         if not (settings.get("chat_template") or "chat_template.jinja" in files):
-            files["tokenizer_config.json"] = _json_bytes({**settings, "chat_template": template})
+            settings["chat_template"] = template
+            files["tokenizer_config.json"] = json.dumps(settings, indent=1, ensure_ascii=False).encode("utf-8")
         return cls(library, special_tokens=special_tokens, template=template, files=files)
 
     def save(self, folder: Path, *, max_length: int | None = None) -> None:
@@ -209,7 +210,7 @@ class Tokenizer:
         if max_length is not None:
             settings["model_max_length"] = max_length
         write_atomic(folder / "tokenizer.json", self._library.to_str(pretty=True))
-        write_atomic(folder / "tokenizer_config.json", _json_bytes(settings))
+        write_atomic(folder / "tokenizer_config.json", json.dumps(settings, indent=1, ensure_ascii=False))
         write_atomic(folder / "special_tokens_map.json", json.dumps(self.special_tokens, indent=1))
 
     @cached_property
@@ -405,7 +406,3 @@ def _require_images(messages: Sequence[Message], rendered: str) -> None:
     num_images = sum(turn["content"].count(IMAGE_MARK) for turn in messages)
     if rendered.count(IMAGE_MARK) != num_images:
         raise DataError("the chat template leaves out an image of this conversation; use one that keeps user turns")
-
-
-def _json_bytes(settings: Mapping[str, Any]) -> bytes:
-    return json.dumps(settings, indent=1, ensure_ascii=False).encode("utf-8")

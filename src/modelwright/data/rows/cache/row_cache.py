@@ -151,8 +151,9 @@ def _shared(
 def _prepare(folder: Path, *, blocks: BlockSet, tier: str, budget: int) -> None:
     """Makes the files of a tier; those of a disk that a run left behind are kept. The memory also has the counts."""
     in_memory, setting = tier == MEMORY, f"cache.{tier}_bytes"
-    num_slots = _num_slots(blocks, budget - (AccessCounts.num_bytes(blocks.num_blocks) if in_memory else 0))
     sizes = {"num_blocks": blocks.num_blocks, "slot_bytes": blocks.block_bytes}
+    room = budget - (AccessCounts.num_bytes(blocks.num_blocks) if in_memory else 0)
+    num_slots = SlotTier.slots_within(room, **sizes)
     if not num_slots:
         least = _least_bytes(blocks)
         raise ConfigError(f"{setting}: {budget:,} is too small for {blocks.title}; set at least {least:,}")
@@ -185,12 +186,8 @@ def _least_bytes(blocks: BlockSet) -> int:
     )
 
 
-def _num_slots(blocks: BlockSet, room: int) -> int:
-    return SlotTier.slots_within(room, num_blocks=blocks.num_blocks, slot_bytes=blocks.block_bytes)
-
-
 def _tier(folder: Path, blocks: BlockSet, room: int) -> SlotTier:
-    num_slots = _num_slots(blocks, room)
+    num_slots = SlotTier.slots_within(room, num_blocks=blocks.num_blocks, slot_bytes=blocks.block_bytes)
     return SlotTier(folder, num_slots=num_slots, num_blocks=blocks.num_blocks, num_bytes_of=blocks.num_bytes_of)
 
 
