@@ -72,9 +72,7 @@ def texts_of(document: Document) -> list[str]:
 
 
 def with_texts(document: Document, texts: Sequence[str | None]) -> Document | None:
-    """Replaces `texts_of(document)`, where None keeps a text; returns None if nothing changes or a text would be
-    blank.
-    """
+    """Replaces `texts_of(document)`, where None keeps a text. Returns None if nothing changes or a text gets blank."""
     before = texts_of(document)
     after = [old if new is None else new for old, new in zip(before, texts, strict=True)]
     if after == before or not all(text.strip() for text in after):

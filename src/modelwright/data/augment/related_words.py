@@ -99,9 +99,7 @@ class WordNet:
         self.senses = lru_cache(maxsize=100_000)(self._read_senses)
 
     def _read_senses(self, lemma: str, part: PartOfSpeech) -> tuple[int, ...]:
-        """Returns the offsets of a lemma's meanings, most frequent first; the lemma has lower case and `_` for
-        spaces.
-        """
+        """Returns the offsets of a lemma's meanings, most frequent first. lemma: lower case, `_` for spaces."""
         index, wanted = self._files[f"index.{part}"], lemma.encode()
         low, high = 0, len(index)
         while low < high:  # bisection over bytes; each step compares the line around the middle

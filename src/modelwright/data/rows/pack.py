@@ -81,12 +81,11 @@ class PackConfig:
     """Treatment of documents longer than a row: `split` divides them; `chunk` divides them into overlapping chunks of
     `seq_len` tokens; both truncate conversations. `skip` drops and counts documents and conversations."""
     text_kinds: tuple[Literal["prose", "code", "qa"], ...] = ("prose", "code")
-    """Kinds of documents for pretraining, as whole texts; `qa` adds conversations, which also serve if no other is
-    left."""
+    """Kinds of documents for pretraining, as whole texts. `qa` adds conversations, which also serve if no others
+    exist."""
     chat_loss: ChatLoss = "assistant"
-    """Tokens of a conversation that fine-tuning learns: `assistant` those of all answers (the parts that the chat
-    template marks, if it does), `last_answer` those of the last one (completion only), `all` also prompts, up to the
-    last answer."""
+    """Tokens of a conversation that fine-tuning learns: `assistant` those of all answers (by the marks of the chat
+    template, if any), `last_answer` those of the last one (completion only), `all` all up to the last answer."""
     chunk_overlap: int = field(default=50, metadata=only_for("long_documents", "chunk"))
     """`chunk`: number of tokens that a chunk repeats from the one before it, as context."""
     min_chunk_tokens: int = field(default=256, metadata=only_for("long_documents", "chunk"))

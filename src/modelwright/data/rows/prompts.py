@@ -33,9 +33,7 @@ class PromptRecord:
 
     @classmethod
     def of(cls, document: Document, tokenizer: Tokenizer) -> "PromptRecord":
-        """Returns the turns before the last one, the reference answer. Raises `DataError` if the template rejects
-        them.
-        """
+        """Splits a conversation into prompt and reference answer. Raises `DataError` if the template rejects it."""
         messages, fields = document.messages, {key: document.meta[key] for key in document.meta if key not in _TURNS}
         if messages[-1]["role"] == "assistant":
             fields[REFERENCE] = messages[-1]["content"]

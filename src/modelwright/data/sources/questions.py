@@ -75,9 +75,7 @@ _FIRST_SENTENCE = re.compile(r".*?[.!?](?=\s|$)|.*")
 
 
 def question(docstring: Docstring, *, canonical: bool) -> str:
-    """Returns the question about a name, in the canonical wording or, for half of the names, in one that a hash
-    selects.
-    """
+    """Returns the question about a name: canonical, or for half of the names in a wording that a hash selects."""
     variants = _VARIANTS[docstring.kind]
     pick = derive_seed(0, "question", docstring.name) % (2 * len(variants))
     template = CANONICAL if canonical or pick >= len(variants) else variants[pick]

@@ -323,14 +323,13 @@ def _chunks(raw: Any, file: File, complain: Complaint, line: Callable[[], int]) 
     try:
         match file.compression:
             case "gz":
-                with gzip.open(raw) as unpacked:  # raises `EOFError` if the file ends within a member
-                    while chunk := unpacked.read1(
-                        io.DEFAULT_BUFFER_SIZE
-                    ):  # small steps yield everything that is intact
+                # Raises `EOFError` if the file ends within a member. Small steps yield everything that is intact.
+                with gzip.open(raw) as unpacked:
+                    while chunk := unpacked.read1(io.DEFAULT_BUFFER_SIZE):
                         yield chunk
             case "zst":
-                # zstandard's own stream reader does not notice a file that ends within a frame.
-                # A window of 2 GiB is the largest that `zstd --long=31` writes.
+                # zstandard's own stream reader does not notice a file that ends within a frame. 2 GiB is the
+                # window of `zstd --long=31`.
                 frames = zstandard.ZstdDecompressor(max_window_size=2**31)
                 frame, inside = frames.decompressobj(), False
                 while data := raw.read(_ZSTD_BYTES):

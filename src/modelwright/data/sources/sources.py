@@ -247,7 +247,8 @@ def _read_file(file: readers.File, config: SourceConfig, report: SourceReport) -
     limit = readers.Limit(config.max_record_bytes, "raise --data.max_record_bytes")
     if file.extension in PROSE_EXTENSIONS + MARKUP_EXTENSIONS + CODE_EXTENSIONS:
         is_code = file.extension in CODE_EXTENSIONS
-        if is_code:  # never cut: half a function is not code
+        # Source code is never cut: half a function is not code.
+        if is_code:
             texts = readers.read_whole(file, complain, limit)
         elif file.extension in MARKUP_EXTENSIONS:
             texts = readers.read_html(file, complain, limit, config.max_document_chars)

@@ -215,9 +215,7 @@ class Tokenizer:
 
     @cached_property
     def end_id(self) -> int:
-        """First special token after an answer in the chat template (`<|im_end|>` of ChatML), or the end-of-text
-        token.
-        """
+        """First special token after an answer in the chat template (ChatML: `<|im_end|>`), or the end-of-text token."""
         turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _PROBE}]
         try:
             spoken = "".join(span.text for span in self.chat_template.spans(turns) if span.spoken)

@@ -99,9 +99,7 @@ class ImagesAhead:
 
 @dataclass(frozen=True)
 class _Assembly:
-    """A batch that the background thread assembles. expected: done when the reads for it and the next ones have
-    begun.
-    """
+    """A batch that the background thread assembles. expected: done when the reads of this and later ones have begun."""
 
     share: RowShare
     expected: Future[None]

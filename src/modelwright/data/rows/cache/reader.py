@@ -67,9 +67,7 @@ class Tiers:
         """Tiers whose disk is full."""
 
     def read(self, block: int) -> bytes:
-        """Reads a block. Raises `ArtifactError` if it is damaged at the source, `StorageError` if that is
-        unreadable.
-        """
+        """Reads a block. Raises `ArtifactError` for a damaged source, `StorageError` for an unreadable one."""
         score = self._counts.count(block) if self._counts else 0.0
         content, came_from = None, 0
         for name, tier in self._tiers:
@@ -96,9 +94,7 @@ class Tiers:
         self._placing.shutdown()
 
     def _place(self, block: int, content: bytes, score: float, came_from: int) -> None:
-        """Puts a block into the first tier before `came_from` that accepts it, and the displaced one into a farther
-        one.
-        """
+        """Puts a block into a tier before `came_from` that accepts it, and the displaced one into a farther one."""
         assert self._counts is not None
         try:
             for place, (name, tier) in enumerate(self._tiers[:came_from]):
@@ -177,9 +173,7 @@ class ReadFigures:
 
 
 class BlockReader(Generic[Items]):
-    """Reads the rows or images of `layout`, with `num_readers` threads, from tiers with its blocks from
-    `first_block`.
-    """
+    """Reads the rows or images of `layout` with `num_readers` threads. first_block: number of its first block."""
 
     def __init__(self, tiers: Tiers, layout: BlockLayout[Items], *, num_readers: int, first_block: int = 0) -> None:
         self.figures = ReadFigures()
