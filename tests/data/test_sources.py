@@ -242,7 +242,7 @@ def test_missing_text_field_names_those_that_are_there(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("record", "problem"), [
     ({"messages": []}, "not a list of turns"),
-    ({"messages": [{"role": "user"}]}, "turn 1 of messages has no text"),
+    ({"messages": [{"role": "user"}]}, "turn 1 of messages lacks a text"),
     ({"messages": ["Hi"]}, "turn 1 of messages is not an object"),
     ({"messages": [{"role": "user", "content": "x"}, {"role": "robot", "content": "x"}]}, "turn 2 .* role 'robot'"),
     ({"conversations": [{"from": "robot", "value": "x"}]}, "turn 1 of conversations has the role 'robot'"),
