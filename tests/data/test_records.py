@@ -185,7 +185,7 @@ def test_a_change_of_the_text_reaches_arguments_but_not_names(tmp_path: Path) ->
     ({"tools": [{"type": "function"}]}, "tool 1 of the field 'tools' is not a function with a name"),
     ({"messages": [USER, {**GOOD, "tool_calls": [{"arguments": {}}]}]}, "a call without the name of a function"),
     ({"messages": [USER, {**GOOD, "tool_calls": "f()"}]}, "tool_calls that are not a list"),
-    ({"messages": [USER, {**GOOD, "tool_calls": [{"name": "f", "arguments": "x=1"}]}]}, "no JSON object"),
+    ({"messages": [USER, {**GOOD, "tool_calls": [{"name": "f", "arguments": "x=1"}]}]}, "not a JSON object"),
 ])  # fmt: skip
 def test_bad_tools_are_refused_with_file_and_line(tmp_path: Path, changes: dict, problem: str) -> None:
     with pytest.raises(DataError, match=rf"r\.jsonl:1: .*{problem}"):
