@@ -285,7 +285,7 @@ def test_rows_of_a_source_are_all_read_before_one_is_read_again(rows: PackedRows
 
 
 def test_settings_are_checked(rows: PackedRows) -> None:
-    with pytest.raises(ConfigError, match=r"weights: there is no source 'd'; the packed rows have 'c', 'a', 'b'|'d'"):
+    with pytest.raises(ConfigError, match=r"weights: unknown source 'd'; the packed rows have 'c', 'a', 'b'|'d'"):
         loader_of(rows, mixture={"weights": {"d": 1.0}})
     with pytest.raises(ConfigError, match="temperature: must be above 0"):
         MixtureConfig(temperature=0.0)

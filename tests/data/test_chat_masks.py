@@ -128,9 +128,9 @@ def test_neither_tools_nor_arguments_can_speak_special_tokens_or_mark_themselves
 def test_a_template_without_tools_refuses_them() -> None:
     tokenizer = train_tokenizer(["some words"], TokenizerConfig(vocab_size=300))
     turns = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
-    with pytest.raises(DataError, match="no place for tools"):
+    with pytest.raises(DataError, match="does not support tools"):
         tokenizer.encode_training_chats(turns, tools=[WEATHER])
-    with pytest.raises(DataError, match="no place for calls of tools"):
+    with pytest.raises(DataError, match="does not support calls of tools"):
         tokenizer.encode_training_chats([turns[0], {**turns[1], "tool_calls": [CALL]}])
 
 

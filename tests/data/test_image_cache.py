@@ -270,7 +270,7 @@ def test_a_flipped_byte_in_a_tier_is_named_and_read_again(
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (lambda copy: (copy / INDEX).unlink(), "the images have no checksums; remove the stage pack"),
+        (lambda copy: (copy / INDEX).unlink(), "the images lack checksums; remove the stage pack"),
         (lambda copy: (copy / INDEX).write_text("{}"), "index of the images is damaged; run the pack stage again"),
         (lambda copy: (copy / OFFSETS).write_bytes(b""), "index of the images is damaged"),
         (lambda copy: np.save(copy / BLOCK_CHECKSUMS, np.zeros(1, np.uint32)), "index of the images is damaged"),

@@ -58,7 +58,7 @@ def test_conversations_about_an_image_keep_their_turns(tmp_path: Path) -> None:
     ("turns", "problem"),
     [
         ([("user", [{"type": "image"}, {"type": "image"}]), ("assistant", "Two.")], "has 2 images"),
-        ([("user", "What?")], "has no answer"),
+        ([("user", "What?")], "lacks an answer"),
         ([("assistant", "A cat.")], "does not begin with a turn of the user"),
         ([("assistant", "Ask."), ("user", "What?"), ("assistant", "A cat.")], "does not begin with a turn of the user"),
         ([("user", [{"type": "audio"}]), ("assistant", "A cat.")], "type 'audio'"),

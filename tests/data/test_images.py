@@ -219,7 +219,7 @@ def test_a_text_that_names_the_url_of_an_image_stays_a_text(tmp_path: Path) -> N
 
 
 def test_a_damaged_store_is_an_error_of_the_artifact(tmp_path: Path) -> None:
-    with pytest.raises(ArtifactError, match="has no images; run the pack stage again"):
+    with pytest.raises(ArtifactError, match="images are missing; run the pack stage again"):
         ImageStore(tmp_path)
     with write_images(tmp_path) as images:
         images.add(FILES[0])
@@ -265,7 +265,9 @@ FAULTS = {
 @pytest.mark.parametrize("name", ["../up/x.jpg", "..", "../up/x.tga", "a/../../x"])
 def test_a_path_that_leaves_the_folder_is_refused_as_such(name: str, tmp_path: Path) -> None:
     (tmp_path / "table.jsonl").write_text(json.dumps({"image": name, "caption": "what it should be"}))
-    with pytest.raises(DataError, match=r"table\.jsonl:1: names the image '.*no path within the folder of the table"):
+    with pytest.raises(
+        DataError, match=r"table\.jsonl:1: names the image '.*not a path within the folder of the table"
+    ):
         read(tmp_path)
 
 
@@ -364,7 +366,7 @@ def test_a_table_names_images_of_its_own_folder_only(name: str, tmp_path: Path) 
     (tmp_path / "set").mkdir()
     (tmp_path / "outside.png").write_bytes(FILES[0])
     (tmp_path / "set" / "metadata.jsonl").write_text(json.dumps({"file_name": name, "text": "a caption"}))
-    with pytest.raises(DataError, match=r"metadata\.jsonl:1: .*(no path within|no such image)"):
+    with pytest.raises(DataError, match=r"metadata\.jsonl:1: .*(not a path within|no such image)"):
         read(tmp_path / "set")
 
 

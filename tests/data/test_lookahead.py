@@ -187,7 +187,7 @@ def test_an_error_of_the_background_reaches_who_asks_for_the_batch(packed: Path,
     for index in range(first, failing):
         ahead.batch(index)
     assert ahead._assembly is not None
-    with pytest.raises(ArtifactError, match=r"of tokens-00001.bin are damaged: they are not what was packed"):
+    with pytest.raises(ArtifactError, match=r"of tokens-00001.bin are damaged: their CRC-32 differs"):
         ahead.batch(failing)
     following = is_damaged.index(False, failing)
     assert_equal(ahead.batch(following), PackedLoader(PackedRows(packed), batch_rows=1, seed=1).batch(following))

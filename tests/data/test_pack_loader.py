@@ -139,7 +139,7 @@ def test_clear_errors(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="seq_len: 1"):
         PackConfig(seq_len=1)
     assert not list(tmp_path.iterdir())
-    with pytest.raises(ArtifactError, match="holds no packed rows"):
+    with pytest.raises(ArtifactError, match="packed rows are missing"):
         PackedRows(tmp_path)
 
 

@@ -58,7 +58,7 @@ def test_an_answer_may_have_several_turns(tmp_path: Path) -> None:
     ({"chosen": "A", "rejected": "B"}, "bad conversation", "needs a field 'prompt'"),
     ({"chosen": [USER, GOOD], "rejected": [{**USER, "content": "other"}, BAD]},
      "chosen and rejected have different prompts", "differ before the answer"),
-    ({"prompt": "Q", "chosen": "A", "rejected": 3}, "bad conversation", "'rejected' is empty or holds no text"),
+    ({"prompt": "Q", "chosen": "A", "rejected": 3}, "bad conversation", "'rejected' is empty or not a text"),
     ({"prompt": "Q", "chosen": "A"}, "half a preference pair", "needs the field 'rejected'"),
     ({"prompt": "Q", "chosen": "A", "rejected": None}, "half a preference pair", "the field 'rejected' is missing"),
     ({"prompt": "Q", "chosen": "A", "rejected": " "}, "empty answer", "'rejected' is empty"),
@@ -181,11 +181,11 @@ def test_a_change_of_the_text_reaches_arguments_but_not_names(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("changes", "problem"), [
-    ({"tools": {"name": "f"}}, "the field 'tools' is no list of functions"),
-    ({"tools": [{"type": "function"}]}, "tool 1 of the field 'tools' is no function with a name"),
+    ({"tools": {"name": "f"}}, "the field 'tools' is not a list of functions"),
+    ({"tools": [{"type": "function"}]}, "tool 1 of the field 'tools' is not a function with a name"),
     ({"messages": [USER, {**GOOD, "tool_calls": [{"arguments": {}}]}]}, "a call without the name of a function"),
-    ({"messages": [USER, {**GOOD, "tool_calls": "f()"}]}, "tool_calls that are no list"),
-    ({"messages": [USER, {**GOOD, "tool_calls": [{"name": "f", "arguments": "x=1"}]}]}, "no JSON object"),
+    ({"messages": [USER, {**GOOD, "tool_calls": "f()"}]}, "tool_calls that are not a list"),
+    ({"messages": [USER, {**GOOD, "tool_calls": [{"name": "f", "arguments": "x=1"}]}]}, "not a JSON object"),
 ])  # fmt: skip
 def test_bad_tools_are_refused_with_file_and_line(tmp_path: Path, changes: dict, problem: str) -> None:
     with pytest.raises(DataError, match=rf"r\.jsonl:1: .*{problem}"):

@@ -320,9 +320,9 @@ def test_budgets_without_room_are_refused(
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=5))
     for changes, problem in (
-        ({"memory_bytes": 1000}, r"cache.memory_bytes: 1,000 has no room for rows; set at least 98,\d+"),
-        ({"disk_bytes": 1000}, r"cache.disk_bytes: 1,000 has no room for rows"),
-        ({"disk_bytes": 2**20}, r"cache.disk_bytes: .*disk has no room for 1,048,576 bytes .5 bytes are free.; lower"),
+        ({"memory_bytes": 1000}, r"cache.memory_bytes: 1,000 is too small for rows; set at least 98,\d+"),
+        ({"disk_bytes": 1000}, r"cache.disk_bytes: 1,000 is too small for rows"),
+        ({"disk_bytes": 2**20}, r"cache.disk_bytes: .*disk lacks room for 1,048,576 bytes .5 bytes are free.; lower"),
     ):
         config = settings(tmp_path, **changes)
         with pytest.raises(ConfigError, match=problem), open_cache(config, row_layout(packed)):
@@ -333,7 +333,7 @@ def test_budgets_without_room_are_refused(
     index = packed / "index.json"
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "index.json").write_text(index.read_text().replace("block_rows", "rows_of_old"))
-    with pytest.raises(ArtifactError, match="have no checksums"):
+    with pytest.raises(ArtifactError, match="lack checksums"):
         row_layout(tmp_path / "old")
 
 

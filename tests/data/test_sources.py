@@ -242,15 +242,15 @@ def test_missing_text_field_names_those_that_are_there(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("record", "problem"), [
     ({"messages": []}, "not a list of turns"),
-    ({"messages": [{"role": "user"}]}, "turn 1 of messages has no text"),
+    ({"messages": [{"role": "user"}]}, "turn 1 of messages lacks a text"),
     ({"messages": ["Hi"]}, "turn 1 of messages is not an object"),
     ({"messages": [{"role": "user", "content": "x"}, {"role": "robot", "content": "x"}]}, "turn 2 .* role 'robot'"),
     ({"conversations": [{"from": "robot", "value": "x"}]}, "turn 1 of conversations has the role 'robot'"),
-    ({"messages": [{"role": "user", "content": "x"}]}, "has no answer"),
-    ({"question": "x", "answer": None}, "the field 'answer' is empty or holds no text"),
+    ({"messages": [{"role": "user", "content": "x"}]}, "lacks an answer"),
+    ({"question": "x", "answer": None}, "the field 'answer' is empty or not a text"),
     ({"instruction": "x", "output": ""}, "the field 'output' is empty"),
     ({"prompt": [{"role": "user", "content": "x"}], "completion": " "}, "the field 'completion' is empty"),
-    ({"prompt": {"a": 1}, "completion": "x"}, "the field 'prompt' .* holds no text"),
+    ({"prompt": {"a": 1}, "completion": "x"}, "the field 'prompt' .* not a text"),
 ])  # fmt: skip
 def test_bad_conversations(tmp_path: Path, record: dict, problem: str) -> None:
     path = tmp_path / "q.jsonl"
@@ -313,7 +313,7 @@ def test_csv_cells_with_separators_quotes_and_lines(tmp_path: Path) -> None:
     documents, report = read(path, on_bad_record="skip")
     assert ([d.text for d in documents], report.skipped) == (["good"], {"not CSV": 1})
     path.write_text('id,text\n1,"never closed\n')
-    fails(r"t\.csv:2: is no row of a table", path)
+    fails(r"t\.csv:2: is not a row of a table", path)
     path.write_text("id,body\n1,x\n")
     fails(r"t\.csv:2: has no field 'text' \(its fields: id, body\)", path)
 

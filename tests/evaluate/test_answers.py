@@ -95,5 +95,5 @@ def test_a_mask_works_across_windows() -> None:
 
 def test_a_refusal_names_the_conversation(long_model: Decoder, tmp_path: Path) -> None:
     plain = chatml_tokenizer(tmp_path, "{% for m in messages %}{{ m.content }}{% endfor %}")
-    with pytest.raises(DataError, match="tools: the chat template has no place for tools"):
+    with pytest.raises(DataError, match="tools: the chat template does not support tools"):
         score_answers(long_model, plain, DOCUMENTS[:1], CONFIG, progress=SilentProgress())

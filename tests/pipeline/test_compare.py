@@ -110,7 +110,7 @@ def test_numbers_are_generated_greedily_and_compared(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("record", "problem"), [
-    ({"question": "Q", "choices": ["one"], "answer": 0}, "no list of two or more texts"),
+    ({"question": "Q", "choices": ["one"], "answer": 0}, "not a list of two or more texts"),
     ({"question": "Q", "choices": ["x", "y"], "answer": "C"}, "neither the place nor the label nor the text"),
     ({"question": "Q", "choices": ["x", "y"], "answer": 2}, "neither the place nor the label nor the text"),
 ])  # fmt: skip

@@ -147,7 +147,7 @@ def test_bad_input_names_what_is_wrong(model: Path, examples: Path, tmp_path: Pa
     with pytest.raises(DataError, match=r"missing\.jsonl"):
         finetune_request(str(model), ["missing.jsonl"], {})
     plain = write_model(tmp_path / "plain", template="{% for m in messages %}{{ m.content }}{% endfor %}")
-    with pytest.raises(DataError, match=r"boxes\.jsonl:61: the chat template has no place for tools"):
+    with pytest.raises(DataError, match=r"boxes\.jsonl:61: the chat template does not support tools"):
         finetune_request(str(plain), [str(examples)], {})
 
 

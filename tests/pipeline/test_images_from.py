@@ -267,7 +267,7 @@ def test_images_without_checksums_are_refused_before_anything_is_trained(
     words = ["--rows_from", str(older), "--stages", "tokenize,pack,vision"]
     done = inside("run", str(config), "--run-dir", str(tmp_path / "run"), *words)
     assert done.returncode == 2
-    assert f"{older}/pack/artifact/aligned_pairs/images-train: the images have no checksums; remove the" in done.stderr
+    assert f"{older}/pack/artifact/aligned_pairs/images-train: the images lack checksums; remove the" in done.stderr
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
-"""`Augmentation`: one way to change documents, and how a change of a text becomes a change of a document.
+"""`Augmentation`: a method of changing documents, and its construction from a change of one text.
 
 A method is a function of a document and of its own random stream, so its result depends neither on the worker nor on
-the documents beside it. Which documents are changed, how often and with which stream is `augmenter.py`.
+the other documents. `augmenter.py` decides which documents are changed, how often and with which stream.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,8 +13,8 @@ from modelwright.core.errors import ConfigError
 from modelwright.data.document import Document, Kind, join_turns
 
 Kept = Literal["words", "word_count", "letters", "lines", "syntax_tree"]
-"""What a changed text shares with the original: the same words in another order, the number of words, the same letters
-apart from their case, the number of lines, the syntax tree apart from the names of local variables."""
+"""Property that a changed text shares with the original: the words apart from their order, the number of words, the
+letters apart from their case, the number of lines, the syntax tree apart from the names of local variables."""
 
 TextChange = Callable[[str, Random], str | None]
 """A changed text; None, or the same text, where nothing can be changed."""
@@ -24,11 +24,11 @@ BatchChange = Callable[[Sequence[Document], Sequence[Random]], list[Document | N
 
 @dataclass(frozen=True, kw_only=True)
 class Augmentation:
-    """One way to change documents.
+    """A method of augmentation.
 
-    name: recorded with every changed document. kinds: the documents that it takes. keeps: its promise, which the tests
-    check. change: the method, for several documents at once, so that a model computes them together. counts: what the
-    method left as it was, by reason, since it was built.
+    name: recorded with every changed document. kinds: kinds of documents that it accepts. keeps: properties that it
+    preserves, which the tests check. change: changes several documents at once, so that a model computes them together.
+    counts: number of texts that the method left unchanged since it was built, by reason.
     """
 
     name: str
@@ -42,13 +42,13 @@ class Augmentation:
 
 
 def prose_augmentation(name: str, change: TextChange, *, keeps: Sequence[Kept] = ()) -> Augmentation:
-    """A method for prose and for the questions of conversations, from a change of one text."""
+    """Returns a method for prose and for the questions of conversations, from a change of one text."""
     kinds: frozenset[Kind] = frozenset({"prose", "qa"})
     return Augmentation(name=name, kinds=kinds, keeps=frozenset(keeps), change=one_by_one(change))
 
 
 def code_augmentation(name: str, change: TextChange, *, keeps: Sequence[Kept] = ()) -> Augmentation:
-    """A method for source code, from a change of one text."""
+    """Returns a method for source code, from a change of one text."""
     return Augmentation(name=name, kinds=frozenset({"code"}), keeps=frozenset(keeps), change=one_by_one(change))
 
 
@@ -61,9 +61,9 @@ def one_by_one(change: TextChange) -> BatchChange:
 
 
 def texts_of(document: Document) -> list[str]:
-    """The texts that may change: the body of a document without its title, or the user's turns of a conversation. What
-    the assistant says stays, because that is what is learned. Lone surrogates, which no library here can encode, are
-    question marks, as in documents that are read from files.
+    """Returns the texts that may change: the body of a document without its title, or the user's turns of a
+    conversation. The assistant's turns stay, because training learns them. Lone surrogates, which the libraries here
+    cannot encode, become question marks, as in documents that are read from files.
     """
     texts = [document.body]
     if document.kind == "qa":
@@ -72,12 +72,13 @@ def texts_of(document: Document) -> list[str]:
 
 
 def with_texts(document: Document, texts: Sequence[str | None]) -> Document | None:
-    """The document with `texts` in place of `texts_of(document)`, of which None stays; None if nothing changes."""
+    """Replaces `texts_of(document)`, where None keeps a text. Returns None if nothing changes or a text gets blank."""
     before = texts_of(document)
     after = [old if new is None else new for old, new in zip(before, texts, strict=True)]
     if after == before or not all(text.strip() for text in after):
         return None
     if document.kind != "qa":
+        # The body is the end of the text, and a question mark for a surrogate leaves its length as it was.
         start = len(document.text) - len(before[0])
         return replace(document, text=document.text[:start] + after[0])
     left = iter(after)

@@ -1,7 +1,7 @@
 """Decides which documents are changed, by which method and with which random stream.
 
-A pure function of (seed, epoch, document id, strength): neither workers nor the order of documents matter, so augmented
-training data resumes exactly. Documents that are held out are never changed.
+A copy is a pure function of (seed, epoch, document id, strength): neither workers nor the order of documents matter, so
+augmented training data resumes exactly. Documents that are held out are never changed.
 """
 
 import time
@@ -17,10 +17,10 @@ from modelwright.data.document import Document
 
 @dataclass(frozen=True, kw_only=True)
 class AugmentConfig:
-    """Which copies are made."""
+    """Selection of methods and the number of copies."""
 
     methods: tuple[str, ...] = ("synonym_replacement", "identifier_renaming", "comment_dropping")
-    """Names of methods; each document gets one of those that take its kind. docs/augmentation.md describes them."""
+    """Names of methods, of which one that accepts the document's kind is drawn. docs/augmentation.md describes them."""
     strength: float = 1.0
     """Probability, in (0, 1], that a document gets a copy in a round."""
     copies: int = 1
@@ -41,7 +41,7 @@ class AugmentConfig:
 
 @dataclass
 class MethodCost:
-    """What a method was given, what it changed and how long it took."""
+    """Number of documents that a method received and changed, and the time that it took."""
 
     num_documents: int = 0
     num_changed: int = 0
@@ -58,7 +58,7 @@ class MethodCost:
 
 
 class Augmenter:
-    """Makes changed copies of documents. `costs` adds up what each method took."""
+    """Makes changed copies of documents. `costs` adds up the cost of each method."""
 
     def __init__(self, methods: Sequence[Augmentation], *, seed: int) -> None:
         if not methods:
@@ -68,45 +68,35 @@ class Augmenter:
         self.costs = {method.name: MethodCost() for method in methods}
 
     def __call__(self, documents: Sequence[Document], *, epoch: int, strength: float) -> list[Document | None]:
-        """A changed copy of each document that is augmented in this epoch, None for the others.
+        """Returns a changed copy of each document that is augmented in this epoch, None for the others.
 
         strength: the probability, in [0, 1], that a training document is augmented. Each method changes a fraction of
         a document's words, so the expected share of changed words is the product of both. Documents that are chosen at
-        one strength are also chosen at every higher one. The copy has an id of its own; `meta` says what it is a copy
-        of and by which method.
+        one strength are also chosen at every higher one. The `meta` of a copy names its original and the method.
         """
         if not 0 <= strength <= 1:
             raise ConfigError(f"strength: {strength} is not between 0 and 1")
-        chosen = [self._choose(document, epoch, strength) for document in documents]
+        places: dict[str, list[int]] = {method.name: [] for method in self.methods}
+        for place, document in enumerate(documents):
+            if document.split == "train":
+                rng = Random(derive_seed(self.seed, "augment", epoch, document.id))
+                # The first draw decides, so that a higher strength only adds documents, with the same method for each.
+                is_chosen = rng.random() < strength
+                names = [method.name for method in self.methods if document.kind in method.kinds]
+                if is_chosen and names:
+                    places[rng.choice(names)].append(place)
         copies: list[Document | None] = [None] * len(documents)
         for method in self.methods:
-            places = [place for place, name in enumerate(chosen) if name == method.name]
-            for place, copy in zip(
-                places, self._apply(method, [documents[place] for place in places], epoch), strict=True
-            ):
-                copies[place] = copy
+            originals = [documents[place] for place in places[method.name]]
+            if not originals:
+                continue
+            seeds = [derive_seed(self.seed, "augment", epoch, document.id, method.name) for document in originals]
+            start = time.perf_counter()
+            changed = method.change(originals, [Random(seed) for seed in seeds])
+            cost = MethodCost(len(originals), sum(copy is not None for copy in changed), time.perf_counter() - start)
+            self.costs[method.name].add(cost)
+            for place, copy in zip(places[method.name], changed, strict=True):
+                if copy is not None:
+                    meta = {**copy.meta, "augmented_from": copy.id, "augmentation": method.name}
+                    copies[place] = replace(copy, id=f"{copy.id}~{method.name}~{epoch}", meta=meta)
         return copies
-
-    def _choose(self, document: Document, epoch: int, strength: float) -> str:
-        """The name of the method for a document; "" if it stays as it is."""
-        if document.split != "train":
-            return ""
-        rng = Random(derive_seed(self.seed, "augment", epoch, document.id))
-        is_chosen = rng.random() < strength
-        names = [method.name for method in self.methods if document.kind in method.kinds]
-        return rng.choice(names) if is_chosen and names else ""
-
-    def _apply(self, method: Augmentation, documents: Sequence[Document], epoch: int) -> list[Document | None]:
-        if not documents:
-            return []
-        seeds = [derive_seed(self.seed, "augment", epoch, document.id, method.name) for document in documents]
-        start = time.perf_counter()
-        changed = method.change(documents, [Random(seed) for seed in seeds])
-        cost = MethodCost(len(documents), sum(copy is not None for copy in changed), time.perf_counter() - start)
-        self.costs[method.name].add(cost)
-        return [copy and _labeled(copy, method.name, epoch) for copy in changed]
-
-
-def _labeled(copy: Document, method: str, epoch: int) -> Document:
-    meta = {**copy.meta, "augmented_from": copy.id, "augmentation": method}
-    return replace(copy, id=f"{copy.id}~{method}~{epoch}", meta=meta)

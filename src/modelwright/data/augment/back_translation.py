@@ -1,8 +1,8 @@
-"""Back translation: sentences into another language and back (Sennrich et al. 2016, https://arxiv.org/abs/1511.06709)."""
+"""Back translation: paraphrases by a pivot language (Sennrich et al. 2016, https://arxiv.org/abs/1511.06709)."""
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -21,10 +21,11 @@ from modelwright.data.augment.word_spans import Span, draw, replace_spans, spans
 from modelwright.data.document import Document
 
 _LENGTHS = (0.5, 2.0)
-"""Length of a translation back, relative to the original; outside of it the model lost something or ran on."""
+"""Length of a paraphrase, relative to the original; beyond these limits the model omitted or repeated something."""
 _MIN_WORDS = 3
+"""Minimum words of a sentence that is translated."""
 _FIXED = re.compile(r"`[^`\n]*`|https?://\S*\w|\S+@\S+\.\w+")
-"""What a paraphrase must repeat: code and addresses."""
+"""Code and addresses, which a paraphrase must repeat."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +59,7 @@ def back_translation(config: BackTranslationConfig) -> Augmentation:
         there = EndpointTranslator(config.endpoint, source=config.language, target=config.pivot)
         back = EndpointTranslator(config.endpoint, source=config.pivot, target=config.language)
         model = [config.endpoint.url, config.endpoint.model, config.endpoint.api]
+        # Both directions share one file, so their names must differ.
         names = [digest([*model, config.language, config.pivot, way]) for way in "tb"]
         return translate_and_back(
             TranslationCache(there, name=names[0], folder=config.cache.expanduser()),
@@ -78,8 +80,9 @@ def back_translation(config: BackTranslationConfig) -> Augmentation:
 
 
 def _cached_model(folder: Path, setting: str, cache: Path) -> Translate:
-    """A model's translations, remembered as long as its files do not change."""
+    """Returns a model's translator with a cache, which is a new one whenever the files of the model change."""
     translate = MarianTranslator(folder, setting=setting)
+    # Size and time identify the files, because hashing a model takes seconds.
     files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(folder.iterdir())]
     return TranslationCache(translate, name=digest([str(folder.resolve()), files]), folder=cache)
 
@@ -87,53 +90,50 @@ def _cached_model(folder: Path, setting: str, cache: Path) -> Translate:
 def translate_and_back(
     there: Translate, back: Translate, *, fraction: float, failures: Callable[[], int] = lambda: 0
 ) -> Augmentation:
-    """The method, given its two translators. The sentences of all documents are translated together."""
+    """Returns the method, given its two translators. The sentences of all documents are translated together."""
     counts: Counter[str] = Counter()
 
     def change(documents: Sequence[Document], rngs: Sequence[Random]) -> list[Document | None]:
-        chosen = {
-            (number, place): draw(_sentences(text), fraction, rng)
-            for number, (document, rng) in enumerate(zip(documents, rngs, strict=True))
-            for place, text in enumerate(texts_of(document))
-        }
-        paraphrases = _paraphrases([span.text for spans in chosen.values() for span in spans], there, back, counts)
-        return [
-            with_texts(
-                document,
-                [
-                    _with_paraphrases(text, chosen[number, place], paraphrases)
-                    for place, text in enumerate(texts_of(document))
-                ],
-            )
-            for number, document in enumerate(documents)
-        ]
-
-    def report() -> Mapping[str, int]:
-        return dict(counts) | ({"failed requests": failures()} if failures() else {})
+        chosen: dict[tuple[int, int], list[Span]] = {}
+        for number, (document, rng) in enumerate(zip(documents, rngs, strict=True)):
+            for place, text in enumerate(texts_of(document)):
+                sentences: list[Span] = []
+                for span in spans_of_sentences(text):  # without the white space around them
+                    sentence = span.text.strip()
+                    start = span.start + len(span.text) - len(span.text.lstrip())
+                    if len(sentence.split()) >= _MIN_WORDS:
+                        sentences.append(Span(start, start + len(sentence), sentence))
+                chosen[number, place] = draw(sentences, fraction, rng)
+        originals = list(dict.fromkeys(span.text for spans in chosen.values() for span in spans))
+        # One line each, because `completions` ends a translation at a line break.
+        pivots = there([" ".join(original.split()) for original in originals])
+        translated = [(original, pivot) for original, pivot in zip(originals, pivots, strict=True) if pivot]
+        paraphrases: dict[str, str] = {}
+        for (original, _), paraphrase in zip(translated, back([pivot for _, pivot in translated]), strict=True):
+            if problem := problem_of(paraphrase, original):
+                counts[problem] += 1
+            else:
+                paraphrases[original] = paraphrase
+        changed: list[Document | None] = []
+        for number, document in enumerate(documents):
+            texts = texts_of(document)
+            for place, text in enumerate(texts):
+                spans = [span for span in chosen[number, place] if span.text in paraphrases]
+                texts[place] = replace_spans(text, [Span(one.start, one.end, paraphrases[one.text]) for one in spans])
+            changed.append(with_texts(document, texts))
+        return changed
 
     return Augmentation(
-        name="back_translation", kinds=frozenset({"prose", "qa"}), keeps=frozenset(), change=change, counts=report
+        name="back_translation",
+        kinds=frozenset({"prose", "qa"}),
+        keeps=frozenset(),
+        change=change,
+        counts=lambda: dict(counts) | ({"failed requests": failures()} if failures() else {}),
     )
 
 
-def _paraphrases(sentences: Sequence[str], there: Translate, back: Translate, counts: Counter[str]) -> dict[str, str]:
-    """What came back of each sentence, for those that pass `problem_of`; the others are counted."""
-    originals = list(dict.fromkeys(sentences))
-    pivots = there([_on_one_line(sentence) for sentence in originals])
-    translated = [(original, pivot) for original, pivot in zip(originals, pivots, strict=True) if pivot]
-    returned = back([pivot for _, pivot in translated])
-    paraphrases = {}
-    for (original, _), paraphrase in zip(translated, returned, strict=True):
-        problem = problem_of(paraphrase, original)
-        if problem:
-            counts[problem] += 1
-        else:
-            paraphrases[original] = paraphrase
-    return paraphrases
-
-
 def problem_of(paraphrase: str, original: str) -> str:
-    """Why a paraphrase cannot take the place of the original: "" if it can."""
+    """Returns the reason for which a paraphrase cannot replace the original; "" if it can."""
     low, high = _LENGTHS
     if not low * len(original) <= len(paraphrase) <= high * len(original):
         return "unlike in length"
@@ -143,26 +143,7 @@ def problem_of(paraphrase: str, original: str) -> str:
         return "other figures"
     if not all(part in paraphrase for part in _FIXED.findall(original)):
         return "other code or addresses"
+    # One mark may replace another at the end, but a sentence must not lose its mark, nor a heading get one.
     if paraphrase[-1] != original[-1] and not (paraphrase[-1] in ".!?" and original[-1] in ".!?"):
         return "another end"
     return ""
-
-
-def _with_paraphrases(text: str, spans: Sequence[Span], paraphrases: Mapping[str, str]) -> str:
-    edits = [Span(span.start, span.end, paraphrases[span.text]) for span in spans if span.text in paraphrases]
-    return replace_spans(text, edits)
-
-
-def _on_one_line(sentence: str) -> str:
-    return " ".join(sentence.split())
-
-
-def _sentences(text: str) -> list[Span]:
-    """Sentences without the white space around them, long enough to be said otherwise."""
-    spans = []
-    for span in spans_of_sentences(text):
-        sentence = span.text.strip()
-        start = span.start + len(span.text) - len(span.text.lstrip())
-        if len(sentence.split()) >= _MIN_WORDS:
-            spans.append(Span(start, start + len(sentence), sentence))
-    return spans

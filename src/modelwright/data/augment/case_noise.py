@@ -8,7 +8,7 @@ from modelwright.data.augment.augmentation import Augmentation, check_fraction, 
 from modelwright.data.augment.word_spans import Span, draw, find_words, replace_spans
 
 _MARK = re.compile(r"(?<=[^\W\d_])(?:(?<=\w\w)[.,;:!?](?=\s|$)|['’](?=[^\W\d_])| [—–] )")
-"""Marks after a word, apostrophes within one and dashes between words; not those of figures and of "e.g."."""
+"""Punctuation after a word, apostrophes within one and dashes between words; not in figures or in "e.g."."""
 _MIN_WORD_LEN = 3
 _REPLACEMENTS = {
     ",": "", ";": ",", ":": "", ".": "", "!": ".", "?": "", "'": "", "’": "'", " — ": ", ", " – ": ", ",
@@ -33,17 +33,19 @@ def case_noise(config: CaseNoiseConfig) -> Augmentation:
 
 
 def add_noise(text: str, fraction: float, rng: Random) -> str | None:
-    words = [Span(word.start, word.end, _other_case(word.text, rng)) for word in find_words(text)]
+    """Forgets capitals, capitalizes other words or, for emphasis, writes them in capitals; drops or replaces marks."""
+    words: list[Span] = []
+    for word in find_words(text):
+        if len(word.text) < _MIN_WORD_LEN and word.text not in ("I", "A", "In", "It", "He", "We"):
+            continue  # "C" is a unit
+        if word.text != word.text.lower():
+            other = word.text.lower()
+        else:
+            other = word.text.upper() if rng.random() < 0.3 else word.text[:1].upper() + word.text[1:]
+        if other != word.text:
+            words.append(Span(word.start, word.end, other))
     marks = [Span(match.start(), match.end(), _REPLACEMENTS[match[0]]) for match in _MARK.finditer(text)]
-    changed = draw([word for word in words if word.text != text[word.start : word.end]], fraction, rng)
+    changed = draw(words, fraction, rng)
+    # The apostrophe of "don't" lies within a word: edits must not overlap.
     taken = {place for word in changed for place in range(word.start, word.end)}
     return replace_spans(text, [*changed, *draw([mark for mark in marks if mark.start not in taken], fraction, rng)])
-
-
-def _other_case(word: str, rng: Random) -> str:
-    """A capital is forgotten; a word in lower case is capitalized or, for emphasis, in capitals."""
-    if len(word) < _MIN_WORD_LEN and word not in ("I", "A", "In", "It", "He", "We"):
-        return word  # "C" is a unit
-    if word != word.lower():
-        return word.lower()
-    return word.upper() if rng.random() < 0.3 else word[:1].upper() + word[1:]

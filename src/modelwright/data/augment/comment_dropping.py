@@ -22,7 +22,7 @@ class CommentDroppingConfig:
     """Comments left out of Python source."""
 
     fraction: float = 0.5
-    """Fraction of the comments that are dropped; lines of comments without anything between them count as one."""
+    """Fraction of the comments that are dropped; comments on consecutive lines count as one."""
 
     def __post_init__(self) -> None:
         check_fraction("fraction", self.fraction)
@@ -35,50 +35,39 @@ def comment_dropping(config: CommentDroppingConfig) -> Augmentation:
 
 
 def drop_comments(source: str, fraction: float, rng: Random) -> str | None:
-    """None for source that is not Python or has no comments. Comments that programs read stay."""
+    """Drops comments, except those that programs read. Returns None for source without any or other than Python."""
     try:
         tree = ast.dump(ast.parse(source))
         tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
     except (SyntaxError, ValueError, RecursionError, tokenize.TokenError):
         return None
-    comments = [
-        token.start for token in tokens if token.type == tokenize.COMMENT and not _DIRECTIVE.match(token.string)
-    ]
-    places = [(line - 1, column) for line, column in comments]
     lines = source.splitlines(keepends=True)
     if len(lines) != source.count("\n") + (not source.endswith("\n")):  # form feeds and other line ends
         return None
-    chosen = dict(place for block in draw(_blocks(places, lines), fraction, rng) for place in block)
+    blocks: list[list[Place]] = []
+    for token in tokens:
+        if token.type == tokenize.COMMENT and not _DIRECTIVE.match(token.string):
+            line, column = token.start[0] - 1, token.start[1]
+            follows = bool(blocks) and blocks[-1][-1] == (line - 1, column)
+            # Comment lines in a row are one comment; a comment after code is always one of its own.
+            if follows and _is_alone(lines[line], column) and _is_alone(lines[line - 1], column):
+                blocks[-1].append((line, column))
+            else:
+                blocks.append([(line, column)])
+    chosen = dict(place for block in draw(blocks, fraction, rng) for place in block)
     kept: list[str] = []
     for number, line in enumerate(lines):
         after_block = number - 1 in chosen and _is_alone(lines[number - 1], chosen[number - 1])
         if after_block and not line.strip() and not "".join(kept[-1:]).strip():
             continue  # the blank lines around a block of comments would add up
-        kept += [_without(line, chosen[number])] if number in chosen else [line]
-        kept = kept if kept[-1] else kept[:-1]
+        if number not in chosen:
+            kept.append(line)
+        elif not _is_alone(line, chosen[number]):
+            kept.append(line[: chosen[number]].rstrip() + line[len(line.rstrip("\r\n")) :])
     result = "".join(kept)
     assert ast.dump(ast.parse(result)) == tree
     return result
 
 
-def _blocks(places: list[Place], lines: list[str]) -> list[list[Place]]:
-    """Comments that stand on consecutive lines of their own, together; any other comment alone."""
-    blocks: list[list[Place]] = []
-    for line, column in places:
-        follows = bool(blocks) and blocks[-1][-1] == (line - 1, column)
-        if follows and _is_alone(lines[line], column) and _is_alone(lines[line - 1], column):
-            blocks[-1].append((line, column))
-        else:
-            blocks.append([(line, column)])
-    return blocks
-
-
 def _is_alone(line: str, column: int) -> bool:
     return not line[:column].strip()
-
-
-def _without(line: str, column: int) -> str:
-    if _is_alone(line, column):
-        return ""
-    end = line[len(line.rstrip("\r\n")) :]
-    return line[:column].rstrip() + end

@@ -1,4 +1,4 @@
-"""Hypernym replacement: nouns by broader ones of WordNet, "spaniel" by "dog"."""
+"""Hypernym replacement: broader nouns of WordNet replace nouns, as "dog" replaces "spaniel"."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,10 +16,9 @@ from modelwright.data.augment.related_words import (
 from modelwright.data.augment.synonym_replacement import replace_words
 
 _MAX_STEPS = 2
-"""How far up the hierarchy a broader noun may be."""
+"""Maximum number of levels from a noun up to its replacement."""
 _MIN_DEPTH = 5
-"""Number of broader nouns above a hypernym; the top of the hierarchy holds words such as "entity" and "object"."""
-
+"""Minimum number of levels above a replacement; the top of the hierarchy has words such as "entity" and "object"."""
 _TOO_BROAD = frozenset({
     "aerosol", "alteration", "approximation", "area", "associate", "belief", "capital", "chemical", "collection",
     "commerce", "compartment", "concept", "consciousness", "distance", "emotion", "energy", "goal", "grownup",
@@ -28,7 +27,7 @@ _TOO_BROAD = frozenset({
     "process", "selection", "series", "share", "standing", "substance", "text", "thinker", "thinking", "wave",
     "weather", "worker",
 })  # fmt: skip
-"""Broader nouns that say too little in place of a narrower one, or that nobody would use there."""
+"""Broader nouns that are too vague in place of a narrower one, or that nobody would use there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +35,7 @@ class HypernymReplacementConfig:
     """Replacement of nouns by broader ones."""
 
     fraction: float = 0.1
-    """Fraction of the words that are replaced, where as many are nouns with a broader one that fits."""
+    """Fraction of the words that are replaced, limited by the number of nouns with a broader noun that fits."""
     wordnet: Path = DEFAULT_FOLDER
     """Folder of a WordNet database; Debian's package `wordnet-base` has one."""
 
@@ -54,28 +53,23 @@ def hypernym_replacement(config: HypernymReplacementConfig) -> Augmentation:
 
 
 def hypernyms(wordnet: WordNet, lemma: str, part: PartOfSpeech) -> Sequence[str]:
-    """The most common of the nearest broader nouns that seldom mean anything else; none if they are rare."""
+    """Returns the most common of the nearest broader nouns that seldom have another meaning; empty if they are rare."""
     sense = main_sense(wordnet, lemma, part)
     if sense is None or part != "noun":
         return ()
     level = wordnet.synset(sense, part).hypernyms
     for _ in range(_MAX_STEPS):
         synsets = [wordnet.synset(offset, part) for offset in level]
-        deep = [synset for synset in synsets if _depth(wordnet, synset.offset) >= _MIN_DEPTH]
-        words = [(word, synset.offset) for synset in deep for word in synset.words if word not in _TOO_BROAD]
-        fitting = [
-            word
-            for word, offset in words
-            if main_sense(wordnet, word, part) == offset and is_common(wordnet, word, part)
-        ]
+        fitting: list[str] = []
+        for synset in synsets:
+            depth, broader = 0, synset.hypernyms
+            while broader:
+                depth, broader = depth + 1, wordnet.synset(broader[0], part).hypernyms
+            for word in synset.words if depth >= _MIN_DEPTH else ():
+                is_usual = word not in _TOO_BROAD and main_sense(wordnet, word, part) == synset.offset
+                if is_usual and is_common(wordnet, word, part):
+                    fitting.append(word)
         if fitting:
             return [max(fitting, key=lambda word: wordnet.counts(word, part))]
         level = tuple(offset for synset in synsets for offset in synset.hypernyms)
     return ()
-
-
-def _depth(wordnet: WordNet, offset: int) -> int:
-    depth = 0
-    while broader := wordnet.synset(offset, "noun").hypernyms:
-        offset, depth = broader[0], depth + 1
-    return depth

@@ -1,4 +1,4 @@
-"""Identifier renaming: local variables of Python functions under other names; the syntax tree stays the same otherwise.
+"""Identifier renaming: other names for local variables of Python functions; the rest of the syntax tree stays.
 
 Only names that are local to one function change. Parameters keep theirs, because callers may name them; attributes,
 keyword arguments, imported names, strings and everything that a nested scope binds stay as well.
@@ -9,6 +9,7 @@ import builtins
 import keyword
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from random import Random
 
 from modelwright.data.augment.augmentation import Augmentation, check_fraction, code_augmentation
@@ -18,7 +19,7 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _SCOPES = (*_FUNCTIONS, ast.Lambda, ast.ClassDef, *_COMPREHENSIONS)
 _SEES_NAMES = frozenset({"locals", "eval", "exec"})
-"""Functions with which a program can look at its local names; where one is used, no name changes."""
+"""Functions with which a program can read its local names; where one is used, no name changes."""
 _SEES_NAMES_WITHOUT_ARGUMENTS = frozenset({"vars", "dir"})
 
 _NAMES: Mapping[str, Sequence[str]] = {
@@ -33,7 +34,7 @@ _NAMES: Mapping[str, Sequence[str]] = {
     "resource": ("handle", "resource", "stream", "context"),
     "value": ("value", "result", "data", "output", "current", "temp", "outcome", "content"),
 }
-"""Names by what is bound to them."""
+"""New names by the sort of value that is bound to them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,14 +57,18 @@ def identifier_renaming(config: IdentifierRenamingConfig) -> Augmentation:
 
 
 def rename_identifiers(source: str, fraction: float, rng: Random) -> str | None:
-    """None for source that is not Python or has no local variable that can be renamed."""
+    """Renames local variables. Returns None for source without any that can change or other than Python."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError):
         return None
     used = _names_in(tree) | set(keyword.kwlist) | set(keyword.softkwlist) | set(dir(builtins))
-    if any(map(_sees_names, ast.walk(tree))):
-        return None
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name) if name in _SEES_NAMES:
+                return None
+            case ast.Call(func=ast.Name(id=name), args=[], keywords=[]) if name in _SEES_NAMES_WITHOUT_ARGUMENTS:
+                return None
     variables = [
         (_sort_of(name, function), nodes)
         for function in _outermost_functions(tree)
@@ -71,23 +76,35 @@ def rename_identifiers(source: str, fraction: float, rng: Random) -> str | None:
     ]
     new_names: dict[tuple[int, int], str] = {}
     for sort, nodes in draw(variables, fraction, rng):
-        name = _new_name(sort, used, rng)
+        pool = list(_NAMES[sort])
+        rng.shuffle(pool)
+        numbered = (f"{name}_{number}" for number in range(2, 1000) for name in pool)
+        name = next(name for name in chain(pool, numbered) if name not in used)
         used.add(name)
         new_names |= {(node.lineno, node.col_offset): name for node in nodes}
-    return _apply(source, tree, new_names) if new_names else None
-
-
-def _sees_names(node: ast.AST) -> bool:
-    match node:
-        case ast.Name(id=name):
-            return name in _SEES_NAMES
-        case ast.Call(func=ast.Name(id=name), args=[], keywords=[]):
-            return name in _SEES_NAMES_WITHOUT_ARGUMENTS
-    return False
+    if not new_names:
+        return None
+    lines = [line.encode() for line in source.split("\n")]  # `ast` counts columns in bytes, lines from 1
+    old: dict[tuple[int, int], str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and (node.lineno, node.col_offset) in new_names:
+            old[node.lineno, node.col_offset] = node.id
+            node.id = new_names[node.lineno, node.col_offset]
+    for (number, column), name in sorted(old.items(), reverse=True):  # from the end, so that columns stay valid
+        line = lines[number - 1]
+        new = new_names[number, column].encode()
+        lines[number - 1] = line[:column] + new + line[column + len(name.encode()) :]
+    result = b"\n".join(lines).decode()
+    assert ast.dump(ast.parse(result)) == ast.dump(tree)
+    return result
 
 
 def local_variables(function: ast.FunctionDef | ast.AsyncFunctionDef) -> dict[str, list[ast.Name]]:
-    """All uses of each variable of a function that can be renamed, those in nested functions included."""
+    """Returns all uses of each variable of a function that can be renamed, also those in nested functions.
+
+    A name stays if it is bound otherwise than by assignment, or in a nested scope, or if it is used in an f-string,
+    whose positions Python before 3.12 does not know.
+    """
     nodes = [node for statement in function.body for node in ast.walk(statement)]
     own = list(_own_nodes(function.body))
     uses: dict[str, list[ast.Name]] = {}
@@ -95,16 +112,6 @@ def local_variables(function: ast.FunctionDef | ast.AsyncFunctionDef) -> dict[st
         if isinstance(node, ast.Name):
             uses.setdefault(node.id, []).append(node)
     bound = {node.id for node in own if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    fixed = _fixed_names(function, nodes, own)
-    return {name: found for name, found in uses.items() if name in bound - fixed}
-
-
-def _fixed_names(
-    function: ast.FunctionDef | ast.AsyncFunctionDef, nodes: Sequence[ast.AST], own: Sequence[ast.AST]
-) -> set[str]:
-    """Names that must stay: bound otherwise than by assignment, or in a scope within; and used in an f-string, whose
-    positions Python before 3.12 does not know.
-    """
     inside_own = set(map(id, own))
     fixed = {argument.arg for argument in ast.walk(function.args) if isinstance(argument, ast.arg)}
     for node in nodes:
@@ -123,11 +130,13 @@ def _fixed_names(
                 fixed |= {other or name.partition(".")[0]}
             case ast.JoinedStr():
                 fixed |= {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
-    return fixed | {name for name in _names_in(ast.Module(list(function.body), [])) if name.startswith("_")}
+    # "_" means "unused" to linters and "__x" is mangled in a class.
+    fixed |= {name for name in _names_in(ast.Module(list(function.body), [])) if name.startswith("_")}
+    return {name: found for name, found in uses.items() if name in bound - fixed}
 
 
 def _own_nodes(body: Sequence[ast.AST]) -> Iterator[ast.AST]:
-    """The nodes of a function's own scope, without those of scopes within it."""
+    """Yields the nodes of a function's scope, without those of nested scopes."""
     for node in body:
         yield node
         if not isinstance(node, _SCOPES):
@@ -135,7 +144,7 @@ def _own_nodes(body: Sequence[ast.AST]) -> Iterator[ast.AST]:
 
 
 def _outermost_functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Functions that are in no other function: a nested one shares names with those around it."""
+    """Yields the functions that are not nested: a nested one shares names with those around it."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, _FUNCTIONS):
             yield node
@@ -144,7 +153,7 @@ def _outermost_functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncF
 
 
 def _names_in(tree: ast.AST) -> set[str]:
-    """Every identifier, wherever it stands."""
+    """Returns every identifier of a tree, also those of attributes, arguments and imports."""
     names: set[str] = set()
     for node in ast.walk(tree):
         for _, value in ast.iter_fields(node):
@@ -156,7 +165,7 @@ def _names_in(tree: ast.AST) -> set[str]:
 
 
 def _sort_of(name: str, function: ast.AST) -> str:
-    """The key of `_NAMES` for a variable, from the first statement that binds it."""
+    """Returns the key of `_NAMES` for a variable, from the first statement that binds it."""
     for node in ast.walk(function):
         match node:
             case ast.For(target=ast.Name(id=target), iter=ast.Call(func=ast.Name(id="range"))) if target == name:
@@ -195,28 +204,3 @@ def _sort_of_value(value: ast.expr) -> str:
         case ast.Call(func=ast.Attribute(attr="strip" | "lower" | "upper" | "format" | "replace" | "title")):
             return "str"
     return "value"
-
-
-def _new_name(sort: str, used: set[str], rng: Random) -> str:
-    pool = list(_NAMES[sort])
-    rng.shuffle(pool)
-    numbered = (f"{name}_{number}" for number in range(2, 1000) for name in pool)
-    free = [name for name in pool if name not in used]
-    return free[0] if free else next(name for name in numbered if name not in used)
-
-
-def _apply(source: str, tree: ast.Module, new_names: Mapping[tuple[int, int], str]) -> str:
-    """The source with new names at (line from 1, column in bytes). Its tree must be `tree` with these names."""
-    lines = [line.encode() for line in source.split("\n")]
-    old: dict[tuple[int, int], str] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and (node.lineno, node.col_offset) in new_names:
-            old[node.lineno, node.col_offset] = node.id
-            node.id = new_names[node.lineno, node.col_offset]
-    for (number, column), name in sorted(old.items(), reverse=True):
-        line = lines[number - 1]
-        new = new_names[number, column].encode()
-        lines[number - 1] = line[:column] + new + line[column + len(name.encode()) :]
-    result = b"\n".join(lines).decode()
-    assert ast.dump(ast.parse(result)) == ast.dump(tree)
-    return result

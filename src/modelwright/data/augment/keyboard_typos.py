@@ -20,7 +20,7 @@ _ROWS: Mapping[Layout, tuple[str, str, str]] = {
 }
 """Letters of the three rows; a space is a key without a letter."""
 _OFFSETS = (0.0, 0.25, 0.75)
-"""Where the rows begin, in widths of a key, as on staggered keyboards."""
+"""Offset of each row in widths of a key, as on staggered keyboards."""
 _MIN_WORD_LEN = 4
 
 
@@ -29,7 +29,7 @@ class KeyboardTyposConfig:
     """Slips of the typing hand."""
 
     fraction: float = 0.05
-    """Fraction of the words with four letters or more that get one typo."""
+    """Fraction of the words with a typo, among those with four letters or more."""
     layout: Layout = "qwerty"
     """Keyboard on which the neighbors of a key are looked up."""
 
@@ -44,38 +44,40 @@ def keyboard_typos(config: KeyboardTyposConfig) -> Augmentation:
 
 
 def add_typos(text: str, config: KeyboardTyposConfig, rng: Random) -> str | None:
-    """One typo in some words; the first letter of a word stays, as it nearly always does when people type."""
+    """Makes one typo in some words; the first letter of a word stays, as it nearly always does when people type."""
     words = [word for word in find_words(text) if word.text.isalpha() and len(word.text) >= _MIN_WORD_LEN]
-    chosen = draw(words, config.fraction, rng)
-    return replace_spans(text, [Span(word.start, word.end, _typo(word.text, config.layout, rng)) for word in chosen])
-
-
-def _typo(word: str, layout: Layout, rng: Random) -> str:
-    place = rng.randrange(1, len(word) - 1)
-    letter, following = word[place], word[place + 1]
-    near = neighbors(layout).get(letter.lower(), "")
-    kinds = ["omission", "doubling"] + ["slip"] * 2 * bool(near) + ["transposition"] * (letter != following)
-    match rng.choice(kinds):
-        case "slip":
-            slip = rng.choice(near)
-            return word[:place] + (slip.upper() if letter.isupper() else slip) + word[place + 1 :]
-        case "transposition":
-            return word[:place] + following + letter + word[place + 2 :]
-        case "doubling":
-            return word[:place] + letter + word[place:]
-        case _:
-            return word[:place] + word[place + 1 :]
+    edits: list[Span] = []
+    for word in draw(words, config.fraction, rng):
+        place = rng.randrange(1, len(word.text) - 1)
+        letter, following = word.text[place], word.text[place + 1]
+        before, after = word.text[:place], word.text[place + 1 :]
+        near = neighbors(config.layout).get(letter.lower(), "")
+        # Slips count twice, as the most common typo. Swapping two equal letters would change nothing.
+        kinds = ["omission", "doubling"] + ["slip"] * 2 * bool(near) + ["transposition"] * (letter != following)
+        match rng.choice(kinds):
+            case "slip":
+                slip = rng.choice(near)
+                typo = before + (slip.upper() if letter.isupper() else slip) + after
+            case "transposition":
+                typo = before + following + letter + after[1:]
+            case "doubling":
+                typo = before + letter + letter + after
+            case _:
+                typo = before + after
+        edits.append(Span(word.start, word.end, typo))
+    return replace_spans(text, edits)
 
 
 @cache
 def neighbors(layout: Layout) -> Mapping[str, str]:
-    """The letters on the keys that touch each key: beside it, above it and below it."""
+    """Returns the letters on the keys that touch each key on its left, on its right, above and below."""
     keys = {
         letter: (column + _OFFSETS[row], row)
         for row, letters in enumerate(_ROWS[layout])
         for column, letter in enumerate(letters)
         if letter != " "
     }
+    # A key touches those of the next row that overlap it, because the rows are staggered by less than a key.
     return {
         letter: "".join(
             other for other, (u, v) in keys.items() if other != letter and abs(x - u) <= 1 and abs(y - v) <= 1

@@ -1,4 +1,4 @@
-"""Contextual replacement: words by what a masked language model finds likely in their place
+"""Contextual replacement: a masked language model replaces words by likely ones
 (Kobayashi 2018, https://arxiv.org/abs/1805.06201; Wu et al. 2019, https://arxiv.org/abs/1812.06705)."""
 
 import warnings
@@ -30,7 +30,7 @@ _CONTEXT_CHARS = 400
 """Text on each side of a masked word that the model sees."""
 _MIN_WORD_LEN = 3
 _WORD_STARTS = ("Ġ", "▁")
-"""How byte-level BPE and SentencePiece mark a token that begins a word; WordPiece marks those that do not, by `##`."""
+"""Marks of a token that begins a word in byte-level BPE and SentencePiece; WordPiece marks the others, by `##`."""
 _MAX_BATCH = 32
 
 
@@ -43,9 +43,9 @@ class MaskedReplacementConfig:
     fraction: float = 0.1
     """Fraction of the words that are replaced."""
     top_k: int = 10
-    """The new word is drawn, by its probability, from this many likeliest ones."""
+    """Number of likeliest words from which the new one is drawn by its probability."""
     min_probability: float = constant(0.01)
-    """Words that the model finds less likely than this are not taken."""
+    """Minimum probability of a new word."""
 
     def __post_init__(self) -> None:
         check_fraction("fraction", self.fraction)
@@ -56,9 +56,7 @@ class MaskedReplacementConfig:
 def masked_replacement(config: MaskedReplacementConfig) -> Augmentation:
     model = MaskedModel(config.model)
     return prose_augmentation(
-        "masked_replacement",
-        lambda text, rng: replace_masked(text, model, config, rng),
-        keeps=("word_count", "lines"),
+        "masked_replacement", lambda text, rng: replace_masked(text, model, config, rng), keeps=("word_count", "lines")
     )
 
 
@@ -71,8 +69,8 @@ class Fill:
 
 
 def replace_masked(text: str, model: "MaskedModel", config: MaskedReplacementConfig, rng: Random) -> str | None:
-    """Words with a capital, which may be names, stay. All places of a text go through the model together, and each is
-    predicted from the unchanged text.
+    """Replaces words, except those with a capital, which may be names. All places of a text go through the model
+    together, and each is predicted from the unchanged text.
     """
     words = [
         word
@@ -81,6 +79,7 @@ def replace_masked(text: str, model: "MaskedModel", config: MaskedReplacementCon
     ]
     chosen = draw(words, config.fraction, rng)
     edits = []
+    # One more than `top_k`, because the original word is likely to be among them.
     for word, fills in zip(chosen, model.fill(text, chosen, config.top_k + 1), strict=True):
         fitting = [
             fill for fill in fills if fill.word.lower() != word.text and fill.probability >= config.min_probability
@@ -97,58 +96,56 @@ class MaskedModel:
     def __init__(self, folder: Path) -> None:
         self._tokenizer, self._model = load_transformers(folder, "AutoModelForMaskedLM", "masked_replacement.model")
         if self._tokenizer.mask_token is None:
-            raise ModelError(f"{folder}: its tokenizer has no mask token; give a masked language model such as BERT")
+            raise ModelError(f"{folder}: its tokenizer lacks a mask token; give a masked language model such as BERT")
 
     def fill(self, text: str, words: Sequence[Span], top_k: int) -> list[list[Fill]]:
-        """For each word the likeliest whole words in its place, best first."""
+        """Returns the likeliest whole words in the place of each word, best first."""
         from torch import no_grad
 
-        with no_grad():
-            return self._fill(text, words, top_k)
-
-    def _fill(self, text: str, words: Sequence[Span], top_k: int) -> list[list[Fill]]:
-        prompts = [self._masked(text, word) for word in words]
+        whole_words, word_ids = self._words
+        mask = self._tokenizer.mask_token
+        prompts: list[str] = []
+        for word in words:
+            left, right = text[: word.start][-_CONTEXT_CHARS:], text[word.end :][:_CONTEXT_CHARS]
+            # A mask token in the text itself would be a second place to predict.
+            prompts.append(f"{left.replace(mask, '')}{mask}{right.replace(mask, '')}")
         fills: list[list[Fill]] = []
-        for start in range(0, len(prompts), _MAX_BATCH):
-            batch = self._tokenizer(prompts[start : start + _MAX_BATCH], return_tensors="pt", padding=True)
-            rows, columns = (batch["input_ids"] == self._tokenizer.mask_token_id).nonzero(as_tuple=True)
-            logits_NV = self._model(**batch).logits[rows, columns].float()
-            best = logits_NV.softmax(dim=-1)[:, self._word_ids].topk(min(top_k, len(self._word_ids)))
-            for probabilities, places in zip(best.values.tolist(), best.indices, strict=True):
-                ids = self._word_ids[places].tolist()
-                fills.append([Fill(self._words[one], p) for one, p in zip(ids, probabilities, strict=True)])
+        with no_grad():
+            for start in range(0, len(prompts), _MAX_BATCH):
+                batch = self._tokenizer(prompts[start : start + _MAX_BATCH], return_tensors="pt", padding=True)
+                rows, columns = (batch["input_ids"] == self._tokenizer.mask_token_id).nonzero(as_tuple=True)
+                logits_NV = self._model(**batch).logits[rows, columns].float()
+                # The softmax is over the whole vocabulary, so that pieces of words keep their share of probability.
+                best = logits_NV.softmax(dim=-1)[:, word_ids].topk(min(top_k, len(word_ids)))
+                for probabilities, places in zip(best.values.tolist(), best.indices, strict=True):
+                    ids = word_ids[places].tolist()
+                    fills.append([Fill(whole_words[one], p) for one, p in zip(ids, probabilities, strict=True)])
         return fills
 
-    def _masked(self, text: str, word: Span) -> str:
-        left, right = text[: word.start][-_CONTEXT_CHARS:], text[word.end :][:_CONTEXT_CHARS]
-        left, right = left.replace(self._tokenizer.mask_token, ""), right.replace(self._tokenizer.mask_token, "")
-        return f"{left}{self._tokenizer.mask_token}{right}"
-
     @cached_property
-    def _words(self) -> dict[int, str]:
-        """The whole words of the vocabulary by token id."""
+    def _words(self) -> "tuple[dict[int, str], Tensor]":
+        """Whole words of the vocabulary by token id, and their ids [N] in ascending order."""
+        from torch import tensor
+
         vocabulary = self._tokenizer.get_vocab()
         marks = tuple(mark for mark in _WORD_STARTS if any(token.startswith(mark) for token in vocabulary))
         starts = {token: token[1:] for token in vocabulary if token.startswith(marks)} if marks else {}
+        # A vocabulary without such marks is WordPiece's.
         words = starts or {token: token for token in vocabulary if not token.startswith("##")}
+        # A tokenizer may have added tokens that the model has no row for.
         size = self._model.get_output_embeddings().weight.shape[0]
-        return {
+        whole_words = {
             vocabulary[token]: word
             for token, word in words.items()
             if word.isalpha() and len(word) > 1 and vocabulary[token] < size
         }
-
-    @cached_property
-    def _word_ids(self) -> "Tensor":
-        from torch import tensor
-
-        return tensor(sorted(self._words))
+        return whole_words, tensor(sorted(whole_words))
 
 
 def load_transformers(folder: Path, auto_class: str, setting: str) -> tuple[Any, Any]:
-    """Tokenizer and model of a Hugging Face folder, from safetensors only and without code from the folder.
+    """Loads tokenizer and model of a Hugging Face folder, from safetensors only and without code from the folder.
 
-    auto_class: of `transformers`; setting: names the folder in errors.
+    auto_class: name of a class of `transformers`; setting: name of the folder's setting in errors.
     """
     if not (folder / "config.json").is_file():
         problem = f"{folder} holds no config.json" if folder != Path() else "is not set"
@@ -162,6 +159,7 @@ def load_transformers(folder: Path, auto_class: str, setting: str) -> tuple[Any,
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Recommended: pip install sacremoses")  # MarianTokenizer never calls it
             tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **options)
+        # Pickled weights could run code.
         model = getattr(transformers, auto_class).from_pretrained(folder, use_safetensors=True, **options)
     except (OSError, ValueError, ImportError, KeyError) as error:
         first_line = str(error).strip().partition("\n")[0]

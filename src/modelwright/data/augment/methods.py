@@ -1,4 +1,4 @@
-"""The one list of augmentation methods. A new one is a file with a config and a builder, and a line here."""
+"""The list of augmentation methods. A new one is a file with a config and a builder, and a line here."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,9 +32,7 @@ from modelwright.data.augment.synonym_replacement import SynonymReplacementConfi
 
 @dataclass(frozen=True)
 class Method:
-    """A method in the list. config: the dataclass of its settings; build: makes it from them, and from what loads a
-    language model.
-    """
+    """A method in the list. config: dataclass of its settings; build: from settings and a loader of language models."""
 
     name: str
     config: type
@@ -42,7 +40,7 @@ class Method:
 
 
 def without_model(build: Callable[[Any], Augmentation]) -> Callable[[Any, LoadLanguageModel], Augmentation]:
-    """A builder that takes the config alone, as one of the list."""
+    """Adapts a builder that needs the config alone to `Method.build`."""
     return lambda config, load: build(config)
 
 
@@ -63,13 +61,14 @@ AUGMENTATIONS: tuple[Method, ...] = (
     Method("comment_dropping", CommentDroppingConfig, without_model(comment_dropping)),
 )
 
-
 GROUP = "modelwright.augmentations"
 """Entry points of other packages: each a `Method`, under its name."""
 
 
 def known_methods() -> tuple[Method, ...]:
-    """The package's own and those of installed packages. Raises `ConfigError` for an entry point that is none."""
+    """Returns the methods of this package and of installed packages. Raises `ConfigError` for an entry point that is
+    not a `Method` or has another name than its method.
+    """
     added = installed(GROUP, Method, taken=tuple(method.name for method in AUGMENTATIONS))
     for name, method in added.items():
         if method.name != name:
@@ -80,15 +79,14 @@ def known_methods() -> tuple[Method, ...]:
 def build_methods(
     names: Sequence[str], configs: Mapping[str, Any], load_language_model: LoadLanguageModel
 ) -> list[Augmentation]:
-    """The methods of these names. configs: settings by name, defaults where there are none. Raises `ConfigError` for a
-    name that is not known.
-    """
+    """Builds methods by name. configs: settings by name, else defaults. Raises `ConfigError` for an unknown name."""
     by_name = {method.name: method for method in known_methods()}
     for name in names:
         if name not in by_name:
             raise ConfigError(
                 f"methods: {name!r} is unknown{did_you_mean(name, by_name)} (known: {', '.join(by_name)})"
             )
+    # A name that is given twice is one method.
     chosen = [by_name[name] for name in dict.fromkeys(names)]
     return [method.build(configs.get(method.name, method.config()), load_language_model) for method in chosen]
 

@@ -1,4 +1,4 @@
-"""OCR confusions: characters that recognition of printed text takes for similar ones."""
+"""OCR confusions: characters that recognition of printed text mistakes for similar ones."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ CONFUSIONS: Mapping[str, tuple[str, ...]] = {
     "z": ("2",), "G": ("6",), "f": ("t",), "t": ("f",), "u": ("ii",), "n": ("ri",), "y": ("v",), "E": ("F",),
     "D": ("O",), "U": ("V",), "a": ("o",), "li": ("h",), "tt": ("ll",),
 }  # fmt: skip
-"""What printed characters are taken for: pairs of similar shape, most of them in both directions."""
+"""Characters of similar shape for printed characters, most of them in both directions."""
 _MAX_LEN = max(map(len, CONFUSIONS))
 
 
@@ -23,7 +23,7 @@ class OcrConfusionsConfig:
     """Errors of optical character recognition."""
 
     fraction: float = 0.05
-    """Fraction of the words that get one confusion."""
+    """Fraction of the words with one confusion."""
 
     def __post_init__(self) -> None:
         check_fraction("fraction", self.fraction)
@@ -36,17 +36,20 @@ def ocr_confusions(config: OcrConfusionsConfig) -> Augmentation:
 
 
 def confuse(text: str, fraction: float, rng: Random) -> str | None:
-    """One confusion in each of some words."""
-    words = [(word, places) for word in find_words(text) if len(word.text) > 2 and (places := _places(word.text))]
-    edits = []
-    for word, places in draw(words, fraction, rng):
-        start, end = rng.choice(places)
-        wrong = rng.choice(CONFUSIONS[word.text[start:end]])
-        edits.append(Span(word.start + start, word.start + end, wrong))
+    """Replaces one place in each of some words by a similar shape."""
+    candidates: list[list[Span]] = []
+    for word in find_words(text):
+        letters = word.text
+        ends = ((start, start + size) for start in range(len(letters)) for size in range(1, _MAX_LEN + 1))
+        places = [
+            Span(word.start + start, word.start + end, letters[start:end])
+            for start, end in ends
+            if end <= len(letters) and letters[start:end] in CONFUSIONS  # a slice at the end would be shorter
+        ]
+        if len(letters) > 2 and places:
+            candidates.append(places)
+    edits: list[Span] = []
+    for places in draw(candidates, fraction, rng):
+        place = rng.choice(places)
+        edits.append(Span(place.start, place.end, rng.choice(CONFUSIONS[place.text])))
     return replace_spans(text, edits)
-
-
-def _places(word: str) -> list[tuple[int, int]]:
-    """Where characters stand that can be confused."""
-    ends = ((start, start + size) for start in range(len(word)) for size in range(1, _MAX_LEN + 1))
-    return [(start, end) for start, end in ends if end <= len(word) and word[start:end] in CONFUSIONS]

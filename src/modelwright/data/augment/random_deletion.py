@@ -17,7 +17,7 @@ from modelwright.data.augment.word_spans import (
 
 @dataclass(frozen=True, kw_only=True)
 class RandomDeletionConfig:
-    """Words left out."""
+    """Omission of words."""
 
     fraction: float = 0.1
     """Fraction of the words that are left out; EDA's alpha."""
@@ -33,19 +33,18 @@ def random_deletion(config: RandomDeletionConfig) -> Augmentation:
 
 
 def delete_words(text: str, fraction: float, rng: Random) -> str | None:
-    """The first word of a sentence stays, and a word whose absence would leave two punctuation marks side by side."""
+    """Leaves out words, except the first of a sentence and those between two punctuation marks."""
     candidates = [
         Span(sentence.start + word.start, sentence.start + word.end, word.text)
         for sentence in spans_of_sentences(text)
         for word in find_words(sentence.text)[1:]
         if stands_free(sentence.text, word)
     ]
-    edits = [_without(text, word) for word in draw(candidates, fraction, rng)]
+    edits: list[Span] = []
+    for word in draw(candidates, fraction, rng):
+        # One space goes with the word; a line break stays, so that the number of lines does.
+        if text[word.start - 1] == " ":
+            edits.append(Span(word.start - 1, word.end, ""))
+        else:
+            edits.append(Span(word.start, word.end + (text[word.end : word.end + 1] == " "), ""))
     return repair_articles(replace_spans(text, edits), text) if edits else None
-
-
-def _without(text: str, word: Span) -> Span:
-    """The word with one space beside it; line breaks stay."""
-    if text[word.start - 1] == " ":
-        return Span(word.start - 1, word.end, "")
-    return Span(word.start, word.end + (text[word.end : word.end + 1] == " "), "")

@@ -1,5 +1,4 @@
-"""Random insertion: synonyms of words of a sentence at random places in it (EDA, Wei & Zou 2019,
-https://arxiv.org/abs/1901.11196)."""
+"""Random insertion of synonyms into a sentence (EDA, Wei & Zou 2019, https://arxiv.org/abs/1901.11196)."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ class RandomInsertionConfig:
     """Insertion of synonyms."""
 
     fraction: float = 0.1
-    """Number of inserted words, as a fraction of the words; EDA's alpha. There are at most as many as synonyms."""
+    """Number of inserted words, as a fraction of the words, at most one per word with a synonym; EDA's alpha."""
     wordnet: Path = DEFAULT_FOLDER
     """Folder of a WordNet database; Debian's package `wordnet-base` has one."""
 
@@ -39,7 +38,7 @@ def random_insertion(config: RandomInsertionConfig) -> Augmentation:
 
 
 def insert_words(text: str, wordnet: WordNet, fraction: float, rng: Random) -> str | None:
-    """Synonyms go between two words of the sentence whose word they mean, never to its beginning."""
+    """Inserts synonyms between two words of the sentence that has the original word, never at its beginning."""
     inserted: dict[int, str] = {}
     sentences = spans_of_sentences(text)
     num_left = max(1, round(fraction * len(find_words(text))))

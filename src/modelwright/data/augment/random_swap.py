@@ -1,4 +1,4 @@
-"""Random swap: words of a sentence change places (EDA, Wei & Zou 2019, https://arxiv.org/abs/1901.11196)."""
+"""Random swap: words of a sentence trade places (EDA, Wei & Zou 2019, https://arxiv.org/abs/1901.11196)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,13 +33,14 @@ def random_swap(config: RandomSwapConfig) -> Augmentation:
 
 
 def swap_words(text: str, fraction: float, rng: Random) -> str | None:
-    """The first word of a sentence and words with a capital stay where they are, so that the case stays right. The
-    articles "a" and "an" follow the word that now comes after them.
+    """Swaps words within sentences. The first word of a sentence and words with a capital stay in place, so that the
+    case remains correct. The articles "a" and "an" are adapted to the word that now comes after them.
     """
     edits: list[Span] = []
     longest: tuple[list[Span], int] = ([], 0)
     for sentence in spans_of_sentences(text):
         words = [word for word in find_words(sentence.text) if word.text.islower() and stands_free(sentence.text, word)]
+        # Rounded at random: most sentences are too short for one whole pair.
         expected = fraction * len(words) / 2
         num_pairs = min(int(expected) + (rng.random() < expected % 1), len(words) // 2)
         edits += _swap_pairs(words, num_pairs, sentence.start, rng)
@@ -51,7 +52,7 @@ def swap_words(text: str, fraction: float, rng: Random) -> str | None:
 
 
 def _swap_pairs(words: Sequence[Span], num_pairs: int, start: int, rng: Random) -> list[Span]:
-    """Pairs of words of a sentence that begins at `start`, each in the place of the other."""
+    """Returns the edits that swap random pairs of words of a sentence that begins at `start`."""
     places = rng.sample(words, 2 * num_pairs)
     pairs = zip(places[::2], places[1::2], strict=True)
     return [

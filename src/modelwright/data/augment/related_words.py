@@ -1,11 +1,11 @@
-"""Finds the words of a sentence that others of WordNet can replace, so that the sentence still reads.
+"""Finds the words of a sentence that other words of WordNet can replace, so that the sentence still reads.
 
-A word has many meanings and a program does not know which is meant. So only words are replaced that nearly always have
-the same meaning, and only by such words. The new word gets the inflection of the old one. Parts of speech and
+A word has many meanings, and a program does not know which one applies. So a word is replaced only if it nearly always
+has the same meaning, and only by such words. The new word gets the inflection of the old one. Parts of speech and
 inflection come from the packages HanTa and lemminflect.
 
-A WordNet database is the files `index.*`, `data.*` and `cntlist.rev` (wndb(5WN), cntlist(5WN)). They are mapped into
-memory and searched there; only the counts are loaded.
+A WordNet database consists of the files `index.*`, `data.*` and `cntlist.rev` (wndb(5WN), cntlist(5WN)). They are
+mapped into memory and searched there; only the counts are loaded.
 """
 
 import mmap
@@ -21,8 +21,9 @@ from modelwright.core.errors import DataError
 from modelwright.data.augment.word_spans import find_words, is_english, match_case, missing_extra, spans_of_sentences
 
 DEFAULT_FOLDER = Path("/usr/share/wordnet")
-"""Where Debian's package `wordnet-base` installs the database."""
+"""Folder of the database in Debian's package `wordnet-base`."""
 HYPERNYM = "@"
+"""Symbol of pointers to broader meanings in `data.*`."""
 
 PartOfSpeech = Literal["noun", "verb", "adj", "adv"]
 _PARTS: tuple[PartOfSpeech, ...] = ("noun", "verb", "adj", "adv")
@@ -38,14 +39,14 @@ _TAGS: Mapping[str, tuple[PartOfSpeech, str, str]] = {
 }  # fmt: skip
 """WordNet's part of speech, the universal one and the tag of the Penn Treebank, by tag of the CLAWS C5 tag set."""
 _MIN_SHARE = 0.6
-"""Share of a word's occurrences that its most frequent meaning must have."""
+"""Minimum share of the most frequent meaning in a word's occurrences."""
 _MIN_COUNT = 3
-"""Occurrences in WordNet's tagged texts that a new word must have, because rare ones read oddly, and that the main
-meaning of a word with several must have, because fewer say nothing."""
+"""Minimum occurrences in WordNet's tagged texts: of a new word, because rare ones read oddly, and of the main meaning
+of a word with several, because fewer prove little."""
 _DETERMINERS = frozenset({"AT0", "DT0", "DPS", "CRD", "ORD", "POS", "DTQ"})
 _INSIDE_NOUN_PHRASE = frozenset({"AJ0", "AJC", "AJS", "NN0", "NN1", "AV0"})
 _GOVERNED = frozenset({"PRP", "PRF", "AVP", "TO0", "CJT", "AJ0", "DTQ"})
-"""What follows a verb that depends on the verb itself: a preposition, a particle, an infinitive, a clause."""
+"""Complements that depend on the verb before them: a preposition, a particle, an infinitive, a clause."""
 _LEFT_ALONE = frozenset({
     "able", "about", "above", "ace", "adopt", "after", "afterward", "afterwards", "again", "all", "along", "also",
     "altogether", "always", "ask", "associate", "average", "bad", "badly", "be", "beckon", "become", "before",
@@ -66,8 +67,8 @@ _LEFT_ALONE = frozenset({
     "total", "transverse", "try", "turn", "unity", "up", "upward", "upwards", "use", "very", "want", "wave", "way",
     "well", "wind", "woman", "works", "year", "yes", "zero",
 })  # fmt: skip
-"""Words with so many uses that a replacement seldom fits, words that are little but structure, and words of which
-WordNet's main meaning is no longer the usual one. They neither change nor replace others."""
+"""Words with so many uses that a replacement seldom fits, function words, and words whose main meaning in WordNet is
+outdated. They neither change nor replace others."""
 
 
 @dataclass(frozen=True)
@@ -80,34 +81,48 @@ class Synset:
 
 
 class WordNet:
-    """The database in a folder. Raises `DataError` that says what to install if it is not there."""
+    """The database in a folder. Raises `DataError`, with the package to install, if files are missing."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         names = [f"{kind}.{part}" for kind in ("index", "data") for part in _PARTS]
         if missing := [name for name in names if not (folder / name).is_file()]:
             raise DataError(
-                f"{folder}: holds no WordNet database ({missing[0]} is missing); install one (Debian and Ubuntu: "
+                f"{folder}: is not a WordNet database ({missing[0]} is missing); install one (Debian and Ubuntu: "
                 "apt install wordnet-base) or give the folder of another with the setting `wordnet`"
             )
-        self._files = {name: _map(folder / name) for name in names}
+        self._files: dict[str, mmap.mmap] = {}
+        for name in names:
+            with open(folder / name, "rb") as file:
+                self._files[name] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self.synset = lru_cache(maxsize=100_000)(self._read_synset)
         self.senses = lru_cache(maxsize=100_000)(self._read_senses)
 
     def _read_senses(self, lemma: str, part: PartOfSpeech) -> tuple[int, ...]:
-        """Offsets of the meanings of a lemma (lower case, `_` for spaces), most frequent first; empty if unknown."""
-        line = _find(self._files[f"index.{part}"], lemma.encode())
-        if not line:
-            return ()
-        fields = line.decode().split()
-        return tuple(map(int, fields[6 + int(fields[3]) :]))
+        """Returns the offsets of a lemma's meanings, most frequent first. lemma: lower case, `_` for spaces."""
+        index, wanted = self._files[f"index.{part}"], lemma.encode()
+        low, high = 0, len(index)
+        while low < high:  # bisection over bytes; each step compares the line around the middle
+            middle = (low + high) // 2
+            start = index.rfind(b"\n", 0, middle) + 1
+            end = index.find(b"\n", start)
+            end = len(index) if end < 0 else end
+            found = index[start:end].partition(b" ")[0]
+            if found == wanted:
+                fields = index[start:end].decode().split()
+                return tuple(map(int, fields[6 + int(fields[3]) :]))  # after a variable number of pointer symbols
+            if found < wanted:  # the lines of the license begin with a space: an empty word, which sorts first
+                low = end + 1
+            else:
+                high = start
+        return ()
 
     def _read_synset(self, offset: int, part: PartOfSpeech) -> Synset:
         data = self._files[f"data.{part}"]
         fields = data[offset : data.find(b"|", offset)].decode().split()
         if not fields or fields[0] != f"{offset:08d}":
-            raise DataError(f"{self.folder / f'data.{part}'}: has no entry at {offset}; install the database again")
-        num_words = int(fields[3], 16)
+            raise DataError(f"{self.folder / f'data.{part}'}: lacks the entry {offset}; install the database again")
+        num_words = int(fields[3], 16)  # the only hexadecimal number of the format
         words = tuple(word.partition("(")[0].lower() for word in fields[4 : 4 + 2 * num_words : 2])
         pointers = fields[5 + 2 * num_words :]
         hypernyms = tuple(
@@ -116,13 +131,9 @@ class WordNet:
         return Synset(offset, words, hypernyms)
 
     def counts(self, lemma: str, part: PartOfSpeech) -> tuple[int, ...]:
-        """How often each meaning, in the order of `senses`, occurs in the tagged texts that come with WordNet."""
+        """Returns the occurrences of each meaning, in the order of `senses`, in WordNet's tagged texts."""
         counts = self._counts.get((lemma, part), {})
         return tuple(counts.get(number, 0) for number in range(1, len(self.senses(lemma, part)) + 1))
-
-    def has_phrase(self, *words: str) -> bool:
-        """Whether several words together are an entry, as "hot dog" and "take place"."""
-        return any(self.senses("_".join(words), part) for part in _PARTS)
 
     @cached_property
     def _counts(self) -> Mapping[tuple[str, PartOfSpeech], dict[int, int]]:
@@ -136,30 +147,6 @@ class WordNet:
         return counts
 
 
-def _map(path: Path) -> mmap.mmap:
-    with open(path, "rb") as file:
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-
-
-def _find(index: mmap.mmap, lemma: bytes) -> bytes:
-    """The line of a sorted index that begins with a lemma, by bisection; empty if there is none."""
-    low, high = 0, len(index)
-    while low < high:
-        middle = (low + high) // 2
-        start = index.rfind(b"\n", 0, middle) + 1
-        end = index.find(b"\n", start)
-        end = len(index) if end < 0 else end
-        line = index[start:end]
-        found = line.partition(b" ")[0]
-        if found == lemma:
-            return line
-        if found < lemma:  # the lines of the license begin with a space: an empty word, which sorts first
-            low = end + 1
-        else:
-            high = start
-    return b""
-
-
 @dataclass(frozen=True)
 class TaggedWord:
     """A word or a punctuation mark at characters `start` to `end`, with its tag in the CLAWS C5 tag set."""
@@ -171,32 +158,13 @@ class TaggedWord:
 
     @property
     def part(self) -> PartOfSpeech | None:
-        """Its part of speech in WordNet; None for all others."""
+        """Part of speech in WordNet; None for all others."""
         return _TAGS[self.tag][0] if self.tag in _TAGS else None
-
-    @property
-    def lemma(self) -> str:
-        """The dictionary form of a word that has a `part`."""
-        return _lemma(self.text.lower(), self.tag)
-
-    def inflect(self, lemma: str) -> str:
-        """Another lemma in the form of this word; "" if the dictionary has none."""
-        return _inflected(lemma, self.tag)
-
-
-def tag_sentences(text: str) -> list[list[TaggedWord]]:
-    """The tokens of each sentence with their parts of speech."""
-    sentences = []
-    for sentence in spans_of_sentences(text):
-        tagged = _tag(sentence.text.rstrip())
-        sentences.append(
-            [TaggedWord(sentence.start + start, sentence.start + end, *rest) for start, end, *rest in tagged]
-        )
-    return sentences
 
 
 @lru_cache(maxsize=20_000)
 def _tag(sentence: str) -> list[tuple[int, int, str, str]]:
+    """Returns start, end, text and tag of each token. The cache serves a document that several copies are made of."""
     tokens = list(_TOKEN.finditer(sentence))
     if not tokens:
         return []
@@ -214,26 +182,27 @@ def _tagger() -> Any:
 
 
 def is_countable(noun: str) -> bool:
-    """Whether a noun has a plural and is never used without an article or a plural, as "chair" and unlike "milk"."""
+    """Returns True for a noun with a plural whose singular always has an article ("chair", not "milk")."""
     plurals = _lemminflect().getInflection(noun, "NNS", inflect_oov=False)
     return bool(plurals) and noun not in plurals
 
 
 @lru_cache(maxsize=100_000)
 def _lemma(word: str, tag: str) -> str:
+    """Returns the dictionary form of a word in lower case whose tag is in `_TAGS`."""
     lemmas = _lemminflect().getLemma(word, upos=_TAGS[tag][1])
     return str(lemmas[0]) if lemmas else word
 
 
 @lru_cache(maxsize=100_000)
 def _inflected(lemma: str, tag: str) -> str:
+    """Returns a lemma in the form that a tag says; "" if the dictionary has none."""
     penn = _TAGS[tag][2]
     if penn in ("NN", "JJ", "RB", "VB", "VBP"):
         return lemma
-    forms = [
-        form for form in _lemminflect().getInflection(lemma, penn, inflect_oov=False) if form != lemma or penn == "VBD"
-    ]
-    return str(forms[0]) if forms else ""
+    forms = _lemminflect().getInflection(lemma, penn, inflect_oov=False)
+    # A plural or comparative that equals the lemma reads as a mistake; a past tense may ("put").
+    return str(next((form for form in forms if form != lemma or penn == "VBD"), ""))
 
 
 def _lemminflect() -> Any:
@@ -245,12 +214,12 @@ def _lemminflect() -> Any:
 
 
 Alternatives = Callable[[WordNet, str, PartOfSpeech], Sequence[str]]
-"""Lemmas that can take the place of a lemma, best first."""
+"""Returns lemmas that can replace a lemma, best first."""
 
 
 @dataclass(frozen=True)
 class Replaceable:
-    """A word of a text, and other words in its form and case that can take its place."""
+    """A word of a text, and other words in its form and case that can replace it."""
 
     word: TaggedWord
     alternatives: tuple[str, ...]
@@ -262,11 +231,13 @@ def open_wordnet(folder: Path) -> WordNet:
 
 
 def replaceable_words(text: str, wordnet: WordNet, alternatives: Alternatives) -> Iterator[list[Replaceable]]:
-    """For each sentence of an English text, the words that can be replaced; nothing for other languages."""
+    """Yields the words of each sentence that can be replaced; nothing for a text that is not in English."""
     if not is_english(text):
         return
     words = {(word.start, word.end) for word in find_words(text)}
-    for sentence in tag_sentences(text):
+    for span in spans_of_sentences(text):
+        tagged = _tag(span.text.rstrip())
+        sentence = [TaggedWord(span.start + start, span.start + end, *rest) for start, end, *rest in tagged]
         yield [
             Replaceable(word, options)
             for place, word in enumerate(sentence)
@@ -277,33 +248,32 @@ def replaceable_words(text: str, wordnet: WordNet, alternatives: Alternatives) -
 
 def _may_change(sentence: Sequence[TaggedWord], place: int, wordnet: WordNet) -> bool:
     word = sentence[place]
-    if word.part is None or not word.text.isalpha() or len(word.text) < 3 or word.lemma in _LEFT_ALONE:
+    lower = word.text.lower()
+    if word.part is None or not word.text.isalpha() or len(word.text) < 3 or _lemma(lower, word.tag) in _LEFT_ALONE:
         return False
-    if place and word.text != word.text.lower():  # a name, perhaps
+    if place and word.text != lower:  # a name, perhaps
         return False
-    neighbors = [(other.text.lower(), word.text.lower()) for other in sentence[max(0, place - 1) : place]]
-    neighbors += [(word.text.lower(), other.text.lower()) for other in sentence[place + 1 : place + 2]]
-    lemmas = [(word.lemma, second) for first, second in neighbors if first == word.text.lower()]
-    if any(
-        first.isalpha() and second.isalpha() and wordnet.has_phrase(first, second)
-        for first, second in neighbors + lemmas
-    ):
-        return False
+    # Half of an entry such as "hot dog" or "take place" must stay; "took place" is found by the lemma.
+    pairs = [(other.text.lower(), lower) for other in sentence[max(0, place - 1) : place]]
+    pairs += [(lower, other.text.lower()) for other in sentence[place + 1 : place + 2]]
+    pairs += [(_lemma(lower, word.tag), second) for first, second in pairs if first == lower]
+    for first, second in pairs:
+        if first.isalpha() and second.isalpha() and any(wordnet.senses(f"{first}_{second}", one) for one in _PARTS):
+            return False
     if word.part == "verb":
         return place + 1 == len(sentence) or sentence[place + 1].tag not in _GOVERNED
-    return word.part != "noun" or word.tag == "NN2" or _has_determiner(sentence, place)
-
-
-def _has_determiner(sentence: Sequence[TaggedWord], place: int) -> bool:
-    """Whether the noun phrase of a noun in the singular starts with an article or the like."""
-    while place and sentence[place - 1].tag in _INSIDE_NOUN_PHRASE:
-        place -= 1
-    return place > 0 and sentence[place - 1].tag in _DETERMINERS
+    if word.part != "noun" or word.tag == "NN2":
+        return True
+    # A singular without a determiner is often half of a compound or of a fixed phrase ("by train").
+    start = place
+    while start and sentence[start - 1].tag in _INSIDE_NOUN_PHRASE:
+        start -= 1
+    return start > 0 and sentence[start - 1].tag in _DETERMINERS
 
 
 def _options(word: TaggedWord, wordnet: WordNet, alternatives: Alternatives) -> tuple[str, ...]:
     assert word.part is not None
-    lemma = word.lemma
+    lemma = _lemma(word.text.lower(), word.tag)
     if main_sense(wordnet, lemma, word.part) is None:
         return ()
     options = []
@@ -312,13 +282,13 @@ def _options(word: TaggedWord, wordnet: WordNet, alternatives: Alternatives) -> 
         fits = other.isalpha() and len(other) > 2 and other not in _LEFT_ALONE and not is_abbreviation
         if fits and word.part == "noun":
             fits = is_countable(other) == is_countable(lemma)
-        if fits and (form := word.inflect(other)):
+        if fits and (form := _inflected(other, word.tag)):
             options.append(match_case(form, word.text))
     return tuple(dict.fromkeys(options))
 
 
 def main_sense(wordnet: WordNet, lemma: str, part: PartOfSpeech) -> int | None:
-    """The offset of the meaning that a lemma nearly always has; None if it has several frequent ones."""
+    """Returns the offset of the meaning that a lemma nearly always has; None if it has several frequent ones."""
     senses = wordnet.senses(lemma, part)
     if not senses:
         return None

@@ -1,6 +1,6 @@
 """Computes the tokens of changed documents for packed rows, in processes that work ahead of the training step.
 
-A copy is a function of (seed, epoch, document id, strength), as in `augmenter.py`; workers and ranks do not matter.
+A copy is a pure function of (seed, epoch, document id, strength), whatever the workers and ranks: see `augmenter.py`.
 """
 
 import multiprocessing
@@ -20,23 +20,24 @@ from modelwright.core.errors import ModelwrightError
 from modelwright.data.augment.augmentation import Augmentation
 from modelwright.data.augment.augmenter import Augmenter, MethodCost
 from modelwright.data.document import Document
-from modelwright.data.rows.origins import PieceOrigin, RowOrigins
+from modelwright.data.rows.origins import RowOrigins
 from modelwright.data.rows.pack import TokenSequence, targets_of_piece, with_end
 from modelwright.data.workers import follow_parent
 
 Encode = Callable[[Document], Sequence[TokenSequence]]
 _MOST_BREAKS = 3
+"""Breaks of the pool after which training stops: a single process may have been killed by chance."""
 
 
 class RowEncoder(Protocol):
-    """Plain values from which a worker loads the encoder that the rows were packed with."""
+    """Picklable values from which a worker loads the encoder that the rows were packed with."""
 
     def load(self) -> Encode: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class CopyRecipe:
-    """How copies are made: values that a worker gets once and that are equal for equal copies."""
+    """Settings of copies: a worker loads them once, and equal recipes make equal copies."""
 
     folder: Path
     """The packed rows, with their documents."""
@@ -58,9 +59,9 @@ class CopyJob:
 
 
 class PieceCopy(NamedTuple):
-    """A piece of a changed document. place: of the row in the job; piece: number in the row; ids: up to `seq_len`
-    tokens from where the piece begins; targets: the loss mask of these, None if all count; is_whole: the sequence has a
-    mask of its own, so that it may not be cut; is_last: whether the sequence ends with the piece.
+    """A piece of a changed document. place: index of the row in the job; piece: index of the piece in the row; ids: up
+    to `seq_len` tokens from the beginning of the piece; targets: their loss mask, None if all count; is_whole: the
+    sequence has a loss mask, so that it must not be cut; is_last: the sequence ends with the piece.
     """
 
     place: int
@@ -73,81 +74,56 @@ class PieceCopy(NamedTuple):
 
 @dataclass(frozen=True)
 class CopyResult:
-    """What became of a job. cpu_s: CPU seconds that it took."""
+    """Copies of a job, costs by method, and the CPU seconds of the job."""
 
     copies: Sequence[PieceCopy]
     costs: dict[str, MethodCost]
     cpu_s: float
 
 
+@lru_cache(maxsize=1)  # a worker serves one recipe
+def _load(recipe: CopyRecipe) -> tuple[Sequence[Augmentation], Encode, RowOrigins]:
+    return recipe.methods(), recipe.encoder.load(), RowOrigins.open(recipe.folder)
+
+
 def make_copies(recipe: CopyRecipe, job: CopyJob) -> CopyResult:
-    """The copies of one job. Methods and tokenizer are loaded at the first one."""
-    return _row_copies(recipe)(job)
-
-
-@lru_cache(maxsize=1)
-def _row_copies(recipe: CopyRecipe) -> "RowCopies":
-    return RowCopies(recipe)
-
-
-class RowCopies:
-    """Makes copies by one recipe. Raises `ArtifactError` if the rows have no documents."""
-
-    def __init__(self, recipe: CopyRecipe) -> None:
-        self.recipe = recipe
-        self.methods = recipe.methods()
-        self.encode = recipe.encoder.load()
-        self.origins = RowOrigins.open(recipe.folder)
-
-    def __call__(self, job: CopyJob) -> CopyResult:
-        started = time.process_time()
-        places = [
-            (place, piece, (origin.document, epoch), origin)
-            for place, (row, epoch) in enumerate(zip(job.rows, job.epochs, strict=True))
-            for piece, origin in enumerate(self.origins.of_row(row))
-        ]
-        augmenter = Augmenter(self.methods, seed=self.recipe.seed)
-        sequences = self._sequences(augmenter, list(dict.fromkeys(key for _, _, key, _ in places)), job.strength)
-        copies = [
-            copy
-            for place, piece, key, origin in places
-            if key in sequences and (copy := self._piece(place, piece, origin, sequences[key]))
-        ]
-        return CopyResult(copies, augmenter.costs, time.process_time() - started)
-
-    def _sequences(
-        self, augmenter: Augmenter, keys: Sequence[tuple[int, int]], strength: float
-    ) -> dict[tuple[int, int], Sequence[TokenSequence]]:
-        """The sequences of the copy of each (document, epoch) that is changed."""
-        result = {}
-        for epoch in dict.fromkeys(epoch for _, epoch in keys):
-            numbers = [number for number, one in keys if one == epoch]
-            documents = [self.origins.document(number) for number in numbers]
-            for number, copy in zip(numbers, augmenter(documents, epoch=epoch, strength=strength), strict=True):
-                if copy is not None:
-                    result[number, epoch] = self.encode(copy)
-        return result
-
-    def _piece(
-        self, place: int, piece: int, origin: PieceOrigin, sequences: Sequence[TokenSequence]
-    ) -> PieceCopy | None:
-        """The tokens of the copy where the piece of the original is; None if it ends before them."""
-        if origin.part >= len(sequences):
-            return None
-        sequence = sequences[origin.part]
+    """Makes the copies of one job. Raises `ArtifactError` if the documents of the rows are missing."""
+    methods, encode, origins = _load(recipe)
+    started = time.process_time()
+    places = [
+        (place, piece, (origin.document, epoch), origin)
+        for place, (row, epoch) in enumerate(zip(job.rows, job.epochs, strict=True))
+        for piece, origin in enumerate(origins.of_row(row))
+    ]
+    # Documents of one epoch go through the methods together; a document that several rows share is changed once.
+    augmenter = Augmenter(methods, seed=recipe.seed)
+    keys = list(dict.fromkeys(key for _, _, key, _ in places))
+    sequences: dict[tuple[int, int], Sequence[TokenSequence]] = {}
+    for epoch in dict.fromkeys(epoch for _, epoch in keys):
+        numbers = [number for number, one in keys if one == epoch]
+        documents = [origins.document(number) for number in numbers]
+        for number, copy in zip(numbers, augmenter(documents, epoch=epoch, strength=job.strength), strict=True):
+            if copy is not None:
+                sequences[number, epoch] = encode(copy)
+    # A piece of the copy has the place in its sequence that the original's piece has, unless the copy ends before it.
+    copies: list[PieceCopy] = []
+    for place, piece, key, origin in places:
+        if key not in sequences or origin.part >= len(sequences[key]):
+            continue
+        sequence = sequences[key][origin.part]
         ids = np.asarray(sequence.ids, dtype=np.int64)
         mask = None if sequence.mask is None else np.asarray(sequence.mask, dtype=np.uint8)
-        ids = with_end(ids, self.recipe.eos_id) if mask is None else ids
-        end = min(len(ids), origin.first + self.recipe.seq_len)
-        if end - origin.first < 2:
-            return None
-        targets = targets_of_piece(mask, origin.first, end, origin.num_repeated)
-        return PieceCopy(place, piece, ids[origin.first : end], targets, mask is not None, origin.is_last)
+        ids = with_end(ids, recipe.eos_id) if mask is None else ids
+        end = min(len(ids), origin.first + recipe.seq_len)
+        if end - origin.first >= 2:  # a single token has no next one to predict
+            targets = targets_of_piece(mask, origin.first, end, origin.num_repeated)
+            copies.append(PieceCopy(place, piece, ids[origin.first : end], targets, mask is not None, origin.is_last))
+    return CopyResult(copies, augmenter.costs, time.process_time() - started)
 
 
 class CopyWorkers:
-    """Makes the copies of numbered batches in `num_workers` processes, which start with the first job; 0: in this
-    process, when they are taken. A process that is killed is replaced and its jobs are done again.
+    """Makes the copies of numbered batches in `num_workers` processes, which start with the first job; with 0 workers
+    in this process, by `take`. A process that is killed is replaced and its jobs are repeated.
     """
 
     def __init__(self, recipe: CopyRecipe, num_workers: int) -> None:
@@ -159,7 +135,7 @@ class CopyWorkers:
         self._num_breaks = 0
 
     def submit(self, number: int, job: CopyJob) -> None:
-        """Begin with a batch, unless the same job has been begun."""
+        """Begins a batch, unless the same job has already begun."""
         if not self.num_workers or self._jobs.get(number) == job:
             return
         if number in self._jobs:
@@ -171,7 +147,7 @@ class CopyWorkers:
             self._restart()
 
     def take(self, number: int, job: CopyJob) -> CopyResult:
-        """The copies of a batch; waits for them. What was begun for earlier batches is given up. Raises
+        """Waits for the copies of a batch and returns them. Jobs of earlier batches are canceled. Raises
         `ModelwrightError` if processes are killed repeatedly.
         """
         if not self.num_workers:
@@ -189,7 +165,7 @@ class CopyWorkers:
             return result
 
     def close(self) -> None:
-        """End the processes; the next job starts new ones."""
+        """Ends the processes; the next job starts new ones."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
         self._pool = None
@@ -198,12 +174,13 @@ class CopyWorkers:
 
     def _begin(self, number: int) -> None:
         if self._pool is None:
-            context = multiprocessing.get_context("spawn")  # a fork would copy locks that threads of PyTorch hold
+            # A fork would copy locks that threads of PyTorch hold.
+            context = multiprocessing.get_context("spawn")
             self._pool = ProcessPoolExecutor(self.num_workers, context, initializer=_start_worker)
         self._futures[number] = self._pool.submit(make_copies, self.recipe, self._jobs[number])
 
     def _restart(self) -> None:
-        jobs = dict(self._jobs)
+        jobs = dict(self._jobs)  # `close` forgets them
         while True:
             self._num_breaks += 1
             if self._num_breaks == _MOST_BREAKS:
@@ -216,7 +193,7 @@ class CopyWorkers:
             try:
                 for number in jobs:
                     self._begin(number)
-            except BrokenProcessPool:
+            except BrokenProcessPool:  # killed again at once, which is one more break
                 continue
             return
 

@@ -1,4 +1,4 @@
-"""Sentence shuffle: the sentences of a paragraph in another order."""
+"""Sentence shuffle: reorders the sentences of a paragraph."""
 
 import re
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from modelwright.data.augment.word_spans import spans_of_sentences
 
 _PARAGRAPH_BREAK = re.compile(r"(\n\s*\n)")
 _STRUCTURE = re.compile(r"^\s*(?:[-*+•|>#]|\d+[.)]\s|\S+\s*:\s*$)|\t|```", re.MULTILINE)
-"""Lines of lists, tables, quotations and headings, whose order says something."""
+"""Lines of lists, tables, quotations and headings, whose order has a meaning."""
 _PAIRS = (("(", ")"), ("[", "]"), ("“", "”"), ("«", "»"))
 
 
@@ -28,33 +28,26 @@ def sentence_shuffle(config: SentenceShuffleConfig) -> Augmentation:
 
 
 def shuffle_sentences(text: str, language: str, rng: Random) -> str | None:
-    """Every paragraph with two sentences or more gets a new order of them; lists, tables and code keep theirs. White
-    space between sentences stays at its place.
-    """
+    """Reorders the sentences of every paragraph but not the white space between them; lists, tables and code stay."""
     parts = _PARAGRAPH_BREAK.split(text)
-    return "".join(part if number % 2 else _shuffle(part, language, rng) for number, part in enumerate(parts))
-
-
-def _shuffle(paragraph: str, language: str, rng: Random) -> str:
-    if _STRUCTURE.search(paragraph):
-        return paragraph
-    pieces = [span.text for span in spans_of_sentences(paragraph, language)]
-    sentences = [piece.strip() for piece in pieces if piece.strip()]
-    if len(sentences) < 2 or not all(map(_is_whole, sentences)):
-        return paragraph
-    order = list(range(len(sentences)))
-    while order == sorted(order):
-        rng.shuffle(order)
-    moved = iter(sentences[place] for place in order)
-    return "".join(_keep_space(piece, next(moved)) if piece.strip() else piece for piece in pieces)
+    for number in range(0, len(parts), 2):  # the parts between are the paragraph breaks
+        if _STRUCTURE.search(parts[number]):
+            continue
+        pieces = [span.text for span in spans_of_sentences(parts[number], language)]
+        sentences = [piece.strip() for piece in pieces if piece.strip()]
+        if len(sentences) < 2 or not all(map(_is_whole, sentences)):
+            continue
+        order = list(range(len(sentences)))
+        while order == sorted(order):  # every order but the original is equally likely
+            rng.shuffle(order)
+        moved = iter(sentences[place] for place in order)
+        parts[number] = "".join(
+            piece.replace(piece.strip(), next(moved)) if piece.strip() else piece for piece in pieces
+        )
+    return "".join(parts)
 
 
 def _is_whole(sentence: str) -> bool:
-    """Whether no quotation and no parenthesis begins in one sentence and ends in another."""
+    """Returns True if every quotation and parenthesis begins and ends within the sentence, and a mark ends it."""
     balanced = all(sentence.count(left) == sentence.count(right) for left, right in _PAIRS)
     return balanced and sentence.count('"') % 2 == 0 and sentence[-1] in '.!?…"”’)]。！？」'
-
-
-def _keep_space(piece: str, sentence: str) -> str:
-    start = len(piece) - len(piece.lstrip())
-    return piece[:start] + sentence + piece[len(piece.rstrip()) :]

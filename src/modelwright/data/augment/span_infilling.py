@@ -1,8 +1,8 @@
-"""Span infilling: short runs of words written anew by a language model, as BART's and T5's objectives fill them
+"""Span infilling: a language model rewrites short runs of words, like the gaps of BART's and T5's objectives
 (Lewis et al. 2020, https://arxiv.org/abs/1910.13461).
 
-A causal model sees only what stands before a gap, so it writes several candidates and then says which of them best
-leads on to the text after the gap. The model is handed in: `pipeline/augmenting.py` loads it into our engine.
+A causal model sees only the text before a gap, so it writes several candidates and then scores how well each of them
+continues with the text after the gap. `pipeline/augmenting.py` loads the model into our engine and passes it.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,13 +13,7 @@ from typing import Protocol
 
 from modelwright.core.errors import ConfigError
 from modelwright.data.augment.augmentation import Augmentation, check_fraction, texts_of, with_texts
-from modelwright.data.augment.word_spans import (
-    Span,
-    find_words,
-    repair_articles,
-    replace_spans,
-    spans_of_sentences,
-)
+from modelwright.data.augment.word_spans import Span, find_words, repair_articles, replace_spans, spans_of_sentences
 from modelwright.data.document import Document
 
 _SPAN_WORDS = 3
@@ -28,17 +22,18 @@ _CONTEXT_CHARS = 1000
 _FOLLOWING_CHARS = 60
 """Text before a gap that the model continues, and text after it by which candidates are compared."""
 _TOKENS_PER_WORD = 4
+"""Limit of the tokens that a candidate may take per word."""
 
 
 class LanguageModel(Protocol):
     """A causal language model."""
 
     def complete(self, prompts: Sequence[str], *, max_tokens: int, seeds: Sequence[int]) -> list[str]:
-        """A sampled continuation of each prompt, with its first white space."""
+        """Returns a sampled continuation of each prompt, with its first white space."""
         ...
 
     def log_probs(self, contexts: Sequence[str], continuations: Sequence[str]) -> list[float]:
-        """The log-probability of each continuation after its context, in nats."""
+        """Returns the log-probability of each continuation after its context, in nats."""
         ...
 
 
@@ -52,9 +47,9 @@ class SpanInfillingConfig:
     model: Path = Path()
     """Model folder, as `modelwright serve` takes it."""
     fraction: float = 0.1
-    """Fraction of the words that lie in spans, which have three words each."""
+    """Fraction of the words in rewritten spans, which have three words each."""
     num_candidates: int = 4
-    """Candidates that the model writes for each span; the one that leads best to the following text is taken."""
+    """Candidates that the model writes for each span; the one after which the following text is likeliest is used."""
 
     def __post_init__(self) -> None:
         check_fraction("fraction", self.fraction)
@@ -64,7 +59,7 @@ class SpanInfillingConfig:
 
 @dataclass(frozen=True)
 class Gap:
-    """A span of one text of a document: `number` says which document and text it belongs to."""
+    """A span of a text. number: the index of the document in its batch and of the text in the document."""
 
     number: tuple[int, int]
     text: str
@@ -72,12 +67,8 @@ class Gap:
 
     @property
     def context(self) -> str:
-        """What stands before the gap, without the space that belongs to the next word."""
+        """Text before the gap, without the space, which tokenizers attach to the next word."""
         return self.text[: self.span.start][-_CONTEXT_CHARS:].rstrip(" ")
-
-    @property
-    def following(self) -> str:
-        return self.text[self.span.end :][:_FOLLOWING_CHARS]
 
 
 def span_infilling(config: SpanInfillingConfig, load: LoadLanguageModel) -> Augmentation:
@@ -94,17 +85,28 @@ def span_infilling(config: SpanInfillingConfig, load: LoadLanguageModel) -> Augm
             for span in choose_spans(text, config.fraction, rng)
         ]
         seeds = [rngs[gap.number[0]].getrandbits(62) for gap in gaps for _ in range(config.num_candidates)]
-        edits = _fill(gaps, seeds, config.num_candidates, model)
-        return [
-            with_texts(
-                document,
-                [
-                    repair_articles(replace_spans(text, edits.get((number, place), [])), text)
-                    for place, text in enumerate(texts_of(document))
-                ],
-            )
-            for number, document in enumerate(documents)
-        ]
+        prompts = [gap.context for gap in gaps for _ in range(config.num_candidates)]
+        completions = model.complete(prompts, max_tokens=_TOKENS_PER_WORD * (_SPAN_WORDS + 1), seeds=seeds)
+        tries: list[tuple[Gap, str]] = []
+        for place, gap in enumerate(gaps):
+            written = completions[place * config.num_candidates : (place + 1) * config.num_candidates]
+            fills = dict.fromkeys(fill for text in written if (fill := first_words(text)) and fill != gap.span.text)
+            tries += [(gap, fill) for fill in fills]
+        contexts = [f"{gap.context} {fill}" for gap, fill in tries]
+        scores = model.log_probs(contexts, [gap.text[gap.span.end :][:_FOLLOWING_CHARS] for gap, _ in tries])
+        # The words settle a tie, so that the result is deterministic. A gap without plain words stays as it was.
+        best: dict[Gap, tuple[float, str]] = {}
+        for (gap, fill), score in zip(tries, scores, strict=True):
+            best[gap] = max(best.get(gap, (score, fill)), (score, fill))
+        edits: dict[tuple[int, int], list[Span]] = {}
+        for gap, (_, fill) in best.items():
+            edits.setdefault(gap.number, []).append(Span(gap.span.start, gap.span.end, fill))
+        changed: list[Document | None] = []
+        for number, document in enumerate(documents):
+            texts = texts_of(document)
+            new = [replace_spans(text, edits.get((number, place), [])) for place, text in enumerate(texts)]
+            changed.append(with_texts(document, [repair_articles(*pair) for pair in zip(new, texts, strict=True)]))
+        return changed
 
     return Augmentation(
         name="span_infilling", kinds=frozenset({"prose", "qa"}), keeps=frozenset({"lines"}), change=change
@@ -112,7 +114,7 @@ def span_infilling(config: SpanInfillingConfig, load: LoadLanguageModel) -> Augm
 
 
 def choose_spans(text: str, fraction: float, rng: Random) -> list[Span]:
-    """Runs of words with single spaces between them, within a sentence, not at its beginning, and without names."""
+    """Draws runs of words with single spaces between them, inside a sentence and without names."""
     runs = []
     for sentence in spans_of_sentences(text):
         words = find_words(sentence.text)
@@ -126,30 +128,9 @@ def choose_spans(text: str, fraction: float, rng: Random) -> list[Span]:
     return [runs[place] for place in sorted(rng.sample(range(len(runs)), num_spans))]
 
 
-def _fill(
-    gaps: Sequence[Gap], seeds: Sequence[int], num_candidates: int, model: LanguageModel
-) -> dict[tuple[int, int], list[Span]]:
-    """What goes into the gaps, by document and text; gaps for which the model writes no words stay."""
-    prompts = [gap.context for gap in gaps for _ in range(num_candidates)]
-    completions = model.complete(prompts, max_tokens=_TOKENS_PER_WORD * (_SPAN_WORDS + 1), seeds=seeds)
-    tries = []
-    for place, gap in enumerate(gaps):
-        written = completions[place * num_candidates : (place + 1) * num_candidates]
-        fills = dict.fromkeys(fill for text in written if (fill := first_words(text)) and fill != gap.span.text)
-        tries += [(gap, fill) for fill in fills]
-    scores = model.log_probs([f"{gap.context} {fill}" for gap, fill in tries], [gap.following for gap, _ in tries])
-    best: dict[Gap, tuple[float, str]] = {}
-    for (gap, fill), score in zip(tries, scores, strict=True):
-        best[gap] = max(best.get(gap, (score, fill)), (score, fill))
-    edits: dict[tuple[int, int], list[Span]] = {}
-    for gap, (_, fill) in best.items():
-        edits.setdefault(gap.number, []).append(Span(gap.span.start, gap.span.end, fill))
-    return edits
-
-
 def first_words(completion: str) -> str:
-    """The first words of a continuation that begins with a space; "" if they are not plain words. The last word of a
-    continuation may be cut off and does not count.
+    """Returns the first words of a continuation that begins with a space; "" if they are not plain words. The last word
+    of a continuation may be cut off and does not count.
     """
     words = completion.split(" ")[1:-1][:_SPAN_WORDS] if completion.startswith(" ") else []
     return " ".join(words) if words and all(word.isalpha() and word.islower() for word in words) else ""

@@ -1,4 +1,4 @@
-"""Synonym replacement: words by others of their WordNet synset (Zhang et al. 2015, https://arxiv.org/abs/1509.01626)."""
+"""Synonym replacement by words of a WordNet synset (Zhang et al. 2015, https://arxiv.org/abs/1509.01626)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class SynonymReplacementConfig:
     """Replacement of words by synonyms."""
 
     fraction: float = 0.1
-    """Fraction of the words that are replaced, where as many have a synonym that fits."""
+    """Fraction of the words that are replaced, limited by the number of words with a synonym that fits."""
     wordnet: Path = DEFAULT_FOLDER
     """Folder of a WordNet database; Debian's package `wordnet-base` has one."""
 
@@ -42,7 +42,7 @@ def synonym_replacement(config: SynonymReplacementConfig) -> Augmentation:
 
 
 def synonyms(wordnet: WordNet, lemma: str, part: PartOfSpeech) -> Sequence[str]:
-    """Words of the lemma's main meaning that seldom mean anything else, and that are common."""
+    """Returns common words of the lemma's main meaning that seldom have another meaning."""
     sense = main_sense(wordnet, lemma, part)
     if sense is None:
         return ()
@@ -51,10 +51,11 @@ def synonyms(wordnet: WordNet, lemma: str, part: PartOfSpeech) -> Sequence[str]:
 
 
 def replace_words(text: str, wordnet: WordNet, alternatives: Alternatives, fraction: float, rng: Random) -> str | None:
-    """The text with `fraction` of its words replaced by alternatives, or as many as have any."""
+    """Replaces `fraction` of the words of a text by alternatives, or all that have any if these are fewer."""
     candidates = [word for sentence in replaceable_words(text, wordnet, alternatives) for word in sentence]
     if not candidates:
         return None
+    # The fraction is one of all words; the draw is among those with alternatives.
     share = min(1.0, fraction * len(find_words(text)) / len(candidates))
     edits = [
         Span(candidate.word.start, candidate.word.end, rng.choice(candidate.alternatives))

@@ -1,7 +1,7 @@
-"""Where the words of a text are, and how some of them are replaced without damage to what stands around them."""
+"""Finds the words of a text and replaces some of them without damage to the text around them."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from random import Random
@@ -21,7 +21,7 @@ _SPANS = re.compile(
 )
 _ENGLISH_WORDS = frozenset({"the", "of", "and", "to", "in", "is", "was", "that", "with", "for", "it", "on", "are"})
 _MIN_ENGLISH = 0.06
-"""Share of these words in a text that counts as English. In running English it is about 0.25."""
+"""Share of these words from which a text counts as English. In running English it is about 0.25."""
 _PUNCTUATION = ".,;:!?)]\"'”’…—-"
 
 
@@ -35,14 +35,15 @@ class Span:
 
 
 def find_words(text: str) -> list[Span]:
-    """The words of a text, contractions and hyphenated words as one. Addresses, code in backticks, figures, paths,
-    identifiers and dotted abbreviations are not words, and so are never changed.
+    """Returns the words of a text; a contraction or hyphenated word is one word. Addresses, code in backticks, figures,
+    paths, identifiers and dotted abbreviations are not words, and so are never changed.
     """
+    # The other branches of the pattern match first and have no group, so the words inside of them are passed over.
     return [Span(match.start(1), match.end(1), match[1]) for match in _SPANS.finditer(text) if match[1]]
 
 
 def draw(items: Sequence[T], fraction: float, rng: Random) -> list[T]:
-    """About `fraction` of the items, at least one, in their order; all if there are none."""
+    """Draws about `fraction` of the items, at least one of them, and returns these in their order."""
     if not items:
         return []
     places = sorted(rng.sample(range(len(items)), max(1, round(fraction * len(items)))))
@@ -50,7 +51,7 @@ def draw(items: Sequence[T], fraction: float, rng: Random) -> list[T]:
 
 
 def replace_spans(text: str, edits: Iterable[Span]) -> str:
-    """The text with other words at some places: `Span.text` is the new one. They must not overlap."""
+    """Returns the text with `Span.text` at the place of each edit. The edits must not overlap."""
     pieces, end = [], 0
     for edit in sorted(edits, key=lambda edit: edit.start):
         pieces += [text[end : edit.start], edit.text]
@@ -59,8 +60,8 @@ def replace_spans(text: str, edits: Iterable[Span]) -> str:
 
 
 def match_case(word: str, like: str) -> str:
-    """A word in lower case, capitalized or in upper case as another one is."""
-    if like.isupper() and len(like) > 1:
+    """Returns a word in lower case, capitalized or in upper case, like another word."""
+    if like.isupper() and len(like) > 1:  # "I" and "A" are no sign of upper case
         return word.upper()
     return word[:1].upper() + word[1:] if like[:1].isupper() else word
 
@@ -71,17 +72,19 @@ def is_english(text: str) -> bool:
 
 
 def repair_articles(text: str, before: str) -> str:
-    """Make "a" and "an" agree with the words after them, in English texts. A pair that occurs in the text before the
-    change stays as its author wrote it.
+    """Makes "a" and "an" agree with the words after them, in English texts. A pair that also occurs in the text
+    `before` the change stays as its author wrote it.
     """
     if not is_english(before):
         return text
     written = {match[0].lower() for match in _ARTICLE.finditer(before)}
 
+    # Authors may have a reason, as in "a historic" and "an historic".
     def agree(match: re.Match[str]) -> str:
         if match[0].lower() in written:
             return match[0]
-        return match_case(_article(match[3].lower()), match[1]) + match[2] + match[3]
+        article = _inflect_articles()(match[3].lower()).partition(" ")[0]
+        return match_case(article, match[1]) + match[2] + match[3]
 
     return _ARTICLE.sub(agree, text)
 
@@ -89,18 +92,15 @@ def repair_articles(text: str, before: str) -> str:
 _ARTICLE = re.compile(rf"\b([Aa]n?)( |\n)({_LETTER}[\w'’-]*)")
 
 
-@lru_cache(maxsize=100_000)
-def _article(word: str) -> str:
-    return str(_inflect_engine().a(word)).partition(" ")[0]
-
-
 @cache
-def _inflect_engine() -> Any:
+def _inflect_articles() -> Callable[[str], str]:
+    """Returns a function that puts "a" or "an" before a word. It has a cache, since texts repeat words."""
     try:
         import inflect
     except ImportError:
         raise missing_extra("inflect") from None
-    return inflect.engine()
+    engine: Any = inflect.engine()
+    return lru_cache(maxsize=100_000)(engine.a)
 
 
 def missing_extra(package: str) -> ConfigError:
@@ -110,7 +110,7 @@ def missing_extra(package: str) -> ConfigError:
 
 
 def stands_free(text: str, word: Span) -> bool:
-    """Whether a word has white space before it and can be taken out without two punctuation marks left side by side."""
+    """Returns True for a word after white space that is not between two punctuation marks."""
     before, after = text[: word.start].rstrip(), text[word.end : word.end + 1]
     if not before or before[-1] in '.!?:"”' or not text[word.start - 1].isspace():
         return False
@@ -120,7 +120,7 @@ def stands_free(text: str, word: Span) -> bool:
 
 
 def spans_of_sentences(text: str, language: str = "en") -> list[Span]:
-    """Sentences with the white space after them; together they are the text."""
+    """Returns the sentences, each with the white space after it; joined they are the text."""
     try:
         from sentencex import segment  # pyright: ignore[reportAttributeAccessIssue]
     except ImportError:

@@ -1,8 +1,7 @@
 """Decodes the file of one image to pixels; every fault is an `ImageFault` with a reason to count.
 
-The size is checked in the header, before anything is decompressed. Pixels come out upright (EXIF), in 8-bit RGB, with
-transparent parts on white, and as squares of the size that a model wants. Pillow decodes; it comes with the extra
-`images`.
+The size is checked in the header, before anything is decompressed. Pixels are upright (EXIF), in 8-bit RGB, with
+transparent parts on white, and optionally squares of a model's size. Pillow, of the extra `images`, decodes.
 """
 
 import io
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 MAX_PIXELS = 50_000_000
-"""Larger images are skipped: a file of a few kilobytes can ask for gigabytes of memory (a decompression bomb)."""
+"""Maximum pixels of an image: a file of a few kilobytes can need gigabytes of memory (a decompression bomb)."""
 EMPTY, VECTOR, NOT_AN_IMAGE, TRUNCATED, DAMAGED, TOO_LARGE = (
     "empty image file", "vector image", "not an image", "truncated image", "damaged image", "too many pixels",
 )  # fmt: skip
@@ -28,9 +27,9 @@ EMPTY, VECTOR, NOT_AN_IMAGE, TRUNCATED, DAMAGED, TOO_LARGE = (
 _SVG_STARTS = (b"<svg", b"<?xml", b"<!doctype svg")
 _16_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
 _TO_8_BITS = 257
-"""65535 / 255."""
+"""Divisor from 16 to 8 bits: 65535 / 255."""
 Fit = Literal["crop", "stretch"]
-"""How an image becomes a square: its center is taken, or it is stretched."""
+"""Conversion of an image to a square: its center is cropped, or it is stretched."""
 
 
 class ImageFault(DataError):
@@ -42,7 +41,7 @@ class ImageFault(DataError):
 
 
 def pillow() -> Any:
-    """The module `PIL.Image`. Raises `ConfigError` if Pillow is not installed."""
+    """Imports `PIL.Image`. Raises `ConfigError` if Pillow is not installed."""
     try:
         from PIL import Image
     except ImportError:
@@ -51,25 +50,24 @@ def pillow() -> Any:
 
 
 def decode(data: bytes, *, most_side: int = 0, max_pixels: int = MAX_PIXELS) -> NDArray[np.uint8]:
-    """The pixels [H, W, 3] of an image file. most_side: an image whose shorter side is longer is reduced to it, which
-    is fast for JPEG; 0 keeps the size. Raises `ImageFault`.
+    """Decodes an image file to pixels [H, W, 3]. most_side: maximum length of the shorter side, to which larger images
+    are reduced, which is fast for JPEG; 0 keeps the size. Raises `ImageFault`.
     """
     with _opened(data, max_pixels) as image:
+        # JPEG decodes at 1/2, 1/4 or 1/8 of its size; twice the side leaves the filter enough pixels.
         if most_side:
             image.draft("RGB", (2 * most_side, 2 * most_side))
         upright = _upright(image)
         shorter = min(upright.size)
         if most_side and shorter > most_side:
-            size = (
-                max(1, round(upright.width * most_side / shorter)),
-                max(1, round(upright.height * most_side / shorter)),
-            )
-            upright = upright.resize(size, pillow().Resampling.BICUBIC, reducing_gap=2.0)
+            # An extreme ratio must not round a side to 0.
+            scale = [max(1, round(side * most_side / shorter)) for side in upright.size]
+            upright = upright.resize((scale[0], scale[1]), pillow().Resampling.BICUBIC, reducing_gap=2.0)
         return np.asarray(upright, dtype=np.uint8)
 
 
 def image_size(data: bytes, *, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
-    """Width and height of an image as it is shown, from its header. Raises `ImageFault`."""
+    """Returns width and height of the upright image, from its header. Raises `ImageFault`."""
     with _opened(data, max_pixels) as image:
         width, height = image.size
         is_turned = image.getexif().get(_ORIENTATION, 1) in _TURNED
@@ -77,14 +75,15 @@ def image_size(data: bytes, *, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
 
 
 _ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)
-"""The EXIF tag, and its values for images that are shown turned by a quarter."""
+"""EXIF tag, and its values for images that are turned by a quarter for display."""
 
 
 @contextmanager
 def _opened(data: bytes, max_pixels: int) -> Iterator["Image.Image"]:
-    """The image with its header read. Whatever Pillow raises in the block is an `ImageFault`."""
+    """Opens an image and reads its header. All errors of Pillow in the block become an `ImageFault`."""
     if not data:
         raise ImageFault(EMPTY, "is empty")
+    # SVG is text, perhaps after a byte order mark.
     start = data[:256].lstrip(b"\xef\xbb\xbf \t\r\n").lower()
     if start.startswith(_SVG_STARTS):
         raise ImageFault(VECTOR, "is a vector image (SVG), which has no pixels; convert it to PNG")
@@ -115,7 +114,7 @@ def _opened(data: bytes, max_pixels: int) -> Iterator["Image.Image"]:
 
 
 def _upright(image: "Image.Image") -> "Image.Image":
-    """The image as it is shown: upright, RGB, on white."""
+    """Returns the image for display: upright, RGB, on white."""
     from PIL import ImageOps
 
     module = pillow()
@@ -135,12 +134,12 @@ def _upright(image: "Image.Image") -> "Image.Image":
 
 
 def square_pixels(data: bytes, *, size: int, fit: Fit) -> NDArray[np.uint8]:
-    """An image file as a square [3, size, size]. Raises `ImageFault`."""
+    """Decodes an image file to a square [3, size, size]. Raises `ImageFault`."""
     return squared(decode(data), size=size, fit=fit)
 
 
 def squared(pixels: NDArray[np.uint8], *, size: int, fit: Fit) -> NDArray[np.uint8]:
-    """Pixels [H, W, 3] as a square [3, size, size]."""
+    """Converts pixels [H, W, 3] to a square [3, size, size]."""
     image = pillow().fromarray(pixels)
     box = None
     if fit == "crop":

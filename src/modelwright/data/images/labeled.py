@@ -21,17 +21,16 @@ from modelwright.data.rows.cache.reader import BlockReader
 
 LABELS, CLASSES = "labels.npy", "classes.json"
 DECODED_BYTES = 256 * 2**20
-"""Memory for decoded images of a file that is mapped into memory. Those that are read through the cache take what its
-budgets allow and nothing besides."""
+"""Memory for decoded images of a file that is mapped into memory; images of the cache only use its budgets."""
 
 
 def class_of(document: Document) -> str:
-    """The name of the class of an image: its label, or without one its caption."""
+    """Returns the name of an image's class: its label, or without one its caption."""
     return str(document.meta.get(LABEL_FIELD, document.text)).strip()
 
 
 def write_labels(folder: Path, labels: list[int], classes: list[str]) -> None:
-    """Write the classes of the images of a store beside it."""
+    """Writes the classes of the images of a store into its folder."""
     np.save(folder / LABELS, np.array(labels, dtype=np.int32), allow_pickle=False)
     write_atomic(folder / CLASSES, json.dumps(classes, ensure_ascii=False, indent=0) + "\n")
 
@@ -51,6 +50,7 @@ class LabeledImages:
         ):
             raise ArtifactError(f"{folder / LABELS}: does not fit the images; run the pack stage again")
         self._decoded_bytes = 0 if isinstance(store.reader, BlockReader) else DECODED_BYTES
+        # The first request tells the size of the images, and so how many of them fit.
         self._decoded = lru_cache(maxsize=0)(store.pixels)
         self._decoded_size = 0
 
@@ -58,7 +58,7 @@ class LabeledImages:
         return len(self.store)
 
     def pixels(self, number: int, *, size: int, fit: Fit) -> NDArray[np.uint8]:
-        """An image as a square [3, size, size]; do not change it."""
+        """Returns an image as a square [3, size, size]; do not change it."""
         if size != self._decoded_size:
             room = self._decoded_bytes // (3 * size * size)
             self._decoded, self._decoded_size = lru_cache(room)(self.store.pixels), size

@@ -9,8 +9,7 @@ sample: `0001.jpg` with `0001.txt`, or with the field `caption` of `0001.json`. 
 `text`, and its image in `image` (the bytes, or the structure of `bytes` and `path` that Hugging Face `datasets` writes)
 or, by name, in `file_name`; a conversation about the image (`sources/conversations.py`) takes the place of a caption.
 The class of an image, for classification, is the field `label` of a record or of `0001.json`, or the content of
-`0001.cls`; an image with a class needs no caption. An image that cannot be used is a complaint, which stops or is
-counted.
+`0001.cls`; an image with a class needs no caption. An unusable image is a complaint.
 """
 
 import json
@@ -37,7 +36,7 @@ IMAGE_FIELDS = ("image", "file_name")
 CAPTION_FIELDS = ("caption", "text")
 LABEL_FIELD, LABEL_EXTENSION = "label", ".cls"
 MOST_BYTES = 100_000_000
-"""The size above which a file of an image or of a caption is skipped unread."""
+"""Maximum size of the file of an image or of a caption; larger ones are skipped unread."""
 _BAD = "bad image record"
 IMAGE_WORD = "<image>"
 CONVERSATION_TYPES = ("messages", "sharegpt", "question_answer", "instruction")
@@ -45,18 +44,18 @@ CONVERSATION_TYPES = ("messages", "sharegpt", "question_answer", "instruction")
 
 
 def without_captions(names: Sequence[str], pass_over: Callable[[str, str], None]) -> list[str]:
-    """The files of a folder to read: an image stands for its caption file, too, and an image that a table describes is
-    read with the table. Images without a caption are reported and left out.
+    """Returns the files of a folder to read: a caption file is read with its image, and an image that a table describes
+    with the table. Images without a caption are reported and left out.
     """
     paths = [PurePosixPath(name) for name in names]
     images = [path for path in paths if path.suffix.lower() in IMAGE_EXTENSIONS]
     if not images:
         return list(names)
-    everything = set(paths)
+    existing = set(paths)
     described = {path.parent for path in paths if path.name in TABLES}
     left_out: set[PurePosixPath] = set()
     for image in images:
-        captions = [path for path in captions_of(image) if path in everything]
+        captions = [path for path in captions_of(image) if path in existing]
         if not described.isdisjoint(image.parents):
             left_out.add(image)
         elif captions:
@@ -68,12 +67,12 @@ def without_captions(names: Sequence[str], pass_over: Callable[[str, str], None]
 
 
 def captions_of(image: PurePosixPath) -> list[PurePosixPath]:
-    """The files that may hold the caption of an image."""
+    """Returns the possible caption files of an image."""
     return [image.with_suffix(extension) for extension in CAPTION_EXTENSIONS]
 
 
 def companions(file: File) -> list[str]:
-    """The files that are read together with one: the caption of an image, the images that a table may name."""
+    """Returns the files that are read with a file: the caption of an image, the images that a table may name."""
     path = PurePosixPath(file.path)
     if file.extension in IMAGE_EXTENSIONS:
         return [str(one) for one in captions_of(path) if file.filesystem.exists(str(one))]
@@ -86,7 +85,7 @@ def companions(file: File) -> list[str]:
 
 @dataclass
 class _Sample:
-    """The members of an archive that belong together."""
+    """Members of an archive that belong together."""
 
     key: str
     image: bytes | None = None
@@ -96,7 +95,7 @@ class _Sample:
 
 
 def read_image(file: File, complain: Complaint) -> Iterator[Document]:
-    """The image of a file with its caption."""
+    """Reads the image of a file with its caption."""
     path = PurePosixPath(file.path)
     found = [str(caption) for caption in captions_of(path) if file.filesystem.exists(str(caption))]
     if not found:
@@ -115,7 +114,7 @@ def read_image(file: File, complain: Complaint) -> Iterator[Document]:
 
 
 def is_image_record(record: Mapping[str, Any]) -> bool:
-    """Whether a record holds an image or names an image file; the URL of an image is neither."""
+    """Returns True for a record with an image or the name of an image file; the URL of an image is neither."""
     if _named_image(record):
         return True
     image = record.get("image")
@@ -123,10 +122,22 @@ def is_image_record(record: Mapping[str, Any]) -> bool:
 
 
 def read_image_record(where: str, record: Record, file: File, complain: Complaint) -> Iterator[Document]:
-    """The image-text pair of a record, or its conversation about the image."""
+    """Reads the image-text pair of a record, or its conversation about the image."""
     kind = type_of_record(record)
     if kind in CONVERSATION_TYPES and is_conversation(record):
-        yield from _conversation(where, record, kind, file, complain)
+        try:
+            turns = read_conversation(without_image_parts(record), kind)
+            roles = [turn["role"] for turn in turns]
+            # The first question of the user is about the image.
+            if "user" not in roles or "assistant" in roles[: roles.index("user")]:
+                raise ValueError("the conversation does not begin with a turn of the user, which the image belongs to")
+            data = _bytes_of_record(record, file)
+        except (ValueError, DataError) as error:
+            complain(_BAD, where, str(error), "correct the record")
+            return
+        text, meta = conversation_meta(turns)
+        for document in _document(where, text, data, file.name, complain, label=_label(record)):
+            yield replace(document, meta={**document.meta, **meta}).map_text(_encodable)
         return
     caption = next((value for name in CAPTION_FIELDS if (value := record.get(name))), "")
     if isinstance(caption, list):
@@ -142,25 +153,9 @@ def read_image_record(where: str, record: Record, file: File, complain: Complain
     yield from _document(where, caption, data, file.name, complain, label=_label(record))
 
 
-def _conversation(where: str, record: Record, kind: str, file: File, complain: Complaint) -> Iterator[Document]:
-    """A conversation about one image, which the first question of the user is about."""
-    try:
-        turns = read_conversation(without_image_parts(record), kind)
-        roles = [turn["role"] for turn in turns]
-        if "user" not in roles or "assistant" in roles[: roles.index("user")]:
-            raise ValueError("the conversation does not begin with a turn of the user, which the image belongs to")
-        data = _bytes_of_record(record, file)
-    except (ValueError, DataError) as error:
-        complain(_BAD, where, str(error), "correct the record")
-        return
-    text, meta = conversation_meta(turns)
-    for document in _document(where, text, data, file.name, complain, label=_label(record)):
-        yield replace(document, meta={**document.meta, **meta}).map_text(_encodable)
-
-
 def without_image_parts(record: Record) -> Record:
-    """A record whose turns say nothing of where the image stands: neither by a part of the type `image` (Hugging Face)
-    nor by the word `<image>` (LLaVA). Raises `ValueError` for several images.
+    """Returns the record without marks of the image's place: neither parts of the type `image` (Hugging Face) nor the
+    word `<image>` (LLaVA). Raises `ValueError` for several images.
     """
     num_images, changed = 0, dict(record)
     for name in ("question", "instruction", "input"):
@@ -189,7 +184,7 @@ def without_image_parts(record: Record) -> Record:
 
 
 def read_archive(file: File, complain: Complaint) -> Iterator[Document]:
-    """The image-text pairs of a WebDataset archive, in order. What precedes damage is yielded first."""
+    """Reads the image-text pairs of a WebDataset archive, in order. Those before damage are yielded first."""
     try:
         with file.filesystem.open(file.path, "rb") as raw:
             for sample in _samples(raw, file):
@@ -206,7 +201,7 @@ def read_archive(file: File, complain: Complaint) -> Iterator[Document]:
 
 
 def _samples(raw: Any, file: File) -> Iterator[_Sample]:
-    mode = "r|gz" if file.compression == "gz" else "r|"
+    mode = "r|gz" if file.compression == "gz" else "r|"  # a stream: archives may exceed memory, and stores cannot seek
     sample: _Sample | None = None
     with tarfile.open(fileobj=raw, mode=mode) as archive:
         for member in archive:
@@ -224,47 +219,46 @@ def _samples(raw: Any, file: File) -> Iterator[_Sample]:
                     (_BAD, f"{_encodable(member.name)} has {member.size:,} bytes, limit {MOST_BYTES:,}")
                 )
                 continue
-            content = archive.extractfile(member)
+            content, suffix = archive.extractfile(member), f".{extension.lower()}"
             assert content is not None
-            _take(sample, f".{extension.lower()}", content.read())
+            data = content.read()
+            try:  # members of other kinds are ignored
+                if suffix in IMAGE_EXTENSIONS:
+                    sample.image = data
+                elif suffix in CAPTION_EXTENSIONS:
+                    sample.caption = data.decode("utf-8-sig")
+                elif suffix == LABEL_EXTENSION:
+                    sample.label = data.decode("utf-8-sig").strip()
+                elif suffix == ".json":
+                    record = json.loads(data)
+                    if not isinstance(record, dict):
+                        raise ValueError(f"the JSON is a {type(record).__name__} where an object is expected")
+                    # Members come in any order, and the files of a caption and a class win over the fields.
+                    caption = next((record[name] for name in CAPTION_FIELDS if name in record), "")
+                    sample.caption = sample.caption or (caption if isinstance(caption, str) else "")
+                    sample.label = sample.label or _label(record)
+            except (ValueError, RecursionError) as error:
+                sample.problems.append((_BAD, f"{suffix} cannot be read ({error})"))
     if sample is not None:
         yield sample
 
 
-def _take(sample: _Sample, extension: str, data: bytes) -> None:
-    """Add a member to its sample; members of other kinds are ignored."""
-    try:
-        if extension in IMAGE_EXTENSIONS:
-            sample.image = data
-        elif extension in CAPTION_EXTENSIONS:
-            sample.caption = data.decode("utf-8-sig")
-        elif extension == LABEL_EXTENSION:
-            sample.label = data.decode("utf-8-sig").strip()
-        elif extension == ".json":
-            record = json.loads(data)
-            if not isinstance(record, dict):
-                raise ValueError(f"the JSON is a {type(record).__name__} where an object is expected")
-            caption = next((record[name] for name in CAPTION_FIELDS if name in record), "")
-            sample.caption = sample.caption or (caption if isinstance(caption, str) else "")
-            sample.label = sample.label or _label(record)
-    except (ValueError, RecursionError) as error:
-        sample.problems.append((_BAD, f"{extension} cannot be read ({error})"))
-
-
 def _label(record: Mapping[str, Any]) -> str:
-    """The class of an image, a name or a number; "" without one."""
+    """Returns the class of an image, a name or a number; "" without one."""
+    # True is an int in Python, but it is not a class.
     value = record.get(LABEL_FIELD)
     return _encodable(str(value).strip()) if isinstance(value, str | int) and not isinstance(value, bool) else ""
 
 
 def _encodable(text: str) -> str:
-    """The text with question marks for lone surrogates, which JSON and names in archives may have and UTF-8 has not."""
+    """Replaces lone surrogates by question marks: JSON and names in archives may have them, but UTF-8 cannot."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _document(
     where: str, caption: str, data: bytes, source: str, complain: Complaint, *, label: str = ""
 ) -> Iterator[Document]:
+    # The class of an image is its caption if it has no other.
     caption = caption if caption.strip() else label
     if not caption.strip():
         complain(NO_CAPTION, where, "has no caption", "write one")
@@ -280,22 +274,19 @@ def _document(
 
 
 def _bytes_of(file: File, path: str) -> bytes:
-    """The content of a file beside `file`. Raises `DataError` if it cannot be read."""
+    """Returns the content of a file of the same file system as `file`. Raises `DataError` if it cannot be read."""
     try:
+        # Checked before the read: a file may exceed the memory.
         size = file.filesystem.info(path).get("size") or 0
         if size > MOST_BYTES:
             raise DataError(f"{path}: has {size:,} bytes, limit {MOST_BYTES:,}")
-        return _content(file, path)
+        with file.filesystem.open(path, "rb") as handle:
+            content: Any = handle.read()
+            return content
     except FileNotFoundError:
         raise DataError(f"{path}: no such image file") from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error})") from None
-
-
-def _content(file: File, path: str) -> bytes:
-    with file.filesystem.open(path, "rb") as handle:
-        content: Any = handle.read()
-        return content
 
 
 def _bytes_of_record(record: Mapping[str, Any], file: File) -> bytes:
@@ -308,14 +299,15 @@ def _bytes_of_record(record: Mapping[str, Any], file: File) -> bytes:
             return image["bytes"]
         name = image["path"]
     if not isinstance(name, str) or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-        raise DataError(f"names the image {name!r}, which is no path within the folder of the table")
+        raise DataError(f"names the image {name!r}, which is not a path within the folder of the table")
     return _bytes_of(file, str(PurePosixPath(file.path).parent / name))
 
 
 def _named_image(record: Mapping[str, Any]) -> str:
-    """The name of an image file in a record, or ""."""
+    """Returns the name of an image file in a record, or ""."""
     names = (record.get(name) for name in IMAGE_FIELDS)
     files = [one for one in names if isinstance(one, str) and "://" not in one]
     if isinstance(name := record.get("image"), str) and ".." in PurePosixPath(name).parts:
-        return name  # whatever it ends with: it is refused as a path, not read as a record without text
+        # Whatever it ends with: it is refused as a path, not read as a record without text.
+        return name
     return next((one for one in files if one.lower().endswith(IMAGE_EXTENSIONS)), "")

@@ -1,13 +1,12 @@
-"""`ImageStore`: the images of a set of rows in one file, read as pixels of the size that a model wants.
+"""`ImageStore`: the images of a set of rows in one file, read as pixels of the size that a model needs.
 
     images.bin             the encoded files, one after another
-    offsets.npy            int64 [images + 1], where each begins
-    checksums.npy          uint32 [images], the CRC-32 of each
-    block_checksums.npy    uint32 [blocks], the CRC-32 of each block of the file, which the cache reads
+    offsets.npy            int64 [images + 1], the beginning of each image
+    checksums.npy          uint32 [images], the CRC-32 of each image
+    block_checksums.npy    uint32 [blocks], the CRC-32 of each block of the file, for the cache
     index.json             the size of a block; written last
 
-Blocks have equal sizes, so an image may span several. Every image that is read is compared with its checksum from when
-it was written, wherever it comes from.
+Blocks have equal sizes, so an image may span several. Every image that is read is compared with its checksum.
 """
 
 import json
@@ -32,7 +31,7 @@ FORMAT = "modelwright-images/1"
 FILE, INDEX = "images.bin", "index.json"
 OFFSETS, CHECKSUMS, BLOCK_CHECKSUMS = "offsets.npy", "checksums.npy", "block_checksums.npy"
 IMAGES_AT_ONCE = 256
-"""Images whose files are in memory at a time where many are read."""
+"""Number of images whose files are in memory at a time while many are read."""
 
 
 @dataclass
@@ -44,39 +43,36 @@ class StoreWriter:
     checksums: list[int] = field(default_factory=list[int])
     block_checksums: list[int] = field(default_factory=list[int])
     _checksum: int = field(init=False, default=0)
-    """The checksum so far of the block that is not full yet."""
+    """Running checksum of the last block, which is not full yet."""
 
     def add(self, data: bytes) -> int:
-        """The number of the image, from 0."""
+        """Appends an image; returns its number, from 0."""
         self.file.write(data)
-        self._add_to_blocks(memoryview(data))
+        rest, filled = memoryview(data), self.offsets[-1] % BLOCK_BYTES
+        while rest:
+            part, rest = rest[: BLOCK_BYTES - filled], rest[BLOCK_BYTES - filled :]
+            self._checksum = zlib.crc32(part, self._checksum)
+            filled += len(part)
+            if filled == BLOCK_BYTES:
+                self.block_checksums.append(self._checksum)
+                self._checksum = filled = 0
         self.checksums.append(zlib.crc32(data))
         self.offsets.append(self.offsets[-1] + len(data))
         return len(self.offsets) - 2
 
     def finish(self, folder: Path) -> None:
-        """Write the index of the images."""
-        if self.offsets[-1] % BLOCK_BYTES:
+        """Writes the index of the images."""
+        if self.offsets[-1] % BLOCK_BYTES:  # the last block is shorter than the others
             self.block_checksums.append(self._checksum)
         np.save(folder / OFFSETS, np.array(self.offsets, dtype=np.int64), allow_pickle=False)
         np.save(folder / CHECKSUMS, np.array(self.checksums, dtype=np.uint32), allow_pickle=False)
         np.save(folder / BLOCK_CHECKSUMS, np.array(self.block_checksums, dtype=np.uint32), allow_pickle=False)
         write_atomic(folder / INDEX, json.dumps({"format": FORMAT, "block_bytes": BLOCK_BYTES}))
 
-    def _add_to_blocks(self, data: memoryview) -> None:
-        filled = self.offsets[-1] % BLOCK_BYTES
-        while data:
-            part, data = data[: BLOCK_BYTES - filled], data[BLOCK_BYTES - filled :]
-            self._checksum = zlib.crc32(part, self._checksum)
-            filled += len(part)
-            if filled == BLOCK_BYTES:
-                self.block_checksums.append(self._checksum)
-                self._checksum = filled = 0
-
 
 @dataclass(frozen=True, eq=False)
 class ImageIndex:
-    """The files of a store beside `images.bin`; see the module."""
+    """The files of a store other than `images.bin`; see the module."""
 
     offsets: NDArray[np.int64]
     checksums: NDArray[np.uint32]
@@ -85,19 +81,25 @@ class ImageIndex:
 
     @classmethod
     def read(cls, folder: Path) -> "ImageIndex":
-        """Raises `ArtifactError` when the index is missing or damaged, or was written without checksums."""
+        """Reads a folder's index. Raises `ArtifactError` if it is missing, damaged or without checksums."""
         try:
             settings: dict[str, Any] = json.loads((folder / INDEX).read_text(encoding="utf-8"))
             arrays = [np.load(folder / name, allow_pickle=False) for name in (OFFSETS, CHECKSUMS, BLOCK_CHECKSUMS)]
             index = cls(*arrays, block_bytes=settings["block_bytes"])
-            is_whole = settings["format"] == FORMAT and index._fits()
+            is_whole = (
+                settings["format"] == FORMAT
+                and len(index.offsets) == len(index.checksums) + 1
+                and index.offsets[0] == 0
+                and bool((np.diff(index.offsets) >= 0).all())
+                and len(index.block_checksums) == -(-index.num_bytes // index.block_bytes)
+            )
         except FileNotFoundError:
             if (folder / OFFSETS).is_file() and not (folder / INDEX).is_file():
                 raise ArtifactError(
-                    f"{folder}: the images have no checksums; remove the stage pack from the run that packed them and "
+                    f"{folder}: the images lack checksums; remove the stage pack from the run that packed them and "
                     "run it again"
                 ) from None
-            raise ArtifactError(f"{folder}: has no images; run the pack stage again") from None
+            raise ArtifactError(f"{folder}: images are missing; run the pack stage again") from None
         except (OSError, EOFError, ValueError, TypeError, LookupError):  # numpy raises EOFError for an empty file
             is_whole = False
         if not is_whole:
@@ -109,25 +111,16 @@ class ImageIndex:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all images."""
+        """Size of all images."""
         return int(self.offsets[-1])
 
     def span(self, number: int) -> tuple[int, int]:
-        """Where an image begins and ends in the file."""
+        """Returns the beginning and end of an image in the file."""
         return int(self.offsets[number]), int(self.offsets[number + 1])
-
-    def _fits(self) -> bool:
-        """Whether the arrays fit each other."""
-        return (
-            len(self.offsets) == len(self.checksums) + 1
-            and self.offsets[0] == 0
-            and bool((np.diff(self.offsets) >= 0).all())
-            and len(self.block_checksums) == -(-self.num_bytes // self.block_bytes)
-        )
 
 
 class ImageLayout:
-    """`BlockLayout` of the images of an index, whose file `store` has."""
+    """`BlockLayout` of the images of an index, whose file is in `store`."""
 
     title = "images"
 
@@ -156,11 +149,12 @@ class ImageLayout:
 
     def cut(self, item: int, block: int, content: bytes) -> bytes:
         first, last = self._index.span(item)
+        # An image may begin before this block and end after it.
         start = block * self.block_bytes
         return content[max(0, first - start) : last - start]
 
     def join(self, cuts: Sequence[Sequence[bytes]]) -> list[bytes]:
-        """The file of each image."""
+        """Returns the file of each image."""
         return [b"".join(of_image) for of_image in cuts]
 
 
@@ -168,7 +162,7 @@ class ImageReader(Protocol):
     """Reads the encoded files of images."""
 
     def read(self, numbers: NDArray[np.int64], /) -> list[bytes]:
-        """The files of the images of these numbers [N]."""
+        """Returns the files of the images of these numbers [N]."""
         ...
 
 
@@ -179,6 +173,7 @@ class MappedImages:
         self._index = index
         if not path.is_file() or path.stat().st_size != index.num_bytes:
             raise ArtifactError(f"{path}: is missing or truncated; run the pack stage again")
+        # An empty file cannot be mapped.
         self._data = np.memmap(path, np.uint8, mode="r") if index.num_bytes else np.empty(0, np.uint8)
 
     def read(self, numbers: NDArray[np.int64]) -> list[bytes]:
@@ -186,10 +181,10 @@ class MappedImages:
 
 
 class ImageStore:
-    """The images of a folder, read with `reader`, by default from the folder, or from where its file `rows_at.json`
-    says that they are. Raises `ArtifactError` when the folder is missing or damaged.
+    """The images of a folder, read with `reader`, by default from the folder or from the place that its file
+    `rows_at.json` names. Raises `ArtifactError` when the folder is missing or damaged.
 
-    num_ahead: batches whose images are read before they are needed, where they are not mapped into memory.
+    num_ahead: number of batches whose images are read before they are needed, unless they are mapped into memory.
     """
 
     def __init__(self, folder: Path, reader: ImageReader | None = None, *, num_ahead: int = 0) -> None:
@@ -203,74 +198,73 @@ class ImageStore:
         return len(self.index)
 
     def read(self, numbers: Sequence[int]) -> list[bytes]:
-        """The encoded files of images. Raises `ArtifactError` that names the bytes that are damaged, and what
-        `Tiers.read` does where images are on a store or read through the cache.
+        """Returns the encoded files of images. Raises `ArtifactError` with the damaged bytes, and the errors of
+        `Tiers.read` where images are on a store or read through the cache.
         """
         files = self.reader.read(np.array(numbers, dtype=np.int64))
         for number, data in zip(numbers, files, strict=True):
             if zlib.crc32(data) != self.index.checksums[number]:
                 first, last = self.index.span(number)
                 raise ArtifactError(
-                    f"{self.place}/{FILE}: bytes {first:,} to {last:,} (image {number}) are damaged: they are not what "
-                    "was packed (CRC-32); put the file back, or run the pack stage again"
+                    f"{self.place}/{FILE}: bytes {first:,} to {last:,} (image {number}) are damaged: their CRC-32 "
+                    "differs from that at packing; put the file back, or run the pack stage again"
                 )
         return files
 
     def data(self, number: int) -> bytes:
-        """The encoded file of an image."""
+        """Returns the encoded file of an image."""
         return self.read([number])[0]
 
     def pixels(self, number: int, *, size: int, fit: Fit) -> NDArray[np.uint8]:
-        """See `square_pixels`."""
-        return self._decoded(number, self.data(number), size=size, fit=fit)
+        """Returns an image as pixels; see `square_pixels`."""
+        return next(self.squares([number], size=size, fit=fit))
 
     def squares(self, numbers: Sequence[int], *, size: int, fit: Fit) -> Iterator[NDArray[np.uint8]]:
-        """`pixels` of each of these images; many are read together."""
+        """Yields the `pixels` of each of these images, of which many are read together."""
         for first in range(0, len(numbers), IMAGES_AT_ONCE):
             chosen = numbers[first : first + IMAGES_AT_ONCE]
             for number, data in zip(chosen, self.read(chosen), strict=True):
-                yield self._decoded(number, data, size=size, fit=fit)
-
-    def _decoded(self, number: int, data: bytes, *, size: int, fit: Fit) -> NDArray[np.uint8]:
-        try:
-            return square_pixels(data, size=size, fit=fit)
-        except ImageFault as error:
-            raise ArtifactError(f"{self.place}/{FILE}: image {number} {error}; run the pack stage again") from None
+                try:
+                    pixels = square_pixels(data, size=size, fit=fit)
+                except ImageFault as error:
+                    problem = f"{self.place}/{FILE}: image {number} {error}"
+                    raise ArtifactError(f"{problem}; run the pack stage again") from None
+                yield pixels
 
 
 @contextmanager
 def write_images(folder: Path) -> Iterator[StoreWriter]:
-    """A new store in a folder, complete when the block ends."""
+    """Opens a new store in a folder, which is complete when the block ends."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / FILE, "wb") as file:
         writer = StoreWriter(file)
         yield writer
-    writer.finish(folder)
+    writer.finish(folder)  # after the file is closed: its index says that it is whole
 
 
 def images_folder(rows: Path, split: str) -> Path:
-    """Where the images of a split are. rows: the folder of this set of rows."""
+    """Returns the folder of the images of a split. rows: folder of this set of rows."""
     return rows / f"images-{split}"
 
 
 def has_images(folder: Path) -> bool:
-    """Whether a folder is a store with at least one image."""
+    """Returns True for a store with at least one image."""
     return folder.is_dir() and len(ImageIndex.read(folder)) > 0
 
 
 def image_layout(folder: Path) -> ImageLayout:
-    """The blocks of the images of a folder, wherever its `rows_at.json` says that they are."""
+    """Returns the blocks of the images of a folder, at the place that its `rows_at.json` names."""
     return ImageLayout(ImageIndex.read(folder), ColdStore(rows_at(folder)))
 
 
 def open_images(rows: Path, split: str, *, num_ahead: int = 0) -> ImageStore | None:
-    """The images of a split, None if it has none. rows, num_ahead: see `images_folder` and `ImageStore`."""
+    """Opens the images of a split; None without images. rows, num_ahead: see `images_folder` and `ImageStore`."""
     folder = images_folder(rows, split)
     return ImageStore(folder, num_ahead=num_ahead) if has_images(folder) else None
 
 
 def _reader(place: str, index: ImageIndex) -> ImageReader:
-    """Maps a file that is on this machine, and reads another with nothing kept."""
+    """Maps a file on this machine, and reads one on a store without a cache."""
     if not is_remote(place):
         return MappedImages(Path(place) / FILE, index)
     layout = ImageLayout(index, ColdStore(place))

@@ -1,7 +1,6 @@
-"""`StoredImage`: an image as it travels with its document: checked, upright, of a bounded size, with its hash.
+"""`StoredImage`: the image of a document: checked, upright, of a bounded size, with its hash.
 
-In `Document.meta["image"]` it is plain data: `data`, the file as base64; `width` and `height` of the original; `hash`,
-its perceptual hash in hexadecimal.
+In `Document.meta["image"]`: `data`, base64; `width` and `height` of the original; `hash`, perceptual, hexadecimal.
 """
 
 import base64
@@ -19,14 +18,14 @@ from numpy.typing import NDArray
 from modelwright.data.images.decode import decode, image_size, pillow
 
 KEY = "image"
-"""Where a document has its image, in `meta`."""
+"""Key of the image in `Document.meta`."""
 STORED_SIDE = 256
-"""Pixels of the shorter side to which larger images are reduced: what models of this size read, and a little more for
-random crops."""
+"""Pixels of the shorter side of reduced images: the input of small models, and a little more for random crops."""
 HASH_BITS = 64
 _HASH_SIDE, _LOW = 32, 8
 _QUALITY = 92
 _LOSSLESS = (b"\x89PNG", b"BM", b"GIF8")
+"""Beginnings of files of lossless formats: PNG, BMP and GIF."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class StoredImage:
 
     @property
     def digest(self) -> str:
-        """Identifies the pixels."""
+        """Digest of the file, which identifies the pixels."""
         return hashlib.blake2b(self.data, digest_size=8).hexdigest()
 
     def plain(self) -> dict[str, Any]:
@@ -49,13 +48,14 @@ class StoredImage:
 
     @classmethod
     def from_plain(cls, fields: Mapping[str, Any]) -> "StoredImage":
-        """The inverse of `plain`."""
+        """Returns the image of `plain`'s result."""
+        # Without `validate`, foreign characters would be skipped and a damaged record accepted.
         data = base64.b64decode(fields["data"], validate=True)
         return cls(data, int(fields["width"]), int(fields["height"]), int(fields["hash"], 16))
 
 
 def is_stored_image(value: Any) -> bool:
-    """Whether a JSON value is what `StoredImage.plain` gives."""
+    """Returns True for a JSON value of the form of `StoredImage.plain`."""
     if not isinstance(value, dict):
         return False
     try:
@@ -66,16 +66,14 @@ def is_stored_image(value: Any) -> bool:
 
 
 def store_image(data: bytes) -> StoredImage:
-    """An image file in the form in which it is kept: a small PNG stays a PNG, photographs become JPEG. Raises
-    `ImageFault` for a file that cannot be used.
-    """
+    """Converts an image file: lossless formats become PNG, others JPEG. Raises `ImageFault` for an unusable file."""
     width, height = image_size(data)
     pixels = decode(data, most_side=STORED_SIDE)
     return StoredImage(encode(pixels, lossless=data.startswith(_LOSSLESS)), width, height, perceptual_hash(pixels))
 
 
 def encode(pixels: NDArray[np.uint8], *, lossless: bool) -> bytes:
-    """Pixels [H, W, 3] as PNG or JPEG."""
+    """Encodes pixels [H, W, 3] as PNG or JPEG."""
     file = io.BytesIO()
     options: dict[str, Any] = {"format": "PNG"} if lossless else {"format": "JPEG", "quality": _QUALITY}
     pillow().fromarray(pixels).save(file, **options)
@@ -83,8 +81,8 @@ def encode(pixels: NDArray[np.uint8], *, lossless: bool) -> bytes:
 
 
 def perceptual_hash(pixels: NDArray[np.uint8]) -> int:
-    """64 bits that change little where an image is scaled, compressed again or made lighter: which of the lowest 8 x 8
-    frequencies of its 32 x 32 gray values are above their median (pHash, Zauner 2010, section 3.2.1).
+    """Returns 64 bits of which few change when an image is scaled, compressed again or made lighter: one for each of
+    the lowest 8 x 8 frequencies of its 32 x 32 gray values, 1 above their median (pHash, Zauner 2010, section 3.2.1).
     """
     module = pillow()
     small = module.fromarray(pixels).convert("L").resize((_HASH_SIDE, _HASH_SIDE), module.Resampling.LANCZOS)

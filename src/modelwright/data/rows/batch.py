@@ -1,4 +1,4 @@
-"""A batch of packed token rows: what a loader yields and a training step consumes."""
+"""`TokenBatch`: packed token rows, as a loader yields and a training step consumes them."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+# The default `ignore_index` of PyTorch's cross entropy.
 IGNORED = -100
 """Label of a token that is not predicted (padding, a prompt, the last token of a document)."""
 LENGTH_MULTIPLE = 8
@@ -16,8 +17,8 @@ LENGTH_MULTIPLE = 8
 
 
 def part_sizes(num_groups: int, num_parts: int) -> list[int]:
-    """Groups of rows in each part: equal, or one more in the first parts if they do not divide evenly. Raises
-    `ValueError` if there are fewer groups than parts.
+    """Returns the number of groups of rows in each part: equal, or one more in the first parts if they do not divide
+    evenly. Raises `ValueError` for fewer groups than parts.
     """
     if num_groups < num_parts:
         raise ValueError(f"{num_groups} groups of rows cannot be divided into {num_parts} microbatches")
@@ -33,11 +34,11 @@ class TokenBatch:
     piece; segments_BT int32, the number of the piece within its row, -1 for padding.
 
     extras: further tensors that an objective needs, by name: advantages, old log-probabilities, rewards. A name ends in
-    the shape: `_B`, followed by anything, is one entry for each row; `_BT` one for each token, of which context
-    parallelism gives each rank its own. group_size: so many consecutive rows belong together (2 for a preference pair,
-    G for a GRPO group); no split and no selection cuts a group.
+    the shape: `_B`, followed by anything, has one entry per row; `_BT` one per token, which context parallelism divides
+    among ranks. group_size: number of consecutive rows that belong together (2 for a preference pair, G for a GRPO
+    group); no split and no selection cuts a group.
 
-    Rows of padding have no labels and extras of zero. An objective must give them no weight.
+    Rows of padding have only ignored labels and extras of zero. An objective must give them no weight.
     """
 
     input_ids_BT: Tensor
@@ -61,7 +62,7 @@ class TokenBatch:
 
     @classmethod
     def of_sequences(cls, sequences: Sequence[Sequence[int] | np.ndarray]) -> "TokenBatch":
-        """One sequence of token ids in each row, padded at the end, without labels: for scoring."""
+        """Returns a batch for scoring: one sequence of token ids per row, padded at the end, without labels."""
         length = max(map(len, sequences))
         ids_BT = torch.zeros(len(sequences), length, dtype=torch.int64)
         segments_BT = torch.full((len(sequences), length), -1, dtype=torch.int32)
@@ -85,60 +86,68 @@ class TokenBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in the rows, padding included."""
+        """Number of tokens in the rows, padding included."""
         return self.input_ids_BT.numel()
 
     @property
     def num_targets(self) -> int:
-        """Tokens that are predicted: labels that count."""
+        """Number of labels other than `IGNORED`."""
         return int((self.labels_BT != IGNORED).sum())
 
     def split(self, num_parts: int) -> list["TokenBatch"]:
-        """Split into `num_parts` batches of consecutive groups, sized by `part_sizes`."""
+        """Splits into `num_parts` batches of consecutive groups, sized by `part_sizes`."""
         ends = [end * self.group_size for end in accumulate(part_sizes(self.num_groups, num_parts), initial=0)]
+        # Bound as a default, because a lambda reads variables of a loop when it is called.
         return [self.map(lambda x, rows=slice(*pair): x[rows]) for pair in pairwise(ends)]
 
     def padded(self, num_groups: int) -> "TokenBatch":
-        """Padded with empty groups to at least `num_groups`."""
+        """Returns the batch padded with empty groups to at least `num_groups`."""
         missing = (num_groups - self.num_groups) * self.group_size
         if missing <= 0:
             return self
         padding = self.map(lambda x: x.new_zeros(missing, *x.shape[1:]))
         padding.labels_BT.fill_(IGNORED)
         padding.segments_BT.fill_(-1)
-        return self._join(padding)
+        return TokenBatch(
+            input_ids_BT=torch.cat([self.input_ids_BT, padding.input_ids_BT]),
+            labels_BT=torch.cat([self.labels_BT, padding.labels_BT]),
+            positions_BT=torch.cat([self.positions_BT, padding.positions_BT]),
+            segments_BT=torch.cat([self.segments_BT, padding.segments_BT]),
+            extras={name: torch.cat([values, padding.extras[name]]) for name, values in self.extras.items()},
+            group_size=self.group_size,
+        )
 
     def take(self, groups: Tensor) -> "TokenBatch":
-        """The groups with these numbers, in the given order."""
+        """Returns the groups with these numbers, in the given order."""
         rows = self.rows_of(groups)
         return self.map(lambda x: x[rows])
 
     def rows_of(self, groups: Tensor) -> Tensor:
-        """The numbers of the rows in these groups."""
+        """Returns the numbers of the rows in these groups."""
         places = torch.arange(self.group_size, device=groups.device)
         return (groups[:, None] * self.group_size + places).flatten()
 
     def without_weight(self, groups: Tensor) -> "TokenBatch":
-        """The batch with the labels and extras of these groups replaced by those of padding."""
+        """Returns the batch with the labels and extras of padding for these groups."""
         rows = self.rows_of(groups)
         extras = {name: values.index_fill(0, rows, 0) for name, values in self.extras.items()}
         return replace(self, labels_BT=self.labels_BT.index_fill(0, rows, IGNORED), extras=extras)
 
     def take_tokens(self, places_S: Tensor) -> "TokenBatch":
-        """These positions of every row, in the given order."""
+        """Returns these positions of every row, in the given order."""
         return self.map(lambda x: x[:, places_S], of_rows=lambda x: x)
 
     def to(self, device: torch.device | str) -> "TokenBatch":
         return self.map(lambda x: x.to(device, non_blocking=True))
 
     def rows_at(self, place: int) -> "TokenBatch":
-        """The rows at one place of every group, each a group of its own."""
+        """Returns the rows at one place of every group, as groups of one row."""
         return replace(self, group_size=1).map(lambda x: x[place :: self.group_size])
 
     def map(
         self, change: Callable[[Tensor], Tensor], *, of_rows: Callable[[Tensor], Tensor] | None = None
     ) -> "TokenBatch":
-        """The batch with every tensor changed. of_rows: for extras without an entry for each token."""
+        """Returns the batch with every tensor changed. of_rows: the change of extras without an entry per token."""
         extras = {
             name: change(values) if of_rows is None or _has_tokens(name) else of_rows(values)
             for name, values in self.extras.items()
@@ -152,30 +161,20 @@ class TokenBatch:
             group_size=self.group_size,
         )
 
-    def _join(self, other: "TokenBatch") -> "TokenBatch":
-        return TokenBatch(
-            input_ids_BT=torch.cat([self.input_ids_BT, other.input_ids_BT]),
-            labels_BT=torch.cat([self.labels_BT, other.labels_BT]),
-            positions_BT=torch.cat([self.positions_BT, other.positions_BT]),
-            segments_BT=torch.cat([self.segments_BT, other.segments_BT]),
-            extras={name: torch.cat([values, other.extras[name]]) for name, values in self.extras.items()},
-            group_size=self.group_size,
-        )
-
 
 def _has_tokens(name: str) -> bool:
-    """Whether the extra of this name has an entry for each token."""
+    """Returns True for the name of an extra with an entry per token."""
     return re.search("_BT[A-Za-z]*$", name) is not None
 
 
 def padded_len(length: int, longest: int) -> int:
-    """Tokens of the rows of a batch whose longest row has `length` tokens; at most `longest`."""
+    """Returns the padded row length of a batch whose longest row has `length` tokens; at most `longest`."""
     return min(-(-length // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, longest)
 
 
 def cut(lengths: np.ndarray, budget: int, longest: int) -> np.ndarray:
-    """Ends [num_batches] int64 of batches of consecutive rows: as many rows each as fit into `budget` tokens, at least
-    one. lengths: tokens of the rows, descending [N]. The last batch may be small; a step divides by its own tokens.
+    """Returns the ends [num_batches] int64 of batches of consecutive rows, each with the most rows that fit into
+    `budget` tokens, at least one. lengths: tokens of the rows, descending [N]. The last batch may be small.
     """
     ends: list[int] = []
     start = 0

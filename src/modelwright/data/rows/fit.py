@@ -1,4 +1,4 @@
-"""Conversations and preferences to token sequences that fit into rows; those that do not fit are counted.
+"""Fits conversations and preferences into rows as token sequences; those that do not fit are counted.
 
 A conversation is truncated at its end, as in TRL and torchtune. The tokens that remain are still correct targets, and
 no end token follows them, so a truncated answer does not teach the model to stop early. A preference is a pair of a
@@ -16,7 +16,7 @@ from modelwright.data.document import Document, Message, says_something
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 
 WHOLE_SHARE = 0.99
-"""Share of the conversations that fit into a row of the suggested length."""
+"""Minimum share of the conversations that fit into a row of the suggested length."""
 PROMPT_TOO_LONG, TOO_LONG = "prompt longer than a row", "longer than a row"
 EMPTY, SAME = "empty answer", "chosen and rejected are the same"
 
@@ -27,7 +27,7 @@ class ConversationFit:
 
     `overlong`: "split" truncates a longer conversation, "skip" drops it. `num_dropped` includes conversations whose
     truncation would leave no token of an answer. `lengths`: number of conversations by length in tokens.
-    `num_empty_answers`: turns of the assistant that say nothing, which are context and not learned.
+    `num_empty_answers`: blank turns of the assistant, which are context and not learned.
     """
 
     seq_len: int
@@ -41,10 +41,9 @@ class ConversationFit:
     def fit(
         self, ids: np.ndarray, mask: np.ndarray, *, stop_ids: Sequence[int]
     ) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return the token ids [T] and the loss mask [T] to pack, or None if the conversation is dropped.
+        """Returns the token ids [T] and the loss mask [T] to pack, or None if the conversation is dropped.
 
-        Tokens after the last answer are removed. If the chat template puts no end token after an answer,
-        `stop_ids[0]` is appended to the last one.
+        Tokens after the last answer are removed. An answer without an end token gets `stop_ids[0]`.
         """
         self.num_conversations += 1
         answered = np.flatnonzero(mask)
@@ -55,7 +54,7 @@ class ConversationFit:
         self.lengths[len(ids)] += 1
         if end and len(ids) <= self.seq_len:
             return ids, mask
-        if self.overlong == "skip" or not mask[1 : self.seq_len].any():
+        if self.overlong == "skip" or not mask[1 : self.seq_len].any():  # the first token is never predicted
             self.num_dropped += 1
             return None
         self.num_truncated += 1
@@ -66,7 +65,7 @@ class ConversationFit:
         return self.num_truncated + self.num_dropped
 
     def row_len(self, share: float = WHOLE_SHARE) -> int:
-        """The shortest row length, in tokens, that at least `share` of the conversations fit into."""
+        """Returns the smallest row length, in tokens, into which at least `share` of the conversations fit."""
         num_whole = 0
         for length, times in sorted(self.lengths.items()):
             num_whole += times
@@ -75,7 +74,7 @@ class ConversationFit:
         return 0
 
     def facts(self) -> dict[str, Any]:
-        """The counts as plain data for the artifact's manifest."""
+        """Returns the counts as plain data for the artifact's manifest."""
         return {
             "seq_len": self.seq_len,
             "num_conversations": self.num_conversations,
@@ -91,9 +90,9 @@ class PromptedAnswer:
     """A prompt with an answer, truncated to the length of a row."""
 
     ids: np.ndarray
-    """[T] int64."""
+    """Token ids [T] int64."""
     mask: np.ndarray
-    """[T] uint8, 1 for the tokens of the answer."""
+    """Loss mask [T] uint8, 1 for the tokens of the answer."""
 
     @property
     def prompt_len(self) -> int:
@@ -102,11 +101,11 @@ class PromptedAnswer:
 
     @property
     def prompt(self) -> bytes:
-        """The prompt's token ids, for comparison."""
+        """Token ids of the prompt as bytes, for comparison."""
         return self.ids[: self.prompt_len].tobytes()
 
     def answered_by(self, other: "PromptedAnswer", *, seq_len: int) -> "PromptedAnswer":
-        """This prompt with the answer of another one, truncated to `seq_len` tokens."""
+        """Returns this prompt with the answer of another one, truncated to `seq_len` tokens."""
         own, theirs = self.prompt_len, other.prompt_len
         ids = np.concatenate([self.ids[:own], other.ids[theirs:]])[:seq_len]
         mask = np.concatenate([self.mask[:own], other.mask[theirs:]])[:seq_len]
@@ -115,9 +114,7 @@ class PromptedAnswer:
 
 @dataclass(kw_only=True)
 class PreferenceFit:
-    """Encodes preferences and truncates their answers to the length of a row. What cannot be learned from is counted
-    in `skipped`, by reason.
-    """
+    """Encodes preferences and truncates answers to the length of a row. `skipped`: unusable preferences by reason."""
 
     tokenizer: Tokenizer
     answers: ConversationFit
@@ -126,24 +123,30 @@ class PreferenceFit:
     skipped: Counter[str] = field(default_factory=Counter[str])
 
     def pair(self, document: Document) -> tuple[PromptedAnswer, PromptedAnswer] | None:
-        """The chosen and the rejected answer of a pair; None if it is skipped."""
+        """Returns the chosen and the rejected answer of a pair; None if it is skipped."""
         chosen, rejected = document.messages[document.prompt_turns :], document.rejected
         self.num_preferences += 1
         found = self._completion(document, chosen), self._completion(document, rejected)
         if isinstance(found[0], str) or isinstance(found[1], str):
-            return self._skip(next(reason for reason in found if isinstance(reason, str)))
+            self.skipped[next(reason for reason in found if isinstance(reason, str))] += 1
+            return None
+        # Different texts may be equal after truncation.
         if np.array_equal(found[0].ids, found[1].ids):
-            return self._skip(SAME)
+            self.skipped[SAME] += 1
+            return None
         return found[0], found[1]
 
     def single(self, document: Document) -> PromptedAnswer | None:
-        """The answer of an unpaired preference; None if it is skipped."""
+        """Returns the answer of an unpaired preference; None if it is skipped."""
         self.num_preferences += 1
         found = self._completion(document, document.messages[document.prompt_turns :])
-        return self._skip(found) if isinstance(found, str) else found
+        if isinstance(found, str):
+            self.skipped[found] += 1
+            return None
+        return found
 
     def facts(self) -> dict[str, Any]:
-        """The counts as plain data."""
+        """Returns the counts as plain data."""
         return {
             "seq_len": self.answers.seq_len,
             "num_preferences": self.num_preferences,
@@ -151,11 +154,8 @@ class PreferenceFit:
             "skipped": dict(self.skipped),
         }
 
-    def _skip(self, reason: str) -> None:
-        self.skipped[reason] += 1
-
     def _completion(self, document: Document, answer: Sequence[Message]) -> PromptedAnswer | str:
-        """The prompt of a document with an answer; why it cannot be learned from."""
+        """Returns the prompt of a document with an answer, or the reason for which it is skipped."""
         if not says_something(answer[-1]):
             return EMPTY
         prompt = document.messages[: document.prompt_turns]
@@ -169,8 +169,8 @@ class PreferenceFit:
 def with_mismatched_answers(
     completions: Iterable[PromptedAnswer], *, seq_len: int
 ) -> Iterator[tuple[PromptedAnswer, PromptedAnswer]]:
-    """Each prompt with its own answer, and with the last answer before it to another prompt; the first ones, before
-    which there is none, with the first answer to another prompt. Yields nothing if all prompts are equal.
+    """Yields each prompt with its own answer, and with the last earlier answer to another prompt; the first ones, which
+    lack an earlier one, with the first answer to another prompt. Yields nothing if all prompts are equal.
 
     These are the pairs by which KTO estimates a KL divergence (Ethayarajh et al. 2024, section 4.1). Neighbors often
     have the same prompt, where several answers to it were judged; they would not be mismatched.
@@ -181,6 +181,7 @@ def with_mismatched_answers(
         if previous is not None and completion.prompt != previous.prompt:
             other = previous
         previous = completion
+        # The first completions wait until there is another prompt.
         if other is None:
             waiting.append(completion)
             continue

@@ -1,9 +1,9 @@
-"""Packed rows to training batches: a pure function of (seed, batch number), so resume is exact and needs no state.
+"""Loads packed rows as training batches, by a pure function of (seed, batch number): resume is exact without state.
 
 All ranks see one global order: rows are shuffled anew in every epoch, epochs follow one another without a gap, and
-batch `i` holds places `i * batch_rows` to `(i + 1) * batch_rows` of that order. A rank takes its equal share of
-consecutive rows, so any number of ranks gives the same global batch. Where rows were packed in groups, a group takes
-the place of a row in all of that: groups are numbered, counted, shuffled and shared among ranks.
+batch `i` has the places `i * batch_rows` to `(i + 1) * batch_rows` of that order. A rank takes an equal share of
+consecutive rows, so any number of ranks gives the same global batch. Where rows were packed in groups, a group replaces
+a row in all of that: groups are numbered, counted, shuffled and divided among ranks.
 """
 
 import json
@@ -28,8 +28,8 @@ from modelwright.data.rows.pack import FORMAT, INDEX
 
 @dataclass(frozen=True)
 class RowShare:
-    """A rank's rows of a batch. groups: their numbers [B] int64; epochs: how often each group was read before, or the
-    number of the draw where rows are drawn with replacement [B] int64; num_tokens: of each row, 0 for whole rows.
+    """A rank's rows of a batch. groups: their numbers [B] int64; epochs: number of earlier reads of each group, or the
+    number of the draw where rows are drawn with replacement [B] int64; num_tokens: tokens per row, 0 for whole rows.
     """
 
     groups: np.ndarray
@@ -38,14 +38,14 @@ class RowShare:
 
 
 ReadRows = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray | None]]
-"""What `RowReader.read` does."""
+"""Signature of `RowReader.read`."""
 
 
 class RowReader(Protocol):
     """Reads the tokens and loss masks of rows."""
 
     def read(self, rows: np.ndarray, /) -> tuple[np.ndarray, np.ndarray | None]:
-        """The tokens [N, seq_len] and, where the rows have one, the loss mask [N, seq_len] of rows [N]."""
+        """Returns the tokens [N, seq_len] of rows [N] and their loss mask [N, seq_len], None for rows without one."""
         ...
 
 
@@ -66,9 +66,8 @@ class MappedRows:
 
 
 class PackedRows:
-    """The rows of a shard folder that `pack` has written. Their tokens are read with `reader`, by default from the
-    folder, or from where its file `rows_at.json` says that they are. Raises `ArtifactError` when the folder is missing
-    or damaged.
+    """The rows of a shard folder that `pack` has written. `reader` reads their tokens, by default from the folder or
+    from the place that its file `rows_at.json` names. Raises `ArtifactError` when the folder is missing or damaged.
     """
 
     def __init__(self, folder: Path, reader: RowReader | None = None) -> None:
@@ -79,7 +78,7 @@ class PackedRows:
         self.eos_id: int = index["eos_id"]
         self.num_rows: int = index["num_rows"]
         self.group_size: int = index.get("group_size", 1)
-        """Consecutive rows that belong together; 1 where each row is a group of its own."""
+        """Number of consecutive rows that belong together; 1 if every row is a group."""
         self.num_groups: int = self.num_rows // self.group_size
         self.num_tokens: int = index["num_tokens"]
         self.num_targets: int = index["num_targets"]
@@ -88,30 +87,26 @@ class PackedRows:
         self._lengths = _map(folder / "lengths.bin", np.dtype(np.uint32), (index["num_pieces"],))
         sources: dict[str, int] = index.get("sources", {"": self.num_rows})
         self.sources = {name: num_rows // self.group_size for name, num_rows in sources.items()}
-        """The number of groups of each source, in the order of the rows."""
+        """Number of groups of each source, in the order of the rows."""
         self.has_scores: bool = index.get("has_scores", False)
         self._values: np.ndarray | None = None
         if index.get("has_values", False):
             self._values = _map(folder / "values.bin", np.dtype(np.float32), (index["num_pieces"],))
 
     def group_lengths(self) -> np.ndarray:
-        """Tokens without padding of the longest row of each group, [groups] int32."""
+        """Returns the length of the longest row of each group without padding, [groups] int32."""
         ends = np.cumsum(self._lengths, dtype=np.int64)[self._offsets[1:] - 1]
         return np.diff(ends, prepend=0).astype(np.int32).reshape(-1, self.group_size).max(axis=1)
 
     def group_scores(self) -> np.ndarray:
-        """The mean score of the rows of each group, [groups] float32. Raises `ArtifactError` if they were packed
-        without scores.
-        """
+        """Returns each group's mean score, [groups] float32. Raises `ArtifactError` for rows without scores."""
         if not self.has_scores:
-            raise ArtifactError(
-                f"{self.folder}: the rows have no scores; run the pack stage again with this curriculum"
-            )
+            raise ArtifactError(f"{self.folder}: the rows lack scores; run the pack stage again with this curriculum")
         scores = _map(self.folder / "scores.bin", np.dtype(np.float32), (self.num_rows,))
         return scores.reshape(-1, self.group_size).mean(axis=1, dtype=np.float32)
 
     def source_groups(self, name: str) -> np.ndarray:
-        """The groups of one source, [N] int64."""
+        """Returns the groups of one source, [N] int64."""
         first = 0
         for source, num_groups in self.sources.items():
             if source == name:
@@ -120,23 +115,28 @@ class PackedRows:
         raise KeyError(name)
 
     def gather(self, groups: np.ndarray, num_tokens: int = 0) -> TokenBatch:
-        """The rows of the given groups as a batch, in the given order. num_tokens: how many of each row, which must
-        include all that are not padding; 0 for whole rows. Where sequences were packed with values, the extra
-        `values_BT` has that of each token's piece; 0 for padding.
+        """Returns the rows of the given groups as a batch, in the given order. num_tokens: number of tokens per row,
+        which must include all that are not padding; 0 for whole rows. For sequences that were packed with values, the
+        extra `values_BT` has the value of each token's piece, 0 for padding.
         """
         return self.assemble(groups, num_tokens, self.reader.read)
 
     def assemble(self, groups: np.ndarray, num_tokens: int, read: ReadRows) -> TokenBatch:
-        """`gather` with rows that `read` reads; may be called in any thread if `read` may."""
+        """Does `gather` with rows that `read` reads; may be called in any thread if `read` may."""
         rows = self.rows_of(groups)
         shape = (len(rows), num_tokens or self.seq_len)
-        tokens, targets = _tokens_and_targets(rows, shape[1], read)
+        tokens, targets = np.empty(shape, dtype=np.int64), np.ones(shape, dtype=bool)
+        if len(rows):  # a rank may have none; a reader could not tell their shape
+            read_tokens, mask = read(rows)
+            tokens = read_tokens[:, : shape[1]].astype(np.int64)
+            targets = targets if mask is None else mask[:, : shape[1]].astype(bool)
         pieces, counts = self._pieces_of(rows)
         lengths = np.asarray(self._lengths)[pieces].astype(np.int64)
         ends = np.concatenate([[0], np.cumsum(lengths)])
         first_pieces = np.cumsum(counts) - counts
         used = ends[first_pieces + counts] - ends[first_pieces]
-        is_used = np.arange(shape[1]) < used[:, None]  # its true entries are the tokens of the pieces, in their order
+        # The true entries are the tokens of the pieces, in their order, so that a flat array of values fits them.
+        is_used = np.arange(shape[1]) < used[:, None]
         positions, segments = np.zeros(shape, dtype=np.int64), np.full(shape, -1, dtype=np.int32)
         positions[is_used] = np.arange(ends[-1]) - np.repeat(ends[:-1], lengths)
         segments[is_used] = np.repeat(np.arange(len(pieces)) - np.repeat(first_pieces, counts), lengths)
@@ -145,6 +145,7 @@ class PackedRows:
             values = np.zeros(shape, dtype=np.float32)
             values[is_used] = np.repeat(np.asarray(self._values)[pieces], lengths)
             extras["values_BT"] = torch.from_numpy(values)
+        # A token's label is the next token of its piece: the last token of a piece predicts nothing.
         labels = np.full(shape, IGNORED, dtype=np.int64)
         predicted = (segments[:, 1:] == segments[:, :-1]) & is_used[:, 1:] & targets[:, 1:]
         np.copyto(labels[:, :-1], tokens[:, 1:], where=predicted)
@@ -158,28 +159,24 @@ class PackedRows:
         )
 
     def rows_of(self, groups: np.ndarray) -> np.ndarray:
-        """The rows of groups [N], one group after another."""
+        """Returns the rows of groups [N], one group after another."""
         return (groups[:, None] * self.group_size + np.arange(self.group_size)).flatten()
 
     def values_of(self, groups: np.ndarray) -> np.ndarray:
-        """The values of the pieces of groups, one row after another, [pieces] float32, without reading their rows. Only
-        of rows that were packed with values.
-        """
+        """Returns the values of the pieces of groups, row after row, [pieces] float32, for rows packed with values."""
         assert self._values is not None
         pieces, _ = self._pieces_of(self.rows_of(groups))
         return np.asarray(self._values)[pieces]
 
     def _pieces_of(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The numbers of the pieces of rows [N], one row after another, and how many each row has [N]."""
+        """Returns the pieces of rows [N], row after row, and their number per row [N]."""
         first = np.asarray(self._offsets)[rows]
         counts = np.asarray(self._offsets)[rows + 1] - first
         ends = np.cumsum(counts)
         return np.repeat(first - (ends - counts), counts) + np.arange(counts.sum()), counts
 
     def batches(self, batch_rows: int) -> Iterator[TokenBatch]:
-        """Every row once, in the order on disk, `batch_rows` rows or groups at a time; the last batch may be smaller.
-        For evaluation.
-        """
+        """Yields all rows for evaluation, in the order on disk, in batches of at most `batch_rows` rows or groups."""
         for first in range(0, self.num_groups, batch_rows):
             yield self.gather(np.arange(first, min(first + batch_rows, self.num_groups)))
 
@@ -193,56 +190,52 @@ class PackedLoader:
         self.rows = rows
         self.batch_rows = batch_rows
         self.seed = seed
+        self.num_batches_per_epoch = -(-rows.num_groups // batch_rows)
+        """Number of batches after which every row was seen at least once."""
+        self.plan_version = (0, 0)
+        """The plan of the batches never changes."""
         # A batch touches two epochs at most, unless it is huge.
         self._epoch_order = lru_cache(maxsize=2)(
             lambda epoch: permutation(derive_seed(seed, "rows", epoch), rows.num_groups)
         )
 
-    @property
-    def num_batches_per_epoch(self) -> int:
-        """Number of batches after which every row was seen at least once."""
-        return -(-self.rows.num_groups // self.batch_rows)
-
     def batch(self, index: int, *, rank: int = 0, world_size: int = 1) -> TokenBatch:
-        """This rank's share of global batch `index` (from 0, without end). Raises `ConfigError` for uneven shares."""
+        """Returns this rank's share of global batch `index`, from 0. Raises `ConfigError` for uneven shares."""
         return self.rows.gather(self.share(index, rank=rank, world_size=world_size).groups)
 
     def share(self, index: int, *, rank: int = 0, world_size: int = 1) -> RowShare:
-        """The rows of `batch`."""
+        """Returns the rows of `batch`."""
         if self.batch_rows % world_size:
             text = f"batch_rows: {self.batch_rows} rows cannot be shared equally by {world_size} ranks"
             raise ConfigError(f"{text}; choose a multiple of {world_size}")
+        # Consecutive rows, so that the ranks' shares in their order are the global batch, whatever their number.
         share = self.batch_rows // world_size
         first = index * self.batch_rows + rank * share
         epochs = np.arange(first, first + share) // self.rows.num_groups
         return RowShare(self.order(first, first + share), epochs)
 
-    @property
-    def plan_version(self) -> tuple[int, int]:
-        """The plan of the batches never changes."""
-        return (0, 0)
-
     def fork(self) -> "PackedLoader":
-        """A loader with the same plan, which can be asked for other batches at the same time."""
+        """Returns a loader with the same plan, for concurrent look-ups of other batches."""
         return self
 
     def order(self, first: int, last: int) -> np.ndarray:
-        """Rows, or groups, at places `first` to `last` of the endless global order [last - first] int64."""
+        """Returns the rows, or groups, at places `first` to `last` of the endless global order [last - first] int64."""
         num_groups = self.rows.num_groups
         places = np.arange(first, last)
         epochs = places // num_groups
         numbers = range(first // num_groups, -(-last // num_groups))
+        # A batch may span the end of an epoch.
         parts = [self._epoch_order(epoch)[places[epochs == epoch] % num_groups] for epoch in numbers]
         return np.concatenate(parts)
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """The index of a shard folder. Raises `ArtifactError` if there is none, or one of another format."""
+    """Returns the index of a shard folder. Raises `ArtifactError` if it is missing, damaged or of another format."""
     path = folder / INDEX
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ArtifactError(f"{folder}: holds no packed rows (it has no {INDEX}); run the pack stage") from None
+        raise ArtifactError(f"{folder}: packed rows are missing ({INDEX} was not found); run the pack stage") from None
     except ValueError as error:
         raise ArtifactError(f"{path}: is damaged ({error}); run the pack stage again") from None
     if index.get("format") != FORMAT:
@@ -251,28 +244,19 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 
 def row_layout(folder: Path) -> RowLayout:
-    """The blocks of the rows of a shard folder, wherever its `rows_at.json` says that they are. Raises `ArtifactError`
-    if they were packed without checksums.
+    """Returns the blocks of the rows of a shard folder, at the place that its `rows_at.json` names. Raises
+    `ArtifactError` if they were packed without checksums.
     """
     return RowLayout(folder, read_index(folder), ColdStore(rows_at(folder)))
 
 
 def _reader(folder: Path, index: Mapping[str, Any]) -> RowReader:
-    """Maps row files that are on this machine, and reads others with nothing kept."""
+    """Maps the row files of a folder on this machine, and reads those of a store without a cache."""
     place = rows_at(folder)
     if not is_remote(place):
         return MappedRows(Path(place), index)
     layout = RowLayout(folder, index, ColdStore(place))
     return BlockReader(Tiers(layout), layout, num_readers=NUM_READERS)
-
-
-def _tokens_and_targets(rows: np.ndarray, num_tokens: int, read: ReadRows) -> tuple[np.ndarray, np.ndarray]:
-    """The first tokens of rows as int64, and which of them are targets."""
-    if not len(rows):
-        return np.empty((0, num_tokens), dtype=np.int64), np.ones((0, num_tokens), dtype=bool)
-    tokens, mask = read(rows)
-    targets = np.ones((len(rows), num_tokens), dtype=bool) if mask is None else mask[:, :num_tokens].astype(bool)
-    return tokens[:, :num_tokens].astype(np.int64), targets
 
 
 def _map(path: Path, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:

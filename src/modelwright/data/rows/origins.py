@@ -1,4 +1,4 @@
-"""Where packed rows come from: their source and score, and the document of each of their pieces.
+"""Origins of packed rows: their source and score, and the document of each of their pieces.
 
 A mixture weighs the source and a curriculum sorts by the score; augmentation changes the document while a model trains.
 `pack` writes next to the rows, where their sequences have an `Origin`:
@@ -25,22 +25,21 @@ from modelwright.data.document import Document
 
 ORIGINS, DOCUMENTS, DOCUMENT_OFFSETS = "origins.bin", "documents.jsonl", "document_offsets.bin"
 COMPRESSION_RATIO = "compression_ratio"
+# Fixed, because scores depend on it.
 COMPRESSION_LEVEL = 6
 
 
 class Origin(NamedTuple):
-    """Where a sequence of tokens comes from. part: its number among the sequences of the document, which follow one
-    another.
-    """
+    """Origin of a sequence of tokens. part: its number among the sequences of the document, which are consecutive."""
 
     document: Document
     part: int = 0
 
 
 class PieceOrigin(NamedTuple):
-    """Where a piece of a row comes from. document: a number for `RowOrigins.document`; part: the sequence of it; first:
-    token of the sequence with which the piece begins; num_repeated: tokens at its beginning that an earlier piece has
-    too; is_last: whether the sequence ends with it.
+    """Origin of a piece of a row. document: number for `RowOrigins.document`; part: number of the sequence in the
+    document; first: index of the piece's first token in the sequence; num_repeated: tokens at its beginning that an
+    earlier piece has too; is_last: the sequence ends with the piece.
     """
 
     document: int
@@ -61,15 +60,17 @@ class OriginSpool:
         self._file = open(folder / DOCUMENTS, "wb", buffering=2**20)  # noqa: SIM115
 
     def add(self, origin: Origin, *, first: int, num_repeated: int, is_last: bool) -> None:
-        """The origin of the next piece."""
+        """Adds the origin of the next piece."""
+        # The pieces of a document are consecutive, so comparing with the last one stores each document once.
         if origin.document is not self._last:
             self._last = origin.document
+            # Lone surrogates survive the round trip.
             num_bytes = self._file.write(origin.document.to_json().encode("utf-8", "surrogatepass") + b"\n")
             self._offsets.append(self._offsets[-1] + num_bytes)
         self._pieces.extend((len(self._offsets) - 2, origin.part, first, num_repeated, int(is_last)))
 
     def write(self, order: np.ndarray) -> None:
-        """Write the origins of the pieces in this order [pieces]."""
+        """Writes the origins of the pieces in this order [pieces]."""
         self.close()
         pieces = np.frombuffer(self._pieces, dtype=np.int32).reshape(-1, len(PieceOrigin._fields))
         if len(pieces) != len(order):
@@ -86,17 +87,17 @@ class RowOrigins:
     """The origins of the rows in a folder, mapped into memory."""
 
     pieces: np.ndarray
-    """[pieces, 5] int32."""
+    """Fields of `PieceOrigin` [pieces, 5] int32."""
     row_starts: np.ndarray
-    """Where each row's pieces start, [rows + 1] int64."""
+    """Index of each row's first piece, [rows + 1] int64."""
     text: np.ndarray
-    """The bytes of the documents."""
+    """Bytes of the documents."""
     offsets: np.ndarray
-    """Where each document starts, [documents + 1] int64."""
+    """Index of each document's first byte, [documents + 1] int64."""
 
     @classmethod
     def open(cls, folder: Path) -> "RowOrigins":
-        """Raises `ArtifactError` if the rows were packed without origins."""
+        """Maps the origins of a folder. Raises `ArtifactError` if the rows were packed without origins."""
         try:
             offsets = np.fromfile(folder / DOCUMENT_OFFSETS, dtype=np.int64)
             return cls(
@@ -107,11 +108,11 @@ class RowOrigins:
             )
         except (OSError, ValueError) as error:
             raise ArtifactError(
-                f"{folder}: has no documents beside its rows ({error}); run the pack stage again"
+                f"{folder}: the documents of the rows are missing ({error}); run the pack stage again"
             ) from None
 
     def of_row(self, row: int) -> Sequence[PieceOrigin]:
-        """The origins of the pieces in one row, in order."""
+        """Returns the origins of the pieces in one row, in order."""
         rows = self.pieces[self.row_starts[row] : self.row_starts[row + 1]].tolist()
         return [
             PieceOrigin(document, part, first, num_repeated, bool(is_last))
@@ -119,21 +120,21 @@ class RowOrigins:
         ]
 
     def document(self, number: int) -> Document:
-        """The document of that number."""
+        """Returns the document of a number."""
         line = self.text[self.offsets[number] : self.offsets[number + 1]].tobytes()
         return Document.from_json(line.decode("utf-8", "surrogatepass"))
 
 
 def row_source(document: Document, group_by: Literal["none", "kind", "source"]) -> str:
-    """The name of the source that the rows of a document belong to; "" if all rows are alike."""
+    """Returns the name of the source to which the rows of a document belong; "" without sources."""
     return {"none": "", "kind": document.kind, "source": document.source}[group_by]
 
 
 def row_score(document: Document, score: str) -> float | None:
-    """The score of a document: compressed over uncompressed bytes (zlib; a text that repeats itself is easy), or its
+    """Returns the score of a document: compressed over uncompressed bytes (zlib; a repetitive text is easy), or its
     numeric field `score` from `meta`; None if `score` is "".
 
-    Raises `DataError` if the document has no such field or if it is not a finite number.
+    Raises `DataError` if the field is missing or not a finite number.
     """
     if not score:
         return None

@@ -1,4 +1,4 @@
-"""Token sequences to packed rows on disk.
+"""Packs token sequences into rows on disk.
 
 A shard folder holds rows of `seq_len` tokens, filled with whole sequences where they fit (best fit, longest first):
 
@@ -7,22 +7,22 @@ A shard folder holds rows of `seq_len` tokens, filled with whole sequences where
     mask-00000.bin    [rows, seq_len] uint8, only when a sequence came with a loss mask: 1 where the token is a target
     lengths.bin       uint32, the lengths of the pieces, row after row
     offsets.bin       int64 [rows + 1], where each row's pieces start in lengths.bin
-    checksums.bin     of each block of rows, for those who read them from afar (`cache/layout.py`)
+    checksums.bin     uint32, of each block of rows, for the cache and for readers of a store (`cache/layout.py`)
     scores.bin        float32 [rows], only when sequences came with scores: the mean over the tokens of the row
     values.bin        float32 [pieces], only when sequences came with values; in the order of lengths.bin
 
-and the documents of the rows where sequences came with an origin (`row_origins.py`).
+and the documents of the rows where sequences came with an origin (`origins.py`).
 
 A sequence longer than a row is cut into pieces that overlap by one token: the last token of a piece is the first of the
-next, so every token but a sequence's first is predicted exactly once. Chunks overlap by more: the tokens that an
-earlier chunk has too are context in the later one, without a label. Sequences of different sources never share a row,
-and the rows of a source follow one another.
+next, so every token but a sequence's first is predicted exactly once. Chunks overlap by more: the tokens that they
+repeat are context, without a label. Sequences of different sources never share a row, and the rows of a source are
+consecutive.
 
 Sequences that belong together (the two answers of a preference pair) are packed as groups of `group_size` consecutive
-rows: the first sequences of all of them share the first row of a group, the second ones the second row, in the same
-order, so that piece k of each row belongs to the same group of sequences. They are never cut.
+rows: their first sequences share the first row of a group, their second ones the second row, in the same order, so that
+piece k of each row belongs to the same group of sequences. They are never cut.
 
-Memory is bounded by about 60 bytes a piece: the tokens wait in a spool file while the rows are planned.
+Memory is bounded by about 60 bytes per piece: the tokens wait in a spool file while the rows are planned.
 """
 
 import json
@@ -46,59 +46,58 @@ INDEX = "index.json"
 
 TokenIds = Sequence[int] | np.ndarray
 LossMask = Sequence[int] | np.ndarray
+# The spool keeps the source of each piece in 16 bits.
 MAX_SOURCES = 2**16
 ROWS_AT_ONCE = 4096
-"""Rows that are put together before they are written."""
+"""Number of rows that are assembled in memory before they are written."""
 
 
 class TokenSequence(NamedTuple):
-    """What `pack` packs: the tokens of a document or a conversation."""
+    """The tokens of a document or a conversation, as `pack` receives them."""
 
     ids: TokenIds
     mask: LossMask | None = None
     """1 where the token is a target; None if every token is."""
     source: str = ""
-    """Sequences of different sources never share a row."""
+    """Name of the source; sequences of different sources never share a row."""
     score: float | None = None
-    """How difficult or how good it is; of all sequences or of none."""
+    """Difficulty or quality; all sequences have one, or none has."""
     value: float | None = None
-    """A number that an objective reads, such as a label or a margin; of all sequences or of none."""
+    """A number that an objective reads, such as a label or a margin; all sequences have one, or none has."""
     origin: Origin | None = None
-    """The document that is kept beside the rows; of all sequences or of none."""
+    """The document that is stored with the rows; all sequences have one, or none has."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackConfig:
-    """How sequences become rows."""
+    """Settings of packing."""
 
     seq_len: int = 512
     """Tokens in a row."""
     mode: Literal["best_fit", "one_per_row", "length_buckets"] = "best_fit"
     """`best_fit` packs several sequences into a row; `one_per_row` pads each; `length_buckets` makes batches of single
-    sequences of similar length, padded to the longest, as many as fit into `batch_tokens`."""
+    sequences of similar length, padded to the longest, up to `batch_tokens` tokens."""
     long_documents: Literal["split", "chunk", "skip"] = "split"
-    """What happens to documents that are longer than a row: `split` divides them; `chunk` divides them into chunks of
-    `seq_len` tokens that overlap; both truncate conversations. `skip` drops and counts documents and conversations."""
+    """Treatment of documents longer than a row: `split` divides them; `chunk` divides them into overlapping chunks of
+    `seq_len` tokens; both truncate conversations. `skip` drops and counts documents and conversations."""
     text_kinds: tuple[Literal["prose", "code", "qa"], ...] = ("prose", "code")
-    """Kinds of documents whose whole text pretraining learns; with `qa`, conversations too. Where none is left of
-    these kinds, it learns from conversations."""
+    """Kinds of documents for pretraining, as whole texts. `qa` adds conversations, which also serve if no others
+    exist."""
     chat_loss: ChatLoss = "assistant"
-    """Tokens of a conversation that fine-tuning learns: `assistant` those of all answers, `last_answer` those of the
-    last one (completion only), `all` also those of prompts, up to the last answer. Where a chat template marks what
-    the assistant generates, answers are what it marks."""
+    """Tokens of a conversation that fine-tuning learns: `assistant` those of all answers (by the marks of the chat
+    template, if any), `last_answer` those of the last one (completion only), `all` all up to the last answer."""
     chunk_overlap: int = field(default=50, metadata=only_for("long_documents", "chunk"))
-    """`chunk`: tokens that a chunk repeats from the one before it, as context."""
+    """`chunk`: number of tokens that a chunk repeats from the one before it, as context."""
     min_chunk_tokens: int = field(default=256, metadata=only_for("long_documents", "chunk"))
-    """`chunk`: shortest chunk, at most a row. If less is left of a document, its last chunk begins earlier and repeats
-    more."""
+    """`chunk`: minimum tokens of a chunk, at most a row; a shorter last chunk begins earlier and repeats more."""
     count_overlap: bool = field(default=False, metadata=only_for("long_documents", "chunk"))
-    """`chunk`: whether repeated tokens count in the loss again."""
+    """`chunk`: true counts repeated tokens in the loss again."""
     group_by: Literal["none", "kind", "source"] = constant("none")
-    """Whether only documents of the same kind, or of the same source, share a row; `batching.mixture` asks for it."""
+    """Property that documents of a row have in common; `batching.mixture` sets it."""
     score: str = constant("")
-    """The score that is stored with each row (`rows/origins.py`); `batching.curriculum` asks for it."""
+    """Score that is stored with each row (`rows/origins.py`); `batching.curriculum` sets it."""
     keep_documents: bool = constant(False)
-    """Whether the documents of training rows are kept beside them; the section `augmentation` asks for it."""
+    """True stores the documents of training rows with them; the section `augmentation` sets it."""
     shard_bytes: int = constant(256 * 2**20)
     """Size at which a shard file is closed."""
 
@@ -111,10 +110,8 @@ class PackConfig:
             raise ConfigError(f"text_kinds: names a kind twice, got {', '.join(self.text_kinds)}; name each once")
         if self.shard_bytes < 1:
             raise ConfigError(f"shard_bytes: {self.shard_bytes} is not positive; for example 268435456")
-        if self.long_documents == "chunk":
-            self._check_chunks()
-
-    def _check_chunks(self) -> None:
+        if self.long_documents != "chunk":
+            return
         if not 1 <= self.chunk_overlap < self.seq_len:
             raise ConfigError(
                 f"chunk_overlap: must be from 1 to {self.seq_len - 1} (pack.seq_len - 1), got {self.chunk_overlap}; "
@@ -129,8 +126,8 @@ class PackConfig:
 
 @dataclass(kw_only=True)
 class PackReport:
-    """What packing did. `num_tokens` counts pieces' tokens (the overlap of cut sequences twice), `fill` is their share
-    of the rows, `skipped` counts sequences and pieces left out, by reason."""
+    """Counts of packing. `num_tokens` counts the tokens of pieces (the overlap of cut sequences twice), `fill` is their
+    share of the rows, `skipped` counts sequences and pieces that were left out, by reason."""
 
     num_sequences: int = 0
     num_cut: int = 0
@@ -154,13 +151,13 @@ def pack(
     eos_id: int,
     group_size: int = 1,
 ) -> PackReport:
-    """Pack sequences into the shard folder `folder` (made if absent).
+    """Packs sequences into the shard folder `folder` (created if missing).
 
     Each sequence comes with None (every token is a target) or a loss mask of the same length (1: the token is a
-    target). A sequence without a mask ends with `eos_id`: it is appended where it is missing. One with a mask is taken
-    as it is. The same sequences give the same bytes. group_size: so many consecutive sequences belong together; each
-    must fit into a row, with a target. Raises `DataError` when there is nothing to pack or an id lies outside the
-    vocabulary, and `StorageError` when the disk is full.
+    target). A sequence without a mask must end with `eos_id`, which is appended where it is missing. A sequence with a
+    mask is packed unchanged. The same sequences give the same bytes. group_size: number of consecutive sequences that
+    belong together; each must fit into a row, with a target. Raises `DataError` when nothing is left to pack or an id
+    is outside the vocabulary, and `StorageError` when the disk is full.
     """
     report = PackReport()
     with writing(folder):
@@ -172,7 +169,12 @@ def pack(
                 _add(spool, whole, config, report, vocab_size=vocab_size, eos_id=eos_id)
             spool.finish()
             if not spool.lengths:
-                raise DataError(f"{folder}: there is nothing to pack; {_why_empty(report)}")
+                why = "no document reached this stage; look at the counts of the clean stage"
+                if report.num_sequences:
+                    reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(report.skipped.items()))
+                    why = f"all {report.num_sequences} sequences were left out ({reasons})"
+                    why += "; raise seq_len or look at the documents"
+                raise DataError(f"{folder}: there is nothing to pack; {why}")
             lengths = np.array(spool.lengths, dtype=np.int64)
             rows = _assign_rows(lengths, spool, config)
             _write_rows(spool, lengths, rows, folder, config, report, vocab_size=vocab_size, eos_id=eos_id)
@@ -182,10 +184,10 @@ def pack(
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """The row of each piece [N] int64: longest first, each into the row with the least space that still takes it.
+    """Returns the row of each piece [N] int64: longest first, each into the row with the least sufficient space.
 
-    Pieces of equal length are placed together: the fullest row that takes one takes as many more as fit, which is
-    where one-by-one best fit puts them too. Cost grows with the number of distinct lengths, not of pieces.
+    Pieces of equal length are placed together: the fullest row that has space for one gets as many more as fit, which
+    is also where one-by-one best fit puts them. Cost grows with the number of distinct lengths, not of pieces.
     """
     order = np.argsort(-lengths, kind="stable")
     row_of = np.empty(len(lengths), dtype=np.int64)
@@ -219,8 +221,9 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
 
 
 def _assign_rows(lengths: np.ndarray, spool: "_Spool", config: PackConfig) -> np.ndarray:
-    """The row of each piece [N] int64; the rows of a source follow one another, in the order of the sources."""
+    """Returns the row of each piece [N] int64; the rows of a source are consecutive, in the order of the sources."""
     size = spool.group_size
+    # A group takes the space of its longest sequence in every one of its rows, so that pieces stay aligned.
     group_of = np.empty(len(lengths) // size, dtype=np.int64)
     longest = lengths.reshape(-1, size).max(axis=1)
     sources = np.frombuffer(spool.piece_sources, dtype=np.uint16)[::size]
@@ -235,7 +238,7 @@ def _assign_rows(lengths: np.ndarray, spool: "_Spool", config: PackConfig) -> np
 
 
 class _Spool:
-    """Tokens and masks of the pieces in files, one after another, until their rows are known."""
+    """Writes tokens and masks of the pieces into files, one after another, until their rows are known."""
 
     def __init__(self, folder: Path, dtype: np.dtype, group_size: int) -> None:
         self.dtype = dtype
@@ -244,17 +247,20 @@ class _Spool:
         self.has_mask = False
         self.source_numbers: dict[str, int] = {}
         self.source_rows: dict[str, int] = {}
-        """The number of rows of each source, once they are assigned."""
+        """Number of rows of each source, once they are assigned."""
         self.piece_sources = array("H")
         self.scores = array("f")
         self.values = array("f")
         self.folder = folder
         self.origins: OriginSpool | None = None
-        self._paths = [folder / "spool-tokens.tmp", folder / "spool-mask.tmp"]
-        self._files: list[BinaryIO] = [open(path, "wb", buffering=2**20) for path in self._paths]  # noqa: SIM115
+        self.paths = [folder / "spool-tokens.tmp", folder / "spool-mask.tmp"]
+        self._files: list[BinaryIO] = [open(path, "wb", buffering=2**20) for path in self.paths]  # noqa: SIM115
 
-    def add(self, ids: np.ndarray, mask: np.ndarray | None, sequence: TokenSequence) -> None:
-        """Add a piece of a sequence."""
+    def add(
+        self, sequence: TokenSequence, ids: np.ndarray, mask: np.ndarray | None, *,
+        first: int, num_repeated: int, is_last: bool,
+    ) -> None:  # fmt: skip
+        """Adds a piece of a sequence. first, num_repeated, is_last: see `PieceOrigin`."""
         number = self.source_numbers.setdefault(sequence.source, len(self.source_numbers))
         if number == MAX_SOURCES:
             raise DataError(
@@ -267,33 +273,23 @@ class _Spool:
                 numbers.append(own)
         self.piece_sources.append(number)
         self.lengths.append(len(ids))
+        # The file of masks has all pieces, because any later one may have a mask.
         self.has_mask |= mask is not None
         self._files[0].write(ids.astype(self.dtype).tobytes())
         self._files[1].write(b"\1" * len(ids) if mask is None else mask.tobytes())
-
-    def add_origin(self, origin: Origin | None, *, first: int, num_repeated: int, is_last: bool) -> None:
-        """Add where the piece that was added last comes from."""
-        if origin is None:
-            return
-        if self.origins is None:
-            self.origins = OriginSpool(self.folder)
-        self.origins.add(origin, first=first, num_repeated=num_repeated, is_last=is_last)
+        if sequence.origin is not None:
+            self.origins = self.origins or OriginSpool(self.folder)
+            self.origins.add(sequence.origin, first=first, num_repeated=num_repeated, is_last=is_last)
 
     def finish(self) -> None:
         for file in [*self._files, *([self.origins] if self.origins else [])]:
             file.close()
 
-    def tokens(self) -> np.ndarray:
-        return np.memmap(self._paths[0], dtype=self.dtype, mode="r")
-
-    def masks(self) -> np.ndarray:
-        return np.memmap(self._paths[1], dtype=np.uint8, mode="r")
-
     def remove(self) -> None:
         try:
             self.finish()
         finally:  # closing fails on a full disk
-            for path in self._paths:
+            for path in self.paths:
                 path.unlink(missing_ok=True)
 
 
@@ -319,38 +315,33 @@ def _add(
         if config.long_documents == "skip":
             return report.skip("longer than a row")
         report.num_cut += 1
-    for start, end, num_repeated in _cuts(len(tokens), config):
-        num_repeated = 0 if config.count_overlap else num_repeated
+    if config.long_documents == "chunk":
+        min_tokens = min(config.min_chunk_tokens, config.seq_len)
+        cuts = chunks(len(tokens), config.seq_len, overlap=config.chunk_overlap, min_tokens=min_tokens)
+    else:
+        cuts = pieces(len(tokens), config.seq_len)
+    before = 0
+    for start, end in cuts:
+        # Tokens that the piece before has too are no targets again.
+        num_repeated, before = 0 if config.count_overlap else before - start, end
         piece_targets = targets_of_piece(targets, start, end, num_repeated)
         if piece_targets is not None and not piece_targets[1:].any():
             report.skip("piece without a target")
             continue
-        spool.add(tokens[start:end], piece_targets, sequence)
-        spool.add_origin(sequence.origin, first=start, num_repeated=num_repeated, is_last=end == len(tokens))
+        is_last = end == len(tokens)
+        spool.add(sequence, tokens[start:end], piece_targets, first=start, num_repeated=num_repeated, is_last=is_last)
         report.num_targets += end - start - 1 if piece_targets is None else int(piece_targets[1:].sum())
     return None
 
 
 def with_end(tokens: np.ndarray, eos_id: int) -> np.ndarray:
-    """A sequence without a mask, which ends with `eos_id`: it is appended where it is missing."""
+    """Returns the tokens of a sequence without a mask, with `eos_id` appended where it is missing."""
     return tokens if len(tokens) and tokens[-1] == eos_id else np.append(tokens, eos_id)
 
 
-def _cuts(length: int, config: PackConfig) -> Iterator[tuple[int, int, int]]:
-    """`[start, end)` of each piece, and how many of its first tokens the pieces before it have."""
-    if config.long_documents == "chunk":
-        min_tokens = min(config.min_chunk_tokens, config.seq_len)
-        cuts = chunks(length, config.seq_len, overlap=config.chunk_overlap, min_tokens=min_tokens)
-    else:
-        cuts = pieces(length, config.seq_len)
-    before = 0
-    for start, end in cuts:
-        yield start, end, before - start
-        before = end
-
-
 def targets_of_piece(targets: np.ndarray | None, start: int, end: int, num_repeated: int) -> np.ndarray | None:
-    """The loss mask of a piece. The first token of a piece is never a target, so one that is repeated needs none."""
+    """Returns the loss mask of a piece, None if every token is a target."""
+    # The first token of a piece is never a target, so a single repeated token needs no mask.
     if num_repeated <= 1:
         return None if targets is None else targets[start:end]
     piece_targets = np.ones(end - start, dtype=np.uint8) if targets is None else targets[start:end].copy()
@@ -359,9 +350,9 @@ def targets_of_piece(targets: np.ndarray | None, start: int, end: int, num_repea
 
 
 def chunks(length: int, chunk_len: int, *, overlap: int, min_tokens: int) -> Iterator[tuple[int, int]]:
-    """Where to divide a sequence: `[start, end)` of chunks of `chunk_len` tokens of which each repeats `overlap` tokens
-    of the one before. A last chunk that would have fewer than `min_tokens` begins earlier and repeats more, so that no
-    token is lost. A sequence that is not longer than a chunk is one, however short.
+    """Yields `[start, end)` of chunks of `chunk_len` tokens, of which each repeats `overlap` tokens of the one before.
+    A last chunk that would have fewer than `min_tokens` begins earlier and repeats more, so that no token is lost. A
+    sequence that is not longer than a chunk is one chunk, however short.
     """
     start, end = 0, min(length, chunk_len)
     yield start, end
@@ -372,7 +363,7 @@ def chunks(length: int, chunk_len: int, *, overlap: int, min_tokens: int) -> Ite
 
 
 def pieces(length: int, seq_len: int) -> Iterator[tuple[int, int]]:
-    """Where to split a sequence: `[start, end)` of pieces of at most `seq_len` tokens that overlap by one token."""
+    """Yields `[start, end)` of pieces of at most `seq_len` tokens that overlap by one token."""
     # The last token of a piece is the first of the next one, or it would be predicted by none.
     for start in range(0, length - 1, seq_len - 1):
         yield start, min(start + seq_len, length)
@@ -383,10 +374,12 @@ def _write_rows(
     vocab_size: int, eos_id: int,
 ) -> None:  # fmt: skip
     starts = np.concatenate([[0], np.cumsum(lengths)])
+    # Stable, so that the pieces of a row keep their order: the same sequences give the same bytes.
     order = np.argsort(rows, kind="stable")
     num_rows = int(rows.max()) + 1
     offsets = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=num_rows))]).astype(np.int64)
-    tokens, masks = spool.tokens(), spool.masks() if spool.has_mask else None
+    tokens = np.memmap(spool.paths[0], dtype=spool.dtype, mode="r")
+    masks = np.memmap(spool.paths[1], dtype=np.uint8, mode="r") if spool.has_mask else None
     row_bytes = config.seq_len * spool.dtype.itemsize
     per_file, block_rows = max(1, config.shard_bytes // row_bytes), rows_of_block(row_bytes)
     files, checksums = [], list[list[list[int]]]()
@@ -403,6 +396,7 @@ def _write_rows(
     offsets.tofile(folder / "offsets.bin")
     report.num_rows, report.num_pieces, report.num_tokens = num_rows, len(lengths), int(lengths.sum())
     report.fill = report.num_tokens / (num_rows * config.seq_len)
+    # Readers take defaults for absent entries.
     further: dict[str, Any] = {}
     if list(spool.source_rows) != [""]:
         further["sources"] = spool.source_rows
@@ -424,14 +418,15 @@ def _write_rows(
         "dtype": spool.dtype.name, "has_mask": spool.has_mask, "block_rows": block_rows, "files": files,
         **asdict(report), **further,
     }  # fmt: skip
-    write_atomic(folder / INDEX, json.dumps(index, indent=1))
+    write_atomic(folder / INDEX, json.dumps(index, indent=1))  # last: a folder without it holds no rows
 
 
 def _fill_file(
     path: Path, flat: np.ndarray, order: np.ndarray, starts: np.ndarray, offsets: np.ndarray, seq_len: int,
     block_rows: int, *, empty: int,
 ) -> list[int]:  # fmt: skip
-    """Write the rows whose pieces `offsets` [rows + 1] names, some blocks at a time; returns the blocks' checksums."""
+    """Writes the rows whose pieces `offsets` [rows + 1] names, some blocks at a time; returns the blocks' checksums."""
+    # Whole blocks at a time, because a checksum is that of a block.
     checksums, rows_at_once = list[int](), max(1, ROWS_AT_ONCE // block_rows) * block_rows
     with open(path, "wb") as file:
         for first in range(0, len(offsets) - 1, rows_at_once):
@@ -449,10 +444,3 @@ def _fill_file(
             file.write(out.tobytes())
             checksums += block_checksums(out, block_rows)
     return checksums
-
-
-def _why_empty(report: PackReport) -> str:
-    if not report.num_sequences:
-        return "no document reached this stage; look at the counts of the clean stage"
-    reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(report.skipped.items()))
-    return f"all {report.num_sequences} sequences were left out ({reasons}); raise seq_len or look at the documents"

@@ -1,4 +1,4 @@
-"""Prompts for rollouts: the turns before an answer, their tokens, and what the record says about the right answer."""
+"""Prompts for rollouts: the turns before an answer, their tokens, and the record's fields about the right answer."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,9 +15,9 @@ from modelwright.data.tokenizer.tokenizer import Tokenizer
 
 FILE = "prompts.jsonl"
 REFERENCE = "answer"
-"""The field with the reference answer: what the assistant says last in the record's conversation."""
+"""Field with the reference answer: the assistant's last turn in the record's conversation."""
 _TURNS = ("question", "answer", "messages", "rejected", "title", "summary")
-"""What `Document.meta` holds of the conversation itself."""
+"""Fields of `Document.meta` with the conversation itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class PromptRecord:
     """A prompt, as rewards and the engine need it."""
 
     ids: Sequence[int]
-    """Tokens up to where the answer begins."""
+    """Token ids up to the beginning of the answer."""
     messages: Sequence[Message]
     """The turns before the answer."""
     fields: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -33,9 +33,7 @@ class PromptRecord:
 
     @classmethod
     def of(cls, document: Document, tokenizer: Tokenizer) -> "PromptRecord":
-        """The prompt of a conversation: everything before its last turn, which is the reference answer. Raises
-        `DataError` if the chat template rejects it.
-        """
+        """Splits a conversation into prompt and reference answer. Raises `DataError` if the template rejects it."""
         messages, fields = document.messages, {key: document.meta[key] for key in document.meta if key not in _TURNS}
         if messages[-1]["role"] == "assistant":
             fields[REFERENCE] = messages[-1]["content"]
@@ -44,13 +42,13 @@ class PromptRecord:
 
 
 def write_prompts(folder: Path, prompts: Iterable[PromptRecord]) -> None:
-    """Write one JSON line for each prompt into `folder`."""
+    """Writes one JSON line for each prompt into `folder`."""
     lines = (json_line({"ids": [*one.ids], "messages": [*one.messages], "fields": one.fields}) for one in prompts)
     write_atomic(folder / FILE, "".join(lines))
 
 
 def read_prompts(folder: Path) -> Sequence[PromptRecord]:
-    """What `write_prompts` wrote. Raises `ArtifactError` if it is missing or damaged."""
+    """Reads the prompts of `write_prompts`. Raises `ArtifactError` if they are missing or damaged."""
     path = folder / FILE
     try:
         prompts = [PromptRecord(**record) for record in read_records(path)]
@@ -62,9 +60,7 @@ def read_prompts(folder: Path) -> Sequence[PromptRecord]:
 
 
 def prompt_numbers(first: int, count: int, *, num_prompts: int, seed: int) -> list[int]:
-    """The prompts at `count` places of an endless order, from `first` on: all of them once in every epoch, in a random
-    order of its own.
-    """
+    """Returns the prompts at `count` places, from `first` on, of an endless order of newly shuffled epochs."""
     places = range(first, first + count)
     epochs = {place // num_prompts for place in places}
     orders = {epoch: permutation(derive_seed(seed, "prompts", epoch), num_prompts) for epoch in epochs}

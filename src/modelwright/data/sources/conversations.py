@@ -1,4 +1,4 @@
-"""Records that hold a question with its answer or a whole conversation, in the layouts of published data sets.
+"""Records of a question with its answer or of a whole conversation, in the layouts of published data sets.
 
     question, answer
     question, choices, answer (or answerKey)                 MMLU, ARC: the number, label or text of the right choice
@@ -27,12 +27,12 @@ FORMS = (
     'messages [{"role": "user", "content": ...}, ...], conversations [{"from": "human", "value": ...}, ...] '
     "(prompt +) chosen + rejected or prompt + completion + label"
 )
-"""The accepted forms, for messages to the user."""
+"""Accepted forms, for messages to the user."""
 
 ROLES = {
     "system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant", "tool": "tool",
 }  # fmt: skip
-"""The role of a turn by the names that data sets give it."""
+"""Role of a turn by its names in data sets."""
 
 RECORD_TYPES = {
     "preference": ("chosen", "rejected"), "messages": ("messages",), "sharegpt": ("conversations",),
@@ -40,27 +40,27 @@ RECORD_TYPES = {
     "question_answer": ("question", "answer"), "instruction": ("instruction", "output"),
     "unpaired_preference": ("prompt", "completion", "label"), "prompt_completion": ("prompt", "completion"),
 }  # fmt: skip
-"""Required fields by record type, in the order in which types are recognized."""
+"""Required fields by record type, in the order of recognition: a type precedes those whose fields are among its own."""
 _FURTHER = ("input", "prompt", "system", "tools", "answerKey")
 FIELDS = tuple(dict.fromkeys([*(name for names in RECORD_TYPES.values() for name in names), *_FURTHER]))
-"""All fields that the forms have."""
+"""All fields of the forms."""
 UNPAIRED, PAIRED = "unpaired_preference", "preference"
 
 LABELS = {"true": True, "false": False}
-"""The labels of unpaired preferences where a file has only text (CSV)."""
+"""Labels of unpaired preferences in a file of text only (CSV)."""
 
 TURN_MARK = re.compile(r"(?:^|\n\n)(Human|Assistant):")
-"""Begins a turn of a dialogue in one text, as in HH-RLHF (Bai et al. 2022)."""
+"""Beginning of a turn of a dialogue in one text, as in HH-RLHF (Bai et al. 2022)."""
 
 _HINTS = {
     *(name for names in RECORD_TYPES.values() for name in names if name != "label"), "answers", "query", "response",
     "responses", "dialog", "dialogue", "conversation", "turns",
 }  # fmt: skip
-"""Fields that only questions, answers and conversations have."""
+"""Names of fields that only questions, answers and conversations have."""
 
 
 class PairError(ValueError):
-    """A preference that cannot be learned from. reason: a few words, under which such records are counted."""
+    """An unusable preference. reason: a few words, under which such records are counted."""
 
     def __init__(self, reason: str, problem: str) -> None:
         super().__init__(problem)
@@ -68,40 +68,32 @@ class PairError(ValueError):
 
 
 def record_type(names: Iterable[str]) -> str:
-    """The type of a record or table with these fields, a key of `RECORD_TYPES`; "" if it has none."""
+    """Returns the type of a record or table with these fields, a key of `RECORD_TYPES`; "" for another record."""
     present = set(names)
     return next((name for name, needed in RECORD_TYPES.items() if present.issuperset(needed)), "")
 
 
 def type_of_record(record: Mapping[str, Any]) -> str:
-    """`record_type` of a record with its values: a label that is neither true nor false is another field than that of
-    an unpaired preference.
-    """
+    """Returns `record_type` of a record, considering its values."""
+    # A label that is neither true nor false is another field than that of an unpaired preference.
     kind = record_type(record)
     return "prompt_completion" if kind == UNPAIRED and _label_of(record) is None else kind
 
 
 def is_conversation(record: Mapping[str, Any]) -> bool:
-    """Whether a record has one of the types; in a table the values may be those of another row."""
+    """Returns True if a record has one of the types."""
     kind = record_type(record)
+    # The columns of a table may be those of other rows, whose values are None in this one.
     return bool(kind) and record[RECORD_TYPES[kind][0]] is not None
 
 
-def is_half_pair(record: Mapping[str, Any]) -> bool:
-    """Whether a record has only one of the two answers of a preference pair, and no other form."""
-    return not record_type(record) and ("chosen" in record) != ("rejected" in record)
-
-
 def num_hints(names: Iterable[str]) -> int:
-    """How many fields are named like those of a question, an answer or a conversation."""
+    """Returns the number of fields that are named like those of a question, an answer or a conversation."""
     return len(_HINTS.intersection(names))
 
 
 def read_conversation(record: Mapping[str, Any], kind: str = "") -> list[Message]:
-    """The turns of a record for which `is_conversation` is true, of a preference pair those of the chosen answer.
-
-    Raises `ValueError` that says what is wrong.
-    """
+    """Returns the turns of a conversation's record, of a preference pair the chosen ones. Raises `ValueError`."""
     kind = kind or type_of_record(record)
     if kind == "multiple_choice" and not record.get("choices"):
         kind = "question_answer"
@@ -128,27 +120,28 @@ def read_conversation(record: Mapping[str, Any], kind: str = "") -> list[Message
     if kind in (PAIRED, UNPAIRED):
         _check_answer(form[0] if kind == PAIRED else form[1], turns)
     elif not any(turn["role"] == "assistant" and says_something(turn) for turn in turns):
-        raise ValueError(f"{form[-1]} has no answer (a turn of the assistant with text)")
+        raise ValueError(f"{form[-1]} lacks an answer (a turn of the assistant with text)")
     return turns
 
 
 def read_choices(record: Mapping[str, Any]) -> tuple[list[str], int]:
-    """The choices of a question and the place of the right one, from 0; no choices if the record has none.
+    """Returns the choices of a question and the place of the right one, from 0; an empty list without choices.
 
     `choices` is a list of texts, or `{"text": [...], "label": [...]}`; `answer` or `answerKey` is the place, the label
-    (a letter where there are none) or the text of the right one. Raises `ValueError` that says what is wrong.
+    (a letter by default) or the text of the right one. Raises `ValueError` with the problem.
     """
     choices = record.get("choices")
     if not choices:
         return [], 0
     texts: Any = choices.get("text") if isinstance(choices, Mapping) else choices
     if not isinstance(texts, list) or len(texts) < 2 or not all(isinstance(t, str) and t.strip() for t in texts):
-        raise ValueError("the field 'choices' is no list of two or more texts")
+        raise ValueError("the field 'choices' is not a list of two or more texts")
     labels = choices.get("label") if isinstance(choices, Mapping) else None
     names = [str(one) for one in labels] if labels else [chr(ord("A") + place) for place in range(len(texts))]
     answer = record.get("answer") if record.get("answer") is not None else record.get("answerKey")
     if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(texts):
         return texts, answer
+    # A label or text that occurs twice identifies none.
     for known in (names, texts):
         if isinstance(answer, str) and known.count(answer) == 1:
             return texts, known.index(answer)
@@ -156,44 +149,23 @@ def read_choices(record: Mapping[str, Any]) -> tuple[list[str], int]:
 
 
 def read_tools(record: Mapping[str, Any]) -> list[Any]:
-    """The functions of a record's field `tools`, a list of JSON schemas or the text of one; empty without any.
-
-    Raises `ValueError` that says what is wrong.
-    """
+    """Returns the functions of the field `tools`, a list of JSON schemas or its JSON text. Raises `ValueError`."""
     tools = _parsed(_without_none(record.get("tools") or []))
     if not isinstance(tools, list):
-        raise ValueError("the field 'tools' is no list of functions")
+        raise ValueError("the field 'tools' is not a list of functions")
     for number, tool in enumerate(cast(list[Any], tools), start=1):
         function = tool.get("function", tool) if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise ValueError(f"tool {number} of the field 'tools' is no function with a name")
+            raise ValueError(f"tool {number} of the field 'tools' is not a function with a name")
     return tools
 
 
-def read_rejected(record: Mapping[str, Any], turns: list[Message]) -> tuple[int, list[Message]]:
-    """The number of turns that both conversations of a preference pair have in common, and the rejected end, which
-    follows them; `turns` is the chosen conversation. Raises `ValueError` that says what is wrong.
-    """
-    rejected = _preference_turns(record, "rejected")
-    if record.get("system") and rejected[0]["role"] != "system":
-        rejected = [_turn("system", _text(record, "system")), *rejected]
-    common = 0
-    while common < min(len(turns), len(rejected)) and turns[common] == rejected[common]:
-        common += 1
-    if common == len(rejected) or common == len(turns):
-        raise PairError("chosen and rejected are the same", "chosen and rejected are the same")
-    if any(turn["role"] != "assistant" for turn in (turns[common], rejected[common])):
-        raise PairError("chosen and rejected have different prompts", "chosen and rejected differ before the answer")
-    _check_answer("rejected", rejected)
-    return common, rejected[common:]
-
-
 def preference_meta(record: Mapping[str, Any], kind: str, turns: list[Message]) -> dict[str, Any]:
-    """What the `meta` of a document of type `kind` has of its preference: `rejected`, the rejected end of a pair, and
-    `margin` where the record has one; or `desirable`, the label of an unpaired preference; with either `prompt_turns`,
-    the number of turns before the answer. {} for other types.
+    """Returns the fields about a preference in the `meta` of a document of type `kind`: `rejected`, the rejected end of
+    a pair, and `margin` if the record has one; or `desirable`, the label of an unpaired preference; with either
+    `prompt_turns`, the number of turns before the answer. {} for other types.
 
-    Raises `ValueError` that says what is wrong.
+    `turns` is the chosen conversation of a pair. Raises `ValueError` with the problem.
     """
     if kind == UNPAIRED:
         label = _label_of(record)
@@ -203,8 +175,19 @@ def preference_meta(record: Mapping[str, Any], kind: str, turns: list[Message]) 
         return {"desirable": label, "prompt_turns": len(turns) - num_answer_turns}
     if kind != PAIRED:
         return {}
-    common, rejected = read_rejected(record, turns)
-    meta: dict[str, Any] = {"rejected": rejected, "prompt_turns": common}
+    rejected = _preference_turns(record, "rejected")
+    if record.get("system") and rejected[0]["role"] != "system":
+        rejected = [_turn("system", _text(record, "system")), *rejected]
+    # Both conversations repeat the prompt: the turns that they have in common.
+    common = 0
+    while common < min(len(turns), len(rejected)) and turns[common] == rejected[common]:
+        common += 1
+    if common == len(rejected) or common == len(turns):
+        raise PairError("chosen and rejected are the same", "chosen and rejected are the same")
+    if any(turn["role"] != "assistant" for turn in (turns[common], rejected[common])):
+        raise PairError("chosen and rejected have different prompts", "chosen and rejected differ before the answer")
+    _check_answer("rejected", rejected)
+    meta: dict[str, Any] = {"rejected": rejected[common:], "prompt_turns": common}
     margin = record.get("margin")
     if margin is None:
         return meta
@@ -214,39 +197,35 @@ def preference_meta(record: Mapping[str, Any], kind: str, turns: list[Message]) 
 
 
 def conversation_meta(turns: list[Message]) -> tuple[str, dict[str, Any]]:
-    """The text of a conversation's document and its `meta`: `question` and `answer`, or `messages` for other turns."""
+    """Returns the text of a conversation's document and its `meta`: `question` and `answer`, or `messages`."""
     if [turn["role"] for turn in turns] == ["user", "assistant"] and "tool_calls" not in turns[1]:
         return join_turns(turns), {"question": turns[0]["content"], "answer": turns[1]["content"]}
     return join_turns(turns), {"messages": turns}
 
 
 def _preference_turns(record: Mapping[str, Any], name: str) -> list[Message]:
-    """The conversation up to the chosen or rejected answer.
+    """Returns the conversation up to the chosen or rejected answer.
 
     A plain text, or turns of the assistant alone, follow the prompt; turns that begin before the answer are the whole
-    conversation, and repeat the prompt where there is one (as in UltraFeedback). Without a prompt, a text may be a
-    whole dialogue (as in HH-RLHF).
+    conversation, and repeat any prompt (as in UltraFeedback). Without a prompt, a text may be a whole dialogue (as in
+    HH-RLHF): `\n\nHuman: ...\n\nAssistant: ...`.
     """
     if record.get(name) is None:
         raise PairError("half a preference pair", f"the field {name!r} is missing")
     if isinstance(record[name], str) and record.get("prompt") is None and TURN_MARK.match(record[name]):
-        return _dialogue(record[name])
+        text: str = record[name]
+        marks = list(TURN_MARK.finditer(text))
+        ends = [after.start() for _, after in pairwise(marks)] + [len(text)]
+        roles = {"Human": "user", "Assistant": "assistant"}
+        return [_turn(roles[mark[1]], text[mark.end() : end].strip()) for mark, end in zip(marks, ends, strict=True)]
     if isinstance(record[name], str) and not record[name].strip():
-        raise PairError("empty answer", f"the field {name!r} is empty or holds no text")
+        raise PairError("empty answer", f"the field {name!r} is empty or not a text")
     answer = _side(record, name, "assistant")
     if answer[0]["role"] != "assistant":
         return answer
     if record.get("prompt") is None:
         raise ValueError(f"{name} is an answer alone, so the record needs a field 'prompt'")
     return _side(record, "prompt", "user") + answer
-
-
-def _dialogue(text: str) -> list[Message]:
-    """The turns of a dialogue in one text: `\n\nHuman: ...\n\nAssistant: ...`."""
-    marks = list(TURN_MARK.finditer(text))
-    ends = [after.start() for _, after in pairwise(marks)] + [len(text)]
-    roles = {"Human": "user", "Assistant": "assistant"}
-    return [_turn(roles[mark[1]], text[mark.end() : end].strip()) for mark, end in zip(marks, ends, strict=True)]
 
 
 def _check_answer(name: str, turns: list[Message]) -> None:
@@ -257,13 +236,13 @@ def _check_answer(name: str, turns: list[Message]) -> None:
 
 
 def _label_of(record: Mapping[str, Any]) -> bool | None:
-    """The label of an unpaired preference; None if it is neither true nor false."""
+    """Returns the label of an unpaired preference; None if it is neither true nor false."""
     label = record.get("label")
     return label if isinstance(label, bool) else LABELS.get(str(label).lower())
 
 
 def _side(record: Mapping[str, Any], name: str, role: str) -> list[Message]:
-    """The turns of a prompt or a completion."""
+    """Returns the turns of a prompt or a completion."""
     if isinstance(record[name], list):
         return _turns(name, record[name])
     return [_turn(role, _text(record, name))]
@@ -272,48 +251,53 @@ def _side(record: Mapping[str, Any], name: str, role: str) -> list[Message]:
 def _turns(name: str, turns: Any) -> list[Message]:
     if not isinstance(turns, list) or not turns:
         raise ValueError(f"{name} is not a list of turns")
-    return [_read_turn(name, number, turn) for number, turn in enumerate(turns, start=1)]
-
-
-def _read_turn(name: str, number: int, turn: Any) -> Message:
-    if not isinstance(turn, Mapping):
-        raise ValueError(f"turn {number} of {name} is not an object with a role and a text")
-    role = _first(turn, "role", "from")
-    if not isinstance(role, str) or role not in ROLES:
-        raise ValueError(f"turn {number} of {name} has the role {role!r}, not one of {', '.join(ROLES)}")
-    text = _first(turn, "content", "value")
-    calls = _read_calls(f"turn {number} of {name}", turn) if ROLES[role] == "assistant" else []
-    if isinstance(text, list):
-        text = "\n".join(_part_text(f"turn {number} of {name}", part) for part in text)
-    if text is None and calls:
-        text = ""
-    if not isinstance(text, str):
-        raise ValueError(f"turn {number} of {name} has no text in its content")
-    named = {key: turn[key] for key in ("name", "tool_call_id") if ROLES[role] == "tool" and turn.get(key)}
-    return {**_turn(ROLES[role], text), **({"tool_calls": calls} if calls else {}), **named}
+    messages: list[Message] = []
+    for number, turn in enumerate(cast(list[Any], turns), start=1):
+        where = f"turn {number} of {name}"
+        if not isinstance(turn, Mapping):
+            raise ValueError(f"{where} is not an object with a role and a text")
+        role = _first(turn, "role", "from")
+        if not isinstance(role, str) or role not in ROLES:
+            raise ValueError(f"{where} has the role {role!r}, not one of {', '.join(ROLES)}")
+        text = _first(turn, "content", "value")
+        calls = _read_calls(where, turn) if ROLES[role] == "assistant" else []
+        if isinstance(text, list):  # parts, as in OpenAI's API
+            for part in cast(list[Any], text):
+                kind = part.get("type") if isinstance(part, Mapping) else None
+                if kind != "text" or not isinstance(part.get("text"), str):
+                    raise ValueError(f"{where} has a part that is not text (type {kind!r}); only text can be learned")
+            text = "\n".join(part["text"] for part in text)
+        # A turn that only calls functions may lack a content.
+        if text is None and calls:
+            text = ""
+        if not isinstance(text, str):
+            raise ValueError(f"{where} lacks a text in its content")
+        named = {key: turn[key] for key in ("name", "tool_call_id") if ROLES[role] == "tool" and turn.get(key)}
+        messages.append({**_turn(ROLES[role], text), **({"tool_calls": calls} if calls else {}), **named})
+    return messages
 
 
 def _read_calls(where: str, turn: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The calls of a turn, with arguments as objects: chat templates write them as JSON."""
+    """Returns the calls of a turn, with arguments as objects: chat templates write them as JSON."""
     calls = _parsed(_without_none(turn.get("tool_calls") or []))
     if not isinstance(calls, list):
-        raise ValueError(f"{where} has tool_calls that are no list")
-    return [_read_call(where, call) for call in cast(list[Any], calls)]
-
-
-def _read_call(where: str, call: Any) -> dict[str, Any]:
-    function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ValueError(f"{where} has a call without the name of a function")
-    arguments = _parsed(function.get("arguments") or {})
-    if not isinstance(arguments, dict):
-        raise ValueError(f"{where} calls {function['name']} with arguments that are no JSON object")
-    named = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
-    return {**named, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+        raise ValueError(f"{where} has tool_calls that are not a list")
+    result: list[dict[str, Any]] = []
+    for call in cast(list[Any], calls):
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ValueError(f"{where} has a call without the name of a function")
+        arguments = _parsed(function.get("arguments") or {})
+        if not isinstance(arguments, dict):
+            raise ValueError(f"{where} calls {function['name']} with arguments that are not a JSON object")
+        named = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+        body = {"name": function["name"], "arguments": arguments}
+        result.append({**named, "type": "function", "function": body})
+    return result
 
 
 def _parsed(value: Any) -> Any:
-    """A value that some data sets store as the text of its JSON."""
+    """Parses a value that some data sets store as the text of its JSON."""
     if not isinstance(value, str):
         return value
     try:
@@ -323,20 +307,13 @@ def _parsed(value: Any) -> Any:
 
 
 def _without_none(value: Any) -> Any:
-    """A JSON value without the empty fields that tables add: their rows all have the same fields, at every depth."""
+    """Removes the empty fields of a JSON value."""
+    # All rows of a table have the same fields, at every depth.
     if isinstance(value, dict):
         return {key: _without_none(entry) for key, entry in value.items() if entry is not None}
     if isinstance(value, list):
         return [_without_none(entry) for entry in value]
     return value
-
-
-def _part_text(where: str, part: Any) -> str:
-    """The text of one part of a content that is a list of parts, as in OpenAI's API."""
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind != "text" or not isinstance(part.get("text"), str):
-        raise ValueError(f"{where} has a part that is not text (type {kind!r}); only text can be learned")
-    return part["text"]
 
 
 def _first(turn: Mapping[str, Any], *names: str) -> Any:
@@ -346,7 +323,7 @@ def _first(turn: Mapping[str, Any], *names: str) -> Any:
 def _text(record: Mapping[str, Any], name: str) -> str:
     value = record.get(name)
     if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"the field {name!r} is empty or holds no text")
+        raise ValueError(f"the field {name!r} is empty or not a text")
     return value
 
 

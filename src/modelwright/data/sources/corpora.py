@@ -1,4 +1,4 @@
-"""Corpora that a program makes: the words of `data.sources` that name no file."""
+"""Corpora that a program generates: the words of `data.sources` that do not name files."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,22 +26,22 @@ class ReadCorpus(Protocol):
     def __call__(
         self, *, fraction: float, skip: Callable[[str, str], None], engine: ShardEngine
     ) -> Iterator[Document | Unsplit]:
-        """fraction: `data.stdlib_fraction`, for a corpus that has a smaller form; skip: told the reason and the name of
-        what cannot be read; engine: may compute a part of the documents in other processes.
+        """fraction: `data.stdlib_fraction`, for a corpus that has a smaller form; skip: receives the reason and the
+        name of anything unreadable; engine: may compute a part of the documents in other processes.
         """
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class NamedCorpus:
-    """Documents by the word that names them."""
+    """A generated corpus."""
 
     read: ReadCorpus
     title: str = ""
-    """What a report calls it; "" for its word."""
+    """Title in reports; "" for its word."""
     decided_by: Callable[[], list[str]] | None = None
-    """Versions of what the documents come from: other ones, and they are read again. None if the version of its own
-    package alone decides them."""
+    """Returns the versions of the libraries that the documents come from; a change makes a run read them again. None if
+    the version of the corpus's own package alone decides them."""
 
 
 CORPORA: Mapping[str, NamedCorpus] = {
@@ -58,16 +58,16 @@ CORPORA: Mapping[str, NamedCorpus] = {
 
 
 def corpus_words() -> tuple[str, ...]:
-    """The words that name a corpus, those of other packages included, in the order in which they are read."""
+    """Returns the words that name a corpus, those of other packages included, in the order of reading."""
     return tuple(dict.fromkeys([*CORPORA, *offered(CORPORA_GROUP, NamedCorpus)]))
 
 
 def without_corpora(sources: Sequence[str]) -> tuple[str, ...]:
-    """The sources that name files."""
+    """Returns the sources that name files."""
     words = corpus_words()
     return tuple(source for source in sources if source not in words)
 
 
 def find_corpus(word: str) -> NamedCorpus:
-    """The corpus of a word; of other packages only the one that offers it is imported. Raises `ConfigError`."""
+    """Returns the corpus of a word, importing only the package that offers it. Raises `ConfigError`."""
     return CORPORA[word] if word in CORPORA else offered(CORPORA_GROUP, NamedCorpus)[word]()

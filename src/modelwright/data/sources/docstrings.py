@@ -1,8 +1,7 @@
 """Docstrings of Python modules: from source files by syntax tree, from compiled modules by inspection. Source files are
 parsed, never imported.
 
-Also the parameters of the functions that they document, and the functions with their descriptions as pairs of text and
-code.
+Also the parameters of documented functions, and functions with their descriptions as pairs of text and code.
 """
 
 import ast
@@ -23,9 +22,9 @@ from typing import Literal, NamedTuple
 _BOUND = ("self", "cls")
 _SIGNATURE = re.compile(r"\w[\w.]*\s*(\(.*\))\s*(?:->.*)?")
 _PLACEHOLDER = re.compile(r"\$\w+,?\s*")
-"""Stands for the bound object in the signatures of compiled functions."""
+"""The bound object in the signatures of compiled functions."""
 MIN_CHARS = 20
-"""Shorter docstrings ("See base class.") say nothing."""
+"""Minimum length of a docstring; shorter ones ("See base class.") are empty phrases."""
 
 _TEST_PARTS = frozenset({"test", "tests", "testing", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 _COMPILED_TESTS = ("_test", "_xx", "xx", "_ctypes_test", "test")
@@ -33,11 +32,11 @@ _PUBLIC_NAMES = {"posix": "os", "nt": "os"}
 
 NameKind = Literal["module", "class", "function"]
 MIN_LINES = 2
-"""Functions with shorter bodies, such as `pass`, say nothing."""
+"""Minimum lines of a function's body; shorter ones, such as `pass`, are trivial."""
 
 
 def parameters_of(arguments: ast.arguments) -> tuple[str, ...]:
-    """`src`, `follow=True`, `*rest`: the parameters as the definition has them, without annotations and without the
+    """Returns the parameters as in the definition (`src`, `follow=True`, `*rest`), without annotations and without the
     object that a method is bound to.
     """
     positional = [*arguments.posonlyargs, *arguments.args]
@@ -55,8 +54,8 @@ def parameters_of(arguments: ast.arguments) -> tuple[str, ...]:
 
 
 def parameters_of_signature(text: str) -> tuple[str, ...]:
-    """The same from a signature such as `add(input, other, *, out=None) -> Tensor`, or the one that CPython keeps of a
-    compiled function (`($module, obj, /)`); () for a text that is none.
+    """Returns the parameters of a signature such as `add(input, other, *, out=None) -> Tensor`, or of the one that
+    CPython keeps of a compiled function (`($module, obj, /)`); () for any other text.
     """
     match = _SIGNATURE.fullmatch(text.strip()) if not text.startswith("(") else None
     inside = match[1] if match else text.strip()
@@ -75,8 +74,8 @@ def _parameter(argument: ast.arg, default: ast.expr | None) -> str:
 
 @dataclass(frozen=True)
 class Docstring:
-    """What is documented: the `module` it belongs to (the unit of the split), its qualified `name`, the `text`, and the
-    `parameters` of a function, such as `src`, `follow=True` and `*rest`, as far as they are known.
+    """The documentation of an object: its `module` (the unit of the split), its qualified `name`, the `text`, and the
+    known `parameters` of a function, such as `src`, `follow=True` and `*rest`.
     """
 
     module: str
@@ -87,15 +86,16 @@ class Docstring:
 
 
 def stdlib_folder() -> Path:
-    """Where the running interpreter keeps the standard library's sources."""
+    """Returns the folder of the standard library's sources."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 
 def module_files(base: Path, prefix: str = "") -> Iterator[tuple[str, Path]]:
-    """`(module name, file)` of the Python sources under `base`, sorted by name, tests left out."""
+    """Yields `(module name, file)` of the Python sources under `base`, sorted by name, without tests."""
     result: list[tuple[str, Path]] = []
     for folder, folders, names in os.walk(base):
-        folders[:] = [name for name in folders if not _is_test(name)]  # not walked: tests are most of the files
+        # Tests are most of the files, so their folders are not walked.
+        folders[:] = [name for name in folders if not _is_test(name)]
         parents = [*prefix.split(), *Path(folder).relative_to(base).parts]
         for name in names:
             stem, extension = os.path.splitext(name)
@@ -110,14 +110,14 @@ def _is_test(part: str) -> bool:
 
 
 def docstrings_of_source(module: str, source: str) -> Iterator[Docstring]:
-    """Docstrings of a module, its classes and functions at any depth of classes; none when it does not parse."""
+    """Yields the docstrings of a module, its classes and functions at any depth, if its source can be parsed."""
     tree = parse_documented(source)
     if tree is not None:
         yield from _docstrings_of_node(tree, module, module, "module")
 
 
 def parse_documented(source: str) -> ast.Module | None:
-    """The syntax tree of a source file that may have docstrings; None if it has none or does not parse."""
+    """Returns the syntax tree of a source file that may have docstrings; None if it has none or does not parse."""
     if '"""' not in source and "'''" not in source:
         return None
     try:
@@ -129,7 +129,7 @@ def parse_documented(source: str) -> ast.Module | None:
 
 
 def docstrings_of_compiled_stdlib() -> Iterator[Docstring]:
-    """Docstrings of the modules written in C, under their public names (`_io` is `io`, `posix` is `os`)."""
+    """Yields the docstrings of the modules written in C, under their public names (`_io` is `io`, `posix` is `os`)."""
     folder = stdlib_folder() / "lib-dynload"
     names = {path.name.split(".")[0] for path in folder.glob("*") if path.suffix in (".so", ".pyd")}
     for name in sorted(names.union(sys.builtin_module_names) - {"__main__"}):
@@ -141,7 +141,7 @@ def docstrings_of_compiled_stdlib() -> Iterator[Docstring]:
 
 
 def docstrings_of_compiled(module: str, public: str) -> Iterator[Docstring]:
-    """Docstrings of the compiled functions and classes in an importable module, or in a class of it."""
+    """Yields the docstrings of the compiled functions and classes in an importable module, or in a class of it."""
     holder = _import(module)
     if holder is None:
         return
@@ -150,19 +150,19 @@ def docstrings_of_compiled(module: str, public: str) -> Iterator[Docstring]:
     for name, value in sorted(vars(holder).items()):
         if name.startswith("_") or isinstance(value, (types.ModuleType, types.FunctionType)):
             continue
-        if isinstance(value, type):
-            yield from _docstrings_of_class(value, public, f"{public}.{name}", module)
-        elif callable(value):
-            yield from _docstring(public, f"{public}.{name}", "function", value)
-
-
-def _docstrings_of_class(cls: type, public: str, name: str, module: str) -> Iterator[Docstring]:
-    if cls.__module__ not in (module, public) or _has_source(cls):
-        return
-    yield from _docstring(public, name, "class", cls)
-    for attribute, value in sorted(vars(cls).items()):
-        if not attribute.startswith("_") and callable(getattr(cls, attribute, None)):
-            yield from _docstring(public, f"{name}.{attribute}", "function", value)
+        if not isinstance(value, type):
+            if callable(value):
+                yield from _docstring(public, f"{public}.{name}", "function", value)
+            continue
+        # A class of another module, or one with source, is documented there.
+        home = value.__module__
+        if home in (module, public) and (
+            home == "builtins" or not getattr(sys.modules.get(home), "__file__", "").endswith(".py")
+        ):
+            yield from _docstring(public, f"{public}.{name}", "class", value)
+            for attribute, member in sorted(vars(value).items()):
+                if not attribute.startswith("_") and callable(getattr(value, attribute, None)):
+                    yield from _docstring(public, f"{public}.{name}.{attribute}", "function", member)
 
 
 def _docstrings_of_node(node: ast.Module | ast.ClassDef, module: str, name: str, kind: NameKind) -> Iterator[Docstring]:
@@ -180,7 +180,7 @@ def _docstrings_of_node(node: ast.Module | ast.ClassDef, module: str, name: str,
 
 
 def _definitions(body: list[ast.stmt]) -> Iterator[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Definitions in a body, including those under `if` and `try`."""
+    """Yields the definitions in a body, including those under `if` and `try`."""
     for statement in body:
         if isinstance(statement, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             yield statement
@@ -198,7 +198,7 @@ def _docstring(module: str, name: str, kind: NameKind, value: object) -> Iterato
 
 
 def _import(name: str) -> object | None:
-    """A module, or a class in one; None if this machine cannot import it."""
+    """Imports a module, or a class in one; returns None if this machine cannot."""
     parent, _, last = name.rpartition(".")
     try:
         with warnings.catch_warnings():
@@ -211,10 +211,6 @@ def _import(name: str) -> object | None:
         return None
 
 
-def _has_source(cls: type) -> bool:
-    return getattr(sys.modules.get(cls.__module__), "__file__", "").endswith(".py") and cls.__module__ != "builtins"
-
-
 class DescribedCode(NamedTuple):
     """The first paragraph of a function's docstring, and the function without its docstring."""
 
@@ -223,7 +219,7 @@ class DescribedCode(NamedTuple):
 
 
 def described_functions(source: str) -> Iterator[DescribedCode]:
-    """The described functions and methods of a source file, in its order; none if it is no Python."""
+    """Yields the described functions and methods of a source file, in its order; none if it does not parse."""
     tree = parse_documented(source)
     if tree is None:
         return
@@ -231,19 +227,13 @@ def described_functions(source: str) -> Iterator[DescribedCode]:
     lines = source.replace("\r\n", "\n").replace("\r", "\n").split("\n")
     functions = [one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]
     for node in sorted(functions, key=lambda one: one.lineno):
-        pair = _described(node, lines)
-        if pair is not None:
-            yield pair
-
-
-def _described(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> DescribedCode | None:
-    docstring = ast.get_docstring(node)
-    if not docstring or len(node.body) < 2:
-        return None
-    text = " ".join(docstring.split("\n\n")[0].split())
-    first, last = node.body[0].lineno, node.body[0].end_lineno or node.body[0].lineno
-    body = [line for line in lines[last : node.end_lineno] if line.strip()]
-    if len(text) < MIN_CHARS or len(body) < MIN_LINES or first <= node.lineno:
-        return None
-    code = [*lines[node.lineno - 1 : first - 1], *lines[last : node.end_lineno]]
-    return DescribedCode(text, textwrap.dedent("\n".join(code)).strip("\n"))
+        docstring = ast.get_docstring(node)
+        if not docstring or len(node.body) < 2:
+            continue
+        text = " ".join(docstring.split("\n\n")[0].split())
+        first, last = node.body[0].lineno, node.body[0].end_lineno or node.body[0].lineno
+        body = [line for line in lines[last : node.end_lineno] if line.strip()]
+        # A docstring on the line of the definition cannot be cut out by lines.
+        if len(text) >= MIN_CHARS and len(body) >= MIN_LINES and first > node.lineno:
+            code = [*lines[node.lineno - 1 : first - 1], *lines[last : node.end_lineno]]
+            yield DescribedCode(text, textwrap.dedent("\n".join(code)).strip("\n"))

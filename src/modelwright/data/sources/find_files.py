@@ -1,5 +1,5 @@
-"""Resolves what a user names (a path, a directory, a glob, an fsspec URL) to the files to read, in a fixed order.
-Skipped files are reported with the reason.
+"""Resolves a source (a path, a directory, a glob, an fsspec URL) to the files to read, in a fixed order. Skipped files
+are reported with the reason.
 """
 
 import os
@@ -22,32 +22,34 @@ MARKUP_EXTENSIONS = (".html", ".htm")
 TABLE_EXTENSIONS = (".jsonl", ".parquet", ".arrow")
 WEB_ARCHIVE_EXTENSIONS = (".warc", ".wet")
 LOOSE_EXTENSIONS = (".json", ".csv", ".tsv")
-"""Formats that hold records or something else altogether: in a directory they are read when they hold text."""
+"""Formats of records, but also of settings and figures: in a directory they are read if they have text."""
 CODE_EXTENSIONS = (
     ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".rs", ".go", ".java", ".kt", ".scala", ".swift", ".js",
     ".jsx", ".ts", ".tsx", ".rb", ".php", ".lua", ".r", ".jl", ".hs", ".ml", ".sh", ".sql", ".cs", ".m", ".pl",
 )  # fmt: skip
 PAIRED_EXTENSIONS = IMAGE_EXTENSIONS + ARCHIVE_EXTENSIONS
-"""Images with captions."""
+"""Formats of images with captions."""
 _EXTENSIONS = (
     *PROSE_EXTENSIONS, *MARKUP_EXTENSIONS, *TABLE_EXTENSIONS, *WEB_ARCHIVE_EXTENSIONS, *LOOSE_EXTENSIONS,
     *CODE_EXTENSIONS, *PAIRED_EXTENSIONS,
 )  # fmt: skip
+# Formats that are compressed inside, and that readers must seek in.
 _UNCOMPRESSED = (".parquet", ".arrow", *IMAGE_EXTENSIONS)
 COMPRESSIONS = {".gz": "gz", ".zst": "zst"}
 _DATASET_FILES = ("dataset_info.json", "dataset_dict.json", "state.json")
 _GLOB_MARKS = "*?["
 
 SkipFile = Callable[[str, str], None]
-"""Told `(reason, file)` about a file or directory that is passed over."""
+"""Receives `(reason, file)` for a file or directory that is passed over."""
 
 
 def locate(sources: tuple[str, ...], skip: SkipFile) -> Iterator[File]:
-    """The files that the sources name, each once, sorted within a source.
+    """Yields the files that the sources name, each once, sorted within a source.
 
     A file named explicitly must have a supported format; in directories and globs others are skipped and reported.
-    Raises `DataError` for a source that names nothing, or a URL whose fsspec backend is not installed.
+    Raises `DataError` for a source without files, or a URL whose fsspec backend is not installed.
     """
+    # Two sources may name the same file, as a folder and a pattern within it do.
     seen: set[tuple[str, str]] = set()
     for source in sources:
         for file in _locate(source, skip):
@@ -58,9 +60,21 @@ def locate(sources: tuple[str, ...], skip: SkipFile) -> Iterator[File]:
 
 
 def _locate(source: str, skip: SkipFile) -> Iterator[File]:
-    filesystem, path = _filesystem(source)
+    local = "://" not in source
+    try:
+        filesystem, path = fsspec.core.url_to_fs(os.path.expanduser(source) if local else source)
+    except ImportError as error:
+        remedy = "; pip install 'modelwright[remote]'" if source.startswith("s3://") else ""
+        raise DataError(f"{source}: needs a package that is not installed ({error}){remedy}") from None
+    except ValueError as error:
+        raise DataError(f"{source}: is not a URL that fsspec supports ({error}); check --data.sources") from None
+    path = str(path)
     if filesystem.isfile(path):
-        yield _file(filesystem, path, source)
+        extension, compression = _format(path)
+        if not _is_supported(extension, compression):
+            text = f"{source}: the extension {extension or '(none)'} is not supported"
+            raise DataError(f"{text}; convert it to one of {_supported_names()}")
+        yield File(filesystem, path, source, extension, compression, is_named=True)
         return
     is_folder = filesystem.isdir(path)
     if not is_folder and not any(mark in path for mark in _GLOB_MARKS):
@@ -71,12 +85,23 @@ def _locate(source: str, skip: SkipFile) -> Iterator[File]:
         reasons[reason] += 1
         skip(reason, _shown(source, path, name))
 
-    result = _walk(filesystem, path, pass_over) if is_folder else _glob(filesystem, path, pass_over)
-    result, other = without_dropped(result)
+    names: list[str] = []
+    for match in [path] if is_folder else sorted(str(name) for name in filesystem.glob(path)):
+        names += _walk(filesystem, match, pass_over) if is_folder or filesystem.isdir(match) else [match]
+    names, other = without_dropped(names)
     for name in other:
         pass_over("file of a cleaned folder beside its kept documents", name)
-    result = without_captions(result, pass_over)
-    files = [file for name in result if (file := _supported(filesystem, name, _shown(source, path, name), pass_over))]
+    files: list[File] = []
+    for name in without_captions(names, pass_over):
+        extension, compression = _format(name)
+        if PurePosixPath(name).name in _DATASET_FILES:
+            continue
+        if not _is_supported(extension, compression):
+            pass_over(f"unsupported {extension or 'file without an extension'}", name)
+        elif isinstance(filesystem, LocalFileSystem) and (problem := _problem_of(name)):
+            pass_over(problem, name)
+        else:
+            files.append(File(filesystem, name, _shown(source, path, name), extension, compression))
     if not files:
         what = "the directory holds" if is_folder else "the pattern matches"
         passed = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))
@@ -85,46 +110,23 @@ def _locate(source: str, skip: SkipFile) -> Iterator[File]:
     yield from files
 
 
-def _filesystem(source: str) -> tuple[fsspec.AbstractFileSystem, str]:
-    local = "://" not in source
-    try:
-        filesystem, path = fsspec.core.url_to_fs(os.path.expanduser(source) if local else source)
-    except ImportError as error:
-        remedy = "; pip install 'modelwright[remote]'" if source.startswith("s3://") else ""
-        raise DataError(f"{source}: needs a package that is not installed ({error}){remedy}") from None
-    except ValueError as error:
-        raise DataError(f"{source}: is not a URL that fsspec supports ({error}); check --data.sources") from None
-    return filesystem, str(path)
-
-
-def _walk(filesystem: fsspec.AbstractFileSystem, folder: str, skip: SkipFile) -> list[str]:
-    """Files below a folder, sorted, without hidden ones and the caches of `datasets`."""
-    if isinstance(filesystem, LocalFileSystem):
-        return sorted(_walk_local(folder, skip))
-    below = [str(name) for name in filesystem.find(folder)]
-    return sorted(name for name in below if not _is_hidden(name, folder))
-
-
-def _walk_local(root: str, skip: SkipFile) -> Iterator[str]:
-    """Report directories that cannot be read, which fsspec's own walk omits silently."""
-
-    def unreadable(error: OSError) -> None:
-        skip(f"directory that cannot be read ({error.strerror})", _posix(str(error.filename)))
-
-    for folder, folders, names in os.walk(root, onerror=unreadable):
+def _walk(filesystem: fsspec.AbstractFileSystem, root: str, skip: SkipFile) -> list[str]:
+    """Returns the files below a folder, sorted, without hidden ones and the caches of `datasets`."""
+    if not isinstance(filesystem, LocalFileSystem):
+        below = [str(name) for name in filesystem.find(root)]
+        return sorted(name for name in below if not _is_hidden(name, root))
+    # fsspec's own walk silently omits directories that cannot be read.
+    files: list[str] = []
+    unreadable = "directory that cannot be read"
+    walk = os.walk(root, onerror=lambda error: skip(f"{unreadable} ({error.strerror})", _posix(str(error.filename))))
+    for folder, folders, names in walk:
         paths = {name: _posix(os.path.join(folder, name)) for name in (*folders, *names)}
         folders[:] = sorted(name for name in folders if not _is_hidden(paths[name], root))
         for name in folders:
             if os.path.islink(paths[name]):
                 skip("link to a directory (not followed)", paths[name])
-        yield from (paths[name] for name in names if not _is_hidden(paths[name], root))
-
-
-def _glob(filesystem: fsspec.AbstractFileSystem, pattern: str, skip: SkipFile) -> list[str]:
-    result: list[str] = []
-    for match in sorted(str(name) for name in filesystem.glob(pattern)):
-        result += _walk(filesystem, match, skip) if filesystem.isdir(match) else [match]
-    return result
+        files += [paths[name] for name in names if not _is_hidden(paths[name], root)]
+    return sorted(files)
 
 
 def _is_hidden(name: str, folder: str) -> bool:
@@ -138,28 +140,14 @@ def _posix(path: str) -> str:
 
 
 def _shown(source: str, path: str, name: str) -> str:
-    """The name to show for a file: as the user wrote the source, if possible."""
+    """Returns the name of a file for messages: as the user wrote the source, if possible."""
     if "://" in source or any(mark in source for mark in _GLOB_MARKS):
         return os.path.relpath(name) if "://" not in source else name
     return source.rstrip("/") + name.removeprefix(path.rstrip("/"))
 
 
-def _supported(filesystem: fsspec.AbstractFileSystem, path: str, shown: str, skip: SkipFile) -> File | None:
-    extension, compression = _format(path)
-    if PurePosixPath(path).name in _DATASET_FILES:
-        return None
-    if not _is_supported(extension, compression):
-        skip(f"unsupported {extension or 'file without an extension'}", path)
-        return None
-    problem = _problem_of(path) if isinstance(filesystem, LocalFileSystem) else ""
-    if problem:
-        skip(problem, path)
-        return None
-    return File(filesystem, path, shown, extension, compression)
-
-
 def _problem_of(path: str) -> str:
-    """Why a local path cannot be read as a file; "" if it can."""
+    """Returns the reason for which a local path cannot be read as a file; "" if it can."""
     try:
         return "" if stat.S_ISREG(os.stat(path).st_mode) else "no regular file"
     except FileNotFoundError:
@@ -168,16 +156,8 @@ def _problem_of(path: str) -> str:
         return f"file that cannot be read ({error.strerror})"
 
 
-def _file(filesystem: fsspec.AbstractFileSystem, path: str, name: str) -> File:
-    extension, compression = _format(path)
-    if not _is_supported(extension, compression):
-        text = f"{name}: the extension {extension or '(none)'} is not supported"
-        raise DataError(f"{text}; convert it to one of {_supported_names()}")
-    return File(filesystem, path, name, extension, compression, is_named=True)
-
-
 def _format(path: str) -> tuple[str, str]:
-    """`(extension, compression)` by the name: `a.jsonl.zst` is `(".jsonl", "zst")`."""
+    """Returns `(extension, compression)` of a name: `a.jsonl.zst` is `(".jsonl", "zst")`."""
     name = PurePosixPath(_posix(path))
     compression = COMPRESSIONS.get(name.suffix.lower(), "")
     return (name.with_suffix("").suffix if compression else name.suffix).lower(), compression

@@ -1,10 +1,8 @@
-"""Docstrings to question/answer pairs: the first paragraphs as plain sentences, the question in varied wording and in
-several forms (its purpose, its arguments, the error that it raises, an example, its name). Pure functions.
+"""Makes question/answer pairs of docstrings: the first paragraphs as plain sentences, the question in varied wording
+and in several forms (its purpose, its arguments, the error that it raises, an example, its name). Pure functions.
 
-An answer repeats the name that was asked about. One pair is made of each docstring, so that nothing is asked about more
-often than anything else; held-out ones are asked in one form and wording, so that figures of different corpora can be
-compared.
-"""
+An answer repeats the name in the question. Each docstring gives one pair, so that all names are equally frequent;
+held-out pairs have one form and wording, so that figures of different corpora can be compared."""
 
 import doctest
 import re
@@ -18,7 +16,7 @@ MAX_ANSWER_CHARS = 600
 MIN_ANSWER_CHARS = 20
 MIN_ANSWER_WORDS = 3
 ENOUGH_CHARS = 120
-"""A first paragraph shorter than this takes the next one along."""
+"""Minimum length of an answer that ends with the first paragraph; a shorter one gets the next paragraph, too."""
 
 CANONICAL = "What does `{}` do?"
 _VARIANTS: dict[NameKind, tuple[str, ...]] = {
@@ -63,9 +61,9 @@ _NOT_PROSE = re.compile(
 _ENDS = (".", "!", "?", ":")
 _SIGNATURE = re.compile(r"[\w.]+\s*\(.*\)\s*(->.*|:)?$|[\w.]+\s*\(.*->.*$|[\w.]+\s*=\s*[\w.]+\(.*$", re.DOTALL)
 MAX_PARAMETERS = 8
-"""More do not make a readable answer."""
+"""Maximum number of parameters of a readable answer."""
 PURPOSE_WEIGHT = 3
-"""How often the question for the purpose is drawn, relative to the weights of the other forms that have an answer."""
+"""Weight of the question for the purpose, relative to those of the other forms with an answer."""
 
 _ERROR = r"`?(?P<error>[A-Z]\w*(?:Error|Exception|Warning|StopIteration|KeyboardInterrupt))`?"
 _RAISES_SENTENCE = re.compile(rf"(?P<reason>[^.\n]*\b[Rr]aises?\s+(?:an?\s+|the\s+)?{_ERROR}[^.]*\.)")
@@ -77,9 +75,7 @@ _FIRST_SENTENCE = re.compile(r".*?[.!?](?=\s|$)|.*")
 
 
 def question(docstring: Docstring, *, canonical: bool) -> str:
-    """The question about a name: the canonical wording, or one that the name selects (every second one is
-    canonical).
-    """
+    """Returns the question about a name: canonical, or for half of the names in a wording that a hash selects."""
     variants = _VARIANTS[docstring.kind]
     pick = derive_seed(0, "question", docstring.name) % (2 * len(variants))
     template = CANONICAL if canonical or pick >= len(variants) else variants[pick]
@@ -87,10 +83,10 @@ def question(docstring: Docstring, *, canonical: bool) -> str:
 
 
 def answer(text: str) -> str:
-    """The first paragraphs of a docstring as plain sentences, at most `MAX_ANSWER_CHARS`; "" when it has none.
+    """Returns the first paragraphs of a docstring as plain sentences, at most `MAX_ANSWER_CHARS`; "" without any.
 
     Signatures at the start are skipped; sections (Args, Returns), lists, code and tables end the answer; markup of
-    reStructuredText is reduced to the names that it holds.
+    reStructuredText is reduced to its names.
     """
     parts: list[str] = []
     for paragraph in re.split(r"\n\s*\n", text.strip()):
@@ -114,24 +110,19 @@ def answer(text: str) -> str:
 
 
 def _prose(paragraph: str) -> tuple[str, bool]:
-    """The sentences at the start of a paragraph, on one line, and whether something else follows."""
-    lines = [line.strip() for line in paragraph.splitlines()]
+    """Returns the sentences at the start of a paragraph, on one line, and True if something else follows them."""
+    indented = paragraph.splitlines()
+    indents = [len(line) - len(line.lstrip()) for line in indented]
+    lines = [line.strip() for line in indented]
     for number, line in enumerate(lines):
-        underlined = number + 1 < len(lines) and re.fullmatch(r"[-=~^*]{3,}", lines[number + 1])
-        if underlined or _SECTION.match(line) or _NOT_PROSE.match(line) or _is_term(number, paragraph):
+        has_next = number + 1 < len(lines)
+        underlined = has_next and re.fullmatch(r"[-=~^*]{3,}", lines[number + 1])
+        # A short line above an indented one is a term with its definition (`sep` / ` The separator ...`).
+        is_term = has_next and len(line.split()) <= 3 and indents[number + 1] > indents[number]
+        if underlined or _SECTION.match(line) or _NOT_PROSE.match(line) or is_term:
             before = _plain(" ".join(lines[:number]))
             return before if before.endswith(_ENDS) else _whole_sentences(before), True
     return _plain(" ".join(lines)), False
-
-
-def _is_term(number: int, paragraph: str) -> bool:
-    """Whether a line is a term whose definition is indented below it (`sep` / ` The separator ...`)."""
-    line, *below = paragraph.splitlines()[number : number + 2]
-    return bool(below) and len(line.split()) <= 3 and _indent(below[0]) > _indent(line)
-
-
-def _indent(line: str) -> int:
-    return len(line) - len(line.lstrip())
 
 
 def _plain(text: str) -> str:
@@ -147,9 +138,7 @@ def _whole_sentences(text: str) -> str:
 
 @dataclass(frozen=True)
 class Pair:
-    """A question with its answer. lead: the words with which the answer begins and that are none of the
-    documentation's; "" if it has no such words.
-    """
+    """A question with its answer. lead: the first words of the answer, if they are not from the documentation."""
 
     question: str
     answer: str
@@ -157,10 +146,8 @@ class Pair:
 
 
 def pair(docstring: Docstring, *, canonical: bool) -> Pair | None:
-    """The question/answer pair of a docstring, None for one that answers no question.
-
-    canonical: what it does, in the canonical wording; else the name selects one of the forms that the docstring has an
-    answer to.
+    """Returns the question/answer pair of a docstring, None without an answer. canonical: asks for the purpose, in the
+    canonical wording; otherwise a hash of the name selects one of the forms to which the docstring has an answer.
     """
     summary = answer(docstring.text)
     if not summary:
@@ -177,21 +164,19 @@ def pair(docstring: Docstring, *, canonical: bool) -> Pair | None:
 
 
 def arguments_pair(docstring: Docstring, summary: str) -> Pair | None:
-    """Which arguments it takes."""
+    """Asks for the arguments."""
     if not 1 <= len(docstring.parameters) <= MAX_PARAMETERS:
         return None
-    shown = [_shown(parameter) for parameter in docstring.parameters]
+    shown: list[str] = []
+    for parameter in docstring.parameters:
+        name, _, default = parameter.partition("=")
+        shown.append(f"`{name}` (default `{default}`)" if default else f"`{name}`")
     listed = " and ".join(filter(None, [", ".join(shown[:-1]), shown[-1]]))
     return _within(Pair(f"Which arguments does `{docstring.name}` take?", f"`{docstring.name}` takes {listed}."))
 
 
-def _shown(parameter: str) -> str:
-    name, _, default = parameter.partition("=")
-    return f"`{name}` (default `{default}`)" if default else f"`{name}`"
-
-
 def error_pair(docstring: Docstring, summary: str) -> Pair | None:
-    """Which error it raises, and when: the first one that the documentation names."""
+    """Asks for the first error that the documentation names, with its reason."""
     match = _RAISES_SECTION.search(docstring.text) or _RAISES_SENTENCE.search(docstring.text)
     if match is None:
         return None
@@ -201,7 +186,7 @@ def error_pair(docstring: Docstring, summary: str) -> Pair | None:
 
 
 def example_pair(docstring: Docstring, summary: str) -> Pair | None:
-    """The documentation's example up to the first line that uses the name and prints a result."""
+    """Asks for the documentation's example, up to the first line that uses the name and prints a result."""
     try:
         examples = doctest.DocTestParser().get_examples(docstring.text)
     except ValueError:  # prompts that are not indented alike
@@ -216,7 +201,7 @@ def example_pair(docstring: Docstring, summary: str) -> Pair | None:
 
 
 def name_pair(docstring: Docstring, summary: str) -> Pair | None:
-    """Which name belongs to the first sentence of the documentation."""
+    """Asks for the name that the first sentence of the documentation describes."""
     match = _FIRST_SENTENCE.match(summary)
     sentence = match[0] if match else summary
     if docstring.name.rpartition(".")[2].lower() in sentence.lower():
@@ -231,8 +216,8 @@ FORMS: Sequence[tuple[Callable[[Docstring, str], Pair | None], int]] = (
     (example_pair, 3),
     (name_pair, 1),
 )
-"""The forms beside the question for the purpose, each from a docstring and its summary, with its weight: few docstrings
-have an error or an example."""
+"""The forms other than the question for the purpose, each from a docstring and its summary, with its weight: few
+docstrings have an error or an example."""
 
 
 def _within(made: Pair) -> Pair | None:

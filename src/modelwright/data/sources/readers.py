@@ -1,7 +1,6 @@
 """Reads files of any supported format as raw texts and records, each with its location.
 
-Problems with a file go to a `Complaint`, which raises or counts; the reader then continues with the rest. Local paths
-and fsspec URLs are handled alike.
+Problems with a file go to a `Complaint`, which raises or counts; the reader then continues with the rest.
 """
 
 import csv
@@ -25,25 +24,23 @@ from modelwright.core.errors import DataError
 
 CHUNK_BYTES = 2**20
 MAX_JSON_BYTES = 2**30
-"""Largest `.json` file: it is held in memory as bytes and as text."""
+"""Maximum size of a `.json` file, which is held in memory as bytes and as text."""
 UTF8_BOM = b"\xef\xbb\xbf"
 _UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
 _ZSTD_BYTES = 2**12
-"""Compressed data that is decompressed at a time: a few bytes may stand for a block of 128 KiB."""
+"""Bytes of compressed data that are decompressed at a time: a few bytes may encode a block of 128 KiB."""
 
 Record = dict[str, Any]
 Complaint = Callable[[str, str, str, str], None]
-"""Told `(reason, where, what is wrong, the way out)`; raises `DataError` or counts the reason."""
-
-
+"""Receives `(reason, where, problem, remedy)`; raises `DataError` or counts the reason."""
 ChooseColumns = Callable[[Sequence[str]], list[str]]
-"""Given the columns of a table, those to read."""
+"""Returns the columns of a table to read, from all of its columns."""
 
 
 @dataclass(frozen=True)
 class File:
-    """A file to read: its path for `filesystem`, the name to show, and format and compression according to its name.
-    `is_named`: the user named this very file, not a directory or a pattern.
+    """A file to read: its path for `filesystem`, its name for messages, and format and compression according to its
+    name. `is_named`: the user named this very file, not a directory or a pattern.
     """
 
     filesystem: fsspec.AbstractFileSystem
@@ -56,22 +53,20 @@ class File:
 
 @dataclass(frozen=True)
 class Limit:
-    """The most bytes of a line, of a record and of a file that is one text; way_out: what else to do with longer ones
-    than to divide them.
-    """
+    """Maximum bytes of a line, a record or a file of one text. way_out: remedy for longer ones, other than dividing."""
 
     max_bytes: int
     way_out: str
 
     def record_problem(self) -> tuple[str, str]:
-        """What is wrong with a record that is longer, and the way out, for a complaint."""
+        """Returns problem and remedy of a longer record, for a complaint."""
         return f"the record is longer than {self.max_bytes:,} bytes", f"divide it, or {self.way_out}"
 
 
 def read_lines(file: File, complain: Complaint, limit: Limit) -> Generator[tuple[int, bytes]]:
-    """`(line number from 1, line)` with its line end; a byte order mark at the start is removed.
+    """Yields `(line number from 1, line)` with the line end, without a byte order mark at the start.
 
-    A line beyond the limit is a complaint, and the rest of it is read without being held.
+    A line beyond the limit is a complaint, and the rest of it is read without keeping it.
     """
     number, parts, size = 1, list[bytes](), 0
 
@@ -102,7 +97,7 @@ def _line(parts: Sequence[bytes], number: int) -> bytes:
 
 
 def read_sections(file: File, complain: Complaint, limit: Limit, section_chars: int) -> Iterator[tuple[str, str]]:
-    """`(where, text)` of a text file, cut at the first blank line past `section_chars`.
+    """Yields `(where, text)` of a text file, cut at the first blank line past `section_chars`.
 
     A paragraph longer than `section_chars` is cut at a line end.
     """
@@ -111,15 +106,15 @@ def read_sections(file: File, complain: Complaint, limit: Limit, section_chars: 
 
 
 def read_whole(file: File, complain: Complaint, limit: Limit) -> Iterator[tuple[str, str]]:
-    """`(where, text)` of a file that is one text, such as source code. One beyond the limit is a complaint."""
+    """Yields `(where, text)` of a file that is one text, such as source code. One beyond the limit is a complaint."""
     for content in _whole(file, complain, limit.max_bytes, f"divide it, or {limit.way_out}"):
         yield from _decoded(file, 1, content, complain)
 
 
 def read_html(file: File, complain: Complaint, limit: Limit, section_chars: int) -> Iterator[tuple[str, str]]:
-    """`(where, text)` of a web page: what a browser shows of it, without scripts, styles, menus and page footers.
+    """Yields `(where, text)` of the visible text of a web page, without scripts, styles, menus and page footers.
 
-    Cut as `read_sections` cuts; `where` counts the lines of the text, not those of the page.
+    The text is cut like that of `read_sections`; `where` counts the lines of the text, not those of the page.
     """
     for _, markup in read_whole(file, complain, limit):
         text = extract_plain_text(markup, alt_texts=False, skip_elements=["nav", "footer"])
@@ -129,14 +124,10 @@ def read_html(file: File, complain: Complaint, limit: Limit, section_chars: int)
 
 
 def _whole(file: File, complain: Complaint, max_bytes: int, way_out: str) -> Iterator[bytes]:
-    """The content of a file without a byte order mark; none if it has more than `max_bytes`, which is a complaint."""
+    """Yields the content of a file without a byte order mark, or complains if it has more than `max_bytes`."""
     chunks, size = list[bytes](), 0
-
-    def current_line() -> int:
-        return 1 + sum(chunk.count(b"\n") for chunk in chunks)
-
     with opened(file) as raw:
-        for chunk in _chunks(raw, file, complain, current_line):
+        for chunk in _chunks(raw, file, complain, lambda: 1 + sum(one.count(b"\n") for one in chunks)):
             size += len(chunk)
             if size > max_bytes:
                 problem = f"the file is read as a whole and has more than {max_bytes:,} bytes"
@@ -147,15 +138,16 @@ def _whole(file: File, complain: Complaint, max_bytes: int, way_out: str) -> Ite
 
 
 def _sections(lines: Iterable[tuple[int, bytes]], section_chars: int) -> Iterator[tuple[int, bytes]]:
-    """`(number of the first line, lines)` of each section, whose lines follow one another."""
+    """Yields `(number of the first line, lines)` of each section, whose lines are consecutive."""
     first, held, size = 1, list[bytes](), 0
     for number, line in lines:
-        if held and number != first + len(held):
+        if held and number != first + len(held):  # a line between them was too long and is left out
             yield first, b"".join(held)
             held, size = [], 0
         first = first if held else number
         held.append(line)
         size += len(line)
+        # A paragraph without an end is cut at a line end, twice as late.
         if size >= section_chars and (not line.strip() or size >= 2 * section_chars):
             yield first, b"".join(held)
             held, size = [], 0
@@ -164,7 +156,7 @@ def _sections(lines: Iterable[tuple[int, bytes]], section_chars: int) -> Iterato
 
 
 def read_jsonl(file: File, complain: Complaint, limit: Limit) -> Iterator[tuple[str, Record]]:
-    """`(where, record)` of a JSON Lines file; blank lines are skipped."""
+    """Yields `(where, record)` of a JSON Lines file; blank lines are skipped."""
     for number, line in read_lines(file, complain, limit):
         for where, text in _decoded(file, number, line, complain):
             if not text.strip():
@@ -179,14 +171,18 @@ def read_jsonl(file: File, complain: Complaint, limit: Limit) -> Iterator[tuple[
 
 
 def read_json(file: File, complain: Complaint, limit: Limit) -> Iterator[tuple[str, Record]]:
-    """`(where, record)` of a JSON file: a list of records, one record, or JSON Lines named `.json`. The whole file is
-    held in memory, except for JSON Lines.
-    """
+    """Yields `(where, record)` of a JSON file: JSON Lines, or a list or one record, for which it is read as a whole."""
+    # Closed at once: only the first line with text is read here.
     with closing(read_lines(file, lambda *problem: None, limit)) as lines:
         first = next((line for _, line in lines if line.strip()), b"")
-    if first.lstrip().startswith(b"{") and _is_json(first):
-        yield from read_jsonl(file, complain, limit)
-        return
+    if first.lstrip().startswith(b"{"):
+        try:
+            json.loads(first)
+        except (ValueError, RecursionError):
+            pass  # an object over several lines
+        else:
+            yield from read_jsonl(file, complain, limit)
+            return
     way_out = "write one record a line (jq -c '.[]' FILE.json > FILE.jsonl)"
     for content in _whole(file, complain, MAX_JSON_BYTES, way_out):
         for _, text in _decoded(file, 1, content, complain):
@@ -195,15 +191,22 @@ def read_json(file: File, complain: Complaint, limit: Limit) -> Iterator[tuple[s
 
 
 def _json_items(file: File, text: str, complain: Complaint, limit: Limit) -> Iterator[tuple[str, Record]]:
-    """The items of a list, or the only value. Whatever precedes damage is yielded first."""
+    """Yields the items of a list, or the only value. Items before damage are yielded first."""
     at, line, counted = _next(text, 0), 1, 0
     is_list = text[at] == "["
     at = _next(text, at + is_list)
     while at < len(text) and not (is_list and text[at] == "]"):
+        # Counted from the item before: counting from the start for each item would be quadratic.
         line, counted = line + text.count("\n", counted, at), at
         where = f"{file.name}:{line}"
         try:
-            record, at = _json_item(text, at, is_list)
+            record, end = json.JSONDecoder().raw_decode(text, at)
+            end = _next(text, end)
+            if is_list and text[end : end + 1] not in (",", "]"):
+                raise json.JSONDecodeError("a comma or the end of the list is missing", text, end)
+            if not is_list and end < len(text):
+                raise json.JSONDecodeError("Extra data", text, end)
+            at = _next(text, end + (text[end : end + 1] == ","))
         except (ValueError, RecursionError) as error:
             where = f"{file.name}:{getattr(error, 'lineno', line)}"
             problem = f"is not valid JSON ({getattr(error, 'msg', error)}, column {getattr(error, 'colno', 1)})"
@@ -215,30 +218,11 @@ def _json_items(file: File, text: str, complain: Complaint, limit: Limit) -> Ite
     return None
 
 
-def _json_item(text: str, at: int, is_list: bool) -> tuple[Any, int]:
-    """The value that begins at `at`, and the position of the next one. Raises `JSONDecodeError`."""
-    value, at = json.JSONDecoder().raw_decode(text, at)
-    at = _next(text, at)
-    if is_list and text[at : at + 1] not in (",", "]"):
-        raise json.JSONDecodeError("a comma or the end of the list is missing", text, at)
-    if not is_list and at < len(text):
-        raise json.JSONDecodeError("Extra data", text, at)
-    return value, _next(text, at + (text[at : at + 1] == ","))
-
-
 def _next(text: str, at: int) -> int:
-    """The position of the next character that is not white space."""
+    """Returns the position of the next character that is not white space."""
     while at < len(text) and text[at] in " \t\r\n":
         at += 1
     return at
-
-
-def _is_json(text: bytes) -> bool:
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return True
 
 
 def _objects(where: str, record: Any, complain: Complaint) -> Iterator[tuple[str, Record]]:
@@ -250,11 +234,11 @@ def _objects(where: str, record: Any, complain: Complaint) -> Iterator[tuple[str
 
 
 def read_csv(file: File, complain: Complaint, limit: Limit) -> Iterator[tuple[str, Record]]:
-    """`(where, record)` of a table in text: the first row names the columns; an empty cell is None. The limit is also
-    that of a cell.
+    """Yields `(where, record)` of a text table: the first row names the columns; an empty cell is None. The limit also
+    applies to a cell.
 
-    Columns of `.tsv` are separated by tabs, those of `.csv` by the most frequent in the first line: commas, semicolons
-    or tabs. Cells with separators, quotes or line ends are quoted as in RFC 4180.
+    The separator of `.tsv` is the tab, that of `.csv` the most frequent one in the first line: commas, semicolons or
+    tabs. Cells with separators, quotes or line ends are quoted as in RFC 4180.
     """
     last, has_complained = 0, False
 
@@ -270,11 +254,12 @@ def read_csv(file: File, complain: Complaint, limit: Limit) -> Iterator[tuple[st
                 last = number
                 yield text
 
-    csv.field_size_limit(min(limit.max_bytes, 2**31 - 1))  # of the module: 131,072 characters unless told otherwise
+    # A limit of the whole module, by default 131,072 characters; it must fit a C long, which may have 32 bits.
+    csv.field_size_limit(min(limit.max_bytes, 2**31 - 1))
     rows = lines()
     header = next((line for line in rows if line.strip()), "")
     if has_complained:
-        return  # the next row is none of names
+        return  # the header was unreadable, so the next row is not one
     separator = "\t" if file.extension == ".tsv" else max(",;\t", key=header.count)
     names = next(csv.reader([header], delimiter=separator), [])
     table, first = csv.reader(rows, delimiter=separator, strict=True), last + 1
@@ -283,7 +268,7 @@ def read_csv(file: File, complain: Complaint, limit: Limit) -> Iterator[tuple[st
             row = next(table, None)
         except csv.Error as error:
             way_out = f"correct the quotes in the file, or {limit.way_out} if a cell is that long"
-            complain("not CSV", f"{file.name}:{last}", f"is no row of a table ({error})", way_out)
+            complain("not CSV", f"{file.name}:{last}", f"is not a row of a table ({error})", way_out)
             return
         if row is None:
             return
@@ -296,11 +281,12 @@ def read_csv(file: File, complain: Complaint, limit: Limit) -> Iterator[tuple[st
 
 
 def read_parquet(file: File, complain: Complaint, choose: ChooseColumns) -> Iterator[tuple[str, Record]]:
-    """`(where, record)` of a Parquet file, with the columns that `choose` selects."""
+    """Yields `(where, record)` of a Parquet file, with the columns that `choose` selects."""
     row = 0
     with opened(file) as raw, _damaged_table(file, complain, lambda: row):
         table = pyarrow.parquet.ParquetFile(raw)
         columns = choose(table.schema_arrow.names)
+        # Small batches bound the memory: a row may have megabytes of text.
         for batch in table.iter_batches(batch_size=256, columns=columns, use_threads=False):
             for record in batch.to_pylist():
                 row += 1
@@ -308,7 +294,7 @@ def read_parquet(file: File, complain: Complaint, choose: ChooseColumns) -> Iter
 
 
 def read_arrow(file: File, complain: Complaint, choose: ChooseColumns) -> Iterator[tuple[str, Record]]:
-    """Like `read_parquet`, for the Arrow stream files of a Hugging Face `datasets` folder."""
+    """Does `read_parquet` for the Arrow stream files of a Hugging Face `datasets` folder."""
     row = 0
     with opened(file) as raw, _damaged_table(file, complain, lambda: row):
         for batch in pyarrow.ipc.open_stream(raw):
@@ -319,7 +305,7 @@ def read_arrow(file: File, complain: Complaint, choose: ChooseColumns) -> Iterat
 
 @contextmanager
 def opened(file: File) -> Iterator[Any]:
-    """The file as it is stored, compressed or not. Raises `DataError` if it cannot be opened."""
+    """Opens a file without decompressing it. Raises `DataError` if it cannot be opened."""
     try:
         handle = file.filesystem.open(file.path, "rb")
     except FileNotFoundError:
@@ -333,10 +319,32 @@ def opened(file: File) -> Iterator[Any]:
 
 
 def _chunks(raw: Any, file: File, complain: Complaint, line: Callable[[], int]) -> Iterator[bytes]:
-    """Decompressed data. What can be read before damage is yielded first, then the complaint is raised."""
-    read = {"": _plain_chunks, "gz": _gzip_chunks, "zst": _zstd_chunks}[file.compression]
+    """Yields decompressed data; intact data before damage is yielded first, then `complain` is called."""
     try:
-        yield from read(raw)
+        match file.compression:
+            case "gz":
+                # Raises `EOFError` if the file ends within a member. Small steps yield everything that is intact.
+                with gzip.open(raw) as unpacked:
+                    while chunk := unpacked.read1(io.DEFAULT_BUFFER_SIZE):
+                        yield chunk
+            case "zst":
+                # zstandard's own stream reader does not notice a file that ends within a frame. 2 GiB is the
+                # window of `zstd --long=31`.
+                frames = zstandard.ZstdDecompressor(max_window_size=2**31)
+                frame, inside = frames.decompressobj(), False
+                while data := raw.read(_ZSTD_BYTES):
+                    while data:
+                        inside = True
+                        yield frame.decompress(data)
+                        data = b""
+                        if frame.eof:
+                            data, inside = frame.unused_data, False
+                            frame = frames.decompressobj()
+                if inside:
+                    raise EOFError
+            case _:
+                while chunk := raw.read(CHUNK_BYTES):
+                    yield chunk
     except EOFError:
         problem = f"the {file.compression} data is cut off here; the file is incomplete"
         complain("truncated", f"{file.name}:{line()}", problem, "fetch the file again")
@@ -345,34 +353,6 @@ def _chunks(raw: Any, file: File, complain: Complaint, line: Callable[[], int]) 
         complain("damaged file", f"{file.name}:{line()}", problem, "fetch the file again")
     except OSError as error:
         complain("unreadable", f"{file.name}:{line()}", f"reading failed ({error})", "check the disk or the network")
-
-
-def _plain_chunks(raw: Any) -> Iterator[bytes]:
-    while chunk := raw.read(CHUNK_BYTES):
-        yield chunk
-
-
-def _gzip_chunks(raw: Any) -> Iterator[bytes]:
-    """Raises `EOFError` if the file ends within a member. Reads in small steps to yield everything that is intact."""
-    with gzip.open(raw) as file:
-        while chunk := file.read1(io.DEFAULT_BUFFER_SIZE):
-            yield chunk
-
-
-def _zstd_chunks(raw: Any) -> Iterator[bytes]:
-    """Raises `EOFError` if the file ends within a frame, which zstandard's own stream reader does not notice."""
-    frames = zstandard.ZstdDecompressor(max_window_size=2**31)
-    frame, inside = frames.decompressobj(), False
-    while data := raw.read(_ZSTD_BYTES):
-        while data:
-            inside = True
-            yield frame.decompress(data)
-            data = b""
-            if frame.eof:
-                data, inside = frame.unused_data, False
-                frame = frames.decompressobj()
-    if inside:
-        raise EOFError
 
 
 def _decoded(file: File, line: int, data: bytes, complain: Complaint) -> Iterator[tuple[str, str]]:

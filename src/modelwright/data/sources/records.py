@@ -31,9 +31,7 @@ REMEDY_TEXT = "leave it out, or learn from it with --data.own_answers train"
 
 
 def with_meta(record: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A record with the field `meta` as an object where it is the text of one, as in tables of documents, and without
-    an open split.
-    """
+    """Returns a document's record with `meta` as an object where a table has it as text, and without an open split."""
     meta = record.get("meta")
     if not isinstance(meta, str) or record.get("kind") not in KINDS:
         return record
@@ -46,12 +44,11 @@ def with_meta(record: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def is_document(record: Mapping[str, Any]) -> bool:
-    """Whether a record is a document that cleaning wrote, with all its fields; an open split has none."""
-    if not all(_is_text(record, name) for name in ("id", "text", "source")) or not isinstance(record.get("meta"), dict):
+    """Returns True for a document that cleaning wrote, with all of its fields, except for an open split."""
+    is_complete = all(isinstance(record.get(name), str) for name in ("id", "text", "source"))
+    if not is_complete or not isinstance(record.get("meta"), dict):
         return False
-    if record.get("kind") not in KINDS:
-        return False
-    if "split" in record and record["split"] not in SPLITS:
+    if record.get("kind") not in KINDS or ("split" in record and record["split"] not in SPLITS):
         return False
     meta = record["meta"]
     if not has_types_of_document(meta):
@@ -62,22 +59,20 @@ def is_document(record: Mapping[str, Any]) -> bool:
 
 
 def has_types_of_document(meta: Mapping[str, Any]) -> bool:
-    """Whether the fields that `Document` gives a meaning have its types."""
+    """Returns True if the fields of `meta` that `Document` reads have the right types."""
     if not all(isinstance(meta.get(name, ""), str) for name in ("title", "summary", "question", "answer")):
         return False
     if not isinstance(meta.get("desirable", True), bool):
         return False
-    return all(_are_turns(meta[name]) for name in ("messages", "rejected") if name in meta)
-
-
-def _are_turns(value: Any) -> bool:
-    if not isinstance(value, list) or not value:
-        return False
-    return all(_is_turn(turn) for turn in cast(list[Any], value))
+    for name in ("messages", "rejected"):
+        turns = meta.get(name)
+        if name in meta and not (isinstance(turns, list) and turns and all(map(_is_turn, cast(list[Any], turns)))):
+            return False
+    return True
 
 
 def _is_turn(turn: Any) -> bool:
-    if not isinstance(turn, dict) or not _is_text(turn, "role") or not _is_text(turn, "content"):
+    if not isinstance(turn, dict) or not all(isinstance(turn.get(name), str) for name in ("role", "content")):
         return False
     calls = turn.get("tool_calls", [])
     if not isinstance(calls, list):
@@ -86,12 +81,8 @@ def _is_turn(turn: Any) -> bool:
     return all(isinstance(function, dict) and "arguments" in function for function in functions)
 
 
-def _is_text(record: Mapping[str, Any], name: str) -> bool:
-    return isinstance(record.get(name), str)
-
-
 def is_own(record: Mapping[str, Any]) -> bool:
-    """Whether Modelwright gave the answer of a record."""
+    """Returns True if Modelwright wrote the answer of a record."""
     return record.get(AUTHOR_FIELD) == OWN_AUTHOR
 
 
@@ -99,7 +90,7 @@ class RecordSchema:
     """A JSON Schema read from a file."""
 
     def __init__(self, schema: Any, path: str) -> None:
-        """path: of the file, for errors. Raises `jsonschema.SchemaError` for a schema that is not valid."""
+        """path: the file's path, for errors. Raises `jsonschema.SchemaError` for a schema that is not valid."""
         self._path = path
         kind = validator_for(schema)
         kind.check_schema(schema)
@@ -108,7 +99,7 @@ class RecordSchema:
     @staticmethod
     @cache
     def read(path: str) -> "RecordSchema":
-        """Read the schema of a file. Raises `ConfigError` that names the file."""
+        """Reads the schema of a file. Raises `ConfigError` with the name of the file."""
         try:
             with open(path, encoding="utf-8") as file:
                 return RecordSchema(json.load(file), path)
@@ -120,7 +111,7 @@ class RecordSchema:
             raise ConfigError(f"schema: {path}: is not a JSON Schema ({error.message}); correct it") from None
 
     def problem(self, record: Mapping[str, Any]) -> str:
-        """Which part of the schema a record violates, "" for a valid one; the record's values are not repeated.
+        """Returns the part of the schema that a record violates, "" for a valid one, without the record's values.
 
         Raises `ConfigError` for a schema with references or patterns that cannot be resolved.
         """
@@ -133,4 +124,5 @@ class RecordSchema:
             return ""
         field = ".".join(map(str, error.absolute_path)) or "the record"
         rule = f"{error.validator}: {error.validator_value!r}"
+        # A rule may be a list of thousands of values.
         return f"{field} violates {rule[:200]}"

@@ -1,13 +1,12 @@
-"""Reads the sources that a user names as documents with a kind and a split.
+"""Reads the user's sources as documents with a kind and a split.
 
 Prose comes from text files, web pages, web archives and records with a text field, code from source files by their
-extension, questions and answers from records in the forms of `data.conversations`, images with captions from
-`data.images`, and corpora (`stdlib`, ...) from `data.corpora`. What cannot be read raises one `DataError` with file and
-line, or is left out and counted. Streams: memory holds one document at a time, and the whole file of `.json`. Cleaning
-is `data.clean`.
-"""
+extension, questions and answers from records in the forms of `conversations.py`, images with captions from
+`data/images`, and corpora (`stdlib`, ...) from `corpora.py`. Unreadable records raise a `DataError` with file and line,
+or are left out and counted. Only one document at a time is in memory, or one `.json` file. See `data/clean` for
+cleaning."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 from pathlib import PurePosixPath
@@ -33,7 +32,6 @@ from modelwright.data.sources.conversations import (
     PairError,
     conversation_meta,
     is_conversation,
-    is_half_pair,
     num_hints,
     preference_meta,
     read_choices,
@@ -70,28 +68,27 @@ DEFAULT_TEXT_FIELD = "text"
 _IN_PROCESS = InProcess()
 MAX_EXAMPLES = 5
 ENOUGH_HINTS = 2
-"""Fields that sound like a question or an answer in a file that is then read as such, wherever it was found."""
+"""Minimum number of fields named like a question or an answer in the records of a file that counts as text."""
 CARRIED_FIELDS = ("id", "url", "language", "score")
-"""Fields of a record that its document keeps in `meta` without being asked."""
+"""Fields of a record that its document always keeps in `meta`."""
 _HELDOUT_NAMES = ("test", "validation", "valid", "dev", "heldout")
 _DOCUMENT_FIELDS = tuple(entry.name for entry in fields(Document))
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceConfig:
-    """Where the text comes from; docs/data.md lists file formats and record types."""
+    """Sources of the text; docs/data.md lists file formats and record types."""
 
     sources: tuple[str, ...] = (BUILTIN,)
     """Files, directories, globs, fsspec URLs, `stdlib` for the source of Python's standard library and its docs with
     those of torch and NumPy, `arithmetic` for generated problems with answers, `sentence_pairs` for preference pairs
     made of those docs, or `digits` for handwritten digits with captions."""
     text_field: str = DEFAULT_TEXT_FIELD
-    """Field of a record that holds its text. Any name but `text` is taken even where the record is a question with its
-    answer."""
+    """Field of a record with its text. A name other than `text` is used even if the record is a conversation."""
     validation_fraction: float = 0.05
     """Fraction of documents held out for validation, by hash of the text. `stdlib` brings its own split, by module."""
     fields: dict[str, str] = field(default_factory=dict)
-    """Names of the records' own fields by the names that are expected: `{question: q, answer: a}`."""
+    """Names of the records' own fields by the expected names: `{question: q, answer: a}`."""
     record_type: Literal[
         "auto", "text", "messages", "sharegpt", "question_answer", "multiple_choice", "instruction",
         "prompt_completion", "preference", "unpaired_preference",
@@ -102,15 +99,14 @@ class SourceConfig:
     schema: str = ""
     """JSON Schema file that every record must satisfy, in addition to the fields of its type."""
     own_answers: Literal["refuse", "train"] = "refuse"
-    """`refuse` takes a record whose answer a model of Modelwright gave (`answer_by`: modelwright, in exports of the
-    request log) for a bad one, unless only its prompt is read; `train` learns from such answers, too."""
+    """`refuse` treats a record with an answer by a model of Modelwright (`answer_by`: modelwright, in exports of the
+    request log) as a bad one, unless only its prompt is read; `train` learns from such answers, too."""
     on_bad_record: Literal["error", "skip"] = "error"
     """`error` stops at the first unreadable record; `skip` drops and counts it."""
     max_document_chars: int = 10_000
     """Longer text files are split into several documents at blank lines."""
     max_record_bytes: int = 16 * 2**20
-    """Longest line, record, web page and source file; a longer one is a bad record, and a longer line is not held in
-    memory."""
+    """Maximum bytes of a line, record, web page or source file; a longer one is a bad record."""
     stdlib_fraction: float = 1.0
     """Fraction of the modules of `stdlib`, for small runs."""
 
@@ -129,7 +125,7 @@ class SourceConfig:
 
 @dataclass(kw_only=True)
 class SourceReport:
-    """What was read. `documents` and `bytes` (UTF-8) by kind; `skipped` records and files and directories that were
+    """Counts of a read. `documents` and `bytes` (UTF-8) by kind; `skipped` records, and files and directories that were
     `passed_over`, by reason, with the first few `examples` of each reason.
     """
 
@@ -141,10 +137,10 @@ class SourceReport:
     record_types: dict[str, int] = field(default_factory=dict)
     examples: dict[str, list[str]] = field(default_factory=dict)
     on_skip: Callable[[str, str, str], None] | None = field(default=None, repr=False, compare=False)
-    """Called with the reason, the place and what is wrong for every record that is skipped."""
+    """Called with the reason, the place and the problem of every skipped record."""
 
     def facts(self) -> dict[str, Any]:
-        """The counts as plain data."""
+        """Returns the counts as plain data."""
         return {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "on_skip"}
 
     @property
@@ -157,17 +153,17 @@ class SourceReport:
         self.bytes[document.kind] = self.bytes.get(document.kind, 0) + size
 
     def skip(self, reason: str, where: str, problem: str = "") -> None:
-        """Count a skipped record."""
+        """Counts a skipped record."""
         self._count(self.skipped, reason, where)
         if self.on_skip is not None:
             self.on_skip(reason, where, problem or reason)
 
     def pass_over(self, reason: str, name: str) -> None:
-        """Count a file or directory that is not read."""
+        """Counts a file or directory that is not read."""
         self._count(self.passed_over, reason, name)
 
     def summary(self) -> list[str]:
-        """What was not read, in one line for files and one for records; empty if everything was."""
+        """Returns a line about unread files and one about unread records, each only if there were some."""
         lines = []
         if self.passed_over:
             lines.append(f"not read: {self._reasons(self.passed_over)}")
@@ -184,11 +180,10 @@ class SourceReport:
             examples.append(where)
 
     def _reasons(self, counters: Mapping[str, int]) -> str:
-        return ", ".join(f"{count:,} {reason} ({self._shown(reason, count)})" for reason, count in counters.items())
-
-    def _shown(self, reason: str, count: int) -> str:
-        first = self.examples[reason][0]
-        return first if count == 1 else f"{first}, ..."
+        return ", ".join(
+            f"{count:,} {reason} ({self.examples[reason][0]}{', ...' * (count > 1)})"
+            for reason, count in counters.items()
+        )
 
 
 def read_documents(
@@ -199,15 +194,15 @@ def read_documents(
     sample: int = 0,
     engine: ShardEngine = _IN_PROCESS,
 ) -> Iterator[Document]:
-    """All documents of the sources, in a fixed order; `report` is filled on the way.
+    """Yields all documents of the sources, in a fixed order, and adds them to `report`.
 
-    leave_open: what neither its record nor `validation_fraction` puts into a split stays open, else it is for training.
-    sample: if not 0, read about so many documents, the first of every file, or of every so many files.
-    engine: where the modules of `stdlib` are read; documents and order are the same. Files are read in this process,
-    because sending their documents to it takes longer than reading them.
+    leave_open: leaves the split open unless the record or `validation_fraction` decides it; otherwise it is "train".
+    sample: if not 0, reads about this many documents, the first ones of every file, or of every n-th file.
+    engine: reads the modules of `stdlib`, with the same documents and order. Files are read in this process, because
+    sending their documents to it takes longer than reading them.
 
-    Raises `DataError`, with file and line where there is one, for a source that is missing or of an unsupported
-    format, for an unreadable record (unless `on_bad_record` is "skip") and, at the end, for an empty corpus.
+    Raises `DataError`, with file and line where known, for a source that is missing or of an unsupported format, for an
+    unreadable record (unless `on_bad_record` is "skip") and, at the end, for an empty corpus.
     """
     rest: Split = "open" if leave_open else "train"
     for document in with_splits(_read(config, report, sample, engine), config.validation_fraction, rest):
@@ -219,64 +214,62 @@ def read_documents(
         shown = ", ".join(config.sources)
         if bad := sum(report.skipped.values()) - report.skipped.get("empty text", 0):
             text = f"{shown}: none of the records could be read ({reasons})"
-            raise DataError(f"{text}; --data.on_bad_record error says what is wrong with the first of the {bad}")
+            raise DataError(f"{text}; --data.on_bad_record error shows the problem of the first of the {bad}")
         text = f"{shown}: the corpus is empty ({reasons or 'no records'})"
         raise DataError(f"{text}; give files that contain text with --data.sources")
 
 
 def _read(config: SourceConfig, report: SourceReport, sample: int, engine: ShardEngine) -> Iterator[Document | Unsplit]:
+    # In the order of the list of corpora, so that the order of the sources does not matter.
     for word in corpus_words():
         if word in config.sources:
             documents = find_corpus(word).read(fraction=config.stdlib_fraction, skip=report.pass_over, engine=engine)
             yield from islice(documents, sample or None)
-    files: Iterable[readers.File] = locate(without_corpora(config.sources), report.pass_over)
-    if sample:
-        yield from _sample(list(files), config, report, sample)
+    files = locate(without_corpora(config.sources), report.pass_over)
+    if not sample:
+        for file in files:
+            yield from _read_file(file, config, report)
         return
-    yield from _read_files(files, config, report)
+    listed = list(files)
+    most = -(-sample // max(1, len(listed)))
+    for file in listed[:: max(1, len(listed) // sample)]:
+        yield from islice(_read_file(file, config, report), most)
 
 
-def _sample(
-    files: Sequence[readers.File], config: SourceConfig, report: SourceReport, sample: int
-) -> Iterator[Document | Unsplit]:
-    """About so many documents, the first of every file, or of every so many files."""
-    most = -(-sample // max(1, len(files)))
-    for file in files[:: max(1, len(files) // sample)]:
-        yield from islice(_read_files([file], config, report), most)
-
-
-def _read_files(
-    files: Iterable[readers.File], config: SourceConfig, report: SourceReport
-) -> Iterator[Document | Unsplit]:
-    complain = _complaint(config, report)
-    for file in files:
-        report.num_files += 1
-        yield from _read_file(file, config, report, complain)
-
-
-def _complaint(config: SourceConfig, report: SourceReport) -> readers.Complaint:
+def _read_file(file: readers.File, config: SourceConfig, report: SourceReport) -> Iterator[Document | Unsplit]:
     def complain(reason: str, where: str, problem: str, way_out: str) -> None:
         if config.on_bad_record == "error":
             leave_out = "pass --data.on_bad_record skip to leave such records out and count them"
             raise DataError(f"{where}: {problem}; {way_out}, or {leave_out}")
         report.skip(reason, where, problem)
 
-    return complain
-
-
-def _read_file(
-    file: readers.File, config: SourceConfig, report: SourceReport, complain: readers.Complaint
-) -> Iterator[Document | Unsplit]:
+    report.num_files += 1
+    limit = readers.Limit(config.max_record_bytes, "raise --data.max_record_bytes")
     if file.extension in PROSE_EXTENSIONS + MARKUP_EXTENSIONS + CODE_EXTENSIONS:
-        yield from _texts(file, config, report, complain)
+        is_code = file.extension in CODE_EXTENSIONS
+        # Source code is never cut: half a function is not code.
+        if is_code:
+            texts = readers.read_whole(file, complain, limit)
+        elif file.extension in MARKUP_EXTENSIONS:
+            texts = readers.read_html(file, complain, limit, config.max_document_chars)
+        else:
+            texts = readers.read_sections(file, complain, limit, config.max_document_chars)
+        for where, text in texts:
+            if text.strip():
+                kind: Kind = "code" if is_code else "prose"
+                yield Unsplit(Document(id=where, text=text, kind=kind, split="open", source=file.name))
+            else:
+                report.skip("empty text", where)
         return
     if file.extension in PAIRED_EXTENSIONS:
         read = read_archive if file.extension in ARCHIVE_EXTENSIONS else read_image
         yield from map(Unsplit, read(file, complain))
         return
-    given = _given_split(file)
+    # A Hugging Face dataset names its splits: `.../test/data-00000.arrow` is held out.
+    is_heldout = file.extension == ".arrow" and PurePosixPath(file.path).parent.name in _HELDOUT_NAMES
+    given: Split | None = "heldout" if is_heldout else None
     schema = RecordSchema.read(config.schema) if config.schema else None
-    for where, record in _records(file, config, report, complain):
+    for where, record in _records(file, config, report, complain, limit):
         for name, own in config.fields.items():
             if own in record:
                 record[name] = record[own]
@@ -292,58 +285,28 @@ def _read_file(
             continue
         document = result.document if isinstance(result, Unsplit) else result
         if len(document.text) > config.max_record_bytes:  # a cell of a table, or a page of a web archive
-            complain("record too long", where, *_limit(config).record_problem())
+            complain("record too long", where, *limit.record_problem())
             continue
         yield replace(document, split=given) if given and isinstance(result, Unsplit) else result
 
 
-def _limit(config: SourceConfig) -> readers.Limit:
-    return readers.Limit(config.max_record_bytes, "raise --data.max_record_bytes")
-
-
-def _texts(
-    file: readers.File, config: SourceConfig, report: SourceReport, complain: readers.Complaint
-) -> Iterator[Unsplit]:
-    is_code, limit = file.extension in CODE_EXTENSIONS, _limit(config)
-    if is_code:
-        texts = readers.read_whole(file, complain, limit)
-    elif file.extension in MARKUP_EXTENSIONS:
-        texts = readers.read_html(file, complain, limit, config.max_document_chars)
-    else:
-        texts = readers.read_sections(file, complain, limit, config.max_document_chars)
-    for where, text in texts:
-        if text.strip():
-            kind: Kind = "code" if is_code else "prose"
-            yield Unsplit(Document(id=where, text=text, kind=kind, split="open", source=file.name))
-        else:
-            report.skip("empty text", where)
-
-
 def _records(
-    file: readers.File, config: SourceConfig, report: SourceReport, complain: readers.Complaint
+    file: readers.File, config: SourceConfig, report: SourceReport, complain: readers.Complaint, limit: readers.Limit
 ) -> Iterator[tuple[str, readers.Record]]:
     def choose(names: Sequence[str]) -> list[str]:
-        if config.schema:
+        if config.schema:  # it may be about any field
             return list(names)
         known = {
-            config.text_field,
-            *CARRIED_FIELDS,
-            AUTHOR_FIELD,
-            *config.keep_fields,
-            *FIELDS,
-            *IMAGE_FIELDS,
-            *CAPTION_FIELDS,
-            LABEL_FIELD,
-            *_DOCUMENT_FIELDS,
-            *config.fields.values(),
-        }
+            config.text_field, *CARRIED_FIELDS, AUTHOR_FIELD, *config.keep_fields, *FIELDS, *IMAGE_FIELDS,
+            *CAPTION_FIELDS, LABEL_FIELD, *_DOCUMENT_FIELDS, *config.fields.values(),
+        }  # fmt: skip
         mapped = {*names, *(name for name, own in config.fields.items() if own in names)}
         is_known = config.text_field in mapped or record_type(mapped)
         return [name for name in names if name in known] if is_known else list(names)
 
     match file.extension:
         case ".jsonl":
-            return readers.read_jsonl(file, complain, _limit(config))
+            return readers.read_jsonl(file, complain, limit)
         case ".parquet":
             return readers.read_parquet(file, complain, choose)
         case ".arrow":
@@ -351,18 +314,18 @@ def _records(
         case ".warc" | ".wet":
             return read_warc(file, complain, report.skip)
     assert file.extension in LOOSE_EXTENSIONS
-    return _loose_records(file, config, report, complain)
+    return _loose_records(file, config, report, complain, limit)
 
 
 class _NoRecords(Exception):
-    """A file found in a directory is not text."""
+    """Raised for a file in a directory that is not text."""
 
 
 def _loose_records(
-    file: readers.File, config: SourceConfig, report: SourceReport, complain: readers.Complaint
+    file: readers.File, config: SourceConfig, report: SourceReport, complain: readers.Complaint, limit: readers.Limit
 ) -> Iterator[tuple[str, readers.Record]]:
-    """Records of a format that is also used for settings and figures: unless the file was named explicitly, it is
-    skipped if its first record holds neither text nor anything like a question.
+    """Yields records of a format that is also used for settings and figures: unless the user named the file, it is
+    skipped if its first record has neither text nor fields like those of a question.
     """
     is_text = file.is_named
 
@@ -373,7 +336,7 @@ def _loose_records(
 
     read = readers.read_json if file.extension == ".json" else readers.read_csv
     try:
-        for where, record in read(file, complain_of_text, _limit(config)):
+        for where, record in read(file, complain_of_text, limit):
             is_text = is_text or config.text_field in record or is_image_record(record)
             is_text = is_text or num_hints(record) >= ENOUGH_HINTS
             if not is_text:
@@ -387,7 +350,7 @@ def _document(
     where: str, record: Mapping[str, Any], source: str, config: SourceConfig, report: SourceReport,
     complain: readers.Complaint,
 ) -> Document | Unsplit | None:  # fmt: skip
-    """The document in a record; None if it was reported or is empty."""
+    """Returns the document in a record; None if it was reported or is empty."""
     record = with_meta(record)
     if config.own_answers == "refuse" and is_document(record) and is_own(record.get("meta") or {}):
         complain(
@@ -398,16 +361,22 @@ def _document(
         document = Document.from_plain({name: record[name] for name in _DOCUMENT_FIELDS if name in record})
         document = document.map_text(_encodable)
         return document if document.split != "open" else Unsplit(document)
-    if config.own_answers == "refuse" and is_own(record) and not _reads_prompt_only(record, config):
-        problem = f"{AUTHOR_FIELD} is {OWN_AUTHOR}, so the answer is Modelwright's own and no text to learn from"
-        complain("own answer", where, problem, REMEDY)
-        return None
+    if config.own_answers == "refuse" and is_own(record):
+        # Such a record is fine if only its prompt is read: a field of text other than the answer.
+        field_name = config.fields.get(config.text_field, config.text_field)
+        is_text = config.record_type == "text" or config.text_field != DEFAULT_TEXT_FIELD or not is_conversation(record)
+        keeps_answer = field_name == ANSWER_FIELD or ANSWER_FIELD in config.keep_fields
+        if not is_text or field_name not in record or keeps_answer:
+            problem = f"{AUTHOR_FIELD} is {OWN_AUTHOR}, so the answer is Modelwright's own and no text to learn from"
+            complain("own answer", where, problem, REMEDY)
+            return None
     kind: Kind = "prose"
     meta: dict[str, Any] = {}
     wants_text = config.text_field != DEFAULT_TEXT_FIELD and config.text_field in record
     wanted = "" if config.record_type in ("auto", "text") else config.record_type
-    if not wanted and config.text_field not in record and is_half_pair(record):
-        wanted = PAIRED
+    # Half of a preference pair is read as a pair, so that the complaint is about the other half and not about a text.
+    if not wanted and config.text_field not in record and not record_type(record):
+        wanted = PAIRED if ("chosen" in record) != ("rejected" in record) else ""
     if config.record_type != "text" and not wants_text and (wanted or is_conversation(record)):
         name = wanted or type_of_record(record)
         try:
@@ -428,7 +397,10 @@ def _document(
     elif config.text_field not in record:
         names = ", ".join(map(str, record)) or "none"
         problem = f"has no field {config.text_field!r} (its fields: {names})"
-        complain("no text field", where, problem, _way_to_text(record))
+        remedy = f"name the right one with --data.text_field; pairs are accepted as {FORMS}"
+        if num_hints(record):  # a text field alone would omit the answers
+            remedy = f"rename them to one of the accepted forms of questions and answers: {FORMS}"
+        complain("no text field", where, problem, remedy)
         return None
     else:
         text = record[config.text_field]
@@ -440,6 +412,7 @@ def _document(
     if not text or not text.strip():
         report.skip("empty text", where)
         return None
+    # A field with a name that `Document` reads must have its type.
     kept = {name: record[name] for name in config.keep_fields if name in record and name not in meta}
     meta |= {name: value for name, value in kept.items() if has_types_of_document({name: value})}
     meta |= {name: value for name in CARRIED_FIELDS if isinstance(value := record.get(name), (str, int, float))}
@@ -447,26 +420,6 @@ def _document(
     return Unsplit(document.map_text(_encodable))
 
 
-def _reads_prompt_only(record: Mapping[str, Any], config: SourceConfig) -> bool:
-    """Whether a record's text is read from a field without its answer."""
-    own_name = config.fields.get(config.text_field, config.text_field)
-    is_text = config.record_type == "text" or config.text_field != DEFAULT_TEXT_FIELD or not is_conversation(record)
-    return is_text and own_name in record and own_name != ANSWER_FIELD and ANSWER_FIELD not in config.keep_fields
-
-
-def _way_to_text(record: Mapping[str, Any]) -> str:
-    """The remedy for a record without text; a text field alone would omit the answers of a pair."""
-    if num_hints(record):
-        return f"rename them to one of the accepted forms of questions and answers: {FORMS}"
-    return f"name the right one with --data.text_field; pairs are accepted as {FORMS}"
-
-
 def _encodable(text: str) -> str:
-    """Replace lone surrogates, which JSON can express (`\ud800`) and UTF-8 cannot, by question marks."""
+    """Replaces lone surrogates, which JSON can express (`\ud800`) and UTF-8 cannot, by question marks."""
     return text.encode("utf-8", "replace").decode("utf-8")
-
-
-def _given_split(file: readers.File) -> Split | None:
-    """The split named by a Hugging Face dataset (`.../test/data-00000.arrow` is held out)."""
-    is_heldout = file.extension == ".arrow" and PurePosixPath(file.path).parent.name in _HELDOUT_NAMES
-    return "heldout" if is_heldout else None

@@ -1,7 +1,7 @@
 """Reads web archives: WARC files of crawls, and their WET files of extracted text (Common Crawl has both).
 
-A record is a page: the text that a browser shows of an answer with status 200 and HTML or plain text, or the text of a
-`conversion`. Each becomes `{"text", "url"}`. Other records are no text, and are counted or left alone.
+A record is a page: the visible text of an answer with status 200 and HTML or plain text, or the text of a `conversion`.
+Each becomes `{"text", "url"}`. Other records are not text, and are counted or ignored.
 
 Source: ISO 28500:2017, "The WARC File Format".
 """
@@ -21,35 +21,39 @@ from resiliparse.parse.encoding import (  # pyright: ignore[reportMissingModuleS
 from modelwright.data.sources.readers import Complaint, File, Record, opened
 
 PAGES = WarcRecordType.response | WarcRecordType.conversion
-"""Requests, revisits and metadata of the crawler hold no text of a page."""
+"""Record types with the text of a page, unlike requests, revisits and metadata of the crawler."""
 MARKUP_TYPES = ("text/html", "application/xhtml+xml")
 TEXT_TYPES = ("text/plain",)
 _MIME_TYPE = re.compile(r"[\w.+-]+/[\w.+-]+|no content type", re.ASCII)
 
 Skip = Callable[[str, str], None]
-"""Told `(reason, where)` about a record that is left out."""
+"""Receives `(reason, where)` for a record that is left out."""
 
 
 def read_warc(file: File, complain: Complaint, skip: Skip) -> Iterator[tuple[str, Record]]:
-    """`(where, record)` of the pages of an archive; `where` counts the archive's pages from 1, read or not.
+    """Yields `(where, record)` of the pages of an archive; `where` counts the archive's pages from 1, read or not.
 
-    What can be read before damage is yielded first, then the complaint is raised.
+    Pages before damage are yielded first, then the complaint is raised.
     """
     number = 0
     with opened(file) as raw:
+        # HTTP is parsed below, so that a malformed answer is not damage to the archive.
         records = iter(ArchiveIterator(raw, record_types=PAGES, parse_http=False))
         while True:
             where = f"{file.name}: page {number + 1}"
             try:
                 record = next(records, None)
-                length, block = (0, b"") if record is None else (_content_length(record), record.reader.read())
+                if record is None:
+                    return None
+                length = record.headers.get("Content-Length", "")
+                if not (length.isascii() and length.isdecimal()):
+                    raise ValueError(f"Content-Length is {length[:40]!r}")
+                block = record.reader.read()
             except (OSError, ValueError) as error:
                 after = f"{file.name}: after page {number}" if number else file.name
                 return complain("damaged file", after, f"the archive is damaged here ({error})", "fetch the file again")
-            if record is None:
-                return None
             number += 1
-            if len(block) != length:
+            if len(block) != int(length):  # the reader ends at the end of the file without an error
                 return complain("truncated", where, "the archive ends here within a page", "fetch the file again")
             text = _text(record, block, lambda reason, where=where: skip(reason, where))
             if text is not None:
@@ -57,19 +61,11 @@ def read_warc(file: File, complain: Complaint, skip: Skip) -> Iterator[tuple[str
                 yield where, {"text": text, **({"url": url} if url else {})}
 
 
-def _content_length(record: Any) -> int:
-    """The bytes that a record says it has. Raises `ValueError` if it says no number."""
-    text = record.headers.get("Content-Length", "")
-    if not (text.isascii() and text.isdecimal()):
-        raise ValueError(f"Content-Length is {text[:40]!r}")
-    return int(text)
-
-
 def _text(record: Any, block: bytes, skip: Callable[[str], None]) -> str | None:
-    """The text of a record whose content is `block`; None if it has none, which `skip` is told."""
+    """Returns the text of a record with the content `block`; None without text, after a call of `skip`."""
     if record.record_type == WarcRecordType.conversion:
         return bytes_to_str(block, "utf-8")
-    answer = WarcRecord()  # of its own, because after content that cannot be decoded the archive could not be read on
+    answer = WarcRecord()  # a copy, because after undecodable content the archive's own reader could not continue
     answer.set_bytes_content(block)
     answer.is_http = record.is_http
     try:

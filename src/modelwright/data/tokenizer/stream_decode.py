@@ -1,4 +1,4 @@
-"""Token ids to text, one at a time: a client never receives half a character."""
+"""Decodes token ids to text, one at a time: a client never receives half a character."""
 
 import codecs
 from collections.abc import Mapping
@@ -9,19 +9,19 @@ from tokenizers.decoders import DecodeStream
 
 
 class TextStream(Protocol):
-    """The joined texts of all steps and of `finish` are the text of all ids."""
+    """An incremental decoder: the joined texts of all steps and of `finish` are the text of all ids."""
 
     def step(self, token_id: int) -> str:
-        """The text completed by this id; may be empty. Raises `ValueError` for an unknown id."""
+        """Returns the text that this id completes; may be empty. Raises `ValueError` for an unknown id."""
         ...
 
     def finish(self) -> str:
-        """The rest: a replacement character if the ids end within a character."""
+        """Returns the rest: a replacement character if the ids end within a character."""
         ...
 
 
 class ByteStream:
-    """For byte-level vocabularies: `token_bytes` by id, and the texts of added tokens, which represent themselves."""
+    """Decoder of byte-level vocabularies. token_bytes: by id; added: texts of added tokens, which are plain text."""
 
     def __init__(self, token_bytes: Mapping[int, bytes], added: Mapping[int, str]) -> None:
         self._bytes = token_bytes
@@ -38,12 +38,12 @@ class ByteStream:
 
     def finish(self) -> str:
         text = self._decoder.decode(b"", final=True)
-        self._decoder.reset()
+        self._decoder.reset()  # an added token in the midst of a stream calls this, too
         return text
 
 
 class LibraryStream:
-    """For any other vocabulary, by `tokenizers`' own stream decoder."""
+    """Decoder of any other vocabulary, by `tokenizers`' own stream decoder."""
 
     def __init__(self, library: tokenizers.Tokenizer, skip_special: bool) -> None:
         self._library = library
@@ -61,5 +61,6 @@ class LibraryStream:
         return text
 
     def finish(self) -> str:
+        # The library's stream holds back an incomplete character; a decoder that rewrites earlier text has no rest.
         whole = self._library.decode(self._ids, skip_special_tokens=self._skip_special)
         return whole[len(self._text) :] if whole.startswith(self._text) else ""

@@ -1,6 +1,6 @@
-"""Texts to token ids and back: byte-level BPE in the Hugging Face layout.
+"""Encodes texts as token ids and decodes them: byte-level BPE in the Hugging Face layout.
 
-A tokenizer folder holds `tokenizer.json`, `tokenizer_config.json` (special tokens, chat template) and
+A tokenizer folder has `tokenizer.json`, `tokenizer_config.json` (special tokens, chat template) and
 `special_tokens_map.json`; `transformers.AutoTokenizer` loads it and gives the same ids. A Hugging Face tokenizer of any
 kind can be loaded in its place.
 """
@@ -38,39 +38,32 @@ PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""Where words may be cut: the pattern of Llama 3's `tokenizer.json`."""
-
+"""Pattern of the places where words may be cut, from Llama 3's `tokenizer.json`."""
 LONG_SPACE = 5_000
-"""From this many blanks in a row on, tiktoken's pattern matching runs out of stack and panics (seen at 10^6)."""
-
+"""Run of blanks at which tiktoken is avoided: its pattern matching runs out of stack and panics (seen at 10^6)."""
 _PROBE = "probe"
-"""Content of a turn that is rendered to see what the chat template puts after it."""
-
+"""Content of a turn that is rendered to find the text of the chat template around it."""
 _LONG_SPACE = re.compile(rf"(?<!\s)\s{{{LONG_SPACE}}}")
 _FILES = ("tokenizer.json", "tokenizer_config.json")
-_BESIDE = (
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "vocab.json",
-    "merges.txt",
+_FURTHER_FILES = (
+    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "vocab.json", "merges.txt",
     "tokenizer.model",
-)
-"""What else a tokenizer of Hugging Face may consist of; none of it is read here."""
+)  # fmt: skip
+"""Other files of a tokenizer of Hugging Face, which are only copied, except for the chat template."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig:
-    """Byte-level BPE."""
+    """Settings of a byte-level BPE."""
 
     vocab_size: int = 12_288
-    """Tokens, special ones included; fewer when the text is too small to yield so many."""
+    """Number of tokens, special ones included; fewer if the text is too small for that."""
     min_frequency: int = 2
-    """Least occurrences of a pair that is merged."""
+    """Minimum occurrences of a pair that is merged."""
     sample_bytes: int = 12_000_000
     """Bytes of text to learn from."""
     special_tokens: tuple[str, ...] = field(default=(), metadata=word_for_none())
-    """Further special tokens, such as the `<|image|>` that stands for a patch of an image."""
+    """Further special tokens, such as the `<|image|>` that represents a patch of an image."""
 
     def __post_init__(self) -> None:
         named = [*SPECIAL_TOKENS, *self.special_tokens]
@@ -80,7 +73,7 @@ class TokenizerConfig:
             )
         smallest = 256 + len(named)
         if self.vocab_size < smallest:
-            raise ConfigError(f"vocab_size: {self.vocab_size} has no room for bytes and special tokens ({smallest})")
+            raise ConfigError(f"vocab_size: {self.vocab_size} is too small for bytes and special tokens ({smallest})")
         if self.min_frequency < 1:
             raise ConfigError(f"min_frequency: {self.min_frequency} is not positive")
         if self.sample_bytes < 1:
@@ -88,14 +81,22 @@ class TokenizerConfig:
 
 
 def train_tokenizer(texts: Iterable[str], config: TokenizerConfig) -> "Tokenizer":
-    """Learn a byte-level BPE from a sample of the texts.
+    """Learns a byte-level BPE from a sample of the texts.
 
     The sample depends on the texts alone, not on their order. The result depends on neither threads nor the hash seed.
-    Raises `DataError` when there is no text.
+    Raises `DataError` without any text.
     """
-    sample = _sample(texts, config.sample_bytes)
+    # The texts with the smallest hashes that fit, at least one: a heap has the largest hash on top, which leaves first.
+    heap: list[tuple[int, str]] = []
+    size = 0
+    for text in texts:
+        heapq.heappush(heap, (-derive_seed(0, "tokenizer", text), text))
+        size += len(text.encode("utf-8"))
+        while size > config.sample_bytes and len(heap) > 1:
+            size -= len(heapq.heappop(heap)[1].encode("utf-8"))
+    sample = [text for _, text in sorted(heap, reverse=True)]
     if not sample:
-        raise DataError("the tokenizer has no text to train on; check the counts of the clean stage")
+        raise DataError("the tokenizer needs text to train on; check the counts of the clean stage")
     trained = tokenizers.Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.Sequence(  # type: ignore[assignment]
         [
@@ -104,6 +105,7 @@ def train_tokenizer(texts: Iterable[str], config: TokenizerConfig) -> "Tokenizer
         ]
     )
     trained.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    # The initial alphabet has all 256 bytes, so that any text can be encoded.
     trainer = trainers.BpeTrainer(
         vocab_size=config.vocab_size,
         min_frequency=config.min_frequency,
@@ -132,26 +134,30 @@ class Tokenizer:
         template: str = DEFAULT_TEMPLATE,
         files: Mapping[str, bytes] = MappingProxyType({}),
     ) -> None:
-        """files: of a loaded tokenizer, which `save` writes again as they are."""
+        """files: contents of a loaded tokenizer's files, which `save` writes again unchanged."""
         self._library = library
         self._definition = json.loads(library.to_str())
         self._fast = fast_encoding(library.to_str())
-        self._plain = _without_special_tokens(self._definition)
+        # Without added tokens, so that special tokens in a text are plain text.
+        plain = {**self._definition, "added_tokens": [], "post_processor": None}
+        self._plain = tokenizers.Tokenizer.from_str(json.dumps(plain))
         self._added = {entry["content"]: entry["id"] for entry in self._definition["added_tokens"]}
         added = library.get_added_tokens_decoder()
         self._special = {token for token, number in self._added.items() if added[number].special}
+        # Longest first, because a token may begin with another; without any, the pattern matches nothing.
         self._cut = re.compile("|".join(map(re.escape, sorted(self._added, key=len, reverse=True))) or r"(?!)")
         self._bytes = token_bytes(self._definition) if is_byte_level(self._definition) else None
         self.special_tokens = special_tokens
         self._files = files
         self.chat_template = ChatTemplate(template, special_tokens, sorted(self._added, key=len, reverse=True))
+        # Ids may have gaps.
         self.vocab_size: int = max(library.get_vocab(with_added_tokens=True).values()) + 1
         self.bos_id = self._special_id("bos_token")
         self.eos_id = self._special_id("eos_token")
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
-        """Load a folder in the Hugging Face layout. Raises `ArtifactError` when a file is missing or damaged."""
+        """Loads a folder in the Hugging Face layout. Raises `ArtifactError` when a file is missing or damaged."""
         paths = [folder / name for name in _FILES]
         for path in paths:
             if not path.is_file():
@@ -161,19 +167,30 @@ class Tokenizer:
             settings = json.loads(paths[1].read_text(encoding="utf-8"))
         except Exception as error:  # the library raises bare Exception
             raise ArtifactError(f"{folder}: its tokenizer cannot be read ({error})") from None
-        named = {name: _content(settings.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+        special_tokens: dict[str, str] = {}
+        for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+            token = settings.get(name)
+            if content := token["content"] if isinstance(token, dict) else token:  # a string, or an object
+                special_tokens[name] = content
         library.no_padding()
         library.no_truncation()
-        template = _template(settings, folder)
-        special_tokens = {k: v for k, v in named.items() if v}
-        files = {name: (folder / name).read_bytes() for name in (*_FILES, *_BESIDE) if (folder / name).is_file()}
+        files = {name: (folder / name).read_bytes() for name in (*_FILES, *_FURTHER_FILES) if (folder / name).is_file()}
+        if "chat_template.jinja" in files:
+            template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        else:
+            template = settings.get("chat_template") or DEFAULT_TEMPLATE
+            if isinstance(template, list):  # several templates with names
+                templates = {entry["name"]: entry["template"] for entry in template}
+                template = templates.get("default", next(iter(templates.values())))
+        # A saved copy must have the template that this tokenizer uses.
         if not (settings.get("chat_template") or "chat_template.jinja" in files):
-            files["tokenizer_config.json"] = _json_bytes({**settings, "chat_template": template})
+            settings["chat_template"] = template
+            files["tokenizer_config.json"] = json.dumps(settings, indent=1, ensure_ascii=False).encode("utf-8")
         return cls(library, special_tokens=special_tokens, template=template, files=files)
 
     def save(self, folder: Path, *, max_length: int | None = None) -> None:
-        """Write the folder that `load` and `transformers.AutoTokenizer` read; `max_length`: the model's, in tokens. The
-        files of a loaded tokenizer stay as they are; one without a chat template gets the default one.
+        """Writes a folder for `load` and `transformers.AutoTokenizer`. max_length: the model's, in tokens. The files of
+        a loaded tokenizer stay unchanged; one without a chat template gets the default one.
         """
         folder.mkdir(parents=True, exist_ok=True)
         if self._files:
@@ -193,14 +210,12 @@ class Tokenizer:
         if max_length is not None:
             settings["model_max_length"] = max_length
         write_atomic(folder / "tokenizer.json", self._library.to_str(pretty=True))
-        write_atomic(folder / "tokenizer_config.json", _json_bytes(settings))
+        write_atomic(folder / "tokenizer_config.json", json.dumps(settings, indent=1, ensure_ascii=False))
         write_atomic(folder / "special_tokens_map.json", json.dumps(self.special_tokens, indent=1))
 
     @cached_property
     def end_id(self) -> int:
-        """The first special token that the chat template puts after an assistant's content (`<|im_end|>` of ChatML), or
-        the end-of-text token if it puts none.
-        """
+        """First special token after an answer in the chat template (ChatML: `<|im_end|>`), or the end-of-text token."""
         turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _PROBE}]
         try:
             spoken = "".join(span.text for span in self.chat_template.spans(turns) if span.spoken)
@@ -211,12 +226,12 @@ class Tokenizer:
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """The tokens at which generation stops."""
+        """Tokens at which generation stops."""
         return tuple(dict.fromkeys((self.end_id, self.eos_id)))
 
     @cached_property
     def begin_ids(self) -> list[int]:
-        """What `transformers` puts before a text that it encodes: the begin token, or nothing."""
+        """Ids that `transformers` puts before a text: the begin token, or nothing."""
         marked, plain = (self._library.encode("x", add_special_tokens=adds).ids for adds in (True, False))
         places = range(len(marked) - len(plain) + 1)
         begin = marked[: next((place for place in places if marked[place : place + len(plain)] == plain), 0)]
@@ -227,37 +242,36 @@ class Tokenizer:
 
     @property
     def is_fast(self) -> bool:
-        """Whether encoding uses `tiktoken`."""
+        """True if encoding uses `tiktoken`."""
         return self._fast is not None
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a plain text: no special token is added, and none is recognized in the text."""
+        """Encodes a plain text: no special token is added, and none is recognized in the text."""
         if self._fast is not None and not (len(text) > LONG_SPACE and _LONG_SPACE.search(text)):
             return self._fast.encode_ordinary(text)
         # a batch of one: unlike `encode`, it lets other threads work meanwhile
         return self._plain.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def encode_document(self, text: str) -> np.ndarray:
-        """Ids of a whole document [T] int64: begin token (where there is one), text, end token."""
+        """Encodes a whole document as [T] int64: begin token (if the tokenizer has one), text, end token."""
         begin = [] if self.bos_id is None else [self.bos_id]
         return np.array([*begin, *self.encode(text), self.eos_id], dtype=np.int64)
 
     def encode_documents(self, texts: Iterable[str], *, num_threads: int = 0) -> Iterator[np.ndarray]:
-        """`encode_document` of many texts, in order, on `num_threads` threads (0: one for each usable core)."""
+        """Yields `encode_document` of many texts, in order, with `num_threads` threads (0: one per usable core)."""
         with ThreadPoolExecutor(num_threads or num_usable_cores()) as pool:
+            # In blocks, because `map` would read all texts at once.
             texts = iter(texts)
             while block := list(islice(texts, 1024)):
                 yield from pool.map(self.encode_document, block, chunksize=32)
 
     def decode(self, ids: Sequence[int] | np.ndarray, *, skip_special: bool = True) -> str:
-        """The text of ids; invalid UTF-8 becomes replacement characters. Raises `ValueError` for an id outside the
-        vocabulary.
-        """
+        """Decodes ids, with replacement characters for invalid UTF-8. Raises `ValueError` for an unknown id."""
         stream = self.stream(skip_special=skip_special)
         return "".join([*(stream.step(int(i)) for i in ids), stream.finish()])
 
     def stream(self, *, skip_special: bool = True) -> TextStream:
-        """A decoder that takes one id at a time and returns whole characters only."""
+        """Returns a decoder that takes one id at a time and returns whole characters only."""
         added = {i: "" if skip_special and token in self._special else token for token, i in self._added.items()}
         if self._bytes is not None:
             return ByteStream(self._bytes, added)
@@ -266,24 +280,23 @@ class Tokenizer:
     def render_chat(
         self, messages: Sequence[Message], *, tools: Sequence[Any] = (), add_generation_prompt: bool
     ) -> str:
-        """The conversation as the text that the model sees. Raises `DataError` if the template rejects it."""
+        """Renders a conversation as the text that the model sees. Raises `DataError` if the template rejects it."""
         template = self.chat_template
         return unshield(template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt))
 
     def encode_prompt(
         self, messages: Sequence[Message], *, tools: Sequence[Any] = (), image_text: str = ""
     ) -> list[int]:
-        """Ids of a conversation up to where the assistant's turn begins. image_text: what stands for an image, its
-        special token once for each patch. Raises `DataError` if the template rejects the conversation, or leaves an
-        image out.
+        """Encodes a conversation up to the beginning of the assistant's turn. image_text: text of an image, its special
+        token once for each patch. Raises `DataError` if the template rejects the conversation, or omits an image.
         """
         rendered = self.chat_template.render(messages, tools=tools, add_generation_prompt=True)
         _require_images(messages, rendered)
         return self.encode_rendered(rendered, image_text)
 
     def question_bounds(self) -> tuple[list[int], int]:
-        """Ids of a conversation up to where the words of its first user begin, and the special token that the chat
-        template puts after them, or the end-of-text token if it puts none: what a model needs to write a question.
+        """Returns the inputs for writing a question with a model: the ids of a conversation up to the first words of
+        its user, and the special token after them in the chat template, or the end-of-text token without one.
         """
         rendered = self.chat_template.render([{"role": "user", "content": _PROBE}], add_generation_prompt=False)
         before, _, after = rendered.partition(_PROBE)
@@ -291,9 +304,9 @@ class Tokenizer:
         return self.encode_rendered(before), self._added[match.group()] if match else self.eos_id
 
     def encode_chat(self, messages: Sequence[Message]) -> tuple[np.ndarray, np.ndarray]:
-        """Ids [T] int64 of a conversation and its loss mask [T] uint8: 1 for every answer of the assistant up to the
-        token at which generation stops. What the template renders after that token (the line end of ChatML) is never
-        generated, so it is not learned. The ids up to an answer are those of `encode_prompt` for the turns before it.
+        """Encodes a conversation as ids [T] int64 and a loss mask [T] uint8: 1 for every answer of the assistant up to
+        the token at which generation stops. The rest of the rendered turn (the line end of ChatML) is never generated,
+        so it is not learned. The ids up to an answer are those of `encode_prompt` for the turns before it.
         """
         return self._encode_spans(self.chat_template.spans(messages), ends_at_stop=True)
 
@@ -305,10 +318,10 @@ class Tokenizer:
         loss: ChatLoss = "assistant",
         image_text: str = "",
     ) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Ids and loss masks, as `encode_chat` gives them, of the texts by which a conversation is learned: one, or
-        one for each answer, whichever the chat template allows (`ChatTemplate.training_spans`). Where the template
-        marks what is generated, the marks alone decide; a text of `loss` `all` is learned up to its last answer.
-        image_text: as in `encode_prompt`, of which it raises the errors.
+        """Encodes the texts to learn a conversation from as ids and loss masks, like `encode_chat`: one text, or one
+        for each answer, whichever the chat template allows (`ChatTemplate.training_spans`). If the template marks
+        answers, the marks alone decide; with `loss` `all` a text is learned up to its last answer. image_text: as in
+        `encode_prompt`, whose errors it raises.
         """
         template = self.chat_template
         texts = template.training_spans(messages, tools=tools, loss=loss)
@@ -325,7 +338,7 @@ class Tokenizer:
     def encode_completion(
         self, messages: Sequence[Message], first: int, *, tools: Sequence[Any] = ()
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Ids and loss mask, as `encode_chat` gives them, of a conversation of which only the answers from turn number
+        """Encodes a conversation as ids and loss mask, like `encode_chat`, of which only the answers from turn number
         `first` on are learned; the turns before it are the prompt.
         """
         spans = self.chat_template.completion_spans(messages, first, tools=tools)
@@ -334,7 +347,7 @@ class Tokenizer:
     def _encode_spans(
         self, spans: Sequence[TextSpan], *, ends_at_stop: bool, image_text: str = ""
     ) -> tuple[np.ndarray, np.ndarray]:
-        """ends_at_stop: whether an answer ends with the first token that stops generation, that token included."""
+        """ends_at_stop: an answer ends with the first token that stops generation, that token included."""
         ids: list[int] = []
         mask: list[int] = []
         for span in spans:
@@ -347,15 +360,15 @@ class Tokenizer:
         return np.array(ids, dtype=np.int64), np.array(mask, dtype=np.uint8)
 
     def token_text(self, token_id: int) -> str:
-        """A token as text to show; incomplete characters become replacement characters."""
+        """Returns a token as text for display; incomplete characters become replacement characters."""
         return self.decode([token_id], skip_special=False)
 
     def id_of(self, token: str) -> int | None:
-        """The id of a special token, or None."""
+        """Returns the id of a special token, or None."""
         return self._added.get(token)
 
     def encode_rendered(self, text: str, image_text: str = "") -> list[int]:
-        """Ids of a rendered template: special tokens are recognized, shielded ones are plain text."""
+        """Encodes a rendered template: special tokens are recognized, shielded ones are plain text."""
         text = text.replace(IMAGE_MARK, image_text)
         ids: list[int] = []
         at = 0
@@ -368,13 +381,13 @@ class Tokenizer:
     def _special_id(self, name: str) -> Any:
         result = self._library.token_to_id(self.special_tokens[name]) if name in self.special_tokens else None
         if result is None and name == "eos_token":
-            raise ArtifactError("the tokenizer has no eos_token; add one to its tokenizer_config.json")
+            raise ArtifactError("the tokenizer lacks an eos_token; add one to its tokenizer_config.json")
         return result
 
 
 def tokenizer_difference(tokenizer: Tokenizer, other: Tokenizer) -> str:
-    """The first difference in what ids mean or in how text becomes ids, such as `'ab' is token 3 here and token 4
-    there`; "" if both give the same ids for every text.
+    """Returns the first difference in the meaning of ids or in the encoding of text, such as `'ab' is token 3 here and
+    token 4 there`; "" if both give the same ids for every text.
     """
     own, others = (one._library.get_vocab(with_added_tokens=True) for one in (tokenizer, other))
     for token in sorted(own.keys() | others.keys()):
@@ -386,45 +399,8 @@ def tokenizer_difference(tokenizer: Tokenizer, other: Tokenizer) -> str:
     return f"{differing[0]} is configured differently" if differing else ""
 
 
-def _sample(texts: Iterable[str], sample_bytes: int) -> list[str]:
-    """The texts with the smallest hashes that fit into `sample_bytes`, in the order of their hashes; at least one."""
-    chosen: list[tuple[int, str]] = []  # a heap with the largest hash on top
-    size = 0
-    for text in texts:
-        heapq.heappush(chosen, (-derive_seed(0, "tokenizer", text), text))
-        size += len(text.encode("utf-8"))
-        while size > sample_bytes and len(chosen) > 1:
-            size -= len(heapq.heappop(chosen)[1].encode("utf-8"))
-    return [text for _, text in sorted(chosen, reverse=True)]
-
-
-def _without_special_tokens(definition: dict[str, Any]) -> tokenizers.Tokenizer:
-    """The tokenizer without added tokens, which treats special tokens in a text as plain text."""
-    return tokenizers.Tokenizer.from_str(json.dumps({**definition, "added_tokens": [], "post_processor": None}))
-
-
 def _require_images(messages: Sequence[Message], rendered: str) -> None:
-    """Raise `DataError` if the rendering of a conversation has not all of its images."""
+    """Raises `DataError` if the rendering of a conversation lacks some of its images."""
     num_images = sum(turn["content"].count(IMAGE_MARK) for turn in messages)
     if rendered.count(IMAGE_MARK) != num_images:
         raise DataError("the chat template leaves out an image of this conversation; use one that keeps user turns")
-
-
-def _content(token: Any) -> str | None:
-    """A special token's text; Hugging Face writes it as a string or as an object."""
-    return token["content"] if isinstance(token, dict) else token
-
-
-def _json_bytes(settings: Mapping[str, Any]) -> bytes:
-    return json.dumps(settings, indent=1, ensure_ascii=False).encode("utf-8")
-
-
-def _template(settings: dict[str, Any], folder: Path) -> str:
-    own_file = folder / "chat_template.jinja"
-    if own_file.is_file():
-        return own_file.read_text(encoding="utf-8")
-    template = settings.get("chat_template") or DEFAULT_TEMPLATE
-    if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template}
-        return named.get("default", next(iter(named.values())))
-    return template

@@ -1,1 +1,1 @@
-"""Which rows come next, and how they are combined into batches."""
+"""The order of rows, and their combination into batches."""

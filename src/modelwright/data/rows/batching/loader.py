@@ -1,11 +1,11 @@
-"""`build_loader`: packed rows to batches, with a token budget, a curriculum and a mixture of sources.
+"""`build_loader`: batches of packed rows, with a token budget, a curriculum and a mixture of sources.
 
-The global sequence of rows is planned in blocks: one batch of whole rows, or about `POOL_BATCHES` batches of
-a token budget, whose rows are sorted by length before they are divided into batches. Competence and shares of sources
-are those of a block's first batch. Every rank plans all blocks alike, from the lengths alone, and reads its share of a
-batch's rows, so any number of ranks gives the same global batches. Batch number n is a function of n and of the
-updates of the mixture; a resumed run plans the blocks before it again. Where rows were packed in groups, "row" means
-such a group here, and its length is that of its longest row.
+The global sequence of rows is planned in blocks: one batch of whole rows, or about `POOL_BATCHES` batches of a token
+budget, whose rows are sorted by length before they are divided into batches. Competence and shares of sources are those
+of a block's first batch. Every rank plans all blocks identically, from the lengths alone, and reads its share of a
+batch's rows, so any number of ranks gives the same global batches. Batch number n is a function of n and of the updates
+of the mixture; a resumed run plans the earlier blocks again. Where rows were packed in groups, "row" means such a group
+here, and its length is that of its longest row.
 """
 
 import copy
@@ -17,21 +17,13 @@ import numpy as np
 from modelwright.core.errors import ConfigError
 from modelwright.core.seeds import derive_seed
 from modelwright.data.rows.batch import TokenBatch, cut, padded_len
-from modelwright.data.rows.batching.order import (
-    BatchingConfig,
-    CurriculumConfig,
-    Mixture,
-    Pacing,
-    RowOrder,
-    apportion,
-    permutation,
-)
+from modelwright.data.rows.batching.order import BatchingConfig, Mixture, Pacing, RowOrder, apportion, permutation
 from modelwright.data.rows.loader import PackedLoader, PackedRows, RowShare
 
 POOL_BATCHES = 50
-"""Batches of a block; a quarter of an epoch at most (as the length-grouped sampler of Hugging Face Transformers)."""
+"""Batches of a block; at most a quarter of an epoch (like the length-grouped sampler of Hugging Face Transformers)."""
 GRADUAL_BLOCKS = 20
-"""Blocks, at least, in which a curriculum grows or shares of sources change."""
+"""Minimum number of blocks over which a curriculum grows or shares of sources change."""
 
 
 @dataclass(frozen=True)
@@ -39,28 +31,19 @@ class BatchPlan:
     """Consecutive batches that are planned together."""
 
     rows: np.ndarray
-    """[N] int64."""
+    """Numbers of the rows [N] int64."""
     epochs: np.ndarray
     """`RowShare.epochs` of the rows, [N] int64."""
     ends: np.ndarray
-    """Where each batch ends in `rows`, [num_batches] int64."""
+    """End of each batch in `rows`, [num_batches] int64."""
     order: np.ndarray
-    """Which of the batches comes when, [num_batches] int64."""
-
-    @property
-    def num_batches(self) -> int:
-        return len(self.ends)
-
-    def batch(self, number: int) -> slice:
-        """Where the rows of one of the batches are."""
-        chosen = int(self.order[number])
-        return slice(int(self.ends[chosen - 1]) if chosen else 0, int(self.ends[chosen]))
+    """Order of the batches, [num_batches] int64."""
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where a block begins. num_drawn: rows that each source has given before, [S] int64. owed: rows by which each is
-    behind its share, [S] float64.
+    """The beginning of a block. num_drawn: rows that were drawn from each source before, [S] int64. owed: rows by which
+    each source is behind its share, [S] float64.
     """
 
     block: int
@@ -71,7 +54,7 @@ class Position:
 
 class PlannedLoader:
     """Batches of packed rows by the plan that the module describes. orders: one for each source of the mixture.
-    block_rows: rows of a block. budget: tokens of a batch, whose rows are of similar length; 0 makes a block one batch.
+    block_rows: rows of a block. budget: tokens of a batch, whose rows have similar lengths; 0 makes a block one batch.
     """
 
     def __init__(
@@ -93,15 +76,15 @@ class PlannedLoader:
         self.block_rows = block_rows
         self.budget = budget
         self.num_batches_per_epoch = num_batches_per_epoch
-        """About the number of batches after which as many rows were read as there are."""
+        """Approximate number of batches in which `rows.num_groups` rows are read."""
         self.seed = seed
         self.lengths = rows.group_lengths()
         self._generation = mixture.generation
         self._begin()
 
     def batch(self, index: int, *, rank: int = 0, world_size: int = 1) -> TokenBatch:
-        """This rank's share of global batch `index` (from 0, without end). With a token budget a rank takes every
-        `world_size`-th row, in the order of their lengths; a rank for which there is none gets a row of padding.
+        """Returns this rank's share of global batch `index` (from 0, without end). With a token budget a rank takes
+        every `world_size`-th row, in the order of their lengths; a rank without any gets a row of padding.
 
         Raises `ConfigError` if batches without a token budget do not divide into equal shares.
         """
@@ -109,8 +92,8 @@ class PlannedLoader:
         return self.rows.gather(share.groups, share.num_tokens).padded(1)
 
     def share(self, index: int, *, rank: int = 0, world_size: int = 1) -> RowShare:
-        """The rows of `batch`; without any there is one of padding."""
-        chosen, epochs = self.global_rows(index), self.global_epochs(index)
+        """Returns the rows of `batch`, without the row of padding."""
+        chosen, epochs = self._batch(index)
         if self.budget:
             # Every `world_size`-th row: ranks get rows of nearly the same lengths, and so equal work.
             own = slice(rank, None, world_size)
@@ -129,42 +112,37 @@ class PlannedLoader:
         return self.mixture.generation, len(self.mixture.history)
 
     def fork(self) -> "PlannedLoader":
-        """A loader with the same plan and the same mixture, which can be asked for other batches at the same time."""
+        """Returns a loader with the same plan and the same mixture, for concurrent look-ups of other batches."""
         return copy.copy(self)  # positions and plans of blocks are never changed in place
 
     def global_rows(self, index: int) -> np.ndarray:
-        """The rows of global batch `index`, [B] int64. Going back plans again from the beginning."""
-        return self._block_of(index).rows[self._place(index)]
+        """Returns the rows of global batch `index`, [B] int64. Going back plans again from the beginning."""
+        return self._batch(index)[0]
 
-    def global_epochs(self, index: int) -> np.ndarray:
-        """`RowShare.epochs` of the rows of global batch `index`, [B] int64."""
-        return self._block_of(index).epochs[self._place(index)]
-
-    def _place(self, index: int) -> slice:
-        return self._planned().batch(index - self._position.first_batch)
-
-    def _block_of(self, index: int) -> BatchPlan:
-        """Move to the block with global batch `index`."""
+    def _batch(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Moves to the block of global batch `index`; returns its rows and their `RowShare.epochs`, [B] int64 each."""
         if self._generation != self.mixture.generation or index < self._position.first_batch:
             self._generation = self.mixture.generation
             self._begin()
-        while index >= self._position.first_batch + self._num_batches():
-            self._advance()
-        return self._planned()
+        # Only a token budget has to plan a block to know its number of batches.
+        while index >= (end := self._position.first_batch + (len(self._planned().ends) if self.budget else 1)):
+            before, shares = self._position, self.mixture.shares(self._position.first_batch)
+            position = Position(
+                block=before.block + 1,
+                first_batch=end,
+                num_drawn=before.num_drawn + self._counts,
+                # The fraction of a row that a source is behind is carried over, so shares are exact in the long run.
+                owed=before.owed + shares * self.block_rows - self._counts,
+            )
+            self._move(position)
+        plan = self._planned()
+        number = int(plan.order[index - self._position.first_batch])
+        chosen = slice(int(plan.ends[number - 1]) if number else 0, int(plan.ends[number]))
+        return plan.rows[chosen], plan.epochs[chosen]
 
     def _begin(self) -> None:
         zeros = np.zeros(len(self.orders))
         self._move(Position(block=0, first_batch=0, num_drawn=zeros.astype(np.int64), owed=zeros))
-
-    def _advance(self) -> None:
-        before, shares = self._position, self.mixture.shares(self._position.first_batch)
-        position = Position(
-            block=before.block + 1,
-            first_batch=before.first_batch + self._num_batches(),
-            num_drawn=before.num_drawn + self._counts,
-            owed=before.owed + shares * self.block_rows - self._counts,
-        )
-        self._move(position)
 
     def _move(self, position: Position) -> None:
         shares = self.mixture.shares(position.first_batch)
@@ -172,17 +150,11 @@ class PlannedLoader:
         self._counts = apportion(position.owed + shares * self.block_rows, self.block_rows)
         self._block: BatchPlan | None = None
 
-    def _num_batches(self) -> int:
-        """Batches of the block at the current position; only a token budget has to plan it to know."""
-        return self._planned().num_batches if self.budget else 1
-
     def _planned(self) -> BatchPlan:
-        if self._block is None:
-            self._block = self._plan(self._position, self._counts)
-        return self._block
-
-    def _plan(self, position: Position, counts: np.ndarray) -> BatchPlan:
-        """The batches of the block at `position`, in which each source has `counts` [S] rows."""
+        """Plans the batches of the current block, in which each source has `self._counts` [S] rows."""
+        if self._block is not None:
+            return self._block
+        position, counts = self._position, self._counts
         sources = np.repeat(np.arange(len(counts)), counts)
         # Sources are mixed within a block, so that a batch has about the shares of the block.
         sources = sources[permutation(derive_seed(self.seed, "sources", position.block), len(sources))]
@@ -193,13 +165,16 @@ class PlannedLoader:
             rows[sources == source] = self.orders[int(source)].draw(numbers, competence)
             epochs[sources == source] = self.orders[int(source)].epochs(numbers, competence)
         if not self.budget:
-            return BatchPlan(rows=rows, epochs=epochs, ends=np.array([len(rows)]), order=np.zeros(1, dtype=np.int64))
+            one = np.zeros(1, dtype=np.int64)
+            self._block = BatchPlan(rows=rows, epochs=epochs, ends=np.array([len(rows)]), order=one)
+            return self._block
         lengths = self.lengths[rows]
         by_length = np.argsort(-lengths, kind="stable")
         # Batches of similar lengths waste little padding; they come in random order, not the longest first.
         ends = cut(lengths[by_length], self.budget, self.rows.seq_len)
         order = permutation(derive_seed(self.seed, "batches", position.block), len(ends))
-        return BatchPlan(rows=rows[by_length], epochs=epochs[by_length], ends=ends, order=order)
+        self._block = BatchPlan(rows=rows[by_length], epochs=epochs[by_length], ends=ends, order=order)
+        return self._block
 
 
 def build_loader(
@@ -212,23 +187,41 @@ def build_loader(
     num_steps_of: Callable[[int], int],
     row_losses: Callable[[], np.ndarray],
 ) -> PackedLoader | PlannedLoader:
-    """The batches of a training. batch_rows: whole rows of a batch. by_tokens: batches of rows of similar length that
-    have at most as many tokens as `batch_rows` whole rows. num_steps_of: steps of the run by the batches of an epoch.
-    row_losses: called for a curriculum by loss; the loss of each row.
+    """Builds the loader of a training. batch_rows: whole rows of a batch. by_tokens: batches of rows of similar length,
+    with at most the tokens of `batch_rows` whole rows. num_steps_of: returns the steps of the run from the batches of
+    an epoch. row_losses: returns the loss of each row, for a curriculum by loss.
 
     Raises `ConfigError` if the mixture names a source that the rows do not have.
     """
     curriculum = config.curriculum
     if not by_tokens and curriculum.by == "none" and not config.mixture.is_on:
         return PackedLoader(rows, batch_rows=batch_rows, seed=seed)
-    lengths, budget = rows.group_lengths(), batch_rows * rows.seq_len if by_tokens else 0
-    num_batches = -(-rows.num_groups // batch_rows)
+    lengths, num_groups = rows.group_lengths(), rows.num_groups
+    budget, block_rows, num_batches = 0, batch_rows, -(-num_groups // batch_rows)
     if by_tokens:
-        num_batches = _batches_per_epoch(lengths, budget, rows.seq_len, seed=seed)
+        # How many batches an epoch makes is only known from its order: any order of blocks gives about as many.
+        budget = batch_rows * rows.seq_len
+        fewest = len(cut(np.sort(lengths)[::-1], budget, rows.seq_len))
+        num_blocks = max(1, fewest // min(POOL_BATCHES, max(1, fewest // 4)))
+        blocks = np.array_split(lengths[permutation(derive_seed(seed, "epoch"), num_groups)], num_blocks)
+        num_batches = sum(len(cut(np.sort(block)[::-1], budget, rows.seq_len)) for block in blocks)
     num_steps = num_steps_of(num_batches)
+    if by_tokens:
+        # Blocks are small enough that a curriculum or a mixture changes gradually during the run.
+        most = min(POOL_BATCHES, num_batches // 4)
+        if curriculum.by != "none":
+            most = min(most, int(curriculum.fraction * num_steps) // GRADUAL_BLOCKS)
+        if config.mixture.update != "none":
+            most = min(most, num_steps // GRADUAL_BLOCKS)
+        num_blocks = -(-num_batches // max(1, most))
+        block_rows = -(-num_groups // num_blocks)
     names = list(rows.sources) if config.mixture.is_on else [""]
     members = [rows.source_groups(name) for name in names] if config.mixture.is_on else [np.arange(rows.num_groups)]
-    difficulty = _difficulty(rows, curriculum, row_losses)
+    difficulty = None
+    if curriculum.by == "length":
+        difficulty = rows.group_lengths()
+    elif curriculum.by != "none":
+        difficulty = row_losses() if curriculum.model else rows.group_scores()
     return PlannedLoader(
         rows,
         orders=[
@@ -237,36 +230,8 @@ def build_loader(
         ],
         mixture=Mixture(config.mixture, names, [int(lengths[own].sum()) for own in members], num_steps=num_steps),
         pacing=Pacing(curriculum, num_steps),
-        block_rows=_block_rows(config, rows.num_groups, num_batches, num_steps) if by_tokens else batch_rows,
+        block_rows=block_rows,
         budget=budget,
         num_batches_per_epoch=num_batches,
         seed=seed,
     )
-
-
-def _batches_per_epoch(lengths: np.ndarray, budget: int, longest: int, *, seed: int) -> int:
-    """Batches of a token budget that the rows make once, in blocks of rows in any order."""
-    fewest = len(cut(np.sort(lengths)[::-1], budget, longest))
-    num_blocks = max(1, fewest // min(POOL_BATCHES, max(1, fewest // 4)))
-    blocks = np.array_split(lengths[permutation(derive_seed(seed, "epoch"), len(lengths))], num_blocks)
-    return sum(len(cut(np.sort(block)[::-1], budget, longest)) for block in blocks)
-
-
-def _block_rows(config: BatchingConfig, num_rows: int, num_batches: int, num_steps: int) -> int:
-    """Rows of a block with a token budget: few enough that what changes during the run changes gradually."""
-    most = min(POOL_BATCHES, num_batches // 4)
-    if config.curriculum.by != "none":
-        most = min(most, int(config.curriculum.fraction * num_steps) // GRADUAL_BLOCKS)
-    if config.mixture.update != "none":
-        most = min(most, num_steps // GRADUAL_BLOCKS)
-    num_blocks = -(-num_batches // max(1, most))
-    return -(-num_rows // num_blocks)
-
-
-def _difficulty(rows: PackedRows, config: CurriculumConfig, row_losses: Callable[[], np.ndarray]) -> np.ndarray | None:
-    """The difficulty of each row, [rows]; None without a curriculum."""
-    if config.by == "none":
-        return None
-    if config.by == "length":
-        return rows.group_lengths()
-    return row_losses() if config.model else rows.group_scores()

@@ -1,1 +1,1 @@
-"""Packed rows and images in three tiers: memory that the processes of a host share, a disk, and where they lie."""
+"""Packed rows and images in three tiers: memory that the processes of a host share, a disk, and the source."""

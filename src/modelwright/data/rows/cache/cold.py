@@ -1,4 +1,4 @@
-"""The place that the files of rows and images are kept at: a folder, or whatever fsspec has a package for."""
+"""The source of the files of rows and images: a folder, or any store that fsspec has a package for."""
 
 import errno
 import json
@@ -16,16 +16,16 @@ import fsspec.core
 from modelwright.core.errors import ArtifactError, ConfigError, StorageError, writing
 
 ROWS_AT = "rows_at.json"
-"""Beside rows and images that another run has packed: `{"url": ...}` says which folder has their large files."""
+"""File next to rows and images that another run has packed: `{"url": ...}` names the folder of their large files."""
 NUM_TRIES = 5
 FIRST_PAUSE_S = 0.2
-"""Pause before the second try; each is twice as long as the one before."""
+"""Pause before the second try; it doubles for every further one."""
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
-"""Errors that another try does not mend."""
+"""Errors that another try cannot mend."""
 
 
 def rows_at(folder: Path) -> str:
-    """The folder or URL that has the large files of a folder of rows or images."""
+    """Returns the folder or URL with the large files of a folder of rows or images."""
     try:
         return json.loads((folder / ROWS_AT).read_text(encoding="utf-8"))["url"]
     except FileNotFoundError:
@@ -33,13 +33,13 @@ def rows_at(folder: Path) -> str:
 
 
 def is_remote(place: str) -> bool:
-    """Whether a folder or URL is on a store, where files cannot be mapped into memory."""
+    """Returns True for a URL of a store, where files cannot be mapped into memory."""
     return "://" in place
 
 
 def open_store(url: str, setting: str) -> tuple[fsspec.AbstractFileSystem, str]:
-    """The file system of a path or URL and the path on it. Raises `ConfigError` that names the setting if fsspec knows
-    no such store or the store's package is missing.
+    """Returns the file system of a path or URL, and the path on it. Raises `ConfigError`, which names the setting, if
+    fsspec does not know the store or the store's package is missing.
     """
     try:
         filesystem, path = fsspec.core.url_to_fs(url)
@@ -53,7 +53,7 @@ def open_store(url: str, setting: str) -> tuple[fsspec.AbstractFileSystem, str]:
 
 @dataclass
 class ColdStore:
-    """Reads parts of the files at `url`, from any thread. What fails for a moment is tried again."""
+    """Reads parts of the files at `url`, from any thread, with retries after transient errors."""
 
     url: str
     pause_s: float = FIRST_PAUSE_S
@@ -61,7 +61,7 @@ class ColdStore:
     _opening: threading.Lock = field(default_factory=threading.Lock)
 
     def read(self, name: str, offset: int, num_bytes: int) -> bytes:
-        """Bytes of a file. Raises `ArtifactError` if it is missing or short, `StorageError` if it cannot be read."""
+        """Reads bytes of a file. Raises `ArtifactError` if it is missing or short, `StorageError` for other errors."""
         place, pause_s = f"{self.url.rstrip('/')}/{name}", self.pause_s
         for attempt in range(1, NUM_TRIES + 1):
             try:
@@ -71,7 +71,8 @@ class ColdStore:
                 raise ArtifactError(f"{place}: is missing; put the file back, or run the pack stage again") from None
             except ConfigError:
                 raise
-            except Exception as error:  # each store has errors of its own
+            # Each store has its own types of errors.
+            except Exception as error:
                 if attempt == NUM_TRIES or isinstance(error, _FINAL):
                     raise self._unreadable(name, error) from None
                 time.sleep(pause_s)
@@ -83,7 +84,7 @@ class ColdStore:
         raise AssertionError("unreachable")
 
     def read_whole(self, name: str) -> bytes | None:
-        """A small file, None if there is none. Raises `StorageError` if it cannot be read."""
+        """Returns the content of a small file, None if it is missing. Raises `StorageError` if it cannot be read."""
         filesystem, path = self._open()
         with self._reporting(name):
             try:
@@ -93,7 +94,7 @@ class ColdStore:
         return bytes(content)
 
     def copy(self, name: str, target: Path) -> None:
-        """Copy a file. Raises `StorageError` if it cannot be read, or the disk is full."""
+        """Copies a file. Raises `StorageError` if it cannot be read, or the disk is full."""
         filesystem, path = self._open()
         with writing(target), self._reporting(name):
             filesystem.get_file(f"{path}/{name}", str(target))
@@ -106,13 +107,14 @@ class ColdStore:
             raise
         except Exception as error:  # each store has errors of its own
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise
+                raise  # the target's fault, which `writing` reports
             raise self._unreadable(name, error) from None
 
     def _unreadable(self, name: str, error: Exception) -> StorageError:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         return StorageError(
-            f"{self.url.rstrip('/')}/{name}: cannot be read ({_reason(error)}); check the address, the credentials and "
-            "the network"
+            f"{self.url.rstrip('/')}/{name}: cannot be read ({reason}); check the address, the credentials and the "
+            "network"
         )
 
     def _open(self) -> tuple[fsspec.AbstractFileSystem, str]:
@@ -120,7 +122,3 @@ class ColdStore:
             if self._opened is None:
                 self._opened = open_store(self.url, "rows_from")
             return self._opened
-
-
-def _reason(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

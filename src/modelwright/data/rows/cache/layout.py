@@ -1,9 +1,8 @@
-"""Blocks: consecutive bytes of large files, with checksums from when they were written. They are read and cached whole.
+"""Blocks: consecutive bytes of large files, with their checksums at packing. They are read and cached as a whole.
 
-`BlockLayout` is all that tiers and readers know of the blocks of a folder. `RowLayout` is that of packed rows; that of
-images is in `data/images/store.py`. `pack` writes `checksums.bin` next to the rows: uint32 [blocks, 1 or 2], the CRC-32
-of the tokens of each block and, where the rows have a loss mask, of its mask. Blocks are numbered through all files and
-never span two of them.
+`BlockLayout` is the interface of tiers and readers to the blocks of a folder. `RowLayout` is that of packed rows; that
+of images is in `data/images/store.py`. `pack` writes `checksums.bin` next to the rows: uint32 [blocks, 1 or 2], the
+CRC-32 of the tokens of each block and of any loss mask. Blocks are numbered through all files, of which none is split.
 """
 
 import zlib
@@ -19,8 +18,8 @@ from modelwright.core.errors import ArtifactError
 from modelwright.data.rows.cache.cold import ColdStore
 
 BLOCK_BYTES = 64 * 2**10
-"""Most bytes of a block, unless a single row has more. A shuffled order asks for rows and images one by one, so most of
-a block is read in vain; a store takes about as long for 64 KiB as for one row."""
+"""Maximum bytes of a block, unless a single row has more. A shuffled order needs rows and images one by one, so most of
+a block is read in vain; but a store takes about as long for 64 KiB as for one row."""
 
 Items = TypeVar("Items", covariant=True)
 CHECKSUMS = "checksums.bin"
@@ -30,7 +29,7 @@ Row = tuple[np.ndarray, np.ndarray | None]
 
 
 class BlockPart(NamedTuple):
-    """The bytes of a block in one file, and what their checksum must be. store: has the file."""
+    """Bytes of a block in one file of `store`, with their CRC-32."""
 
     store: ColdStore
     file: str
@@ -45,66 +44,53 @@ class BlockPart(NamedTuple):
 class BlockSet(Protocol):
     """Numbered blocks. The content of a block is its parts one after another."""
 
-    @property
-    def title(self) -> str:
-        """What they hold, for messages: `rows`."""
-        ...
-
-    @property
-    def num_blocks(self) -> int: ...
-
-    @property
-    def num_items(self) -> int:
-        """Rows or images in all blocks."""
-        ...
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a whole block."""
-        ...
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all blocks."""
-        ...
+    title: str
+    """Name of the items in messages: `rows`."""
+    num_blocks: int
+    num_items: int
+    """Number of rows or images in all blocks."""
+    block_bytes: int
+    """Bytes of a whole block."""
+    total_bytes: int
+    """Bytes of all blocks."""
 
     @property
     def identity(self) -> bytes:
-        """The same for the same blocks at the same place only."""
+        """Bytes that are equal only for equal blocks at the same place."""
         ...
 
     def num_bytes_of(self, block: int) -> int:
-        """Bytes of the content of a block."""
+        """Returns the size of a block's content."""
         ...
 
     def parts(self, block: int) -> list[BlockPart]:
-        """The parts of a block, in the order in which its content has them."""
+        """Returns the parts of a block, in the order of its content."""
         ...
 
 
 class BlockLayout(BlockSet, Protocol[Items]):
-    """Blocks, and which rows or images are in them."""
+    """Blocks, with the mapping of rows or images to them."""
 
     def blocks_of(self, item: int) -> Sequence[int]:
-        """The blocks that an item is in, in the order of its parts."""
+        """Returns the blocks of an item, in the order of its parts."""
         ...
 
     def cut(self, item: int, block: int, content: bytes) -> Any:
-        """A copy of what a block has of an item."""
+        """Returns a copy of the part of an item in a block."""
         ...
 
     def join(self, cuts: Sequence[Sequence[Any]]) -> Items:
-        """Items from what their blocks have of each."""
+        """Joins the parts of each item."""
         ...
 
 
 class JoinedBlocks:
-    """The blocks of several layouts, numbered through: they share tiers, and the budgets of these."""
+    """The blocks of several layouts with consecutive numbers: they share tiers and their budgets."""
 
     def __init__(self, layouts: Sequence[BlockSet]) -> None:
         self._layouts = layouts
         self.starts = list(accumulate((one.num_blocks for one in layouts), initial=0))
-        """The number of the first block of each layout, and that of all blocks."""
+        """Number of the first block of each layout, and the number of all blocks."""
         self.title = " and ".join(one.title for one in layouts)
         self.num_blocks = self.starts[-1]
         self.num_items = sum(one.num_items for one in layouts)
@@ -126,7 +112,7 @@ class JoinedBlocks:
 
 
 def damaged(blocks: BlockSet, block: int, content: bytes) -> BlockPart | None:
-    """The part of a block's content that differs from what was written; None if all is as it was."""
+    """Returns the first part of a block's content with a wrong checksum; None if all are right."""
     at = 0
     for part in blocks.parts(block):
         if zlib.crc32(memoryview(content)[at : at + part.num_bytes]) != part.checksum:
@@ -136,17 +122,17 @@ def damaged(blocks: BlockSet, block: int, content: bytes) -> BlockPart | None:
 
 
 def rows_of_block(row_bytes: int) -> int:
-    """Rows of a block, from the bytes of the tokens of a row."""
+    """Returns the number of rows in a block. row_bytes: bytes of a row's tokens."""
     return max(1, BLOCK_BYTES // row_bytes)
 
 
 def block_checksums(rows: np.ndarray, block_rows: int) -> list[int]:
-    """The CRC-32 of each block of rows [N, seq_len] that begin with a block."""
+    """Returns the CRC-32 of each block of rows [N, seq_len], the first of which begins a block."""
     return [zlib.crc32(rows[first : first + block_rows].tobytes()) for first in range(0, len(rows), block_rows)]
 
 
 class RowLayout:
-    """`BlockLayout` of the rows of a shard folder, whose files `store` has.
+    """`BlockLayout` of the rows of a shard folder, whose files are in `store`.
 
     Raises `ArtifactError` if the rows in `folder` were packed without checksums.
     """
@@ -164,32 +150,27 @@ class RowLayout:
         path = folder / CHECKSUMS
         if not self.block_rows or not path.is_file():
             raise ArtifactError(
-                f"{folder}: the rows have no checksums, which the cache needs; remove the stage pack from the run that "
+                f"{folder}: the rows lack checksums, which the cache needs; remove the stage pack from the run that "
                 "packed them and run it again, or set cache.enabled to false"
             )
         num_rows = [file["rows"] for file in self.files]
+        # Rounded up per file: a block never spans two files.
         self._file_starts = np.cumsum([0, *num_rows])
         self._first_blocks = np.cumsum([0, *(-(-count // self.block_rows) for count in num_rows)])
         self.num_blocks = int(self._first_blocks[-1])
         self.num_items = int(self._file_starts[-1])
+        self.block_bytes = self.block_rows * sum(self._row_bytes[: len(self.names)])
+        self.total_bytes = self.num_items * sum(self._row_bytes[: len(self.names)])
         if path.stat().st_size != 4 * self.num_blocks * len(self.names):
             raise ArtifactError(f"{path}: is truncated; run the pack stage again")
         self._checksums = np.memmap(path, np.uint32, mode="r", shape=(self.num_blocks, len(self.names)))
-
-    @property
-    def block_bytes(self) -> int:
-        return self.block_rows * sum(self._row_bytes[: len(self.names)])
-
-    @property
-    def total_bytes(self) -> int:
-        return self.num_items * sum(self._row_bytes[: len(self.names)])
 
     @property
     def identity(self) -> bytes:
         return self._checksums.tobytes() + self.store.url.encode()
 
     def block_of(self, row: int) -> tuple[int, int]:
-        """The block that a row is in, and the row's place in it."""
+        """Returns the block of a row, and the row's place in it."""
         file = int(np.searchsorted(self._file_starts, row, side="right")) - 1
         block, place = divmod(row - int(self._file_starts[file]), self.block_rows)
         return int(self._first_blocks[file]) + block, place
@@ -198,7 +179,7 @@ class RowLayout:
         return (self.block_of(item)[0],)
 
     def num_rows_of(self, block: int) -> int:
-        """Rows of a block; the last one of a file may have fewer."""
+        """Returns the number of rows in a block; the last one of a file may have fewer."""
         file, first = self._place(block)
         return min(self.block_rows, self.files[file]["rows"] - first)
 
@@ -214,20 +195,21 @@ class RowLayout:
         ]
 
     def cut(self, item: int, block: int, content: bytes) -> Row:
+        # Copies, because a view would keep the content of the whole block in memory.
         place, token_bytes = self.block_of(item)[1], self._row_bytes[0]
         tokens = np.frombuffer(content, self.dtype, count=self.seq_len, offset=place * token_bytes).copy()
         if len(self.names) == 1:
             return tokens, None
-        start = self.num_rows_of(block) * token_bytes + place * self.seq_len
+        start = self.num_rows_of(block) * token_bytes + place * self.seq_len  # masks follow all tokens of the block
         return tokens, np.frombuffer(content, np.uint8, count=self.seq_len, offset=start).copy()
 
     def join(self, cuts: Sequence[Sequence[Row]]) -> tuple[np.ndarray, np.ndarray | None]:
-        """The tokens [rows, seq_len] and the loss mask [rows, seq_len] uint8, None if they have none."""
+        """Returns the tokens [rows, seq_len] and the loss mask [rows, seq_len] uint8, None for rows without one."""
         rows = [row for (row,) in cuts]
         masks = [mask for _, mask in rows if mask is not None]
         return np.stack([tokens for tokens, _ in rows]), np.stack(masks) if masks else None
 
     def _place(self, block: int) -> tuple[int, int]:
-        """The number of a block's file, and the block's first row in it."""
+        """Returns the number of a block's file, and the block's first row in it."""
         file = int(np.searchsorted(self._first_blocks, block, side="right")) - 1
         return file, (block - int(self._first_blocks[file])) * self.block_rows

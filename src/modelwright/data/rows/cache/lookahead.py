@@ -2,8 +2,8 @@
 
 `LookaheadLoader` also assembles the next batch. Both happen in other threads while a step computes, because a thread
 that trains while others read waits for the interpreter's lock at every array operation. An assembled batch is used only
-if its rows are still those of the loader's plan when the batch is asked for; so batches, and resuming, are the same as
-without. `ImagesAhead` does the same for images.
+if its rows are still those of the loader's plan when the batch is requested; so batches are the same with and without,
+also after a resume. `ImagesAhead` does the same for images.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,20 +21,20 @@ from modelwright.data.rows.loader import PackedRows, RowShare
 
 Planned = TypeVar("Planned")
 Look = Callable[[PlannedRows, int, int, int], Planned]
-"""What a loader's plan says of a batch, from the loader, the number of the batch, the rank and the number of ranks."""
+"""Returns a part of a loader's plan, from the loader, the number of the batch, the rank and the number of ranks."""
 Tokens = tuple[np.ndarray, np.ndarray | None]
 """Tokens [N, seq_len] and loss mask [N, seq_len] of rows, None if they have none."""
 
 
 def share_of(loader: PlannedRows, index: int, rank: int, world_size: int) -> RowShare:
-    """A `Look`: a rank's rows."""
+    """Returns a rank's rows; a `Look`."""
     return loader.share(index, rank=rank, world_size=world_size)
 
 
 class PlanAhead(Generic[Planned]):
-    """What `look` finds in the plan of `loader` for a batch and the `num_ahead` batches after it.
+    """Results of `look` in the plan of `loader`, for a batch and the `num_ahead` batches after it.
 
-    A fork of the loader is asked, and a new one whenever the plan may have changed.
+    The plan is read from a fork of the loader, which is renewed whenever the plan may have changed.
     """
 
     def __init__(self, loader: PlannedRows, look: Look[Planned], *, num_ahead: int) -> None:
@@ -46,7 +46,7 @@ class PlanAhead(Generic[Planned]):
         self._known: dict[int, Planned] = {}
 
     def of(self, index: int, rank: int, world_size: int) -> dict[int, Planned]:
-        """By the number of the batch, in order. While the plan stays, a batch has the same object in every answer."""
+        """Returns the results by number of the batch, in order, with the same objects while the plan stays."""
         plan = (self._loader.plan_version, rank, world_size)
         if plan != self._plan:
             self._fork, self._plan, self._known = self._loader.fork(), plan, {}
@@ -59,20 +59,19 @@ class PlanAhead(Generic[Planned]):
 
 
 def images_of(rows: PackedRows, groups: np.ndarray) -> list[int]:
-    """The numbers of the images of groups of rows, each once: the value of a piece is that of its image plus 1, and 0
-    where it has none.
-    """
+    """Returns the distinct numbers of the images of groups of rows."""
+    # The value of a piece is the number of its image plus 1, or 0 without an image.
     numbers = np.rint(rows.values_of(groups)).astype(np.int64) - 1
     return [number for number in dict.fromkeys(numbers.tolist()) if number >= 0]
 
 
 def own_images(loader: PlannedRows, index: int, rank: int, world_size: int) -> list[int]:
-    """A `Look`: the images of a rank's rows."""
+    """Returns the images of a rank's rows; a `Look`."""
     return images_of(loader.rows, loader.share(index, rank=rank, world_size=world_size).groups)
 
 
 class ImagesAhead:
-    """Images that `reader` reads. look: the numbers of those that a rank needs for a batch of `loader`."""
+    """Reads images ahead with `reader`. look: returns the numbers of the images that a rank needs for a batch."""
 
     def __init__(
         self, reader: BlockReader[Any], loader: PlannedRows, look: Look[Sequence[int]], *, num_ahead: int
@@ -83,15 +82,14 @@ class ImagesAhead:
         self._expecting: Future[None] | None = None
 
     def expect(self, index: int, rank: int, world_size: int) -> None:
-        """The images of batch `index`, which are needed now, and those of the batches after it. What is known from the
-        batch before is being read already; further reads begin in the background, because starting them wakes many
-        threads.
-        """
+        """Expects the images of batch `index`, which are needed now, and those of the batches after it."""
         coming = self._plan.of(index, rank, world_size)
         numbers = list(chain.from_iterable(coming.values()))
         if self._expecting is not None:
             self._expecting.result()
             self._expecting = None
+        # The images of a batch that was expected before are already being read. Further reads then begin in the
+        # background, because starting them wakes many threads.
         if self._coming.get(index) is coming[index]:
             self._expecting = self._reader.background.submit(self._reader.expect, numbers)
         else:
@@ -101,9 +99,7 @@ class ImagesAhead:
 
 @dataclass(frozen=True)
 class _Assembly:
-    """A batch that the reader's background thread assembles. expected: done when its rows, and those of the batches
-    after it, are being read.
-    """
+    """A batch that the background thread assembles. expected: done when the reads of this and later ones have begun."""
 
     share: RowShare
     expected: Future[None]
@@ -112,51 +108,41 @@ class _Assembly:
     def is_of(self, share: RowShare) -> bool:
         return self.share.num_tokens == share.num_tokens and np.array_equal(self.share.groups, share.groups)
 
-    def drop(self) -> None:
-        """Make sure that it changes no more what the reader expects."""
-        self.batch.cancel()
-        if not self.expected.cancel():
-            self.expected.result()
-
 
 class LookaheadLoader:
-    """The batches of `loader`, whose rows `reader` reads. num_ahead: batches that are read before they are needed; 0
-    assembles none before it is needed either.
-    """
+    """The batches of `loader`, whose rows `reader` reads, `num_ahead` batches ahead; 0 also assembles none ahead."""
 
     def __init__(self, loader: PlannedRows, reader: BlockReader[Tokens], *, num_ahead: int) -> None:
         self.loader = loader
         self.rows = loader.rows
         self.reader = reader
         self.num_ahead = num_ahead
+        self.num_batches_per_epoch = loader.num_batches_per_epoch
         self._plan = PlanAhead(loader, share_of, num_ahead=num_ahead)
         self._coming: dict[int, RowShare] = {}
-        """Rows of the batch that was asked for and of those to come, by the number of the batch."""
+        """Rows of the requested batch and of the next ones, by the number of the batch."""
         self._assembly: _Assembly | None = None
-
-    @property
-    def num_batches_per_epoch(self) -> int:
-        return self.loader.num_batches_per_epoch
 
     @property
     def plan_version(self) -> tuple[int, int]:
         return self.loader.plan_version
 
     def fork(self) -> PlannedRows:
-        """A loader with the same plan. It is asked for plans of other batches and has nothing read."""
+        """Returns a loader with the same plan, for looking up other batches; it reads nothing ahead."""
         return self.loader.fork()
 
     def share(self, index: int, *, rank: int = 0, world_size: int = 1) -> RowShare:
-        """The rows of `batch`, which the caller reads next."""
+        """Returns the rows of `batch`, which the caller reads next."""
         share = self._planned(index, rank, world_size)
         self._expect_now()
         return share
 
     def batch(self, index: int, *, rank: int = 0, world_size: int = 1) -> TokenBatch:
-        """This rank's share of global batch `index`, as the loader's."""
+        """Returns this rank's share of global batch `index`, as `loader` does."""
         share = self._planned(index, rank, world_size)
         with self.reader.waiting_for(self.rows.rows_of(share.groups)):
             assembly = self._assembly
+            # The plan may have changed since the assembly began.
             if assembly is not None and assembly.is_of(share):
                 self._assembly = None
                 batch = assembly.batch.result()
@@ -164,31 +150,30 @@ class LookaheadLoader:
                 self._expect_now()
                 batch = self._assemble(share)
         if self.num_ahead:
-            self._begin(self._coming[index + 1])
+            following, background = self._coming[index + 1], self.reader.background
+            # Starting reads wakes many threads, which the training thread does not wait for either. One background
+            # thread runs both in this order, so the rows of the batch are expected before it is assembled.
+            expected = background.submit(self._expect, self._coming)
+            self._assembly = _Assembly(following, expected, background.submit(self._assemble, following))
         return batch
 
     def _planned(self, index: int, rank: int, world_size: int) -> RowShare:
-        """The rows of a batch; plans those to come as well."""
+        """Returns the rows of a batch, and plans the next batches."""
         share = self.loader.share(index, rank=rank, world_size=world_size)
         self._coming = self._plan.of(index, rank, world_size)
         return share
 
     def _expect_now(self) -> None:
         if self._assembly is not None:
-            self._assembly.drop()
+            # It must not change the reader's expectations after the call below.
+            self._assembly.batch.cancel()
+            if not self._assembly.expected.cancel():
+                self._assembly.expected.result()
             self._assembly = None
         self._expect(self._coming)
 
     def _expect(self, coming: dict[int, RowShare]) -> None:
         self.reader.expect(row for share in coming.values() for row in self.rows.rows_of(share.groups).tolist())
-
-    def _begin(self, share: RowShare) -> None:
-        """Have the next batch assembled. Starting reads wakes many threads, which the one that trains does not wait
-        for either.
-        """
-        background = self.reader.background
-        expected = background.submit(self._expect, self._coming)
-        self._assembly = _Assembly(share, expected, background.submit(self._assemble, share))
 
     def _assemble(self, share: RowShare) -> TokenBatch:
         return self.rows.assemble(share.groups, share.num_tokens, self.reader.fetch).padded(1)

@@ -1,9 +1,8 @@
-"""Reads blocks from the nearest tier that has them: memory, the local disk, or the place that their files are kept at.
+"""Reads blocks from the nearest tier that has them: memory, the local disk, or the source that keeps their files.
 
-Every block that is read, from any tier, is compared with the checksum from when it was written. A block gets a slot
-that is free, or that of a block which was read less often before: so it moves towards memory when it is read more than
-others, and the other one moves away. `BlockReader` reads them by threads, before they are needed where the order is
-known, and cuts rows and images out of them.
+Every block that is read, from any tier, is compared with its checksum at packing. A block gets a free slot, or that of
+a block that was read less often: so it moves towards memory when it is read more than others, and the other one moves
+away. `BlockReader` reads blocks in threads, ahead where the order is known, and cuts rows and images out of them.
 """
 
 import threading
@@ -22,18 +21,18 @@ from modelwright.data.rows.cache.layout import BlockLayout, BlockPart, BlockSet,
 from modelwright.data.rows.cache.shared import AccessCounts, Displaced, SlotTier
 
 MOST_WAITING = 64
-"""Blocks that wait for a place in a tier; further ones get none this time."""
+"""Maximum number of blocks that wait for a slot in a tier; further ones are not cached this time."""
 MEMORY, DISK, SOURCE = "memory", "disk", "source"
 NUM_READERS = 16
-"""Reads at a time where files are on a store and no cache is set."""
+"""Number of concurrent reads where files are on a store and no cache is configured."""
 
 _Cuts = tuple[Future[dict[int, Any]], ...]
-"""For each block that an item is in, the parts of items that the block holds, by item."""
+"""One future for each block of an item: the parts of items in that block, by item."""
 
 
 @dataclass
 class TierFigures:
-    """What this process read. blocks, bytes: by tier; promoted, demoted: moves towards memory and away from it;
+    """Reads of this process. blocks, bytes: by tier; num_promoted, num_demoted: moves towards memory and away from it;
     num_damaged: blocks of the cache that were damaged and read again from the source.
     """
 
@@ -45,7 +44,7 @@ class TierFigures:
 
 
 class Tiers:
-    """The tiers of a host, nearest first, before the source. note: shows a line to the user. Used by many threads."""
+    """The tiers of a host, nearest first, before the source. note: shows a line to the user. Safe for threads."""
 
     def __init__(
         self,
@@ -62,76 +61,64 @@ class Tiers:
         self._note = note
         self._lock = threading.Lock()
         self._placing = ThreadPoolExecutor(1, thread_name_prefix="tiers")
-        """Writes to the tiers: what is read does not wait for a disk that is slow to write."""
+        """Thread that writes to the tiers: reads must not wait for a disk that is slow to write."""
         self._waiting = threading.BoundedSemaphore(MOST_WAITING)
         self._full: set[str] = set()
-        """Tiers that a disk had no more room for."""
+        """Tiers whose disk is full."""
 
     def read(self, block: int) -> bytes:
-        """The content of a block. Raises `ArtifactError` that names the bytes that are damaged at the source, and
-        `StorageError` if the source cannot be read.
-        """
+        """Reads a block. Raises `ArtifactError` for a damaged source, `StorageError` for an unreadable one."""
         score = self._counts.count(block) if self._counts else 0.0
-        place, name, content = self._nearest(block)
+        content, came_from = None, 0
+        for name, tier in self._tiers:
+            content = self._checked(name, tier, block)
+            if content is not None:
+                break
+            came_from += 1
+        if content is None:
+            content = self._from_source(block)
+        name = self._tiers[came_from][0] if came_from < len(self._tiers) else SOURCE
         with self._lock:
             self.figures.blocks[name] += 1
             self.figures.bytes[name] += len(content)
         # Without waiting: where writing falls behind, blocks are not placed, and training goes on.
-        if place and self._waiting.acquire(blocking=False):
-            self._placing.submit(self._place, block, content, score, place)
+        if came_from and self._waiting.acquire(blocking=False):
+            self._placing.submit(self._place, block, content, score, came_from)
         return content
 
-    def _nearest(self, block: int) -> tuple[int, str, bytes]:
-        """The number and the name of the nearest tier that has a block, or of the source, and the content."""
-        for place, (name, tier) in enumerate(self._tiers):
-            content = self._checked(name, tier, block)
-            if content is not None:
-                return place, name, content
-        return len(self._tiers), SOURCE, self._from_source(block)
-
     def flush(self) -> None:
-        """Wait until the blocks that were read before have their places."""
-        self._placing.submit(lambda: None).result()
+        """Waits until the blocks that were read before have their slots."""
+        self._placing.submit(lambda: None).result()  # the pool has one thread, which works in order
 
     def close(self) -> None:
         self._placing.shutdown()
 
     def _place(self, block: int, content: bytes, score: float, came_from: int) -> None:
-        """Put a block into a tier that is nearer than the one it came from, if one takes it."""
+        """Puts a block into a tier before `came_from` that accepts it, and the displaced one into a farther one."""
+        assert self._counts is not None
         try:
-            promoted = self._settle(block, content, score, self._tiers[:came_from])
-            with self._lock:
-                self.figures.num_promoted += promoted and came_from < len(self._tiers)
+            for place, (name, tier) in enumerate(self._tiers[:came_from]):
+                taken = self._write(name, tier, block, content, score)
+                if taken is False:
+                    continue
+                farther = self._tiers[place + 1 :]
+                # A block is in one tier only, or it would take the room of another block twice.
+                for _, other in farther:
+                    other.drop(block)
+                with self._lock:
+                    self.figures.num_promoted += came_from < len(self._tiers)
+                    self.figures.num_demoted += isinstance(taken, Displaced)
+                # A displaced block may have been overwritten while it was read; a damaged one is forgotten.
+                if isinstance(taken, Displaced) and damaged(self.blocks, *taken) is None:
+                    own_score = float(self._counts.scores(np.array([taken.block]))[0])
+                    any(self._write(name, tier, *taken, own_score) is not False for name, tier in farther)
+                return
         finally:
             self._waiting.release()
 
     def places(self) -> dict[str, list[int]]:
-        """The blocks that each tier has."""
+        """Returns the blocks in each tier."""
         return {name: tier.blocks() for name, tier in self._tiers}
-
-    def _settle(self, block: int, content: bytes, score: float, tiers: Sequence[tuple[str, SlotTier]]) -> bool:
-        """Put a block into the first of the tiers that takes it, and what it displaces into the ones behind."""
-        for place, (name, tier) in enumerate(tiers):
-            taken = self._write(name, tier, block, content, score)
-            if taken is False:
-                continue
-            behind = self._tiers[place + 1 :]
-            # A block is in one tier only, or it would take the room of another block twice.
-            for _, other in behind:
-                other.drop(block)
-            if isinstance(taken, Displaced):
-                self._demote(taken, behind)
-            return True
-        return False
-
-    def _demote(self, displaced: Displaced, tiers: Sequence[tuple[str, SlotTier]]) -> None:
-        assert self._counts is not None
-        with self._lock:
-            self.figures.num_demoted += 1
-        # A displaced block may have been overwritten while it was read; a damaged one is forgotten.
-        if damaged(self.blocks, *displaced) is None:
-            score = float(self._counts.scores(np.array([displaced.block]))[0])
-            any(self._write(name, tier, *displaced, score) is not False for name, tier in tiers)
 
     def _write(self, name: str, tier: SlotTier, block: int, content: bytes, score: float) -> bool | Displaced:
         assert self._counts is not None
@@ -145,11 +132,13 @@ class Tiers:
             return False
 
     def _checked(self, name: str, tier: SlotTier, block: int) -> bytes | None:
-        """What a tier has of a block, None if it has not got it whole."""
+        """Returns a tier's copy of a block, None if it is absent or damaged."""
         content = tier.read(block)
         if content is None or damaged(self.blocks, block, content) is None:
             return content
-        content = tier.read_alone(block)  # another process may have written while this one read
+        # Another process may have written while this one read. What differs while nobody writes is damaged.
+        with tier.alone():
+            content = tier.read(block)
         damage = None if content is None else damaged(self.blocks, block, content)
         if damage is None:
             return content
@@ -160,9 +149,8 @@ class Tiers:
         return None
 
     def _from_source(self, block: int) -> bytes:
-        """Read twice before it counts as damaged: a byte may have been flipped on the way."""
         damage: BlockPart | None = None
-        for _ in range(2):
+        for _ in range(2):  # a byte may have been flipped in transit, which a second read mends
             parts = self.blocks.parts(block)
             content = b"".join(part.store.read(part.file, part.offset, part.num_bytes) for part in parts)
             damage = damaged(self.blocks, block, content)
@@ -170,16 +158,14 @@ class Tiers:
                 return content
         assert damage is not None
         raise ArtifactError(
-            f"{damage.store.url}: {damage} are damaged: they are not what was packed (CRC-32); put the file back, or "
-            "run the pack stage again"
+            f"{damage.store.url}: {damage} are damaged: their CRC-32 differs from that at packing; put the file back, "
+            "or run the pack stage again"
         )
 
 
 @dataclass
 class ReadFigures:
-    """What this process asked for: rows or images, those of them that were there already, and seconds that it waited
-    for them.
-    """
+    """Rows or images that this process requested, those already read by then, and the wait for the others."""
 
     num_rows: int = 0
     num_ready: int = 0
@@ -187,9 +173,7 @@ class ReadFigures:
 
 
 class BlockReader(Generic[Items]):
-    """Reads the items of `layout`, rows or images, from tiers in which its blocks begin with number `first_block`.
-    num_readers: reads at a time.
-    """
+    """Reads the rows or images of `layout` with `num_readers` threads. first_block: number of its first block."""
 
     def __init__(self, tiers: Tiers, layout: BlockLayout[Items], *, num_readers: int, first_block: int = 0) -> None:
         self.figures = ReadFigures()
@@ -198,19 +182,20 @@ class BlockReader(Generic[Items]):
         self._first_block = first_block
         self._threads = ThreadPoolExecutor(num_readers, thread_name_prefix=layout.title)
         self.background = ThreadPoolExecutor(1, thread_name_prefix="batches")
-        """Where what is needed later is prepared, until the reader is closed."""
+        """Thread for work that is needed later, until the reader is closed."""
         self._expected: dict[int, _Cuts] = {}
-        """Items that are expected. Replaced, never changed in place, so that another thread may look into it."""
+        """Expected items. Replaced, never changed in place, so that another thread may read it."""
 
     @property
     def tier_figures(self) -> TierFigures:
         return self.tiers.figures
 
     def expect(self, items: Iterable[int]) -> None:
-        """Read these items, the first ones first, and forget what was expected before and is not among them."""
+        """Begins to read these items, in order, and cancels reads of other items that were expected before."""
         wanted = dict.fromkeys(items)
         kept = {item: cuts for item, cuts in self._expected.items() if item in wanted}
-        useful = {id(future) for cuts in kept.values() for future in cuts}  # items of a block share a future
+        # Items of a block share a future, so it may only be canceled if none of them is wanted.
+        useful = {id(future) for cuts in kept.values() for future in cuts}
         for cuts in self._expected.values():
             for future in cuts:
                 if id(future) not in useful:
@@ -218,13 +203,13 @@ class BlockReader(Generic[Items]):
         self._expected = kept | self._start([item for item in wanted if item not in kept])
 
     def read(self, items: np.ndarray) -> Items:
-        """Items [N] in this order. Raises what `Tiers.read` does."""
+        """Returns items [N] in this order. Raises the errors of `Tiers.read`."""
         with self.waiting_for(items):
             return self.fetch(items)
 
     @contextmanager
     def waiting_for(self, items: np.ndarray) -> Iterator[None]:
-        """Count items [N] that training asks for, and how long it waits for them."""
+        """Counts items [N] that training requests, and the time that it waits for them."""
         numbers, expected = items.tolist(), self._expected
         self.figures.num_rows += len(numbers)
         self.figures.num_ready += sum(
@@ -235,20 +220,22 @@ class BlockReader(Generic[Items]):
         self.figures.wait_s += time.perf_counter() - started
 
     def fetch(self, items: np.ndarray) -> Items:
-        """What `read` returns, in no figure. May be called while another thread calls `expect`; if that forgets one of
-        these items before its read has begun, raises what the result of a canceled future does.
+        """Reads like `read`, without counting. May be called while another thread calls `expect`; if that cancels the
+        read of one of these items, raises `CancelledError`.
         """
+        # Read once: `expect` may replace the dictionary meanwhile.
         numbers, expected = items.tolist(), self._expected
         started = {item: expected[item] for item in numbers if item in expected}
         started |= self._start([item for item in dict.fromkeys(numbers) if item not in started])
         return self.layout.join([[cut.result()[item] for cut in started[item]] for item in numbers])
 
     def close(self) -> None:
-        """Wait for the reads that have begun and forget the others, and what needs them."""
+        """Waits for the reads that have begun and cancels the others, and the background work that needs them."""
         self._threads.shutdown(cancel_futures=True)
         self.background.shutdown(cancel_futures=True)
 
     def _start(self, items: Iterable[int]) -> dict[int, _Cuts]:
+        # One read for each block, however many of the items are in it.
         blocks_of = {item: self.layout.blocks_of(item) for item in items}
         members: dict[int, list[int]] = defaultdict(list)
         for item, blocks in blocks_of.items():
@@ -258,6 +245,6 @@ class BlockReader(Generic[Items]):
         return {item: tuple(futures[block] for block in blocks) for item, blocks in blocks_of.items()}
 
     def _take(self, block: int, items: list[int]) -> dict[int, Any]:
-        """Copies of what a block has of some items, so that its content is not kept."""
+        """Returns copies of the parts of some items in a block, so that its whole content is not kept in memory."""
         content = self.tiers.read(self._first_block + block)
         return {item: self.layout.cut(item, block, content) for item in items}

@@ -1,8 +1,8 @@
-"""`open_cache`: the cache of a folder of packed rows and of their images, in use by this process until the block ends.
+"""`open_cache`: the cache of a folder of packed rows and of their images, which this process uses until the block ends.
 
 Processes of a host that open the same rows with the same settings share the tiers. The last one to leave removes them;
-where work ends with an error the disk's tier stays, and whoever opens the same rows next goes on with it. What killed
-processes left in memory or in the folder is removed at the next start.
+after an error the disk's tier stays, and the next process with the same rows reuses it. The next start also removes the
+files that killed processes left in memory or in the folder.
 """
 
 import errno
@@ -27,27 +27,25 @@ from modelwright.data.rows.cache.shared import AccessCounts, SharedFolder, SlotT
 
 PREFIX = "modelwright-rows"
 MEMORY_SHARE, DISK_SHARE = 0.1, 0.3
-"""Shares of the rows and images in memory and on the disk, where no bytes are set."""
+"""Shares of the rows and images in memory and on the disk, by default."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowCacheConfig:
-    """Keeps packed rows, and the images that belong to them, near while a stage trains, where they lie on a slow disk
-    or on a store (docs/data.md)."""
+    """Cache of packed rows and images during training, for a slow disk or a store (docs/data.md)."""
 
     enabled: bool = False
-    """Read training rows and images through the cache, and before they are needed. Batches are the same without it."""
+    """True reads training rows and images through the cache, and before they are needed. Batches stay the same."""
     memory_bytes: int = 0
-    """Bytes of memory on each host for the rows and images that are read most, shared by its processes; 0 is a tenth of
-    all."""
+    """Bytes of memory per host, for all of its processes and the rows and images read most; 0 is a tenth of all."""
     disk_bytes: int = 0
-    """Bytes in `folder` for the rows and images that are read next most; 0 is three tenths of all."""
+    """Bytes in `folder` for the rows and images that are read less often; 0 is three tenths of all."""
     folder: str = ""
     """Folder on a fast disk of each host; "" keeps rows and images in memory only."""
     num_batches_ahead: int = constant(8)
-    """Batches whose rows and images are read before they are needed."""
+    """Number of batches whose rows and images are read before they are needed."""
     num_readers: int = constant(16)
-    """Reads of rows at a time, and of images, of each process."""
+    """Number of concurrent reads of rows, and of images, in each process."""
 
     def __post_init__(self) -> None:
         for name in ("memory_bytes", "disk_bytes"):
@@ -66,18 +64,9 @@ class TierBudget:
     memory: int
     disk: int
 
-    @classmethod
-    def of(cls, config: RowCacheConfig, blocks: BlockSet) -> "TierBudget":
-        """The settings, or shares of the bytes of all blocks that have room for a block at least."""
-        shares = [max(int(share * blocks.total_bytes), _least_bytes(blocks)) for share in (MEMORY_SHARE, DISK_SHARE)]
-        return cls(
-            memory=config.memory_bytes or shares[0],
-            disk=(config.disk_bytes or shares[1]) if config.folder else 0,
-        )
-
 
 def memory_folder() -> Path:
-    """A folder of this host whose files are in memory; on a system that has none, that of temporary files."""
+    """Returns a folder of this host whose files are in memory, or else the folder of temporary files."""
     shared = Path("/dev/shm")
     return shared if shared.is_dir() else Path(tempfile.gettempdir())
 
@@ -86,27 +75,33 @@ def memory_folder() -> Path:
 def open_cache(
     config: RowCacheConfig, *layouts: BlockLayout[Any], note: Callable[[str], None] = lambda line: None
 ) -> Iterator[list[BlockReader[Any]]]:
-    """A reader of the rows or images of each layout. All of them share the tiers and their budgets.
+    """Opens a reader of the rows or images of each layout. All of them share the tiers and their budgets.
 
-    note: shows a line to the user. Raises `ConfigError` for a tier that has no room.
+    note: shows a line to the user. Raises `ConfigError` for a tier that is too small for a block.
     """
     blocks = JoinedBlocks(layouts)
-    budget = TierBudget.of(config, blocks)
+    shares = [max(int(share * blocks.total_bytes), _least_bytes(blocks)) for share in (MEMORY_SHARE, DISK_SHARE)]
+    budget = TierBudget(
+        memory=config.memory_bytes or shares[0], disk=(config.disk_bytes or shares[1]) if config.folder else 0
+    )
     disk_room = f" and {budget.disk:,} in {config.folder}" if budget.disk else ""
     note(
         f"cache: {blocks.total_bytes:,} bytes of {blocks.title}, of which {budget.memory:,} fit into memory{disk_room}"
     )
-    name = _name(blocks, config, budget)
+    # Only the same blocks with the same tiers have this name, so what is found under it can be used.
+    digest = hashlib.sha256(b"\0".join([blocks.identity, config.folder.encode(), str(budget).encode()]))
+    name = f"{_prefix()}{digest.hexdigest()[:16]}"
     with ExitStack() as stack:
-        prepare = partial(_prepare_memory, blocks=blocks, budget=budget.memory)
+        prepare = partial(_prepare, blocks=blocks, tier=MEMORY, budget=budget.memory)
         memory = _shared(stack, memory_folder(), name, MEMORY, prepare)
         counts = AccessCounts(memory, blocks.num_blocks, half_life=blocks.num_items)
         places = [(MEMORY, _tier(memory, blocks, budget.memory - AccessCounts.num_bytes(blocks.num_blocks)))]
         if budget.disk:
             make_folder(Path(config.folder))
-            prepare = partial(_prepare_disk, blocks=blocks, budget=budget.disk)
+            prepare = partial(_prepare, blocks=blocks, tier=DISK, budget=budget.disk)
             disk = _shared(stack, Path(config.folder), name, DISK, prepare, keep_after_error=True)
             places.append((DISK, _tier(disk, blocks, budget.disk)))
+        # Callbacks run in reverse: readers end before the tiers that they write to, these before their files close.
         for _, tier in places:
             stack.callback(tier.close)
         tiers = Tiers(blocks, places, counts, note)
@@ -121,20 +116,14 @@ def open_cache(
 
 
 def remove_leftovers(config: RowCacheConfig) -> None:
-    """Remove what processes that were killed have left of any cache in memory and in the folder."""
+    """Removes the files of any cache that killed processes left in memory and in the folder."""
     for parent in (memory_folder(), Path(config.folder)):
         if parent.is_absolute() and parent.is_dir():
             sweep(parent, _prefix())
 
 
-def _name(blocks: BlockSet, config: RowCacheConfig, budget: TierBudget) -> str:
-    """The same for the same blocks and tiers only."""
-    digest = hashlib.sha256(b"\0".join([blocks.identity, config.folder.encode(), str(budget).encode()]))
-    return f"{_prefix()}{digest.hexdigest()[:16]}"
-
-
 def _prefix() -> str:
-    """The beginning of the names of this user's folders of this host: hosts may share a disk."""
+    """Returns the prefix of the names of this user's folders of this host: hosts may share a disk."""
     host = "".join(c if c.isalnum() else "_" for c in platform.node())
     return f"{PREFIX}-{host}-{os.getuid()}-"
 
@@ -148,7 +137,7 @@ def _shared(
     *,
     keep_after_error: bool = False,
 ) -> Path:
-    """The folder of a tier, in use until the stack is left. All tiers may have the same parent."""
+    """Returns the folder of a tier, in use until the stack is left. All tiers may have the same parent."""
     sweep(parent, _prefix(), keep=name)
     shared = SharedFolder.attach(parent / f"{name}-{tier}", prepare)
 
@@ -159,66 +148,46 @@ def _shared(
     return shared.path
 
 
-def _prepare_memory(folder: Path, *, blocks: BlockSet, budget: int) -> None:
-    _empty(folder)
-    room = budget - AccessCounts.num_bytes(blocks.num_blocks)
-    num_slots = _num_slots(blocks, room)
+def _prepare(folder: Path, *, blocks: BlockSet, tier: str, budget: int) -> None:
+    """Makes the files of a tier; those of a disk that a run left behind are kept. The memory also has the counts."""
+    in_memory, setting = tier == MEMORY, f"cache.{tier}_bytes"
+    sizes = {"num_blocks": blocks.num_blocks, "slot_bytes": blocks.block_bytes}
+    room = budget - (AccessCounts.num_bytes(blocks.num_blocks) if in_memory else 0)
+    num_slots = SlotTier.slots_within(room, **sizes)
     if not num_slots:
-        raise ConfigError(
-            f"cache.memory_bytes: {budget:,} has no room for {blocks.title}; set at least {_least_bytes(blocks):,}"
-        )
-    try:
-        AccessCounts.prepare(folder, blocks.num_blocks)
-        SlotTier.prepare(
-            folder, num_slots=num_slots, num_blocks=blocks.num_blocks, slot_bytes=blocks.block_bytes, reserve=True
-        )
-    except OSError as error:
-        _empty(folder)
-        raise _no_room(error, "memory_bytes", budget, folder.parent) from None
-
-
-def _prepare_disk(folder: Path, *, blocks: BlockSet, budget: int) -> None:
-    """What is there already is used: its name says that it has the same rows and the same room."""
-    num_slots = _num_slots(blocks, budget)
-    if not num_slots:
-        raise ConfigError(
-            f"cache.disk_bytes: {budget:,} has no room for {blocks.title}; set at least {_least_bytes(blocks):,}"
-        )
-    if (folder / "whole").exists():
+        least = _least_bytes(blocks)
+        raise ConfigError(f"{setting}: {budget:,} is too small for {blocks.title}; set at least {least:,}")
+    if not in_memory and (folder / "whole").exists():
         return
     _empty(folder)
     try:
-        free = shutil.disk_usage(folder).free
-        if free < SlotTier.num_bytes(num_slots, num_blocks=blocks.num_blocks, slot_bytes=blocks.block_bytes):
-            raise OSError(errno.ENOSPC, f"{free:,} bytes are free")
-        SlotTier.prepare(
-            folder, num_slots=num_slots, num_blocks=blocks.num_blocks, slot_bytes=blocks.block_bytes, reserve=False
-        )
-        (folder / "whole").touch()
+        if in_memory:
+            AccessCounts.prepare(folder, blocks.num_blocks)
+        else:  # memory is reserved below, which fails at once; a disk is only checked
+            free = shutil.disk_usage(folder).free
+            if free < SlotTier.num_bytes(num_slots, **sizes):
+                raise OSError(errno.ENOSPC, f"{free:,} bytes are free")
+        SlotTier.prepare(folder, num_slots=num_slots, **sizes, reserve=in_memory)
+        if not in_memory:
+            (folder / "whole").touch()
     except OSError as error:
         _empty(folder)
-        raise _no_room(error, "disk_bytes", budget, folder.parent) from None
-
-
-def _no_room(error: OSError, setting: str, budget: int, parent: Path) -> Exception:
-    if error.errno == errno.ENOSPC:
-        return ConfigError(f"cache.{setting}: {parent} has no room for {budget:,} bytes ({error.strerror}); lower it")
-    return StorageError(f"{parent}: cannot be written ({error.strerror}); make it writable, or choose another folder")
+        parent, reason = folder.parent, error.strerror
+        if error.errno == errno.ENOSPC:
+            raise ConfigError(f"{setting}: {parent} lacks room for {budget:,} bytes ({reason}); lower it") from None
+        text = f"{parent}: cannot be written ({reason}); make it writable, or choose another folder"
+        raise StorageError(text) from None
 
 
 def _least_bytes(blocks: BlockSet) -> int:
-    """Bytes of a tier of one block with its tables."""
+    """Returns the size of a tier of one block, with its tables."""
     return SlotTier.num_bytes(1, num_blocks=blocks.num_blocks, slot_bytes=blocks.block_bytes) + AccessCounts.num_bytes(
         blocks.num_blocks
     )
 
 
-def _num_slots(blocks: BlockSet, room: int) -> int:
-    return SlotTier.slots_within(room, num_blocks=blocks.num_blocks, slot_bytes=blocks.block_bytes)
-
-
 def _tier(folder: Path, blocks: BlockSet, room: int) -> SlotTier:
-    num_slots = _num_slots(blocks, room)
+    num_slots = SlotTier.slots_within(room, num_blocks=blocks.num_blocks, slot_bytes=blocks.block_bytes)
     return SlotTier(folder, num_slots=num_slots, num_blocks=blocks.num_blocks, num_bytes_of=blocks.num_bytes_of)
 
 
