@@ -1,8 +1,8 @@
-"""Offloads tensors to a file: written behind the computation, read ahead of it.
+"""Offloads tensors to a file, concurrently with the computation, and reads them ahead of their use.
 
 One thread writes in the order of arrival, one reads. Backward asks in roughly the reverse order, so fetching a tensor
-prefetches the ones before it. A tensor that is requested before it was written stays in memory. The file has no name,
-so nothing is left of it if the process is killed; its space is reused from step to step.
+prefetches the ones before it. A tensor that is requested before it was written stays in memory. The file is unlinked
+at once, so nothing is left of it if the process is killed; its space is reused from step to step.
 """
 
 import os
@@ -11,6 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,8 +21,9 @@ from torch import Tensor
 from modelwright.core.errors import ModelwrightError
 
 MOST_QUEUED_BYTES = 8 * 2**20
-"""Still to be written, besides the newest tensor; whoever brings more waits."""
+"""Bytes still to be written, without the newest tensor, above which `put` waits."""
 READ_AHEAD = 2
+"""Tensors that are read before they are asked for."""
 _PAGE = 4096
 T = TypeVar("T")
 
@@ -32,8 +34,13 @@ class DiskStore:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.written_bytes = self.read_bytes = 0
-        self._file = file = _unnamed_file(folder)
-        weakref.finalize(self, os.close, file)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file, name = tempfile.mkstemp(prefix="offload-", dir=folder)
+            os.unlink(name)
+        except OSError as error:
+            raise _failed(folder, error) from error
+        weakref.finalize(self, os.close, self._file)
         self._writer = ThreadPoolExecutor(1, "offload-writer")
         self._reader = ThreadPoolExecutor(1, "offload-reader")
         self._queued: deque[_Waiting] = deque()
@@ -47,18 +54,26 @@ class DiskStore:
         written.
         """
         dense = piece if torch.empty_like(piece, device="meta").stride() == piece.stride() else piece.contiguous()
-        waiting = _Waiting(self, dense, self._place(dense.nbytes), self._number)
+        # A free slot of the same size, else the end of the file: sizes recur in every step.
+        pages = _pages(dense.nbytes)
+        if self._free.get(pages):
+            place = self._free[pages].pop()
+        else:
+            place = self._end
+            self._end += pages * _PAGE
+        waiting = _Waiting(self, dense, place, self._number)
         self._waiting[self._number] = waiting
         self._number += 1
-        waiting.written = self._writer.submit(self._write, dense, waiting.place)
-        waiting.written.add_done_callback(_letting_go(waiting))
-        self._queued.append(waiting)
-        while len(self._queued) > 1 and sum(o.num_bytes for o in self._queued if not o.is_written) > MOST_QUEUED_BYTES:
-            self._result(self._queued[0].written)
-            self._queued.popleft()
-        while self._queued and self._queued[0].is_written:
-            self._result(self._queued.popleft().written)
-        return waiting.fetch
+        waiting.written = self._writer.submit(self._write, dense, place)
+        waiting.written.add_done_callback(partial(_let_go, weakref.ref(waiting)))
+        queued = self._queued
+        queued.append(waiting)
+        while len(queued) > 1 and sum(o.num_bytes for o in queued if not o.written.done()) > MOST_QUEUED_BYTES:
+            self._result(queued[0].written)
+            queued.popleft()
+        while queued and queued[0].written.done():
+            self._result(queued.popleft().written)
+        return partial(self.fetch, waiting)
 
     def fetch(self, waiting: "_Waiting") -> Tensor:
         """Fetch the tensor; starts reading those put shortly before it."""
@@ -82,14 +97,6 @@ class DiskStore:
         if waiting.reading is None:
             waiting.reading = self._reader.submit(self._read, waiting.like, waiting.device, waiting.place)
         return waiting.reading
-
-    def _place(self, num_bytes: int) -> int:
-        """An offset in the file: a free slot of the same size, else the end. Sizes recur in every step."""
-        pages = _pages(num_bytes)
-        if self._free.get(pages):
-            return self._free[pages].pop()
-        self._end += pages * _PAGE
-        return self._end - pages * _PAGE
 
     def _write(self, piece: Tensor, place: int) -> None:
         rest = _bytes(piece.cpu()).numpy().data
@@ -130,25 +137,8 @@ class _Waiting:
         self.reading: Future[Tensor] | None = None
         self._store = store
 
-    @property
-    def is_written(self) -> bool:
-        return self.written.done()
-
-    def fetch(self) -> Tensor:
-        return self._store.fetch(self)
-
     def __del__(self) -> None:
         self._store.release(self.place, self.num_bytes)
-
-
-def _unnamed_file(folder: Path) -> int:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file, name = tempfile.mkstemp(prefix="offload-", dir=folder)
-        os.unlink(name)
-    except OSError as error:
-        raise _failed(folder, error) from error
-    return file
 
 
 def _failed(folder: Path, error: OSError) -> ModelwrightError:
@@ -158,16 +148,11 @@ def _failed(folder: Path, error: OSError) -> ModelwrightError:
     )
 
 
-def _letting_go(waiting: _Waiting) -> Callable[[Future[None]], None]:
+def _let_go(waiting: "weakref.ref[_Waiting]", written: Future[None]) -> None:
     """Release the tensor once it is written; if writing failed it stays available."""
-    known = weakref.ref(waiting)
-
-    def let_go(written: Future[None]) -> None:
-        one = known()
-        if one is not None and written.exception() is None:
-            one.held = None
-
-    return let_go
+    one = waiting()
+    if one is not None and written.exception() is None:
+        one.held = None
 
 
 def _pages(num_bytes: int) -> int:

@@ -53,7 +53,8 @@ class StepTrace(TorchDispatchMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self._model = model
-        self._fake = _fake_mode(model)
+        parameter = next(iter(model.parameters()), None)
+        self._fake = parameter.fake_mode if isinstance(parameter, FakeTensor) else None
         self._time = 0
         self._place = ""
         self._blocks: list[_Block] = []
@@ -74,10 +75,39 @@ class StepTrace(TorchDispatchMode):
     def timeline(self) -> MemoryTimeline:
         """The timeline since `begin`."""
         length = self._time + 1
-        phases = self._phases()
+        # Backward is the time in autograd's engine; the update comes after its last operator.
+        last = max((time for time, inside in enumerate(self._backward, 1) if inside), default=len(self._backward))
+        phases: list[tuple[int, Phase]] = [(0, "forward")]
+        for time, inside in enumerate(self._backward, 1):
+            phase: Phase = "backward" if inside else "update" if time > last else "forward"
+            if phase != phases[-1][1]:
+                phases.append((time, phase))
         starts = [time for time, phase in phases if phase == "backward"]
-        result = [self._lifetime(block, starts, length) for block in self._blocks]
-        return MemoryTimeline(lifetimes=tuple(one for one in result if one.num_bytes), length=length, phases=phases)
+        lifetimes: list[Lifetime] = []
+        for block in self._blocks:
+            if not block.num_bytes:
+                continue
+            death = block.death if block.death >= 0 else length
+            kind: Kind = "temporary"
+            if id(block) in self._weights:
+                kind = "weights"
+            elif block.birth == 0 or block.death < 0:
+                kind = "optimizer"  # outlives a step, as the weights do; states may be made anew by each update
+            elif block.is_gradient:
+                kind = "gradients"
+            elif not self._backward[block.birth - 1] and any(block.birth < start < death for start in starts):
+                kind = "activations"
+            lifetimes.append(
+                Lifetime(
+                    num_bytes=block.num_bytes,
+                    birth=block.birth,
+                    death=max(death, block.birth + 1),
+                    kind=kind,
+                    operator=block.operator,
+                    place=block.place,
+                )
+            )
+        return MemoryTimeline(lifetimes=tuple(lifetimes), length=length, phases=tuple(phases))
 
     @contextmanager
     def places(self) -> Iterator[None]:
@@ -146,44 +176,6 @@ class StepTrace(TorchDispatchMode):
             if known is not None:
                 known[0].is_gradient = True
 
-    def _phases(self) -> tuple[tuple[int, Phase], ...]:
-        """Backward is the time in autograd's engine; the update comes after its last operator."""
-        last = max((time for time, inside in enumerate(self._backward, 1) if inside), default=len(self._backward))
-        result: list[tuple[int, Phase]] = [(0, "forward")]
-        for time, inside in enumerate(self._backward, 1):
-            phase: Phase = "backward" if inside else "update" if time > last else "forward"
-            if phase != result[-1][1]:
-                result.append((time, phase))
-        return tuple(result)
-
-    def _lifetime(self, block: _Block, starts: list[int], length: int) -> Lifetime:
-        death = block.death if block.death >= 0 else length
-        return Lifetime(
-            num_bytes=block.num_bytes,
-            birth=block.birth,
-            death=max(death, block.birth + 1),
-            kind=self._kind(block, death, starts, length),
-            operator=block.operator,
-            place=block.place,
-        )
-
-    def _kind(self, block: _Block, death: int, starts: list[int], length: int) -> Kind:
-        if id(block) in self._weights:
-            return "weights"
-        if block.birth == 0 or block.death < 0:
-            return "optimizer"  # what outlives a step besides the weights; states may be made anew by each update
-        if block.is_gradient:
-            return "gradients"
-        in_backward = self._backward[block.birth - 1]
-        crosses = any(block.birth < start < death for start in starts)
-        return "activations" if crosses and not in_backward else "temporary"
-
 
 def _key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
-
-
-def _fake_mode(model: nn.Module) -> FakeTensorMode | None:
-    for parameter in model.parameters():
-        return parameter.fake_mode if isinstance(parameter, FakeTensor) else None
-    return None

@@ -1,4 +1,4 @@
-"""The rows of an objective's batches, step by step, with what it measures of them before the step.
+"""The rows of an objective's batches, step by step, with the extras that it measures before the step.
 
 `LaidOutForward`: sums over rows that an objective evaluates with the model in training, before a step or in an
 evaluation.
@@ -20,7 +20,7 @@ from modelwright.train.runtime import Runtime
 @dataclass(frozen=True)
 class LaidOutForward:
     """A `ForwardSums` by an executor. num_parts: microbatches of the rows. own_replica: sum over the rows of this
-    rank's replica alone. evaluating: entered meanwhile, to set number formats.
+    rank's replica alone. evaluating: context of the evaluation, which sets number formats.
     """
 
     executor: Executor
@@ -33,6 +33,7 @@ class LaidOutForward:
     def __call__(self, rows: Batch, sums_of: Callable[[Tensor, Batch], Tensor], *, size: int) -> Tensor:
         """See `ForwardSums`. All ranks call it together."""
         mesh, model = self.mesh, self.executor.model
+        # A row of sums for each replica, so that one all-reduce serves both kinds of sums.
         sums_RN = torch.zeros(mesh.data.size, size, dtype=torch.float64, device=mesh.world.device)
 
         def add(output: Tensor, part: Batch) -> Tensor:
@@ -52,7 +53,7 @@ class LaidOutForward:
 
 @dataclass
 class BatchStream:
-    """This rank's rows of the global batches. One iterator of the objective serves consecutive steps; another step
+    """This rank's rows of the global batches. One iterator of the objective serves consecutive steps; any other step
     starts a new one.
     """
 

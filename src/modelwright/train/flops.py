@@ -29,8 +29,8 @@ def head_flops(shape: ModelConfig, batch: TokenBatch) -> int:
 
 
 def adapter_step_flops(shape: ModelConfig, adapters: AdapterConfig, *, num_tokens: float, num_targets: float) -> float:
-    """What adapters change in the FLOPs of forward and backward: their own products come in addition, and the gradients
-    of the frozen weights are not computed. num_targets: tokens that reach the head.
+    """Change that adapters make to the FLOPs of forward and backward: their own products come in addition, and the
+    gradients of the frozen weights are not computed. num_targets: tokens that reach the head.
     """
     if not adapters.r:
         return 0.0

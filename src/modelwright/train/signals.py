@@ -10,9 +10,8 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopRequest:
-    """`requested` changes from 0 to the signal's number when the process is asked to stop within the `with` block. A
-    second signal acts as it would before the block (usually: ends the process at once). Outside the main thread, where
-    Python delivers no signals, it stays 0.
+    """A context in which a signal sets `requested` from 0 to its number. A second signal acts as it would before the
+    block (usually: ends the process at once). Outside the main thread, where Python delivers no signals, it stays 0.
     """
 
     def __init__(self) -> None:

@@ -57,9 +57,6 @@ class StepTimer:
         yield
         self.seconds[name] += time.perf_counter() - started
 
-    def stop(self) -> dict[str, float]:
-        return {**self.seconds, "step_time_s": time.perf_counter() - self.started}
-
 
 @dataclass(kw_only=True)
 class Throughput:
@@ -81,9 +78,9 @@ class Throughput:
         learning_rate: float,
         scalars: Mapping[str, float],
     ) -> StepInfo:
-        """The finished step. The trainer counts the bytes sent, because not all of them belong to a step."""
-        share = self.num_updating / self.world.size
-        times = {name: seconds * share for name, seconds in timer.stop().items()}
+        """Returns the finished step. The trainer counts the bytes sent, because not all of them belong to a step."""
+        seconds = {**timer.seconds, "step_time_s": time.perf_counter() - timer.started}
+        times = {name: value * self.num_updating / self.world.size for name, value in seconds.items()}
         return StepInfo(
             step=update.step + 1,
             loss=update.loss,
@@ -102,11 +99,9 @@ class Throughput:
         )
 
     def utilization(self, flops: float, time_s: float) -> float:
-        """0 without a peak rate. A step faster than the peak shows that the peak was measured too low, and replaces
-        it.
-        """
+        """Share of the peak rate; 0 without one."""
         if not (self.peak_flops and time_s):
             return 0.0
         reached = flops / time_s / self.world.size
-        self.peak_flops = max(self.peak_flops, reached)
+        self.peak_flops = max(self.peak_flops, reached)  # a faster step shows that the peak was measured too low
         return reached / self.peak_flops

@@ -20,18 +20,19 @@ from modelwright.train.runtime import Runtime
 from modelwright.train.technique import StepInfo, Technique
 
 PROBE_DIM = 256
+"""Width of the probe's square matrix: 256 KiB in FP32, so that the probe measures computing, not memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StragglerConfig:
-    """When a rank is reported as a straggler."""
+    """Thresholds at which a rank is reported as a straggler."""
 
     factor: float = constant(1.5)
-    """How many times the median compute time of all ranks."""
+    """Multiple of the median compute time of all ranks above which a rank is slow."""
     patience: int = constant(3)
-    """Looks in a row that must agree."""
+    """Comparisons in a row that must find a rank slow."""
     every_steps: int = constant(10)
-    """Steps between looks; each sends one number per rank; 0 disables the check."""
+    """Steps between comparisons, each of which sends one number per rank; 0 disables the check."""
 
     def __post_init__(self) -> None:
         if self.factor <= 1:
@@ -73,7 +74,7 @@ class Stragglers:
         self.judge(step, [float(time_s) for time_s in self.world.all_gather(local).cpu()])
 
     def judge(self, step: int, times_s: Sequence[float]) -> None:
-        """One comparison of every rank's own time. The same on all ranks."""
+        """Compare the own times of all ranks, [ranks], with the same result on each of them."""
         median_s = statistics.median(times_s)
         limit_s = ratio_limit(times_s, self.config.factor)
         for rank, time_s in enumerate(times_s):
@@ -116,16 +117,14 @@ class SpeedProbe:
         self._num_repeats = num_repeats
 
     def __call__(self) -> float:
-        return min(repeated(lambda: seconds_of(self._multiply, self._factor.device), num_rounds=self._num_repeats))
-
-    def _multiply(self) -> None:
-        product = self._factor
-        for _ in range(4):
-            product = product @ self._factor
+        one = self._factor
+        return min(
+            repeated(lambda: seconds_of(lambda: one @ one @ one @ one @ one, one.device), num_rounds=self._num_repeats)
+        )
 
 
 def own_times_compare(mesh: Mesh) -> bool:
-    """Whether all ranks do the same work without waiting inside it, so that `OwnTime` identifies stragglers. Otherwise
+    """True if all ranks do the same work without waiting inside it, so that `OwnTime` identifies stragglers. Otherwise
     (layers sharded or gathered while they compute, pipeline stages) use a `SpeedProbe`.
     """
     return mesh.is_only_data_parallel

@@ -1,4 +1,4 @@
-"""Adapters: a checkpoint has the trained weights only, so a run resumes on the base that it began with, or not."""
+"""Adapters: a checkpoint has the trained weights only, so a run may resume only on the base that it began with."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -27,7 +27,7 @@ class BaseIdentity:
 
 
 def base_weights(run: Runtime) -> Technique | None:
-    """Acts on a model with adapters only."""
+    """Returns None for a model without adapters."""
     shape, adapters = run.model.config, run.model.adapters
     if not adapters.r:
         return None

@@ -3,11 +3,9 @@
 The probe is a forward pass over the first tokens of each row, without gradient. Its result selects whole rows, or whole
 groups of rows that belong together (the coarse stage); in the selected rows, the attention that tokens receive in the
 first layer may select which labels count (the fine stage). A row that is not selected costs nothing else. Each rank
-selects among its own rows, as many as the others, or as many as its limit allows.
+selects among its own rows, as many as the other ranks, or fewer if its limit excludes more.
 
-How much attention each token of a row receives from the others.
-
-Legend: B rows, T tokens, H query heads, K key/value heads, d head width, G = H / K.
+Legend: B rows, T tokens, H query heads, K key/value heads, d head width, G groups of rows.
 """
 
 import math
@@ -34,13 +32,12 @@ from modelwright.train.flops import all_attention_flops, attention_flops, head_f
 @torch.no_grad()
 def received_attention(q_BTHd: Tensor, k_BTKd: Tensor, segments_BT: Tensor) -> Tensor:
     """The softmax weight on each token [B, T], FP32, summed over the queries of its document from itself on, relative
-    to uniform attention over all preceding tokens; the mean over heads.
-
-    The unit matters: without it, the first tokens of a document would always receive most. Row by row, so only the
-    weights [H, T, T] of one row are in memory at a time.
+    to uniform attention over all preceding tokens (without which the first tokens of a document would always receive
+    most); the mean over heads.
     """
     group = q_BTHd.shape[2] // k_BTKd.shape[2]
     received: list[Tensor] = []
+    # Row by row, so that only the weights [H, T, T] of one row are in memory at a time.
     for q_THd, k_TKd, segments_T in zip(q_BTHd, k_BTKd, segments_BT, strict=True):
         mask_TT = document_mask(segments_T[None])[0, 0]
         q_HTd, k_HTd = q_THd.transpose(0, 1), k_TKd.repeat_interleave(group, dim=1).transpose(0, 1)

@@ -13,10 +13,10 @@ from modelwright.train.technique import EMPTY_BATCH, NOT_FINITE, Technique, Upda
 
 class FiniteCheck:
     """Measures the gradient norm and skips the step if it or the loss is not finite. Both are the same on all ranks, so
-    that all of them skip; the next step's vote tells if one did not.
+    that all of them skip; the next step's vote reveals a rank that did not.
 
     norm: the norm of the whole model's gradients, the same on all ranks.
-    max_skipped: after so many skipped steps in a row a `ModelwrightError` ends the run, because nothing is learned
+    max_skipped: number of skipped steps in a row at which a `ModelwrightError` ends the run, because nothing is learned
     anymore.
     """
 
@@ -47,12 +47,10 @@ class FiniteCheck:
 
 
 def finite_check(max_skipped_steps: int, run: Runtime, *, measures: bool = True) -> Technique:
-    """measures: whether the norm is measured, else it counts as 1."""
-
-    def norm(gradients: list[Tensor]) -> float:
-        return run.strategy.grad_norm(gradients) if measures else 1.0
-
-    check = FiniteCheck(norm, max_skipped=max_skipped_steps)
+    """measures: false to take 1 for the norm."""
+    check = FiniteCheck(
+        lambda gradients: run.strategy.grad_norm(gradients) if measures else 1.0, max_skipped=max_skipped_steps
+    )
     return Technique(
         name="finite_check",
         on_gradients=check.on_gradients,

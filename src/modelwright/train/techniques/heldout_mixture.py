@@ -1,5 +1,5 @@
-"""Moves the shares of sources in the batches by held-out losses, at every evaluation. The rule of this file gives more
-to sources with a high loss; that of scores is in `score_mixture.py`.
+"""Updates the shares of sources in the batches by held-out losses, at every evaluation. The rule of this module gives
+more to sources with a high loss; the rule by scores is in `score_mixture.py`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,12 +17,12 @@ from modelwright.train.technique import StepInfo, Technique
 
 
 class ShareRule(Protocol):
-    """How shares follow from held-out losses. `state_dict` is what it needs for its next update."""
+    """Computes shares from held-out losses. `state_dict` returns the state for its next update."""
 
     measured: Sequence[str]
-    """The sources whose held-out loss it needs; without any, shares never change."""
+    """Sources whose held-out loss it needs; without any, shares never change."""
     remedy: str
-    """The setting that avoids measuring a source, for a source that has no held-out rows."""
+    """Advice for an error, how to avoid measuring a source without held-out rows."""
 
     def shares(self, before: np.ndarray, losses: Mapping[str, float]) -> np.ndarray:
         """The next shares [S]. losses: those of the measured sources."""
@@ -57,22 +57,18 @@ class HeldoutMixture:
 
     def on_step_end(self, info: StepInfo) -> None:
         """Update the shares for the batches after step `info.step`."""
-        if self.rule.measured:
-            self.mixture.update(info.step, self.rule.shares(self.mixture.shares(info.step), self.evaluate()))
-
-    def evaluate(self) -> dict[str, float]:
-        """The held-out loss of each measured source, all terms together. All ranks evaluate them in one order."""
-        run = self.run
+        if not self.rule.measured:
+            return
+        before, run, losses = self.mixture.shares(info.step), self.run, dict[str, float]()
         with run.formats.evaluating():
-            return {
-                name: evaluate_heldout(
-                    run.executor, self.objective, self.heldout[name], run.global_mesh, alive=run.alive
-                ).loss
-                for name in self.rule.measured
-            }
+            for name in self.rule.measured:  # the same order on all ranks: an evaluation is collective
+                rows = self.heldout[name]
+                result = evaluate_heldout(run.executor, self.objective, rows, run.global_mesh, alive=run.alive)
+                losses[name] = result.loss
+        self.mixture.update(info.step, self.rule.shares(before, losses))
 
     def summary(self) -> dict[str, Any]:
-        """The last shares by source, and what the rule adds."""
+        """The last shares by source, and the rule's own figures."""
         last = self.mixture.shares(self.run.num_steps).tolist()
         return {"shares": dict(zip(self.mixture.names, last, strict=True)), **self.rule.summary()}
 
@@ -122,8 +118,8 @@ def mixture_technique(
     heldout: Mapping[str, Sequence[Batch]],
     every: int,
 ) -> Technique:
-    """See `HeldoutMixture`. every: steps between updates. Raises `ConfigError` if a measured source has no held-out
-    batch.
+    """See `HeldoutMixture`. every: steps between updates. Raises `ConfigError` if a measured source lacks held-out
+    batches.
     """
     if missing := [source for source in rule.measured if not len(heldout.get(source, ()))]:
         raise ConfigError(

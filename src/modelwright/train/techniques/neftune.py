@@ -24,7 +24,7 @@ from modelwright.train.technique import Technique
 
 
 def neftune(alpha: float, run: Runtime) -> Technique | None:
-    """None without noise."""
+    """Returns None if no noise is configured."""
     if not alpha:
         return None
     noise = EmbeddingNoise(alpha=alpha, seed=run.seed, tensor=run.mesh.tensor)
