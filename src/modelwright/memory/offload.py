@@ -10,7 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -49,17 +49,19 @@ class HostStore:
         return lambda: host.to(device, non_blocking=True)
 
 
+@dataclass(eq=False, kw_only=True)
 class Nowhere:
     """Keeps only shapes and returns zeros, for tracing a step without real storage. queued_bytes, read_ahead: imitate a
     file (`disk.py`), whose queue is assumed to be as full as allowed; it empties in backward.
     """
 
-    def __init__(self, *, queued_bytes: int = 0, read_ahead: int = 0) -> None:
-        self.queued_bytes = queued_bytes
-        self.read_ahead = read_ahead
-        self._queued: deque[_Shape] = deque()
-        self._number = 0
-        self._known: weakref.WeakValueDictionary[int, _Shape] = weakref.WeakValueDictionary()
+    queued_bytes: int = 0
+    read_ahead: int = 0
+    _queued: "deque[_Shape]" = field(default_factory=lambda: deque[_Shape]())
+    _number: int = 0
+    _known: "weakref.WeakValueDictionary[int, _Shape]" = field(
+        default_factory=lambda: weakref.WeakValueDictionary[int, _Shape]()
+    )
 
     def put(self, piece: Tensor) -> Fetch:
         shape, number = _Shape(piece), self._number

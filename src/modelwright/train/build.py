@@ -116,10 +116,7 @@ def technique_builders(job: TrainJob) -> list[TechniqueBuilder]:
     """
     config, faults = job.config, job.config.fault_tolerance
     sparse = partial(
-        layer_sparsity,
-        betas=config.betas,
-        eps=config.adam_eps,
-        num_microbatches=config.gradient_accumulation_steps,
+        layer_sparsity, betas=config.betas, eps=config.adam_eps, num_microbatches=config.gradient_accumulation_steps
     )
     # In backward the strategy clips by the last step's norm itself (`config.strategy`).
     clip_norm = 0.0 if config.optimizer_in_backward else config.max_grad_norm

@@ -342,11 +342,7 @@ class TrainConfig(SharedTrainConfig):
 
 
 def check_layout(
-    config: TrainConfig,
-    parallel: ParallelConfig,
-    *,
-    num_processes: int = 1,
-    further: Sequence[Feature] = (),
+    config: TrainConfig, parallel: ParallelConfig, *, num_processes: int = 1, further: Sequence[Feature] = ()
 ) -> None:
     """Raise `ConfigError` if a training, its layout over this many processes and further features conflict."""
     layout = [replace(one, key=f"parallel.{one.key}") for one in parallel.features(num_processes)]

@@ -18,14 +18,14 @@ from modelwright.train.objective import Batch, Objective, TermSums
 from modelwright.train.runner import Executor
 
 
+@dataclass(eq=False)
 class HeldoutBatches(Sequence[Batch]):
     """Every held-out row once, `batch_rows` rows or groups at a time, in the order on disk; the last batch may have
     fewer.
     """
 
-    def __init__(self, rows: PackedRows, *, batch_rows: int) -> None:
-        self.rows = rows
-        self.batch_rows = batch_rows
+    rows: PackedRows
+    batch_rows: int
 
     def __len__(self) -> int:
         return -(-self.rows.num_groups // self.batch_rows)

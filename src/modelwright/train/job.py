@@ -39,7 +39,7 @@ def configured_strategy(config: StrategyConfig, replica: Replica, world: World) 
         world,
         compensate=partial(compensate, strength=strength) if strength else None,
         encode=StepInfo.as_json,
-        decode=StepInfo.from_json,
+        decode=lambda values: StepInfo(**values),
     )
 
 

@@ -138,26 +138,18 @@ class MicrobatchRunner:
         raise AssertionError("this runner cannot repeat a batch")
 
 
+@dataclass(eq=False)
 class WholeModel:
     """The ranks of `context` share the tokens of each row; all layers are on this rank. context_attention: how they
     attend to each other's tokens. scatters_each: gradients that FSDP shards are scattered after each microbatch (ZeRO-2
     and 3), not once per step.
     """
 
+    model: Decoder
+    context: World
+    scatters_each: bool
+    context_attention: ContextAttention = "all_gather"
     layers_per_stage: tuple[int, ...] = ()
-
-    def __init__(
-        self,
-        model: Decoder,
-        context: World,
-        *,
-        scatters_each: bool,
-        context_attention: ContextAttention = "all_gather",
-    ) -> None:
-        self.model = model
-        self.context = context
-        self.context_attention: ContextAttention = context_attention
-        self.scatters_each = scatters_each
 
     def stage_spans(self) -> list[StageSpan]:
         return []

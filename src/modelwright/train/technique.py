@@ -113,12 +113,8 @@ class StepInfo:
         return {**plain, "skipped": self.skipped, **terms, **self.scalars}
 
     def as_json(self) -> dict[str, Any]:
-        """Serialized for other processes."""
+        """Serialized for other processes; `StepInfo(**values)` reads it back."""
         return {**vars(self), "losses": dict(self.losses), "scalars": dict(self.scalars)}
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> "StepInfo":
-        return cls(**values)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from modelwright.model.decoder import Decoder
 from modelwright.parallel.mesh import World
@@ -44,12 +44,12 @@ class Work:
         return cls(num_tokens=int(num_tokens), model_flops=model_flops, executed_flops=executed)
 
 
+@dataclass(eq=False)
 class StepTimer:
     """Sums the seconds of named phases of one step."""
 
-    def __init__(self) -> None:
-        self.started = time.perf_counter()
-        self.seconds = {"data_wait_s": 0.0, "compute_s": 0.0, "comm_s": 0.0}
+    started: float = field(default_factory=time.perf_counter)
+    seconds: dict[str, float] = field(default_factory=lambda: {"data_wait_s": 0.0, "compute_s": 0.0, "comm_s": 0.0})
 
     @contextmanager
     def measure(self, name: str) -> Generator[None]:
@@ -70,13 +70,7 @@ class Throughput:
     peak_flops: float
 
     def describe(
-        self,
-        update: Update,
-        work: Work,
-        timer: StepTimer,
-        *,
-        learning_rate: float,
-        scalars: Mapping[str, float],
+        self, update: Update, work: Work, timer: StepTimer, *, learning_rate: float, scalars: Mapping[str, float]
     ) -> StepInfo:
         """Returns the finished step. The trainer counts the bytes sent, because not all of them belong to a step."""
         seconds = {**timer.seconds, "step_time_s": time.perf_counter() - timer.started}

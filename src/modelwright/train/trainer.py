@@ -73,7 +73,21 @@ class Trainer:
                         self.checkpoints.writer.wait()
                         return request
         self.checkpoints.writer.forget()
-        return self.result()
+        throughput = self.parts.one_step.throughput
+        return TrainResult(
+            num_steps=self.state.step,
+            loss=self.state.loss,
+            heldout_loss=self.state.heldout_loss,
+            heldout_metrics=self.state.heldout_metrics,
+            best=self.checkpoints.best(),
+            num_tokens=self.state.num_tokens,
+            train_time_s=self.state.train_time_s,
+            model_flops=self.state.model_flops,
+            mfu=throughput.utilization(self.state.model_flops, self.state.train_time_s),
+            bytes_sent=self.traffic.bytes_sent(),
+            peak_flops=throughput.peak_flops,
+            summaries={technique.name: dict(technique.summary()) for technique in self.parts.techniques},
+        )
 
     def advance(self) -> list[Rollback | Relayout]:
         """Make updates up to the next step with something to do for all ranks, at least one; returns the techniques'
@@ -86,7 +100,9 @@ class Trainer:
             config.fault_tolerance.in_memory_checkpoint_every_steps,
         )
         next_stop = min([self.job.num_steps, *((state.step // every + 1) * every for every in cadences if every)])
-        for info in self.parts.run.strategy.steps(self.measured_step, state.step, next_stop, self.interrupted):
+        # A request makes asynchronous ranks synchronize before the next planned stop.
+        steps, is_interrupted = self.parts.run.strategy.steps, lambda: self.own_requests() != Requests()
+        for info in steps(self.measured_step, state.step, next_stop, is_interrupted):
             state.step, state.loss = info.step, info.loss
             state.num_tokens += info.num_tokens
             state.train_time_s += info.step_time_s
@@ -130,10 +146,6 @@ class Trainer:
             scalars |= technique.metrics()
         return replace(info, bytes_sent=self.traffic.bytes_sent(), scalars=scalars)
 
-    def interrupted(self) -> bool:
-        """Returns whether this process asks all of them to synchronize before the next planned stop."""
-        return self.own_requests() != Requests()
-
     def save(self) -> None:
         """Save a checkpoint, unless this state is already saved."""
         stall_s = self.checkpoints.save()
@@ -161,23 +173,6 @@ class Trainer:
             took_s = time.perf_counter() - started
             self.recorder.write(self.state.step, heldout_loss=loss, eval_time_s=took_s, **result.as_record())
         self.session.progress.advance(self.state.step, heldout_loss=loss)
-
-    def result(self) -> TrainResult:
-        throughput = self.parts.one_step.throughput
-        return TrainResult(
-            num_steps=self.state.step,
-            loss=self.state.loss,
-            heldout_loss=self.state.heldout_loss,
-            heldout_metrics=self.state.heldout_metrics,
-            best=self.checkpoints.best(),
-            num_tokens=self.state.num_tokens,
-            train_time_s=self.state.train_time_s,
-            model_flops=self.state.model_flops,
-            mfu=throughput.utilization(self.state.model_flops, self.state.train_time_s),
-            bytes_sent=self.traffic.bytes_sent(),
-            peak_flops=throughput.peak_flops,
-            summaries={technique.name: dict(technique.summary()) for technique in self.parts.techniques},
-        )
 
     def close(self) -> None:
         self.checkpoints.writer.close()

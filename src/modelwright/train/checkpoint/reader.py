@@ -15,13 +15,7 @@ from modelwright.core.artifacts import write_atomic
 from modelwright.core.errors import ArtifactError, writing
 from modelwright.parallel.control_plane import ControlPlane
 from modelwright.parallel.mesh import World, single
-from modelwright.train.checkpoint.files import (
-    PARTS,
-    check_checkpoint,
-    list_checkpoints,
-    read_state,
-    step_name,
-)
+from modelwright.train.checkpoint.files import PARTS, check_checkpoint, list_checkpoints, read_state, step_name
 from modelwright.train.checkpoint.in_memory import MemoryCopies
 from modelwright.train.checkpoint.sharded_tensors import DamagedCheckpointError, ShardReader, read_index
 from modelwright.train.checkpoint.state_tree import UnplaceableError, join, join_transport, optimizer_state, seat

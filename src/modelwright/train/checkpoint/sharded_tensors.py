@@ -13,7 +13,7 @@ import json
 import math
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -154,14 +154,14 @@ def merge_indexes(indexes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return merged
 
 
+@dataclass(eq=False)
 class ShardReader:
     """Reads tensors of one checkpoint folder. Raises `DamagedCheckpointError` that names the file."""
 
-    def __init__(self, folder: Path, entries: Mapping[str, Any]) -> None:
-        """entries: one part (`model` or `training`) of the index."""
-        self.folder = folder
-        self.entries = entries
-        self._files: dict[str, Any] = {}
+    folder: Path
+    entries: Mapping[str, Any]
+    """One part (`model` or `training`) of the index."""
+    _files: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._entry(name)["shape"])

@@ -22,6 +22,8 @@ from modelwright.ops.dtensor import as_dtensor_like
 from modelwright.train.checkpoint.sharded_tensors import ShardReader, TensorShard, piece_of
 
 _TENSOR, _FLOAT, _PARAMETERS = "$tensor", "$float", "$parameters"
+SHARED = "shared"
+"""Key in a gradient sync's state whose values are equal on all ranks."""
 
 
 def split(tree: Any, name: str, tensors: dict[str, Tensor]) -> Any:
@@ -124,7 +126,7 @@ def join_transport(
     record = (same or alike or records)[0]
 
     def gather(path: str, suffix: str, read: Callable[[str], Tensor]) -> Tensor:
-        if size == at.size or _is_shared(path):
+        if size == at.size or SHARED in path.split("/"):
             return read(_name(path, at.rank, suffix))
         # Under another number of ranks each takes an equal part of the sum of all residuals, which alone matters.
         values = [read(_name(path, rank, suffix)) for rank in range(size)]
@@ -167,9 +169,5 @@ def _is_leaf(tree: Any) -> bool:
     return not isinstance(tree, dict) or any(key.startswith("$") for key in cast(dict[str, Any], tree))
 
 
-def _is_shared(path: str) -> bool:
-    return "shared" in path.split("/")
-
-
 def _name(path: str, rank: int, suffix: str) -> str:
-    return f"transport/{'all' if _is_shared(path) else rank}{path}/{suffix}"
+    return f"transport/{'all' if SHARED in path.split('/') else rank}{path}/{suffix}"

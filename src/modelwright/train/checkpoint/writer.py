@@ -32,11 +32,7 @@ from safetensors.torch import save as serialize
 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor
 
-from modelwright.core.artifacts import (
-    ArtifactDraft,
-    write_artifact,
-    write_atomic,
-)
+from modelwright.core.artifacts import ArtifactDraft, write_artifact, write_atomic
 from modelwright.core.errors import StorageError, writing
 from modelwright.train.checkpoint.files import (
     KIND,
@@ -62,12 +58,7 @@ from modelwright.train.checkpoint.sharded_tensors import (
     piece_of,
     share_out,
 )
-from modelwright.train.checkpoint.state_tree import (
-    merge,
-    seat,
-    split,
-    split_transport,
-)
+from modelwright.train.checkpoint.state_tree import merge, seat, split, split_transport
 
 __all__ = [
     "Best",
@@ -228,20 +219,19 @@ class CheckpointWriter:
 
     def _write_own(self, folder: Path, job: _Job) -> dict[str, Any]:
         """Write this rank's files; returns their part of the index."""
+        index: dict[str, Any] = {}
         for part, pieces in job.pieces.items():
             path = folder / self._file(part)
             with writing(path):
                 _save_tensors({name: piece.values for name, piece in pieces.items()}, path)
                 with open(path, "rb") as written:  # the manifest must not reach the disk before the files
                     os.fsync(written.fileno())
-        return self._describe(job)
+            index[part] = describe_pieces(path.name, pieces)
+        return index
 
     def _file(self, part: str) -> str:
         number = "" if self.world.size == 1 else f"-{self.world.rank:05d}-of-{self.world.size:05d}"
         return f"{part}{number}.safetensors"
-
-    def _describe(self, job: _Job) -> dict[str, Any]:
-        return {part: describe_pieces(self._file(part), pieces) for part, pieces in job.pieces.items()}
 
     def _finish(self, draft: ArtifactDraft | None, job: _Job, described: list[Any], stack: ExitStack) -> None:
         """On the first rank: write the reports of all ranks, and the manifest last; then remove old checkpoints."""
@@ -268,12 +258,13 @@ class CheckpointWriter:
 
     def _remember(self, copies: MemoryCopies, job: _Job) -> None:
         """Runs in the writer's thread, on every rank."""
-        files = {
-            self._file(part): serialize({name: piece.values for name, piece in pieces.items()})
-            for part, pieces in job.pieces.items()
-        }
+        files: dict[str, bytes] = {}
+        own: dict[str, Any] = {}
+        for part, pieces in job.pieces.items():
+            files[self._file(part)] = serialize({name: piece.values for name, piece in pieces.items()})
+            own[part] = describe_pieces(self._file(part), pieces)
         what = f"copying step {job.step} to memory"
-        index, record = _combine(job, self._channel.exchange((self._describe(job), job.tree), what=what))
+        index, record = _combine(job, self._channel.exchange((own, job.tree), what=what))
         copies.write(job.step, files, index, record)
 
 

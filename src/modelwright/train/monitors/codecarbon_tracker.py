@@ -84,11 +84,11 @@ class CodecarbonTracker:
         return self.read()
 
 
+@dataclass(eq=False)
 class _SumsReceiver:
     """An output of codecarbon (its BaseOutput) that keeps the newest totals."""
 
-    def __init__(self) -> None:
-        self.total: Any = None
+    total: Any = None
 
     def live_out(self, total: Any, delta: Any) -> None:
         """Called by codecarbon at each of its readings."""

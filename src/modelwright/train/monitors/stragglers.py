@@ -78,24 +78,22 @@ class Stragglers:
         median_s = statistics.median(times_s)
         limit_s = ratio_limit(times_s, self.config.factor)
         for rank, time_s in enumerate(times_s):
-            before = self._num_looks[rank]
+            before, what = self._num_looks[rank], ""
             self._num_looks[rank] = before + 1 if time_s > limit_s else 0
             if self._num_looks[rank] == self.config.patience:
-                self._tell(step, rank, time_s, limit_s, f"computes {time_s / median_s:.1f} times as long as the median")
+                what = f"computes {time_s / median_s:.1f} times as long as the median"
             elif before >= self.config.patience and not self._num_looks[rank]:
-                self._tell(step, rank, time_s, limit_s, "keeps up again")
-
-    def _tell(self, step: int, rank: int, time_s: float, limit_s: float, what: str) -> None:
-        if self.world.is_first:
-            self.report(step, "straggler", time_s, limit_s, f"rank {rank} on {self.hosts[rank]} {what}")
+                what = "keeps up again"
+            if what and self.world.is_first:
+                self.report(step, "straggler", time_s, limit_s, f"rank {rank} on {self.hosts[rank]} {what}")
 
 
+@dataclass(eq=False)
 class OwnTime:
     """Sums a rank's own work; a call returns the mean per step and resets it."""
 
-    def __init__(self) -> None:
-        self._total_s = 0.0
-        self._num_steps = 0
+    _total_s: float = 0.0
+    _num_steps: int = 0
 
     def add_step(self, seconds: float) -> None:
         self._total_s += seconds

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -11,6 +12,7 @@ from modelwright.train.runtime import Runtime
 from modelwright.train.technique import EMPTY_BATCH, NOT_FINITE, Technique, Update
 
 
+@dataclass(eq=False)
 class FiniteCheck:
     """Measures the gradient norm and skips the step if it or the loss is not finite. Both are the same on all ranks, so
     that all of them skip; the next step's vote reveals a rank that did not.
@@ -20,11 +22,10 @@ class FiniteCheck:
     anymore.
     """
 
-    def __init__(self, norm: Callable[[list[Tensor]], float], *, max_skipped: int) -> None:
-        self.norm = norm
-        self.max_skipped = max_skipped
-        self.num_skipped = 0
-        self.num_in_a_row = 0
+    norm: Callable[[list[Tensor]], float]
+    max_skipped: int
+    num_skipped: int = 0
+    num_in_a_row: int = 0
 
     def on_gradients(self, update: Update) -> None:
         update.grad_norm = self.norm(update.tensors)

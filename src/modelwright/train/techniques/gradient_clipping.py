@@ -1,5 +1,6 @@
 """Gradient clipping by the global norm, to a fixed limit or to one that follows recent norms."""
 
+from dataclasses import dataclass, field
 from typing import Any
 
 from modelwright.optim.clip import AdaptiveClipConfig, scale_to_norm
@@ -7,13 +8,13 @@ from modelwright.train.runtime import Runtime
 from modelwright.train.technique import Technique, Update
 
 
+@dataclass(eq=False)
 class GradientClipping:
     """Scales the gradients so that their global norm is at most `max_norm`, or the limit that recent norms give."""
 
-    def __init__(self, max_norm: float, adaptive: AdaptiveClipConfig) -> None:
-        self.max_norm = max_norm
-        self.adaptive = adaptive
-        self.norms: list[float] = []
+    max_norm: float
+    adaptive: AdaptiveClipConfig
+    norms: list[float] = field(default_factory=list[float])
 
     def on_gradients(self, update: Update) -> None:
         if update.skipped:

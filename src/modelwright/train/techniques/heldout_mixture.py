@@ -3,6 +3,7 @@ more to sources with a high loss; the rule by scores is in `score_mixture.py`.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -35,25 +36,17 @@ class ShareRule(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
+@dataclass(eq=False)
 class HeldoutMixture:
     """Updates `mixture`, which the loader of the batches reads, by a rule. Its state is the history of the shares and
     the state of the rule. heldout: batches by source.
     """
 
-    def __init__(
-        self,
-        run: Runtime,
-        rule: ShareRule,
-        *,
-        mixture: Mixture,
-        objective: Objective,
-        heldout: Mapping[str, Sequence[Batch]],
-    ) -> None:
-        self.run = run
-        self.rule = rule
-        self.mixture = mixture
-        self.objective = objective
-        self.heldout = heldout
+    run: Runtime
+    rule: ShareRule
+    mixture: Mixture
+    objective: Objective
+    heldout: Mapping[str, Sequence[Batch]]
 
     def on_step_end(self, info: StepInfo) -> None:
         """Update the shares for the batches after step `info.step`."""
@@ -80,18 +73,17 @@ class HeldoutMixture:
         self.rule.load_state_dict(state)
 
 
+@dataclass(eq=False)
 class ExcessLossRule:
     """Shares grow with the held-out loss of their source beyond `reference_losses`, those of another model (DoReMi, Xie
     et al. 2023); {} counts the whole loss (group DRO, Sagawa et al. 2020).
     """
 
-    remedy = "set it to none"
-
-    def __init__(self, config: MixtureConfig, names: Sequence[str], reference_losses: Mapping[str, float]) -> None:
-        self.config = config
-        self.measured = names
-        self.reference_losses = reference_losses
-        self.losses: dict[str, float] = {}
+    config: MixtureConfig
+    measured: Sequence[str]
+    reference_losses: Mapping[str, float]
+    losses: dict[str, float] = field(default_factory=dict[str, float])
+    remedy: str = "set it to none"
 
     def shares(self, before: np.ndarray, losses: Mapping[str, float]) -> np.ndarray:
         self.losses = dict(losses)

@@ -1,5 +1,6 @@
 """The scheduled learning rate, set before forward: it depends on the step alone."""
 
+from dataclasses import dataclass
 from typing import Any
 
 from torch.optim import Optimizer
@@ -10,16 +11,16 @@ from modelwright.train.runtime import Runtime
 from modelwright.train.technique import Technique
 
 
+@dataclass(eq=False)
 class LearningRate:
     """Sets `peak` times the schedule's factor in all parameter groups. Its state is the rate of the last step, which
     techniques that act earlier can read in the groups.
     """
 
-    def __init__(self, optimizer: Optimizer, config: ScheduleConfig, *, peak: float, num_steps: int) -> None:
-        self.optimizer = optimizer
-        self.config = config
-        self.peak = peak
-        self.num_steps = num_steps
+    optimizer: Optimizer
+    config: ScheduleConfig
+    peak: float
+    num_steps: int
 
     def on_batch(self, step: int, batch: Batch) -> Batch:
         self.set_rate(self.peak * rate_factor(self.config, step, self.num_steps))

@@ -6,6 +6,7 @@ same updates and have the same scale (PyTorch's own scaler does not synchronize 
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -17,11 +18,11 @@ from modelwright.train.runtime import Runtime
 from modelwright.train.technique import Technique, Update
 
 
+@dataclass(eq=False)
 class UniformLossScale:
     """Keeps one scale for all gradients, adjusted to overflows; also the `LossScaler` of the run."""
 
-    def __init__(self, scale: LossScale) -> None:
-        self.scale = scale
+    scale: LossScale
 
     @property
     def value(self) -> float:
@@ -37,6 +38,7 @@ class UniformLossScale:
         self.scale.update(update.step, update.skipped)
 
 
+@dataclass(eq=False)
 class PerLayerLossScale:
     """Keeps a scale for each layer, adjusted to its overflows; also the `LossScaler` of such a run.
 
@@ -45,13 +47,12 @@ class PerLayerLossScale:
     order of their gradients; those without a gradient are skipped.
     """
 
-    def __init__(self, scales: LayerScales, world: World, names: Mapping[Tensor, str]) -> None:
-        self.scales = scales
-        self.world = world
-        self.names = names
-        self._largest: list[float] = []
-        self._counts: list[float] = []
-        self._common_overflowed = False
+    scales: LayerScales
+    world: World
+    names: Mapping[Tensor, str]
+    _largest: list[float] = field(default_factory=list[float])
+    _counts: list[float] = field(default_factory=list[float])
+    _common_overflowed: bool = False
 
     @property
     def value(self) -> float:

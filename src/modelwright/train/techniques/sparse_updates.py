@@ -208,12 +208,7 @@ class SparseUpdates:
             for name, num_units in units.items()
         }
         self.row_choice = BatchSelector(
-            self.rows,
-            self.model,
-            seed=self.seed,
-            rank=self.rank,
-            num_parts=self.num_parts,
-            executed=self.executed,
+            self.rows, self.model, seed=self.seed, rank=self.rank, num_parts=self.num_parts, executed=self.executed
         )
         self.formats.wrap_products(self.sparse_products)
         if self.config.freezes:
@@ -245,7 +240,16 @@ class SparseUpdates:
                 for name, selector in self.selectors.items():
                     measured = None if self.config.signal == "random" else self.measure(name)
                     selector.refresh(step, self.share, measured)
-            self.put_in_force()
+            device = self.model.embedding.weight.device
+            for name, selector in self.selectors.items():
+                if name == BLOCKS:
+                    blocks: list[int] = selector.indices().tolist()  # pyright: ignore
+                    self.freeze(set(blocks))
+                else:
+                    self.chosen[name] = None if selector.chosen.all() else selector.indices().to(device)
+            if self.send_rows and self.config.kind in ("columns", "rows"):
+                names = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+                self.send_rows([self.chosen.get(name.removesuffix(".weight")) for name in names])
         batch = self.row_choice(batch, step, self.num_steps) if self.rows.is_on else batch
         # Projections count their own FLOPs; attention and head, forward and backward, are counted here.
         shape = self.model.config
@@ -274,19 +278,6 @@ class SparseUpdates:
     def elements(self, parameter: Tensor) -> Tensor | None:
         signal = "momentum" if self.config.signal == "momentum" else "gradient"
         return moment_signal(self.optimizer.state.get(parameter, {}), signal, self.betas, self.eps)
-
-    def put_in_force(self) -> None:
-        """Restrict the next step to the units that the selectors have selected."""
-        for name, selector in self.selectors.items():
-            if name == BLOCKS:
-                blocks: list[int] = selector.indices().tolist()  # pyright: ignore
-                self.freeze(set(blocks))
-            else:
-                device = self.model.embedding.weight.device
-                self.chosen[name] = None if selector.chosen.all() else selector.indices().to(device)
-        if self.send_rows and self.config.kind in ("columns", "rows"):
-            names = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
-            self.send_rows([self.chosen.get(name.removesuffix(".weight")) for name in names])
 
     def freeze(self, updated: set[int]) -> None:
         """Update only these blocks and everything above them. An embedding that is also the head stays with the head;
