@@ -106,6 +106,7 @@ def total_cost(way: Sequence[SegmentChoice]) -> float:
 
 def least_budget(choices: Sequence[SegmentChoice], num_layers: int, budget: Budget) -> int:
     """The smallest budget that has a solution, to about a percent."""
+    # Doubled until it suffices, then bisected: solutions do not get worse with more bytes.
     low, high = 1, max(1, budget.num_bytes)
     while _best(choices, num_layers, replace(budget, num_bytes=high)) is None:
         high *= 2
@@ -120,6 +121,7 @@ def _best(choices: Sequence[SegmentChoice], num_layers: int, budget: Budget) -> 
     others = budget.in_flight - 1
     if not others:
         return _solve_capped(choices, num_layers, budget, budget.num_bytes)
+    # The other microbatches hold `others` times the saved total, which is unknown before a solution: caps are tried.
     caps = [budget.num_bytes * step // (_CAPS * budget.in_flight) for step in range(1, _CAPS + 1)]
     ways = [
         _solve_capped(choices, num_layers, replace(budget, num_bytes=budget.num_bytes - others * c), c) for c in caps

@@ -53,6 +53,7 @@ class DiskStore:
         """See `offload.Store`. Returns once at most `MOST_QUEUED_BYTES`, or this tensor alone, are waiting to be
         written.
         """
+        # Only strides that a dense tensor has can be restored from bytes in storage order.
         dense = piece if torch.empty_like(piece, device="meta").stride() == piece.stride() else piece.contiguous()
         # A free slot of the same size, else the end of the file: sizes recur in every step.
         pages = _pages(dense.nbytes)
@@ -79,6 +80,7 @@ class DiskStore:
         """Fetch the tensor; starts reading those put shortly before it."""
         held = waiting.held
         reading = self._reading(waiting) if held is None else None
+        # After its own reading has begun: the one thread reads in the order of submission.
         for number in range(waiting.number - 1, waiting.number - 1 - READ_AHEAD, -1):
             before = self._waiting.get(number)
             if before is not None and before.held is None:

@@ -145,6 +145,7 @@ def offloading(modules: Sequence[nn.Module], shared: Iterable[Tensor], store: St
         piece = local(tensor).detach()
         if tensor.shape in shapes or _storage(tensor) in staying or piece.nbytes < MIN_BYTES:
             return tensor
+        # The version tells values apart that an operator has changed in place between two savings.
         key = (_storage(tensor), piece.storage_offset(), piece.shape, piece.stride(), tensor._version)
         if key not in gone:
             # Once its memory is free another tensor may get the same address.

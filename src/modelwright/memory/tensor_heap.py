@@ -104,6 +104,7 @@ def _library() -> ctypes.PyDLL | None:
             return library
         except (ModelwrightError, OSError) as error:
             log.warning("the heap for tensors %s. glibc's heap serves them, with more page faults.", error)
+    # A threshold that the user has set in the environment is respected.
     if platform.libc_ver()[0] == "glibc" and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
         ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, MAPPED_BYTES)
     return None

@@ -127,12 +127,12 @@ class StepTrace(TorchDispatchMode):
                 hook.remove()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """An operator whose result is in memory that existed before the trace (a batch) allocates nothing."""
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        # A result in the memory of an argument is a view, and allocates nothing.
         given = {_key(tensor) for tensor in tensors}
         self._time += 1
-        self._backward.append(torch._C._current_graph_task_id() != -1)
+        self._backward.append(torch._C._current_graph_task_id() != -1)  # -1 outside of autograd's engine
         result = self._run(func, args, kwargs, tensors)
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and _key(leaf) not in given:

@@ -80,6 +80,7 @@ def attach_modules(model: Decoder, objective: Objective, seed: int) -> None:
     if not objective.trains_decoder:
         model.requires_grad_(False)
         model.heads.requires_grad_(True)
+    # Forked, so that the caller's random stream does not depend on the objective.
     with torch.random.fork_rng(devices=[]):  # pyright: ignore[reportUnknownMemberType]
         torch.manual_seed(derive_seed(seed, "heads"))  # pyright: ignore[reportUnknownMemberType]
         modules = objective.own_modules(model.config)
@@ -172,7 +173,7 @@ def train(job: TrainJob, world: World = ALONE, progress: Progress = SILENT) -> T
     if unused:
         progress.note(f"without effect in this run: {'; '.join(unused)}")
     attach_modules(job.model, job.objective, job.seed)
-    if not is_deferred(job.model):
+    if not is_deferred(job.model):  # each rank reads its own shards of deferred weights when it lays the model out
         job.model.to(world.device)
     try:
         with open_session(job, world, progress) as session:
@@ -181,6 +182,7 @@ def train(job: TrainJob, world: World = ALONE, progress: Progress = SILENT) -> T
                     case TrainResult() as result:
                         return result
                     case Relayout(layers_per_stage=layers):
+                        # The trainer has saved a checkpoint, from which the next layout resumes.
                         job = replace(job, parallel=replace(job.parallel, layers_per_stage=layers))
     finally:
         progress.end()
@@ -221,6 +223,7 @@ def fit_layout(job: TrainJob, mesh: Mesh, session: Session) -> TrainResult | Rel
         trainer = Trainer(job=job, session=session, parts=parts)
         on_exit.callback(trainer.close)
         ended = trainer.fit()
+        # Collective, and before the passes are removed on exit: sharded weights need their layout to be gathered.
         if not parts.run.mesh.is_only_data_parallel:
             restore_weights(job.model, whole_weights(parts.run.model, parts.run.mesh))
     return ended
@@ -231,6 +234,7 @@ def build_step(job: TrainJob, global_mesh: Mesh, session: Session, on_exit: Exit
     by the caller when the run under this layout ends.
     """
     config, world, shape = job.config, global_mesh.world, job.model.config
+    # In mode hogwild each process updates the shared weights alone, so its own mesh has one rank.
     is_hogwild = config.async_updates.mode == "hogwild"
     mesh = build_mesh(single(world.device), ParallelConfig()) if is_hogwild else global_mesh
     microbatches = config.gradient_accumulation_steps
@@ -243,7 +247,7 @@ def build_step(job: TrainJob, global_mesh: Mesh, session: Session, on_exit: Exit
         device=mesh.world.device,
     )
     executor, replica = build_replica(job, mesh, scales, session.store, microbatch_tokens=microbatch_tokens)
-    on_exit.callback(remove_passes, job.model)
+    on_exit.callback(remove_passes, job.model)  # first, so last on exit: techniques undo their changes before
     own_modules = job.objective.own_modules
     job.objective.begin(ModelLayout(mesh=mesh, precision=config.precision, own_modules=own_modules))
     run = Runtime(

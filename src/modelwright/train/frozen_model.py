@@ -34,7 +34,7 @@ class FrozenModel:
         self, model: Decoder, world: World, *, sharded: bool = False, dtype: torch.dtype | None = None
     ) -> None:
         parallel = ParallelConfig(zero_stage=3 if sharded else 0)
-        model = copy.deepcopy(model)
+        model = copy.deepcopy(model)  # the reference is often the model that is going to be trained
         if not is_deferred(model):
             model.to(world.device)
         model.to(dtype).requires_grad_(False).eval()

@@ -56,6 +56,7 @@ class TermSums:
     def __init__(self, factors: Mapping[str, float], names: Sequence[str], device: torch.device) -> None:
         self.factors = factors
         self.names = names
+        # FP64, because FP32 counts tokens exactly up to 2^24 only.
         self.vector = torch.zeros(len(factors) + 2 * len(names), dtype=torch.float64, device=device)
         """All sums in one tensor, for one all-reduce."""
         self.losses, self._metrics = self.vector[: len(factors)], self.vector[len(factors) :]

@@ -128,6 +128,7 @@ def activation_pass(
             fused=all(cpu_kernels.take(name, *floats) for name in ("norm", "gated_activation")),
         )
         layers, owners = layers_of_stages(model.config, parallel), rank_of_stage(parallel)
+        # The budget is for the rank, which may hold several stages: this one gets its share by layers.
         rank_layers = sum(len(held) for held, owner in zip(layers, owners, strict=True) if owner == pipeline_rank)
         share = len(model.blocks) / max(1, rank_layers)
         head_bytes = head_workspace_bytes(

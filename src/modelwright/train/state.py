@@ -62,6 +62,7 @@ def load_best(model: Decoder, stage: StageDir, best: Best) -> None:
     """
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     weights = read_weights(stage.checkpoints, best.step)
+    # Checkpoints of a model with adapters lack its frozen base.
     lacking = set(model.state_dict()) - set(weights)
     assert lacking <= frozen, lacking
     model.load_state_dict({**{name: model.get_parameter(name) for name in lacking}, **weights})

@@ -72,7 +72,7 @@ class TrainStep:
             technique.on_gradients(update)
         if not update.skipped:
             strategy.optimizer_step()
-        self.skipped_last = update.skipped
+        self.skipped_last = update.skipped  # compared among the ranks by the next vote
         with timer.measure("comm_s"):
             strategy.after_step(step)  # local SGD synchronizes weights here
         optimizer.zero_grad(set_to_none=True)

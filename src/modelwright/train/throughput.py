@@ -38,6 +38,7 @@ class Work:
     @classmethod
     def of(cls, model: Decoder, sums: list[float]) -> "Work":
         num_tokens, contexts, executed, own_flops = sums
+        # Backward makes two products for each of forward: for the input's gradient and for the weight's.
         model_flops = 3 * num_tokens * model.config.flops_per_token(contexts / max(1.0, num_tokens))
         model_flops += adapter_step_flops(model.config, model.adapters, num_tokens=num_tokens, num_targets=num_tokens)
         model_flops += own_flops

@@ -55,6 +55,7 @@ def vote(world: World, sums: Tensor, *, out_of_memory: bool, skipped_last: bool,
     else:
         message = torch.cat([sums, torch.tensor(numbers, dtype=sums.dtype, device=sums.device)])
         totals = world.all_reduce_sum(message).tolist()  # pyright: ignore[reportUnknownMemberType]
+    # Flags are summed along: a total above 0 means that some rank raised the flag.
     full, skipped, minutes, failed, *counts = totals[len(sums) :]
     if skipped not in (0.0, world.size):
         raise ModelwrightError(

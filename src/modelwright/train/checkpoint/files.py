@@ -40,6 +40,7 @@ def step_name(step: int) -> str:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Finished checkpoints, oldest first; their content is not checked."""
+    # The glob would also match step-*.partial and step-*.damaged.
     return sorted(path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name))
 
 

@@ -122,6 +122,7 @@ class CheckpointManager:
         """Pass the state to the writer, unless it already has it; every rank writes its part. Returns the seconds for
         which training paused, None if there was nothing to save.
         """
+        # Also if nothing is saved: a clock that stays due would ask all ranks for a checkpoint after every step.
         self.saved_time = time.monotonic()
         if not self.job.is_resumable or self.saved == (self.state.step, self.state.evaluated_step):
             return None
@@ -216,7 +217,7 @@ class CheckpointManager:
         """
         strategy = self.parts.run.strategy
         with reading_state():
-            vars(self.state).update(vars(TrainState(**state["trainer"])))
+            vars(self.state).update(vars(TrainState(**state["trainer"])))  # in place: the trainer holds it, too
             self.saved = (self.state.step, self.state.evaluated_step)
             self.job.objective.load_state_dict(own_rows(state["objective"], strategy.mesh.data))
             load_optimizer_state(self.replica.optimizer, self.replica.names, state["optimizer"])

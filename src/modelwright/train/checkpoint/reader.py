@@ -160,6 +160,7 @@ class CheckpointReader:
     ) -> dict[str, Any]:
         index, record = read_index(path), read_state(path)
         model, training = (ShardReader(path, index[part]) for part in PARTS)
+        # The ranks together must hold all of them: a weight that is left out would silently keep its initial values.
         for name in sorted(names ^ set(model.entries)):
             raise ArtifactError(f"{path}: {name} is in {'the model' if name in names else 'the checkpoint'} only")
         for name, weight in weights.items():

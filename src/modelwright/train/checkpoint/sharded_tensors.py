@@ -104,7 +104,7 @@ def share_out(keys: Sequence[Sequence[tuple[Any, ...]]]) -> list[list[int]]:
     load = [0] * len(keys)
     # Largest first balances the writers: small shards even out the loads at the end. The key itself breaks ties.
     for key, places in sorted(holders.items(), key=lambda item: (-math.prod(item[0][-1]), item[0])):
-        if math.prod(key[-1]):
+        if math.prod(key[-1]):  # ranks with fewer values than others may hold empty shards, which need no file
             rank, position = min(places, key=lambda place: (load[place[0]], place[0]))
             load[rank] += math.prod(key[-1])
             written[rank].append(position)
@@ -113,7 +113,7 @@ def share_out(keys: Sequence[Sequence[tuple[Any, ...]]]) -> list[list[int]]:
 
 def checksum(tensor: Tensor) -> int:
     """CRC-32 of a CPU tensor's bytes."""
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)  # NumPy has no BF16
     return zlib.crc32(flat.numpy().data)
 
 

@@ -36,7 +36,7 @@ def split(tree: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         return {key: split(value, f"{name}/{key}" if name else key, tensors) for key, value in entries}
     if isinstance(tree, (list, tuple)):
         return [split(value, f"{name}/{i}", tensors) for i, value in enumerate(cast(Sequence[Any], tree))]
-    if isinstance(tree, float) and not math.isfinite(tree):
+    if isinstance(tree, float) and not math.isfinite(tree):  # JSON has no infinity and no nan
         return {_FLOAT: str(tree)}
     return tree
 

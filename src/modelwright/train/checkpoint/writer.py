@@ -111,6 +111,7 @@ class CheckpointWriter:
         self.world = reader.world
         self.keep_last = keep_last
         self._channel = reader.channel
+        # One thread, because it communicates: all ranks must write their checkpoints in the same order.
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self._keys: list[tuple[Any, ...]] = []
@@ -127,7 +128,7 @@ class CheckpointWriter:
         """Copy the snapshot to host memory and start to write it, once an earlier one is written. also: steps of
         earlier checkpoints that it refers to, which are not removed before it.
         """
-        self.wait()
+        self.wait()  # the copy reuses the host memory that an earlier checkpoint is written from
         job = replace(self._copy(snapshot, best), also=also)
         self._pending = self._writer.submit(self._write, job)
 

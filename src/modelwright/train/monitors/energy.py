@@ -96,7 +96,7 @@ class EnergyMonitor:
 
     def write(self) -> None:
         """Write the sum so far as this process's entry of the file. A full disk does not end the run."""
-        self._written_s = time.monotonic()
+        self._written_s = time.monotonic()  # also after a failure, so that a full disk is not tried at every step
         if self.path is None or not self.num_tokens:
             return
         reading = self.codecarbon.read() if self.codecarbon is not None else None

@@ -115,6 +115,7 @@ class SpeedProbe:
         self._num_repeats = num_repeats
 
     def __call__(self) -> float:
+        # The fastest, because other work on the host can only make a repetition slower.
         one = self._factor
         return min(
             repeated(lambda: seconds_of(lambda: one @ one @ one @ one @ one, one.device), num_rounds=self._num_repeats)
@@ -135,7 +136,8 @@ def straggler_monitor(config: StragglerConfig, run: Runtime) -> Technique | None
     if run.world.size == 1 or not config.every_steps or run.mesh.world.size < run.world.size:
         return None
     own_time = OwnTime()
-    compares = own_times_compare(run.global_mesh) and run.world.device.type == "cpu"  # a GPU's clock is not the host's
+    # Kernels of a GPU are still running when the host's clock stops.
+    compares = own_times_compare(run.global_mesh) and run.world.device.type == "cpu"
     measure = own_time if compares else SpeedProbe(run.world.device)
     stragglers = Stragglers(run.world, config, own_time_s=measure, report=run.report)
 

@@ -27,6 +27,7 @@ class Watchdog:
         if self.limit_s:
             with writing(self.log):
                 self.log.parent.mkdir(parents=True, exist_ok=True)
+                # Unbuffered and kept open, because faulthandler writes to the descriptor without Python's help.
                 self._file = open(self.log, "ab", buffering=0)
             self.alive()
         return self

@@ -179,7 +179,7 @@ class AdaptivePrecision:
         self.switcher = PrecisionSwitcher(self.config, widest, controller_of(self.config), self.trials.rise)
         self.memory_pressure = self.machine.memory_pressure
         self._offer()
-        self.period = Period(self._observer())
+        self.period = Period(Observer(self.candidates, self.formats.config, {}))
         self.log = EventLog(self.path, is_first=self.world.is_first, max_events=MAX_CHANGES)
 
     @property
@@ -257,20 +257,19 @@ class AdaptivePrecision:
                 self.switcher.decide(update.step + 1, indicators, excess)
         if self.is_due:
             self._offer()  # new formats are observed from the next period on
-            self.period, self.is_due = Period(self._observer()), False
+            self.period = Period(Observer(self.candidates, self.formats.config, {}))
+            self.is_due = False
 
     def _sums(self, step: int) -> dict[str, GradientStats]:
         """Call after `step` updates; only a decision needs more than the gradients' statistics."""
         if not self.is_due:
             return self.statistics.gradients()
-        state, groups = (
-            self.optimizer.state,
-            {
-                parameter: {**group, "lr": self.last_rate}
-                for group in self.optimizer.param_groups
-                for parameter in group["params"]
-            },
-        )
+        state = self.optimizer.state
+        groups = {
+            parameter: {**group, "lr": self.last_rate}
+            for group in self.optimizer.param_groups
+            for parameter in group["params"]
+        }
         return self.statistics.sums(
             lambda parameter: momentum_of(state.get(parameter, {}), groups[parameter], step), loss_scale=self.scale()
         )
@@ -305,9 +304,7 @@ class AdaptivePrecision:
         }
 
     def _see_memory(self) -> None:
-        """Take the maximum over ranks, and never lower it: otherwise a low-precision format would be dropped as soon as
-        it relieved the shortage.
-        """
+        # Never lowered: otherwise a low-precision format would be dropped as soon as it relieved the shortage.
         present = memory_share(self.world.device)
         self.memory_pressure = max(self.memory_pressure, *self.world.maxima(present))
 
@@ -316,9 +313,6 @@ class AdaptivePrecision:
         if self.config.looks:
             widest = set(self.switcher.widest.values())
             self.switcher.offered = self.machine.worthwhile(self.formats.config, widest, self.memory_pressure)
-
-    def _observer(self, errors: ObservedErrors | None = None) -> Observer:
-        return Observer(self.candidates, self.formats.config, errors or {})
 
     def _apply(self) -> None:
         """Change the formats of those parts that this rank holds."""
@@ -354,7 +348,7 @@ class AdaptivePrecision:
         for part, factor, chosen, lost, number in own:
             total, count = errors.get((part, factor, chosen), (0.0, 0))
             errors[part, factor, chosen] = total + lost, count + int(number)
-        self.period = Period.from_state_dict(state, self._observer(errors))
+        self.period = Period.from_state_dict(state, Observer(self.candidates, self.formats.config, errors))
         self.trials.load_state_dict(state)
         self.levels = [LossLevel(*level) for level in state["levels"]]
         self.is_due = bool(state["is_due"])

@@ -25,6 +25,7 @@ def auxiliary_losses(run: Runtime) -> Technique | None:
         own_tokens = float((batch.segments_BT >= 0).sum()) * mesh.speaks_for_rows
         (num_tokens,) = mesh.world.sums([own_tokens])
         for layer in layers:
+            # Layers add their terms inside the model, so the loss scale and the normalizer must reach them there.
             layer.begin_step(run.scaler.value / max(1.0, num_tokens), mesh.world.device)
         return batch
 

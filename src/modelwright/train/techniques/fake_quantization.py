@@ -36,7 +36,7 @@ def fake_quantization(config: QuantizationAwareConfig, run: Runtime) -> Techniqu
         return batch
 
     def on_gradients(update: Update) -> None:
-        if not update.skipped:
+        if not update.skipped:  # all ranks skip alike, so all of them enter the collective or none
             rounding.collect(lambda values: run.mesh.world.maxima(*values))
 
     def on_step_end(info: StepInfo) -> None:

@@ -28,6 +28,7 @@ class FiniteCheck:
     num_in_a_row: int = 0
 
     def on_gradients(self, update: Update) -> None:
+        # A norm is not finite if any element is not, so one number checks all gradients.
         update.grad_norm = self.norm(update.tensors)
         skip = not (math.isfinite(update.grad_norm) and math.isfinite(update.loss))
         self.num_skipped += skip

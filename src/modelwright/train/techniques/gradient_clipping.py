@@ -19,10 +19,12 @@ class GradientClipping:
     def on_gradients(self, update: Update) -> None:
         if update.skipped:
             return
+        # By the norms before this one: an outlier must not raise its own limit.
         limit = self.adaptive.limit(self.norms, self.max_norm)
         scale_to_norm(update.tensors, update.grad_norm, limit)
         if self.adaptive.kind != "none":
             update.metrics["clip_norm"] = limit
+            # Norms before clipping; a history of clipped ones could only fall.
             self.norms = [*self.norms, update.grad_norm][-self.adaptive.window_steps :]
 
     def state_dict(self) -> dict[str, Any]:

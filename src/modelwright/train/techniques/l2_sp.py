@@ -25,6 +25,7 @@ class StartPull:
         self.run = run
         self.start = {view.name: view.tensor.detach().clone() for view in run.parameters()}
         parts = [part for part in self.start.values() if part.numel()]
+        # Over all ranks; a rank of a pipeline or of FSDP may hold no element at all.
         self.range = [
             run.max_over_ranks(max((float(part.max()) for part in parts), default=float("-inf"))),
             -run.max_over_ranks(max((-float(part.min()) for part in parts), default=float("-inf"))),

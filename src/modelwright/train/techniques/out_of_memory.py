@@ -86,6 +86,7 @@ class RetryOutOfMemory:
             if why := self.blocker():
                 text = f"out of memory: {str(error).strip()}\nout-of-memory retry is disabled: {why}"
                 raise ModelwrightError(text) from error
+            # Half of the largest microbatch that was tried; 0 if a single group did not fit.
             self.fitting_groups = max(part_sizes(max(batch.num_groups, num_parts), num_parts)) // 2
         return math.isinf(self.fitting_groups)
 

@@ -18,22 +18,19 @@ accumulate, and a share of the slots is drawn at random from all units that have
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from modelwright.core.errors import ConfigError
 from modelwright.core.seeds import derive_seed
-from modelwright.model.decoder import Decoder
 from modelwright.ops.flop_counter import Executed, counted
 from modelwright.ops.linear_gemms import LinearGemms
 from modelwright.optim.sparse import BatchSelectionConfig, SparseUpdateConfig
-from modelwright.precision.apply import ModelPrecision
 from modelwright.train.flops import attention_flops, head_flops
 from modelwright.train.objective import Batch
 from modelwright.train.runtime import Runtime
@@ -170,25 +167,17 @@ BLOCKS = "blocks"
 
 @dataclass(kw_only=True)
 class SparseUpdates:
-    """Created once all other passes have been applied. `sum_ranks`: sums a float over all ranks. send_rows: called at
-    each selection with the rows of the gradients that there will be (`AllReduceSync.send_rows`), by parameter in order.
-    chosen: by projection, the numbers of the selected outputs; None for all of them. first: the lowest block that is
-    updated.
+    """Restricts each step to selected units and rows. Created once all other passes have been applied. num_parts:
+    microbatches. chosen: by projection, the numbers of the selected outputs; None for all of them. first: the lowest
+    block that is updated.
     """
 
     config: SparseUpdateConfig
     rows: BatchSelectionConfig
-    model: Decoder
-    optimizer: Optimizer
+    run: Runtime
     betas: tuple[float, float]
     eps: float
-    num_steps: int
     num_parts: int
-    seed: int
-    rank: int
-    sum_ranks: Callable[[float], float]
-    formats: ModelPrecision
-    send_rows: Callable[[Sequence[Tensor | None]], None] | None = None
     executed: Executed = field(default_factory=Executed)
     selectors: dict[str, Selector] = field(default_factory=dict[str, Selector])
     chosen: dict[str, Tensor | None] = field(default_factory=dict[str, "Tensor | None"])
@@ -197,22 +186,23 @@ class SparseUpdates:
     row_choice: BatchSelector = field(init=False)
 
     def __post_init__(self) -> None:
+        model, seed, rank = self.run.model, self.run.seed, self.run.mesh.data.rank
         units: dict[str, int] = {}
         if self.config.kind in ("columns", "rows"):
-            units = {name: one.out_features for name, one in self.model.projections().items()}
+            units = {name: one.out_features for name, one in model.projections().items()}
         elif self.config.kind == "layers":
-            units = {BLOCKS: len(self.model.blocks)}
+            units = {BLOCKS: len(model.blocks)}
         regrowth, feedback = self.config.random_fraction, self.config.use_feedback
         self.selectors = {
-            name: Selector(num_units, seed=self.seed, name=name, regrowth=regrowth, feedback=feedback)
+            name: Selector(num_units, seed=seed, name=name, regrowth=regrowth, feedback=feedback)
             for name, num_units in units.items()
         }
         self.row_choice = BatchSelector(
-            self.rows, self.model, seed=self.seed, rank=self.rank, num_parts=self.num_parts, executed=self.executed
+            self.rows, model, seed=seed, rank=rank, num_parts=self.num_parts, executed=self.executed
         )
-        self.formats.wrap_products(self.sparse_products)
+        self.run.formats.wrap_products(self.sparse_products)
         if self.config.freezes:
-            for layer, block in enumerate(self.model.blocks.values()):
+            for layer, block in enumerate(model.blocks.values()):
                 block.forward = partial(self.run_block, layer, block.forward)
 
     def sparse_products(self, name: str, inner: LinearGemms) -> LinearGemms:
@@ -227,11 +217,12 @@ class SparseUpdates:
         with torch.no_grad():  # backward does not reach the block, so it saves nothing
             return run(*inputs)
 
-    def begin_step(self, batch: Batch, step: int) -> Batch:
+    def begin_step(self, step: int, batch: Batch) -> Batch:
         """Select for update `step`; returns the part of the batch that is trained on."""
         self.executed.flops = 0
-        self.share = self.config.share(step, self.num_steps)
-        num_blocks = len(self.model.blocks)
+        model, num_steps = self.run.model, self.run.num_steps
+        self.share = self.config.share(step, num_steps)
+        num_blocks = len(model.blocks)
         if self.config.kind == "freeze_prefix":
             num_frozen = min(num_blocks - 1, round((1.0 - self.share) * num_blocks))  # the last one is never frozen
             self.freeze(set(range(num_frozen, num_blocks)))
@@ -240,32 +231,32 @@ class SparseUpdates:
                 for name, selector in self.selectors.items():
                     measured = None if self.config.signal == "random" else self.measure(name)
                     selector.refresh(step, self.share, measured)
-            device = self.model.embedding.weight.device
+            device = model.embedding.weight.device
             for name, selector in self.selectors.items():
                 if name == BLOCKS:
                     blocks: list[int] = selector.indices().tolist()  # pyright: ignore
                     self.freeze(set(blocks))
                 else:
                     self.chosen[name] = None if selector.chosen.all() else selector.indices().to(device)
-            if self.send_rows and self.config.kind in ("columns", "rows"):
-                names = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
-                self.send_rows([self.chosen.get(name.removesuffix(".weight")) for name in names])
-        batch = self.row_choice(batch, step, self.num_steps) if self.rows.is_on else batch
+            if self.config.kind in ("columns", "rows"):
+                # The other rows of these gradients are zero on all ranks, so they need not be sent.
+                names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+                self.run.strategy.send_only_rows([self.chosen.get(name.removesuffix(".weight")) for name in names])
+        batch = self.row_choice(batch, step, num_steps) if self.rows.is_on else batch
         # Projections count their own FLOPs; attention and head, forward and backward, are counted here.
-        shape = self.model.config
-        of_attention = [attention_flops(shape, batch, int(layer)) for layer in self.model.blocks]
+        of_attention = [attention_flops(model.config, batch, int(layer)) for layer in model.blocks]
         self.executed.add(sum(of_attention) + 2 * sum(of_attention[self.first :]))
-        self.executed.add(3 * head_flops(shape, batch))
+        self.executed.add(3 * head_flops(model.config, batch))
         return batch
 
     def measure(self, name: str) -> Tensor:
         """The signal of each unit: the square root of the mean over its elements; infinite before its first update."""
         if name != BLOCKS:
-            weight = self.model.projections()[name].weight
+            weight = self.run.model.projections()[name].weight
             result = self.elements(weight)
             return torch.full((weight.shape[0],), torch.inf) if result is None else result.mean(dim=1).sqrt().cpu()
         signals: list[Tensor] = []
-        for block in self.model.blocks.values():
+        for block in self.run.model.blocks.values():
             moments = [self.elements(parameter) for parameter in block.parameters() if parameter.dim() > 1]
             measured = [one for one in moments if one is not None]
             if measured:
@@ -277,21 +268,22 @@ class SparseUpdates:
 
     def elements(self, parameter: Tensor) -> Tensor | None:
         signal = "momentum" if self.config.signal == "momentum" else "gradient"
-        return moment_signal(self.optimizer.state.get(parameter, {}), signal, self.betas, self.eps)
+        return moment_signal(self.run.replica.optimizer.state.get(parameter, {}), signal, self.betas, self.eps)
 
     def freeze(self, updated: set[int]) -> None:
-        """Update only these blocks and everything above them. An embedding that is also the head stays with the head;
-        below a frozen block no gradient reaches it.
-        """
-        self.first = min(updated)
-        for layer, block in enumerate(self.model.blocks.values()):
+        """Update only these blocks and everything above them."""
+        self.first, model = min(updated), self.run.model
+        for layer, block in enumerate(model.blocks.values()):
             block.requires_grad_(layer in updated)
-        if self.model.head is not None:
-            self.model.embedding.requires_grad_(self.first == 0)
+        # An embedding that is also the head is trained as the head is; another one gets no gradient below a frozen
+        # block.
+        if model.head is not None:
+            model.embedding.requires_grad_(self.first == 0)
 
     def on_gradients(self, update: Update) -> None:
         """Record the cost of the step, and the selected share."""
-        update.model_flops = update.metrics["executed_flops"] = self.sum_ranks(float(self.executed.flops))
+        (executed_flops,) = self.run.mesh.world.sums([float(self.executed.flops)])
+        update.model_flops = update.metrics["executed_flops"] = executed_flops
         update.metrics["sparse_share"] = self.share
 
     def state_dict(self) -> dict[str, Any]:
@@ -305,9 +297,9 @@ class SparseUpdates:
 
     def close(self) -> None:
         """Make the model plain again, with all parameters trainable."""
-        self.formats.wrap_products(None)
+        self.run.formats.wrap_products(None)
         if self.config.freezes:
-            self.model.requires_grad_(True)
+            self.run.model.requires_grad_(True)
 
 
 def layer_sparsity(
@@ -326,25 +318,11 @@ def layer_sparsity(
         raise ConfigError(
             "sparse_updates: needs unsharded replicas; set all axes of `parallel` except data to 1 and zero_stage to 0"
         )
-    sparse = SparseUpdates(
-        config=config,
-        rows=rows,
-        model=run.model,
-        optimizer=run.replica.optimizer,
-        betas=betas,
-        eps=eps,
-        num_steps=run.num_steps,
-        num_parts=num_microbatches,
-        seed=run.seed,
-        rank=run.mesh.data.rank,
-        sum_ranks=lambda value: run.mesh.world.sums([value])[0],
-        formats=run.formats,
-        send_rows=lambda rows: run.strategy.send_only_rows(rows),
-    )
+    sparse = SparseUpdates(config=config, rows=rows, run=run, betas=betas, eps=eps, num_parts=num_microbatches)
     run.on_exit.callback(sparse.close)
     return Technique(
         name="layer_sparsity",
-        on_batch=lambda step, batch: sparse.begin_step(batch, step),
+        on_batch=sparse.begin_step,
         on_gradients=sparse.on_gradients,
         state=sparse,
         needs=frozenset(),
