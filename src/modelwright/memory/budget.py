@@ -27,9 +27,7 @@ _CAPS = 24
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentChoice:
-    """A treatment of the blocks of `segment`, with its bytes saved until backward, its extra bytes while it runs
-    backward, and its cost in FLOPs.
-    """
+    """A treatment of a segment's blocks: bytes saved until backward, extra bytes during it, and cost in FLOPs."""
 
     segment: Segment
     kept_bytes: int

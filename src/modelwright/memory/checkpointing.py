@@ -109,9 +109,7 @@ def segments_for(
 
 
 def checkpoint_segments(model: Decoder, segments: Sequence[Segment], *, store: Store | None = None) -> Decoder:
-    """Wrap the model's blocks, in order, as the segments specify. Returns the same model. store: of offloaded tensors,
-    if any.
-    """
+    """Wrap the model's blocks, in order, as the segments specify; returns the model. store: of offloaded tensors."""
     assert store is not None or not any(segment.offload for segment in segments)
     assert sum(segment.num_layers for segment in segments) == len(model.blocks)
     blocks = iter(model.blocks.values())

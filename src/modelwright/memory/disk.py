@@ -50,9 +50,7 @@ class DiskStore:
         self._waiting: weakref.WeakValueDictionary[int, _Waiting] = weakref.WeakValueDictionary()
 
     def put(self, piece: Tensor) -> Callable[[], Tensor]:
-        """See `offload.Store`. Returns once at most `MOST_QUEUED_BYTES`, or this tensor alone, are waiting to be
-        written.
-        """
+        """See `offload.Store`. Waits while more than `MOST_QUEUED_BYTES`, besides this tensor, are to be written."""
         # Only strides that a dense tensor has can be restored from bytes in storage order.
         dense = piece if torch.empty_like(piece, device="meta").stride() == piece.stride() else piece.contiguous()
         # A free slot of the same size, else the end of the file: sizes recur in every step.

@@ -111,9 +111,7 @@ class StepTrace(TorchDispatchMode):
 
     @contextmanager
     def places(self) -> Iterator[None]:
-        """Within the block, modules report where the step is: those running forward, and in backward those that ran
-        last.
-        """
+        """Within the block, modules report the step's place: the one running, and in backward the one that ran last."""
         hooks = []
         for name, module in self._model.named_modules():
             hooks.append(module.register_forward_pre_hook(lambda *_, name=name: self._enter(name)))

@@ -53,9 +53,7 @@ class LaidOutForward:
 
 @dataclass
 class BatchStream:
-    """This rank's rows of the global batches. One iterator of the objective serves consecutive steps; any other step
-    starts a new one.
-    """
+    """This rank's rows of the global batches. Consecutive steps share an iterator of the objective."""
 
     objective: Objective
     run: Runtime

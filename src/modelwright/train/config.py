@@ -88,8 +88,7 @@ class SharedTrainConfig:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     activation_checkpointing: ActivationCheckpointingConfig = field(default_factory=ActivationCheckpointingConfig)
     optimizer_cpu_offload: bool = False
-    """Keep optimizer states in host memory and update there, for models on an accelerator (ZeRO-Offload, Ren et al.
-    2021)."""
+    """Keep optimizer states in host memory and update there, for an accelerator (ZeRO-Offload, Ren et al. 2021)."""
     optimizer_in_backward: bool = False
     """Update each parameter as soon as its gradient is complete, which frees the gradient (not with a pipeline). The
     norm comes too late to clip by: where `max_grad_norm` is above 0, gradients are clipped by the last step's norm."""

@@ -20,9 +20,7 @@ from modelwright.train.runner import Executor
 
 @dataclass(eq=False)
 class HeldoutBatches(Sequence[Batch]):
-    """Every held-out row once, `batch_rows` rows or groups at a time, in the order on disk; the last batch may have
-    fewer.
-    """
+    """Every held-out row once, in the order on disk, in batches of at most `batch_rows` rows or groups."""
 
     rows: PackedRows
     batch_rows: int

@@ -70,9 +70,7 @@ class FrozenModel:
 
     @torch.no_grad()
     def outputs(self, batch: Batch, num_parts: int, output_of: Callable[[Tensor, Batch], Tensor]) -> Tensor:
-        """Applies `output_of` to the hidden states of each chunk of rows; returns the results [rows, ...] of all rows
-        of the batch.
-        """
+        """Applies `output_of` to the hidden states of chunks of rows; returns the results of all rows, [rows, ...]."""
         result: list[Tensor] = []
 
         def keep(hidden_BTD: Tensor, part: Batch) -> Tensor:

@@ -67,8 +67,7 @@ class TrainJob:
     name: str = "training"
     """The name in the progress display."""
     input_digest: str = ""
-    """The digest of whatever decides the result (config, data, initial weights). A checkpoint with another one is
-    refused."""
+    """Digest of all that determines the result (config, data, initial weights); other checkpoints are refused."""
     heldout: Sequence[Batch] = ()
     """Batches for evaluation, shared among the ranks."""
     old_rows: Sequence[Batch] = ()

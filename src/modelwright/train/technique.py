@@ -174,8 +174,7 @@ class Technique:
     """Returns figures for the record of the step; called once, after the weights have changed."""
     every: int = 1
     state: Stateful | None = None
-    """State for the checkpoint. Equal on all ranks, except for tensors that follow a parameter
-    (`TensorView.laid_out`)."""
+    """State for checkpoints. Equal on all ranks, except for tensors that follow a parameter (`TensorView.laid_out`)."""
     belongs_to_weights: bool = False
     """True if a rollback restores the state together with the weights."""
     pinned_checkpoints: Callable[[], Sequence[int]] = tuple

@@ -1,6 +1,4 @@
-"""Runs a model under one layout, step by step, with metrics, evaluation, checkpoints and rollbacks in between. Read
-`Trainer.fit`.
-"""
+"""Runs a training under one layout: steps, metrics, evaluation, checkpoints and rollbacks. Read `Trainer.fit`."""
 
 import time
 from dataclasses import dataclass, field, replace
@@ -90,9 +88,7 @@ class Trainer:
         )
 
     def advance(self) -> list[Rollback | Relayout]:
-        """Make updates up to the next step with something to do for all ranks, at least one; returns the techniques'
-        requests.
-        """
+        """Make updates up to the next evaluation, checkpoint or request; returns the techniques' requests."""
         state, config, requests = self.state, self.job.config, list[Rollback | Relayout]()
         cadences = (
             config.eval_every_steps if self.job.heldout else 0,

@@ -79,9 +79,7 @@ def read_best(folder: Path) -> Best:
 
 
 def read_weights(folder: Path, step: int) -> dict[str, Tensor]:
-    """The whole weights of the checkpoint at `step`, on the CPU, whatever layout wrote it. Raises `ArtifactError` if it
-    is missing or damaged.
-    """
+    """Returns a checkpoint's whole weights, on the CPU. Raises `ArtifactError` if it is missing or damaged."""
     path = folder / step_name(step)
     read_manifest(path, kind=KIND, verify=True)
     reader = ShardReader(path, read_index(path)["model"])

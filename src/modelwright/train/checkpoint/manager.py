@@ -167,9 +167,7 @@ class CheckpointManager:
         return step
 
     def rollback(self, request: Rollback) -> None:
-        """Restore weights and optimizer from the first of the requested checkpoints that is intact. Steps and batches
-        are not rewound.
-        """
+        """Restore weights and optimizer, not steps and batches, from the first intact checkpoint of the request."""
         self.writer.wait()
         for step in request.steps:
             if self.reader.is_whole(step):

@@ -113,9 +113,7 @@ class CheckpointReader:
         return self.channel.attempt(lambda: self._load(path, names, weights, held, note), what=f"loading {path}")
 
     def set_aside(self, step: int) -> str:
-        """Rename the damaged checkpoint of this step, so that nothing reads or deletes it anymore; returns its new
-        name, "" if it does not exist.
-        """
+        """Rename a damaged checkpoint, so that nothing reads or deletes it; returns its new name, "" if it is gone."""
         path = self.folder / step_name(step)
         return self.channel.exchange(
             self.channel.attempt(partial(self._set_aside, path), what=f"setting {path} aside"), what=f"{path}"

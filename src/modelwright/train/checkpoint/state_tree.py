@@ -66,9 +66,7 @@ def merge(trees: Sequence[Any]) -> Any:
 
 @dataclass(frozen=True)
 class Seat:
-    """A rank's place in a gradient sync: its number among the ranks that sum, and what identifies the shards it
-    holds.
-    """
+    """A rank's place in a gradient sync: its number among the ranks that sum, and a hash of its shards."""
 
     rank: int
     size: int
@@ -149,9 +147,7 @@ def join_transport(
 
 
 def optimizer_state(tree: Mapping[str, Any], reader: ShardReader, weights: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The optimizer's state of the parameters in `weights`, in host memory, each tensor of a parameter's shape laid out
-    like it.
-    """
+    """The optimizer's state of the parameters in `weights`, in host memory, with tensors laid out like them."""
 
     def place(full: str, parameter: Tensor) -> Tensor:
         if reader.shape(full) != tuple(parameter.shape):

@@ -35,9 +35,7 @@ class CodecarbonReading:
 
 
 class CodecarbonTracker:
-    """Runs codecarbon in a background thread until it is stopped. An error in codecarbon does not end the process: it
-    then counts nothing.
-    """
+    """Runs codecarbon in a background thread until it is stopped. After an error in codecarbon it counts nothing."""
 
     def __init__(self, country: str, *, setting: str, pue: float, read_every_s: float) -> None:
         """country, setting: see `known_country`; pue: energy of the data center per energy of its computers."""

@@ -51,9 +51,7 @@ class RaplMeter:
 
 
 def rapl_meters(folder: Path = POWERCAP) -> list[PowerMeter]:
-    """Meters of processors (`rapl`) and of memory (`rapl_memory`) that this process may read; most systems let only
-    root read them.
-    """
+    """Meters of processors (`rapl`) and memory (`rapl_memory`) that this process may read (often only root may)."""
     packages: list[Path] = []
     memory: list[Path] = []
     for domain in sorted(folder.glob("intel-rapl:*")):

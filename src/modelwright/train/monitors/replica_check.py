@@ -39,9 +39,7 @@ class ReplicaCheck:
         self.every = every
 
     def check(self, step: int) -> None:
-        """Compare the replicas. Raises `ReplicaError` that names the tensor and the ranks that disagree with the
-        majority.
-        """
+        """Compare the replicas. Raises `ReplicaError` that names the tensor and the ranks outside the majority."""
         if self.channel.size == 1:
             return
         pieces = {name: piece_of(tensor) for name, tensor in self.tensors().items()}

@@ -106,9 +106,7 @@ class OwnTime:
 
 
 class SpeedProbe:
-    """Seconds of a small fixed matrix product, the fastest of a few: the present speed of the device, whatever the
-    layout.
-    """
+    """Measures the present speed of the device, whatever the layout: seconds of a small fixed matrix product."""
 
     def __init__(self, device: torch.device, *, num_repeats: int = 5) -> None:
         self._factor = torch.full((PROBE_DIM, PROBE_DIM), 1.0 / PROBE_DIM, device=device)

@@ -475,9 +475,7 @@ def machine_for(folder: Path, formats: ModelPrecision, world: World, *, num_rows
 
 
 def memory_share(device: torch.device, more_bytes: int = 0) -> float:
-    """Share of a device's memory that this process has used at most, plus the present use of others. more_bytes:
-    expected in addition.
-    """
+    """Share of a device's memory: this process's peak, others' present use, and `more_bytes` that are expected."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         own = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_reserved(device)

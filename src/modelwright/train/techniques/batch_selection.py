@@ -139,9 +139,7 @@ class BatchSelector:
 
     @torch.no_grad()
     def thinned(self, batch: TokenBatch) -> TokenBatch:
-        """The batch with `keep_token_fraction` of its labels: where tokens receive the most attention in the first
-        layer.
-        """
+        """The batch with `keep_token_fraction` of its labels, at the tokens that the first layer attends to most."""
         moved = batch.to(self.model.embedding.weight.device)
         q_BTHd, k_BTKd = first_queries_and_keys(self.model, moved)
         self.executed.add(attention_flops(self.model.config, batch, 0) // 2)  # scores without values

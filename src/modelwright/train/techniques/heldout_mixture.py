@@ -110,9 +110,7 @@ def mixture_technique(
     heldout: Mapping[str, Sequence[Batch]],
     every: int,
 ) -> Technique:
-    """See `HeldoutMixture`. every: steps between updates. Raises `ConfigError` if a measured source lacks held-out
-    batches.
-    """
+    """See `HeldoutMixture`. every: steps between updates. Raises `ConfigError` for a source without held-out rows."""
     if missing := [source for source in rule.measured if not len(heldout.get(source, ()))]:
         raise ConfigError(
             f"batching.mixture.update: the source {missing[0]!r} has no held-out rows to measure its loss on; raise "

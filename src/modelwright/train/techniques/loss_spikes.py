@@ -42,8 +42,7 @@ NUM_GOOD = 2
 
 @dataclass(frozen=True, kw_only=True)
 class LossSpikeConfig:
-    """Skip updates at which the loss or gradient norm jumps, and roll back after several (PaLM, Chowdhery et al.
-    2022)."""
+    """Skip updates at jumps of loss or gradient norm, and roll back after several (PaLM, Chowdhery et al. 2022)."""
 
     num_sigmas: float = 0.0
     """Robust standard deviations above the median of recent accepted updates at which an update is skipped; 0 skips

@@ -118,9 +118,7 @@ class RetryOutOfMemory:
 
 
 def out_of_memory(mode: WhenOutOfMemory, run: Runtime) -> Technique | None:
-    """Makes the run repeat steps that do not fit into memory, adds a metric when one did not, and stores the limit in
-    the checkpoint.
-    """
+    """Makes the run repeat steps that do not fit into memory; the checkpoint stores the limit that it finds."""
     if mode == "fail":
         return None
     retry = RetryOutOfMemory(
