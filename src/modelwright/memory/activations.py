@@ -180,6 +180,7 @@ def total_moved_bytes(shape: BlockShape, segments: Iterable[Segment]) -> int:
 
 def peak_bytes(shape: BlockShape, segments: Sequence[Segment]) -> int:
     """The most bytes per token that the blocks of one microbatch hold while they run backward, last to first."""
+    # While a segment runs backward, everything that the segments before it have saved is still held.
     kept = peak = 0
     for segment in segments:
         kept += shape.kept_bytes(segment)

@@ -43,6 +43,7 @@ class MemoryTimeline:
 
     def live_bytes(self, kind: Kind | None = None) -> list[int]:
         """Bytes alive at each operator, of one kind or of all."""
+        # Differences at births and deaths, whose running sum is the bytes alive: linear in blocks and operators.
         changes = [0] * (self.length + 1)
         for one in self.lifetimes:
             if kind is None or one.kind == kind:

@@ -61,7 +61,7 @@ class BatchStream:
     batches: Iterator[Batch] = field(default_factory=lambda: iter(()))
 
     def __call__(self, step: int) -> Batch:
-        if step != self.next_step:
+        if step != self.next_step:  # the first one, or the first after a resume
             data = self.run.mesh.data
             self.batches = self.objective.batches(self.run.model, first=step, rank=data.rank, world_size=data.size)
         self.next_step = step + 1

@@ -212,6 +212,7 @@ class TrainConfig(SharedTrainConfig):
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"betas: must be in [0, 1), got {self.betas}; (0.9, 0.95) is usual")
         check_compatible(self.features())
+        # Local SGD: only synchronized weights are evaluated and saved.
         every = self.gradient_sync.local_sgd.sync_every_steps
         for name in ("eval_every_steps", "checkpoint_every_steps"):
             if every and getattr(self, name) % every:
@@ -265,6 +266,7 @@ class TrainConfig(SharedTrainConfig):
         """Returns the strategy by which ranks share gradients and updates. shares_memory: allows the processes of a
         host to keep one copy, which they do unless a setting, the objective or a technique (`further`) conflicts.
         """
+        # Shared memory gives way silently: it only saves memory, and every feature works without it.
         active = [*self.features(), *further, SHARED_MEMORY]
         scaling = self.precision.loss_scale
         scales_losses = scaling.enabled == "always" or (scaling.enabled == "auto" and self.precision.uses_fp16)

@@ -28,7 +28,7 @@ class StopRequest:
         self._restore()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
+        if self.requested:  # the second signal goes to the handlers from before the block
             self._restore()
             os.kill(os.getpid(), number)
         self.requested = number

@@ -100,7 +100,8 @@ class TrainStep:
         before_last_backward = partial(run.strategy.before_last_backward, sums.losses, is_empty=is_empty)
         while True:
             fits = run.runner.train(batch, loss_fn, begin=begin, before_last_backward=before_last_backward)
-            sums.vector *= mesh.tensor.is_first  # ranks of the tensor axis compute the same losses
+            # Ranks of the tensor axis compute the same losses, so only one of them may count.
+            sums.vector *= mesh.tensor.is_first
             outcome = vote(
                 mesh.world, sums.vector, out_of_memory=not fits, skipped_last=self.skipped_last, own=self.own_requests()
             )

@@ -92,6 +92,7 @@ class CheckpointManager:
     """Progress of the run, which the trainer advances."""
     note: Callable[[str], None]
     """Shows a line to the user."""
+    replica: Replica = field(init=False)
     reader: CheckpointReader = field(init=False)
     writer: CheckpointWriter = field(init=False)
     saved: tuple[int, int] = (0, 0)
@@ -99,13 +100,10 @@ class CheckpointManager:
     saved_time: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
+        self.replica = self.parts.run.replica
         mesh, folder = self.parts.run.global_mesh, self.job.stage.checkpoints
         self.reader = CheckpointReader(folder, digest=self.job.input_digest, world=mesh.world, reduce=mesh.reduce)
         self.writer = CheckpointWriter(self.reader, keep_last=self.job.config.keep_last)
-
-    @property
-    def replica(self) -> Replica:
-        return self.parts.run.replica
 
     def due(self) -> bool:
         """True if a checkpoint is saved at this step."""

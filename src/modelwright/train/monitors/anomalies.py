@@ -69,7 +69,7 @@ class AnomalyLog:
             if info.skip_reason == LOSS_SPIKE:
                 why = f"{why}, loss {info.loss:.4g}, gradient norm {info.grad_norm:.4g}"
             self.report(info.step, kind, info.grad_norm, math.inf, f"update skipped: {why}")
-            return
+            return  # its loss and norm must not enter the history
         self._judge(info.step, "loss_spike", info.loss, "loss")
         self._judge(info.step, "gradient_outlier", info.grad_norm, "gradient norm")
         limit = max(self.config.stall_s, self.config.stall_fraction * info.step_time_s)

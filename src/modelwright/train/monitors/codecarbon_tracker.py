@@ -89,12 +89,10 @@ class _SumsReceiver:
     total: Any = None
 
     def live_out(self, total: Any, delta: Any) -> None:
-        """Called by codecarbon at each of its readings."""
+        """Called by codecarbon at each of its readings, and as `out` once with the final totals."""
         self.total = total
 
-    def out(self, total: Any, delta: Any) -> None:
-        """Called once by codecarbon with the final totals."""
-        self.total = total
+    out = live_out
 
     def exit(self) -> None:
         """Called by codecarbon after `out`."""

@@ -41,6 +41,7 @@ class RaplMeter:
         """See `PowerMeter`. Must be called more often than a counter wraps around, which takes a minute or more."""
         for domain, before in self._last.items():
             now = self._read(domain)
+            # A counter starts again at 0 beyond its range.
             self._microjoules += now - before if now >= before else now + self._ranges[domain] - before
             self._last[domain] = now
         return self._microjoules / 1e6
@@ -73,6 +74,7 @@ class NvmlMeter:
 
     def __init__(self, read_mj: Callable[[], int]) -> None:
         self._read_mj = read_mj
+        # NVML counts since the driver was loaded.
         self._start_mj = read_mj()
 
     def joules(self) -> float:

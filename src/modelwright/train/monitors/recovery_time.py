@@ -45,7 +45,7 @@ class RecoveryTime:
         self._last: dict[str, Any] | None = None
 
     def observe(self, info: StepInfo) -> None:
-        now = time.time()
+        now = time.time()  # not monotonic: it is compared with the time of another process
         if self._before is not None:
             self._log.append(
                 kind=self._before.get("kind", FAULT),

@@ -115,7 +115,8 @@ class AugmentationStrength:
         update.metrics["augmentation_strength"] = self.planned[0]
         update.metrics["augmented_pieces"] = float(cost.num_copies - self.reported.num_copies)
         update.metrics["augmentation_cpu_s"] = cost.cpu_s - self.reported.cpu_s
-        self.reported = replace(cost)
+        self.reported = replace(cost)  # a copy, because the loader goes on counting
+        # The batches of the next `AHEAD` steps are being made already, so this loss decides the one after them.
         self.next_batch = update.step + 1
         self.planned = [*self.planned[1:], self.strength]
         self.tell()

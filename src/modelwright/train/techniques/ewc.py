@@ -110,6 +110,7 @@ class Consolidation:
         update.metrics["ewc_penalty"] = 0.5 * self.strength * float(penalty)
 
     def state_dict(self) -> dict[str, Any]:
+        # Laid out like the parameters, so that a checkpoint can be resumed under another layout.
         views = self.run.parameters() if self.fisher else []
         fisher = {view.name: view.laid_out(self.fisher[view.name]) for view in views}
         return {"fisher": fisher, "range": self.range, "labels": LABELS}
@@ -137,6 +138,7 @@ def fisher_diagonal(model: Decoder, rows: Sequence[Batch], *, seed: int, world: 
     model.eval()  # without the terms that layers add to the loss
     for number in range(world.rank, len(rows), world.size):
         row = rows[number].to(world.device)
+        # Seeded by the row's number, so that labels do not depend on the number of ranks.
         draw = torch.Generator(world.device).manual_seed(derive_seed(seed, number))
         hidden_BTD = forward(model, row)
         labels_BT = sampled_labels(model, hidden_BTD.detach(), row.labels_BT, draw)

@@ -87,6 +87,7 @@ class ExcessLossRule:
 
     def shares(self, before: np.ndarray, losses: Mapping[str, float]) -> np.ndarray:
         self.losses = dict(losses)
+        # Without a reference loss of its own a source counts with its whole loss.
         excess = np.array([losses[name] - self.reference_losses.get(name, 0.0) for name in self.measured])
         return exponentiated_gradient(before, excess, rate=self.config.learning_rate, smoothing=self.config.smoothing)
 

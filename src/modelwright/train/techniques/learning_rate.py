@@ -34,6 +34,7 @@ class LearningRate:
         return {"rate": self.optimizer.param_groups[0]["lr"]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        # A new optimizer has the first rate, which earlier techniques would read in the first step after a resume.
         self.set_rate(state["rate"])
 
 

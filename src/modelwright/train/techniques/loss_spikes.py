@@ -159,7 +159,7 @@ class LossSpikes:
             batches, loss, norm = [update.step, update.step], update.loss, update.grad_norm
             self._log.append(kind="spike", step=update.step + 1, batches=batches, loss=loss, norm=norm)
             return
-        if spike:  # a new level
+        if spike:  # the agreed end of a series of spikes: from here on their level counts as normal
             self._losses.clear()
             self._norms.clear()
             self._recent = []
