@@ -54,13 +54,13 @@ class DiskStore:
         # Only strides that a dense tensor has can be restored from bytes in storage order.
         dense = piece if torch.empty_like(piece, device="meta").stride() == piece.stride() else piece.contiguous()
         # A free slot of the same size, else the end of the file: sizes recur in every step.
-        pages = _pages(dense.nbytes)
+        pages = max(1, -(-dense.nbytes // _PAGE))
         if self._free.get(pages):
             place = self._free[pages].pop()
         else:
             place = self._end
             self._end += pages * _PAGE
-        waiting = _Waiting(self, dense, place, self._number)
+        waiting = _Waiting(self, dense, place, pages, self._number)
         self._waiting[self._number] = waiting
         self._number += 1
         waiting.written = self._writer.submit(self._write, dense, place)
@@ -89,9 +89,9 @@ class DiskStore:
         waiting.reading = None
         return self._result(reading)
 
-    def release(self, place: int, num_bytes: int) -> None:
+    def release(self, place: int, pages: int) -> None:
         """Free the space of a tensor that is no longer needed."""
-        self._free.setdefault(_pages(num_bytes), []).append(place)
+        self._free.setdefault(pages, []).append(place)
 
     def _reading(self, waiting: "_Waiting") -> "Future[Tensor]":
         if waiting.reading is None:
@@ -126,19 +126,19 @@ class DiskStore:
 class _Waiting:
     """A tensor in the file, or on its way there. held: the tensor until it is written."""
 
-    def __init__(self, store: DiskStore, dense: Tensor, place: int, number: int) -> None:
+    def __init__(self, store: DiskStore, dense: Tensor, place: int, pages: int, number: int) -> None:
         self.held: Tensor | None = dense
         self.like = torch.empty_like(dense, device="meta")
         self.device = dense.device
         self.num_bytes = dense.nbytes
-        self.place = place
+        self.place, self.pages = place, pages
         self.number = number
         self.written: Future[None] = Future()
         self.reading: Future[Tensor] | None = None
         self._store = store
 
     def __del__(self) -> None:
-        self._store.release(self.place, self.num_bytes)
+        self._store.release(self.place, self.pages)
 
 
 def _failed(folder: Path, error: OSError) -> ModelwrightError:
@@ -153,10 +153,6 @@ def _let_go(waiting: "weakref.ref[_Waiting]", written: Future[None]) -> None:
     one = waiting()
     if one is not None and written.exception() is None:
         one.held = None
-
-
-def _pages(num_bytes: int) -> int:
-    return max(1, -(-num_bytes // _PAGE))
 
 
 def _bytes(tensor: Tensor) -> Tensor:

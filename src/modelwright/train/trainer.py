@@ -88,7 +88,7 @@ class Trainer:
         )
 
     def advance(self) -> list[Rollback | Relayout]:
-        """Make updates up to the next evaluation, checkpoint or request; returns the techniques' requests."""
+        """Make at least one update, at most up to the next evaluation or checkpoint; returns techniques' requests."""
         state, config, requests = self.state, self.job.config, list[Rollback | Relayout]()
         cadences = (
             config.eval_every_steps if self.job.heldout else 0,

@@ -6,7 +6,7 @@ needs them, so a loss takes effect `AHEAD` batches later.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from modelwright.core.compatibility import EQUAL_REPLICAS, SYNCHRONOUS_UPDATES
@@ -67,21 +67,24 @@ class AugmentedBatches(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(eq=False)
 class AugmentationStrength:
     """Follows the loss, step by step, and tells `loader` the strength of each batch. Its state is a function of the
     losses so far, so it resumes exactly.
     """
 
-    def __init__(self, config: AugmentationStrengthConfig, loader: AugmentedBatches) -> None:
-        self.config = config
-        self.loader = loader
-        self.num_losses = 0
-        self.running_loss = 0.0
-        self.first_loss = 0.0
-        self.next_batch = 0
+    config: AugmentationStrengthConfig
+    loader: AugmentedBatches
+    num_losses: int = 0
+    running_loss: float = 0.0
+    first_loss: float = 0.0
+    next_batch: int = 0
+    planned: list[float] = field(default_factory=list[float])
+    """The decided strengths of the batches from `next_batch` on."""
+    reported: AugmentationCost = field(default_factory=AugmentationCost)
+
+    def __post_init__(self) -> None:
         self.planned = [self.strength] * (AHEAD + 1)
-        """The strengths of the batches from `next_batch` on that are decided."""
-        self.reported = AugmentationCost()
         self.tell()
 
     @property
