@@ -23,19 +23,18 @@ class LearningRate:
     num_steps: int
 
     def on_batch(self, step: int, batch: Batch) -> Batch:
-        self.set_rate(self.peak * rate_factor(self.config, step, self.num_steps))
-        return batch
-
-    def set_rate(self, rate: float) -> None:
+        rate = self.peak * rate_factor(self.config, step, self.num_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
+        return batch
 
     def state_dict(self) -> dict[str, Any]:
         return {"rate": self.optimizer.param_groups[0]["lr"]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         # A new optimizer has the first rate, which earlier techniques would read in the first step after a resume.
-        self.set_rate(state["rate"])
+        for group in self.optimizer.param_groups:
+            group["lr"] = state["rate"]
 
 
 def learning_rate(config: ScheduleConfig, run: Runtime, *, peak: float) -> Technique:
