@@ -70,15 +70,8 @@ class AnomalyLog:
                 why = f"{why}, loss {info.loss:.4g}, gradient norm {info.grad_norm:.4g}"
             self.report(info.step, kind, info.grad_norm, math.inf, f"update skipped: {why}")
             return  # its loss and norm must not enter the history
-        judged = {"loss_spike": ("loss", info.loss), "gradient_outlier": ("gradient norm", info.grad_norm)}
-        for kind, (name, value) in judged.items():
-            recent = self._recent[kind]
-            if level := recent.level:
-                limit = max(level.upper_limit(self.config.num_sigmas, 0.0), level.median * (1 + self.config.min_rise))
-                if value > limit:
-                    text = f"{name} {value:.4g} against a median of {level.median:.4g}"
-                    self.report(info.step, kind, value, limit, text)
-            recent.add(info.step, value)  # outliers too, so that a new level becomes normal after some steps
+        self._judge(info.step, "loss_spike", info.loss, "loss")
+        self._judge(info.step, "gradient_outlier", info.grad_norm, "gradient norm")
         limit = max(self.config.stall_s, self.config.stall_fraction * info.step_time_s)
         if info.data_wait_s > limit:
             text = f"waited {info.data_wait_s:.2f} s of {info.step_time_s:.2f} s for data"
@@ -96,6 +89,15 @@ class AnomalyLog:
         self.num_events = dict(state["num_events"])
         for kind, recent in self._recent.items():
             recent.load_state_dict(state["recent"][kind])
+
+    def _judge(self, step: int, kind: str, value: float, name: str) -> None:
+        """Report an outlier relative to the preceding steps."""
+        recent = self._recent[kind]
+        if level := recent.level:
+            limit = max(level.upper_limit(self.config.num_sigmas, 0.0), level.median * (1 + self.config.min_rise))
+            if value > limit:
+                self.report(step, kind, value, limit, f"{name} {value:.4g} against a median of {level.median:.4g}")
+        recent.add(step, value)  # outliers too, so that a new level becomes normal after some steps
 
     def report(self, step: int, kind: str, value: float, limit: float, text: str) -> None:
         """Add an event, from here or from another monitor."""
