@@ -121,8 +121,8 @@ def checkpoint_segments(model: Decoder, segments: Sequence[Segment], *, store: S
         if segment.num_layers > 1 or not (segment.recompute or segment.offload):
             continue
         block, forward = group[0], group[0].forward
-        assert isinstance(block, Block)
         if segment.recompute:
+            assert isinstance(block, Block)
             contexts = contexts_keeping(segment.keep, block) if segment.keep else noop_context_fn
             forward = partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
         if segment.offload:  # outside the checkpoint, so that its input, which it saves, is offloaded
